@@ -10,9 +10,13 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import resource
+import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import torch
 
 CPU = torch.device("cpu")
@@ -101,33 +105,58 @@ def mark(device: torch.device) -> Callable[[], bool]:
 # -- memory
 
 
+def memory_in_use(device: torch.device) -> int:
+    """Bytes that torch's allocator has given out on an accelerator; on the host, the resident size
+    of this process.
+    """
+    if is_accelerator(device):
+        return torch.accelerator.memory_allocated(device)
+    return psutil.Process().memory_info().rss
+
+
+def peak_memory(device: torch.device) -> int:
+    """The largest `memory_in_use` of this process so far, whether `room` has been asked or not."""
+    return max(_earlier_peaks[device], _present_peak(device))
+
+
+# By device, before `room` has reset the counters.
+_earlier_peaks: defaultdict[torch.device, int] = defaultdict(int)
+
+
+def _present_peak(device: torch.device) -> int:
+    if is_accelerator(device):
+        return torch.accelerator.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    # The kernel's two counters are not exact: the present size may be a little above its peak.
+    return max(peak, memory_in_use(device))
+
+
 def room(device: torch.device) -> tuple[int, int]:
     """(bytes that were free at the peak of memory since the last call, all bytes). For the host,
     this rank's share.
 
     This resets the peak counters of torch's allocator, or of the process.
     """
+    peak, in_use = _present_peak(device), memory_in_use(device)
+    _earlier_peaks[device] = max(_earlier_peaks[device], peak)
     if is_accelerator(device):
         free, total = torch.accelerator.get_memory_info(device)
-        free += torch.accelerator.memory_reserved(device) - torch.accelerator.max_memory_allocated(
-            device
-        )
+        free += torch.accelerator.memory_reserved(device) - peak
         torch.accelerator.reset_peak_memory_stats(device)
         return free, total
-    known = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    available, total = (int(known[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
+    memory = psutil.virtual_memory()
+    available, total = memory.available, memory.total
     limit, used = _of_container("memory.max"), _of_container("memory.current")
     if limit is not None and used is not None:
         cached = _of_container("memory.stat", "file") or 0
         available, total = min(available, limit - used + cached), min(total, limit)
-    own = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    peak, resident = (int(own[name].split()[0]) << 10 for name in ("VmHWM", "VmRSS"))
     with contextlib.suppress(
         OSError
     ):  # where a container forbids it, the peak stays that of the whole run
         Path("/proc/self/clear_refs").write_text("5")
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return available // ranks - max(0, peak - resident), total // ranks
+    return available // ranks - max(0, peak - in_use), total // ranks
 
 
 def _of_container(name: str, line: str = "") -> int | None:

@@ -10,7 +10,7 @@ import transformers
 
 import zero
 from tests.accelerator import device
-from zero.monitor.memory_usage import DEVICE, DISK, HOST, held
+from zero.monitor.memory_usage import DEVICE, DISK, HOST, bytes_by_kind
 from zero.offload import tiers
 from zero.tools.estimate.model import enable_checkpointing
 
@@ -98,7 +98,7 @@ def measure(
     pools += [file._bounces for file in tiers._files.values()]
     tiers._staging._copies.clear()
     buffers = sum(len(block) for pool in pools for block in pool._free)
-    kept = {place: sum(parts.values()) for place, parts in held(engine).items()}
+    kept = {place: sum(parts.values()) for place, parts in bytes_by_kind(engine).items()}
     if engine.activations is not None:  # all of a forward's are there when it ends
         buffers += engine.activations.moved_bytes // micro_batches
     peak = torch.accelerator.max_memory_allocated()

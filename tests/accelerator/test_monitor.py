@@ -9,12 +9,14 @@ import io
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.accelerator import device
-from tests.accelerator.test_counts import ROWS, WIDTH, Model
+from tests.accelerator.test_counts import EVERY_UNIT, ROWS, WIDTH, Model
 from tests.dist.training import ds_config, start, step
 from tests.processes import run_on
+from zero.device import peak_memory, room
 from zero.monitor import log_summary
 
 
@@ -54,3 +56,42 @@ def test_collectives_are_logged_and_links_counted(tmp_path: Path):
         sum(record["links"]["host to device"] for record in records) >= (len(records) - 1) * shard
     )
     assert min(records[-1]["ranks"]["device_bytes"]) > 0
+
+
+def waits_with_records(rank: int, world_size: int, folder: Path) -> int:
+    """How often the host waits for the device in a step that is recorded."""
+    records = {"json_monitor": {"enabled": True, "output_path": str(folder)}}
+    engine, _ = start(Model().to(device.NAME), ds_config(**EVERY_UNIT) | records)
+    batch = {"x": torch.ones(ROWS, WIDTH, device=device.NAME)}
+    for _ in range(4):
+        step(engine, [batch])
+    before = device.waits()
+    loss = engine(**batch)
+    engine.backward(loss)
+    engine.step()
+    waits = device.waits() - before
+    assert device.mistakes() == []
+    if rank == 0:
+        file = folder / "DeepSpeedJobName" / "steps.jsonl"
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        assert len(records) == 5 and records[-1]["loss"] == pytest.approx(loss.item())
+    return waits
+
+
+def test_a_record_does_not_wait_for_the_device(tmp_path: Path):
+    """The host waits for the norm alone, as without a monitor."""
+    assert run_on(2, waits_with_records, tmp_path, simulated=True) == [1, 1]
+
+
+def asked_for_room(rank: int, world_size: int) -> None:
+    place = torch.device(device.NAME, 0)
+    values = torch.empty(1 << 20, dtype=torch.uint8, device=place)
+    del values
+    peak = peak_memory(place)
+    room(place)
+    assert torch.accelerator.max_memory_allocated(place) < 1 << 20  # the counter begins again
+    assert peak_memory(place) == peak >= 1 << 20
+
+
+def test_asking_for_room_does_not_forget_the_peak():
+    run_on(1, asked_for_room, simulated=True)

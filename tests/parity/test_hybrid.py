@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.dist.messages import counted_messages
 from tests.dist.training import (
     Curve,
     adamw,
@@ -168,20 +169,21 @@ def count(
         )
         data, crossed = batches(name, STEPS), Counter()
         curve = train_zero(engine, data[:1])
-        sent, gathered = Counter(engine.comm.sent), engine.comm.elements["all_gather"]
+        gathered = engine.comm.elements["all_gather"]
         parts = split(data[1], world_size * accumulation)[rank::world_size]
-        losses = [loss_of(engine(**part)) for part in parts[:1]]
-        engine.backward(losses[0])
-        second = sum(
-            group.second.numel()
-            for group in engine.groups
-            if getattr(group, "second", None) is not None
-        )
-        engine.step()
-        curve.losses.append([losses[0].item(), *step(engine, parts[1:])])
+        with counted_messages() as sent:
+            losses = [loss_of(engine(**part)) for part in parts[:1]]
+            engine.backward(losses[0])
+            second = sum(
+                group.second.numel()
+                for group in engine.groups
+                if getattr(group, "second", None) is not None
+            )
+            engine.step()
+            curve.losses.append([losses[0].item(), *step(engine, parts[1:])])
         curve.norms.append(engine.get_global_grad_norm())
         crossed["gathered"] = engine.comm.elements["all_gather"] - gathered
-        for (operation, peer), numel in (engine.comm.sent - sent).items():
+        for (operation, peer), numel in sent.items():
             crossed[operation] += numel * (peer // 2 != rank // 2)
         whole = sum(group.layout.padded for group in engine.groups)
         assert second == (whole // 2 if "zero_hpz_partition_size" in way else 0)

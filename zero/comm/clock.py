@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -21,11 +21,12 @@ _PATIENCE = 10.0
 
 
 def label(text: str) -> AbstractContextManager:
-    """Context whose operations torch's profiler, or NVTX, shows as `zero: text`.
+    """Context whose operations torch's profiler, or NVTX, shows as `zero: text`, in any thread.
 
     It costs nothing while none runs.
     """
-    return record_function(f"zero: {text}") if torch.autograd._profiler_enabled() else nullcontext()
+    is_on = torch.autograd.profiler._is_profiler_enabled
+    return record_function(f"zero: {text}") if is_on else nullcontext()
 
 
 class Progress:
@@ -104,8 +105,8 @@ class Clock:
     def __init__(self, shows: bool = False) -> None:
         self.shows = shows
         self.progress = Progress(False, "other")
-        self.phases: Counter[str] = Counter()
-        self.waits: Counter[tuple[str, str]] = Counter()
+        self.phases: defaultdict[str, float] = defaultdict(float)
+        self.waits: defaultdict[tuple[str, str], float] = defaultdict(float)
         self.current = "other"
 
     def reset(self) -> None:

@@ -1,15 +1,20 @@
 """The only caller of `torch.distributed` for parameters and gradients.
 
 [Note: collectives] Operations work on flat 1-D tensors. Those of the training path return a
-`Pending`, whose `wait()` makes the result usable. The others block, and say so. On an accelerator
-the collectives are torch's own. On gloo, all-gathers and reductions are made of point-to-point
-messages: torch's reduce-scatter takes 1.7 to 3 times as long, its all-gather 1.2 to 3.5 times
-(benchmarks/collectives/__main__.py). Received slices are summed here, in rank order and in fp32.
-That is deterministic and more precise. Broadcasts, all-reduces and the exchange of whole tensors
-are torch's on gloo too.
+`Pending`, whose `wait()` makes the result usable. The others block, and say so. There are two ways,
+each of which is a class here:
+
+NativeCommunicator  an accelerator's collectives are torch's own: one call for each operation, on
+                    streams beside the computation.
+GlooCommunicator    on CPUs, all-gathers and reductions are made of point-to-point messages: torch's
+                    reduce-scatter takes 1.7 to 3 times as long, its all-gather 1.2 to 3.5 times
+                    (benchmarks/collectives/__main__.py). Received slices are summed here, in rank
+                    order and in fp32, which is deterministic and more precise.
+
+Broadcasts, all-reduces and the exchange of whole tensors are torch's in both.
 
 Sums have one order: within each shard group by rank, then by group. So replicas have the same bits.
-Of a group, this file knows only a number and a text for messages."""
+Of a parameter group, this file knows only what `NamedGroup` says."""
 
 from __future__ import annotations
 
@@ -17,16 +22,19 @@ import copy
 import itertools
 import logging
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zero.comm.clock import Clock
-from zero.comm.fingerprint import CollectiveOrder, MessageTags, explain
+from zero.comm.fingerprint import CollectiveOrder, MessageTags, NamedGroup, explain
+from zero.comm.observer import begin
 from zero.comm.traffic import note_copy, send, send_natively
 from zero.comm.watchdog import Watchdog, end_with_launcher
 from zero.comm.work import Pending
@@ -44,44 +52,46 @@ from zero.errors import UsageError
 T = TypeVar("T")
 logger = logging.getLogger("zero")
 
+# torch's annotations say that a collective may return None. With `async_op`, and within the group,
+# none does.
+Work = Any
 # Newer releases of torch have other names for the same functions.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 # Most bytes of a message to be summed. For larger ones malloc would map new pages each time.
 SUMMED_MESSAGE = 8 << 20
 
 
-class Communicator:
+class Communicator(ABC):
     """Collectives of one job on one kind of device.
 
     Attributes: rank, world_size: of the world. shard_group, replicate_group: the kinds of groups
     are in `zero/comm/world.py`. model: the communicator of the model group; None if this rank has
     the whole model. calls, elements, bytes: by operation name, the number of operations, and how
-    much of full buffers they moved. sent: elements of this rank's messages in all-gathers and
-    reductions on gloo, by (operation name, receiver). clock: the time of all engines that use these
-    ranks. matches_by_order: operations of different ranks match by their order alone."""
+    much of full buffers they moved. clock: the time of all engines that use these ranks."""
+
+    is_native: ClassVar[bool]
 
     def __init__(self, device: torch.device):
         use(device)
         self.device = device
-        self._native = is_accelerator(device)
         rank, size = dist.get_rank(), dist.get_world_size()
+        self.clock = Clock(shows=rank == 0)
+        self.calls: Counter[str] = Counter()
+        self.elements: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
         if device == CPU and (unused := accelerator()) is not None and rank == 0:
             logger.warning(
                 "torch has no collectives for %s: the engine computes on the CPU", unused
             )
-        self.clock = Clock(shows=rank == 0)
-        self.calls, self.elements, self.bytes = (Counter[str]() for _ in range(3))
-        self.sent: Counter[tuple[str, int]] = Counter()
-        mark_device = partial(mark, device) if self._native else None
+        mark_device = partial(mark, device) if self.is_native else None
         self.watchdog = Watchdog(rank, size, 0.8 * group_timeout().total_seconds(), mark_device)
         weakref.finalize(self, self.watchdog.stop)
-        # streams, made when they are needed
-        self._copies = None
-        self._sums = None
         self.model: Communicator | None = None
         self._split: dict[str, Communicator] = {}
         self._join([range(size)], None)
+
+    # -- ranks
 
     def _join(self, worlds: Sequence[Sequence[int]], job: Communicator | None) -> None:
         """Make the process groups of the world that this rank is in.
@@ -97,19 +107,31 @@ class Communicator:
         # Numbers of groups, equal on all ranks: they are made in the same order. 0 is for what is
         # not about a group.
         self.serials = itertools.count(1)
-        # The engine's own process groups: its messages never match user code's. Reductions have
-        # one, as ranks may start them between different all-gathers in the first backward. The
-        # hosts have one to compare these orders.
+        self._within: dict[int, Communicator] = {}
+        # The engine's own process groups: its messages never match user code's. The hosts beside an
+        # accelerator have one to compare the order of its collectives.
         self._group = self._new_group(worlds)
-        self._reductions = self._new_group(worlds) if self._native else self._group
-        self._hosts = self._new_group(worlds, "gloo") if self._native else self._group
+        self._hosts = self._new_group(worlds, "gloo") if self.is_native else self._group
+        self._make_groups(worlds, None)
         self._order = CollectiveOrder()
         self._tags = MessageTags()
-        self.matches_by_order = self._native and self.world_size > 1
-        # Of `shard_group`, and natively of `replicate_group`.
-        self._shards = self._group
-        self._replicas = None
-        self._within: dict[int, Communicator] = {}
+
+    def _make_groups(
+        self, shards: Sequence[Sequence[int]], replicas: Sequence[Sequence[int]] | None
+    ) -> None:
+        """Make the process groups of `shard_group`, and of `replicate_group` unless that is one
+        rank.
+        """
+        self._shards = self._group if replicas is None else self._new_group(shards)
+
+    def _new_group(self, groups: Sequence[Sequence[int]], backend: str = "") -> dist.ProcessGroup:
+        """This rank's one of new process groups of these ranks."""
+        made: Any = dist.new_subgroups_by_enumeration(
+            [list(ranks) for ranks in groups],
+            backend=backend or default_backend(self.device),
+            timeout=group_timeout(),
+        )[0]
+        return made
 
     def split(
         self, worlds: Sequence[Sequence[int]], models: Sequence[Sequence[int]]
@@ -119,10 +141,10 @@ class Communicator:
         All must call it. Counters and clock are shared.
         """
         if (key := str((worlds, models))) not in self._split:
-            self._split[key] = made = copy.copy(self)
-            made.model = copy.copy(self)
-            for each, groups in ((made, worlds), (made.model, models)):
-                each._join(groups, self)
+            self._split[key] = world = copy.copy(self)
+            world.model = copy.copy(self)
+            world._join(worlds, self)
+            world.model._join(models, self)
         return self._split[key]
 
     def within(self, size: int) -> Communicator:
@@ -143,18 +165,8 @@ class Communicator:
             replicas = [ranks[place::size] for ranks in self._worlds for place in range(size)]
             made.shard_group = Group.of(shards)
             made.replicate_group = Group.of(replicas)
-            made._shards = made._reductions = self._new_group(shards)
-            if self._native:
-                made._reductions = self._new_group(shards)
-                made._replicas = self._new_group(replicas)
+            made._make_groups(shards, replicas)
         return self._within[size]
-
-    def _new_group(
-        self, groups: Sequence[Sequence[int]], backend: str | None = None
-    ) -> dist.ProcessGroup:
-        """This rank's one of new process groups of these ranks."""
-        options = {"backend": backend or default_backend(self.device), "timeout": group_timeout()}
-        return dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], **options)[0]
 
     @property
     def job(self) -> Communicator:
@@ -167,25 +179,34 @@ class Communicator:
         return self._group not in dist.distributed_c10d._world.pg_map
 
     @property
+    def matches_by_order(self) -> bool:
+        """Operations of different ranks match by their order alone."""
+        return self.is_native and self.world_size > 1
+
+    @property
     def mean_factor(self) -> float:
         """What `reduce_scatter`'s result must be multiplied by to be the mean over the world."""
-        return 1.0 if self._native else 1.0 / self.world_size
+        return 1.0 if self.is_native else 1.0 / self.world_size
 
     def _count(
         self,
         name: str,
         numel: int,
-        values: torch.Tensor,
-        param_group: object = None,
-        to: Group | None = None,
+        values: Tensor,
+        group: NamedGroup | None = None,
+        ranks: Group | None = None,
     ) -> None:
+        """An operation on `numel` elements like `values` starts, among `ranks` (the shard group
+        unless given).
+        """
+        nbytes = numel * values.element_size()
         self.calls[name] += 1
         self.elements[name] += numel
-        self.bytes[name] += (nbytes := numel * values.element_size())
+        self.bytes[name] += nbytes
         if self.matches_by_order:
-            self._order.add(name, numel, param_group)
-        if self._native:
-            send_natively(name, nbytes, to or self.shard_group)
+            self._order.add(name, numel, group)
+        if self.is_native:
+            send_natively(name, nbytes, ranks or self.shard_group)
 
     def require_same_path(self) -> None:
         """Raise UsageError on all ranks if they have used different groups since the last call.
@@ -204,83 +225,28 @@ class Communicator:
             raise UsageError(explain(self.exchange(self._order.recent)))
         self._order.start_over()
 
-    def _exchange(
-        self,
-        name: str,
-        group: Group,
-        tag: int,
-        sent: Sequence[torch.Tensor],
-        received: Sequence[torch.Tensor],
-    ) -> list[dist.Work]:
-        """Start messages:
+    # -- shards and gradients, in two ways. `group`: the parameter group that is exchanged.
 
-        `sent[i]` goes to place i of `group`; what comes from there fills `received[i]`.
-        """
-        # gloo tells a peer that a message is awaited by the same socket: behind a sent message that
-        # comes too late.
-        works = [
-            dist.irecv(received[at], group.ranks[at], group=self._group, tag=tag)
-            for at in group.others()
-        ]
-        send(group, [part.nbytes for part in sent])
-        self.sent.update({(name, group.ranks[at]): sent[at].numel() for at in group.others()})
-        return works + [
-            dist.isend(sent[at], group.ranks[at], group=self._group, tag=tag)
-            for at in group.others()
-        ]
-
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, param_group: object = None
-    ) -> Pending:
+    def all_gather(self, full: Tensor, shard: Tensor, group: NamedGroup | None = None) -> Pending:
         """Fill `full` (ranks of the shard group * n elements) with all their `shard` (n elements;
         on host or device).
-
-        `group`, here and below: the group that is exchanged. Its `serial` is in messages' tags, its
-        text in reports."""
-        self._count("all_gather", full.numel(), full, param_group)
-        own = full.narrow(0, self.shard_group.rank * shard.numel(), shard.numel())
-        if self._native and shard.device.type == "cpu":
-            return self._all_gather_from_host(full, own, shard, param_group)
-        if self._native and self.shard_group.size > 1:
-            work = _all_gather(full, shard, group=self._shards, async_op=True)
-            return Pending([work], None, (full, shard), self.watchdog, param_group)
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard, non_blocking=True)
-        if self.shard_group.size == 1:
-            return Pending()
-        tag, slices = self._tags.next("gather", param_group), full.view(self.shard_group.size, -1)
-        works = self._exchange(
-            "all_gather", self.shard_group, tag, [own] * self.shard_group.size, slices
-        )
-        return Pending(works, None, (full, own), self.watchdog, param_group)
-
-    def _all_gather_from_host(
-        self, full: torch.Tensor, own: torch.Tensor, shard: torch.Tensor, param_group: object
-    ) -> Pending:
-        """As `all_gather`, from a shard in host memory: it is copied on a stream of its own, for
-        which NCCL waits.
         """
-        self._copies = self._copies or new_stream(self.device)
-        # Kernels of the compute stream may still read the former content of `full`.
-        self._copies.wait_stream(compute_stream(self.device))
-        note_copy(own, shard)
-        with self._copies:
-            own.copy_(shard, non_blocking=True)
-            if self.shard_group.size == 1:
-                copied = self._copies.record_event()
-                return Pending(
-                    (), lambda: compute_stream(self.device).wait_event(copied), (own, shard)
-                )
-            work = _all_gather(full, own, group=self._shards, async_op=True)
-        return Pending([work], None, (full, own, shard), self.watchdog, param_group)
+        used = begin("all_gather", full, group, self.shard_group.size)
+        self._count("all_gather", full.numel(), full, group)
+        return self._start_all_gather(full, shard, group).observed_by(used)
+
+    @abstractmethod
+    def _start_all_gather(
+        self, full: Tensor, shard: Tensor, group: NamedGroup | None
+    ) -> Pending: ...
 
     def reduce_scatter(
         self,
-        out: torch.Tensor,
-        full: torch.Tensor,
+        out: Tensor,
+        full: Tensor,
         accumulate: bool,
         max_numel: int,
-        param_group: object = None,
+        group: NamedGroup | None = None,
     ) -> Pending:
         """Reduce `full` (ranks * n elements) over all ranks into `out` (n elements, this rank's
         slice).
@@ -290,161 +256,91 @@ class Communicator:
         `mean_factor` is the mean; it is added to `out` if `accumulate`. At most `max_numel`
         elements (at least one a rank) go into one exchange of messages; natively, all of `full`
         goes into one collective."""
-        if self._native:
-            return self._reduce_scatter_natively(out, full, accumulate, param_group)
-        n, step = out.numel(), max(1, max_numel // self.shard_group.size)
-        step = min(step, SUMMED_MESSAGE // full.element_size())
-        parts = [
-            self._reduce_columns(
-                out[a : a + step], full, n, a, min(step, n - a), accumulate, param_group
-            )
-            for a in range(0, n, step)
-        ]
-        return parts[0] if len(parts) == 1 else Pending(parts)
+        used = begin("reduce_scatter", full, group, self.shard_group.size)
+        work = self._start_reduce_scatter(out, full, accumulate, max_numel, group)
+        return work.observed_by(used)
+
+    @abstractmethod
+    def _start_reduce_scatter(
+        self, out: Tensor, full: Tensor, accumulate: bool, max_numel: int, group: NamedGroup | None
+    ) -> Pending: ...
 
     def reduce(
         self,
-        out: torch.Tensor,
-        full: torch.Tensor,
+        out: Tensor,
+        full: Tensor,
         accumulate: bool,
         max_numel: int,
-        param_group: object = None,
+        group: NamedGroup | None = None,
     ) -> Pending:
         """As `reduce_scatter`, but every rank gets the whole result:
 
         `out` has as many elements as `full`.
         """
         own = torch.empty(out.numel() // self.shard_group.size, dtype=out.dtype, device=out.device)
-        scattered = self.reduce_scatter(own, full, False, max_numel, param_group)
+        scattered = self.reduce_scatter(own, full, False, max_numel, group)
 
         def finish() -> None:
             total = torch.empty_like(out) if accumulate else out
-            self.all_gather(total, own, param_group).wait()
+            self.all_gather(total, own, group).wait()
             if accumulate:
                 out.add_(total)
 
         return Pending([scattered], finish)
 
-    def _reduce_columns(
+    def start_all_to_all(
         self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        n: int,
-        first: int,
-        width: int,
-        accumulate: bool,
-        param_group: object,
+        received: Tensor,
+        sent: Tensor,
+        group: NamedGroup | None = None,
+        across: bool = False,
     ) -> Pending:
-        """Reduce columns `first : first + width` of `full` seen as a (shard group, n) matrix."""
-        self._count("reduce_scatter", width * self.shard_group.size, full, param_group)
-        group, replicas = self.shard_group, self.replicate_group
-        rows = [full.narrow(0, place * n + first, width) for place in range(group.size)]
-        terms = [
-            row if place == group.rank else torch.empty_like(row) for place, row in enumerate(rows)
-        ]
-        tag = self._tags.next("reduce", param_group)
-        works = self._exchange("reduce_scatter", group, tag, rows, terms)
+        """Start to send row i of `sent` to rank i of the shard group; row i of `received` is what
+        that rank sends here.
 
-        def finish() -> None:
-            if replicas.size == 1:
-                _add_up(out, terms, accumulate)
-                return
-            sums = list(
-                torch.empty(replicas.size, width, dtype=torch.float32, device=out.device).unbind()
-            )
-            own = _add_up(sums[replicas.rank], terms, False)
-            self._count("reduce_replicas", width, own, param_group)
-            works = self._exchange(
-                "reduce_replicas", replicas, tag, [own] * replicas.size, sums
-            )  # to other ranks
-            Pending(works, None, (), self.watchdog, param_group).wait()
-            _add_up(out, sums, accumulate)
+        Both are contiguous, of the same shape. gloo does not copy the own row. `across`: among the
+        replicate group."""
+        ranks = self.replicate_group if across else self.shard_group
+        used = begin("all_to_all", sent, group, ranks.size)
+        self._count("all_to_all", sent.numel(), sent, group, ranks)
+        return self._start_all_to_all(received, sent, group, across).observed_by(used)
 
-        return Pending(works, finish, (full,), self.watchdog, param_group)
+    @abstractmethod
+    def _start_all_to_all(
+        self, received: Tensor, sent: Tensor, group: NamedGroup | None, across: bool
+    ) -> Pending: ...
 
-    def _reduce_scatter_natively(
-        self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, param_group: object
-    ) -> Pending:
-        self._count("reduce_scatter", full.numel(), full, param_group)
-        alone, in_place = self.shard_group.size == 1, out.dtype == full.dtype and not accumulate
-        result = (
-            full
-            if alone
-            else out
-            if in_place
-            else torch.empty(out.numel(), dtype=full.dtype, device=full.device)
-        )
-        average = {"op": dist.ReduceOp.AVG, "group": self._reductions, "async_op": True}
-        works = [] if alone else [_reduce_scatter(result, full, **average)]
-        if self.replicate_group.size > 1:
-            works = [self._average_replicas(result, works, param_group)]
-
-        def finish() -> None:
-            if accumulate:
-                out.add_(result)
-            elif result is not out:
-                out.copy_(result)
-
-        return Pending(works, finish, (full, result), self.watchdog, param_group)
-
-    def _average_replicas(
-        self, result: torch.Tensor, works: Sequence[dist.Work], param_group: object
-    ) -> dist.Work:
-        """Start to average over the replicate group after `works`: a stream of its own waits for
-        them.
-        """
-        self._count("reduce_replicas", result.numel(), result, param_group, self.replicate_group)
-        self._sums = self._sums or new_stream(self.device)
-        self._sums.wait_stream(compute_stream(self.device))
-        with self._sums:
-            for work in works:
-                work.wait()
-            return dist.all_reduce(
-                result, op=dist.ReduceOp.AVG, group=self._replicas, async_op=True
-            )
-
-    def scatter(self, shard: torch.Tensor, full: torch.Tensor | None, src: int) -> None:
+    def scatter(self, shard: Tensor, full: Tensor | None, src: int) -> None:
         """Give every rank of the world its slice of `full` of its rank `src`; others may pass None.
 
         Blocking.
         """
         n, size = shard.numel(), self.shard_group.size
         self._count("scatter", n * size, shard)
+        slices: list[Tensor] | None = None
         if self.rank == src:
-            slices = [
-                full.narrow(0, rank % size * n, n) for rank in range(self.world_size)
-            ]  # replicas: the same
+            assert full is not None
+            # replicas get the same
+            slices = [full.narrow(0, rank % size * n, n) for rank in range(self.world_size)]
             shard.copy_(slices[src])
-        if self.world_size == 1:
-            return
-        if self._native:
-            buffer = torch.empty(n, dtype=shard.dtype, device=self.device)
-            dist.scatter(
-                buffer, slices if self.rank == src else None, group=self._group, group_src=src
-            )
-            shard.copy_(buffer)
-            return
-        tag, others = (
-            self._tags.next("gather", None),
-            [rank for rank in range(self.world_size) if rank != src],
-        )
-        if self.rank == src:
-            works = [
-                dist.isend(slices[rank], group=self._group, group_dst=rank, tag=tag)
-                for rank in others
-            ]
-        else:
-            works = [dist.irecv(shard, group=self._group, group_src=src, tag=tag)]
-        Pending(works, None, (full,), self.watchdog, "the distribution of initial values").wait()
+        if self.world_size > 1:
+            self._scatter(shard, slices, src)
 
-    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+    @abstractmethod
+    def _scatter(self, shard: Tensor, slices: list[Tensor] | None, src: int) -> None: ...
+
+    # -- torch's own collectives, on every device
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy `tensor` of rank `src` of the world to all of it, in place. Blocking."""
+        used = begin("broadcast", tensor, ranks=self.world_size)
         self._count("broadcast", tensor.numel(), tensor)
         self._blocking(
             "a broadcast", lambda: dist.broadcast(tensor, group=self._group, group_src=src)
         )
+        used()
 
-    def start_broadcasts(self, parts: Sequence[tuple[int, torch.Tensor]]) -> Pending:
+    def start_broadcasts(self, parts: Sequence[tuple[int, Tensor]]) -> Pending:
         """Start to copy each (place, tensor) from that place in the shard group to all of it, in
         place.
 
@@ -454,39 +350,16 @@ class Communicator:
             return Pending()
         for _, tensor in parts:
             self._count("broadcast", tensor.numel(), tensor)
-        works = [
+        works: list[Work] = [
             dist.broadcast(tensor, group=self._shards, group_src=src, async_op=True)
             for src, tensor in parts
         ]
         return Pending(works, None, (parts,), self.watchdog, "a part of the weights")
 
-    def start_all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        param_group: object = None,
-        across: bool = False,
-    ) -> Pending:
-        """Start to send row i of `sent` to rank i of the shard group; row i of `received` is what
-        that rank sends here.
-
-        Both are contiguous, of the same shape. gloo does not copy the own row. `across`: among the
-        replicate group."""
-        group = self.replicate_group if across else self.shard_group
-        self._count("all_to_all", sent.numel(), sent, param_group, group)
-        if self._native:
-            own = self._replicas if across else self._reductions
-            work = dist.all_to_all_single(received, sent, group=own, async_op=True)
-            return Pending([work], None, (received, sent), self.watchdog, param_group)
-        works = self._exchange(
-            "all_to_all", group, self._tags.next("reduce", param_group), sent, received
-        )
-        return Pending(works, None, (received, sent), self.watchdog, param_group)
-
     def start_all_to_all_of_parts(
         self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
+        received: Tensor,
+        sent: Tensor,
         received_sizes: list[int],
         sent_sizes: list[int],
     ) -> Pending:
@@ -495,33 +368,34 @@ class Communicator:
 
         Both are 1-D and hold their parts in the order of ranks.
         """
+        used = begin("all_to_all", sent, ranks=self.shard_group.size)
         self._count("all_to_all", 0, sent)  # how much goes where differs between ranks
         moved = sent.numel() - sent_sizes[self.shard_group.rank]
         self.elements["all_to_all"] += moved
         self.bytes["all_to_all"] += moved * sent.element_size()
         send(self.shard_group, [size * sent.element_size() for size in sent_sizes])
-        work = dist.all_to_all_single(
+        work: Work = dist.all_to_all_single(
             received, sent, received_sizes, sent_sizes, group=self._shards, async_op=True
         )
-        return Pending(
-            [work], None, (received, sent), self.watchdog, "an exchange of whole tensors"
-        )
+        what = "an exchange of whole tensors"
+        return Pending([work], None, (received, sent), self.watchdog, what).observed_by(used)
 
-    def all_reduce(
-        self, tensor: torch.Tensor, op: str = "sum", of_shards: bool = False
-    ) -> torch.Tensor:
-        """Sum ("sum") or least value ("min") over all ranks, in place;
+    def all_reduce(self, tensor: Tensor, op: str = "sum", of_shards: bool = False) -> Tensor:
+        """Sum ("sum") or least value ("min") over all ranks, in place; `of_shards`: over the shard
+        group. Blocking.
 
-        `of_shards`: over the shard group. Blocking.
+        What is in host memory does not wait for an accelerator.
         """
+        used = begin("all_reduce", tensor, ranks=self.world_size)
         self._count("all_reduce", tensor.numel(), tensor)
-        operation, group = (
-            getattr(dist.ReduceOp, op.upper()),
-            self._shards if of_shards else self._group,
-        )
+        operation = getattr(dist.ReduceOp, op.upper())
+        group = self._shards if of_shards else self._group
+        if tensor.device.type == "cpu" and not of_shards:
+            group = self._hosts
         self._blocking(
             "a sum over ranks", lambda: dist.all_reduce(tensor, op=operation, group=group)
         )
+        used()
         return tensor
 
     def exchange(self, value: T) -> list[T]:
@@ -540,7 +414,213 @@ class Communicator:
             self.watchdog.wait(collective, f"{what} after {self.watchdog.position}")
 
 
-def _add_up(out: torch.Tensor, terms: Sequence[torch.Tensor], accumulate: bool) -> torch.Tensor:
+class NativeCommunicator(Communicator):
+    """An accelerator's own collectives, which the device matches by their order.
+
+    The host blocks for none of them. Reductions have process groups of their own, because ranks may
+    start them between different all-gathers in the first backward."""
+
+    is_native = True
+    # Streams, made when they are needed.
+    _copies: torch.Stream | None = None
+    _sums: torch.Stream | None = None
+
+    def _make_groups(
+        self, shards: Sequence[Sequence[int]], replicas: Sequence[Sequence[int]] | None
+    ) -> None:
+        super()._make_groups(shards, replicas)
+        self._reductions = self._new_group(shards)
+        self._replicas = None if replicas is None else self._new_group(replicas)
+
+    def _start_all_gather(self, full: Tensor, shard: Tensor, group: NamedGroup | None) -> Pending:
+        own = full.narrow(0, self.shard_group.rank * shard.numel(), shard.numel())
+        if shard.device.type == "cpu":
+            return self._all_gather_from_host(full, own, shard, group)
+        if self.shard_group.size > 1:
+            work = _all_gather(full, shard, group=self._shards, async_op=True)
+            return Pending([work], None, (full, shard), self.watchdog, group)
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard, non_blocking=True)
+        return Pending()
+
+    def _all_gather_from_host(
+        self, full: Tensor, own: Tensor, shard: Tensor, group: NamedGroup | None
+    ) -> Pending:
+        """The shard is copied on a stream of its own, for which NCCL waits."""
+        self._copies = self._copies or new_stream(self.device)
+        # Kernels of the compute stream may still read the former content of `full`.
+        self._copies.wait_stream(compute_stream(self.device))
+        note_copy(own, shard)
+        with self._copies:
+            own.copy_(shard, non_blocking=True)
+            if self.shard_group.size == 1:
+                copied = self._copies.record_event()
+                return Pending(
+                    (), lambda: compute_stream(self.device).wait_event(copied), (own, shard)
+                )
+            work = _all_gather(full, own, group=self._shards, async_op=True)
+        return Pending([work], None, (full, own, shard), self.watchdog, group)
+
+    def _start_reduce_scatter(
+        self, out: Tensor, full: Tensor, accumulate: bool, max_numel: int, group: NamedGroup | None
+    ) -> Pending:
+        self._count("reduce_scatter", full.numel(), full, group)
+        works: list[Work] = []
+        if self.shard_group.size == 1:
+            result = full
+        else:
+            in_place = out.dtype == full.dtype and not accumulate
+            result = out if in_place else torch.empty_like(out, dtype=full.dtype)
+            average = {"op": dist.ReduceOp.AVG, "group": self._reductions, "async_op": True}
+            works = [_reduce_scatter(result, full, **average)]
+        if self.replicate_group.size > 1:
+            works = [self._average_replicas(result, works, group)]
+
+        def finish() -> None:
+            if accumulate:
+                out.add_(result)
+            elif result is not out:
+                out.copy_(result)
+
+        return Pending(works, finish, (full, result), self.watchdog, group)
+
+    def _average_replicas(
+        self, result: Tensor, works: Sequence[Work], group: NamedGroup | None
+    ) -> Work:
+        """Start to average over the replicate group after `works`: a stream of its own waits for
+        them.
+        """
+        self._count("reduce_replicas", result.numel(), result, group, self.replicate_group)
+        self._sums = self._sums or new_stream(self.device)
+        self._sums.wait_stream(compute_stream(self.device))
+        with self._sums:
+            for work in works:
+                work.wait()
+            return dist.all_reduce(
+                result, op=dist.ReduceOp.AVG, group=self._replicas, async_op=True
+            )
+
+    def _start_all_to_all(
+        self, received: Tensor, sent: Tensor, group: NamedGroup | None, across: bool
+    ) -> Pending:
+        ranks = self._replicas if across else self._reductions
+        work: Work = dist.all_to_all_single(received, sent, group=ranks, async_op=True)
+        return Pending([work], None, (received, sent), self.watchdog, group)
+
+    def _scatter(self, shard: Tensor, slices: list[Tensor] | None, src: int) -> None:
+        buffer = torch.empty(shard.numel(), dtype=shard.dtype, device=self.device)
+        dist.scatter(buffer, slices, group=self._group, group_src=src)
+        shard.copy_(buffer)
+
+
+class GlooCommunicator(Communicator):
+    """Point-to-point messages between CPUs.
+
+    Each message has a tag with the number of its parameter group. So ranks that use different
+    groups wait for each other, and the watchdog finds them."""
+
+    is_native = False
+
+    def _exchange(
+        self,
+        name: str,
+        ranks: Group,
+        tag: int,
+        sent: Sequence[Tensor],
+        received: Sequence[Tensor],
+    ) -> list[Work]:
+        """Start messages: `sent[i]` goes to place i of `ranks`, and what comes from there fills
+        `received[i]`.
+        """
+        # gloo tells a peer that a message is awaited by the same socket: behind a sent message that
+        # comes too late.
+        works: list[Work] = [
+            dist.irecv(received[at], ranks.ranks[at], group=self._group, tag=tag)
+            for at in ranks.others()
+        ]
+        send(ranks, [part.nbytes for part in sent])
+        return works + [
+            dist.isend(sent[at], ranks.ranks[at], group=self._group, tag=tag)
+            for at in ranks.others()
+        ]
+
+    def _start_all_gather(self, full: Tensor, shard: Tensor, group: NamedGroup | None) -> Pending:
+        ranks = self.shard_group
+        own = full.narrow(0, ranks.rank * shard.numel(), shard.numel())
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard, non_blocking=True)
+        if ranks.size == 1:
+            return Pending()
+        slices = full.view(ranks.size, -1).unbind()
+        tag = self._tags.next("gather", group)
+        works = self._exchange("all_gather", ranks, tag, [own] * ranks.size, slices)
+        return Pending(works, None, (full, own), self.watchdog, group)
+
+    def _start_reduce_scatter(
+        self, out: Tensor, full: Tensor, accumulate: bool, max_numel: int, group: NamedGroup | None
+    ) -> Pending:
+        n = out.numel()
+        step = max(1, max_numel // self.shard_group.size)
+        step = min(step, SUMMED_MESSAGE // full.element_size())
+        parts = [
+            self._reduce_columns(out[first : first + step], full, first, accumulate, group)
+            for first in range(0, n, step)
+        ]
+        return parts[0] if len(parts) == 1 else Pending(parts)
+
+    def _reduce_columns(
+        self, out: Tensor, full: Tensor, first: int, accumulate: bool, group: NamedGroup | None
+    ) -> Pending:
+        """Reduce columns of `full`, seen as a (shard group, n) matrix, into `out`: as many as it
+        has elements, from `first` on.
+        """
+        ranks, replicas, width = self.shard_group, self.replicate_group, out.numel()
+        self._count("reduce_scatter", width * ranks.size, full, group)
+        rows = list(full.view(ranks.size, -1)[:, first : first + width].unbind())
+        terms = [
+            row if place == ranks.rank else torch.empty_like(row) for place, row in enumerate(rows)
+        ]
+        tag = self._tags.next("reduce", group)
+        works = self._exchange("reduce_scatter", ranks, tag, rows, terms)
+
+        def finish() -> None:
+            if replicas.size == 1:
+                _add_up(out, terms, accumulate)
+                return
+            sums = torch.empty(replicas.size, width, dtype=torch.float32, device=out.device)
+            own = _add_up(sums[replicas.rank], terms, False)
+            self._count("reduce_replicas", width, own, group)
+            works = self._exchange(
+                "reduce_replicas", replicas, tag, [own] * replicas.size, sums.unbind()
+            )
+            Pending(works, None, (), self.watchdog, group).wait()
+            _add_up(out, sums.unbind(), accumulate)
+
+        return Pending(works, finish, (full,), self.watchdog, group)
+
+    def _start_all_to_all(
+        self, received: Tensor, sent: Tensor, group: NamedGroup | None, across: bool
+    ) -> Pending:
+        ranks = self.replicate_group if across else self.shard_group
+        tag = self._tags.next("reduce", group)
+        works = self._exchange("all_to_all", ranks, tag, sent.unbind(), received.unbind())
+        return Pending(works, None, (received, sent), self.watchdog, group)
+
+    def _scatter(self, shard: Tensor, slices: list[Tensor] | None, src: int) -> None:
+        tag = self._tags.next("gather", None)
+        if slices is None:
+            works: list[Work] = [dist.irecv(shard, group=self._group, group_src=src, tag=tag)]
+        else:
+            works = [
+                dist.isend(part, group=self._group, group_dst=rank, tag=tag)
+                for rank, part in enumerate(slices)
+                if rank != src
+            ]
+        what = "the distribution of initial values"
+        Pending(works, None, (slices,), self.watchdog, what).wait()
+
+
+def _add_up(out: Tensor, terms: Sequence[Tensor], accumulate: bool) -> Tensor:
     """Make `out` the sum of `terms`, in their order and in fp32, or add them to it if
     `accumulate`.
     """
@@ -564,5 +644,6 @@ def communicator() -> Communicator:
     if not _communicators:
         end_with_launcher()
     if device not in _communicators or _communicators[device].is_destroyed:
-        _communicators[device] = Communicator(device)
+        kind = NativeCommunicator if is_accelerator(device) else GlooCommunicator
+        _communicators[device] = kind(device)
     return _communicators[device]

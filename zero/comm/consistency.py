@@ -26,14 +26,15 @@ def require_same(comm: Communicator, facts: Mapping[str, object]) -> None:
 
     All ranks must call it.
     """
-    if found := differences(comm, facts):
-        more = [f"and {len(found) - SHOWN} more"] * (len(found) > SHOWN)
-        raise UsageError(
-            "the ranks disagree:\n  "
-            + "\n  ".join(found[:SHOWN] + more)
-            + "\nEvery rank must be started with the same "
-            "script, arguments and files, and build the same model and optimizer"
-        )
+    found = differences(comm, facts)
+    if not found:
+        return
+    if len(found) > SHOWN:
+        found = [*found[:SHOWN], f"and {len(found) - SHOWN} more"]
+    raise UsageError(
+        "the ranks disagree:\n  " + "\n  ".join(found) + "\nEvery rank must be started with the "
+        "same script, arguments and files, and build the same model and optimizer"
+    )
 
 
 def differences(comm: Communicator, facts: Mapping[str, object]) -> list[str]:
@@ -52,14 +53,11 @@ def differences(comm: Communicator, facts: Mapping[str, object]) -> list[str]:
     on_rank = [json.loads(each) for each in comm.exchange(text)]
     found = []
     for key in dict.fromkeys(key for facts in on_rank for key in facts):
-        first = on_rank[0].get(key, "missing")
-        other = next(
-            (rank for rank, facts in enumerate(on_rank) if facts.get(key, "missing") != first), None
-        )
-        if other is not None:
-            found.append(
-                f"{key}: {first} on rank 0, {on_rank[other].get(key, 'missing')} on rank {other}"
-            )
+        first, *others = (facts.get(key, "missing") for facts in on_rank)
+        for rank, other in enumerate(others, 1):
+            if other != first:
+                found.append(f"{key}: {first} on rank 0, {other} on rank {rank}")
+                break
     return found or ["parameters are in another order"]
 
 
@@ -67,33 +65,29 @@ def hyper_parameters(param_groups: Sequence[Mapping]) -> dict[str, float]:
     """The numbers in an optimizer's param groups, by name; parameters by their count, flags as 0
     and 1.
     """
-    found: dict[str, float] = {}
-    for number, group in enumerate(param_groups):
+    numbers: dict[str, float] = {}
+    for index, group in enumerate(param_groups):
         for key, value in group.items():
-            name = f"param group {number}, {key}"
-            values = (
-                [len(value)]
-                if key == "params"
-                else value
-                if isinstance(value, (tuple, list))
-                else [value]
-            )
-            for place, each in enumerate(values):
-                if isinstance(each, (int, float)) or (
-                    isinstance(each, torch.Tensor) and each.numel() == 1
-                ):
-                    found[f"{name}[{place}]" if len(values) > 1 else name] = float(each)
-    return found
+            name = f"param group {index}, {key}"
+            if key == "params":
+                value = len(value)
+            values = value if isinstance(value, (tuple, list)) else [value]
+            for place, number in enumerate(values):
+                is_scalar = isinstance(number, torch.Tensor) and number.numel() == 1
+                if is_scalar or isinstance(number, (int, float)):
+                    numbers[f"{name}[{place}]" if len(values) > 1 else name] = float(number)
+    return numbers
 
 
 def flat(nested: Mapping, prefix: str = "") -> dict[str, object]:
     """A nest of dicts as one dict with dotted keys."""
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     for key, value in nested.items():
-        found |= (
-            flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-        )
-    return found
+        if isinstance(value, Mapping):
+            result |= flat(value, f"{prefix}{key}.")
+        else:
+            result[prefix + key] = value
+    return result
 
 
 def versions() -> dict[str, str]:
@@ -101,7 +95,7 @@ def versions() -> dict[str, str]:
 
     Which of them are imported may differ by rank.
     """
-    found = {"version of torch": torch.__version__}
+    found = {"version of torch": str(torch.__version__)}
     for name in ("zero-engine", "transformers", "accelerate", "peft"):
         try:
             found[f"version of {name}"] = importlib.metadata.version(name)

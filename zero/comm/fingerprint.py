@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from zero.comm.watchdog import ADVICE
 
@@ -24,11 +24,19 @@ _NUMBERS = {
     "scatter": 4,
     "all_reduce": 5,
     "all_to_all": 6,
+    "reduce_replicas": 7,
 }
-_NUMBERS["reduce_replicas"] = 7
 # Quantized gradients go by all-to-all. Whole tensors do so too, but in the step, where no reduction
 # is under way.
 _REDUCTIONS = ("reduce_scatter", "reduce_replicas", "all_to_all")
+
+
+class NamedGroup(Protocol):
+    """What collectives need of a parameter group: `serial` is equal on all ranks, and unique."""
+
+    serial: int
+    name: str
+    trainable: bool
 
 
 class Operation(NamedTuple):
@@ -61,11 +69,11 @@ class MessageTags:
     def __init__(self) -> None:
         self._sent: Counter[tuple[str, int]] = Counter()
 
-    def next(self, kind: str, group: object) -> int:
+    def next(self, kind: str, group: NamedGroup | None) -> int:
         """The tag of the next message of `kind` about `group`: 22 bits group, 1 bit kind, 8 bits
         counter.
         """
-        key = getattr(group, "serial", 0)
+        key = 0 if group is None else group.serial
         self._sent[kind, key] += 1
         return (key % (1 << 22)) << 9 | (kind == "reduce") << 8 | self._sent[kind, key] % (1 << 8)
 
@@ -81,14 +89,13 @@ class CollectiveOrder:
     def start_over(self) -> None:
         self._channels = _Channel(), _Channel()
 
-    def add(self, kind: str, numel: int, group: object) -> None:
-        """An operation on `numel` elements of `group`, which may have a `serial`, equal on all
-        ranks, and a `name`.
-        """
+    def add(self, kind: str, numel: int, group: NamedGroup | None) -> None:
+        """An operation on `numel` elements, of `group` if it is about one."""
+        serial, name = (0, "") if group is None else (group.serial, group.name)
         channel = self._channels[kind in _REDUCTIONS]
-        channel.digest = hash((channel.digest, _NUMBERS[kind], getattr(group, "serial", 0), numel))
+        channel.digest = hash((channel.digest, _NUMBERS[kind], serial, numel))
         channel.count += 1
-        channel.recent.append(Operation(kind, numel, getattr(group, "name", "")))
+        channel.recent.append(Operation(kind, numel, name))
 
     @property
     def digests(self) -> list[int]:
@@ -107,30 +114,24 @@ def explain(on_rank: Sequence[list[tuple[int, list[Operation]]]]) -> str:
     """Names two ranks whose `recent` differ, given those of all ranks, and their first operations
     that differ.
     """
-    ranks = range(1, len(on_rank))
-    found = (
-        (rank, _first_difference(*pair))
-        for rank in ranks
-        for pair in zip(on_rank[0], on_rank[rank], strict=True)
-    )
-    rank, where = next(
-        (each for each in found if each[1]), (1, f"they differ before the last {KEPT}")
-    )
+    rank, where = 1, f"they differ before the last {KEPT}"
+    for number, recent in enumerate(on_rank[1:], 1):
+        named = [_first_difference(*pair) for pair in zip(on_rank[0], recent, strict=True)]
+        if any(named):
+            rank, where = number, next(filter(None, named))
+            break
     return (
         f"ranks 0 and {rank} have gone different ways through the model. Of their collectives "
-        "since the last step, "
-        f"{where}. The device matches them by their order, so these ranks got each other's values. "
-        "The step was not "
-        f"taken. {ADVICE}"
+        f"since the last step, {where}. The device matches them by their order, so these ranks got "
+        f"each other's values. The step was not taken. {ADVICE}"
     )
 
 
 def _first_difference(
     first: tuple[int, list[Operation]], other: tuple[int, list[Operation]]
 ) -> str:
-    known = max(
-        count - len(recent) for count, recent in (first, other)
-    )  # before the oldest one that both have
+    # before the oldest one that both have
+    known = max(count - len(recent) for count, recent in (first, other))
     pairs = zip_longest(
         *(recent[known - count + len(recent) :] for count, recent in (first, other))
     )

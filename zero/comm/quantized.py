@@ -35,6 +35,7 @@ from typing import Any
 import torch
 
 from zero.comm.communicator import Communicator
+from zero.comm.fingerprint import NamedGroup
 from zero.comm.traffic import note_copy
 from zero.comm.work import Pending
 from zero.device import compute_stream, is_accelerator, new_stream
@@ -183,14 +184,16 @@ class CompressedCommunicator:
         return getattr(self._comm, name)
 
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, param_group: Any = None
+        self, full: torch.Tensor, shard: torch.Tensor, group: NamedGroup | None = None
     ) -> Pending:
         """As `Communicator.all_gather`;
 
         `full` gets the rounded values, this rank's own ones as well.
         """
-        if not (self._weights or (self._frozen_weights and not param_group.trainable)):
-            return self._comm.all_gather(full, shard, param_group)
+        if not (
+            self._weights or (self._frozen_weights and group is not None and not group.trainable)
+        ):
+            return self._comm.all_gather(full, shard, group)
         ranks, n = self.shard_group, shard.numel()
         if shard.device != full.device:
             own = full.narrow(0, ranks.rank * n, n)
@@ -200,7 +203,7 @@ class CompressedCommunicator:
             ranks.size, message_bytes(n, 8), dtype=torch.uint8, device=full.device
         )
         encode(shard, messages[ranks.rank], 8)
-        gathered = self._comm.all_gather(messages.view(-1), messages[ranks.rank], param_group)
+        gathered = self._comm.all_gather(messages.view(-1), messages[ranks.rank], group)
 
         def finish() -> None:
             for message, part in zip(messages, full.split(n), strict=True):
@@ -214,35 +217,41 @@ class CompressedCommunicator:
         full: torch.Tensor,
         accumulate: bool,
         max_numel: int,
-        param_group: Any = None,
+        group: NamedGroup | None = None,
     ) -> Pending:
         """As `Communicator.reduce_scatter`, with sums in fp32 on every backend, at most `max_numel`
         elements each.
         """
-        if self._gradient_bits is None:
-            return self._comm.reduce_scatter(out, full, accumulate, max_numel, param_group)
+        bits = self._gradient_bits
+        if bits is None:
+            return self._comm.reduce_scatter(out, full, accumulate, max_numel, group)
         slices = full.view(self.shard_group.size, -1)
         step = max(BLOCK, max_numel // self.shard_group.size // BLOCK * BLOCK)
         columns = zip(out.split(step), slices.split(step, dim=1), strict=True)
         return Pending(
-            [self._reduce_columns(part, rows, accumulate, param_group) for part, rows in columns]
+            [self._reduce_columns(part, rows, bits, accumulate, group) for part, rows in columns]
         )
 
     # Where every rank needs all of the sum (stage 0), it is gathered as it is.
     reduce = Communicator.reduce
 
     def _reduce_columns(
-        self, out: torch.Tensor, rows: torch.Tensor, accumulate: bool, param_group: object
+        self,
+        out: torch.Tensor,
+        rows: torch.Tensor,
+        bits: int,
+        accumulate: bool,
+        group: NamedGroup | None,
     ) -> Pending:
         """Reduce the (ranks of the shard group, n) matrix `rows` into `out`.
 
         See the note on machines.
         """
-        near, bits = self._machine or self._comm, self._gradient_bits
-        group, machines = near.shard_group, near.replicate_group
-        coded = _CodedSum(rows.unflatten(0, (-1, group.size)).transpose(0, 1), group.rank, bits)
+        near = self._machine or self._comm
+        ranks, machines = near.shard_group, near.replicate_group
+        coded = _CodedSum(rows.unflatten(0, (-1, ranks.size)).transpose(0, 1), ranks.rank, bits)
         coded.encode()
-        arrived = near.start_all_to_all(coded.received, coded.sent, param_group)
+        arrived = near.start_all_to_all(coded.received, coded.sent, group)
         if self._machine is None:
             return Pending([arrived], lambda: self._finish(out, coded, accumulate))
         sums = torch.empty(machines.size, out.numel(), dtype=torch.float32, device=out.device)
@@ -253,9 +262,7 @@ class CompressedCommunicator:
             sums.copy_(coded.own)
             coded.add_to(sums)
             of_machines.encode()
-            return near.start_all_to_all(
-                of_machines.received, of_machines.sent, param_group, across=True
-            )
+            return near.start_all_to_all(of_machines.received, of_machines.sent, group, across=True)
 
         def finish() -> None:
             if not works:

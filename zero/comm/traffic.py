@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from zero.comm.world import Group, ranks_of_machine
+from zero.comm.clock import label
+from zero.comm.world import Group
 from zero.device import is_accelerator
 
 NETWORK, IN, OUT, READ, WRITTEN = (
@@ -32,7 +33,7 @@ MOVED: Counter[str] = Counter()
 _lock = threading.Lock()  # late updates and requests for the disk have threads of their own
 # By link: seconds in which some request was under way, the number of those that are, and when the
 # first of them began.
-_busy: Counter[str] = Counter()
+_busy: defaultdict[str, float] = defaultdict(float)
 _running: Counter[str] = Counter()
 _began: dict[str, float] = {}
 
@@ -46,12 +47,7 @@ def send(group: Group, sizes: Sequence[int]) -> None:
     """`sizes[i]` bytes go to place i of `group`; its own place does not count."""
     _count(NETWORK, sum(sizes) - sizes[group.rank])
     if group.elsewhere:
-        size = ranks_of_machine()
-        own = group.ranks[group.rank] // size
-        _count(
-            BETWEEN,
-            sum(n for n, rank in zip(sizes, group.ranks, strict=True) if rank // size != own),
-        )
+        _count(BETWEEN, sum(sizes[place] for place in group.elsewhere))
 
 
 # How often each part of the full buffer is sent. The sum over replicas is an all-reduce.
@@ -68,7 +64,7 @@ def send_natively(name: str, nbytes: int, group: Group) -> None:
         part = times * nbytes // group.size
         _count(NETWORK, part * (group.size - 1))
         if group.elsewhere:
-            _count(BETWEEN, part * group.elsewhere)
+            _count(BETWEEN, part * len(group.elsewhere))
 
 
 def note_copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -87,7 +83,8 @@ def transfer(link: str, nbytes: int) -> Iterator[None]:
         if _running[link] == 1:
             _began[link] = time.perf_counter()
     try:
-        yield
+        with label(f"{link}, {nbytes / 2**20:.1f} MiB"):
+            yield
         _count(link, nbytes)
     finally:
         with _lock:

@@ -16,7 +16,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -31,8 +31,21 @@ ADVICE = (
 GONE = "A rank that does not answer is on a machine that is gone, or behind a link that is down."
 _SILENT = "does not answer"
 _ALARM = "zero_watchdog/alarm"
+_BETWEEN_GROUPS = "an exchange between groups"
 # In the messages of gloo and NCCL where the other process is gone.
 _LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+
+
+class _Wait(NamedTuple):
+    """A wait of the main thread: since when, for what, and for how many seconds at most."""
+
+    since: float
+    what: object
+    limit: float
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.since
 
 
 class Watchdog:
@@ -52,8 +65,7 @@ class Watchdog:
         self.world_size = world_size
         self.timeout = timeout
         self._position: Callable[[], object] = lambda: "no module yet"
-        # Since when, for what, and for how long at most.
-        self._waiting: tuple[float, object, float] | None = None
+        self._waiting: _Wait | None = None
         # When the main thread started something the last time.
         self._moved = time.monotonic()
         self._mark = mark
@@ -62,7 +74,8 @@ class Watchdog:
         self._main = threading.get_ident()
         if world_size > 1:
             # A connection of its own: the main thread may be waiting on the other one.
-            self._store = dist.distributed_c10d._get_default_store().clone()
+            store: Any = dist.distributed_c10d._get_default_store()
+            self._store = store.clone()
             self._watcher = threading.Thread(target=self._watch, name="zero-watchdog", daemon=True)
             self._listener = threading.Thread(
                 target=self._listen, name="zero-watchdog-listener", daemon=True
@@ -107,7 +120,7 @@ class Watchdog:
         After `timeout` seconds, or `at_least` if that is more, the job ends. For calls of the main
         thread."""
         around, self._moved = self._waiting, time.monotonic()
-        self._waiting = (self._moved, what, max(self.timeout, at_least))
+        self._waiting = _Wait(self._moved, what or _BETWEEN_GROUPS, max(self.timeout, at_least))
         try:
             return wait()
         except RuntimeError as error:
@@ -127,10 +140,9 @@ class Watchdog:
             else "another rank has died; its own error says why"
         )
         return (
-            f"rank {self.rank} lost the connection while it waited at "
-            f"{what or 'an exchange between groups'}: {who}. "
-            "If no rank has an error of its own: all ranks need the same number of batches and of "
-            "forward calls"
+            f"rank {self.rank} lost the connection while it waited at {what or _BETWEEN_GROUPS}: "
+            f"{who}. If no rank has an error of its own: all ranks need the same number of batches "
+            "and of forward calls"
         )
 
     def _has_ended(self, rank: int) -> bool:
@@ -146,12 +158,10 @@ class Watchdog:
                 threading.Thread(target=self._alarm, daemon=True).start()
                 if self._stopped.wait(3 * GRACE):  # the alarm ends this process before
                     return
-                print(
+                _say(
                     f"zero: [rank {self.rank}] ranks wait for each other, and the machine of rank "
-                    "0 does not answer: "
-                    f"it is gone, or a link is down. This rank {self._status()}. It ends.",
-                    file=sys.stderr,
-                    flush=True,
+                    "0 does not answer: it is gone, or a link is down. This rank "
+                    f"{self._status()}. It ends."
                 )
                 os._exit(1)
 
@@ -174,7 +184,7 @@ class Watchdog:
 
     def _is_blocked(self) -> bool:
         waiting = self._waiting
-        return waiting is not None and time.monotonic() - waiting[0] > waiting[2]
+        return waiting is not None and waiting.seconds > waiting.limit
 
     def _device_is_blocked(self) -> bool:
         """Whether for `timeout` seconds the main thread has started nothing, and the device has not
@@ -191,45 +201,36 @@ class Watchdog:
     def _status(self) -> str:
         waiting = self._waiting
         if waiting is not None:
-            place = waiting[1] or "an exchange between groups"
-            return (
-                f"has waited {time.monotonic() - waiting[0]:.0f} s for the other ranks at {place}"
-            )
-        frames = traceback.extract_stack(sys._current_frames()[self._main])
-        here = frames[-1]
-        blocked = self._is_past is not None and not self._is_past()
-        device = (
-            f"; its device has not finished for {time.monotonic() - self._moved:.0f} s" * blocked
-        )
+            return f"has waited {waiting.seconds:.0f} s for the other ranks at {waiting.what}"
+        here = traceback.extract_stack(sys._current_frames()[self._main])[-1]
+        device = ""
+        if self._is_past is not None and not self._is_past():
+            seconds = time.monotonic() - self._moved
+            device = f"; its device has not finished for {seconds:.0f} s"
         return (
             f"is at {here.filename}:{here.lineno} in {here.name}; last in the model: "
             f"{self.position}{device}"
         )
 
     def _answer(self, first: bool) -> None:
-        self._store.set(self._key(self.rank), self._status())
-        if first:
-            deadline = time.monotonic() + GRACE
-            while time.monotonic() < deadline and not self._store.check(
-                [self._key(r) for r in range(self.world_size)]
-            ):
-                time.sleep(0.1)
-            answers = [
-                self._store.get(self._key(rank)).decode()
-                if self._store.check([self._key(rank)])
-                else _SILENT
-                for rank in range(self.world_size)
-            ]
-            print(
-                f"zero: ranks wait for each other: no progress for {self.timeout:g} s "
-                "(`watchdog_timeout` in the configuration).\n"
-                + "\n".join(f"  rank {rank} {answer}" for rank, answer in enumerate(answers))
-                + f"\n{GONE if _SILENT in answers else ADVICE}",
-                file=sys.stderr,
-                flush=True,
-            )
-        else:
+        """Say where this rank is, and end it. The first one to notice prints what all say."""
+        keys = [self._key(rank) for rank in range(self.world_size)]
+        self._store.set(keys[self.rank], self._status())
+        if not first:
             time.sleep(2 * GRACE)
+            os._exit(1)
+        deadline = time.monotonic() + GRACE
+        while time.monotonic() < deadline and not self._store.check(keys):
+            time.sleep(0.1)
+        answers = [
+            self._store.get(key).decode() if self._store.check([key]) else _SILENT for key in keys
+        ]
+        _say(
+            f"zero: ranks wait for each other: no progress for {self.timeout:g} s "
+            "(`watchdog_timeout` in the configuration).\n"
+            + "\n".join(f"  rank {rank} {answer}" for rank, answer in enumerate(answers))
+            + f"\n{GONE if _SILENT in answers else ADVICE}"
+        )
         os._exit(1)
 
     @staticmethod
@@ -239,6 +240,10 @@ class Watchdog:
     @staticmethod
     def _key(rank: int) -> str:
         return f"zero_watchdog/rank{rank}"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def end_with_launcher() -> None:
@@ -256,9 +261,5 @@ def _watch_launcher(launcher: int) -> None:
     while os.getppid() == launcher:
         time.sleep(1.0)
     rank = os.environ.get("RANK", "0")
-    print(
-        f"zero: [rank {rank}] the launcher (process {launcher}) is gone: this rank ends",
-        file=sys.stderr,
-        flush=True,
-    )
+    _say(f"zero: [rank {rank}] the launcher (process {launcher}) is gone: this rank ends")
     os._exit(1)

@@ -5,21 +5,27 @@ This file does not know which.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from zero.comm.watchdog import Watchdog
 
 
-class Pending:
-    """An operation in flight. `wait()` may be called more than once.
+class Waitable(Protocol):
+    def wait(self) -> object: ...
 
-    Args: works: what to wait for, each with a `wait()`; finish: called once, after these; keep:
-    what must not be freed before the end; watchdog: watches the wait for other ranks; what: its
-    name in the watchdog's messages."""
+
+class Pending:
+    """An operation in flight. Any thread may call `wait()`, more than once.
+
+    Args: works: what to wait for; finish: called once, after these; keep: what must not be freed
+    before the end; watchdog: watches the wait for other ranks, which is then the main thread's;
+    what: its name in the watchdog's messages."""
 
     def __init__(
         self,
-        works: Sequence = (),
+        works: Sequence[Waitable] = (),
         finish: Callable[[], None] | None = None,
         keep: tuple = (),
         watchdog: Watchdog | None = None,
@@ -30,17 +36,29 @@ class Pending:
         self._keep = keep
         self._watchdog = watchdog
         self._what = what
+        self._observed: Callable[[], None] | None = None
+        # A second thread must neither run `finish` again nor return before the first one has.
+        self._lock = threading.Lock()
+
+    def observed_by(self, used: Callable[[], None]) -> Pending:
+        """Have the first `wait` call `used` at its end. Returns this object."""
+        self._observed = used
+        return self
 
     def wait(self) -> None:
-        if self._works and self._watchdog is not None:
-            self._watchdog.wait(self._wait_for_works, self._what)
-        else:
-            self._wait_for_works()
-        if self._finish is not None:
-            self._finish()
-        self._works = ()
-        self._finish = None
-        self._keep = ()
+        with self._lock:
+            if self._works and self._watchdog is not None:
+                self._watchdog.wait(self._wait_for_works, self._what)
+            else:
+                self._wait_for_works()
+            if self._finish is not None:
+                self._finish()
+            self._works = ()
+            self._finish = None
+            self._keep = ()
+            if self._observed is not None:
+                self._observed()
+                self._observed = None
 
     def _wait_for_works(self) -> None:
         for work in self._works:

@@ -59,11 +59,13 @@ class Group:
         return len(self.ranks)
 
     @cached_property
-    def elsewhere(self) -> int:
-        """How many of them are on other machines; 0 where the launcher does not tell."""
+    def elsewhere(self) -> list[int]:
+        """The places of those on other machines; none where the launcher does not tell."""
         size = ranks_of_machine()
-        machines = [rank // size for rank in self.ranks] if size else []
-        return len(machines) - machines.count(machines[self.rank]) if machines else 0
+        if size is None:
+            return []
+        own = self.ranks[self.rank] // size
+        return [place for place, rank in enumerate(self.ranks) if rank // size != own]
 
     def others(self) -> list[int]:
         """The places of all others, from the next one on, so that no two ranks send to the same one
@@ -93,6 +95,9 @@ def group_timeout() -> timedelta:
     `default_timeout`.
     """
     world = dist.group.WORLD
+    # A group that is a Python subclass, such as torchft's, names no devices, and has no options.
+    if world is None or not world._device_types:
+        return default_timeout()
     options = getattr(world._get_backend(world._device_types[0]), "options", None)
     return default_timeout() if options is None else options._timeout
 
@@ -163,7 +168,7 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_rank(group) if is_initialized() else 0
 
 
-def get_world_group() -> dist.ProcessGroup:
+def get_world_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD
 
 

@@ -15,10 +15,8 @@ PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, BUFFERS = (
     "parameters", "gathered parameters", "gradients", "optimizer", "buffers",
 )  # fmt: skip
 
-Held = dict[str, dict[str, int]]
 
-
-def held(engine: ZeroEngine) -> Held:
+def bytes_by_kind(engine: ZeroEngine) -> dict[str, dict[str, int]]:
     """Bytes by place ("device", "host", "disk"), then by kind. On a machine without an accelerator
     there is no device.
 

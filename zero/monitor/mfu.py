@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -91,7 +91,7 @@ def operations_per_token(engine: ZeroEngine) -> tuple[int, int]:
     of the weight unless it is frozen. Weights that are only looked up (`nn.Embedding`) do not
     count. Of packed experts as many count as a token chooses (`num_experts_per_tok`). Products of
     two activations, as in attention, and recomputation do not count."""
-    model = engine.module
+    model: Any = engine.module
     config = getattr(model, "config", None)
     two = getattr(config, "is_encoder_decoder", False) and hasattr(model, "get_encoder")
     encoder = set(model.get_encoder().modules()) if two else set(model.modules())
@@ -116,7 +116,8 @@ def _active(chosen: int | None, model: Communicator | None, module: nn.Module) -
         if model is not None and getattr(module, "_is_expert_parallel", False)
         else 1
     )
-    return min(1.0, chosen / (module.num_experts * ranks))
+    experts: Any = module.num_experts
+    return min(1.0, chosen / (experts * ranks))
 
 
 def _of_weights(module: nn.Module) -> int:

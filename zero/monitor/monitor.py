@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import math
-import resource
 import sys
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,23 +22,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from zero.comm import traffic
 from zero.comm.world import ranks_of_machine
 from zero.config.monitor import FlopsProfilerConfig
-from zero.device import is_accelerator
+from zero.device import CPU, is_accelerator, memory_in_use, peak_memory
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
-from zero.monitor.collectives import follow
-from zero.monitor.facts import facts
-from zero.monitor.memory_usage import held
+from zero.monitor.collectives import use_log
+from zero.monitor.memory_usage import bytes_by_kind
 from zero.monitor.mfu import operations_per_token, peak
+from zero.monitor.run_info import describe_run
 from zero.monitor.writers import Record, Writer, writers
 
 logger = logging.getLogger("zero")
 
-# What each rank tells: columns of the table that is summed over ranks.
-_COLUMNS = (
-    "loss", "has_loss", "seconds", "waited", "host_memory", "host_memory_now", "device_memory",
-    "device_memory_now",
-    "tokens", "operations",
-)  # fmt: skip
 _DISK = {traffic.READ: "read", traffic.WRITTEN: "written"}
 
 
@@ -47,57 +41,86 @@ def make(engine: ZeroEngine) -> Monitor | None:
     settings = engine.settings
     sections = (settings.csv_monitor, settings.json_monitor, settings.tensorboard, settings.wandb)
     # accelerate sets `steps_per_print` to infinity.
-    asked = any(section.enabled for section in sections) or math.isfinite(
-        settings.steps_per_print or math.inf
+    prints = math.isfinite(settings.steps_per_print or math.inf)
+    wants_records = prints or any(section.enabled for section in sections)
+    others = (
+        settings.wall_clock_breakdown,
+        settings.memory_breakdown,
+        settings.flops_profiler.enabled,
+        settings.comms_logger.enabled,
     )
-    others = settings.wall_clock_breakdown, settings.memory_breakdown
-    if not (
-        asked or any(others) or settings.flops_profiler.enabled or settings.comms_logger.enabled
-    ):
+    if not wants_records and not any(others):
         return None
-    found, problem = [], None
+    opened: list[Writer] = []
+    problem = None
     if engine.comm.job.rank == 0:
         try:
-            found = writers(settings)
+            opened = writers(settings)
         except UsageError as error:
             problem = str(error)
     if problem := engine.comm.exchange(problem)[0]:
         raise UsageError(problem)
-    return Monitor(engine, found, asked)
+    return Monitor(engine, opened, wants_records)
+
+
+class RankNumbers(NamedTuple):
+    """What one rank tells of a step. Of all ranks: a tensor for each."""
+
+    loss: Any
+    has_loss: Any
+    seconds: Any
+    waited: Any
+    host_peak: Any
+    host_now: Any
+    device_peak: Any
+    device_now: Any
+    tokens: Any
+    operations: Any
+
+
+class Totals(NamedTuple):
+    """So far: elements and bytes of collectives, bytes by link, seconds in which the disk was
+    busy.
+    """
+
+    elements: Counter[str]
+    bytes: Counter[str]
+    links: Counter[str]
+    disk_seconds: dict[str, float]
 
 
 class Monitor:
     """Follows one engine. The engine calls `loss` for each micro-batch, and `end_step` after each
     optimizer step.
 
-    `gathers`: records are wanted, so all ranks exchange their numbers after each step. They are one
-    small all-reduce."""
+    `wants_records`: all ranks exchange their numbers after each step. They are one small
+    all-reduce."""
 
-    def __init__(self, engine: ZeroEngine, writers: list[Writer], gathers: bool):
+    def __init__(self, engine: ZeroEngine, writers: list[Writer], wants_records: bool):
         self._engine = engine
         self._writers = writers
-        self._gathers = gathers
+        self._wants_records = wants_records
         self._losses: list[torch.Tensor] = []
         self._is_first = True
         self._warnings = _Warnings()
-        self._operations = operations_per_token(engine)
+        self._operations_per_token = operations_per_token(engine)
         self._peak = peak(engine.comm.device, engine.settings.compute_dtype)
         self._begin()
         # What ends with the engine, whether it is destroyed or only forgotten.
         self._endings: list[weakref.finalize] = []
-        if gathers:
-            hook = engine.module.register_forward_pre_hook(self._count_tokens, with_kwargs=True)
-            self._at_end(hook.remove)
+        if wants_records:
+            # The model must not own the engine by this hook.
+            hook = partial(_before_forward, weakref.ref(self))
+            self._at_end(engine.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         if writers:
             logger.addFilter(self._warnings)
             self._at_end(logger.removeFilter, self._warnings)
         if engine.settings.comms_logger.enabled:
-            self._at_end(follow(engine.settings.comms_logger, engine.comm.job).leave)
+            self._at_end(use_log(engine.settings.comms_logger, engine.comm.job).leave)
         profiler = engine.settings.flops_profiler
-        self._flops = (
-            Flops(engine, profiler) if profiler.enabled and engine.comm.job.rank == 0 else None
-        )
-        if self._flops is not None:
+        self._flops = None
+        if profiler.enabled and engine.comm.job.rank == 0:
+            self._flops = _Flops(profiler)
             self._flops.before_step(1)
 
     def _at_end(self, act: Callable[..., object], *args: object) -> None:
@@ -110,54 +133,47 @@ class Monitor:
 
     def _begin(self) -> None:
         """A step begins."""
-        self._tokens = self._done = 0
-        self._moved = self._counts()
+        self._tokens = self._operations = 0
+        self._before = self._totals()
         self._start = time.perf_counter()
 
-    def _counts(self) -> tuple[Counter[str], ...]:
-        """So far: elements and bytes of collectives, bytes by link, and seconds in which the disk
-        was busy.
-        """
-        busy = Counter({link: traffic.busy_seconds(link) for link in _DISK})
-        return (
-            Counter(self._engine.comm.elements),
-            Counter(self._engine.comm.bytes),
-            Counter(traffic.MOVED),
-            busy,
-        )
+    def _totals(self) -> Totals:
+        comm = self._engine.comm
+        busy = {link: traffic.busy_seconds(link) for link in _DISK}
+        return Totals(Counter(comm.elements), Counter(comm.bytes), Counter(traffic.MOVED), busy)
 
-    def _count_tokens(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Tokens, padding included, of what a model of language is given: those of `input_ids`, and
-        of a decoder.
-
-        Also the operations that they take.
+    def count_tokens(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Count the tokens, padding included, of what a model of language is given: those of
+        `input_ids`, and of a decoder. Also the operations that they take.
         """
-        if torch.is_grad_enabled() and torch.is_tensor(
-            ids := kwargs.get("input_ids", args[0] if args else None)
-        ):
-            is_text = ids.dim() == 2 and not ids.is_floating_point()
-            of_decoder = kwargs.get("decoder_input_ids", kwargs.get("labels"))
-            two = is_text and getattr(getattr(module, "config", None), "is_encoder_decoder", False)
-            counts = (
-                is_text * ids.numel(),
-                of_decoder.numel() if two and of_decoder is not None else 0,
-            )
-            self._tokens += sum(counts)
-            self._done += counts[0] * self._operations[0] + counts[1] * self._operations[1]
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if not isinstance(ids, torch.Tensor) or not torch.is_grad_enabled():
+            return
+        if ids.dim() != 2 or ids.is_floating_point():
+            return  # not text
+        of_decoder = kwargs.get("decoder_input_ids", kwargs.get("labels"))
+        two = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+        counts = ids.numel(), of_decoder.numel() if two and of_decoder is not None else 0
+        self._tokens += sum(counts)
+        for count, operations in zip(counts, self._operations_per_token, strict=True):
+            self._operations += count * operations
 
     def loss(self, loss: torch.Tensor) -> None:
-        """A micro-batch's loss, divided by the number of micro-batches."""
-        self._losses.append(loss.detach())
+        """A micro-batch's loss, divided by the number of micro-batches.
+
+        The copy has arrived when the step has got its norm. Nothing else waits for the device.
+        """
+        self._losses.append(loss.detach().to(CPU, non_blocking=True))
 
     def end_step(self) -> None:
         """An optimizer step is over."""
         engine, seconds = self._engine, time.perf_counter() - self._start
         if self._flops is not None:
             self._flops.after_step(engine.global_steps, seconds)
-        if self._gathers:
-            table = self._gather(seconds)
+        if self._wants_records:
+            numbers = self._exchange(seconds)
             if self._writers:
-                self._write(self._record(table))
+                self._write(self._record(numbers))
         if engine.settings.wall_clock_breakdown and engine.comm.job.rank == 0:
             print(f"step {engine.global_steps}: {engine.comm.clock}", file=sys.stderr)
         if engine.settings.memory_breakdown and engine.comm.job.rank == 0:
@@ -171,9 +187,11 @@ class Monitor:
     def _write(self, record: Record) -> None:
         """A full or missing disk ends the writing, not the training."""
         if self._is_first:
-            record["run"], self._is_first = facts(self._engine), False
+            record["run"] = describe_run(self._engine)
+            self._is_first = False
         if self._warnings.met:
-            record["warnings"], self._warnings.met = self._warnings.met, []
+            record["warnings"] = self._warnings.met
+            self._warnings.met = []
         for writer in list(self._writers):
             try:
                 writer.write(record)
@@ -181,79 +199,83 @@ class Monitor:
                 logger.warning("%s: nothing more is written here: %s", type(writer).__name__, error)
                 self._writers.remove(writer)
 
-    def _gather(self, seconds: float) -> torch.Tensor:
-        """Every rank's numbers: (ranks, columns), fp64, on the host."""
+    def _exchange(self, seconds: float) -> RankNumbers:
+        """Every rank's numbers, fp64 on the host."""
         comm = self._engine.comm.job
-        total = (
-            torch.stack([loss.double() for loss in self._losses]).sum().item()
-            if self._losses
-            else 0.0
+        loss = sum(loss.double() for loss in self._losses)
+        has_device = is_accelerator(comm.device)
+        own = RankNumbers(
+            loss=float(loss),
+            has_loss=bool(self._losses),
+            seconds=seconds,
+            waited=sum(comm.clock.waits.values()),
+            host_peak=peak_memory(CPU),
+            host_now=memory_in_use(CPU),
+            device_peak=peak_memory(comm.device) if has_device else 0,
+            device_now=memory_in_use(comm.device) if has_device else 0,
+            tokens=self._tokens,
+            operations=self._operations,
         )
-        device = torch.accelerator.max_memory_allocated() if is_accelerator(comm.device) else 0
-        own = [total, float(bool(self._losses)), seconds, sum(comm.clock.waits.values())]
-        now = torch.accelerator.memory_allocated() if is_accelerator(comm.device) else 0
-        host = _host_memory()
-        # The kernel's two counters are not exact: the present size may be a little above its peak.
-        own += [max(host, _peak_host_memory()), host, device, now, self._tokens, self._done]
-        table = torch.zeros(comm.world_size, len(_COLUMNS), dtype=torch.float64, device=comm.device)
+        table = torch.zeros(comm.world_size, len(own), dtype=torch.float64)
         table[comm.rank] = torch.tensor(own, dtype=torch.float64)
-        return comm.all_reduce(table).cpu()
+        return RankNumbers(*comm.all_reduce(table).unbind(1))
 
-    def _record(self, table: torch.Tensor) -> Record:
+    def _record(self, ranks: RankNumbers) -> Record:
         engine, clock = self._engine, self._engine.comm.clock
-        column = {name: table[:, number] for number, name in enumerate(_COLUMNS)}
-        ranks = column["has_loss"].sum().item()
-        # A rank that others wait for waits least.
-        slowest = int((column["seconds"] - column["waited"]).argmax())
-        waits = {
-            f"{phase}_{what.replace(' ', '_')}": round(spent, 6)
-            for (phase, what), spent in clock.waits.items()
-        }
-        seconds = column["seconds"].max().item()
-        of_ranks = column["tokens"].sum().item() / seconds  # model groups share their tokens
-        flops = column["operations"].mean().item() / seconds
-        names = (*traffic.LINKS, traffic.BETWEEN) if ranks_of_machine() else traffic.LINKS
-        elements, nbytes, moved, busy = (
-            now - before for now, before in zip(self._counts(), self._moved, strict=True)
-        )
+        before, now = self._before, self._totals()
+        with_loss = ranks.has_loss.sum().item()
+        working = ranks.seconds - ranks.waited
+        seconds = ranks.seconds.max().item()
+        copies = engine.comm.model.world_size if engine.comm.model else 1  # share their tokens
+        flops = ranks.operations.mean().item() / seconds
+        links = (*traffic.LINKS, traffic.BETWEEN) if ranks_of_machine() else traffic.LINKS
+        moved = {link: now.links[link] - before.links[link] for link in links}
+        busy = {link: now.disk_seconds[link] - before.disk_seconds[link] for link in _DISK}
+        assert engine.optimizer is not None
         return {
             "step": engine.global_steps,
             "samples": engine.global_samples,
-            "loss": _finite(column["loss"].sum().item() / ranks) if ranks else None,
+            "loss": _finite(ranks.loss.sum().item() / with_loss) if with_loss else None,
             "skipped": not engine.was_step_applied(),
             "grad_norm": _finite(engine.get_global_grad_norm()),
             "lr": float(engine.optimizer.param_groups[0]["lr"]),
             "loss_scale": None if engine.scaler is None else engine.scaler.scale,
             "samples_per_second": engine.settings.train_batch_size / seconds,
-            "tokens_per_second": of_ranks
-            / (engine.comm.model.world_size if engine.comm.model else 1)
-            or None,
+            "tokens_per_second": ranks.tokens.sum().item() / seconds / copies or None,
             "model_flops_per_second": flops or None,
             "mfu": flops / self._peak if flops and self._peak else None,
             "seconds": {name: round(spent, 6) for name, spent in clock.phases.items()},
-            "waits": waits,
-            "elements": dict(elements),
-            "bytes": dict(nbytes),
-            "links": {link: moved[link] for link in names},
+            "waits": {
+                f"{phase}_{what.replace(' ', '_')}": round(spent, 6)
+                for (phase, what), spent in clock.waits.items()
+            },
+            "elements": dict(now.elements - before.elements),
+            "bytes": dict(now.bytes - before.bytes),
+            "links": moved,
             "disk_bytes_per_second": {
                 name: moved[link] / busy[link] for link, name in _DISK.items() if busy[link]
             },
             "memory": {
                 "gathered_elements_peak": engine.residency.peak,
-                "host_bytes_peak": int(column["host_memory"].max()),
-                "device_bytes_peak": int(column["device_memory"].max()),
+                "host_bytes_peak": int(ranks.host_peak.max()),
+                "device_bytes_peak": int(ranks.device_peak.max()),
             },
             "ranks": {
-                "slowest": slowest,
-                "working_seconds": [
-                    round(each, 6) for each in (column["seconds"] - column["waited"]).tolist()
-                ],
-                "host_bytes_peak": column["host_memory"].long().tolist(),
-                "host_bytes": column["host_memory_now"].long().tolist(),
-                "device_bytes_peak": column["device_memory"].long().tolist(),
-                "device_bytes": column["device_memory_now"].long().tolist(),
+                "slowest": int(working.argmax()),  # a rank that others wait for waits least
+                "working_seconds": [round(spent, 6) for spent in working.tolist()],
+                "host_bytes_peak": ranks.host_peak.long().tolist(),
+                "host_bytes": ranks.host_now.long().tolist(),
+                "device_bytes_peak": ranks.device_peak.long().tolist(),
+                "device_bytes": ranks.device_now.long().tolist(),
             },
         }
+
+
+def _before_forward(
+    monitor: weakref.ref[Monitor], module: nn.Module, args: tuple, kwargs: dict
+) -> None:
+    if (measuring := monitor()) is not None:
+        measuring.count_tokens(module, args, kwargs)
 
 
 class _Warnings(logging.Filter):
@@ -273,24 +295,11 @@ class _Warnings(logging.Filter):
 
 
 def _memory_line(engine: ZeroEngine) -> str:
-    places = held(engine) | {"host at most": {"this process": _peak_host_memory()}}
+    places = bytes_by_kind(engine) | {"host at most": {"this process": peak_memory(CPU)}}
     return "; ".join(
         f"{place} {', '.join(f'{kind} {nbytes / 2**20:.1f} MiB' for kind, nbytes in kinds.items())}"
         for place, kinds in places.items()
     )
-
-
-def _peak_host_memory() -> int:
-    """Largest resident size of this process so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
-
-
-def _host_memory() -> int:
-    """Resident size of this process now, in bytes; 0 where the system does not tell."""
-    file = Path("/proc/self/statm")
-    return int(file.read_text().split()[1]) * resource.getpagesize() if file.exists() else 0
 
 
 def _finite(value: float | None) -> float | None:
@@ -298,11 +307,10 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-class Flops:
+class _Flops:
     """Counts the floating-point operations of one step, with torch's counter."""
 
-    def __init__(self, engine: ZeroEngine, section: FlopsProfilerConfig):
-        self._engine = engine
+    def __init__(self, section: FlopsProfilerConfig):
         self._section = section
         # The engine and its `module` are two levels of their own.
         self._depth = 2 + (section.module_depth if section.module_depth > 0 else 999)
@@ -321,8 +329,7 @@ class Flops:
         total = counter.get_total_flops()
         text = (
             f"floating-point operations of step {number} on rank 0: {total:.4g} in {seconds:.3g} "
-            "s, "
-            f"{total / seconds / 1e12:.4g} TFLOP/s\n{counter.get_table(depth=self._depth)}\n"
+            f"s, {total / seconds / 1e12:.4g} TFLOP/s\n{counter.get_table(depth=self._depth)}\n"
         )
         if self._section.output_file is None:
             print(text, file=sys.stderr)

@@ -43,8 +43,9 @@ def writers(settings: Config) -> list[Writer]:
         found.append(TensorBoard(_folder("tensorboard", settings.tensorboard)))
     if settings.wandb.enabled:
         found.append(Wandb(settings.wandb))
-    if math.isfinite(settings.steps_per_print or math.inf):
-        found.append(Terminal(settings.steps_per_print))
+    every = settings.steps_per_print or math.inf
+    if math.isfinite(every):
+        found.append(Terminal(every))
     return found
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zero.comm.observer import begin
 from zero.comm.traffic import note_copy
 from zero.comm.work import Pending
 from zero.config import AioConfig, OffloadConfig
@@ -104,17 +105,10 @@ class Tier:
 
         Do not change `values` before the end.
         """
-        if is_accelerator(values.device) and target.is_pinned():
-            return _copy_out(target, values)
-        if is_accelerator(target.device) and values.is_pinned():
-            note_copy(target, values)
-            target.copy_(values, non_blocking=True)
-            return Pending([_Arrival(compute_stream(target.device).record_event())], keep=(values,))
         file = self._file_of(target)
         if file is None:
-            note_copy(target, values)
-            target.copy_(values)
-            return Pending()
+            used = begin("store", values)
+            return _copy(target, values).observed_by(used)
         if is_accelerator(values.device):
             staged = _staging.like(target)
             arrival = _copy_out(staged, values)
@@ -128,9 +122,10 @@ class Tier:
         """
         file = self._file_of(source)
         if file is None:
+            used = begin("load", source)
             note_copy(target, source)
             target.copy_(source, non_blocking=True)
-            return Pending()
+            return Pending().observed_by(used)
         if target.device.type == "cpu":
             return Pending([file.read(source, target)])
         staged, ready = _staging.like(source), compute_stream(target.device).record_event()
@@ -192,6 +187,18 @@ class _Arrival:
 
     def __init__(self, event: torch.Event):
         self.wait = event.synchronize
+
+
+def _copy(target: torch.Tensor, values: torch.Tensor) -> Pending:
+    """Start to copy `values` to `target`, neither of which is in a file."""
+    if is_accelerator(values.device) and target.is_pinned():
+        return _copy_out(target, values)
+    note_copy(target, values)
+    if is_accelerator(target.device) and values.is_pinned():
+        target.copy_(values, non_blocking=True)
+        return Pending([_Arrival(compute_stream(target.device).record_event())], keep=(values,))
+    target.copy_(values)
+    return Pending()
 
 
 def _copy_out(target: torch.Tensor, values: torch.Tensor) -> Pending:

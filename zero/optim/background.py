@@ -175,7 +175,7 @@ class Updates:
             values.wait()
             if self._read_ahead and following is not None and ahead is None:
                 ahead = SubGroupInMemory(following, self._buffers, self._for_weights)
-            with label("update"):
+            with label(f"update of {sub_group.group.name}"):
                 weights = update(values)
                 rounded = sub_group.shard.round_into_shard(sub_group.start, weights)
             writing.wait()

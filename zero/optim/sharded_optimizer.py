@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from zero.comm.clock import label
 from zero.comm.communicator import Communicator
 from zero.comm.consistency import disagree, hyper_parameters, require_same, spread
 from zero.core.forward_writes import ForwardWrites
@@ -328,7 +329,8 @@ class ZeroOptimizer:
         state = self._state
         if isinstance(state, WholeTensorState):
             try:
-                state.update(factor)
+                with label("update of whole tensors"):
+                    state.update(factor)
             except BaseException as error:
                 self._updates.fail(error)
                 raise

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zero
+from tests.dist.messages import counted_messages
 from tests.dist.training import ds_config, relative, start, train_in_slices, train_zero, weights_of
 from tests.processes import run_on
 from zero.build import make_training_comm
@@ -119,7 +120,7 @@ def test_16_bit_values_are_rounded_once_more_only():
 
 
 @contextlib.contextmanager
-def counted_messages() -> Iterator[Counter]:
+def counted_bytes() -> Iterator[Counter]:
     """Bytes that this rank really sends: of gathers, and of reductions, by what a message's tag
     says.
     """
@@ -141,7 +142,7 @@ def sent_bytes(rank: int, world_size: int, settings: dict) -> tuple[Counter, int
     with contextlib.ExitStack() as stack:
         for number in range(2):
             if number:
-                sent = stack.enter_context(counted_messages())
+                sent = stack.enter_context(counted_bytes())
                 before = engine.comm.calls["all_gather"]
             engine.backward(engine(**batch))
             gathers = engine.comm.calls["all_gather"] - before if number else 0
@@ -289,9 +290,10 @@ def reduced_by_machines(
     config = load_config({"train_micro_batch_size_per_gpu": 1, "zero_optimization": section})
     comm = make_training_comm(config, communicator())
     full, out = gradient_of(rank, size * world_size), torch.empty(size)
-    comm.reduce_scatter(out, full.clone(), False, world_size * 2 * BLOCK).wait()
-    comm.reduce_scatter(out, full.clone(), True, world_size * 2 * BLOCK).wait()
-    return out * comm.mean_factor, communicator().sent
+    with counted_messages() as sent:
+        comm.reduce_scatter(out, full.clone(), False, world_size * 2 * BLOCK).wait()
+        comm.reduce_scatter(out, full.clone(), True, world_size * 2 * BLOCK).wait()
+    return out * comm.mean_factor, sent
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import sys
-from collections import Counter
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,14 +21,15 @@ import torch
 from torch import nn
 
 import zero
+from tests.dist.messages import counted_messages
 from tests.dist.toys import ROWS, toy, toy_batches
 from tests.dist.training import ds_config, loss_of, start, train_zero
 from tests.parity.models import batches, build
 from tests.processes import run_on
-from zero.comm.communicator import Communicator
+from zero.comm import observer
 from zero.config import load_config
 from zero.errors import UsageError
-from zero.monitor import facts, log_summary, monitor
+from zero.monitor import log_summary, monitor, run_info
 from zero.monitor.writers import writers
 from zero.offload import tiers
 from zero.tools.report.runs import read
@@ -138,10 +139,10 @@ def language(rank: int, world_size: int, folder: Path) -> dict[str, int]:
     }
     with mock.patch.object(monitor, "peak", lambda device, dtype: PEAK):
         engine, _ = start(build("t5"), ds_config(**files) | {"json_monitor": where})
-    before = Counter(engine.comm.sent)
-    train_zero(engine, batches("t5", 2))
+    with counted_messages() as sent:
+        train_zero(engine, batches("t5", 2))
     return {
-        "sent": 4 * (engine.comm.sent - before).total(),
+        "sent": 4 * sent.total(),
         "elements": sum(u.layout.numel for u in engine.groups),
     }
 
@@ -184,16 +185,16 @@ def asked_for_memory(rank: int, world_size: int) -> list[str]:
     engine, _ = start(toy(), ds_config())
     seen: list[str] = []
     with (
-        mock.patch.object(facts, "held", lambda engine: seen.append("held")),
+        mock.patch.object(run_info, "bytes_by_kind", lambda engine: seen.append("counted")),
         mock.patch.object(engine.optimizer, "wait", lambda: seen.append("wait")),
     ):
-        facts.facts(engine)
+        run_info.describe_run(engine)
     return seen
 
 
 def test_late_updates_end_before_memory_is_counted():
     """The first one makes the optimizer's state."""
-    assert run_on(1, asked_for_memory) == [["wait", "held"]]
+    assert run_on(1, asked_for_memory) == [["wait", "counted"]]
 
 
 def _multiplied(module: nn.Module) -> int:
@@ -220,7 +221,7 @@ def logged(rank: int, world_size: int, section: dict[str, Any]) -> str:
     gc.collect()
     with pytest.raises(UsageError, match="comms_logger.enabled"):
         log_summary()
-    assert not hasattr(Communicator.all_gather, "__wrapped__")
+    assert observer.begin("load", torch.ones(1)) is observer._nothing
     return f"{calls}\n{printed.getvalue()}"
 
 
@@ -384,9 +385,33 @@ def replaced(rank: int, world_size: int, folder: Path) -> tuple[int, int, int]:
     after = len(logging.getLogger("zero").filters) - own
     assert first.monitor is None
     second, _ = start(model, config)
-    hooks = [hook for hook in model._forward_pre_hooks.values() if "_count_tokens" in str(hook)]
+    hooks = [hook for hook in model._forward_pre_hooks.values() if "_before_forward" in str(hook)]
     return len(hooks), after, len(logging.getLogger("zero").filters) - own
 
 
 def test_the_monitor_of_a_destroyed_engine_measures_nothing(tmp_path: Path):
     assert run_on(1, replaced, tmp_path) == [(1, 0, 1)]
+
+
+def forgotten(rank: int, world_size: int, folder: Path, again: bool) -> list[str]:
+    """Train with a monitor, and forget the engine but not the model; `again`: another engine takes
+    it over. Return what of the first one lives on."""
+    where = {"enabled": True, "output_path": str(folder), "job_name": "job"}
+    config = ds_config() | {"json_monitor": where, "comms_logger": {"enabled": True}}
+    model = toy()
+    engine, optimizer = start(model, config)
+    train_zero(engine, toy_batches(1))
+    parts = {"engine": engine, "optimizer": optimizer, "monitor": engine.monitor}
+    parts["moments"] = engine.optimizer.optimizer
+    alive = {name: weakref.ref(part) for name, part in parts.items()}
+    del engine, optimizer, parts
+    following = start(model, config) if again else None
+    gc.collect()
+    assert again == (following is not None)
+    return [name for name, part in alive.items() if part() is not None]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_monitor_does_not_keep_an_engine_alive(tmp_path: Path, again: bool):
+    """Its optimizer's moments take 8 bytes a parameter."""
+    assert run_on(1, forgotten, tmp_path, again) == [[]]

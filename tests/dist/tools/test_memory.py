@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 import zero
 from tests.processes import REPOSITORY, run_on
 from zero.tools.cli import main
+from zero.tools.profile import memory
 from zero.tools.profile.memory import MemoryRun
 from zero.tools.profile.picture import draw, peaks
 
@@ -79,6 +81,30 @@ def test_the_bytes_of_each_kind(tmp_path: Path):
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "picture.svg").read_text()
     assert all(each in text for each in ("forward", "backward", "activations, at most"))
+
+
+def with_history(rank: int, world_size: int, folder: Path) -> list[str]:
+    """As on a GPU. Return the calls of torch's own recorder, in order."""
+    calls: list[str] = []
+
+    def dump(file: str) -> None:
+        calls.append("dump")
+        Path(file).write_text("allocations")
+
+    def record(enabled: str | None = "all") -> None:
+        calls.append(f"record {enabled}")
+
+    recorder = mock.patch.multiple(
+        torch.cuda.memory, _record_memory_history=record, _dump_snapshot=dump
+    )
+    with mock.patch.object(memory, "_has_history", lambda device: True), recorder:
+        train(rank, world_size, folder)
+    return calls
+
+
+def test_a_gpu_has_a_record_of_each_allocation(tmp_path: Path):
+    assert run_on(1, with_history, tmp_path) == [["record all", "dump", "record None"]]
+    assert (tmp_path / "rank0.pickle").read_text() == "allocations"
 
 
 def test_a_device_has_a_panel_of_its_own(tmp_path: Path):

@@ -1,8 +1,9 @@
-"""Which device a rank computes on."""
+"""Which device a rank computes on, and how much memory it has used."""
 
 import pytest
 import torch
 
+from zero import device
 from zero.comm import world
 
 
@@ -15,3 +16,12 @@ def test_an_accelerator_is_used_if_it_has_collectives(found, used, monkeypatch):
         world, "accelerator", lambda number: None if found is None else torch.device(found)
     )
     assert world.compute_device() == torch.device(used)
+
+
+def test_asking_for_room_does_not_forget_the_peak():
+    """`room` resets the process's counter, which `offload_optimizer.ratio: auto` does each step."""
+    before = device.memory_in_use(device.CPU)
+    filled = torch.ones(64 << 20, dtype=torch.uint8)
+    del filled
+    device.room(device.CPU)
+    assert device.peak_memory(device.CPU) >= before + (60 << 20)

@@ -12,12 +12,15 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from zero.checkpoint.disk import lock
 from zero.checkpoint.resumable import TRAINER_STATE, check_named, set_incomplete_aside
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
+# Called before a checkpoint's folder is made: a bounded run (zero/tools/profile) ends there.
+before_checkpoint: Callable[[], object] | None = None
 
 
 def guard_checkpoints() -> None:
@@ -31,10 +34,17 @@ def _audit(event: str, arguments: tuple) -> None:
             check_named(Path(arguments[0]).parent)
     elif event == "os.listdir" and _called_by("get_last_checkpoint", 2):
         set_incomplete_aside(Path(arguments[0]))
-    elif event == "os.mkdir" and _called_by("_save", 3) and os.environ.get("RANK", "0") == "0":
-        folder = Path(os.fsdecode(arguments[0]))  # made by `Trainer._save`, through `os.makedirs`
-        if _CHECKPOINT.fullmatch(folder.name) and folder.parent.is_dir():
-            lock(folder.parent)
+    elif event == "os.mkdir":
+        folder = Path(os.fsdecode(arguments[0]))
+        if _CHECKPOINT.fullmatch(folder.name):
+            _checkpoint_begins(folder, by_trainer=_called_by("_save", 3))  # through `os.makedirs`
+
+
+def _checkpoint_begins(folder: Path, by_trainer: bool) -> None:
+    if before_checkpoint is not None:
+        before_checkpoint()
+    if by_trainer and os.environ.get("RANK", "0") == "0" and folder.parent.is_dir():
+        lock(folder.parent)
 
 
 def _called_by(function: str, depth: int) -> bool:

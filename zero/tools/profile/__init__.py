@@ -1,4 +1,4 @@
-"""Brief runs of the user's own script: `zero trace` and `zero memory`, and what `zero verify`
+"""Bounded runs of the user's own script: `zero trace` and `zero memory`, and what `zero verify`
 shares with them.
 
 Nothing here is imported by an ordinary run.

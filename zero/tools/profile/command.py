@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import tempfile
 from argparse import Namespace
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 from zero.errors import UsageError
@@ -20,6 +21,9 @@ from zero.tools.report.runs import size
 
 # The variables that `recorder.py` reads.
 KIND, FOLDER, STEP = "ZERO_WATCH", "ZERO_WATCH_FOLDER", "ZERO_WATCH_STEP"
+
+# The suffix of torch's own record of a GPU's allocations.
+SNAPSHOT = ".pickle"
 
 
 def trace(arguments: list[str]) -> int:
@@ -39,8 +43,9 @@ def trace(arguments: list[str]) -> int:
     )
     with tempfile.TemporaryDirectory(prefix="zero-trace-") as temporary:
         merged = merge(_record("trace", options, Path(temporary)))
-    _write(options.out, json.dumps(merged).encode())
-    seconds = _seconds(merged["traceEvents"])
+    content = json.dumps(merged).encode()
+    options.out.write_bytes(gzip.compress(content) if options.out.suffix == ".gz" else content)
+    seconds = seconds_by_track(merged["traceEvents"])
     if options.json:
         print(json.dumps({"file": str(options.out), "seconds": seconds}, indent=2))
         return 0
@@ -60,11 +65,13 @@ def memory(arguments: list[str]) -> int:
     )
     options = _options(parser, arguments, "memory.png", "the picture", (".png", ".svg", ".pdf"))
     pyplot()  # before the run, because it may be missing
+    snapshot = options.out.with_suffix(SNAPSHOT)
     with tempfile.TemporaryDirectory(prefix="zero-memory-") as temporary:
-        ranks = {
-            file.stem: json.loads(file.read_text())
-            for file in _record("memory", options, Path(temporary))
-        }
+        files = _record("memory", options, Path(temporary))
+        ranks = {file.stem: json.loads(file.read_text()) for file in files}
+        recorded_on_gpu = files[0].with_suffix(SNAPSHOT).exists()
+        if recorded_on_gpu:
+            shutil.copy(files[0].with_suffix(SNAPSHOT), snapshot)
     first = ranks.get("rank0", next(iter(ranks.values())))
     draw(first, f"memory of rank 0 in step {options.step}", options.out)
     highest = {rank: peaks(samples) for rank, samples in ranks.items()}
@@ -78,6 +85,8 @@ def memory(arguments: list[str]) -> int:
                 + ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in kinds.items())
             )
     print(f"{options.out}: the picture of rank 0")
+    if recorded_on_gpu:
+        print(f"{snapshot}: each allocation of rank 0; open it in https://pytorch.org/memory_viz")
     return 0
 
 
@@ -121,34 +130,27 @@ def _record(kind: str, options: Namespace, folder: Path) -> list[Path]:
     return files
 
 
-def _write(out: Path, content: bytes) -> None:
-    out.write_bytes(gzip.compress(content) if out.suffix == ".gz" else content)
-
-
-def _seconds(events: list[dict]) -> dict[str, dict[str, float]]:
+def seconds_by_track(events: list[dict]) -> dict[str, dict[str, float]]:
     """Seconds in which something was going on, by process and track; lanes of one track count as
     one.
     """
     names = {
-        (each["name"], each["pid"], each["tid"]): each["args"].get("name")
-        for each in events
-        if each["ph"] == "M"
+        (event["name"], event["pid"], event["tid"]): event["args"].get("name")
+        for event in events
+        if event["ph"] == "M"
     }
-    spent: dict[str, Counter[str]] = {}
-    ends: Counter[tuple[str, str]] = Counter()
-    for event in sorted(
-        (event for event in events if event["ph"] == "X"), key=lambda event: event["ts"]
-    ):
-        pid, tid = event["pid"], event["tid"]
-        process, track = (
-            names["process_name", pid, tid],
-            names["thread_name", pid, tid].partition(" (")[0],
-        )
-        start, end = max(event["ts"], ends[process, track]), event["ts"] + event["dur"]
-        spent.setdefault(process, Counter())[track] += max(0.0, end - start) / 1e6
+    spent: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    ends: defaultdict[tuple[str, str], float] = defaultdict(float)
+    spans = [event for event in events if event["ph"] == "X"]
+    for event in sorted(spans, key=lambda event: event["ts"]):
+        process = names["process_name", event["pid"], event["tid"]]
+        track = names["thread_name", event["pid"], event["tid"]].partition(" (")[0]
+        start = max(event["ts"], ends[process, track])
+        end = event["ts"] + event["dur"]
+        spent[process][track] += max(0.0, end - start) / 1e6
         ends[process, track] = max(end, ends[process, track])
     return {
-        process: {track: round(each, 6) for track, each in spent[process].items()}
+        process: {track: round(seconds, 6) for track, seconds in spent[process].items()}
         for process in sorted(spent)
     }
 
@@ -157,7 +159,6 @@ def _table(seconds: dict[str, dict[str, float]]) -> str:
     """A row for each track, a column for each process."""
     tracks = dict.fromkeys(track for of_process in seconds.values() for track in of_process)
     rows = [["seconds", *seconds]]
-    rows += [
-        [track, *(f"{each.get(track, 0.0):.4f}" for each in seconds.values())] for track in tracks
-    ]
+    for track in tracks:
+        rows.append([track, *(f"{spent.get(track, 0.0):.4f}" for spent in seconds.values())])
     return "\n".join(row[0].ljust(24) + "".join(cell.rjust(18) for cell in row[1:]) for row in rows)

@@ -1,18 +1,17 @@
 """In a process of the user's script: what memory holds during one step, by place and kind.
 
-What the engine keeps is counted by walking over it. What else torch allocates on this thread
-meanwhile is seen by a dispatch mode: storages that live on are activations, unless they were made
-while gradients were collected or updates computed. So sums of one operation, and other threads'
-buffers, are not seen. Samples are taken where memory changes: when a group is gathered or
-resharded, a gradient is collected or reduced, and at the ends of phases."""
+What the engine keeps is counted by walking over it. What else torch allocates in the meantime is
+seen by a dispatch mode: storages that live on are activations, unless the code that moves gradients
+or computes updates has made them. Buffers of other threads are not seen. Samples are taken where
+memory has changed."""
 
 from __future__ import annotations
 
-import functools
 import json
+import sys
 import time
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,42 +20,43 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zero.core.param_group import ParamGroup
-from zero.core.reduction import GradientReducer
-from zero.device import is_accelerator
-from zero.engine import ZeroEngine
+import zero
+from zero.device import CPU, is_accelerator, memory_in_use
 from zero.integrations.deepspeed.engine import DeepSpeedEngine
-from zero.monitor.memory_usage import (
-    BUFFERS,
-    DEVICE,
-    DISK,
-    GRADIENTS,
-    HOST,
-    OPTIMIZER,
-    place_of,
-    tensors,
-)
-from zero.optim.sharded_optimizer import ZeroOptimizer
-from zero.tools.profile.brief import BriefRun
-from zero.tools.profile.running import PROGRESS
+from zero.monitor.memory_usage import BUFFERS, GRADIENTS, OPTIMIZER, place_of, tensors
+from zero.tools.profile.bounded_run import RecordedStep
+from zero.tools.profile.command import SNAPSHOT
 
 ACTIVATIONS = "activations"
+# What is new belongs to the engine's innermost file that runs; elsewhere it is an activation.
+_ENGINE = f"{Path(zero.__file__).parent}/"
+_KINDS = {
+    "optim": OPTIMIZER,
+    "comm": BUFFERS,
+    "core/reduction.py": BUFFERS,
+    "core/optimizer_shard.py": BUFFERS,
+}
+_KIND_OF_FILES = tuple((f"{_ENGINE}{path}", kind) for path, kind in _KINDS.items())
+# A sample is taken when this part of the largest size so far was allocated or freed.
+_RESOLUTION = 1 / 256
 
 
 class Allocations(TorchDispatchMode):
-    """Storages that operations have made and that still live: by address (place, kind, storage).
+    """Storages that operations have made and that still live.
 
-    `kind` is what new ones are.
+    `changed` is called before each operation, when results of the one before it have their place.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, changed: Callable[[], None]) -> None:
         super().__init__()
-        self.kind = ACTIVATIONS
-        self.live: dict[int, tuple[str, str, weakref.ref]] = {}
+        self._changed = changed
+        self.live: dict[int, tuple[str, weakref.ref]] = {}
+        self.nbytes = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        self._changed()
         out = func(*args, **(kwargs or {}))
         for value in tree_leaves(out):
             if (
@@ -64,104 +64,101 @@ class Allocations(TorchDispatchMode):
                 and value.layout == torch.strided
                 and value.device.type != "meta"
             ):
-                self.add(value, self.kind)
+                self._add(value.untyped_storage())
         return out
 
-    def add(self, tensor: torch.Tensor, kind: str, replaces: bool = False) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.live or replaces:
-            key = storage._cdata
-            gone = weakref.ref(storage, lambda _: self.live.pop(key, None))
-            self.live[key] = (place_of(tensor.device), kind, gone)
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self.live:
+            return
+
+        def forget(_: object) -> None:
+            del self.live[key]
+            self.nbytes -= nbytes
+
+        self.live[key] = _kind_of_new(), weakref.ref(storage, forget)
+        self.nbytes += nbytes
 
 
-class MemoryRun(BriefRun):
-    """Writes `rankN.json`: a list of samples, in the order of time.
+def _kind_of_new() -> str:
+    frame = sys._getframe(2).f_back  # of the operation; None in a thread of autograd
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_ENGINE):
+            kinds = (kind for path, kind in _KIND_OF_FILES if file.startswith(path))
+            return next(kinds, ACTIVATIONS)
+        frame = frame.f_back
+    return ACTIVATIONS
 
-    A sample: {"seconds": since the start of the step, "phase", "bytes": {place: {kind: bytes}},
-    "resident": bytes of the process in host memory, "allocated": bytes of torch's allocator on the
-    device}."""
+
+def _has_history(device: torch.device) -> bool:
+    """Whether torch can write down each allocation on `device`, with the lines that made it."""
+    return device.type == "cuda"
+
+
+class MemoryRun(RecordedStep):
+    """Writes `rankN.json`, and on a GPU `rankN.pickle`, torch's own record of allocations.
+
+    The first is a list of samples, in the order of time. A sample: {"seconds": since the start of
+    the step, "phase", "bytes": {place: {kind: bytes}}, "resident": bytes of the process in host
+    memory, "allocated": bytes of torch's allocator on the device}."""
 
     def __init__(self, engine: DeepSpeedEngine, folder: Path, step: int):
-        super().__init__(engine, step, progress=folder / PROGRESS)
-        self._folder = folder
-        self._allocations = Allocations()
-        self._is_on = False
-        self._start = 0.0
-        self.samples = []
-        for method in ("all_gather", "reshard", "reshard_but_keep_aliases", "release"):
-            self._wrap(ParamGroup, method)
-        for method in ("collect", "reduce", "_start", "_finish"):
-            self._wrap(GradientReducer, method, BUFFERS)
-        self._wrap(ZeroOptimizer, "step", OPTIMIZER)
-        self._wrap(ZeroEngine, "forward")
-        self._wrap(ZeroEngine, "backward")
-        if step == 1:
-            self._begin()
+        self._allocations = Allocations(self._sample_if_changed)
+        self._samples: list[dict[str, Any]] = []
+        self._last: tuple[str, int] = ("", 0)
+        self._most = 0
+        super().__init__(engine, folder, step)
 
-    def after_update(self) -> None:
-        if self.step_number == self.steps - 1:
-            self._begin()
-        elif self.step_number == self.steps:
-            self._sample()
-            self._is_on = False
-            self._allocations.__exit__(None, None, None)
-            (self._folder / f"rank{self.engine.comm.job.rank}.json").write_text(
-                json.dumps(self.samples)
-            )
-
-    def _begin(self) -> None:
+    def begin_recording(self) -> None:
+        if _has_history(self.engine.comm.device):
+            torch.cuda.memory._record_memory_history()
         self._start = time.perf_counter()
-        self._is_on = True
-        self._allocations.__enter__()
         self._sample()
+        self._allocations.__enter__()
 
-    def _wrap(self, cls: type, method: str, kind: str | None = None) -> None:
-        """Sample before and after each call. Storages that are made within it are of this kind."""
-        original: Callable = getattr(cls, method)
+    def end_recording(self) -> None:
+        self._allocations.__exit__(None, None, None)
+        self._sample()
+        if _has_history(self.engine.comm.device):
+            torch.cuda.memory._dump_snapshot(str(self.file.with_suffix(SNAPSHOT)))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        self.file.write_text(json.dumps(self._samples))
 
-        @functools.wraps(original)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_on:
-                return original(*args, **kwargs)
-            if method == "collect":
-                _, group, index = args
-                self._allocations.add(group.params[index].grad, GRADIENTS, replaces=True)
+    def _sample_if_changed(self) -> None:
+        engine = self.engine
+        gathered = engine.residency.live * engine.settings.compute_dtype.itemsize
+        phase, nbytes = engine.comm.clock.current, self._allocations.nbytes + gathered
+        self._most = max(self._most, nbytes)
+        if phase != self._last[0] or abs(nbytes - self._last[1]) > self._most * _RESOLUTION:
+            self._last = phase, nbytes
             self._sample()
-            outer, self._allocations.kind = self._allocations.kind, kind or self._allocations.kind
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._allocations.kind = outer
-                if self._is_on:
-                    self._sample()
-
-        setattr(cls, method, wrapped)
 
     def _sample(self) -> None:
-        found: dict[str, Counter[str]] = {DEVICE: Counter(), HOST: Counter(), DISK: Counter()}
+        engine, device = self.engine, self.engine.comm.device
+        found: defaultdict[str, Counter[str]] = defaultdict(Counter)
         known: set[int] = set()
-        for kind, place, tensor in tensors(self.engine):
-            storage = tensor.untyped_storage()
+
+        def add(kind: str, place: str, storage: torch.UntypedStorage) -> None:
             if storage._cdata not in known:
                 known.add(storage._cdata)
                 found[place][kind] += storage.nbytes()
-        for key, (place, kind, storage) in list(self._allocations.live.items()):
-            if key not in known and (alive := storage()) is not None:
-                found[place][kind] += alive.nbytes()
-        device = self.engine.comm.device
-        self.samples.append(
+
+        for kind, place, tensor in tensors(engine):
+            add(kind, place, tensor.untyped_storage())
+        for gradients in engine.reducer.gradients.values():
+            for part in gradients.parts.values():
+                if part is not None:
+                    add(GRADIENTS, place_of(part.device), part.untyped_storage())
+        for kind, reference in list(self._allocations.live.values()):
+            if (storage := reference()) is not None:
+                add(kind, place_of(storage.device), storage)
+        self._samples.append(
             {
                 "seconds": time.perf_counter() - self._start,
-                "phase": self.engine.comm.clock.current,
-                "bytes": {place: dict(kinds) for place, kinds in found.items() if kinds},
-                "resident": _resident(),
-                "allocated": torch.accelerator.memory_allocated() if is_accelerator(device) else 0,
+                "phase": engine.comm.clock.current,
+                "bytes": {place: dict(kinds) for place, kinds in found.items()},
+                "resident": memory_in_use(CPU),
+                "allocated": memory_in_use(device) if is_accelerator(device) else 0,
             }
         )
-
-
-def _resident() -> int:
-    """Bytes of this process in host memory now; 0 where the system does not say."""
-    file = Path("/proc/self/status")
-    return int(file.read_text().partition("VmRSS:")[2].split()[0]) << 10 if file.exists() else 0

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from zero.tools.profile import memory, trace
-from zero.tools.profile.brief import follow
+from zero.tools.profile.bounded_run import bound_first_engine
 from zero.tools.profile.command import FOLDER, KIND, STEP
+from zero.tools.profile.memory import MemoryRun
+from zero.tools.profile.trace import TraceRun
 
 
 def set_up() -> None:
     """Have `initialize` record a step of the first engine."""
-    make = {"trace": trace.TraceRun, "memory": memory.MemoryRun}[os.environ[KIND]]
+    make = {"trace": TraceRun, "memory": MemoryRun}[os.environ[KIND]]
     folder, step = Path(os.environ[FOLDER]), int(os.environ[STEP])
-    follow(lambda engine: make(engine, folder, step))
+    bound_first_engine(lambda engine: make(engine, folder, step))

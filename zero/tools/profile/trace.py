@@ -1,5 +1,7 @@
-"""In a process of the user's script: one step as events of Chrome's trace format, by torch's
-profiler and `Spans`.
+"""In a process of the user's script: one step as events of Chrome's trace format.
+
+torch's profiler sees the device and all threads, with the labels of `zero.comm.clock.label`. What
+is in flight beside them is told by the engine's observer.
 
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (times
 in microseconds)."""
@@ -12,122 +14,150 @@ import os
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile, supported_activities
 
+from zero.comm.observer import Operation, set_observer
+from zero.comm.traffic import READ, WRITTEN
 from zero.integrations.deepspeed.engine import DeepSpeedEngine
-from zero.tools.profile.brief import BriefRun
-from zero.tools.profile.running import PROGRESS
-from zero.tools.profile.spans import TRACKS, Span, Spans
+from zero.tools.profile.bounded_run import RecordedStep
 
-# Tracks made of the engine's labels (`zero.comm.clock.label`).
-_LABEL, _WAIT = "zero: ", "zero: wait for "
-_PHASES = tuple(_LABEL + phase for phase in ("forward", "backward", "step"))
+# From the top of the picture to the bottom.
 PHASES, WAITS, COMPUTE = "phases", "waits", "compute"
+GATHERS, REDUCTIONS, OTHERS = "all-gathers in flight", "reductions in flight", "other collectives"
+COPIES, READS, WRITES = "copies", "file reads", "file writes"
+UPDATES, LATE, MESSAGES = "updates in the step", "late updates", "messages"
+# In these, one may end later than what began after it.
+OVERLAPPING = (GATHERS, REDUCTIONS, OTHERS, COPIES, READS, WRITES, UPDATES, LATE, MESSAGES)
+_FROM_THE_TOP = (PHASES, WAITS, COMPUTE, *OVERLAPPING)
+
+_LABEL, _UPDATE = "zero: ", "update of "
+_PHASES = ("forward", "backward", "step")
 # torch's own spans of what a backend has in flight.
-_COLLECTIVES = ("gloo:", "nccl:")
-MESSAGES = "messages"
+_MESSAGES = ("gloo:", "nccl:")
 # So many processes of the trace belong to one rank: its host, and its devices.
 _PROCESSES = 100
 
 Event = dict[str, Any]
 
 
-class TraceRun(BriefRun):
+class TraceRun(RecordedStep):
     """Writes `rankN.json`: {"start": nanoseconds since the epoch, "events": with times since
     then}.
     """
 
     def __init__(self, engine: DeepSpeedEngine, folder: Path, step: int):
-        super().__init__(engine, step, progress=folder / PROGRESS)
-        self._folder = folder
-        self._spans = Spans()
-        self._profile = profile(activities=supported_activities())
-        self._start: int | None = None
-        if step == 1:
-            self._begin()
+        all_threads = _ExperimentalConfig(profile_all_threads=True)
+        self._profile = profile(activities=supported_activities(), experimental_config=all_threads)
+        self._in_flight = InFlight()
+        super().__init__(engine, folder, step)
 
-    def after_update(self) -> None:
-        if self.step_number == self.steps - 1:
-            self._begin()
-        elif self.step_number == self.steps:
-            self._write()
-
-    def _begin(self) -> None:
+    def begin_recording(self) -> None:
         self._profile.__enter__()
         atexit.register(self._stop_profile)  # it crashes an interpreter that ends before it
         self._start = time.time_ns()
-        self._spans.is_on = True
+        set_observer(self._in_flight)
 
     def _stop_profile(self) -> None:
         atexit.unregister(self._stop_profile)
         self._profile.__exit__(None, None, None)
 
-    def _write(self) -> None:
-        spans = self._spans.stop()
+    def end_recording(self) -> None:
+        set_observer(None)
+        in_flight = self._in_flight.events(self._start)
         self._stop_profile()
         with tempfile.TemporaryDirectory() as folder:
             file = os.path.join(folder, "torch.json")
             self._profile.export_chrome_trace(file)
             recorded = json.loads(Path(file).read_text(encoding="utf-8"))
-        rank = self.engine.comm.job.rank
-        events = list(
-            in_lanes(
-                [*events_of_torch(recorded, self._start), *events_of_spans(spans, self._start)]
-            )
-        )
-        file = self._folder / f"rank{rank}.json"
-        partial = file.with_suffix(".part")
+        events = list(in_lanes([*events_of_torch(recorded, self._start), *in_flight]))
+        partial = self.file.with_suffix(".part")
         partial.write_text(json.dumps({"start": self._start, "events": events}), encoding="utf-8")
-        partial.rename(file)
+        partial.rename(self.file)
 
 
-def events_of_torch(recorded: dict[str, Any], start: int) -> Iterator[Event]:
-    """The profiler's events. The engine's phases and waits have tracks of their own.
+class InFlight:
+    """An observer that keeps operations with the times (in nanoseconds since the epoch) of their
+    start and of the first use of their result.
+    """
 
-    `start`: nanoseconds since the epoch, from which times count in the result. "pid" is 0 for the
+    def __init__(self) -> None:
+        self._spans: list[tuple[Operation, int, list[int]]] = []
+
+    def begin(self, operation: Operation) -> Callable[[], None]:
+        end: list[int] = []
+        self._spans.append((operation, time.time_ns(), end))
+        return lambda: end.append(time.time_ns())
+
+    def events(self, origin: int) -> Iterator[Event]:
+        """As of `events_of_torch`. What is in flight still ends now."""
+        now = time.time_ns()
+        for operation, start, end in self._spans:
+            tensor = operation.tensor
+            yield {
+                "ph": "X",
+                "cat": "zero",
+                "name": getattr(operation.what, "name", operation.name),
+                "pid": 0,
+                "tid": _track(operation),
+                "ts": (start - origin) / 1000,
+                "dur": ((end or [now])[0] - start) / 1000,
+                "args": {"elements": tensor.numel(), "bytes": tensor.nbytes},
+            }
+
+
+def _track(operation: Operation) -> str:
+    if operation.name in ("load", "store"):
+        return COPIES
+    if operation.name == "all_gather":
+        return GATHERS
+    # Quantized gradients go by all-to-all, as whole tensors do, which are about no group.
+    is_reduction = operation.name == "reduce_scatter" or operation.what is not None
+    return REDUCTIONS if is_reduction else OTHERS
+
+
+def events_of_torch(recorded: dict[str, Any], origin: int) -> Iterator[Event]:
+    """The profiler's events. The engine's labels have tracks of their own.
+
+    `origin`: nanoseconds since the epoch, from which times count in the result. "pid" is 0 for the
     host and 1 + its number for a device; "tid" is the name of a track."""
-    shift, host = (recorded.get("baseTimeNanoseconds", 0) - start) / 1000, os.getpid()
+    shift, host = (recorded.get("baseTimeNanoseconds", 0) - origin) / 1000, os.getpid()
     for event in recorded["traceEvents"]:
-        if (
-            event["ph"] not in "Xsf"
-            or event.get("cat") == "fwdbwd"
-            or not isinstance(event["pid"], int)
-        ):
+        process, thread = event["pid"], event["tid"]
+        if event["ph"] not in "Xsf" or event.get("cat") == "fwdbwd" or type(process) is not int:
             continue
-        name, thread = event["name"], event["tid"]
-        if event["pid"] != host:
-            process, track = 1 + event["pid"], f"stream {thread}"
-        elif name.startswith(_WAIT) or name in _PHASES:
-            process, track = 0, WAITS if name.startswith(_WAIT) else PHASES
-        elif name.startswith(_COLLECTIVES) and event["ph"] == "X":
-            process, track = 0, MESSAGES  # they end later than what began after them
+        name = event["name"].removeprefix(_LABEL)
+        if process != host:
+            process, track = 1 + process, f"stream {thread}"
         else:
-            process, track = 0, COMPUTE if thread == host else f"{COMPUTE}, thread {thread}"
+            is_label, is_main = name != event["name"], thread == host
+            process, track = 0, COMPUTE if is_main else f"{COMPUTE}, thread {thread}"
+            if event["ph"] == "X" and name.startswith(_MESSAGES):
+                track = MESSAGES
+            elif is_label:
+                track = _track_of_label(name, is_main) or track
         yield event | {
             "ts": event["ts"] + shift,
             "pid": process,
             "tid": track,
-            "name": name.removeprefix(_LABEL),
+            "name": name.removeprefix(_UPDATE),
         }
 
 
-def events_of_spans(spans: Iterable[Span], start: int) -> Iterator[Event]:
-    """Events as of `events_of_torch`."""
-    for span in spans:
-        times = {"ts": (span.start - start) / 1000, "dur": (span.end - span.start) / 1000}
-        yield {
-            "ph": "X",
-            "cat": "zero",
-            "name": span.name,
-            "pid": 0,
-            "tid": span.track,
-            **times,
-            "args": span.facts,
-        }
+def _track_of_label(name: str, is_main: bool) -> str | None:
+    if name.startswith(_UPDATE):
+        return UPDATES if is_main else LATE
+    if name.startswith(READ):
+        return READS
+    if name.startswith(WRITTEN):
+        return WRITES
+    if name.startswith("wait for ") and is_main:
+        return WAITS
+    return PHASES if name in _PHASES else None
 
 
 def in_lanes(events: Iterable[Event]) -> Iterator[Event]:
@@ -137,7 +167,7 @@ def in_lanes(events: Iterable[Event]) -> Iterator[Event]:
     """
     ends: dict[str, list[float]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event["ts"]):
-        if event["tid"] in (MESSAGES, *TRACKS):
+        if event["tid"] in OVERLAPPING:
             lanes, start = ends[event["tid"]], event["ts"]
             lane = next((number for number, end in enumerate(lanes) if end <= start), len(lanes))
             lanes[lane : lane + 1] = [start + event["dur"]]
@@ -153,40 +183,34 @@ def merge(files: Iterable[Path]) -> dict[str, Any]:
         int(file.stem.removeprefix("rank")): json.loads(file.read_text(encoding="utf-8"))
         for file in files
     }
-    first = min(each["start"] for each in ranks.values())
+    first = min(recorded["start"] for recorded in ranks.values())
     merged: list[Event] = []
-    for rank, each in sorted(ranks.items()):
-        shift, numbers = (each["start"] - first) / 1000, {}
-        places = {(event["pid"], event["tid"]) for event in each["events"]}
-        for number, (process, track) in enumerate(sorted(places, key=_position)):
-            pid, numbers[process, track] = rank * _PROCESSES + process, number
-            title = f"rank {rank}" if process == 0 else f"rank {rank}, device {process - 1}"
-            for kind, about in (
-                ("process_name", {"name": title}),
-                ("process_sort_index", {"sort_index": pid}),
-            ):
-                merged.append({"ph": "M", "name": kind, "pid": pid, "tid": number, "args": about})
-            for kind, about in (
-                ("thread_name", {"name": track}),
-                ("thread_sort_index", {"sort_index": number}),
-            ):
-                merged.append({"ph": "M", "name": kind, "pid": pid, "tid": number, "args": about})
-        for event in each["events"]:
+    for rank, recorded in sorted(ranks.items()):
+        shift, events = (recorded["start"] - first) / 1000, recorded["events"]
+        tracks = sorted({(event["pid"], event["tid"]) for event in events}, key=_position)
+        numbers = {track: number for number, track in enumerate(tracks)}
+        for (process, track), number in numbers.items():
+            title = f"rank {rank}" + (f", device {process - 1}" if process else "")
+            place = {"ph": "M", "pid": rank * _PROCESSES + process, "tid": number}
+            merged += [
+                place | {"name": "process_name", "args": {"name": title}},
+                place | {"name": "process_sort_index", "args": {"sort_index": place["pid"]}},
+                place | {"name": "thread_name", "args": {"name": track}},
+                place | {"name": "thread_sort_index", "args": {"sort_index": number}},
+            ]
+        for event in events:
             place = {
                 "pid": rank * _PROCESSES + event["pid"],
                 "tid": numbers[event["pid"], event["tid"]],
+                "ts": event["ts"] + shift,
             }
             if "id" in event:
                 place["id"] = f"{rank}.{event['id']}"
-            merged.append(event | place | {"ts": event["ts"] + shift})
+            merged.append(event | place)
     return {"traceEvents": merged, "displayTimeUnit": "ms"}
 
 
 def _position(place: tuple[int, str]) -> tuple[int, int, str]:
     process, track = place
-    known = [
-        number
-        for number, name in enumerate((PHASES, WAITS, COMPUTE, *TRACKS, MESSAGES))
-        if track.startswith(name)
-    ]
+    known = [number for number, name in enumerate(_FROM_THE_TOP) if track.startswith(name)]
     return process, known[0] if known else -1, track

@@ -26,7 +26,7 @@ class Run:
     """One run's records by step, in order. Of a step that was trained twice, after a resume, the
     second one counts.
 
-    Attributes: name; records; facts: what `zero.monitor.facts` wrote at the last start, or {};
+    Attributes: name; records; facts: what `zero.monitor.run_info` wrote at the last start, or {};
     warnings: (step, text)."""
 
     def __init__(self, name: str, records: list[dict[str, Any]]):

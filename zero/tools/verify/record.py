@@ -21,7 +21,7 @@ from zero.errors import UsageError
 from zero.fragments import FP32, GRADIENT, ParameterState
 from zero.integrations.deepspeed.engine import DeepSpeedEngine
 from zero.optim.subgroups import is_state_tensor
-from zero.tools.profile.brief import BriefRun, follow
+from zero.tools.profile.bounded_run import BoundedRun, bound_first_engine
 from zero.tools.verify.plain import PlainEngine, hold_whole_models
 
 FOLDER, MODE, STEPS = "ZERO_VERIFY_FOLDER", "ZERO_VERIFY_MODE", "ZERO_VERIFY_STEPS"
@@ -34,7 +34,7 @@ def set_up() -> None:
         hold_whole_models()
     folder, steps = Path(os.environ[FOLDER]), int(os.environ[STEPS])
     make = PlainEngine if plain else DeepSpeedEngine
-    follow(lambda engine: Recorder(engine, folder, steps), make, _refuse_rounding)
+    bound_first_engine(lambda engine: Recorder(engine, folder, steps), make, _refuse_rounding)
 
 
 def _refuse_rounding(settings: Config) -> None:
@@ -53,7 +53,7 @@ def _refuse_rounding(settings: Config) -> None:
         )
 
 
-class Recorder(BriefRun):
+class Recorder(BoundedRun):
     """Records the steps of one engine in `folder`, by rank 0, and ends all ranks' processes after
     `steps` of them.
 

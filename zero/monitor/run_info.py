@@ -5,7 +5,6 @@ Nothing secret: no arguments, no tokens.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import time
@@ -14,17 +13,17 @@ from typing import Any
 import torch
 
 from zero.comm import world
+from zero.comm.consistency import versions
 from zero.config.table import table
 from zero.device import is_accelerator
 from zero.engine import ZeroEngine
-from zero.monitor.memory_usage import held
+from zero.monitor.memory_usage import bytes_by_kind
 
-_PACKAGES = ("torch", "transformers", "accelerate")
-# Variables that begin so are written down.
+# Environment variables that begin so are written down.
 _VARIABLES = ("NCCL_", "GLOO_", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def facts(engine: ZeroEngine) -> dict[str, Any]:
+def describe_run(engine: ZeroEngine) -> dict[str, Any]:
     """For the first record: "configuration" (rows of the table at the start), "environment",
     "memory" (bytes held by rank 0 after the first step, by place and kind), "parameters" (their
     number). Late updates are waited for, because the first one makes the optimizer's state."""
@@ -33,7 +32,7 @@ def facts(engine: ZeroEngine) -> dict[str, Any]:
     return {
         "configuration": [row._asdict() for row in table(engine.settings)],
         "environment": _environment(engine),
-        "memory": held(engine),
+        "memory": bytes_by_kind(engine),
         "parameters": sum(slot.numel for group in engine.groups for slot in group.layout.slots),
     }
 
@@ -45,7 +44,9 @@ def _environment(engine: ZeroEngine) -> dict[str, str]:
         name = getattr(torch.get_device_module(device), "get_device_name", lambda _: device.type)(
             device
         )
-    found = {
+    libraries = {name.removeprefix("version of "): found for name, found in versions().items()}
+    variables = {key: os.environ[key] for key in sorted(os.environ) if key.startswith(_VARIABLES)}
+    return {
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "ranks": str(engine.comm.world_size),
         "device": f"{name} on {platform.node()}",
@@ -53,12 +54,6 @@ def _environment(engine: ZeroEngine) -> dict[str, str]:
         "backend": world.get_backend(),
         "python": platform.python_version(),
         "system": platform.platform(),
-    }
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "missing"
-    return found | {
-        key: value for key, value in sorted(os.environ.items()) if key.startswith(_VARIABLES)
+        **libraries,
+        **variables,
     }

@@ -5,25 +5,25 @@ they are."""
 
 from __future__ import annotations
 
-import os
-import re
-import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 from torch import nn
 
 from zero.config import Config
 from zero.integrations.deepspeed import engine as face
 from zero.integrations.deepspeed.engine import DeepSpeedEngine
+from zero.integrations.hf import resume
+from zero.tools.profile.running import PROGRESS
 
-# A checkpoint's folder of the Trainer.
-_CHECKPOINT = re.compile(r"checkpoint-\d+")
-_followed: list[BriefRun] = []
+_SAVES = ("save_checkpoint", "save_16bit_model", "_zero3_consolidated_16bit_state_dict")
+_runs: list[BoundedRun] = []
 
 
-class BriefRun:
-    """Counts an engine's optimizer steps and ends all ranks' processes after `steps` of them, or
+class BoundedRun:
+    """Counts an engine's optimizer steps and ends all ranks' scripts after `steps` of them, or
     before a save.
 
     A subclass says what happens in `before_update` and `after_update`. The number of the last step
@@ -34,12 +34,12 @@ class BriefRun:
         self.steps = steps
         self.step_number = 0
         self._progress = progress
-        self._ends = False
         self._step = engine.step
-        engine.step = self.step
-        for name in ("save_checkpoint", "save_16bit_model", "_zero3_consolidated_16bit_state_dict"):
-            setattr(engine, name, self._end)
-        sys.addaudithook(self._audit)
+        # The script calls these on the engine, so this one object gets others.
+        for name, method in {"step": self.step, **dict.fromkeys(_SAVES, self._end)}.items():
+            setattr(engine, name, method)
+        # The Trainer makes its checkpoint's folder on rank 0, maybe before it calls the engine.
+        resume.before_checkpoint = self._end
 
     def before_update(self) -> None:
         """Called before the step number `step_number`, counted from 1, updates parameters."""
@@ -47,7 +47,7 @@ class BriefRun:
     def after_update(self) -> None:
         """Called after it."""
 
-    def step(self, *args: object, **kwargs: object) -> None:
+    def step(self, *args: Any, **kwargs: Any) -> None:
         engine = self.engine
         boundary = (
             engine.is_gradient_accumulation_boundary() or not engine.managed_gradient_accumulation()
@@ -63,44 +63,58 @@ class BriefRun:
             if self.step_number == self.steps:
                 self._end()
 
-    def _audit(self, event: str, arguments: tuple) -> None:
-        """The Trainer makes its checkpoint's folder on rank 0, which may be before it calls the
-        engine.
+    def _end(self, *_: object, **__: object) -> NoReturn:
+        """End the script, as `sys.exit` does.
+
+        Ranks of one model or of one pipeline too: none ends while another one still needs it.
         """
-        if (
-            event == "os.mkdir"
-            and not self._ends
-            and _CHECKPOINT.fullmatch(os.path.basename(os.fsdecode(arguments[0])))
-        ):
-            self._end()
-
-    def _end(self, *_: object, **__: object) -> None:
-        self._ends = True
-        self.engine.comm.job.exchange("done")  # no rank ends while another one still needs it
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        self.engine.comm.job.exchange("done")
+        raise SystemExit(0)
 
 
-def follow(
-    start: Callable[[DeepSpeedEngine], BriefRun],
+class RecordedStep(BoundedRun, ABC):
+    """Records the step number `step`, from the end of the one before, and ends after it.
+
+    A subclass begins in `begin_recording`, and writes `file` in `end_recording`."""
+
+    def __init__(self, engine: DeepSpeedEngine, folder: Path, step: int):
+        super().__init__(engine, step, progress=folder / PROGRESS)
+        self.file = folder / f"rank{engine.comm.job.rank}.json"
+        if step == 1:
+            self.begin_recording()
+
+    @abstractmethod
+    def begin_recording(self) -> None: ...
+
+    @abstractmethod
+    def end_recording(self) -> None: ...
+
+    def after_update(self) -> None:
+        if self.step_number == self.steps - 1:
+            self.begin_recording()
+        elif self.step_number == self.steps:
+            self.end_recording()
+
+
+def bound_first_engine(
+    start: Callable[[DeepSpeedEngine], BoundedRun],
     make: Callable[..., DeepSpeedEngine] = DeepSpeedEngine,
     check: Callable[[Config], None] = lambda settings: None,
 ) -> None:
-    """Have `initialize` start a brief run of the first engine with an optimizer. All engines are
+    """Have `initialize` start a bounded run of the first engine with an optimizer. All engines are
     made by `make`.
 
     `check` may refuse the configuration. Monitors are switched off.
     """
 
-    def make_followed(model: nn.Module, settings: Config, *args: object) -> DeepSpeedEngine:
+    def make_and_bound(model: nn.Module, settings: Config, *args: object) -> DeepSpeedEngine:
         check(settings)
         made = make(model, _without_monitors(settings), *args)
-        if made.optimizer is not None and not _followed:
-            _followed.append(start(made))
+        if made.optimizer is not None and not _runs:
+            _runs.append(start(made))
         return made
 
-    face.make_engine = make_followed
+    face.make_engine = make_and_bound
 
 
 def _without_monitors(settings: Config) -> Config:

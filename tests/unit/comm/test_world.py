@@ -1,0 +1,24 @@
+"""What is asked of a default process group that the script has made."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from zero.comm import world
+
+
+class PythonGroup(dist.ProcessGroup):
+    """As torchft's: a subclass in Python, which names no device."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+
+def test_a_group_in_python_has_the_default_timeout(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", "7")
+    monkeypatch.setattr(world.dist, "group", SimpleNamespace(WORLD=PythonGroup()))
+    assert world.group_timeout() == timedelta(minutes=7)
