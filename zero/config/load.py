@@ -16,13 +16,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from zero.config.idle import IDLE_KEYS, IDLE_NAMES, OLD_NAMES, REMOVED_KEYS
+from zero.config.idle import OLD_NAMES, REMOVED_KEYS, IdleSection
 from zero.config.keys import Section
 from zero.config.settings import Config, Origin
 from zero.errors import UsageError
 
 # A configuration has five levels and about 40 keys. What has more than this is something else.
 _MOST_LEVELS, _MOST_UNKNOWN = 32, 50
+# How keys begin that are notes for readers.
+_COMMENTS = ("_", "//", "#", "comment")
 # "auto" must have been replaced in these before the engine starts: DeepSpeed has no default for
 # them.
 _AUTO_WITHOUT_DEFAULT = ("zero_optimization.stage", "scheduler.params.total_num_steps")
@@ -62,7 +64,7 @@ def load_config(
             "neither this nor any other key is one of DeepSpeed's: is this the right file?"
         )
     config, wrong = _validate(data)
-    problems |= wrong | _check_idle(origin.idle) | misspelt
+    problems |= wrong | misspelt
     for section in ("optimizer", "scheduler"):
         # The type decides which settings exist, so messages about them would mislead.
         if f"{section}.type" in problems:
@@ -249,113 +251,97 @@ def find(data: dict, dotted: str) -> tuple[dict, str]:
 # -- known and unknown keys
 
 
-def section_of(model: type[Section] | None, key: str) -> type[Section] | None:
-    """Return the section that the key ``key`` of ``model`` holds, or None if it holds a value."""
-    field = model.model_fields.get(key) if model is not None else None
+def section_of(model: type[Section], name: str) -> type[Section] | None:
+    """Return the section that the key `name` of `model` holds, or None if it holds a value."""
+    field = model.model_fields.get(name)
     kinds = [] if field is None else [field.annotation, *typing.get_args(field.annotation)]
     sections = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section))
     return next(sections, None)
 
 
-def names_in(model: type[Section] | None, path: str) -> list[str]:
-    """The valid keys of the section at ``path``; its ``model`` is None if no key of it acts."""
-    fields = list(model.model_fields) if model is not None else []
-    return fields + sorted(IDLE_NAMES.get(path, set()) - {*fields})
+def _sort(data: dict, model: type[Section], prefix: str, origin: Origin) -> dict[str, str]:
+    """Note in ``origin`` what becomes of each key of a section, whose names begin with `prefix`.
 
-
-def _sort(data: dict, model: type[Section] | None, path: str, origin: Origin) -> dict[str, str]:
-    """Note in ``origin`` what becomes of each key of the section at ``path``.
-
-    Only keys with a value for their model stay in ``data``: not those that are unknown, have no
-    effect, or are "auto" and will be filled in by transformers or accelerate. Returns a message for
-    each key that is misspelt.
+    Only keys with a value for their model stay in ``data``: not those that are unknown, or that are
+    "auto" and will be filled in by transformers or accelerate. Returns a message for each key that
+    is misspelt.
     """
-    prefix = f"{path}." if path else ""
-    known = names_in(model, path)
     misspelt: dict[str, str] = {}
-    unknown = [key for key in data if key not in known]
+    unknown = [key for key in data if key not in model.model_fields]
     if len(unknown) > _MOST_UNKNOWN:
         misspelt[prefix + _short(unknown[0])] = (
             f"unknown key, as {len(unknown) - 1} others: this is not a DeepSpeed configuration"
         )
-    for key in unknown:
-        del data[key]
-        if len(unknown) <= _MOST_UNKNOWN:
-            message = _unknown_key(path, key, model, known)
-            if message is None:
-                origin.ignored.append(prefix + _short(key))
-            else:
-                misspelt[prefix + _short(key)] = message
-    for key, value in list(data.items()):
-        dotted = prefix + key
-        inner = section_of(model, key)
-        if isinstance(value, dict) and (inner is not None or dotted in IDLE_NAMES):
-            misspelt |= _sort(value, inner, dotted, origin)
-        elif model is None or key not in model.model_fields:
-            origin.idle[dotted] = value
-        elif value == "auto" and model.about(key).get("auto"):
-            origin.auto.add(dotted)
-        else:
-            origin.given.add(dotted)
+    for name in unknown:
+        del data[name]
+        if len(unknown) > _MOST_UNKNOWN:
             continue
-        if inner is None:
-            del data[key]
+        message = _unknown_key(prefix, name, model)
+        if message is None:
+            origin.ignored.append(prefix + _short(name))
+        else:
+            misspelt[prefix + _short(name)] = message
+    for name, value in list(data.items()):
+        inner = section_of(model, name)
+        if isinstance(value, dict) and inner is not None:
+            misspelt |= _sort(value, inner, f"{prefix}{name}.", origin)
+        elif value == "auto" and "auto" in model.about(name):
+            origin.auto.add(prefix + name)
+            del data[name]
+        else:
+            origin.given.add(prefix + name)
     return misspelt
 
 
-def _unknown_key(path: str, key: str, model: type[Section] | None, known: list[str]) -> str | None:
-    """Return the message about an unknown key of the section at ``path``, or None if it is
-    ignored.
-    """
-    homes = [full for full in _all_keys() if full.rpartition(".")[2] == key]
-    if homes:
-        return f"unknown key here; it is a valid key as {' or '.join(homes[:3])}"
-    prefix = f"{path}." if path else ""
-    here = [prefix + name for name in known]
-    here += [old for old in (*OLD_NAMES, *REMOVED_KEYS) if old.rpartition(".")[0] == path]
-    # A short name in another section may resemble this one by chance.
-    elsewhere = [full for full in _all_keys() if len(full.rpartition(".")[2]) >= 8]
-    for names in (here, elsewhere):
-        if similar := [full for full in names if is_misspelt(key, full.rpartition(".")[2])]:
-            return f"unknown key; did you mean {_nearest(key, similar)}?"
-    if model is None or model.lenient:
+def _unknown_key(prefix: str, name: str, model: type[Section]) -> str | None:
+    """Return the message about an unknown key of a section, or None if it is ignored."""
+    if name.startswith(_COMMENTS):
         return None
-    return f"not a key of DeepSpeed 0.19; the nearest valid key is {_nearest(key, here)}"
+    if homes := _all_keys().get(name):
+        return f"unknown key here; it is a valid key as {' or '.join(homes[:3])}"
+    here = {key: prefix + key for key in model.model_fields}
+    for old in (*OLD_NAMES, *REMOVED_KEYS):
+        section, dot, key = old.rpartition(".")
+        if section + dot == prefix:
+            here[key] = old
+    # A short name in another section may resemble this one by chance.
+    elsewhere = {key: homes[0] for key, homes in _all_keys().items() if len(key) >= 8}
+    for names in (here, elsewhere):
+        if similar := nearest(name, names):
+            return f"unknown key; did you mean {names[similar]}?"
+    if model.lenient:
+        return None
+    similar = nearest(name, here, cutoff=0.0)
+    return f"not a key of DeepSpeed 0.19; the nearest valid key is {here[similar]}"
+
+
+def nearest(key: str, names: Collection[str], cutoff: float | None = None) -> str:
+    """The one of `names` of which `key` is a misspelling, or "".
+
+    That is one letter changed, missing, added or moved; in a long name several may be.
+    """
+    spelt = key[:100].lower().replace("-", "_")
+    if cutoff is None and len(spelt) > 8:
+        cutoff, names = 0.75, [name for name in names if len(name) >= 8]
+    elif cutoff is None:
+        cutoff = 1 - 1 / max(len(spelt), 2) - 1e-9
+    return next(iter(difflib.get_close_matches(spelt, names, n=1, cutoff=cutoff)), "")
 
 
 @cache
-def _all_keys() -> list[str]:
-    """Every valid dotted key outside of sections without effect."""
-    found: list[str] = []
-    sections: list[tuple[str, type[Section]]] = [("", Config)]
-    for path, model in sections:
-        for name in names_in(model, path):
-            dotted = f"{path}.{name}".lstrip(".")
-            found.append(dotted)
-            inner = section_of(model, name)
-            if inner is not None:
-                sections.append((dotted, inner))
-    return found
-
-
-def _likeness(key: str, name: str) -> float:
-    """Share of matching characters."""
-    if len(key) > 2 * len(name):
-        return 0.0
-    spelt = key.lower().replace("-", "_")
-    return difflib.SequenceMatcher(None, spelt, name.lower(), autojunk=False).ratio()
-
-
-def _nearest(key: str, dotted: list[str]) -> str:
-    return max(dotted, key=lambda full: _likeness(key, full.rpartition(".")[2]))
-
-
-def is_misspelt(key: str, name: str) -> bool:
-    """Whether `key` is `name` with one letter changed, missing, added or moved.
-
-    A long name may have several.
+def _all_keys() -> dict[str, list[str]]:
+    """The dotted names of every key, by the last part of the name. Those within sections without
+    effect are not among them.
     """
-    return _likeness(key, name) >= (0.75 if len(name) >= 8 else 1 - 1 / len(name) - 1e-9)
+    found: dict[str, list[str]] = {}
+    sections: list[tuple[str, type[Section]]] = [("", Config)]
+    for prefix, model in sections:
+        for name in model.model_fields:
+            found.setdefault(name, []).append(prefix + name)
+            inner = section_of(model, name)
+            if inner is not None and not issubclass(inner, IdleSection):
+                sections.append((f"{prefix}{name}.", inner))
+    return found
 
 
 def _short(key: str) -> str:
@@ -375,6 +361,7 @@ _EXPECTED = {
     "finite_number": "a finite number",
     "greater_than": "a number greater than {gt:g}",
     "greater_than_equal": "a number of at least {ge:g}",
+    "less_than": "a number less than {lt:g}",
     "less_than_equal": "a number of at most {le:g}",
     "literal_error": "one of {expected}",
 }
@@ -400,22 +387,6 @@ def _validate(data: dict) -> tuple[Config | None, dict[str, str]]:
     with suppress(ValidationError):
         return Config.model_validate(data), problems
     return None, problems
-
-
-def _check_idle(given: dict[str, Any]) -> dict[str, str]:
-    """Return a message for each key without effect that has a wrong value."""
-    problems: dict[str, str] = {}
-    for key, value in given.items():
-        try:
-            if key in IDLE_KEYS:
-                IDLE_KEYS[key].check(value)
-            elif value is not None:
-                problems[key] = f"expected an object, got {_show(value)}"
-        except ValidationError as error:
-            problems[key] = _explain(error.errors(include_url=False)[0], value)
-        except ValueError as error:
-            problems[key] = str(error)
-    return problems
 
 
 def _key_of(error: Any) -> str:
@@ -482,7 +453,7 @@ def _contradictions(config: Config, stage_known: bool) -> Iterator[tuple[str, st
         message = "needs zero_optimization.stage of at least 1, got 0"
         yield "zero_optimization.offload_optimizer.device", message
     if config.optimizer is not None:
-        given = _names_below("optimizer.params.", {*origin.given, *origin.idle})
+        given = _names_below("optimizer.params.", origin.given)
         yield from config.optimizer.contradictions(given)
     if config.scheduler is not None:
         given = _names_below("scheduler.params.", origin.given | origin.auto)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import AfterValidator, Field
 
+from zero.config.idle import with_idle_keys
 from zero.config.keys import (
     WHOLE,
     AnyCase,
@@ -114,7 +115,7 @@ class Settings(Section):
     """Settings that are passed on with ``**``: what the user wrote and has an effect."""
 
     def keys(self) -> list[str]:
-        return sorted(self.model_fields_set)
+        return [name for name in sorted(self.model_fields_set) if "idle" not in self.about(name)]
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
@@ -129,6 +130,7 @@ def _in_order(pair: tuple[float, float]) -> tuple[float, float]:
 _Factors = Annotated[tuple[float, float], Field(strict=False), AfterValidator(_in_order)]
 
 
+@with_idle_keys("optimizer.params")
 class OptimizerParams(Settings):
     """Keyword arguments of the optimizer. A setting that its type does not have is an error.
 
@@ -195,6 +197,7 @@ class OptimizerParams(Settings):
     step_sizes: _Factors | None = None
 
 
+@with_idle_keys("optimizer")
 class OptimizerConfig(Section):
     """The optimizer.
 

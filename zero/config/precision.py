@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from zero.config.idle import with_idle_keys
 from zero.config.keys import WHOLE, Count, DType, NonNegative, Positive, Section, key
 
 
@@ -16,6 +17,7 @@ class SixteenBit(Section):
         return None if self.enabled or name == "enabled" else "the section is not enabled"
 
 
+@with_idle_keys("fp16")
 class FP16Config(SixteenBit):
     """Training in float16. The keys act if `enabled` is true.
 
@@ -56,6 +58,7 @@ class FP16Config(SixteenBit):
         return super().why_idle(name)
 
 
+@with_idle_keys("bf16")
 class BF16Config(SixteenBit):
     """Training in bfloat16. The keys act if `enabled` is true.
 
@@ -88,6 +91,7 @@ class BF16Config(SixteenBit):
         return self.enabled and self.bf16_master_weights_and_grads
 
 
+@with_idle_keys("data_types")
 class DataTypesConfig(Section):
     """Dtypes of what is neither a parameter nor an optimizer state.
 

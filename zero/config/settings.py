@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 from pydantic import ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator
 
+from zero.config.idle import with_idle_keys
 from zero.config.keys import AnyCase, DType, Flag, NonNegative, Positive, Section, key
 from zero.config.monitor import (
     CommsLoggerConfig,
@@ -29,6 +30,7 @@ from zero.config.sharding import ZeroConfig
 from zero.errors import UsageError
 
 
+@with_idle_keys("activation_checkpointing")
 class ActivationCheckpointingConfig(Section):
     """What happens to activations between forward and backward.
 
@@ -40,6 +42,7 @@ class ActivationCheckpointingConfig(Section):
     cpu_checkpointing: bool = False
 
 
+@with_idle_keys("checkpoint")
 class CheckpointConfig(Section):
     """How checkpoints are saved.
 
@@ -55,6 +58,7 @@ class CheckpointConfig(Section):
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], AnyCase()] = "Warn"
 
 
+@with_idle_keys("compile")
 class CompileConfig(Section):
     """`torch.compile` of each block, at every stage.
 
@@ -81,7 +85,6 @@ class Origin:
         command_line: the words that started the script.
         given: dotted keys that have a value of their own.
         auto: dotted keys that were still "auto".
-        idle: values of the keys without effect, by dotted key.
         ignored: dotted keys that resemble no known one.
         renamed: pairs of an old name and the new one.
     """
@@ -91,11 +94,11 @@ class Origin:
     command_line: Sequence[str] = ()
     given: set[str] = field(default_factory=set)
     auto: set[str] = field(default_factory=set)
-    idle: dict[str, Any] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
     renamed: list[tuple[str, str]] = field(default_factory=list)
 
 
+@with_idle_keys("")
 class Config(Section):
     """Made by :func:`zero.config.load_config`, which also checks keys against each other.
 
@@ -231,18 +234,6 @@ class Config(Section):
         """
         quantized = self.zero_optimization.zero_quantized_gradients
         return self.data_types.grad_accum_dtype is None and not quantized
-
-    def gradient_bytes(self, sums_have_16_bits: bool) -> int:
-        """Bytes of an element of the gradients that are kept for the step.
-
-        Without accumulation steps: those of 1.
-        """
-        kept = self.sum_dtype.itemsize
-        several = (self.gradient_accumulation_steps or 1) > 1
-        if several or not sums_have_16_bits or not self.narrows_gradients:
-            return kept
-        sent = self.communication_data_type or self.compute_dtype
-        return min(sent.itemsize, kept)
 
     def with_shard_size(self, size: int) -> "Config":
         """A copy that shards over groups of `size` ranks, as the mesh does.

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero.config.idle import IDLE_KEYS
+from zero.config.idle import IdleSection
 from zero.config.keys import Section
-from zero.config.load import find, read, rename_old
+from zero.config.load import find, read, rename_old, section_of
 from zero.config.optim import SCHEDULE_KEYS, optimizer_defaults
 from zero.config.settings import Config
 
@@ -54,7 +54,7 @@ def table(config: Config) -> list[Row]:
         defaults["scheduler.params"] = dict.fromkeys(SCHEDULE_KEYS[config.scheduler.type])
     written = _written(config)
     rows = []
-    for row in (*_rows(config, config, "", written), *_idle_rows(config, written)):
+    for row in _rows(config, config, "", written):
         section, _, name = row.key.rpartition(".")
         if section in defaults:
             if name not in defaults[section]:
@@ -73,33 +73,23 @@ def _rows(
 ) -> Iterator[Row]:
     """The rows of a section. `inherited`: why none of its keys acts."""
     for name, field in type(section).model_fields.items():
-        key, value = prefix + name, getattr(section, name)
-        reason = inherited or section.why_idle(name)
+        key, value, about = prefix + name, getattr(section, name), section.about(name)
+        reason = about.get("idle") or inherited or section.why_idle(name)
         if isinstance(value, Section):
             yield from _rows(config, value, f"{key}.", written, reason)
             continue
         given = key in config.origin.given
+        whole = isinstance(section, IdleSection) or section_of(type(section), name) is not None
+        if "idle" in about and whole and not given:
+            continue  # of the sections without effect only what the file gives
         default = field.get_default(call_default_factory=True) if given else value
-        row = _row(key, given, value, default, f"none: {reason}" if reason else "used", written)
-        if given and row.given == '"auto"':
-            row = row._replace(source=f"auto: {section.about(name).get('auto')}")
-        yield row
-
-
-def _idle_rows(config: Config, written: dict) -> Iterator[Row]:
-    """The rows of the keys without effect; in sections without effect, of those that are given."""
-    for key, idle in IDLE_KEYS.items():
-        given = key in config.origin.idle
-        if given or idle.values:
-            value = config.origin.idle.get(key, idle.default)
-            yield _row(key, given, value, idle.default, f"none: {idle.why}", written)
-
-
-def _row(key: str, given: bool, value: Any, default: Any, effect: str, written: dict) -> Row:
-    section, name = find(written, key)
-    text = section.get(name, value if given else None)
-    source = "configuration" if given else "default"
-    return Row(key, _show(text), _show(value), source, effect, at_default=value == default)
+        holder, last = find(written, key)
+        text = _show(holder.get(last, value if given else None))
+        source = "configuration" if given else "default"
+        if given and text == '"auto"':
+            source = f"auto: {about.get('auto')}"
+        effect = f"none: {reason}" if reason else "used"
+        yield Row(key, text, _show(value), source, effect, at_default=value == default)
 
 
 def _written(config: Config) -> dict:

@@ -11,7 +11,6 @@ import textwrap
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from zero.config.idle import IDLE_KEYS
 from zero.config.keys import Section
 from zero.config.load import load_config, section_of
 from zero.config.settings import Config
@@ -62,7 +61,8 @@ def _explained(config: Config) -> list[Explained]:
         if row.source == "default":
             continue
         switch = f"{row.key.partition('.')[0]}.enabled"
-        waits = switch in config.origin.auto and row.key not in IDLE_KEYS
+        section, name = _declaration(row.key)
+        waits = switch in config.origin.auto and "idle" not in section.about(name)
         if row.effect == "used" or waits:
             group, text = ACTING, _effect(config, row)
             text += f" Acts if {switch} becomes true." if waits else ""
