@@ -43,21 +43,24 @@ def load_config(
         allow_auto: accept "auto" where transformers and accelerate fill it in later; the key then
             has its default (batch sizes: None). Without it, "auto" is an error where DeepSpeed has
             no default to fall back on.
-        command_line: the words that started the script. Its options `--deepspeed` and
-            `--output_dir` help the table at the start: see :mod:`zero.config.table`.
+        command_line: the words that started the script. Its option `--output_dir` names the folder
+            for the table at the start: see :mod:`zero.config.table`.
 
     Raises:
         ValueError: one line for each thing wrong, naming file, dotted key, what was expected and
         the nearest key.
     """
     place, raw = read(source)
-    data, renamed, problems = rename_old(raw, overriding=isinstance(source, dict))
+    data = _copied(raw)
+    origin = Origin(place, raw, command_line=command_line)
+    problems = _nest_dotted(data, overriding=isinstance(source, dict))
+    problems |= _rename_old(data, origin.renamed)
+    origin.written = _copied(data)
     for key, reason in REMOVED_KEYS.items():
         section, name = find(data, key)
         # A section that is switched off is harmless.
         if section.pop(name, {"enabled": False}) != {"enabled": False}:
             problems.setdefault(key, reason)
-    origin = Origin(place, raw, command_line, renamed=renamed)
     misspelt = _sort(data, Config, "", origin)
     if origin.ignored and {_short(key) for key in raw} <= {*origin.ignored}:
         problems[origin.ignored[0]] = (
@@ -168,18 +171,11 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict:
 # -- dotted keys and old names
 
 
-def rename_old(
-    raw: dict, overriding: bool = False
-) -> tuple[dict, list[tuple[str, str]], dict[str, str]]:
-    """Return a copy of ``raw`` with every key in its section under its new name, the renames, and a
-    message per clash.
-
-    A dotted key means the nested one. ``overriding``: if both are given, the dotted one holds. Code
-    wrote it later."""
-    data = _copied(raw)
-    renamed: list[tuple[str, str]] = []
+def _rename_old(data: dict, renamed: list[tuple[str, str]]) -> dict[str, str]:
+    """Give the keys of ``data`` their new names, and note the pairs in `renamed`. Returns a message
+    per clash.
+    """
     problems: dict[str, str] = {}
-    _nest_dotted(data, overriding, problems)
     for old, new in OLD_NAMES.items():
         section, name = find(data, old)
         if name not in section:
@@ -198,7 +194,7 @@ def rename_old(
         renamed.append((old, new))
         if value is not None:
             section[name] = value
-    return data, renamed, problems
+    return problems
 
 
 def _copied(value: Any, level: int = 0) -> Any:
@@ -215,7 +211,12 @@ def _copied(value: Any, level: int = 0) -> Any:
     return {key: _copied(item, level + 1) for key, item in value.items()}
 
 
-def _nest_dotted(data: dict, overriding: bool, problems: dict[str, str]) -> None:
+def _nest_dotted(data: dict, overriding: bool) -> dict[str, str]:
+    """Put the value of each dotted key into its section. Returns a message per clash.
+
+    ``overriding``: if both are given, the dotted one holds, because code wrote it later.
+    """
+    problems: dict[str, str] = {}
     for dotted in [key for key in data if "." in key]:
         value, section = data.pop(dotted), data
         *path, key = dotted.split(".")
@@ -233,6 +234,7 @@ def _nest_dotted(data: dict, overriding: bool, problems: dict[str, str]) -> None
                 f"is {_show(value)} here, and {_show(section[key])} in its section; delete one of "
                 "them"
             )
+    return problems
 
 
 def find(data: dict, dotted: str) -> tuple[dict, str]:

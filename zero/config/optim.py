@@ -261,10 +261,10 @@ class SchedulerParams(Settings):
 
     last_batch_iteration: Annotated[int, Field(ge=-1), WHOLE] = -1
 
-    warmup_num_steps: Count = key(1000, auto="warmup_steps")
-    warmup_type: Annotated[Literal["log", "linear"], AnyCase()] = "log"
     warmup_min_lr: Rates = key(0.0, auto="always 0")
     warmup_max_lr: Rates | None = key(None, auto="learning_rate")
+    warmup_num_steps: Count = key(1000, auto="warmup_steps")
+    warmup_type: Annotated[Literal["log", "linear"], AnyCase()] = "log"
     total_num_steps: Positive | None = key(
         None, auto="the steps that follow from max_steps or num_train_epochs"
     )
@@ -290,17 +290,19 @@ class SchedulerParams(Settings):
     decay_mom_rate: NonNegative = 0.0
 
 
-def _keys_like(*beginnings: str) -> set[str]:
-    names = ("last_batch", *beginnings)
-    return {name for name in SchedulerParams.model_fields if name.startswith(names)}
+def _keys_like(*beginnings: str) -> tuple[str, ...]:
+    names = (name for name in SchedulerParams.model_fields if name.startswith(beginnings))
+    return *names, "last_batch_iteration"
 
 
 _WARMUP_LR = _keys_like("warmup_num", "warmup_type", "warmup_min_lr", "warmup_max_lr")
+# In the order of the arguments of DeepSpeed's classes.
 SCHEDULE_KEYS = {
     "WarmupLR": _WARMUP_LR,
-    "WarmupDecayLR": _WARMUP_LR | {"total_num_steps"},
-    "WarmupCosineLR": _keys_like(
-        "warmup_num", "warmup_type", "warmup_min_ratio", "total_num", "cos_"
+    "WarmupDecayLR": ("total_num_steps", *_WARMUP_LR),
+    "WarmupCosineLR": (
+        *("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio"),
+        *("warmup_type", "last_batch_iteration"),
     ),
     "OneCycle": _keys_like("cycle_", "decay_"),
     "LRRangeTest": _keys_like("lr_range_test_"),

@@ -82,6 +82,7 @@ class Origin:
     Attributes:
         place: its name for messages.
         raw: the user's own dict, unchanged.
+        written: the same, with every key in its section and under its new name.
         command_line: the words that started the script.
         given: dotted keys that have a value of their own.
         auto: dotted keys that were still "auto".
@@ -91,6 +92,7 @@ class Origin:
 
     place: str = ""
     raw: dict[str, Any] = field(default_factory=dict)
+    written: dict[str, Any] = field(default_factory=dict)
     command_line: Sequence[str] = ()
     given: set[str] = field(default_factory=set)
     auto: set[str] = field(default_factory=set)
@@ -274,21 +276,18 @@ class Config(Section):
         train = self.train_batch_size
         micro = self.train_micro_batch_size_per_gpu
         steps = self.gradient_accumulation_steps
-        if train is None:
-            if micro is None:
-                auto = {"train_batch_size", "train_micro_batch_size_per_gpu"} & self._origin.auto
-                state = "still 'auto'" if auto else "missing"
-                raise UsageError(
-                    f"{place}: train_micro_batch_size_per_gpu: is {state}, and train_batch_size is "
-                    "not given either; set one of them to a number"
-                )
-            steps = steps or 1
-            train = micro * steps * world_size
-        elif micro is None:
-            steps = steps or 1
-            micro = train // (steps * world_size)
-        else:
+        if train is None and micro is None:
+            auto = {"train_batch_size", "train_micro_batch_size_per_gpu"} & self._origin.auto
+            state = "still 'auto'" if auto else "missing"
+            raise UsageError(
+                f"{place}: train_micro_batch_size_per_gpu: is {state}, and train_batch_size is not "
+                "given either; set one of them to a number"
+            )
+        if train and micro:
             steps = steps or train // (micro * world_size)
+        steps = steps or 1
+        micro = micro or (train or 0) // (steps * world_size)
+        train = train or micro * steps * world_size
         if train != micro * steps * world_size:
             raise UsageError(f"{place}: train_batch_size: {self.batch_mismatch(world_size)}")
         values = dict(self)

@@ -5,16 +5,18 @@ The sentences come from the declarations of the keys. Nothing is built and nothi
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import textwrap
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import NamedTuple
 
 from zero.config.keys import Section
-from zero.config.load import load_config, section_of
+from zero.config.load import load_config
 from zero.config.settings import Config
-from zero.config.table import Row, table
+from zero.config.table import Row, rows
 
 ACTING = "Keys that act"
 FILLED_IN = "Keys that the Trainer or accelerate fills in"
@@ -33,7 +35,7 @@ class Explained(NamedTuple):
 def explain(source: str) -> str:
     """The explanation of a configuration as text; ValueError as `load_config` raises it."""
     config = load_config(source, allow_auto=True)
-    keys = _explained(config)
+    keys = list(_explained(config))
     lines = [f"{source}: {_summary(config)}"]
     for group in (ACTING, FILLED_IN, IDLE):
         members = [entry for entry in keys if entry.group == group]
@@ -55,65 +57,50 @@ def explain_as_json(source: str) -> str:
     return json.dumps(parts, indent=2)
 
 
-def _explained(config: Config) -> list[Explained]:
-    found = []
-    for row in table(config):
-        if row.source == "default":
-            continue
+def _explained(config: Config) -> Iterator[Explained]:
+    auto = config.origin.auto
+    for section, row in rows(config):
+        name = row.key.rpartition(".")[2]
+        about = section.about(name)
+        # Keys of a section whose switch is still "auto" may come to act.
         switch = f"{row.key.partition('.')[0]}.enabled"
-        section, name = _declaration(row.key)
-        waits = switch in config.origin.auto and "idle" not in section.about(name)
-        if row.effect == "used" or waits:
-            group, text = ACTING, _effect(config, row)
-            text += f" Acts if {switch} becomes true." if waits else ""
-        else:
-            group, text = IDLE, f"No effect: {row.effect.removeprefix('none: ')}."
+        waits = switch in auto and "idle" not in about
         value = row.given.removesuffix(".0")  # JSON has 1e9 as a float
-        found.append(Explained(row.key, value, group, text))
-    for key in sorted(config.origin.auto):
-        section, name = _declaration(key)
-        text = f"{section.describe(name)[0]} Becomes: {_filled_in(section.about(name)['auto'])}."
-        found.append(Explained(key, '"auto"', FILLED_IN, text.strip()))
-    return found
-
-
-# What the Trainer has for arguments that are not given.
-TRAINER = {
-    "learning_rate": 5e-5,
-    "weight_decay": 0.0,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
-    "max_grad_norm": 1.0,
-    "warmup_steps": 0,
-    "max_steps": -1,
-    "num_train_epochs": 3.0,
-    "fp16": False,
-    "bf16": False,
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-}
+        if row.key in auto:
+            text = f"{section.describe(name)[0]} Becomes: {_filled_in(about['auto'])}."
+            yield Explained(row.key, '"auto"', FILLED_IN, text.strip())
+        elif row.source == "default":
+            continue
+        elif row.effect == "used" or waits:
+            text = _effect(config, section, name, row)
+            text += f" Acts if {switch} becomes true." if waits else ""
+            yield Explained(row.key, value, ACTING, text)
+        else:
+            text = f"No effect: {row.effect.removeprefix('none: ')}."
+            yield Explained(row.key, value, IDLE, text)
 
 
 def _filled_in(auto: str) -> str:
     """What the declaration says of "auto", with the Trainer's arguments as options and their
     defaults.
     """
-    arguments = [word for word in re.findall(r"\w+", auto) if word in TRAINER]
+    from transformers import TrainingArguments  # here: it takes seconds
+
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    arguments = [word for word in re.findall(r"\w+", auto) if word in defaults]
     if not arguments:
         return auto
-    text = re.sub(r"\w+", lambda word: f"--{word[0]}" if word[0] in TRAINER else word[0], auto)
-    defaults = ", ".join(json.dumps(TRAINER[argument]) for argument in arguments)
-    return f"{text} of the Trainer (default{'s' * (len(arguments) > 1)} {defaults})"
+    text = re.sub(r"\w+", lambda word: f"--{word[0]}" if word[0] in defaults else word[0], auto)
+    values = ", ".join(json.dumps(defaults[argument]) for argument in arguments)
+    return f"{text} of the Trainer (default{'s' * (len(arguments) > 1)} {values})"
 
 
 # The packages that keys need.
 PACKAGES = {"tensorboard.enabled": "tensorboard", "wandb.enabled": "wandb"}
 
 
-def _effect(config: Config, row: Row) -> str:
+def _effect(config: Config, section: Section, name: str, row: Row) -> str:
     """What an acting key does with the value that it has here."""
-    section, name = _declaration(row.key)
     text, meanings = section.describe(name)
     effective, given = (cell.strip('"').removesuffix(".0") for cell in (row.effective, row.given))
     if effective in meanings or given in meanings:
@@ -161,15 +148,6 @@ def _processes(config: Config) -> str:
     sharing = config.sequence_parallel_size * config.tensor_parallel.autotp_size
     processes = config.train_batch_size // (micro * steps) * sharing
     return f"With the micro-batch and accumulation of this file it takes {processes} process(es)."
-
-
-def _declaration(key: str) -> tuple[type[Section], str]:
-    """The section that declares a dotted key, and the key's own name."""
-    section: type[Section] = Config
-    *path, name = key.split(".")
-    for part in path:
-        section = section_of(section, part) or section
-    return section, name
 
 
 _SHARDED = {

@@ -1,6 +1,5 @@
 """zero explain: every key of a file is explained once, by a sentence about its value."""
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -8,13 +7,12 @@ from typing import Annotated
 
 import pytest
 from pydantic import ConfigDict, TypeAdapter
-from transformers import TrainingArguments
 
 from tests.unit.configurations import zero3
 from zero.config.load import section_of
 from zero.config.settings import Config
 from zero.tools.cli import main
-from zero.tools.explain import TRAINER, explain, explain_as_json
+from zero.tools.explain import explain, explain_as_json
 
 SHIPPED = Path(__file__).parents[3] / "configs" / "ds_config_zero3.json"
 
@@ -171,11 +169,6 @@ def test_each_sentence_about_a_value_is_about_a_valid_one():
                 adapters[key].validate_python(value_in(word))
                 count += 1
     assert count > 40
-
-
-def test_defaults_of_the_trainer_are_current():
-    fields = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
-    assert {name: fields[name] for name in TRAINER} == TRAINER
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):

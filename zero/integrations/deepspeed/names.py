@@ -41,7 +41,6 @@ deepspeed.runtime.lr_schedules .lr_schedules *
 deepspeed.runtime.sequence_parallel.ulysses_sp .sequence TiledMLP UlyssesSPAttentionHF
 deepspeed.runtime.sequence_parallel.ulysses_sp .sequence_loader UlyssesSPDataLoaderAdapter
 deepspeed.runtime.utils .utilities move_to_device
-deepspeed.runtime.zero.config .configuration DeepSpeedZeroConfig
 deepspeed.runtime.zero.offload_config .configuration OffloadDeviceEnum OffloadStateTypeEnum
 deepspeed.runtime.zero.partition_parameters zero GatheredParameters Init
 deepspeed.runtime.zero.partition_parameters .labels ZeroParamStatus
