@@ -23,6 +23,8 @@ from zero.errors import UsageError
 
 # A configuration has five levels and about 40 keys. What has more than this is something else.
 _MOST_LEVELS, _MOST_UNKNOWN = 32, 50
+# Python itself refuses to convert integers of more than 4,300 digits.
+_MOST_DIGITS = 100
 # How keys begin that are notes for readers.
 _COMMENTS = ("_", "//", "#", "comment")
 # "auto" must have been replaced in these before the engine starts: DeepSpeed has no default for
@@ -152,13 +154,19 @@ def _parse(text: str) -> Any:
     If `hjson` is installed, as it is with DeepSpeed, Hjson (comments, no quotes) is accepted too.
     """
     try:
-        return json.loads(text, object_pairs_hook=_refuse_duplicates)
+        return json.loads(text, object_pairs_hook=_refuse_duplicates, parse_int=_short_int)
     except json.JSONDecodeError as error:
         try:
             import hjson  # pyright: ignore[reportMissingImports]  # not a dependency
         except ImportError:
             raise error from None
         return hjson.loads(text, object_pairs_hook=_refuse_duplicates)
+
+
+def _short_int(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits: {_short(digits)}")
+    return int(digits)
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict:
@@ -201,6 +209,8 @@ def _copied(value: Any, level: int = 0) -> Any:
     """Copy nested dicts and lists. Other values stay the same objects."""
     if level > _MOST_LEVELS:
         raise UsageError(f"DeepSpeed configuration: nested more than {_MOST_LEVELS} levels deep")
+    if isinstance(value, int) and abs(value) >= 10**_MOST_DIGITS:
+        raise UsageError(f"DeepSpeed configuration: a number has more than {_MOST_DIGITS} digits")
     if isinstance(value, list):
         return [_copied(item, level + 1) for item in value]
     if not isinstance(value, dict):
@@ -435,10 +445,9 @@ def _contradictions(config: Config, stage_known: bool) -> Iterator[tuple[str, st
     fp16, zero, origin = config.fp16, config.zero_optimization, config.origin
     if fp16.enabled and config.bf16.enabled:
         yield "bf16.enabled", "fp16.enabled is true too; choose one of them"
-    initial = 2**fp16.initial_scale_power
-    if fp16.enabled and not fp16.loss_scale and fp16.min_loss_scale > initial:
-        message = f"{fp16.min_loss_scale} is above 2 ** initial_scale_power = {initial}"
-        yield "fp16.min_loss_scale", message
+    if fp16.enabled:
+        for name, message in fp16.impossible():
+            yield f"fp16.{name}", message
     if not config.managed_gradient_accumulation and zero.stage < 2 and zero.overlap_comm:
         message = (
             "false supports zero_optimization.overlap_comm only with ZeRO stage 2 or 3; below, "

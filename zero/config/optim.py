@@ -47,7 +47,7 @@ REFUSED_ON_SEVERAL = dict.fromkeys(
     "muonwithauxadam": "exchanges tensors between processes by itself; take its single-device class"
 }
 ELEMENTWISE = "Adam AdamW SGD Adagrad Lion RMSprop NAdam RAdam Adamax Adadelta ASGD Rprop".split()
-TYPES = [*ELEMENTWISE, "Muon"]
+TYPES = [*ELEMENTWISE, "Muon", "Lamb"]
 # Settings that DeepSpeed accepts beside those of torch's class.
 _ADAM = "adam_w_mode torch_adam bias_correction set_grad_none fp32_optimizer_states"
 _DEEPSPEEDS = {
@@ -55,6 +55,7 @@ _DEEPSPEEDS = {
     "AdamW": _ADAM,
     "Adagrad": "fp32_optimizer_states",
     "Lion": "set_grad_none fp32_optimizer_states",
+    "Lamb": "set_grad_none",
     "Muon": "torch_adam fp32_optimizer_states",
 }
 
@@ -98,6 +99,9 @@ def optimizer_defaults(kind: str, torch_adam: bool = False) -> dict[str, Any]:
         }
     elif kind == "Lion":
         defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
+    elif kind == "Lamb":
+        defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+        defaults |= {"bias_correction": True, "max_coeff": 10.0, "min_coeff": 0.01}
     else:
         arguments = inspect.signature(getattr(torch.optim, kind)).parameters
         defaults = {name: argument.default for name, argument in arguments.items()}
@@ -148,7 +152,12 @@ class OptimizerParams(Settings):
         adam_w_mode: Adam, AdamW, Muon: decay weights apart from the gradient. Always true for
             AdamW.
         torch_adam: Adam, AdamW: torch's own class and defaults.
+        bias_correction: Adam, AdamW, Lamb: divide the moments by what they lack in the first steps.
+            - false: The moments, which begin at 0, are taken as they are. Adam then updates whole
+              tensors, each on the process that owns it.
         amsgrad: Adam, AdamW: keep the largest second moment.
+        max_coeff: Lamb: the largest ratio of the norms of a weight and its update.
+        min_coeff: Lamb: the smallest such ratio.
         muon_lr: Muon: learning rate of the matrices. Default: lr, or 0.02.
         adam_lr: Muon: learning rate of all other parameters. Default: lr, or 3e-4.
         momentum: SGD, RMSprop, Muon.
@@ -177,7 +186,10 @@ class OptimizerParams(Settings):
 
     adam_w_mode: bool = True
     torch_adam: bool = False
+    bias_correction: bool = True
     amsgrad: bool = False
+    max_coeff: NonNegative | None = None
+    min_coeff: NonNegative | None = None
     muon_lr: NonNegative | None = None
     adam_lr: NonNegative | None = None
 
@@ -205,13 +217,14 @@ class OptimizerConfig(Section):
 
     Attributes:
         type: Adam, AdamW, SGD, Adagrad, Lion, RMSprop, NAdam, RAdam, Adamax, Adadelta, ASGD, Rprop,
-            Muon, in any letter case. Adam means AdamW unless `adam_w_mode` is false, as in
+            Muon, Lamb, in any letter case. Adam means AdamW unless `adam_w_mode` is false, as in
             DeepSpeed. Muon updates hidden matrices; AdamW updates the rest. Pass an optimizer of
             any other class to `initialize`.
             - Adam: AdamW, as in DeepSpeed, unless `adam_w_mode` is false.
             - AdamW: Adam with weight decay apart from the gradient, as torch's AdamW.
             - Lion: Steps by the sign of one moment: 4 bytes a parameter less than Adam's two.
             - Muon: Muon updates hidden matrices; AdamW updates the rest.
+            - Lamb: Adam whose update of each tensor is scaled by the norms of weight and update.
             - N: The class torch.optim.N, with its defaults.
     """
 

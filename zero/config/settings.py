@@ -144,8 +144,12 @@ class Config(Section):
             DeepSpeed's is refused. DeepSpeed's default is false.
             - true: An optimizer object of any class is accepted.
             - false: An optimizer object that is neither torch's nor DeepSpeed's is refused.
-        zero_force_ds_cpu_optimizer: If the file sets true: an offloaded optimizer object must be a
+        zero_force_ds_cpu_optimizer: If the file sets true, an offloaded optimizer object must be a
             `DeepSpeedCPUAdam` or the like.
+            - true: An offloaded optimizer object must be a `DeepSpeedCPUAdam` or the like, which
+              accelerate puts in the place of yours.
+            - false: An offloaded optimizer object of any class is accepted, and accelerate keeps
+              yours.
     """
 
     lenient = True

@@ -42,6 +42,10 @@ class Row(NamedTuple):
 _HEADER = Row("key", "given", "effective", "from", "")
 
 
+# Gradients are clipped by default. Older DeepSpeeds did not do so.
+_ALWAYS = ("gradient_clipping",)
+
+
 def table(config: Config) -> list[Row]:
     """Return a row for each key, without settings that the chosen optimizer or schedule does not
     have.
@@ -111,9 +115,12 @@ def _show(value: Any) -> str:
 def report(config: Config, everything: bool = True) -> str:
     """Return the table as text. Of a key that acts it does not say so.
 
-    `everything`: all keys, else those that are not at their defaults.
+    `everything`: all keys, else those that are not at their defaults, and those of `_ALWAYS`.
     """
-    shown = [_HEADER, *(row for row in table(config) if everything or not row.at_default)]
+    shown = [_HEADER]
+    for row in table(config):
+        if everything or not row.at_default or row.key in _ALWAYS:
+            shown.append(row)
     cells = [[str(cell)[:60] for cell in row[:4]] for row in shown]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
@@ -139,7 +146,8 @@ def announce(config: Config, facts: str = "") -> None:
     if text in _reported:
         return
     _reported.add(text)
-    print(report(config, everything=False) + facts, file=sys.stderr)
+    shown = report(config, everything=False)
+    print(f"zero is the engine of this run, with these settings:\n{shown}{facts}", file=sys.stderr)
     if not folder:
         print(
             "all other keys are at their defaults; with --output_dir a file there lists them",

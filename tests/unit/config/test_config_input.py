@@ -203,7 +203,7 @@ BAD_VALUES = [
         "optimizer.params.step_sizes: expected two numbers above 0, the smaller one first",
     ),
     (
-        {"fp16": {"initial_scale_power": 1e9}},
+        {"fp16": {"enabled": True, "initial_scale_power": 1e9}},
         "fp16.initial_scale_power: expected a number of at most 127",
     ),
     (zero3(cpu_offload="yes"), "zero_optimization.cpu_offload: expected true or false, got 'yes'"),
@@ -224,6 +224,9 @@ BAD_VALUES = [
         "key_0: unknown key, as 1999 others: this is not a DeepSpeed configuration",
     ),
     ('{"a": ' * 900 + "1" + "}" * 900, "nested more than 32 levels deep"),
+    ('{"train_batch_size": ' + "1" * 5000 + "}", "a number has 5000 digits: 1111"),
+    ({"optimizer": {"type": "SGD", "params": {"lr": 10**5000}}}, "a number has more than 100"),
+    ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "fp16.min_loss_scale: expected a number"),
     ("[" * 100_000, "nested more than 32 levels deep"),
     ({1: 2}, "the key 1 is not a string"),
 ]
@@ -254,7 +257,7 @@ def test_settings_of_an_optimizer_that_is_refused_are_not_listed_too():
             errors(
                 {
                     "optimizer": {
-                        "type": "Lamb",
+                        "type": "OneBitLamb",
                         "params": {"max_coeff": 0.3, "bias_correction": False},
                     }
                 }
@@ -285,8 +288,11 @@ def test_the_screen_shows_what_is_not_at_its_default_and_names_the_file(tmp_path
     config = filled(tmp_path)
     announce(config)
     announce(config)
-    header, *lines, last = capsys.readouterr().err.splitlines()
+    first, header, *lines, last = capsys.readouterr().err.splitlines()
+    assert first == "zero is the engine of this run, with these settings:"
+    assert header.split() == ["key", "given", "effective", "from"]
     assert [line.split()[0] for line in lines] == [
+        "gradient_clipping",
         "steps_per_print",
         "zero_optimization.stage",
         "bf16.enabled",
@@ -294,6 +300,25 @@ def test_the_screen_shows_what_is_not_at_its_default_and_names_the_file(tmp_path
     path = tmp_path / "out" / "zero_config.txt"
     assert last == f"all other keys are at their defaults; {path} lists them"
     assert len(path.read_text().splitlines()) > 100
+
+
+def test_clipping_that_nobody_asked_for_is_on_the_screen():
+    """Older DeepSpeeds did not clip by default."""
+    shown = rows(load_config({"train_batch_size": 1}), everything=False)
+    assert shown["gradient_clipping"] == ["-", "1.0", "default"]
+
+
+def test_settings_of_the_loss_scale_are_free_where_fp16_is_off():
+    scale = {"initial_scale_power": 200, "min_loss_scale": 0, "hysteresis": 0}
+    assert not load_config({"fp16": {"enabled": False, **scale}}).fp16.enabled
+    assert len(errors({"fp16": {"enabled": True, **scale}})) == 3
+
+
+def test_notes_are_ignored_and_named_in_every_section():
+    notes = {"comment": "?", "//": 1, "_note": {}}
+    raw = {**notes, **zero3(**notes, offload_param={"device": "none", **notes})}
+    ignored = load_config(raw).origin.ignored
+    assert len(ignored) == 9 and "zero_optimization.offload_param.comment" in ignored
 
 
 def test_every_row_is_true():

@@ -1,13 +1,18 @@
 """The names of `deepspeed.comm` and `deepspeed.utils.groups` that `zero.comm.world` does not have.
 No collective is here.
 
-Ranks may share sequences (`zero.parallel.sequence`); the other groups are those of all ranks."""
+Ranks may share sequences (`zero.parallel.sequence`), or the model: then the data-parallel ranks
+are those that have what this one has of it. Else they are all ranks."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero.comm import world
 from zero.parallel.sequence import current_group
@@ -65,3 +70,52 @@ def _get_sequence_parallel_world_size() -> int:
 def _get_sequence_parallel_rank() -> int:
     ranks = current_group()
     return 0 if ranks is None else ranks.rank
+
+
+# With the dimensions "data" and "model": the ranks that have what this one has of the model, and
+# those that hold one copy of it together. None: each rank has all of the model.
+_mesh: DeviceMesh | None = None
+_mesh_world: object = None  # the process group of all ranks at that time
+
+
+def set_model_groups(groups: Sequence[Sequence[int]], device: torch.device) -> None:
+    """Note which ranks hold one copy of the model together. All ranks must call it.
+
+    groups: all ranks, in groups of equal size.
+    """
+    global _mesh, _mesh_world
+    everyone = world.get_world_group()
+    ranks = torch.tensor(groups, device="cpu")
+    if ranks.size(1) == 1:
+        _mesh = None
+    elif _mesh is None or _mesh_world is not everyone or not torch.equal(_mesh.mesh, ranks):
+        _mesh = DeviceMesh(device.type, ranks, mesh_dim_names=("data", "model"))
+        _mesh_world = everyone
+
+
+def _get_data_parallel_group() -> Any:
+    """The ranks with batches of their own that have what this one has of the model."""
+    return world.get_world_group() if _mesh is None else _mesh.get_group("data")
+
+
+def _get_data_parallel_rank() -> int:
+    return world.get_rank() if _mesh is None else _mesh.get_local_rank("data")
+
+
+def _get_data_parallel_world_size() -> int:
+    return world.get_world_size() if _mesh is None else _mesh.size(0)
+
+
+def _get_model_parallel_group() -> Any:
+    """The ranks that hold one copy of the model together, and work on the same batch."""
+    if _mesh is None:
+        raise KeyError("there is no model-parallel group: every rank has the whole model")
+    return _mesh.get_group("model")
+
+
+def _get_model_parallel_rank() -> int:
+    return 0 if _mesh is None else _mesh.get_local_rank("model")
+
+
+def _get_model_parallel_world_size() -> int:
+    return 1 if _mesh is None else _mesh.size(1)

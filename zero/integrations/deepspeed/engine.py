@@ -23,6 +23,7 @@ from zero.comm.mesh import Mesh
 from zero.config import Config, load_config
 from zero.engine import ZeroEngine
 from zero.errors import FOLLOWED_RELEASE, UsageError
+from zero.integrations.deepspeed import distributed
 from zero.integrations.deepspeed.leaf import mark_configured
 from zero.integrations.deepspeed.lr_schedules import build_scheduler
 from zero.integrations.deepspeed.optimizer import DeepSpeedOptimizer, ParameterOffload
@@ -62,7 +63,46 @@ class DeepSpeedEngine(ZeroEngine):
         """The number of ranks."""
         return self.comm.job.world_size
 
+    # The kinds of ranks, and the groups that scripts may use: the engine has its own.
+
+    @property
+    def mp_world_size(self) -> int:
+        """The number of ranks that hold one copy of the model together."""
+        return 1 if self.comm.model is None else self.comm.model.world_size
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The ranks with batches of their own that have what this one has of the model."""
+        return distributed._get_data_parallel_group()
+
+    @property
+    def seq_parallel_group(self) -> Any:
+        """The ranks that share sequences with this one; None if there are none."""
+        shared = self.settings.sequence_parallel_size > 1
+        return distributed._get_sequence_parallel_group() if shared else None
+
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer that the engine shards."""
+        return None if self.optimizer is None else self.optimizer.optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name in ("module", "optimizer") or hasattr(type(self), name):
+                raise  # from a property of this class, or before there is a model
+            raise AttributeError(
+                f"neither zero's engine, which stands in DeepSpeed's place, nor the model "
+                f"({type(self.module).__name__}) has an attribute {name!r}",
+                name=name,
+                obj=self,
+            ) from error
+
     # The configuration's keys, completed where they were left out.
+
+    def autotp_size(self) -> int:
+        return self.settings.tensor_parallel.autotp_size
 
     def train_batch_size(self) -> int:
         return self.settings.train_batch_size

@@ -34,6 +34,7 @@ deepspeed.git_version_info .names version=REPORTED_VERSION
 deepspeed.launcher.runner .utilities DEEPSPEED_ENVIRONMENT_NAME
 deepspeed.ops.adagrad .optimizers DeepSpeedCPUAdagrad
 deepspeed.ops.adam .optimizers DeepSpeedCPUAdam FusedAdam
+deepspeed.ops.lamb .optimizers FusedLamb=Lamb
 deepspeed.ops.lion .optimizers DeepSpeedCPULion FusedLion
 deepspeed.runtime.base_optimizer .optimizer DeepSpeedOptimizer
 deepspeed.runtime.engine .engine DeepSpeedEngine
@@ -57,10 +58,16 @@ deepspeed.utils zero.fragments safe_get_full_fp32_param safe_get_full_grad
 deepspeed.utils .leaf set_z3_leaf_modules unset_z3_leaf_modules
 deepspeed.utils .distributed is_initialized
 deepspeed.utils .utilities logger
-deepspeed.utils.groups zero.comm.world _get_data_parallel_group=get_world_group
-    _get_data_parallel_rank=get_rank _get_data_parallel_world_size=get_world_size
-deepspeed.utils.groups .distributed _get_sequence_parallel_group _get_sequence_parallel_rank
-    _get_sequence_parallel_world_size
+deepspeed.utils.groups .distributed _get_data_parallel_group _get_data_parallel_rank
+    _get_data_parallel_world_size
+    _get_model_parallel_group _get_model_parallel_rank _get_model_parallel_world_size
+    get_data_parallel_group=_get_data_parallel_group
+    get_data_parallel_rank=_get_data_parallel_rank
+    get_data_parallel_world_size=_get_data_parallel_world_size
+    get_tensor_model_parallel_group=_get_model_parallel_group
+    get_tensor_model_parallel_rank=_get_model_parallel_rank
+    get_tensor_model_parallel_world_size=_get_model_parallel_world_size
+    _get_sequence_parallel_group _get_sequence_parallel_rank _get_sequence_parallel_world_size
 deepspeed.utils.logging .utilities logger
 deepspeed.utils.zero_to_fp32 .checkpoints get_model_state_file get_optim_files
     convert_zero_checkpoint_to_fp32_state_dict
