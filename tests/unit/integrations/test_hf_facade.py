@@ -108,6 +108,24 @@ def test_an_unknown_optimizer_state_or_backend_is_refused():
     run_on(1, with_an_unknown_state)
 
 
+def attributes(rank: int, world_size: int) -> None:
+    model = nn.BatchNorm1d(3)
+    config = ds_config(data_types={"buffer_dtype": "bf16"}) | {"train_batch_size": world_size}
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = initialize(model=model, optimizer=inner, config=config)[0]
+    assert engine.basic_optimizer is inner and engine.running_mean.dtype == torch.bfloat16
+    assert engine.num_batches_tracked.dtype == torch.int64
+    assert (engine.mp_world_size, engine.seq_parallel_group, engine.autotp_size()) == (1, None, 1)
+    message = "neither zero's engine.* nor the model \\(BatchNorm1d\\) has an attribute 'csr_names'"
+    with pytest.raises(AttributeError, match=message):
+        engine.csr_names  # noqa: B018
+    assert not hasattr(engine, "sparse_tensor_module_names")
+
+
+def test_attributes_of_deepspeeds_engine():
+    run_on(1, attributes)
+
+
 def with_log_level(rank: int, world_size: int) -> None:
     logger = logging.getLogger("zero")
     engine = initialize(model=nn.Linear(2, 2), config=ds_config() | {"log_level": "error"})[0]
