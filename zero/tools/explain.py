@@ -11,12 +11,16 @@ import re
 import textwrap
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
+
+import yaml
 
 from zero.config.keys import Section
 from zero.config.load import load_config
 from zero.config.settings import Config
 from zero.config.table import Row, rows
+from zero.errors import UsageError
 
 ACTING = "Keys that act"
 FILLED_IN = "Keys that the Trainer or accelerate fills in"
@@ -34,7 +38,7 @@ class Explained(NamedTuple):
 
 def explain(source: str) -> str:
     """The explanation of a configuration as text; ValueError as `load_config` raises it."""
-    config = load_config(source, allow_auto=True)
+    config = _load(source)
     keys = list(_explained(config))
     lines = [f"{source}: {_summary(config)}"]
     for group in (ACTING, FILLED_IN, IDLE):
@@ -51,10 +55,35 @@ def explain(source: str) -> str:
 
 def explain_as_json(source: str) -> str:
     """The same as a JSON object: "summary", "keys" (a list) and "unknown" (names)."""
-    config = load_config(source, allow_auto=True)
+    config = _load(source)
     keys = [entry._asdict() for entry in _explained(config)]
     parts = {"summary": _summary(config), "keys": keys, "unknown": config.origin.ignored}
     return json.dumps(parts, indent=2)
+
+
+def _load(source: str) -> Config:
+    """A DeepSpeed configuration, or the one that a file of `accelerate config` names or makes."""
+    if not source.endswith((".yaml", ".yml")):
+        return load_config(source, allow_auto=True)
+    try:
+        content = yaml.safe_load(Path(source).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UsageError(f"{source}: cannot read it as YAML: {error}") from error
+    keys = content.get("deepspeed_config") if isinstance(content, dict) else None
+    if not isinstance(keys, dict):
+        raise UsageError(
+            f"{source}: has no section deepspeed_config; `accelerate config` writes one if you "
+            "choose DeepSpeed"
+        )
+    if "deepspeed_config_file" in keys:
+        return load_config(keys["deepspeed_config_file"], allow_auto=True)
+    from accelerate.utils import DeepSpeedPlugin  # here: it takes seconds
+
+    known = {field.name for field in dataclasses.fields(DeepSpeedPlugin)}
+    plugin = DeepSpeedPlugin(**{name: keys[name] for name in keys.keys() & known})
+    if content.get("mixed_precision") in ("fp16", "bf16"):
+        plugin.set_mixed_precision(content["mixed_precision"])
+    return load_config(plugin.deepspeed_config, allow_auto=True)
 
 
 def _explained(config: Config) -> Iterator[Explained]:
@@ -160,24 +189,16 @@ _SHARDED = {
 
 def _summary(config: Config) -> str:
     zero, auto = config.zero_optimization, config.origin.auto
-    if "zero_optimization.stage" in auto:
-        parts = ["the stage is filled in"]
-    else:
-        parts = [_SHARDED[zero.stage]]
-    if zero.mics_shard_size > 0:
-        parts.append(f"over groups of {zero.mics_shard_size} processes (mics_shard_size)")
-    size = zero.zero_hpz_partition_size
-    if zero.stage == 3 and size > 1:
-        parts.append(f"a second shard of the weights over {size} processes (hpZ)")
+    unknown_stage = "zero_optimization.stage" in auto
+    parts = ["the stage is filled in" if unknown_stage else _SHARDED[zero.stage]]
     if zero.offload_optimizer and zero.offloads_optimizer:
         parts.append(f"the optimizer state is offloaded to {zero.offload_optimizer.device}")
     if zero.offload_param and zero.offloads_params:
         parts.append(f"parameters are offloaded to {zero.offload_param.device}")
-    dtypes = {"fp16": config.fp16.enabled, "bf16": config.bf16.enabled}
-    chosen = [name for name, enabled in dtypes.items() if enabled]
-    waiting = [name for name in dtypes if f"{name}.enabled" in auto]
+    waiting = [name for name in ("fp16", "bf16") if f"{name}.enabled" in auto]
+    chosen = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else ""
     if waiting and not chosen:
         parts.append(f"{' or '.join(waiting)} if the Trainer is told so")
     else:
-        parts.append(f"{(chosen or ['fp32'])[0]} compute")
+        parts.append(f"{chosen or 'fp32'} compute")
     return ", ".join(parts)

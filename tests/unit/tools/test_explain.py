@@ -140,6 +140,30 @@ def test_the_text_is_about_the_value(config, key, words, tmp_path):
     assert words in explained(config, tmp_path)[1][key]["text"]
 
 
+def test_a_file_of_accelerate_names_the_configuration_or_has_its_keys(tmp_path):
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(f"deepspeed_config:\n  deepspeed_config_file: {SHIPPED}\n")
+    assert explain(str(file)).partition(": ")[2] == explain(str(SHIPPED)).partition(": ")[2]
+    file.write_text(
+        "mixed_precision: fp16\ndeepspeed_config:\n  zero_stage: 3\n  offload_param_device: cpu\n"
+        "  deepspeed_multinode_launcher: standard\n"
+    )
+    text = explain(str(file))
+    assert "gradients and parameters are sharded (stage 3), parameters are offloaded to cpu" in text
+    assert "zero_optimization.offload_param.device = " in text and "fp16 compute" in text
+    assert "cast them in the script" in text  # accelerate writes fp16.auto_cast
+    for content in ("distributed_type: MULTI_GPU", "a: [", "- 1"):
+        file.write_text(content)
+        with pytest.raises(ValueError, match="accelerate.yaml: "):
+            explain(str(file))
+
+
+def test_whose_optimizer_is_offloaded_is_said_for_both_values(tmp_path):
+    for value, words in ((True, "accelerate puts"), (False, "accelerate keeps")):
+        key = "zero_force_ds_cpu_optimizer"
+        assert words in explained({key: value}, tmp_path)[1][key]["text"]
+
+
 def sections(section=Config):
     yield section
     for key in section.model_fields:
