@@ -30,19 +30,20 @@ page.
 
 The configuration file is DeepSpeed's `ds_config.json`. `configs/ds_config_zero3.json` is a complete
 example. `zero explain FILE` says what each key of your file does, what `"auto"` becomes, and which
-keys have no effect.
+keys have no effect. It also takes the YAML file of `accelerate config`.
 
 - A misspelt or contradictory key is an error, before any model is built. The error names the key,
   its place and the nearest valid key.
-- An unknown key that resembles no valid key (`_comment`) is ignored. One line names it.
+- An unknown key that resembles no valid key is ignored at the top level, and in every section so is
+  one that begins with `_`, `//`, `#` or `comment`. One line names those that are ignored.
 - A dotted key (`"zero_optimization.stage": 3`) means the nested key. If a file gives both with
   different values, that is an error. In a dict, the dotted key wins.
 - Letter case does not matter in words such as `"SUM"`.
 - `"auto"` means: the value that transformers or accelerate fill in. The tables name their argument.
   For other keys `"auto"` is an error.
-- At the start of a run, rank 0 prints the keys that are not at their defaults: the given value, the
-  effective value, where it came from, and whether it acts. All keys are in `zero_config.txt` in the
-  folder of `--output_dir`.
+- At the start of a run, rank 0 prints the keys that are not at their defaults, and
+  `gradient_clipping`: the given value, the effective value, where it came from and, if the key does
+  not act, the reason. All keys are in `zero_config.txt` in the folder of `--output_dir`.
 - If [Hjson](https://hjson.github.io) is installed, comments and missing quotes are accepted.
 - An empty default means: not set.
 """

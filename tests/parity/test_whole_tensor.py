@@ -28,7 +28,7 @@ from tests.dist.training import (
 )
 from tests.parity.models import MODELS, batches, build
 from tests.parity.test_fp32 import SMALL
-from zero.integrations.deepspeed.optimizers import Lamb
+from zero.optim.lamb import Lamb
 from zero.optim.muon import MuonWithAdamW, is_hidden_matrix
 
 STEPS = 6

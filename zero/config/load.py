@@ -279,15 +279,14 @@ def _sort(data: dict, model: type[Section], prefix: str, origin: Origin) -> dict
     is misspelt.
     """
     misspelt: dict[str, str] = {}
-    unknown = [key for key in data if key not in model.model_fields]
+    unknown = [name for name in data if name not in model.model_fields]
     if len(unknown) > _MOST_UNKNOWN:
-        misspelt[prefix + _short(unknown[0])] = (
-            f"unknown key, as {len(unknown) - 1} others: this is not a DeepSpeed configuration"
+        raise UsageError(
+            f"{origin.place}: {prefix}{_short(unknown[0])}: unknown key, as {len(unknown) - 1} "
+            "others: this is not a DeepSpeed configuration"
         )
     for name in unknown:
         del data[name]
-        if len(unknown) > _MOST_UNKNOWN:
-            continue
         message = _unknown_key(prefix, name, model)
         if message is None:
             origin.ignored.append(prefix + _short(name))

@@ -34,7 +34,7 @@ deepspeed.git_version_info .names version=REPORTED_VERSION
 deepspeed.launcher.runner .utilities DEEPSPEED_ENVIRONMENT_NAME
 deepspeed.ops.adagrad .optimizers DeepSpeedCPUAdagrad
 deepspeed.ops.adam .optimizers DeepSpeedCPUAdam FusedAdam
-deepspeed.ops.lamb .optimizers FusedLamb=Lamb
+deepspeed.ops.lamb zero.optim.lamb FusedLamb=Lamb
 deepspeed.ops.lion .optimizers DeepSpeedCPULion FusedLion
 deepspeed.runtime.base_optimizer .optimizer DeepSpeedOptimizer
 deepspeed.runtime.engine .engine DeepSpeedEngine
@@ -42,7 +42,7 @@ deepspeed.runtime.lr_schedules .lr_schedules *
 deepspeed.runtime.sequence_parallel.ulysses_sp .sequence TiledMLP UlyssesSPAttentionHF
 deepspeed.runtime.sequence_parallel.ulysses_sp .sequence_loader UlyssesSPDataLoaderAdapter
 deepspeed.runtime.utils .utilities move_to_device
-deepspeed.runtime.zero.offload_config .configuration OffloadDeviceEnum OffloadStateTypeEnum
+deepspeed.runtime.zero.offload_config .utilities OffloadDeviceEnum OffloadStateTypeEnum
 deepspeed.runtime.zero.partition_parameters zero GatheredParameters Init
 deepspeed.runtime.zero.partition_parameters .labels ZeroParamStatus
 deepspeed.runtime.zero.partition_parameters .accelerator get_accelerator

@@ -7,11 +7,14 @@ from __future__ import annotations
 import logging
 from argparse import ArgumentParser
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from zero.optim.placement import STATES
 
 # The logger whose level transformers sets from `--log_level` when a training starts.
 logger = logging.getLogger("zero")
@@ -19,6 +22,14 @@ logger = logging.getLogger("zero")
 # A file of this name in the home or working directory holds variables that `accelerate launch`
 # passes to each node.
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
+
+
+# The values of `device` in the offload sections, and what `engine.offload_states` takes, as
+# enumerations.
+OffloadDeviceEnum = Enum(
+    "OffloadDeviceEnum", {name: name for name in ("none", "cpu", "nvme")}, type=str
+)
+OffloadStateTypeEnum = Enum("OffloadStateTypeEnum", {name: name for name in STATES}, type=str)
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
