@@ -25,7 +25,7 @@ deepspeed .tensor tp_model_init
 deepspeed .utilities add_config_arguments
 deepspeed.accelerator .accelerator get_accelerator
 deepspeed.checkpoint.utils .checkpoints clone_tensors_for_torch_save
-deepspeed.checkpointing .utilities checkpoint configure is_configured
+deepspeed.checkpointing .utilities configure
 deepspeed.comm .distributed init_distributed is_initialized get_local_rank
 deepspeed.comm zero.monitor log_summary
 deepspeed.comm zero.comm.world get_rank get_world_size get_world_group
@@ -55,7 +55,7 @@ deepspeed.utils zero.fragments safe_get_full_fp32_param safe_get_full_grad
     safe_get_local_optimizer_state
     safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state
     safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state
-deepspeed.utils .leaf set_z3_leaf_modules unset_z3_leaf_modules
+deepspeed.utils .leaf set_z3_leaf_modules
 deepspeed.utils .distributed is_initialized
 deepspeed.utils .utilities logger
 deepspeed.utils.groups .distributed _get_data_parallel_group _get_data_parallel_rank

@@ -193,24 +193,20 @@ def _configured(
     Adam is torch's own with `torch_adam`, else one with DeepSpeed's defaults: it decays no weights
     unless told to."""
     kind, settings = config.type, dict(config.params)
-    if kind == "Lamb":
-        return Lamb(params, **settings)
-    if kind in ("Adam", "AdamW"):
-        decoupled = settings.pop("adam_w_mode", True) or kind == "AdamW"
-        if not settings.pop("bias_correction", True):
-            return _uncorrected_adam(params, settings, decoupled)
-        if settings.pop("torch_adam", False):
-            return (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **settings)
-        if offloaded:
-            return DeepSpeedCPUAdam(params, adamw_mode=decoupled, **settings)
-        return FusedAdam(params, adam_w_mode=decoupled, **settings)
     if kind == "Muon":
         return _muon(settings, params, model)
-    if kind == "Adagrad" and offloaded:
-        return DeepSpeedCPUAdagrad(params, **settings)
-    if kind == "Lion":
-        return (DeepSpeedCPULion if offloaded else FusedLion)(params, **settings)
-    return getattr(torch.optim, kind)(params, **settings)
+    if kind not in ("Adam", "AdamW"):
+        plain = {"Lamb": Lamb, "Lion": FusedLion}.get(kind) or getattr(torch.optim, kind)
+        on_host = {"Adagrad": DeepSpeedCPUAdagrad, "Lion": DeepSpeedCPULion}.get(kind, plain)
+        return (on_host if offloaded else plain)(params, **settings)
+    decoupled = settings.pop("adam_w_mode", True) or kind == "AdamW"
+    if not settings.pop("bias_correction", True):
+        return _uncorrected_adam(params, settings, decoupled)
+    if settings.pop("torch_adam", False):
+        return (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **settings)
+    if offloaded:
+        return DeepSpeedCPUAdam(params, adamw_mode=decoupled, **settings)
+    return FusedAdam(params, adam_w_mode=decoupled, **settings)
 
 
 def _uncorrected_adam(params: list, settings: dict[str, Any], decoupled: bool) -> Lamb:
