@@ -47,6 +47,20 @@ class DeepSpeedEngine(ZeroEngine):
         if isinstance(self.optimizer, DeepSpeedOptimizer):
             self.optimizer.parameter_offload = offload
             self.monitor = monitor.make(self)
+        self._accumulate_hooks: dict[str, int] | None = _accumulate_hooks(model)
+
+    def step(self) -> None:
+        """`ZeroEngine.step`; the first one warns of hooks that come too late to have an effect."""
+        earlier, self._accumulate_hooks = self._accumulate_hooks, None
+        for name, count in _accumulate_hooks(self.module).items() if earlier else ():
+            if earlier and count > earlier.get(name, 0):
+                logger.warning(
+                    "a hook by register_post_accumulate_grad_hook on parameter %r has no effect: "
+                    "the engine has taken the gradient before. Register it before initialize",
+                    name,
+                )
+                break
+        super().step()
 
     @property
     def device(self) -> torch.device:
@@ -158,6 +172,15 @@ class DeepSpeedEngine(ZeroEngine):
 
     # accelerate calls this one where tensor parallelism is configured.
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+
+def _accumulate_hooks(model: nn.Module) -> dict[str, int]:
+    """The number of hooks that run after a parameter's gradient is there, by the parameter's
+    name.
+    """
+    attribute = "_post_accumulate_grad_hooks"  # torch has no public one
+    found = {name: getattr(param, attribute, None) for name, param in model.named_parameters()}
+    return {name: len(hooks or ()) for name, hooks in found.items()}
 
 
 # Makes the engine of a script; `zero verify` sets another function here.
