@@ -34,8 +34,8 @@ keys have no effect. It also takes the YAML file of `accelerate config`.
 
 - A misspelt or contradictory key is an error, before any model is built. The error names the key,
   its place and the nearest valid key.
-- An unknown key that resembles no valid key is ignored at the top level, and in every section so is
-  one that begins with `_`, `//`, `#` or `comment`. One line names those that are ignored.
+- An unknown key that resembles no valid key is ignored at the top level. In every section so is one
+  that begins with `_`, `//`, `#` or `comment`. One line names those that are ignored.
 - A dotted key (`"zero_optimization.stage": 3`) means the nested key. If a file gives both with
   different values, that is an error. In a dict, the dotted key wins.
 - Letter case does not matter in words such as `"SUM"`.

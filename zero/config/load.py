@@ -25,8 +25,8 @@ from zero.errors import UsageError
 _MOST_LEVELS, _MOST_UNKNOWN = 32, 50
 # Python itself refuses to convert integers of more than 4,300 digits.
 _MOST_DIGITS = 100
-# How keys begin that are notes for readers.
-_COMMENTS = ("_", "//", "#", "comment")
+# How keys begin that are notes for readers, unless they resemble a key.
+_NOTES = ("_", "//", "#")
 # "auto" must have been replaced in these before the engine starts: DeepSpeed has no default for
 # them.
 _AUTO_WITHOUT_DEFAULT = ("zero_optimization.stage", "scheduler.params.total_num_steps")
@@ -306,7 +306,7 @@ def _sort(data: dict, model: type[Section], prefix: str, origin: Origin) -> dict
 
 def _unknown_key(prefix: str, name: str, model: type[Section]) -> str | None:
     """Return the message about an unknown key of a section, or None if it is ignored."""
-    if name.startswith(_COMMENTS):
+    if name.lstrip("_/# ").startswith("comment"):
         return None
     if homes := _all_keys().get(name):
         return f"unknown key here; it is a valid key as {' or '.join(homes[:3])}"
@@ -320,7 +320,7 @@ def _unknown_key(prefix: str, name: str, model: type[Section]) -> str | None:
     for names in (here, elsewhere):
         if similar := nearest(name, names):
             return f"unknown key; did you mean {names[similar]}?"
-    if model.lenient:
+    if model.lenient or name.startswith(_NOTES):
         return None
     similar = nearest(name, here, cutoff=0.0)
     return f"not a key of DeepSpeed 0.19; the nearest valid key is {here[similar]}"
