@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -72,24 +71,22 @@ def _get_sequence_parallel_rank() -> int:
     return 0 if ranks is None else ranks.rank
 
 
-# With the dimensions "data" and "model": the ranks that have what this one has of the model, and
-# those that hold one copy of it together. None: each rank has all of the model.
+# With the dimensions "pipeline", "data" and "tensor". None: each rank has all of the model.
 _mesh: DeviceMesh | None = None
 _mesh_world: object = None  # the process group of all ranks at that time
 
 
-def set_model_groups(groups: Sequence[Sequence[int]], device: torch.device) -> None:
-    """Note which ranks hold one copy of the model together. All ranks must call it.
-
-    groups: all ranks, in groups of equal size.
+def set_parallel_sizes(pipeline: int, tensor: int, device: torch.device) -> None:
+    """Note how many stages the model has, and how many ranks share each layer. All ranks must call
+    it.
     """
     global _mesh, _mesh_world
     everyone = world.get_world_group()
-    ranks = torch.tensor(groups, device="cpu")
-    if ranks.size(1) == 1:
+    ranks = torch.arange(world.get_world_size(), device="cpu").view(pipeline, -1, tensor)
+    if pipeline == tensor == 1:
         _mesh = None
     elif _mesh is None or _mesh_world is not everyone or not torch.equal(_mesh.mesh, ranks):
-        _mesh = DeviceMesh(device.type, ranks, mesh_dim_names=("data", "model"))
+        _mesh = DeviceMesh(device.type, ranks, mesh_dim_names=("pipeline", "data", "tensor"))
         _mesh_world = everyone
 
 
@@ -103,19 +100,19 @@ def _get_data_parallel_rank() -> int:
 
 
 def _get_data_parallel_world_size() -> int:
-    return world.get_world_size() if _mesh is None else _mesh.size(0)
+    return world.get_world_size() if _mesh is None else _mesh.size(1)
 
 
 def _get_model_parallel_group() -> Any:
-    """The ranks that hold one copy of the model together, and work on the same batch."""
+    """The ranks that share each layer, and work on the same batch."""
     if _mesh is None:
-        raise KeyError("there is no model-parallel group: every rank has the whole model")
-    return _mesh.get_group("model")
+        raise KeyError("there is no tensor-parallel group: every rank has the whole model")
+    return _mesh.get_group("tensor")
 
 
 def _get_model_parallel_rank() -> int:
-    return 0 if _mesh is None else _mesh.get_local_rank("model")
+    return 0 if _mesh is None else _mesh.get_local_rank("tensor")
 
 
 def _get_model_parallel_world_size() -> int:
-    return 1 if _mesh is None else _mesh.size(1)
+    return 1 if _mesh is None else _mesh.size(2)

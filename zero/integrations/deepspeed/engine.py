@@ -81,8 +81,8 @@ class DeepSpeedEngine(ZeroEngine):
 
     @property
     def mp_world_size(self) -> int:
-        """The number of ranks that hold one copy of the model together."""
-        return 1 if self.comm.model is None else self.comm.model.world_size
+        """The number of ranks that share each layer."""
+        return distributed._get_model_parallel_world_size()
 
     @property
     def data_parallel_group(self) -> Any:

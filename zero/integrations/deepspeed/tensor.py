@@ -15,7 +15,7 @@ from zero.comm.communicator import Communicator, communicator
 from zero.comm.mesh import Mesh, groups, mesh_of_accelerate, sizes_of
 from zero.config import Config
 from zero.errors import UsageError
-from zero.integrations.deepspeed.distributed import set_model_groups
+from zero.integrations.deepspeed.distributed import set_parallel_sizes
 from zero.parallel import tensor as tensor_parallel
 
 Replaced = dict[nn.Parameter, nn.Parameter]
@@ -37,9 +37,7 @@ def tp_model_init(
     experts = config.get("expert_parallel", {}) if isinstance(config, dict) else {}
     whole_experts = experts.get("enabled") is True and experts.get("autoep_size") == tp_size
     _parallelize(model, tp_size, None, whole_experts)
-    job = communicator()
-    sizes = {"shard": job.world_size // tp_size, "tp": tp_size}
-    set_model_groups(groups(sizes, of_data=False), job.device)
+    set_parallel_sizes(1, tp_size, communicator().device)
     return model
 
 
@@ -99,7 +97,7 @@ def share_model(
         dtype = settings.compute_dtype if sixteen_bit else None
         tensor_parallel.prepare(model, found, job.device, dtype)
     models = groups(sizes, of_data=False)
-    set_model_groups(models, job.device)
+    set_parallel_sizes(sizes.get("pp", 1), tp, job.device)
     if len(models[0]) == 1:
         return job, replaced, settings
     if settings.sequence_parallel_size > 1:
