@@ -106,17 +106,23 @@ def read(source: object) -> tuple[str, dict]:
     if not place:
         raise UsageError("DeepSpeed configuration: the name of the file is empty")
     text = _inline_json(source)
-    if text is None:
-        text = _read_file(place)
-    else:
-        place = "DeepSpeed configuration string"
+    cannot = "cannot read the DeepSpeed configuration"
     try:
+        if text is not None:
+            place = "DeepSpeed configuration string"
+        elif os.path.exists(place) and not os.path.isfile(place):
+            # Reading a pipe would wait for its writer.
+            raise UsageError(f"{cannot}: not a regular file")
+        else:
+            text = Path(place).read_text(encoding="utf-8")
         value = _parse(text)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise UsageError(f"{place}: {where}: not valid JSON: {error.msg}") from error
     except RecursionError:
         raise UsageError(f"{place}: nested more than {_MOST_LEVELS} levels deep") from None
+    except OSError as error:
+        raise UsageError(f"{place}: {cannot}: {error.strerror}") from error
     except ValueError as error:
         raise UsageError(f"{place}: {error}") from error
     if not isinstance(value, dict):
@@ -135,17 +141,6 @@ def _inline_json(source: str | os.PathLike) -> str | None:
     except (binascii.Error, ValueError):
         return None
     return text if text.lstrip().startswith("{") else None
-
-
-def _read_file(place: str) -> str:
-    if os.path.exists(place) and not os.path.isfile(place):
-        # Reading a pipe would wait for its writer.
-        raise UsageError(f"{place}: cannot read the DeepSpeed configuration: not a regular file")
-    try:
-        return Path(place).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"{place}: cannot read the DeepSpeed configuration: {reason}") from error
 
 
 def _parse(text: str) -> Any:
