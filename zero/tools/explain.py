@@ -152,7 +152,8 @@ def _effect(config: Config, section: Section, name: str, row: Row) -> str:
 def _size(value: int, unit: str) -> str:
     """The value in units for people."""
     if unit == "power of 2":
-        return f" That is {2**value:,}."
+        # Where fp16 is off, or still "auto", the power may be any number.
+        return f" That is {2**value:,}." if value <= 127 else ""
     if not 0 < value < 1 << 50:
         return ""
     if unit == "bytes":

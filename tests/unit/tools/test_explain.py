@@ -158,6 +158,12 @@ def test_a_file_of_accelerate_names_the_configuration_or_has_its_keys(tmp_path):
             explain(str(file))
 
 
+def test_a_power_that_fp16_would_refuse_is_explained_while_fp16_is_open(tmp_path):
+    config = {"fp16": {"enabled": "auto", "initial_scale_power": 10**15}}
+    text = explained(config, tmp_path)[1]["fp16.initial_scale_power"]["text"]
+    assert text == "The first scale is 2 to this power. Acts if fp16.enabled becomes true."
+
+
 def test_whose_optimizer_is_offloaded_is_said_for_both_values(tmp_path):
     for value, words in ((True, "accelerate puts"), (False, "accelerate keeps")):
         key = "zero_force_ds_cpu_optimizer"
