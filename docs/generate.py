@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from zero.config.idle import IDLE_KEYS, OLD_NAMES, REMOVED_KEYS
+from zero.config.idle import OLD_NAMES, REMOVED_KEYS
 from zero.config.keys import Section
 from zero.config.load import section_of
 from zero.config.optim import SCHEDULE_KEYS, SchedulerParams
@@ -30,19 +30,20 @@ page.
 
 The configuration file is DeepSpeed's `ds_config.json`. `configs/ds_config_zero3.json` is a complete
 example. `zero explain FILE` says what each key of your file does, what `"auto"` becomes, and which
-keys have no effect.
+keys have no effect. It also takes the YAML file of `accelerate config`.
 
 - A misspelt or contradictory key is an error, before any model is built. The error names the key,
   its place and the nearest valid key.
-- An unknown key that resembles no valid key (`_comment`) is ignored. One line names it.
+- An unknown key that resembles no valid key is ignored at the top level. In every section so is one
+  that begins with `_`, `//`, `#` or `comment`. One line names those that are ignored.
 - A dotted key (`"zero_optimization.stage": 3`) means the nested key. If a file gives both with
   different values, that is an error. In a dict, the dotted key wins.
 - Letter case does not matter in words such as `"SUM"`.
 - `"auto"` means: the value that transformers or accelerate fill in. The tables name their argument.
   For other keys `"auto"` is an error.
-- At the start of a run, rank 0 prints the keys that are not at their defaults: the given value, the
-  effective value, where it came from, and whether it acts. All keys are in `zero_config.txt` in the
-  folder of `--output_dir`.
+- At the start of a run, rank 0 prints the keys that are not at their defaults, and
+  `gradient_clipping`: the given value, the effective value, where it came from and, if the key does
+  not act, the reason. All keys are in `zero_config.txt` in the folder of `--output_dir`.
 - If [Hjson](https://hjson.github.io) is installed, comments and missing quotes are accepted.
 - An empty default means: not set.
 """
@@ -54,7 +55,11 @@ def _values(schema: dict[str, Any]) -> str:
         return " or ".join(filter(None, map(_values, schema["anyOf"])))
     if "enum" in schema or "const" in schema:
         return ", ".join(f"`{word}`" for word in schema.get("enum", [schema.get("const")]))
-    names = {"boolean": "true, false", "null": "", "array": "a list of two numbers"}
+    if schema.get("type") == "array":
+        items = schema.get("items") or schema["prefixItems"][0]
+        kind = "names" if items["type"] == "string" else "numbers"
+        return f"a list of two {kind}" if schema.get("maxItems") == 2 else f"a list of {kind}"
+    names = {"boolean": "true, false", "null": ""}
     kind = names.get(schema.get("type"), schema.get("type"))
     bounds = {"exclusiveMinimum": "above", "minimum": "from", "maximum": "to"}
     known = [
@@ -101,14 +106,16 @@ def _page(section: type[Section], path: str) -> Iterator[str]:
     for key, schema in section.model_json_schema()["properties"].items():
         dotted = f"{path}.{key}".lstrip(".")
         nested = section_of(section, key)
+        if why := section.about(key).get("idle"):
+            name = f"`{key}`" if nested is None else f"`{key}` (section)"
+            idle.append(f"| {name} | {why} |")
+            continue
         if nested is not None:
             inner.append((nested, dotted))
             continue
         values = _values(schema).replace("|", "\\|")
         cells = f"`{key}`", values, _default(schema), _effect(section, key)
         acting.append(f"| {' | '.join(cells)} |")
-    for dotted, reason in _idle_keys(section, path):
-        idle.append(f"| {dotted} | {reason} |")
     yield f"## {f'`{path}`' if path else 'Top level'}\n"
     if path and section.__doc__:
         yield inspect.cleandoc(section.__doc__).partition("Attributes:")[0].strip() + "\n"
@@ -117,17 +124,6 @@ def _page(section: type[Section], path: str) -> Iterator[str]:
             yield "\n".join(table) + "\n"
     for nested, name in inner:
         yield from _page(nested, name)
-
-
-def _idle_keys(section: type[Section], path: str) -> Iterator[tuple[str, str]]:
-    """Yield a name and a reason for each key without effect, and for each section of such keys."""
-    prefix = f"{path}." if path else ""
-    names = {}
-    for dotted, idle in IDLE_KEYS.items():
-        name, _, rest = dotted.removeprefix(prefix).partition(".")
-        if dotted.startswith(prefix) and name not in section.model_fields:
-            names.setdefault(f"`{name}` (section)" if rest else f"`{name}`", idle.why)
-    yield from names.items()
 
 
 def reference() -> str:

@@ -156,13 +156,14 @@ def _tiers(plans: Sequence[GroupPlan], settings: Config, comm: Communicator) -> 
     return found
 
 
-def place_buffers(model: nn.Module, comm: Communicator) -> None:
-    """Move buffers to the compute device, with rank 0's values everywhere; they keep their
-    dtype.
+def place_buffers(model: nn.Module, comm: Communicator, dtype: torch.dtype | None = None) -> None:
+    """Move buffers to the compute device, with rank 0's values everywhere.
+
+    `dtype`: of the floating-point ones; None: they keep theirs.
     """
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            placed = buffer.to(comm.device)
+            placed = buffer.to(comm.device, dtype if buffer.is_floating_point() else None)
             if placed.numel():
                 placed = placed.contiguous()
                 comm.broadcast(placed, src=0)

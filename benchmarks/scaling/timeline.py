@@ -156,7 +156,10 @@ class Timeline:
         self._fresh: set[RehearsedGroup] = set()
         self._second: set[RehearsedGroup] = set()  # the groups that have a second shard (hpZ)
         self._item = config.compute_dtype.itemsize
-        self._grad_item = config.gradient_bytes(sums_have_16_bits=True)
+        self._grad_item = config.sum_dtype.itemsize
+        if (config.gradient_accumulation_steps or 1) == 1 and config.narrows_gradients:
+            sent = config.communication_data_type or config.compute_dtype
+            self._grad_item = min(self._grad_item, sent.itemsize)
         self._sent_item = (config.communication_data_type or config.compute_dtype).itemsize
         offload = config.zero_optimization.offload_optimizer or OffloadOptimizerConfig()
         self._updates_late = overlaps_step(

@@ -42,6 +42,7 @@ from tests.parity.models import ROWS, VOCABULARY, batches, t5
 from tests.processes import run_on
 from zero.checkpoint.models import consolidate
 from zero.errors import UsageError
+from zero.integrations.deepspeed.finder import FacadeModule
 
 STEPS, ACCUMULATION, CLIP = 4, 3, 0.2
 STAGES = {
@@ -314,3 +315,40 @@ def test_refusals_name_the_numbers():
     for found in run_on(2, refused):
         for text, part in zip(found, expected, strict=True):
             assert part in text
+
+
+def by_deepspeeds_names(rank: int, world_size: int) -> list[tuple]:
+    groups = FacadeModule("deepspeed.utils.groups")
+
+    def seen() -> tuple:
+        together = torch.tensor(float(rank))
+        torch.distributed.all_reduce(together, group=groups._get_data_parallel_group())
+        return (
+            groups._get_data_parallel_rank(),
+            groups._get_data_parallel_world_size(),
+            groups.get_tensor_model_parallel_rank(),
+            groups.get_tensor_model_parallel_world_size(),
+            together.item(),
+        )
+
+    found = [seen()]
+    config = ds_config() | {"tensor_parallel": {"autotp_size": 2}}
+    engine = start(build("llama"), config)
+    found.append(seen())
+    assert (engine.autotp_size(), engine.mp_world_size, engine.seq_parallel_group) == (2, 2, None)
+    assert engine.data_parallel_group is groups._get_data_parallel_group()
+    with pytest.raises(KeyError):
+        start(build("llama"), ds_config())
+        groups.get_tensor_model_parallel_group()
+    return found
+
+
+def test_samplers_are_told_who_shares_a_batch():
+    found = run_on(4, by_deepspeeds_names)
+    assert [before for before, _ in found] == [(rank, 4, 0, 1, 6.0) for rank in range(4)]
+    assert [after for _, after in found] == [
+        (0, 2, 0, 2, 2.0),
+        (0, 2, 1, 2, 4.0),
+        (1, 2, 0, 2, 2.0),
+        (1, 2, 1, 2, 4.0),
+    ]

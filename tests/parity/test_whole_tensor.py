@@ -28,6 +28,7 @@ from tests.dist.training import (
 )
 from tests.parity.models import MODELS, batches, build
 from tests.parity.test_fp32 import SMALL
+from zero.optim.lamb import Lamb
 from zero.optim.muon import MuonWithAdamW, is_hidden_matrix
 
 STEPS = 6
@@ -91,6 +92,10 @@ MAKE = {
     ),
     "torch's Adafactor": partial(torch.optim.Adafactor, lr=1e-2),
     "Muon": muon,
+    "Lamb": partial(Lamb, lr=1e-2, weight_decay=0.1),
+    "Adam without correction": partial(
+        Lamb, bias_correction=False, min_coeff=1.0, max_coeff=1.0, adam_w_mode=False
+    ),
     "Whitened": Whitened,
 }
 SECTIONS = {torch.float32: {}, torch.bfloat16: {"bf16": {"enabled": True}}}

@@ -1,37 +1,25 @@
-"""The keys of DeepSpeed that are not declared as fields: those without effect, those that DeepSpeed
-has removed, and old names. `idle_keys.json` lists them."""
+"""The keys of DeepSpeed without effect, as fields of the sections that they belong to; those that
+DeepSpeed has removed; and old names. `idle_keys.json` lists them."""
 
 import json
-from functools import cache
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, ConfigDict, TypeAdapter
+from pydantic import AfterValidator, create_model
 
-from zero.config.keys import AnyCase, Count, DType, Fraction, Int, Positive
+from zero.config.keys import AnyCase, Count, DType, Fraction, Int, Positive, Section, key
+
+_TABLE = json.loads(Path(__file__).with_name("idle_keys.json").read_text(encoding="utf-8"))
+_GROUPS: list[dict[str, Any]] = _TABLE["without effect"]
+REMOVED_KEYS: dict[str, str] = _TABLE["removed from DeepSpeed"]
+OLD_NAMES: dict[str, str] = _TABLE["old names"]
 
 
-class IdleKey(NamedTuple):
-    """A valid key without effect.
+class IdleSection(Section):
+    """A section of which no key has an effect."""
 
-    `why` is what a user who gives it is told. `values` names the type of its values; "" accepts
-    anything.
-    """
-
-    why: str
-    default: Any = None
-    values: str = ""
-    only: bool = False
-
-    def check(self, value: Any) -> None:
-        """Raise ValueError, or pydantic's ValidationError, for a value that DeepSpeed would refuse,
-        or whose being ignored would change the result.
-        """
-        if self.values and not (value is None and self.default is None):
-            _adapter(self.values).validate_python(value)
-        if self.only and value != self.default:
-            why = self.why.removeprefix(_ONLY)
-            raise ValueError(f"{value!r} is not available: {why}; use {self.default!r}")
+    lenient = True
 
 
 def _even(elements: int) -> int:
@@ -43,6 +31,7 @@ def _even(elements: int) -> int:
     return elements
 
 
+# The types that the table names.
 _VALUES: dict[str, Any] = {
     "bool": bool,
     "bool or object": bool | dict,
@@ -59,43 +48,64 @@ _VALUES: dict[str, Any] = {
 }
 
 
-@cache
-def _adapter(values: str) -> TypeAdapter:
-    config = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
-    return TypeAdapter(_VALUES[values], config=config)
+def _only(flag: bool, why: str) -> Any:
+    """The type of a flag of which one value is available: ignoring the other would change the
+    result.
+    """
+
+    def check(value: bool) -> bool:
+        if value != flag:
+            raise ValueError(f"{value!r} is not available: {why}; use {flag!r}")
+        return value
+
+    return Annotated[bool, AfterValidator(check)]
 
 
-_ONLY = "no other value is available: "
-_TABLE = json.loads(Path(__file__).with_name("idle_keys.json").read_text(encoding="utf-8"))
-REMOVED_KEYS: dict[str, str] = _TABLE["removed from DeepSpeed"]
-OLD_NAMES: dict[str, str] = _TABLE["old names"]
-
-
-def _read_idle_keys() -> dict[str, IdleKey]:
-    found = {}
-    for group in _TABLE["without effect"]:
+def _fields(path: str) -> Iterator[tuple[str, Any]]:
+    """The keys without effect of the section at `path`, as pydantic's `create_model` takes them."""
+    for group in _GROUPS:
+        if group["section"] != path:
+            continue
+        why = group["why"]
         rows = group["keys"] if isinstance(group["keys"], dict) else dict.fromkeys(group["keys"])
         for name, row in rows.items():
-            path = f"{group['section']}.{name}".lstrip(".")
             row = row or {}
             if "only" in row:
-                found[path] = IdleKey(_ONLY + group["why"], row["only"], "bool", only=True)
-            else:
-                found[path] = IdleKey(group["why"], **row)
-    return found
+                note = f"no other value is available: {why}"
+                yield name, (_only(row["only"], why), key(row["only"], idle=note, exclude=True))
+                continue
+            values = _VALUES[row["values"]] if "values" in row else Any
+            default = row.get("default")
+            values = values | None if default is None else values
+            yield name, (values, key(default, idle=why, exclude=True))
 
 
-def _names_by_section() -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
-    for path in IDLE_KEYS:
-        while path:
-            section, _, name = path.rpartition(".")
-            found.setdefault(section, set()).add(name)
-            path = section
-    return found
+def _sections(path: str) -> dict[str, str]:
+    """The names of the sections within the one at `path`, and why the keys of each do nothing."""
+    prefix = f"{path}." if path else ""
+    return {
+        group["section"].removeprefix(prefix).partition(".")[0]: group["why"]
+        for group in reversed(_GROUPS)
+        if group["section"].startswith(prefix) and group["section"] != path
+    }
 
 
-# By dotted name.
-IDLE_KEYS = _read_idle_keys()
-# By section: the names of its keys without effect, and of the sections in it.
-IDLE_NAMES = _names_by_section()
+S = TypeVar("S", bound=Section)
+
+
+def with_idle_keys(path: str) -> Callable[[type[S]], type[S]]:
+    """A class decorator: the section at `path` with its keys without effect, and with the sections
+    that have only such keys. They are checked as all others, and are not part of `model_dump`."""
+
+    def complete(model: type[S]) -> type[S]:
+        fields = dict(_fields(path))
+        for name, why in _sections(path).items():
+            if name not in model.model_fields:
+                inner = with_idle_keys(f"{path}.{name}".lstrip("."))(IdleSection)
+                fields[name] = inner | None, key(None, idle=why, exclude=True)
+        return create_model(
+            model.__name__, __base__=model, __doc__=model.__doc__, __module__=model.__module__,
+            **fields,
+        )  # fmt: skip
+
+    return complete

@@ -9,7 +9,6 @@ Names, types and defaults follow DeepSpeed 0.19.8 (``runtime/config.py``, ``runt
 and the section files that they import)."""
 
 import inspect
-import math
 import re
 import sys
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -46,7 +45,7 @@ class Section(BaseModel):
 
     @classmethod
     def about(cls, name: str) -> dict[str, str]:
-        """What `key` noted about a field: "needs", "auto" and "unit", where they apply."""
+        """What `key` noted about a field: "needs", "auto", "unit" and "idle", where they apply."""
         notes = cls.model_fields[name].json_schema_extra
         return {each: str(text) for each, text in notes.items()} if isinstance(notes, dict) else {}
 
@@ -68,7 +67,15 @@ class Section(BaseModel):
         return None
 
 
-def key(default: Any, *, needs: str = "", auto: str = "", unit: str = "", **options: Any) -> Any:
+def key(
+    default: Any,
+    *,
+    needs: str = "",
+    auto: str = "",
+    unit: str = "",
+    idle: str = "",
+    **options: Any,
+) -> Any:
     """A field of a section with notes about its key.
 
     Args:
@@ -76,9 +83,11 @@ def key(default: Any, *, needs: str = "", auto: str = "", unit: str = "", **opti
         auto: the argument of transformers or accelerate that replaces "auto"; without it "auto" is
             an error.
         unit: of a number: "elements", "bytes" or "power of 2".
+        idle: why the key never acts.
         options: of pydantic's `Field`.
     """
-    notes: dict[str, Any] = {"needs": needs, "auto": auto, "unit": unit}
+    notes: dict[str, Any] = {"needs": needs, "auto": auto, "unit": unit, "idle": idle}
+    notes = {name: text for name, text in notes.items() if text}
     return Field(default, json_schema_extra=notes, **options)
 
 
@@ -110,42 +119,10 @@ _DTYPES = {
 }
 
 
-def _parse_dtype(value: Any) -> torch.dtype | None:
-    if value is None:
-        return None
+def _parse_dtype(value: Any) -> torch.dtype:
     if not isinstance(value, str) or value.lower() not in _DTYPES:
         raise ValueError(f"expected one of 'fp32', 'fp16', 'bf16', got {value!r}")
     return _DTYPES[value.lower()]
-
-
-def _lies_between(low: float, high: float, value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value < high
-
-
-def _for_each_group(high: float, what: str) -> PlainValidator:
-    """Accepts numbers of at least 0 and less than `high`."""
-
-    def check(value: Any) -> Any:
-        values = value if isinstance(value, list) and value else [value]
-        if all(_lies_between(0, high, number) for number in values):
-            return value
-        raise ValueError(f"expected {what}, or a list with one a parameter group, got {value!r}")
-
-    return PlainValidator(check)
-
-
-def _parse_betas(value: Any) -> tuple[float, float]:
-    if isinstance(value, list | tuple) and len(value) == 2:
-        if all(_lies_between(0, 1, number) for number in value):
-            return value[0], value[1]
-    raise ValueError(f"expected a list of two numbers of at least 0 and less than 1, got {value!r}")
-
-
-def _parse_names(value: Any) -> list[str]:
-    names = [value] if isinstance(value, str) else value
-    if isinstance(names, list) and all(isinstance(name, str) for name in names):
-        return names
-    raise ValueError(f"expected a name or a list of names, got {value!r}")
 
 
 Int = Annotated[int, WHOLE]
@@ -155,27 +132,19 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Flag = Annotated[bool, BeforeValidator(lambda value: bool(value) if value in (0, 1) else value)]
 Device = Annotated[Literal["none", "cpu", "nvme"], AnyCase()]
-DType = Annotated[
-    torch.dtype | None,
-    PlainValidator(_parse_dtype),
-    WithJsonSchema({"enum": ["fp32", "fp16", "bf16"]}),
-]
+DType = (
+    Annotated[
+        torch.dtype,
+        PlainValidator(_parse_dtype),
+        WithJsonSchema({"enum": ["fp32", "fp16", "bf16"]}),
+    ]
+    | None
+)
 Names = Annotated[
-    list[str], PlainValidator(_parse_names), WithJsonSchema({"type": "a name or a list of names"})
+    list[str], BeforeValidator(lambda names: [names] if isinstance(names, str) else names)
 ]
-Betas = Annotated[
-    tuple[float, float],
-    PlainValidator(_parse_betas),
-    WithJsonSchema({"type": "two numbers from 0 to below 1"}),
-]
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[_Decay, _Decay], Field(strict=False)]
 # A number, or a list with one for each parameter group of the optimizer.
-Rates = Annotated[
-    float | list[float],
-    _for_each_group(math.inf, "a finite number of at least 0"),
-    WithJsonSchema({"type": "a finite number of at least 0"}),
-]
-Momenta = Annotated[
-    float | list[float],
-    _for_each_group(math.nextafter(1, 2), "a number from 0 to 1"),
-    WithJsonSchema({"type": "a number from 0 to 1"}),
-]
+Rates = NonNegative | Annotated[list[NonNegative], Field(min_length=1)]
+Momenta = Fraction | Annotated[list[Fraction], Field(min_length=1)]

@@ -16,13 +16,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from zero.config.idle import IDLE_KEYS, IDLE_NAMES, OLD_NAMES, REMOVED_KEYS
+from zero.config.idle import OLD_NAMES, REMOVED_KEYS, IdleSection
 from zero.config.keys import Section
 from zero.config.settings import Config, Origin
 from zero.errors import UsageError
 
 # A configuration has five levels and about 40 keys. What has more than this is something else.
 _MOST_LEVELS, _MOST_UNKNOWN = 32, 50
+# Python itself refuses to convert integers of more than 4,300 digits.
+_MOST_DIGITS = 100
+# How keys begin that are notes for readers, unless they resemble a key.
+_NOTES = ("_", "//", "#")
 # "auto" must have been replaced in these before the engine starts: DeepSpeed has no default for
 # them.
 _AUTO_WITHOUT_DEFAULT = ("zero_optimization.stage", "scheduler.params.total_num_steps")
@@ -41,28 +45,31 @@ def load_config(
         allow_auto: accept "auto" where transformers and accelerate fill it in later; the key then
             has its default (batch sizes: None). Without it, "auto" is an error where DeepSpeed has
             no default to fall back on.
-        command_line: the words that started the script. Its options `--deepspeed` and
-            `--output_dir` help the table at the start: see :mod:`zero.config.table`.
+        command_line: the words that started the script. Its option `--output_dir` names the folder
+            for the table at the start: see :mod:`zero.config.table`.
 
     Raises:
         ValueError: one line for each thing wrong, naming file, dotted key, what was expected and
         the nearest key.
     """
     place, raw = read(source)
-    data, renamed, problems = rename_old(raw, overriding=isinstance(source, dict))
+    data = _copied(raw)
+    origin = Origin(place, raw, command_line=command_line)
+    problems = _nest_dotted(data, overriding=isinstance(source, dict))
+    problems |= _rename_old(data, origin.renamed)
+    origin.written = _copied(data)
     for key, reason in REMOVED_KEYS.items():
         section, name = find(data, key)
         # A section that is switched off is harmless.
         if section.pop(name, {"enabled": False}) != {"enabled": False}:
             problems.setdefault(key, reason)
-    origin = Origin(place, raw, command_line, renamed=renamed)
     misspelt = _sort(data, Config, "", origin)
     if origin.ignored and {_short(key) for key in raw} <= {*origin.ignored}:
         problems[origin.ignored[0]] = (
             "neither this nor any other key is one of DeepSpeed's: is this the right file?"
         )
     config, wrong = _validate(data)
-    problems |= wrong | _check_idle(origin.idle) | misspelt
+    problems |= wrong | misspelt
     for section in ("optimizer", "scheduler"):
         # The type decides which settings exist, so messages about them would mislead.
         if f"{section}.type" in problems:
@@ -99,17 +106,23 @@ def read(source: object) -> tuple[str, dict]:
     if not place:
         raise UsageError("DeepSpeed configuration: the name of the file is empty")
     text = _inline_json(source)
-    if text is None:
-        text = _read_file(place)
-    else:
-        place = "DeepSpeed configuration string"
+    cannot = "cannot read the DeepSpeed configuration"
     try:
+        if text is not None:
+            place = "DeepSpeed configuration string"
+        elif os.path.exists(place) and not os.path.isfile(place):
+            # Reading a pipe would wait for its writer.
+            raise UsageError(f"{cannot}: not a regular file")
+        else:
+            text = Path(place).read_text(encoding="utf-8")
         value = _parse(text)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise UsageError(f"{place}: {where}: not valid JSON: {error.msg}") from error
     except RecursionError:
         raise UsageError(f"{place}: nested more than {_MOST_LEVELS} levels deep") from None
+    except OSError as error:
+        raise UsageError(f"{place}: {cannot}: {error.strerror}") from error
     except ValueError as error:
         raise UsageError(f"{place}: {error}") from error
     if not isinstance(value, dict):
@@ -130,30 +143,25 @@ def _inline_json(source: str | os.PathLike) -> str | None:
     return text if text.lstrip().startswith("{") else None
 
 
-def _read_file(place: str) -> str:
-    if os.path.exists(place) and not os.path.isfile(place):
-        # Reading a pipe would wait for its writer.
-        raise UsageError(f"{place}: cannot read the DeepSpeed configuration: not a regular file")
-    try:
-        return Path(place).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"{place}: cannot read the DeepSpeed configuration: {reason}") from error
-
-
 def _parse(text: str) -> Any:
     """Parse JSON.
 
     If `hjson` is installed, as it is with DeepSpeed, Hjson (comments, no quotes) is accepted too.
     """
     try:
-        return json.loads(text, object_pairs_hook=_refuse_duplicates)
+        return json.loads(text, object_pairs_hook=_refuse_duplicates, parse_int=_short_int)
     except json.JSONDecodeError as error:
         try:
             import hjson  # pyright: ignore[reportMissingImports]  # not a dependency
         except ImportError:
             raise error from None
         return hjson.loads(text, object_pairs_hook=_refuse_duplicates)
+
+
+def _short_int(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits: {_short(digits)}")
+    return int(digits)
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict:
@@ -166,18 +174,11 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict:
 # -- dotted keys and old names
 
 
-def rename_old(
-    raw: dict, overriding: bool = False
-) -> tuple[dict, list[tuple[str, str]], dict[str, str]]:
-    """Return a copy of ``raw`` with every key in its section under its new name, the renames, and a
-    message per clash.
-
-    A dotted key means the nested one. ``overriding``: if both are given, the dotted one holds. Code
-    wrote it later."""
-    data = _copied(raw)
-    renamed: list[tuple[str, str]] = []
+def _rename_old(data: dict, renamed: list[tuple[str, str]]) -> dict[str, str]:
+    """Give the keys of ``data`` their new names, and note the pairs in `renamed`. Returns a message
+    per clash.
+    """
     problems: dict[str, str] = {}
-    _nest_dotted(data, overriding, problems)
     for old, new in OLD_NAMES.items():
         section, name = find(data, old)
         if name not in section:
@@ -196,13 +197,15 @@ def rename_old(
         renamed.append((old, new))
         if value is not None:
             section[name] = value
-    return data, renamed, problems
+    return problems
 
 
 def _copied(value: Any, level: int = 0) -> Any:
     """Copy nested dicts and lists. Other values stay the same objects."""
     if level > _MOST_LEVELS:
         raise UsageError(f"DeepSpeed configuration: nested more than {_MOST_LEVELS} levels deep")
+    if isinstance(value, int) and abs(value) >= 10**_MOST_DIGITS:
+        raise UsageError(f"DeepSpeed configuration: a number has more than {_MOST_DIGITS} digits")
     if isinstance(value, list):
         return [_copied(item, level + 1) for item in value]
     if not isinstance(value, dict):
@@ -213,7 +216,12 @@ def _copied(value: Any, level: int = 0) -> Any:
     return {key: _copied(item, level + 1) for key, item in value.items()}
 
 
-def _nest_dotted(data: dict, overriding: bool, problems: dict[str, str]) -> None:
+def _nest_dotted(data: dict, overriding: bool) -> dict[str, str]:
+    """Put the value of each dotted key into its section. Returns a message per clash.
+
+    ``overriding``: if both are given, the dotted one holds, because code wrote it later.
+    """
+    problems: dict[str, str] = {}
     for dotted in [key for key in data if "." in key]:
         value, section = data.pop(dotted), data
         *path, key = dotted.split(".")
@@ -231,6 +239,7 @@ def _nest_dotted(data: dict, overriding: bool, problems: dict[str, str]) -> None
                 f"is {_show(value)} here, and {_show(section[key])} in its section; delete one of "
                 "them"
             )
+    return problems
 
 
 def find(data: dict, dotted: str) -> tuple[dict, str]:
@@ -249,113 +258,96 @@ def find(data: dict, dotted: str) -> tuple[dict, str]:
 # -- known and unknown keys
 
 
-def section_of(model: type[Section] | None, key: str) -> type[Section] | None:
-    """Return the section that the key ``key`` of ``model`` holds, or None if it holds a value."""
-    field = model.model_fields.get(key) if model is not None else None
+def section_of(model: type[Section], name: str) -> type[Section] | None:
+    """Return the section that the key `name` of `model` holds, or None if it holds a value."""
+    field = model.model_fields.get(name)
     kinds = [] if field is None else [field.annotation, *typing.get_args(field.annotation)]
     sections = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section))
     return next(sections, None)
 
 
-def names_in(model: type[Section] | None, path: str) -> list[str]:
-    """The valid keys of the section at ``path``; its ``model`` is None if no key of it acts."""
-    fields = list(model.model_fields) if model is not None else []
-    return fields + sorted(IDLE_NAMES.get(path, set()) - {*fields})
+def _sort(data: dict, model: type[Section], prefix: str, origin: Origin) -> dict[str, str]:
+    """Note in ``origin`` what becomes of each key of a section, whose names begin with `prefix`.
 
-
-def _sort(data: dict, model: type[Section] | None, path: str, origin: Origin) -> dict[str, str]:
-    """Note in ``origin`` what becomes of each key of the section at ``path``.
-
-    Only keys with a value for their model stay in ``data``: not those that are unknown, have no
-    effect, or are "auto" and will be filled in by transformers or accelerate. Returns a message for
-    each key that is misspelt.
+    Only keys with a value for their model stay in ``data``: not those that are unknown, or that are
+    "auto" and will be filled in by transformers or accelerate. Returns a message for each key that
+    is misspelt.
     """
-    prefix = f"{path}." if path else ""
-    known = names_in(model, path)
     misspelt: dict[str, str] = {}
-    unknown = [key for key in data if key not in known]
+    unknown = [name for name in data if name not in model.model_fields]
     if len(unknown) > _MOST_UNKNOWN:
-        misspelt[prefix + _short(unknown[0])] = (
-            f"unknown key, as {len(unknown) - 1} others: this is not a DeepSpeed configuration"
+        raise UsageError(
+            f"{origin.place}: {prefix}{_short(unknown[0])}: unknown key, as {len(unknown) - 1} "
+            "others: this is not a DeepSpeed configuration"
         )
-    for key in unknown:
-        del data[key]
-        if len(unknown) <= _MOST_UNKNOWN:
-            message = _unknown_key(path, key, model, known)
-            if message is None:
-                origin.ignored.append(prefix + _short(key))
-            else:
-                misspelt[prefix + _short(key)] = message
-    for key, value in list(data.items()):
-        dotted = prefix + key
-        inner = section_of(model, key)
-        if isinstance(value, dict) and (inner is not None or dotted in IDLE_NAMES):
-            misspelt |= _sort(value, inner, dotted, origin)
-        elif model is None or key not in model.model_fields:
-            origin.idle[dotted] = value
-        elif value == "auto" and model.about(key).get("auto"):
-            origin.auto.add(dotted)
+    for name in unknown:
+        del data[name]
+        message = _unknown_key(prefix, name, model)
+        if message is None:
+            origin.ignored.append(prefix + _short(name))
         else:
-            origin.given.add(dotted)
-            continue
-        if inner is None:
-            del data[key]
+            misspelt[prefix + _short(name)] = message
+    for name, value in list(data.items()):
+        inner = section_of(model, name)
+        if isinstance(value, dict) and inner is not None:
+            misspelt |= _sort(value, inner, f"{prefix}{name}.", origin)
+        elif value == "auto" and "auto" in model.about(name):
+            origin.auto.add(prefix + name)
+            del data[name]
+        else:
+            origin.given.add(prefix + name)
     return misspelt
 
 
-def _unknown_key(path: str, key: str, model: type[Section] | None, known: list[str]) -> str | None:
-    """Return the message about an unknown key of the section at ``path``, or None if it is
-    ignored.
-    """
-    homes = [full for full in _all_keys() if full.rpartition(".")[2] == key]
-    if homes:
-        return f"unknown key here; it is a valid key as {' or '.join(homes[:3])}"
-    prefix = f"{path}." if path else ""
-    here = [prefix + name for name in known]
-    here += [old for old in (*OLD_NAMES, *REMOVED_KEYS) if old.rpartition(".")[0] == path]
-    # A short name in another section may resemble this one by chance.
-    elsewhere = [full for full in _all_keys() if len(full.rpartition(".")[2]) >= 8]
-    for names in (here, elsewhere):
-        if similar := [full for full in names if is_misspelt(key, full.rpartition(".")[2])]:
-            return f"unknown key; did you mean {_nearest(key, similar)}?"
-    if model is None or model.lenient:
+def _unknown_key(prefix: str, name: str, model: type[Section]) -> str | None:
+    """Return the message about an unknown key of a section, or None if it is ignored."""
+    if name.lstrip("_/# ").startswith("comment"):
         return None
-    return f"not a key of DeepSpeed 0.19; the nearest valid key is {_nearest(key, here)}"
+    if homes := _all_keys().get(name):
+        return f"unknown key here; it is a valid key as {' or '.join(homes[:3])}"
+    here = {key: prefix + key for key in model.model_fields}
+    for old in (*OLD_NAMES, *REMOVED_KEYS):
+        section, dot, key = old.rpartition(".")
+        if section + dot == prefix:
+            here[key] = old
+    # A short name in another section may resemble this one by chance.
+    elsewhere = {key: homes[0] for key, homes in _all_keys().items() if len(key) >= 8}
+    for names in (here, elsewhere):
+        if similar := nearest(name, names):
+            return f"unknown key; did you mean {names[similar]}?"
+    if model.lenient or name.startswith(_NOTES):
+        return None
+    similar = nearest(name, here, cutoff=0.0)
+    return f"not a key of DeepSpeed 0.19; the nearest valid key is {here[similar]}"
+
+
+def nearest(key: str, names: Collection[str], cutoff: float | None = None) -> str:
+    """The one of `names` of which `key` is a misspelling, or "".
+
+    That is one letter changed, missing, added or moved; in a long name several may be.
+    """
+    spelt = key[:100].lower().replace("-", "_")
+    if cutoff is None and len(spelt) > 8:
+        cutoff, names = 0.75, [name for name in names if len(name) >= 8]
+    elif cutoff is None:
+        cutoff = 1 - 1 / max(len(spelt), 2) - 1e-9
+    return next(iter(difflib.get_close_matches(spelt, names, n=1, cutoff=cutoff)), "")
 
 
 @cache
-def _all_keys() -> list[str]:
-    """Every valid dotted key outside of sections without effect."""
-    found: list[str] = []
-    sections: list[tuple[str, type[Section]]] = [("", Config)]
-    for path, model in sections:
-        for name in names_in(model, path):
-            dotted = f"{path}.{name}".lstrip(".")
-            found.append(dotted)
-            inner = section_of(model, name)
-            if inner is not None:
-                sections.append((dotted, inner))
-    return found
-
-
-def _likeness(key: str, name: str) -> float:
-    """Share of matching characters."""
-    if len(key) > 2 * len(name):
-        return 0.0
-    spelt = key.lower().replace("-", "_")
-    return difflib.SequenceMatcher(None, spelt, name.lower(), autojunk=False).ratio()
-
-
-def _nearest(key: str, dotted: list[str]) -> str:
-    return max(dotted, key=lambda full: _likeness(key, full.rpartition(".")[2]))
-
-
-def is_misspelt(key: str, name: str) -> bool:
-    """Whether `key` is `name` with one letter changed, missing, added or moved.
-
-    A long name may have several.
+def _all_keys() -> dict[str, list[str]]:
+    """The dotted names of every key, by the last part of the name. Those within sections without
+    effect are not among them.
     """
-    return _likeness(key, name) >= (0.75 if len(name) >= 8 else 1 - 1 / len(name) - 1e-9)
+    found: dict[str, list[str]] = {}
+    sections: list[tuple[str, type[Section]]] = [("", Config)]
+    for prefix, model in sections:
+        for name in model.model_fields:
+            found.setdefault(name, []).append(prefix + name)
+            inner = section_of(model, name)
+            if inner is not None and not issubclass(inner, IdleSection):
+                sections.append((f"{prefix}{name}.", inner))
+    return found
 
 
 def _short(key: str) -> str:
@@ -375,6 +367,7 @@ _EXPECTED = {
     "finite_number": "a finite number",
     "greater_than": "a number greater than {gt:g}",
     "greater_than_equal": "a number of at least {ge:g}",
+    "less_than": "a number less than {lt:g}",
     "less_than_equal": "a number of at most {le:g}",
     "literal_error": "one of {expected}",
 }
@@ -400,22 +393,6 @@ def _validate(data: dict) -> tuple[Config | None, dict[str, str]]:
     with suppress(ValidationError):
         return Config.model_validate(data), problems
     return None, problems
-
-
-def _check_idle(given: dict[str, Any]) -> dict[str, str]:
-    """Return a message for each key without effect that has a wrong value."""
-    problems: dict[str, str] = {}
-    for key, value in given.items():
-        try:
-            if key in IDLE_KEYS:
-                IDLE_KEYS[key].check(value)
-            elif value is not None:
-                problems[key] = f"expected an object, got {_show(value)}"
-        except ValidationError as error:
-            problems[key] = _explain(error.errors(include_url=False)[0], value)
-        except ValueError as error:
-            problems[key] = str(error)
-    return problems
 
 
 def _key_of(error: Any) -> str:
@@ -462,10 +439,9 @@ def _contradictions(config: Config, stage_known: bool) -> Iterator[tuple[str, st
     fp16, zero, origin = config.fp16, config.zero_optimization, config.origin
     if fp16.enabled and config.bf16.enabled:
         yield "bf16.enabled", "fp16.enabled is true too; choose one of them"
-    initial = 2**fp16.initial_scale_power
-    if fp16.enabled and not fp16.loss_scale and fp16.min_loss_scale > initial:
-        message = f"{fp16.min_loss_scale} is above 2 ** initial_scale_power = {initial}"
-        yield "fp16.min_loss_scale", message
+    if fp16.enabled:
+        for name, message in fp16.impossible():
+            yield f"fp16.{name}", message
     if not config.managed_gradient_accumulation and zero.stage < 2 and zero.overlap_comm:
         message = (
             "false supports zero_optimization.overlap_comm only with ZeRO stage 2 or 3; below, "
@@ -482,7 +458,7 @@ def _contradictions(config: Config, stage_known: bool) -> Iterator[tuple[str, st
         message = "needs zero_optimization.stage of at least 1, got 0"
         yield "zero_optimization.offload_optimizer.device", message
     if config.optimizer is not None:
-        given = _names_below("optimizer.params.", {*origin.given, *origin.idle})
+        given = _names_below("optimizer.params.", origin.given)
         yield from config.optimizer.contradictions(given)
     if config.scheduler is not None:
         given = _names_below("scheduler.params.", origin.given | origin.auto)

@@ -1,5 +1,6 @@
 """Sections about what is measured and written while training."""
 
+from zero.config.idle import with_idle_keys
 from zero.config.keys import Int, Names, Positive, Section, key
 
 
@@ -75,6 +76,7 @@ class CommsLoggerConfig(Measured):
     debug: bool = key(False, needs="enabled")
 
 
+@with_idle_keys("flops_profiler")
 class FlopsProfilerConfig(Measured):
     """Floating-point operations of one step, counted by `torch.utils.flop_counter` on rank 0.
 

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
+from zero.config.idle import with_idle_keys
 from zero.config.keys import AnyCase, Count, Device, Fraction, Positive, Section, key
 
 
@@ -67,6 +68,7 @@ class OffloadParamConfig(OffloadConfig):
     max_in_cpu: Count = key(int(1e9), needs=_FILES, unit="elements")
 
 
+@with_idle_keys("zero_optimization.offload_optimizer")
 class OffloadOptimizerConfig(OffloadConfig):
     """Where gradients, fp32 masters and optimizer state live.
 
@@ -98,12 +100,8 @@ class OffloadOptimizerConfig(OffloadConfig):
     ratio: Fraction | Annotated[Literal["auto"], AnyCase()] = 1.0
     overlap_step: bool | None = None
 
-    @property
-    def pipeline(self) -> bool:
-        """Whether files are read or written while a sub-group is updated."""
-        return self.pipeline_read or self.pipeline_write
 
-
+@with_idle_keys("aio")
 class AioConfig(Section):
     """How files are read and written. The section acts if something is offloaded to `nvme`.
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import AfterValidator, Field
 
+from zero.config.idle import with_idle_keys
 from zero.config.keys import (
     WHOLE,
     AnyCase,
@@ -46,7 +47,7 @@ REFUSED_ON_SEVERAL = dict.fromkeys(
     "muonwithauxadam": "exchanges tensors between processes by itself; take its single-device class"
 }
 ELEMENTWISE = "Adam AdamW SGD Adagrad Lion RMSprop NAdam RAdam Adamax Adadelta ASGD Rprop".split()
-TYPES = [*ELEMENTWISE, "Muon"]
+TYPES = [*ELEMENTWISE, "Muon", "Lamb"]
 # Settings that DeepSpeed accepts beside those of torch's class.
 _ADAM = "adam_w_mode torch_adam bias_correction set_grad_none fp32_optimizer_states"
 _DEEPSPEEDS = {
@@ -54,6 +55,7 @@ _DEEPSPEEDS = {
     "AdamW": _ADAM,
     "Adagrad": "fp32_optimizer_states",
     "Lion": "set_grad_none fp32_optimizer_states",
+    "Lamb": "set_grad_none",
     "Muon": "torch_adam fp32_optimizer_states",
 }
 
@@ -97,6 +99,9 @@ def optimizer_defaults(kind: str, torch_adam: bool = False) -> dict[str, Any]:
         }
     elif kind == "Lion":
         defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
+    elif kind == "Lamb":
+        defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+        defaults |= {"bias_correction": True, "max_coeff": 10.0, "min_coeff": 0.01}
     else:
         arguments = inspect.signature(getattr(torch.optim, kind)).parameters
         defaults = {name: argument.default for name, argument in arguments.items()}
@@ -114,7 +119,7 @@ class Settings(Section):
     """Settings that are passed on with ``**``: what the user wrote and has an effect."""
 
     def keys(self) -> list[str]:
-        return sorted(self.model_fields_set)
+        return [name for name in sorted(self.model_fields_set) if "idle" not in self.about(name)]
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
@@ -129,6 +134,7 @@ def _in_order(pair: tuple[float, float]) -> tuple[float, float]:
 _Factors = Annotated[tuple[float, float], Field(strict=False), AfterValidator(_in_order)]
 
 
+@with_idle_keys("optimizer.params")
 class OptimizerParams(Settings):
     """Keyword arguments of the optimizer. A setting that its type does not have is an error.
 
@@ -146,7 +152,12 @@ class OptimizerParams(Settings):
         adam_w_mode: Adam, AdamW, Muon: decay weights apart from the gradient. Always true for
             AdamW.
         torch_adam: Adam, AdamW: torch's own class and defaults.
+        bias_correction: Adam, AdamW, Lamb: divide the moments by what they lack in the first steps.
+            - false: The moments, which begin at 0, are taken as they are. Adam then updates whole
+              tensors, each on the process that owns it.
         amsgrad: Adam, AdamW: keep the largest second moment.
+        max_coeff: Lamb: the largest ratio of the norms of a weight and its update.
+        min_coeff: Lamb: the smallest such ratio.
         muon_lr: Muon: learning rate of the matrices. Default: lr, or 0.02.
         adam_lr: Muon: learning rate of all other parameters. Default: lr, or 3e-4.
         momentum: SGD, RMSprop, Muon.
@@ -175,7 +186,10 @@ class OptimizerParams(Settings):
 
     adam_w_mode: bool = True
     torch_adam: bool = False
+    bias_correction: bool = True
     amsgrad: bool = False
+    max_coeff: NonNegative | None = None
+    min_coeff: NonNegative | None = None
     muon_lr: NonNegative | None = None
     adam_lr: NonNegative | None = None
 
@@ -195,6 +209,7 @@ class OptimizerParams(Settings):
     step_sizes: _Factors | None = None
 
 
+@with_idle_keys("optimizer")
 class OptimizerConfig(Section):
     """The optimizer.
 
@@ -202,13 +217,14 @@ class OptimizerConfig(Section):
 
     Attributes:
         type: Adam, AdamW, SGD, Adagrad, Lion, RMSprop, NAdam, RAdam, Adamax, Adadelta, ASGD, Rprop,
-            Muon, in any letter case. Adam means AdamW unless `adam_w_mode` is false, as in
+            Muon, Lamb, in any letter case. Adam means AdamW unless `adam_w_mode` is false, as in
             DeepSpeed. Muon updates hidden matrices; AdamW updates the rest. Pass an optimizer of
             any other class to `initialize`.
             - Adam: AdamW, as in DeepSpeed, unless `adam_w_mode` is false.
             - AdamW: Adam with weight decay apart from the gradient, as torch's AdamW.
             - Lion: Steps by the sign of one moment: 4 bytes a parameter less than Adam's two.
             - Muon: Muon updates hidden matrices; AdamW updates the rest.
+            - Lamb: Adam whose update of each tensor is scaled by the norms of weight and update.
             - N: The class torch.optim.N, with its defaults.
     """
 
@@ -258,10 +274,10 @@ class SchedulerParams(Settings):
 
     last_batch_iteration: Annotated[int, Field(ge=-1), WHOLE] = -1
 
-    warmup_num_steps: Count = key(1000, auto="warmup_steps")
-    warmup_type: Annotated[Literal["log", "linear"], AnyCase()] = "log"
     warmup_min_lr: Rates = key(0.0, auto="always 0")
     warmup_max_lr: Rates | None = key(None, auto="learning_rate")
+    warmup_num_steps: Count = key(1000, auto="warmup_steps")
+    warmup_type: Annotated[Literal["log", "linear"], AnyCase()] = "log"
     total_num_steps: Positive | None = key(
         None, auto="the steps that follow from max_steps or num_train_epochs"
     )
@@ -287,17 +303,23 @@ class SchedulerParams(Settings):
     decay_mom_rate: NonNegative = 0.0
 
 
-def _keys_like(*beginnings: str) -> set[str]:
-    names = ("last_batch", *beginnings)
-    return {name for name in SchedulerParams.model_fields if name.startswith(names)}
+def _keys_like(*beginnings: str) -> tuple[str, ...]:
+    names = (name for name in SchedulerParams.model_fields if name.startswith(beginnings))
+    return *names, "last_batch_iteration"
 
 
 _WARMUP_LR = _keys_like("warmup_num", "warmup_type", "warmup_min_lr", "warmup_max_lr")
+# In the order of the arguments of DeepSpeed's classes.
 SCHEDULE_KEYS = {
     "WarmupLR": _WARMUP_LR,
-    "WarmupDecayLR": _WARMUP_LR | {"total_num_steps"},
-    "WarmupCosineLR": _keys_like(
-        "warmup_num", "warmup_type", "warmup_min_ratio", "total_num", "cos_"
+    "WarmupDecayLR": ("total_num_steps", *_WARMUP_LR),
+    "WarmupCosineLR": (
+        "total_num_steps",
+        "warmup_min_ratio",
+        "warmup_num_steps",
+        "cos_min_ratio",
+        "warmup_type",
+        "last_batch_iteration",
     ),
     "OneCycle": _keys_like("cycle_", "decay_"),
     "LRRangeTest": _keys_like("lr_range_test_"),

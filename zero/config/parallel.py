@@ -4,9 +4,11 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
+from zero.config.idle import with_idle_keys
 from zero.config.keys import Count, Section, key
 
 
+@with_idle_keys("tensor_parallel")
 class TensorParallelConfig(Section):
     """Tensor parallelism: neighbouring processes have a part of each layer, and work on the same
     batch.
@@ -21,6 +23,7 @@ class TensorParallelConfig(Section):
     autotp_size: Annotated[Count, AfterValidator(lambda size: size or 1)] = 1
 
 
+@with_idle_keys("expert_parallel")
 class ExpertParallelConfig(Section):
     """Expert parallelism: the processes that share layers have some of the experts each.
 

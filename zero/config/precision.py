@@ -1,10 +1,9 @@
 """The sections ``fp16``, ``bf16`` and ``data_types``: the dtypes of training."""
 
-from typing import Annotated
+from collections.abc import Iterator
 
-from pydantic import Field
-
-from zero.config.keys import WHOLE, Count, DType, NonNegative, Positive, Section, key
+from zero.config.idle import with_idle_keys
+from zero.config.keys import Count, DType, NonNegative, Section, key
 
 
 class SixteenBit(Section):
@@ -16,6 +15,7 @@ class SixteenBit(Section):
         return None if self.enabled or name == "enabled" else "the section is not enabled"
 
 
+@with_idle_keys("fp16")
 class FP16Config(SixteenBit):
     """Training in float16. The keys act if `enabled` is true.
 
@@ -43,12 +43,27 @@ class FP16Config(SixteenBit):
 
     enabled: bool = key(False, auto="fp16")
     loss_scale: NonNegative = 0.0
-    # The scale is kept in fp32, whose largest power of two is 127.
-    initial_scale_power: Annotated[int, Field(ge=0, le=127), WHOLE] = key(16, unit="power of 2")
-    loss_scale_window: Positive = 1000
-    hysteresis: Positive = 2
+    initial_scale_power: Count = key(16, unit="power of 2")
+    loss_scale_window: Count = 1000
+    hysteresis: Count = 2
     consecutive_hysteresis: bool = False
-    min_loss_scale: Positive = 1
+    min_loss_scale: Count = 1
+
+    def impossible(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for settings of the scale with which nothing could be trained.
+
+        DeepSpeed's configurations may have them where fp16 is off.
+        """
+        initial = self.initial_scale_power
+        for name in ("loss_scale_window", "hysteresis", "min_loss_scale"):
+            if getattr(self, name) == 0:
+                yield name, "expected a number greater than 0, got 0"
+        if initial > 127:
+            # The scale is kept in fp32.
+            yield "initial_scale_power", f"expected a number of at most 127, got {initial}"
+        elif not self.loss_scale and self.min_loss_scale > 2**initial:
+            message = f"{self.min_loss_scale} is above 2 ** initial_scale_power = {2**initial}"
+            yield "min_loss_scale", message
 
     def why_idle(self, name: str) -> str | None:
         if self.loss_scale and name not in ("enabled", "loss_scale"):
@@ -56,6 +71,7 @@ class FP16Config(SixteenBit):
         return super().why_idle(name)
 
 
+@with_idle_keys("bf16")
 class BF16Config(SixteenBit):
     """Training in bfloat16. The keys act if `enabled` is true.
 
@@ -88,12 +104,15 @@ class BF16Config(SixteenBit):
         return self.enabled and self.bf16_master_weights_and_grads
 
 
+@with_idle_keys("data_types")
 class DataTypesConfig(Section):
     """Dtypes of what is neither a parameter nor an optimizer state.
 
     Attributes:
         grad_accum_dtype: Gradients are summed over micro-batches, and kept for the step, in this
             dtype. Default: fp32; and 16 bits for a 16-bit gradient to which nothing is added.
+        buffer_dtype: Floating-point buffers have this dtype. Default: the one they are loaded with.
     """
 
     grad_accum_dtype: DType = None
+    buffer_dtype: DType = None

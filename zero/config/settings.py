@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 from pydantic import ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator
 
+from zero.config.idle import with_idle_keys
 from zero.config.keys import AnyCase, DType, Flag, NonNegative, Positive, Section, key
 from zero.config.monitor import (
     CommsLoggerConfig,
@@ -29,6 +30,7 @@ from zero.config.sharding import ZeroConfig
 from zero.errors import UsageError
 
 
+@with_idle_keys("activation_checkpointing")
 class ActivationCheckpointingConfig(Section):
     """What happens to activations between forward and backward.
 
@@ -40,6 +42,7 @@ class ActivationCheckpointingConfig(Section):
     cpu_checkpointing: bool = False
 
 
+@with_idle_keys("checkpoint")
 class CheckpointConfig(Section):
     """How checkpoints are saved.
 
@@ -55,6 +58,7 @@ class CheckpointConfig(Section):
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], AnyCase()] = "Warn"
 
 
+@with_idle_keys("compile")
 class CompileConfig(Section):
     """`torch.compile` of each block, at every stage.
 
@@ -78,24 +82,25 @@ class Origin:
     Attributes:
         place: its name for messages.
         raw: the user's own dict, unchanged.
+        written: the same, with every key in its section and under its new name.
         command_line: the words that started the script.
         given: dotted keys that have a value of their own.
         auto: dotted keys that were still "auto".
-        idle: values of the keys without effect, by dotted key.
         ignored: dotted keys that resemble no known one.
         renamed: pairs of an old name and the new one.
     """
 
     place: str = ""
     raw: dict[str, Any] = field(default_factory=dict)
+    written: dict[str, Any] = field(default_factory=dict)
     command_line: Sequence[str] = ()
     given: set[str] = field(default_factory=set)
     auto: set[str] = field(default_factory=set)
-    idle: dict[str, Any] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
     renamed: list[tuple[str, str]] = field(default_factory=list)
 
 
+@with_idle_keys("")
 class Config(Section):
     """Made by :func:`zero.config.load_config`, which also checks keys against each other.
 
@@ -139,8 +144,12 @@ class Config(Section):
             DeepSpeed's is refused. DeepSpeed's default is false.
             - true: An optimizer object of any class is accepted.
             - false: An optimizer object that is neither torch's nor DeepSpeed's is refused.
-        zero_force_ds_cpu_optimizer: If the file sets true: an offloaded optimizer object must be a
+        zero_force_ds_cpu_optimizer: If the file sets true, an offloaded optimizer object must be a
             `DeepSpeedCPUAdam` or the like.
+            - true: An offloaded optimizer object must be a `DeepSpeedCPUAdam` or the like, which
+              accelerate puts in the place of yours.
+            - false: An offloaded optimizer object of any class is accepted, and accelerate keeps
+              yours.
     """
 
     lenient = True
@@ -232,18 +241,6 @@ class Config(Section):
         quantized = self.zero_optimization.zero_quantized_gradients
         return self.data_types.grad_accum_dtype is None and not quantized
 
-    def gradient_bytes(self, sums_have_16_bits: bool) -> int:
-        """Bytes of an element of the gradients that are kept for the step.
-
-        Without accumulation steps: those of 1.
-        """
-        kept = self.sum_dtype.itemsize
-        several = (self.gradient_accumulation_steps or 1) > 1
-        if several or not sums_have_16_bits or not self.narrows_gradients:
-            return kept
-        sent = self.communication_data_type or self.compute_dtype
-        return min(sent.itemsize, kept)
-
     def with_shard_size(self, size: int) -> "Config":
         """A copy that shards over groups of `size` ranks, as the mesh does.
 
@@ -283,21 +280,18 @@ class Config(Section):
         train = self.train_batch_size
         micro = self.train_micro_batch_size_per_gpu
         steps = self.gradient_accumulation_steps
-        if train is None:
-            if micro is None:
-                auto = {"train_batch_size", "train_micro_batch_size_per_gpu"} & self._origin.auto
-                state = "still 'auto'" if auto else "missing"
-                raise UsageError(
-                    f"{place}: train_micro_batch_size_per_gpu: is {state}, and train_batch_size is "
-                    "not given either; set one of them to a number"
-                )
-            steps = steps or 1
-            train = micro * steps * world_size
-        elif micro is None:
-            steps = steps or 1
-            micro = train // (steps * world_size)
-        else:
+        if train is None and micro is None:
+            auto = {"train_batch_size", "train_micro_batch_size_per_gpu"} & self._origin.auto
+            state = "still 'auto'" if auto else "missing"
+            raise UsageError(
+                f"{place}: train_micro_batch_size_per_gpu: is {state}, and train_batch_size is not "
+                "given either; set one of them to a number"
+            )
+        if train and micro:
             steps = steps or train // (micro * world_size)
+        steps = steps or 1
+        micro = micro or (train or 0) // (steps * world_size)
+        train = train or micro * steps * world_size
         if train != micro * steps * world_size:
             raise UsageError(f"{place}: train_batch_size: {self.batch_mismatch(world_size)}")
         values = dict(self)

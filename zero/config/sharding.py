@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
+from zero.config.idle import with_idle_keys
 from zero.config.keys import WHOLE, Count, Names, Positive, Section, key
 from zero.config.offload import OffloadOptimizerConfig, OffloadParamConfig
 from zero.errors import UsageError
@@ -34,6 +35,7 @@ def _floor(value: Any) -> Any:
     return math.floor(value) if isinstance(value, float) and math.isfinite(value) else value
 
 
+@with_idle_keys("zero_optimization")
 class ZeroConfig(Section):
     """What is sharded, and how it is communicated.
 

@@ -2,8 +2,7 @@
 whether it acts.
 
 It knows the sections only through what their keys declare. The command line of the script names
-the file in which "auto" was not filled in yet (`--deepspeed`), and the folder for the whole table
-(`--output_dir`).
+the folder for the whole table (`--output_dir`).
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero.config.idle import IDLE_KEYS
+from zero.config.idle import IdleSection
 from zero.config.keys import Section
-from zero.config.load import find, read, rename_old
+from zero.config.load import find, section_of
 from zero.config.optim import SCHEDULE_KEYS, optimizer_defaults
 from zero.config.settings import Config
 
@@ -29,7 +28,8 @@ FILE = "zero_config.txt"
 
 
 class Row(NamedTuple):
-    """One key. `given` and `effective` are JSON, or "-" for no value."""
+    """One key. `given` and `effective` are JSON, or "-" for no value. `effect` is "used", or "none:
+    " and the reason."""
 
     key: str
     given: str
@@ -39,100 +39,69 @@ class Row(NamedTuple):
     at_default: bool = False
 
 
-_HEADER = Row("key", "given", "effective", "from", "effect")
+_HEADER = Row("key", "given", "effective", "from", "")
+
+
+# Gradients are clipped by default. Older DeepSpeeds did not do so.
+_ALWAYS = ("gradient_clipping",)
 
 
 def table(config: Config) -> list[Row]:
     """Return a row for each key, without settings that the chosen optimizer or schedule does not
     have.
     """
+    return [row for _, row in rows(config)]
+
+
+def rows(config: Config) -> Iterator[tuple[Section, Row]]:
+    """Yield the rows of `table`, each with the section that declares the key."""
     defaults: dict[str, dict[str, Any]] = {}
     if config.optimizer is not None:
         torch_adam = config.optimizer.params.torch_adam
         defaults["optimizer.params"] = optimizer_defaults(config.optimizer.type, torch_adam)
     if config.scheduler is not None:
         defaults["scheduler.params"] = dict.fromkeys(SCHEDULE_KEYS[config.scheduler.type])
-    written = _written(config)
-    rows = []
-    for row in (*_rows(config, config, "", written), *_idle_rows(config, written)):
+    for declared, row in _rows(config, config, ""):
         section, _, name = row.key.rpartition(".")
         if section in defaults:
-            if name not in defaults[section]:
+            if name not in defaults[section] and row.key not in config.origin.auto:
                 continue
             if row.effective == "-":
-                row = row._replace(effective=_show(defaults[section][name]))
+                row = row._replace(effective=_show(defaults[section].get(name)))
         if section and row.key in config.origin.raw:
             given = _show(config.origin.raw[row.key])
             row = row._replace(source=f"{row.source} (dotted key)", given=given)
-        rows.append(row)
-    return rows
+        yield declared, row
 
 
 def _rows(
-    config: Config, section: Section, prefix: str, written: dict, inherited: str | None = None
-) -> Iterator[Row]:
+    config: Config, section: Section, prefix: str, inherited: str | None = None
+) -> Iterator[tuple[Section, Row]]:
     """The rows of a section. `inherited`: why none of its keys acts."""
     for name, field in type(section).model_fields.items():
-        key, value = prefix + name, getattr(section, name)
-        reason = inherited or section.why_idle(name)
+        key, value, about = prefix + name, getattr(section, name), section.about(name)
+        reason = about.get("idle") or inherited or section.why_idle(name)
         if isinstance(value, Section):
-            yield from _rows(config, value, f"{key}.", written, reason)
+            yield from _rows(config, value, f"{key}.", reason)
             continue
         given = key in config.origin.given
+        in_idle_section = isinstance(section, IdleSection) or section_of(type(section), name)
+        if "idle" in about and in_idle_section and not given:
+            continue  # of the sections without effect only what the file gives
         default = field.get_default(call_default_factory=True) if given else value
-        row = _row(key, given, value, default, f"none: {reason}" if reason else "used", written)
-        if given and row.given == '"auto"':
-            row = row._replace(source=f"auto: {section.about(name).get('auto')}")
-        yield row
+        holder, last = find(config.origin.written, key)
+        text = _show(holder.get(last, value if given else None))
+        source = "configuration" if given else "default"
+        effect = f"none: {reason}" if reason else "used"
+        yield section, Row(key, text, _show(value), source, effect, at_default=value == default)
 
 
-def _idle_rows(config: Config, written: dict) -> Iterator[Row]:
-    """The rows of the keys without effect; in sections without effect, of those that are given."""
-    for key, idle in IDLE_KEYS.items():
-        given = key in config.origin.idle
-        if given or idle.values:
-            value = config.origin.idle.get(key, idle.default)
-            yield _row(key, given, value, idle.default, f"none: {idle.why}", written)
-
-
-def _row(key: str, given: bool, value: Any, default: Any, effect: str, written: dict) -> Row:
-    section, name = find(written, key)
-    text = section.get(name, value if given else None)
-    source = "configuration" if given else "default"
-    return Row(key, _show(text), _show(value), source, effect, at_default=value == default)
-
-
-def _written(config: Config) -> dict:
-    """Return the configuration as it was before "auto" was filled in, if the command line names its
-    file.
-    """
-    source = _option(config, "--deepspeed", "--deepspeed_config")
-    try:
-        original = read(source)[1] if source else {}
-    except (ValueError, OSError):
-        original = {}
-    raw = config.origin.raw
-    return rename_old(original if original and _became(original, raw) else raw)[0]
-
-
-def _became(original: Any, filled: Any) -> bool:
-    """Whether `filled` is `original` with "auto" filled in.
-
-    Keys that a trainer removed do not count.
-    """
-    if not isinstance(original, dict) or not isinstance(filled, dict):
-        return original in ("auto", filled)
-    # accelerate overwrites steps_per_print, whatever the file says.
-    kept = original.keys() & filled.keys() - {"steps_per_print"}
-    return all(_became(original[key], filled[key]) for key in kept)
-
-
-def _option(config: Config, *names: str) -> str | None:
-    """The value of the first of these options on the script's command line."""
+def _output_dir(config: Config) -> str | None:
+    """The value of `--output_dir` on the script's command line."""
     words = list(config.origin.command_line)
     for position, word in enumerate(words):
         name, equals, value = word.partition("=")
-        if name in names:
+        if name == "--output_dir":
             return value if equals else next(iter(words[position + 1 :]), None)
     return None
 
@@ -144,17 +113,21 @@ def _show(value: Any) -> str:
 
 
 def report(config: Config, everything: bool = True) -> str:
-    """Return the table as text.
+    """Return the table as text. Of a key that acts it does not say so.
 
-    `everything`: all keys, else those that are not at their defaults.
+    `everything`: all keys, else those that are not at their defaults, and those of `_ALWAYS`.
     """
-    rows = [_HEADER, *(row for row in table(config) if everything or not row.at_default)]
-    columns = [[str(cell)[:60] for cell in column] for column in list(zip(*rows, strict=True))[:4]]
-    widths = [max(map(len, column)) for column in columns]
+    shown = [_HEADER]
+    for row in table(config):
+        if everything or not row.at_default or row.key in _ALWAYS:
+            shown.append(row)
+    cells = [[str(cell)[:60] for cell in row[:4]] for row in shown]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
-    for row, *cells in zip(rows, *columns, strict=True):
-        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
-        lines.append("  ".join([*padded, row.effect]))
+    for row, texts in zip(shown, cells, strict=True):
+        padded = [text.ljust(width) for text, width in zip(texts, widths, strict=True)]
+        effect = "" if row.effect == "used" else row.effect
+        lines.append("  ".join([*padded, effect]).rstrip())
     if config.origin.ignored:
         lines.append(f"unknown keys, ignored: {', '.join(config.origin.ignored)}")
     return "\n".join(lines)
@@ -169,11 +142,12 @@ def announce(config: Config, facts: str = "") -> None:
 
     `facts`: lines for the end of the table.
     """
-    text, folder = report(config) + facts, _option(config, "--output_dir")
+    text, folder = report(config) + facts, _output_dir(config)
     if text in _reported:
         return
     _reported.add(text)
-    print(report(config, everything=False) + facts, file=sys.stderr)
+    shown = report(config, everything=False)
+    print(f"zero is the engine of this run, with these settings:\n{shown}{facts}", file=sys.stderr)
     if not folder:
         print(
             "all other keys are at their defaults; with --output_dir a file there lists them",

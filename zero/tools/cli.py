@@ -200,7 +200,7 @@ def _explain(arguments: list[str]) -> None:
         "configs/ds_config_zero3.json",
         "it",
     )
-    parser.add_argument("config", help="the file ds_config.json")
+    parser.add_argument("config", help="the file ds_config.json, or the YAML of accelerate")
     options = parser.parse_args(arguments)
     print(explain_as_json(options.config) if options.json else explain(options.config))
 

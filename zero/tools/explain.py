@@ -5,17 +5,22 @@ The sentences come from the declarations of the keys. Nothing is built and nothi
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import textwrap
+from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
-from zero.config.idle import IDLE_KEYS
+import yaml
+
 from zero.config.keys import Section
-from zero.config.load import load_config, section_of
+from zero.config.load import load_config
 from zero.config.settings import Config
-from zero.config.table import Row, table
+from zero.config.table import Row, rows
+from zero.errors import UsageError
 
 ACTING = "Keys that act"
 FILLED_IN = "Keys that the Trainer or accelerate fills in"
@@ -33,8 +38,8 @@ class Explained(NamedTuple):
 
 def explain(source: str) -> str:
     """The explanation of a configuration as text; ValueError as `load_config` raises it."""
-    config = load_config(source, allow_auto=True)
-    keys = _explained(config)
+    config = _load(source)
+    keys = list(_explained(config))
     lines = [f"{source}: {_summary(config)}"]
     for group in (ACTING, FILLED_IN, IDLE):
         members = [entry for entry in keys if entry.group == group]
@@ -50,70 +55,81 @@ def explain(source: str) -> str:
 
 def explain_as_json(source: str) -> str:
     """The same as a JSON object: "summary", "keys" (a list) and "unknown" (names)."""
-    config = load_config(source, allow_auto=True)
+    config = _load(source)
     keys = [entry._asdict() for entry in _explained(config)]
     parts = {"summary": _summary(config), "keys": keys, "unknown": config.origin.ignored}
     return json.dumps(parts, indent=2)
 
 
-def _explained(config: Config) -> list[Explained]:
-    found = []
-    for row in table(config):
-        if row.source == "default":
-            continue
+def _load(source: str) -> Config:
+    """A DeepSpeed configuration, or the one that a file of `accelerate config` names or makes."""
+    if not source.endswith((".yaml", ".yml")):
+        return load_config(source, allow_auto=True)
+    try:
+        content = yaml.safe_load(Path(source).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UsageError(f"{source}: cannot read it as YAML: {error}") from error
+    keys = content.get("deepspeed_config") if isinstance(content, dict) else None
+    if not isinstance(keys, dict):
+        raise UsageError(
+            f"{source}: has no section deepspeed_config; `accelerate config` writes one if you "
+            "choose DeepSpeed"
+        )
+    if "deepspeed_config_file" in keys:
+        return load_config(keys["deepspeed_config_file"], allow_auto=True)
+    from accelerate.utils import DeepSpeedPlugin  # here: it takes seconds
+
+    known = {field.name for field in dataclasses.fields(DeepSpeedPlugin)}
+    plugin = DeepSpeedPlugin(**{name: keys[name] for name in keys.keys() & known})
+    if content.get("mixed_precision") in ("fp16", "bf16"):
+        plugin.set_mixed_precision(content["mixed_precision"])
+    return load_config(plugin.deepspeed_config, allow_auto=True)
+
+
+def _explained(config: Config) -> Iterator[Explained]:
+    auto = config.origin.auto
+    for section, row in rows(config):
+        name = row.key.rpartition(".")[2]
+        about = section.about(name)
+        # Keys of a section whose switch is still "auto" may come to act.
         switch = f"{row.key.partition('.')[0]}.enabled"
-        waits = switch in config.origin.auto and row.key not in IDLE_KEYS
-        if row.effect == "used" or waits:
-            group, text = ACTING, _effect(config, row)
-            text += f" Acts if {switch} becomes true." if waits else ""
-        else:
-            group, text = IDLE, f"No effect: {row.effect.removeprefix('none: ')}."
+        waits = switch in auto and "idle" not in about
         value = row.given.removesuffix(".0")  # JSON has 1e9 as a float
-        found.append(Explained(row.key, value, group, text))
-    for key in sorted(config.origin.auto):
-        section, name = _declaration(key)
-        text = f"{section.describe(name)[0]} Becomes: {_filled_in(section.about(name)['auto'])}."
-        found.append(Explained(key, '"auto"', FILLED_IN, text.strip()))
-    return found
-
-
-# What the Trainer has for arguments that are not given.
-TRAINER = {
-    "learning_rate": 5e-5,
-    "weight_decay": 0.0,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
-    "max_grad_norm": 1.0,
-    "warmup_steps": 0,
-    "max_steps": -1,
-    "num_train_epochs": 3.0,
-    "fp16": False,
-    "bf16": False,
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-}
+        if row.key in auto:
+            text = f"{section.describe(name)[0]} Becomes: {_filled_in(about['auto'])}."
+            yield Explained(row.key, '"auto"', FILLED_IN, text.strip())
+        elif row.source == "default":
+            continue
+        elif row.effect == "used" or waits:
+            text = _effect(config, section, name, row)
+            text += f" Acts if {switch} becomes true." if waits else ""
+            yield Explained(row.key, value, ACTING, text)
+        else:
+            text = f"No effect: {row.effect.removeprefix('none: ')}."
+            yield Explained(row.key, value, IDLE, text)
 
 
 def _filled_in(auto: str) -> str:
     """What the declaration says of "auto", with the Trainer's arguments as options and their
     defaults.
     """
-    arguments = [word for word in re.findall(r"\w+", auto) if word in TRAINER]
+    from transformers import TrainingArguments  # here: it takes seconds
+
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    arguments = [word for word in re.findall(r"\w+", auto) if word in defaults]
     if not arguments:
         return auto
-    text = re.sub(r"\w+", lambda word: f"--{word[0]}" if word[0] in TRAINER else word[0], auto)
-    defaults = ", ".join(json.dumps(TRAINER[argument]) for argument in arguments)
-    return f"{text} of the Trainer (default{'s' * (len(arguments) > 1)} {defaults})"
+    text = re.sub(r"\w+", lambda word: f"--{word[0]}" if word[0] in defaults else word[0], auto)
+    values = ", ".join(json.dumps(defaults[argument]) for argument in arguments)
+    return f"{text} of the Trainer (default{'s' * (len(arguments) > 1)} {values})"
 
 
 # The packages that keys need.
 PACKAGES = {"tensorboard.enabled": "tensorboard", "wandb.enabled": "wandb"}
 
 
-def _effect(config: Config, row: Row) -> str:
+def _effect(config: Config, section: Section, name: str, row: Row) -> str:
     """What an acting key does with the value that it has here."""
-    section, name = _declaration(row.key)
     text, meanings = section.describe(name)
     effective, given = (cell.strip('"').removesuffix(".0") for cell in (row.effective, row.given))
     if effective in meanings or given in meanings:
@@ -136,7 +152,8 @@ def _effect(config: Config, row: Row) -> str:
 def _size(value: int, unit: str) -> str:
     """The value in units for people."""
     if unit == "power of 2":
-        return f" That is {2**value:,}."
+        # Where fp16 is off, or still "auto", the power may be any number.
+        return f" That is {2**value:,}." if value <= 127 else ""
     if not 0 < value < 1 << 50:
         return ""
     if unit == "bytes":
@@ -163,15 +180,6 @@ def _processes(config: Config) -> str:
     return f"With the micro-batch and accumulation of this file it takes {processes} process(es)."
 
 
-def _declaration(key: str) -> tuple[type[Section], str]:
-    """The section that declares a dotted key, and the key's own name."""
-    section: type[Section] = Config
-    *path, name = key.split(".")
-    for part in path:
-        section = section_of(section, part) or section
-    return section, name
-
-
 _SHARDED = {
     0: "nothing is sharded (stage 0)",
     1: "the optimizer state is sharded (stage 1)",
@@ -182,24 +190,16 @@ _SHARDED = {
 
 def _summary(config: Config) -> str:
     zero, auto = config.zero_optimization, config.origin.auto
-    if "zero_optimization.stage" in auto:
-        parts = ["the stage is filled in"]
-    else:
-        parts = [_SHARDED[zero.stage]]
-    if zero.mics_shard_size > 0:
-        parts.append(f"over groups of {zero.mics_shard_size} processes (mics_shard_size)")
-    size = zero.zero_hpz_partition_size
-    if zero.stage == 3 and size > 1:
-        parts.append(f"a second shard of the weights over {size} processes (hpZ)")
+    unknown_stage = "zero_optimization.stage" in auto
+    parts = ["the stage is filled in" if unknown_stage else _SHARDED[zero.stage]]
     if zero.offload_optimizer and zero.offloads_optimizer:
         parts.append(f"the optimizer state is offloaded to {zero.offload_optimizer.device}")
     if zero.offload_param and zero.offloads_params:
         parts.append(f"parameters are offloaded to {zero.offload_param.device}")
-    dtypes = {"fp16": config.fp16.enabled, "bf16": config.bf16.enabled}
-    chosen = [name for name, enabled in dtypes.items() if enabled]
-    waiting = [name for name in dtypes if f"{name}.enabled" in auto]
+    waiting = [name for name in ("fp16", "bf16") if f"{name}.enabled" in auto]
+    chosen = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else ""
     if waiting and not chosen:
         parts.append(f"{' or '.join(waiting)} if the Trainer is told so")
     else:
-        parts.append(f"{(chosen or ['fp32'])[0]} compute")
+        parts.append(f"{chosen or 'fp32'} compute")
     return ", ".join(parts)

@@ -12,7 +12,7 @@ import zero
 from tests.dist.training import ds_config
 from tests.processes import run_on
 from zero.errors import UsageError
-from zero.integrations.deepspeed.configuration import OffloadDeviceEnum, OffloadStateTypeEnum
+from zero.integrations.deepspeed.utilities import OffloadDeviceEnum, OffloadStateTypeEnum
 
 WIDTH, ROWS = 16, 4
 

@@ -4,22 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from zero.config import OffloadOptimizerConfig, load_config
-from zero.errors import UsageError
-from zero.integrations.deepspeed.configuration import DeepSpeedZeroConfig
+from zero.config import load_config
 from zero.integrations.deepspeed.optimizers import build_optimizer
 from zero.integrations.deepspeed.utilities import move_to_device
-
-
-def test_a_section_by_itself_takes_old_names():
-    assert DeepSpeedZeroConfig(cpu_offload=True).offload_optimizer.device == "cpu"
-    with pytest.raises(UsageError, match="^zero_optimization.cpu_offload: .*"):
-        DeepSpeedZeroConfig(cpu_offload="yes")
-
-
-def test_old_names_of_offload_settings():
-    pipelined = OffloadOptimizerConfig(pipeline_write=True)
-    assert pipelined.pipeline and not OffloadOptimizerConfig().pipeline
 
 
 def test_tensors_of_nested_values_move():

@@ -108,6 +108,55 @@ def test_an_unknown_optimizer_state_or_backend_is_refused():
     run_on(1, with_an_unknown_state)
 
 
+def attributes(rank: int, world_size: int) -> None:
+    model = nn.BatchNorm1d(3)
+    config = ds_config(data_types={"buffer_dtype": "bf16"}) | {"train_batch_size": world_size}
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = initialize(model=model, optimizer=inner, config=config)[0]
+    assert engine.basic_optimizer is inner and engine.running_mean.dtype == torch.bfloat16
+    assert engine.num_batches_tracked.dtype == torch.int64
+    assert (engine.mp_world_size, engine.seq_parallel_group, engine.autotp_size()) == (1, None, 1)
+    message = "neither zero's engine.* nor the model \\(BatchNorm1d\\) has an attribute 'csr_names'"
+    with pytest.raises(AttributeError, match=message):
+        engine.csr_names  # noqa: B018
+    assert not hasattr(engine, "sparse_tensor_module_names")
+
+
+def test_attributes_of_deepspeeds_engine():
+    run_on(1, attributes)
+
+
+def with_hooks(rank: int, world_size: int, stage: int) -> None:
+    """A hook from before `initialize` halves the gradient; a later one finds none."""
+    model = nn.Linear(4, 1, bias=False)
+
+    def halve(param: nn.Parameter) -> None:
+        param.grad.mul_(0.5)
+
+    model.weight.register_post_accumulate_grad_hook(halve)
+    config = ds_config(stage=stage, optimizer={"type": "SGD", "params": {"lr": 1.0}})
+    engine = initialize(model=model, config=config)[0]
+    late = []
+    engine.module.weight.register_post_accumulate_grad_hook(lambda param: late.append(param.grad))
+    before = fragments.safe_get_full_fp32_param(model.weight).clone()
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("zero").addHandler(handler)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+    after = fragments.safe_get_full_fp32_param(model.weight)
+    torch.testing.assert_close(after, before - 1.0)
+    assert late == [None, None]
+    assert [text.partition(" has ")[0].split()[-1] for text in messages] == ["'weight'"]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_hook_that_comes_too_late_is_named_once(stage):
+    run_on(1, with_hooks, stage)
+
+
 def with_log_level(rank: int, world_size: int) -> None:
     logger = logging.getLogger("zero")
     engine = initialize(model=nn.Linear(2, 2), config=ds_config() | {"log_level": "error"})[0]

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from zero.config import load_config
-from zero.config.optim import SCHEDULE_KEYS
 from zero.errors import UsageError
 from zero.integrations.deepspeed.lr_schedules import (
     VALID_LR_SCHEDULES,
@@ -221,7 +220,6 @@ def test_a_tensor_rate_is_filled_in_place(name, shape):
 
 @pytest.mark.parametrize("name", NEEDED)
 def test_the_configuration_has_the_settings_of_the_schedule(name):
-    assert SCHEDULE_KEYS[name] == {*VALID_LR_SCHEDULES[name].parameters, "last_batch_iteration"}
     with pytest.raises(TypeError, match=f"{name}: its arguments are optimizer, "):
         VALID_LR_SCHEDULES[name](optimizer(), **NEEDED[name], warmup_steps=5)
     if NEEDED[name]:
@@ -276,7 +274,9 @@ def test_defaults_differ_as_in_deepspeed():
         ("WarmupDecayLR", {"total_num_steps": 5000}, 0.001),
     ):
         section = load_config({"scheduler": {"type": name, "params": extra}}).scheduler
-        assert build_scheduler(section, optimizer(0.5)).max_lrs == [top]
+        scheduler = build_scheduler(section, optimizer(0.5))
+        scheduler.step(1000)
+        assert scheduler.get_last_lr() == [top]
 
 
 def test_an_unknown_type_or_parameter_is_an_error_of_the_configuration():

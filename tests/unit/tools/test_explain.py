@@ -1,6 +1,5 @@
 """zero explain: every key of a file is explained once, by a sentence about its value."""
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -8,13 +7,12 @@ from typing import Annotated
 
 import pytest
 from pydantic import ConfigDict, TypeAdapter
-from transformers import TrainingArguments
 
 from tests.unit.configurations import zero3
 from zero.config.load import section_of
 from zero.config.settings import Config
 from zero.tools.cli import main
-from zero.tools.explain import TRAINER, explain, explain_as_json
+from zero.tools.explain import explain, explain_as_json
 
 SHIPPED = Path(__file__).parents[3] / "configs" / "ds_config_zero3.json"
 
@@ -142,6 +140,36 @@ def test_the_text_is_about_the_value(config, key, words, tmp_path):
     assert words in explained(config, tmp_path)[1][key]["text"]
 
 
+def test_a_file_of_accelerate_names_the_configuration_or_has_its_keys(tmp_path):
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(f"deepspeed_config:\n  deepspeed_config_file: {SHIPPED}\n")
+    assert explain(str(file)).partition(": ")[2] == explain(str(SHIPPED)).partition(": ")[2]
+    file.write_text(
+        "mixed_precision: fp16\ndeepspeed_config:\n  zero_stage: 3\n  offload_param_device: cpu\n"
+        "  deepspeed_multinode_launcher: standard\n"
+    )
+    text = explain(str(file))
+    assert "gradients and parameters are sharded (stage 3), parameters are offloaded to cpu" in text
+    assert "zero_optimization.offload_param.device = " in text and "fp16 compute" in text
+    assert "cast them in the script" in text  # accelerate writes fp16.auto_cast
+    for content in ("distributed_type: MULTI_GPU", "a: [", "- 1"):
+        file.write_text(content)
+        with pytest.raises(ValueError, match="accelerate.yaml: "):
+            explain(str(file))
+
+
+def test_a_power_that_fp16_would_refuse_is_explained_while_fp16_is_open(tmp_path):
+    config = {"fp16": {"enabled": "auto", "initial_scale_power": 10**15}}
+    text = explained(config, tmp_path)[1]["fp16.initial_scale_power"]["text"]
+    assert text == "The first scale is 2 to this power. Acts if fp16.enabled becomes true."
+
+
+def test_whose_optimizer_is_offloaded_is_said_for_both_values(tmp_path):
+    for value, words in ((True, "accelerate puts"), (False, "accelerate keeps")):
+        key = "zero_force_ds_cpu_optimizer"
+        assert words in explained({key: value}, tmp_path)[1][key]["text"]
+
+
 def sections(section=Config):
     yield section
     for key in section.model_fields:
@@ -171,11 +199,6 @@ def test_each_sentence_about_a_value_is_about_a_valid_one():
                 adapters[key].validate_python(value_in(word))
                 count += 1
     assert count > 40
-
-
-def test_defaults_of_the_trainer_are_current():
-    fields = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
-    assert {name: fields[name] for name in TRAINER} == TRAINER
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):

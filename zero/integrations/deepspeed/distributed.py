@@ -1,13 +1,17 @@
 """The names of `deepspeed.comm` and `deepspeed.utils.groups` that `zero.comm.world` does not have.
 No collective is here.
 
-Ranks may share sequences (`zero.parallel.sequence`); the other groups are those of all ranks."""
+Ranks may share sequences (`zero.parallel.sequence`), or the model: then the data-parallel ranks
+are those that have what this one has of it. Else they are all ranks."""
 
 from __future__ import annotations
 
 import os
 import sys
 from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero.comm import world
 from zero.parallel.sequence import current_group
@@ -65,3 +69,50 @@ def _get_sequence_parallel_world_size() -> int:
 def _get_sequence_parallel_rank() -> int:
     ranks = current_group()
     return 0 if ranks is None else ranks.rank
+
+
+# With the dimensions "pipeline", "data" and "tensor". None: each rank has all of the model.
+_mesh: DeviceMesh | None = None
+_mesh_world: object = None  # the process group of all ranks at that time
+
+
+def set_parallel_sizes(pipeline: int, tensor: int, device: torch.device) -> None:
+    """Note how many stages the model has, and how many ranks share each layer. All ranks must call
+    it.
+    """
+    global _mesh, _mesh_world
+    everyone = world.get_world_group()
+    ranks = torch.arange(world.get_world_size(), device="cpu").view(pipeline, -1, tensor)
+    if pipeline == tensor == 1:
+        _mesh = None
+    elif _mesh is None or _mesh_world is not everyone or not torch.equal(_mesh.mesh, ranks):
+        _mesh = DeviceMesh(device.type, ranks, mesh_dim_names=("pipeline", "data", "tensor"))
+        _mesh_world = everyone
+
+
+def _get_data_parallel_group() -> Any:
+    """The ranks with batches of their own that have what this one has of the model."""
+    return world.get_world_group() if _mesh is None else _mesh.get_group("data")
+
+
+def _get_data_parallel_rank() -> int:
+    return world.get_rank() if _mesh is None else _mesh.get_local_rank("data")
+
+
+def _get_data_parallel_world_size() -> int:
+    return world.get_world_size() if _mesh is None else _mesh.size(1)
+
+
+def _get_model_parallel_group() -> Any:
+    """The ranks that share each layer, and work on the same batch."""
+    if _mesh is None:
+        raise KeyError("there is no tensor-parallel group: every rank has the whole model")
+    return _mesh.get_group("tensor")
+
+
+def _get_model_parallel_rank() -> int:
+    return 0 if _mesh is None else _mesh.get_local_rank("tensor")
+
+
+def _get_model_parallel_world_size() -> int:
+    return 1 if _mesh is None else _mesh.size(2)

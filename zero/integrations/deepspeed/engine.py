@@ -23,6 +23,7 @@ from zero.comm.mesh import Mesh
 from zero.config import Config, load_config
 from zero.engine import ZeroEngine
 from zero.errors import FOLLOWED_RELEASE, UsageError
+from zero.integrations.deepspeed import distributed
 from zero.integrations.deepspeed.leaf import mark_configured
 from zero.integrations.deepspeed.lr_schedules import build_scheduler
 from zero.integrations.deepspeed.optimizer import DeepSpeedOptimizer, ParameterOffload
@@ -46,6 +47,20 @@ class DeepSpeedEngine(ZeroEngine):
         if isinstance(self.optimizer, DeepSpeedOptimizer):
             self.optimizer.parameter_offload = offload
             self.monitor = monitor.make(self)
+        self._accumulate_hooks: dict[str, int] | None = _accumulate_hooks(model)
+
+    def step(self) -> None:
+        """`ZeroEngine.step`; the first one warns of hooks that come too late to have an effect."""
+        earlier, self._accumulate_hooks = self._accumulate_hooks, None
+        for name, count in _accumulate_hooks(self.module).items() if earlier else ():
+            if earlier and count > earlier.get(name, 0):
+                logger.warning(
+                    "a hook by register_post_accumulate_grad_hook on parameter %r has no effect: "
+                    "the engine has taken the gradient before. Register it before initialize",
+                    name,
+                )
+                break
+        super().step()
 
     @property
     def device(self) -> torch.device:
@@ -62,7 +77,46 @@ class DeepSpeedEngine(ZeroEngine):
         """The number of ranks."""
         return self.comm.job.world_size
 
+    # The kinds of ranks, and the groups that scripts may use: the engine has its own.
+
+    @property
+    def mp_world_size(self) -> int:
+        """The number of ranks that share each layer."""
+        return distributed._get_model_parallel_world_size()
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The ranks with batches of their own that have what this one has of the model."""
+        return distributed._get_data_parallel_group()
+
+    @property
+    def seq_parallel_group(self) -> Any:
+        """The ranks that share sequences with this one; None if there are none."""
+        shared = self.settings.sequence_parallel_size > 1
+        return distributed._get_sequence_parallel_group() if shared else None
+
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer that the engine shards."""
+        return None if self.optimizer is None else self.optimizer.optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name in ("module", "optimizer") or hasattr(type(self), name):
+                raise  # from a property of this class, or before there is a model
+            raise AttributeError(
+                f"neither zero's engine, which stands in DeepSpeed's place, nor the model "
+                f"({type(self.module).__name__}) has an attribute {name!r}",
+                name=name,
+                obj=self,
+            ) from error
+
     # The configuration's keys, completed where they were left out.
+
+    def autotp_size(self) -> int:
+        return self.settings.tensor_parallel.autotp_size
 
     def train_batch_size(self) -> int:
         return self.settings.train_batch_size
@@ -118,6 +172,15 @@ class DeepSpeedEngine(ZeroEngine):
 
     # accelerate calls this one where tensor parallelism is configured.
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+
+def _accumulate_hooks(model: nn.Module) -> dict[str, int]:
+    """The number of hooks that run after a parameter's gradient is there, by the parameter's
+    name.
+    """
+    attribute = "_post_accumulate_grad_hooks"  # torch has no public one
+    found = {name: getattr(param, attribute, None) for name, param in model.named_parameters()}
+    return {name: len(hooks or ()) for name, hooks in found.items()}
 
 
 # Makes the engine of a script; `zero verify` sets another function here.

@@ -20,10 +20,7 @@ from zero.errors import UsageError
 
 
 def set_z3_leaf_modules(
-    model: nn.Module,
-    leaf_module_classes: Sequence[type | str],
-    raise_if_not_found: bool = True,
-    flag: bool = True,
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Make all instances of these classes (or of classes with these names) leaves; return them.
 
@@ -42,15 +39,8 @@ def set_z3_leaf_modules(
     if not found and raise_if_not_found:
         _refuse("of class", leaf_module_classes)
     for module in found:
-        setattr(module, LEAF_FLAG, flag)
+        setattr(module, LEAF_FLAG, True)
     return found
-
-
-def unset_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Undo `set_z3_leaf_modules`."""
-    return set_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found, flag=False)
 
 
 def mark_configured(model: nn.Module, leaves: LeafModuleConfig | None) -> None:

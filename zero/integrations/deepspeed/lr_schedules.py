@@ -17,7 +17,7 @@ import logging
 import math
 from typing import Any
 
-from zero.config.optim import REQUIRED, SchedulerConfig, SchedulerParams
+from zero.config.optim import REQUIRED, SCHEDULE_KEYS, SchedulerConfig, SchedulerParams
 from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
@@ -26,10 +26,9 @@ logger = logging.getLogger("zero")
 class Schedule:
     """What all schedules share. A subclass says what the rates are for `n`."""
 
-    parameters: tuple[str, ...] = ()
-
     def __init__(self, optimizer: Any, *args: Any, **settings: Any):
-        kind, names = type(self).__name__, (*self.parameters, "last_batch_iteration")
+        kind = next(base.__name__ for base in type(self).__mro__ if base.__name__ in SCHEDULE_KEYS)
+        names = SCHEDULE_KEYS[kind]
         if len(args) > len(names) or not settings.keys() <= set(names[len(args) :]):
             raise TypeError(f"{kind}: its arguments are optimizer, {', '.join(names)}")
         settings |= zip(names, args, strict=False)
@@ -37,12 +36,14 @@ class Schedule:
             raise UsageError(f"scheduler.params.{missing[0]}: is required by {kind}")
         self.optimizer = optimizer
         self.params = SchedulerParams(**settings)
-        self._prepare()
+        self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        for name, value in settings.items():
+            if isinstance(value, list) and len(value) != len(self.base_lrs):
+                raise UsageError(
+                    f"scheduler.params.{name}: {len(value)} values for {len(self.base_lrs)} "
+                    "parameter groups; give one number"
+                )
         self._move_to(self.params.last_batch_iteration)
-
-    def _prepare(self) -> None:
-        """Derive what the formulas need from `self.params`."""
-        raise NotImplementedError
 
     def _rates(self, n: int) -> list[float]:
         """The rate of each parameter group."""
@@ -80,21 +81,14 @@ class Schedule:
             else:
                 group["lr"] = rate
 
-    def _per_group(self, name: str) -> list[float]:
+    def _per_group(self, values: float | list[float]) -> list[float]:
         """The values of a setting, one for each parameter group."""
-        values, groups = getattr(self.params, name), len(self.optimizer.param_groups)
-        values = list(values) if isinstance(values, list | tuple) else [values] * groups
-        if len(values) == groups:
-            return values
-        raise UsageError(
-            f"scheduler.params.{name}: {len(values)} values for {groups} parameter groups; give "
-            "one number"
-        )
+        return values if isinstance(values, list) else [values] * len(self.base_lrs)
 
-
-def _between(lows: list[float], highs: list[float], height: float) -> list[float]:
-    """The values at a height from 0, the lows, to 1, the highs."""
-    return [low + (high - low) * height for low, high in zip(lows, highs, strict=True)]
+    def _between(self, lows: Any, highs: Any, height: float) -> list[float]:
+        """The values at a height from 0, the lows, to 1, the highs."""
+        pairs = zip(self._per_group(lows), self._per_group(highs), strict=True)
+        return [low + (high - low) * height for low, high in pairs]
 
 
 class WarmupLR(Schedule):
@@ -105,44 +99,37 @@ class WarmupLR(Schedule):
     `warmup_max_lr`: by default the `lr` that each group has. `warmup_type`: "log", log(n + 1) /
     log(warmup_num_steps) of the way, or "linear", n / warmup_num_steps."""
 
-    parameters = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type")
     default_max_lr: float | None = None
 
-    def _prepare(self) -> None:
-        self._steps = max(2, self.params.warmup_num_steps)
-        self._total = self.params.total_num_steps or 0
-        self.min_lrs = self._per_group("warmup_min_lr")
-        if self.params.warmup_max_lr is not None:
-            self.max_lrs = self._per_group("warmup_max_lr")
-        else:
-            own = [float(group["lr"]) for group in self.optimizer.param_groups]
-            self.max_lrs = own if self.default_max_lr is None else [self.default_max_lr] * len(own)
-
     def _rates(self, n: int) -> list[float]:
-        return _between(self.min_lrs, self.max_lrs, self._height(n))
+        highest = self.params.warmup_max_lr
+        if highest is None:
+            highest = self.base_lrs if self.default_max_lr is None else self.default_max_lr
+        return self._between(self.params.warmup_min_lr, highest, self._height(n))
 
     def _height(self, n: int) -> float:
         """Where between the smallest and the largest rate, from 0 to 1."""
+        steps = max(2, self.params.warmup_num_steps)
         if n < 0:
             return 0.0
-        if n >= self._steps:
-            return self._after_warmup(n)
+        if n >= steps:
+            return self._after_warmup(n - steps, (self.params.total_num_steps or 0) - steps)
         logarithmic = self.params.warmup_type == "log"
-        warm = math.log(n + 1) / math.log(self._steps) if logarithmic else n / self._steps
+        warm = math.log(n + 1) / math.log(steps) if logarithmic else n / steps
         return self.params.warmup_min_ratio + (1.0 - self.params.warmup_min_ratio) * warm
 
-    def _after_warmup(self, n: int) -> float:
+    def _after_warmup(self, done: int, length: int) -> float:
+        """The height after `done` of `length` steps that follow the warm-up."""
         return 1.0
 
 
 class WarmupDecayLR(WarmupLR):
     """As `WarmupLR`, then down to `warmup_min_lr` in a straight line until `total_num_steps`."""
 
-    parameters = ("total_num_steps", *WarmupLR.parameters)
     default_max_lr = 0.001
 
-    def _after_warmup(self, n: int) -> float:
-        return max(0.0, (self._total - n) / max(1.0, self._total - self._steps))
+    def _after_warmup(self, done: int, length: int) -> float:
+        return max(0.0, (length - done) / max(1.0, length))
 
 
 class WarmupCosineLR(WarmupLR):
@@ -152,13 +139,8 @@ class WarmupCosineLR(WarmupLR):
     The cosine ends at step `total_num_steps`; the ratio stays there. With n = -1 the rate is 0.
     """
 
-    parameters = (
-        "total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type",
-    )  # fmt: skip
-
-    def _after_warmup(self, n: int) -> float:
-        length = max(1, self._total - self._steps)
-        cosine = math.cos(math.pi * min(1.0, (n - self._steps + 1) / length))
+    def _after_warmup(self, done: int, length: int) -> float:
+        cosine = math.cos(math.pi * min(1.0, (done + 1) / max(1, length)))
         lowest = self.params.cos_min_ratio
         return max(0.0, lowest + (1.0 - lowest) * (1.0 + cosine) / 2)
 
@@ -169,21 +151,12 @@ class LRRangeTest(Schedule):
     The rate is `lr_range_test_min_lr * (1 + lr_range_test_step_rate * (n + 1) /
     lr_range_test_step_size)`; with `lr_range_test_staircase` the quotient is rounded down."""
 
-    parameters = (
-        "lr_range_test_min_lr", "lr_range_test_step_size", "lr_range_test_step_rate",
-        "lr_range_test_staircase",
-    )  # fmt: skip
-
-    def _prepare(self) -> None:
-        self.min_lrs = self._per_group("lr_range_test_min_lr")
-
     def _rates(self, n: int) -> list[float]:
         intervals = (n + 1) / self.params.lr_range_test_step_size
         if self.params.lr_range_test_staircase:
             intervals = math.floor(intervals)
-        return [
-            rate * (1 + self.params.lr_range_test_step_rate * intervals) for rate in self.min_lrs
-        ]
+        factor = 1 + self.params.lr_range_test_step_rate * intervals
+        return [rate * factor for rate in self._per_group(self.params.lr_range_test_min_lr)]
 
 
 class OneCycle(Schedule):
@@ -197,63 +170,58 @@ class OneCycle(Schedule):
     with `decay_mom_rate`. The momentum is the first of the optimizer's `betas`; the second becomes
     0.99. With `cycle_momentum=False`, or if the optimizer has no `betas`, both stay."""
 
-    parameters = (
-        "cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "cycle_first_step_size",
-        "cycle_second_step_size", "cycle_first_stair_count", "cycle_second_stair_count",
-        "decay_step_size", "cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate",
-    )  # fmt: skip
-
-    def _prepare(self) -> None:
-        params = self.params
-        self._rise = params.cycle_first_step_size
-        self._rise_stairs = params.cycle_first_stair_count
-        fall, stairs = params.cycle_second_step_size, params.cycle_second_stair_count
-        self._fall = self._rise if fall is None else fall
-        self._fall_stairs = self._rise_stairs if stairs is None else stairs
-        self._length = self._rise + self._fall
-        self.min_lrs = self._per_group("cycle_min_lr")
-        self.max_lrs = self._per_group("cycle_max_lr")
-        self.min_moms = self._per_group("cycle_min_mom")
-        self.max_moms = self._per_group("cycle_max_mom")
-        has_betas = all("betas" in group for group in self.optimizer.param_groups)
-        self._moves_momentum = params.cycle_momentum and has_betas
-        if params.cycle_momentum and not has_betas:
-            kind = type(self.optimizer).__name__
+    def __init__(self, optimizer: Any, *args: Any, **settings: Any):
+        self._has_betas = all("betas" in group for group in optimizer.param_groups)
+        super().__init__(optimizer, *args, **settings)
+        if self.params.cycle_momentum and not self._has_betas:
+            kind = type(optimizer).__name__
             logger.warning("cycle_momentum has no effect: %s has no betas", kind)
 
     def _rates(self, n: int) -> list[float]:
-        if n < self._length:
-            return _between(self.min_lrs, self.max_lrs, self._height(n))
-        return [low / self._decay(n, self.params.decay_lr_rate) for low in self.min_lrs]
+        params = self.params
+        decay = self._decay(n, params.decay_lr_rate)
+        lows = [low / decay for low in self._per_group(params.cycle_min_lr or 0.0)]
+        return self._between(lows, params.cycle_max_lr, self._height(n))
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """`betas` of each parameter group by the formula, None if the momentum is left alone."""
-        return self._betas(self.last_batch_iteration) if self._moves_momentum else None
+        moves = self.params.cycle_momentum and self._has_betas
+        return self._betas(self.last_batch_iteration) if moves else None
 
     def _betas(self, n: int) -> list[tuple[float, float]]:
-        if n < self._length:
-            moms = _between(self.max_moms, self.min_moms, self._height(n))
-        else:
-            moms = [high * self._decay(n, self.params.decay_mom_rate) for high in self.max_moms]
-        return [(mom, 0.99) for mom in moms]
+        params = self.params
+        decay = self._decay(n, params.decay_mom_rate)
+        highs = [high * decay for high in self._per_group(params.cycle_max_mom)]
+        return [(mom, 0.99) for mom in self._between(highs, params.cycle_min_mom, self._height(n))]
+
+    def _stages(self) -> tuple[int, int]:
+        """The steps of the rise, and of the fall."""
+        rise, fall = self.params.cycle_first_step_size, self.params.cycle_second_step_size
+        return rise, rise if fall is None else fall
 
     def _height(self, n: int) -> float:
-        """Where in the cycle, from 0 at its ends to 1 at the peak."""
-        done, size, stairs = (n + 1) % self._length, self._rise, self._rise_stairs
-        if done > self._rise:
-            done, size, stairs = self._length - done, self._fall, self._fall_stairs
+        """Where in the cycle, from 0 at its ends and after it to 1 at the peak."""
+        rise, fall = self._stages()
+        done = n + 1 if n + 1 < rise + fall else 0
+        size, stairs = rise, self.params.cycle_first_stair_count
+        if done > rise:
+            done, size = rise + fall - done, fall
+            if self.params.cycle_second_stair_count is not None:
+                stairs = self.params.cycle_second_stair_count
         return math.floor(done * stairs / size) / stairs if stairs > 0 else done / size
 
     def _decay(self, n: int, rate: float) -> float:
-        interval = self.params.decay_step_size
-        return 1 + rate * (n - self._length + 1) / interval if interval else 1.0
+        late, interval = n + 1 - sum(self._stages()), self.params.decay_step_size
+        return 1 + rate * late / interval if interval and late > 0 else 1.0
 
     def _move_to(self, n: int) -> None:
         super()._move_to(n)
-        if self._moves_momentum:
+        betas = self.get_mom()
+        if betas is not None:
             # The first optimizer step has the smallest momentum, against the formula: DeepSpeed
             # begins so.
-            betas = [(mom, 0.99) for mom in self.min_moms] if n < 0 else self._betas(n)
+            if n < 0:
+                betas = [(mom, 0.99) for mom in self._per_group(self.params.cycle_min_mom)]
             for group, pair in zip(self.optimizer.param_groups, betas, strict=True):
                 group["betas"] = pair
 

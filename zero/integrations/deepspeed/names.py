@@ -25,7 +25,7 @@ deepspeed .tensor tp_model_init
 deepspeed .utilities add_config_arguments
 deepspeed.accelerator .accelerator get_accelerator
 deepspeed.checkpoint.utils .checkpoints clone_tensors_for_torch_save
-deepspeed.checkpointing .utilities checkpoint configure is_configured
+deepspeed.checkpointing .utilities configure
 deepspeed.comm .distributed init_distributed is_initialized get_local_rank
 deepspeed.comm zero.monitor log_summary
 deepspeed.comm zero.comm.world get_rank get_world_size get_world_group
@@ -34,6 +34,7 @@ deepspeed.git_version_info .names version=REPORTED_VERSION
 deepspeed.launcher.runner .utilities DEEPSPEED_ENVIRONMENT_NAME
 deepspeed.ops.adagrad .optimizers DeepSpeedCPUAdagrad
 deepspeed.ops.adam .optimizers DeepSpeedCPUAdam FusedAdam
+deepspeed.ops.lamb zero.optim.lamb FusedLamb=Lamb
 deepspeed.ops.lion .optimizers DeepSpeedCPULion FusedLion
 deepspeed.runtime.base_optimizer .optimizer DeepSpeedOptimizer
 deepspeed.runtime.engine .engine DeepSpeedEngine
@@ -41,8 +42,7 @@ deepspeed.runtime.lr_schedules .lr_schedules *
 deepspeed.runtime.sequence_parallel.ulysses_sp .sequence TiledMLP UlyssesSPAttentionHF
 deepspeed.runtime.sequence_parallel.ulysses_sp .sequence_loader UlyssesSPDataLoaderAdapter
 deepspeed.runtime.utils .utilities move_to_device
-deepspeed.runtime.zero.config .configuration DeepSpeedZeroConfig
-deepspeed.runtime.zero.offload_config .configuration OffloadDeviceEnum OffloadStateTypeEnum
+deepspeed.runtime.zero.offload_config .utilities OffloadDeviceEnum OffloadStateTypeEnum
 deepspeed.runtime.zero.partition_parameters zero GatheredParameters Init
 deepspeed.runtime.zero.partition_parameters .labels ZeroParamStatus
 deepspeed.runtime.zero.partition_parameters .accelerator get_accelerator
@@ -55,13 +55,19 @@ deepspeed.utils zero.fragments safe_get_full_fp32_param safe_get_full_grad
     safe_get_local_optimizer_state
     safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state
     safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state
-deepspeed.utils .leaf set_z3_leaf_modules unset_z3_leaf_modules
+deepspeed.utils .leaf set_z3_leaf_modules
 deepspeed.utils .distributed is_initialized
 deepspeed.utils .utilities logger
-deepspeed.utils.groups zero.comm.world _get_data_parallel_group=get_world_group
-    _get_data_parallel_rank=get_rank _get_data_parallel_world_size=get_world_size
-deepspeed.utils.groups .distributed _get_sequence_parallel_group _get_sequence_parallel_rank
-    _get_sequence_parallel_world_size
+deepspeed.utils.groups .distributed _get_data_parallel_group _get_data_parallel_rank
+    _get_data_parallel_world_size
+    _get_model_parallel_group _get_model_parallel_rank _get_model_parallel_world_size
+    get_data_parallel_group=_get_data_parallel_group
+    get_data_parallel_rank=_get_data_parallel_rank
+    get_data_parallel_world_size=_get_data_parallel_world_size
+    get_tensor_model_parallel_group=_get_model_parallel_group
+    get_tensor_model_parallel_rank=_get_model_parallel_rank
+    get_tensor_model_parallel_world_size=_get_model_parallel_world_size
+    _get_sequence_parallel_group _get_sequence_parallel_rank _get_sequence_parallel_world_size
 deepspeed.utils.logging .utilities logger
 deepspeed.utils.zero_to_fp32 .checkpoints get_model_state_file get_optim_files
     convert_zero_checkpoint_to_fp32_state_dict

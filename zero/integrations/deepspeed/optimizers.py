@@ -5,9 +5,10 @@ accelerate puts these classes in the place of a user's optimizer that is offload
 Scripts that were written for DeepSpeed make them too. The engine treats them as any other torch
 optimizer; this file knows nothing of the engine.
 
-Arguments common to all: `params` (`model_params`), parameters or param groups; `lr`, `eps`,
-`weight_decay`, `betas` as in torch; `set_grad_none`, without effect, as gradients are always freed;
-`**settings`, more arguments of the torch class. `fp32_optimizer_states` and `bias_correction` must
+Arguments common to all: `params` (`model_params`), parameters or param groups; then those in
+`arguments`, by position or by name; by name also more arguments of the torch class. `lr`, `eps`,
+`weight_decay`, `betas` are as in torch, and `weight_decay` of Adam is 0 by default. `set_grad_none`
+has no effect, as gradients are always freed. `fp32_optimizer_states` and `bias_correction` must
 be True (ValueError). On a GPU Adam is torch's fused one, unless `fused` or `foreach` is given."""
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from zero.config.optim import TYPES, OptimizerConfig, optimizer_defaults, why_re
 from zero.errors import UsageError
 from zero.optim import adam_cpu
 from zero.optim.elementwise import Lion, make_state_late, require_possible
+from zero.optim.lamb import Lamb
 from zero.optim.muon import MuonWithAdamW, split_groups
 
 # Where torch has a fused Adam that is the fastest one. On a CPU, `adam_cpu` has the bits of the
@@ -33,11 +35,21 @@ _FUSING = ("cuda", "xpu", "hpu")
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
 
-def _refuse_false(optimizer: torch.optim.Optimizer, **flags: bool) -> None:
-    for name, value in flags.items():
-        if not value:
-            kind = type(optimizer).__name__
-            raise ValueError(f"{kind}: {name}=False is not supported; leave it at True")
+def _by_name(optimizer: Any, args: tuple, settings: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of one of DeepSpeed's classes by their names, without those that torch's class
+    has no use for.
+
+    Raises TypeError for too many, ValueError for a flag that must be true.
+    """
+    kind, names = type(optimizer).__name__, optimizer.arguments
+    if len(args) > len(names) or settings.keys() & names[: len(args)]:
+        raise TypeError(f"{kind}: its arguments are the parameters, {', '.join(names)}")
+    settings = settings | dict(zip(names, args, strict=False))
+    for flag in ("bias_correction", "fp32_optimizer_states"):
+        if not settings.pop(flag, True):
+            raise ValueError(f"{kind}: {flag}=False is not supported; leave it at True")
+    settings.pop("set_grad_none", None)
+    return settings
 
 
 # Settings in the param groups of optimizers that are not Adam.
@@ -71,86 +83,53 @@ class FusedAdam(torch.optim.Adam):
     1711.05101).
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        set_grad_none: bool = True,
-        **settings: Any,
-    ):
-        _refuse_false(self, bias_correction=bias_correction)
+    arguments = (
+        "lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none".split()
+    )
+
+    def __init__(self, params: Params, *args: Any, **settings: Any):
+        settings = {"weight_decay": 0.0} | _by_name(self, args, settings)
         chosen = settings.keys() & {"fused", "foreach", "differentiable"}
         if not chosen and compute_device().type in _FUSING:
             settings["fused"] = True
-        self.adam_w_mode = adam_w_mode
-        settings["decoupled_weight_decay"] = adam_w_mode
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **settings)
+        self.adam_w_mode = settings.pop("adam_w_mode", True)
+        super().__init__(params, decoupled_weight_decay=self.adam_w_mode, **settings)
 
 
 @adam_cpu.computes_as_torch_adam
 class DeepSpeedCPUAdam(FusedAdam):
     """`FusedAdam` with another order of arguments, and `adam_w_mode` under another name."""
 
-    def __init__(
-        self,
-        model_params: Params,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        adamw_mode: bool = True,
-        fp32_optimizer_states: bool = True,
-        **settings: Any,
-    ):
-        _refuse_false(self, fp32_optimizer_states=fp32_optimizer_states)
+    arguments = (
+        "lr bias_correction betas eps weight_decay amsgrad adamw_mode fp32_optimizer_states".split()
+    )
+
+    def __init__(self, model_params: Params, *args: Any, **settings: Any):
         _refuse_groups_of_another(model_params)
-        super().__init__(
-            model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad,
-            **settings,
-        )  # fmt: skip
+        settings = _by_name(self, args, settings)
+        settings["adam_w_mode"] = settings.pop("adamw_mode", True)
+        super().__init__(model_params, **settings)
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
     """Adagrad. Raises ValueError for `amsgrad=True`, which has no meaning here."""
 
-    def __init__(
-        self,
-        model_params: Params,
-        lr: float = 1e-2,
-        eps: float = 1e-10,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        fp32_optimizer_states: bool = True,
-        **settings: Any,
-    ):
-        _refuse_false(self, fp32_optimizer_states=fp32_optimizer_states)
-        if amsgrad:
+    arguments = "lr eps weight_decay amsgrad fp32_optimizer_states".split()
+
+    def __init__(self, model_params: Params, *args: Any, **settings: Any):
+        settings = _by_name(self, args, settings)
+        if settings.pop("amsgrad", False):
             raise ValueError("DeepSpeedCPUAdagrad: amsgrad is a variant of Adam; leave it at False")
-        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay, **settings)
+        super().__init__(model_params, **settings)
 
 
 class FusedLion(Lion):
     """`Lion` with DeepSpeed's arguments."""
 
-    def __init__(
-        self,
-        params: Params,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        set_grad_none: bool = True,
-        fp32_optimizer_states: bool = True,
-    ):
-        _refuse_false(self, fp32_optimizer_states=fp32_optimizer_states)
-        super().__init__(params, lr, betas, weight_decay)
+    arguments = "lr betas weight_decay set_grad_none fp32_optimizer_states".split()
+
+    def __init__(self, params: Params, *args: Any, **settings: Any):
+        super().__init__(params, **_by_name(self, args, settings))
 
 
 class DeepSpeedCPULion(FusedLion):
@@ -214,20 +193,37 @@ def _configured(
     Adam is torch's own with `torch_adam`, else one with DeepSpeed's defaults: it decays no weights
     unless told to."""
     kind, settings = config.type, dict(config.params)
-    if kind in ("Adam", "AdamW"):
-        decoupled = settings.pop("adam_w_mode", True) or kind == "AdamW"
-        if settings.pop("torch_adam", False):
-            return (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **settings)
-        if offloaded:
-            return DeepSpeedCPUAdam(params, adamw_mode=decoupled, **settings)
-        return FusedAdam(params, adam_w_mode=decoupled, **settings)
     if kind == "Muon":
         return _muon(settings, params, model)
-    if kind == "Adagrad" and offloaded:
-        return DeepSpeedCPUAdagrad(params, **settings)
-    if kind == "Lion":
-        return (DeepSpeedCPULion if offloaded else FusedLion)(params, **settings)
-    return getattr(torch.optim, kind)(params, **settings)
+    if kind not in ("Adam", "AdamW"):
+        plain = {"Lamb": Lamb, "Lion": FusedLion}.get(kind) or getattr(torch.optim, kind)
+        on_host = {"Adagrad": DeepSpeedCPUAdagrad, "Lion": DeepSpeedCPULion}.get(kind, plain)
+        return (on_host if offloaded else plain)(params, **settings)
+    decoupled = settings.pop("adam_w_mode", True) or kind == "AdamW"
+    if not settings.pop("bias_correction", True):
+        return _uncorrected_adam(params, settings, decoupled)
+    if settings.pop("torch_adam", False):
+        return (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **settings)
+    if offloaded:
+        return DeepSpeedCPUAdam(params, adamw_mode=decoupled, **settings)
+    return FusedAdam(params, adam_w_mode=decoupled, **settings)
+
+
+def _uncorrected_adam(params: list, settings: dict[str, Any], decoupled: bool) -> Lamb:
+    """Adam without correction of the bias: `Lamb` whose ratio is always 1."""
+    for name in ("torch_adam", "amsgrad", "maximize", "foreach", "fused"):
+        if settings.pop(name, False):
+            raise UsageError(
+                f"optimizer.params.{name}: not available where bias_correction is false; delete it"
+            )
+    return Lamb(
+        params,
+        bias_correction=False,
+        min_coeff=1.0,
+        max_coeff=1.0,
+        adam_w_mode=decoupled,
+        **settings,
+    )
 
 
 def _muon(settings: dict[str, Any], params: list, model: nn.Module) -> MuonWithAdamW:

@@ -15,6 +15,7 @@ from zero.comm.communicator import Communicator, communicator
 from zero.comm.mesh import Mesh, groups, mesh_of_accelerate, sizes_of
 from zero.config import Config
 from zero.errors import UsageError
+from zero.integrations.deepspeed.distributed import set_parallel_sizes
 from zero.parallel import tensor as tensor_parallel
 
 Replaced = dict[nn.Parameter, nn.Parameter]
@@ -36,6 +37,7 @@ def tp_model_init(
     experts = config.get("expert_parallel", {}) if isinstance(config, dict) else {}
     whole_experts = experts.get("enabled") is True and experts.get("autoep_size") == tp_size
     _parallelize(model, tp_size, None, whole_experts)
+    set_parallel_sizes(1, tp_size, communicator().device)
     return model
 
 
@@ -95,6 +97,7 @@ def share_model(
         dtype = settings.compute_dtype if sixteen_bit else None
         tensor_parallel.prepare(model, found, job.device, dtype)
     models = groups(sizes, of_data=False)
+    set_parallel_sizes(sizes.get("pp", 1), tp, job.device)
     if len(models[0]) == 1:
         return job, replaced, settings
     if settings.sequence_parallel_size > 1:

@@ -7,11 +7,13 @@ from __future__ import annotations
 import logging
 from argparse import ArgumentParser
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from zero.optim.placement import STATES
 
 # The logger whose level transformers sets from `--log_level` when a training starts.
 logger = logging.getLogger("zero")
@@ -19,6 +21,14 @@ logger = logging.getLogger("zero")
 # A file of this name in the home or working directory holds variables that `accelerate launch`
 # passes to each node.
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
+
+
+# The values of `device` in the offload sections, and what `engine.offload_states` takes, as
+# enumerations.
+OffloadDeviceEnum = Enum(
+    "OffloadDeviceEnum", {name: name for name in ("none", "cpu", "nvme")}, type=str
+)
+OffloadStateTypeEnum = Enum("OffloadStateTypeEnum", {name: name for name in STATES}, type=str)
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -38,25 +48,10 @@ def move_to_device(item: Any, device: torch.device | str) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), item)
 
 
-_configured = False
-
-
 def configure(*args: object, **settings: object) -> None:
-    """For models that ask whether `deepspeed.checkpointing` was configured; the engine reads its
-    own configuration.
+    """For Lightning, which calls `deepspeed.checkpointing.configure`: there is nothing to do,
+    because the engine reads the section `activation_checkpointing` itself.
     """
-    global _configured
-    _configured = True
-
-
-def is_configured() -> bool:
-    """Whether `configure` was called."""
-    return _configured
-
-
-def checkpoint(function: Callable, *args: object) -> object:
-    """Run `function(*args)` and keep nothing but `args` for backward, which runs it again."""
-    return torch_checkpoint(function, *args, use_reentrant=False)
 
 
 def zero_wrapper_for_fp_tensor_constructor(

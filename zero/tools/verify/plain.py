@@ -126,7 +126,7 @@ class PlainEngine(DeepSpeedEngine):
         """
         given = {}
         in_16_bits = self.settings.fp16.enabled or self.settings.bf16.enabled
-        place_buffers(self.module, self.comm)
+        place_buffers(self.module, self.comm, self.settings.data_types.buffer_dtype)
         for param in self.module.parameters():
             dtype = (
                 self.settings.compute_dtype
