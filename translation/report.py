@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import EvalPrediction, PreTrainedTokenizerBase
 
-METRIC_SCRIPT = Path(__file__).parents[1] / "metrics" / "bleu_chrf.py"
+METRIC_SCRIPT = Path(__file__).with_name("bleu_chrf.py")
 # Set by torchrun. A new process started by a rank must not have them, or it would act as that rank.
 LAUNCHER_VARIABLES = (
     "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT".split()
