@@ -7,15 +7,16 @@ encoder-decoder example is a source and a target."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import datasets
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from distill.batch import IGNORED
+from distill.batch import IGNORED, TARGET_COUNTS, target_mask
+from distill.cache import EXAMPLE_KEYS, example_keys
 from translation.records import InputError
 
 PLAIN_TEXT = (".txt", ".py", ".md")
@@ -330,3 +331,29 @@ class Collator:
         if "teacher_input_ids" in example:
             masks["teacher_attention_mask"] = [1] * len(example["teacher_input_ids"])
         return {**example, **masks}
+
+
+class CountingCollator:
+    """Wraps a data collator, and adds to its batches what the host needs to know of them.
+
+    Batches reach the trainer on the device, where the host would have to wait for each of these:
+    `target_counts`, the number of targets of each example (a list of integers), and, `with_keys`,
+    `example_keys`, the keys under which a teacher cache has the examples (a list of bytes).
+    """
+
+    def __init__(
+        self,
+        collate: Callable[[list[Any]], dict[str, Any]],
+        shifted: bool,
+        with_keys: bool = False,
+    ):
+        self.collate = collate
+        self.shifted = shifted
+        self.with_keys = with_keys
+
+    def __call__(self, examples: list[Any]) -> dict[str, Any]:
+        batch = self.collate(examples)
+        if self.with_keys:
+            batch[EXAMPLE_KEYS] = example_keys(batch)
+        batch[TARGET_COUNTS] = target_mask(batch["labels"], self.shifted).sum(1).tolist()
+        return batch

@@ -33,6 +33,7 @@ from distill.student import from_config
 from distill.teacher import load_model
 from distill.trainer import DistillationTrainer
 from translation.report import convert
+from translation.tokenizer import pad_token_id, token_id
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ def run(data_args: DataArguments, args: DistillationConfig) -> None:
         trainer = DistillationTrainer(
             student, teacher, own, train_dataset=train, eval_dataset=held_out,
             processing_class=tokenizer,
-            data_collator=data.Collator(tokenizer.pad_token_id),
+            data_collator=data.Collator(pad_token_id(tokenizer)),
         )  # fmt: skip
         results[name] = _train(trainer, data_args.max_length)
         completions[name] = _complete(trainer.model, tokenizer, args)
@@ -146,7 +147,7 @@ def _prepare(
     blocks = []
     for texts in corpus:
         encoded = (data.encode([data.Segment(text, True)], tokenizer) for text in texts)
-        blocks.append(data.pack(encoded, data_args.max_length, tokenizer.pad_token_id))
+        blocks.append(data.pack(encoded, data_args.max_length, pad_token_id(tokenizer)))
     train, held_out = blocks
     # Take blocks from all held-out files.
     step = max(1, len(held_out) // (data_args.max_eval_samples or len(held_out)))
@@ -161,9 +162,9 @@ def _config(
         vocab_size=len(tokenizer),
         max_position_embeddings=max(256, data_args.max_length),
         tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=pad_token_id(tokenizer),
+        bos_token_id=token_id(tokenizer, "bos"),
+        eos_token_id=token_id(tokenizer, "eos"),
         **sizes,
     )
 
@@ -213,7 +214,7 @@ def _teacher(
     trainer = DistillationTrainer(
         from_config(_config(tokenizer, data_args, TEACHER)), None, own, train_dataset=train,
         eval_dataset=held_out,
-        processing_class=tokenizer, data_collator=data.Collator(tokenizer.pad_token_id),
+        processing_class=tokenizer, data_collator=data.Collator(pad_token_id(tokenizer)),
     )  # fmt: skip
     result = _train(trainer, data_args.max_length)
     trainer.save_model()

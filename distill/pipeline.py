@@ -23,6 +23,7 @@ from distill.teacher import load_model
 from distill.trainer import DistillationTrainer
 from translation import report
 from translation.records import InputError
+from translation.tokenizer import pad_token_id
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def run(arguments: Arguments) -> None:
             eval_dataset=splits.get("validation"),
             processing_class=tokenizer,
             teacher_processing_class=teacher_tokenizer,
-            data_collator=data.Collator(tokenizer.pad_token_id),
+            data_collator=data.Collator(pad_token_id(tokenizer)),
             compute_metrics=report.make_compute_metrics(tokenizer)
             if args.predict_with_generate
             else None,
@@ -262,7 +263,7 @@ def load_examples(
             examples = [encode_twice(text, tokenizer, teacher_tokenizer, length) for text in texts]
         elif packing:
             examples = data.pack(
-                (data.encode(t, tokenizer) for t in texts), length, tokenizer.pad_token_id
+                (data.encode(t, tokenizer) for t in texts), length, pad_token_id(tokenizer)
             )
         else:
             examples = [data.cut(data.encode(text, tokenizer), length) for text in texts]
@@ -317,15 +318,13 @@ def cache_teacher(arguments: Arguments) -> None:
         observed = live.observe(batch.teacher, batch.rows)
 
         def logits_of(rows: slice) -> torch.Tensor:
-            logits = []
-            live.within(observed, lambda said: logits.append(said.chunk(rows)), live.device)
-            return logits[0]
+            return observed.compute(lambda predictions: predictions.chunk(rows), live.device)
 
         return batch, logits_of
 
     try:
         count = cache.write_cache(
-            args.teacher_cache, description, examples, data.Collator(tokenizer.pad_token_id), ask,
+            args.teacher_cache, description, examples, data.Collator(pad_token_id(tokenizer)), ask,
             args.per_device_eval_batch_size, args.process_index, args.world_size,
             args.process_index == 0,
         )  # fmt: skip
