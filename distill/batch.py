@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
 IGNORED = -100
 _READ_BY_MODELS = (
@@ -30,6 +31,22 @@ def target_mask(labels: torch.Tensor, shifted: bool) -> torch.Tensor:
     """
     mask = labels != IGNORED
     return pad(mask[:, 1:], (0, 1)) if shifted else mask
+
+
+class _EncoderDecoder(Protocol):
+    """What transformers' encoder-decoder models have, and PreTrainedModel does not declare."""
+
+    def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor: ...
+
+
+def with_decoder_inputs(inputs: Mapping[str, Any], model: PreTrainedModel) -> Mapping[str, Any]:
+    """Return the inputs of `model`. Encoder-decoder models also get `decoder_input_ids`, which are
+    made of the labels.
+    """
+    if not model.config.is_encoder_decoder or "decoder_input_ids" in inputs:
+        return inputs
+    ids = cast(_EncoderDecoder, model).prepare_decoder_input_ids_from_labels(inputs["labels"])
+    return {**inputs, "decoder_input_ids": ids}
 
 
 @dataclass

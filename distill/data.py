@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from distill.batch import IGNORED, TARGET_COUNTS, target_mask
 from distill.cache import EXAMPLE_KEYS, example_keys
 from translation.records import InputError
+from translation.tokenizer import token_id
 
 PLAIN_TEXT = (".txt", ".py", ".md")
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
@@ -100,9 +101,10 @@ def _read_dataset(name: str, split: str) -> Iterator[tuple[str, object]]:
         raise InputError(
             f"{name}: neither a file nor a dataset that can be loaded ({error})"
         ) from error
-    if isinstance(found, Mapping):
+    if isinstance(found, datasets.DatasetDict | datasets.IterableDatasetDict):
         if split not in found:
-            raise InputError(f"{name} has no split {split!r}, only {', '.join(found)}")
+            names = ", ".join(map(str, found))
+            raise InputError(f"{name} has no split {split!r}, only {names}")
         found = found[split]
     yield from (
         (f"{name}, record {number}", record) for number, record in enumerate(found, start=1)
@@ -156,7 +158,7 @@ def _dialogue(
         texts = [f"{message['role']}: {message['content']}\n" for message in messages]
     else:
         whole = [
-            tokenizer.apply_chat_template(messages[: i + 1], tokenize=False)
+            str(tokenizer.apply_chat_template(messages[: i + 1], tokenize=False))
             for i in range(len(messages))
         ]
         texts = [
@@ -197,9 +199,10 @@ def encode(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase) -> d
         piece = tokenizer(segment.text, add_special_tokens=False)["input_ids"]
         ids += piece
         labels += piece if segment.learnt else [IGNORED] * len(piece)
-    if tokenizer.eos_token_id is not None and (not ids or ids[-1] != tokenizer.eos_token_id):
-        ids.append(tokenizer.eos_token_id)
-        labels.append(tokenizer.eos_token_id)
+    end = token_id(tokenizer, "eos")
+    if end is not None and (not ids or ids[-1] != end):
+        ids.append(end)
+        labels.append(end)
     return {"input_ids": ids, "labels": labels}
 
 

@@ -45,6 +45,7 @@ class Teacher(Protocol):
         """Return logits (chunk, teacher vocabulary) in any dtype, or the rows that a cache has
         stored.
         """
+        ...
 
 
 class StoredChunk(NamedTuple):
@@ -89,12 +90,14 @@ class Recipe:
 
     def to(self, device: torch.device) -> Recipe:
         """The same recipe with its tensors on `device`."""
-
-        def move(value: object) -> object:
-            return value.to(device) if isinstance(value, torch.Tensor) else value
-
-        shared = self.shared and SharedTokens(*map(move, self.shared))
-        return replace(self, shared=shared, teacher_labels=move(self.teacher_labels))
+        labels = None if self.teacher_labels is None else self.teacher_labels.to(device)
+        shared = self.shared
+        if shared is not None:
+            student, teacher = (
+                ids.to(device) if isinstance(ids, torch.Tensor) else ids for ids in shared
+            )
+            shared = SharedTokens(student, teacher)
+        return replace(self, shared=shared, teacher_labels=labels)
 
     def chunks(self, tokens: int, vocabulary: int, device: torch.device) -> Iterator[slice]:
         """Yield slices of at most `chunk_size` tokens."""
@@ -237,7 +240,7 @@ class _FusedHead(torch.autograd.Function):
             losses, gradient = chunk_loss(logits, rows, targets, recipe, with_gradient)
             del logits
             statistics.append(torch.stack(losses))
-            if gradient is None:
+            if gradient is None or d_hidden is None or d_weight is None:
                 continue
             if d_bias is not None:
                 d_bias += gradient.sum(0)
@@ -278,7 +281,7 @@ class _FromLogits(torch.autograd.Function):
                 part.to(_at_least_fp32(part)), rows, targets, recipe, with_gradient
             )
             statistics.append(torch.stack(losses))
-            if gradient is not None:
+            if gradient is not None and d_logits is not None:
                 d_logits[rows] = gradient
         ctx.save_for_backward(d_logits)
         statistics = (

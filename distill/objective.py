@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from accelerate import Accelerator
@@ -135,6 +135,6 @@ class LossSums:
         """Return the means over the targets of all ranks, and start again. All ranks call this."""
         tokens = self._sums.new_full((1,), self._tokens)
         sums = torch.cat([self._sums, tokens]).to(torch.float32)
-        *parts, count = accelerator.reduce(sums, "sum").tolist()
+        *parts, count = cast(torch.Tensor, accelerator.reduce(sums, "sum")).tolist()
         self._clear()
         return {name: part / count for name, part in zip(self.NAMES, parts, strict=True) if count}

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 import distill.minicodformer  # noqa: F401 - registers its classes
 import zero
 from distill.config import DistillationConfig
-from distill.fused import HeadTeacher, LogitsTeacher, Teacher
+from distill.fused import HeadTeacher, LogitsTeacher
 from distill.heads import Result, TaskHead, install_task_head, is_final
 from distill.hidden import Attention, AttentionRecorder
 
@@ -40,11 +41,11 @@ def teacher_ds_config(args: DistillationConfig, teacher: PreTrainedModel) -> dic
     It has no optimizer. At stage 3 the default offloads the parameters, and prefetches one group
     while one is in use. So at most two parameter groups are gathered at a time, besides persistent
     parameters."""
-    source = args.teacher_deepspeed or args.deepspeed
+    source = args.teacher_deepspeed or args.deepspeed or {}
     given = (
         source if isinstance(source, dict) else json.loads(Path(source).read_text(encoding="utf-8"))
     )
-    config = {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "fp16": {"enabled": args.fp16},
@@ -74,6 +75,9 @@ def teacher_ds_config(args: DistillationConfig, teacher: PreTrainedModel) -> dic
     )
 
 
+LivePredictions = HeadTeacher | LogitsTeacher
+
+
 @dataclass
 class Observed:
     """The teacher's results for a batch.
@@ -88,7 +92,9 @@ class Observed:
     hidden_states: Sequence[torch.Tensor] = ()
     attentions: Mapping[int, Attention] = field(default_factory=dict)
 
-    def compute(self, function: Callable[[Teacher], Result], device: torch.device) -> Result:
+    def compute(
+        self, function: Callable[[LivePredictions], Result], device: torch.device
+    ) -> Result:
         """Return `function(predictions)`, with the teacher's predictions for the N targets.
 
         It runs in a call of the teacher's head, because there the engine has gathered its weight.
@@ -99,7 +105,7 @@ class Observed:
 
 
 def _compute_in_head(
-    function: Callable[[Teacher], Result],
+    function: Callable[[LivePredictions], Result],
     device: torch.device,
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -113,6 +119,10 @@ def _hidden_states(
 ) -> torch.Tensor:
     """The task of a head that leaves its input as it is."""
     return hidden
+
+
+def _on_device(model: nn.Module, device: torch.device) -> nn.Module:
+    return model.to(device)
 
 
 class LiveTeacher:
@@ -131,8 +141,7 @@ class LiveTeacher:
             self.engine, *_ = zero.initialize(model=model, config=ds_config)
             self.engine.eval()
         else:
-            self.engine = self.model
-            self.engine.to(device)
+            self.engine = _on_device(self.model, device)
         self.device = device
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,10 +22,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Seq2SeqTrainer
+from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import EvalLoopOutput
 
 from distill import on_policy, vocabulary
-from distill.batch import Batch, target_mask
+from distill.batch import Batch, target_mask, with_decoder_inputs
 from distill.cache import CacheError, TeacherCache, tokenizer_hash
 from distill.config import DistillationConfig
 from distill.data import CountingCollator
@@ -72,7 +73,7 @@ class DistillationTrainer(Seq2SeqTrainer):
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """Return this rank's share of the step's mean loss per token, times the number of ranks."""
         args = self.args
-        batch = self._batch(inputs)
+        batch = Batch.of(with_decoder_inputs(inputs, self.model), self._shifted)
         progress = self.state.global_step / max(1, self.state.max_steps)
         recipe = replace(self._recipe, temperature=args.temperature_at(progress))
         teacher = self._observe(batch)
@@ -88,13 +89,6 @@ class DistillationTrainer(Seq2SeqTrainer):
             ranks = self.accelerator.num_processes if counts_all_ranks else 1
             loss = share_of_step(total, num_items_in_batch, ranks)
         return (loss, {}) if return_outputs else loss
-
-    def _batch(self, inputs: Mapping[str, Any]) -> Batch:
-        """Return the parts of a batch. Encoder-decoder models get the decoder's inputs."""
-        if not self._shifted and "decoder_input_ids" not in inputs:
-            ids = self.model.prepare_decoder_input_ids_from_labels(labels=inputs["labels"])
-            inputs = {**inputs, "decoder_input_ids": ids}
-        return Batch.of(inputs, self._shifted)
 
     def _observe(self, batch: Batch) -> Observed | None:
         """Run the teacher, if there is one and it is needed. In training it also records what the
@@ -247,7 +241,8 @@ class DistillationTrainer(Seq2SeqTrainer):
         """Return the data loader of the Trainer. Its batches also say on the host what the loss
         needs to know of them.
         """
-        dispatches = self.args.accelerator_config.dispatch_batches
+        settings = self.args.accelerator_config
+        dispatches = isinstance(settings, AcceleratorConfig) and settings.dispatch_batches
         if dispatches or isinstance(self.train_dataset, IterableDataset):
             # One rank reads for all, and accelerate can send tensors only.
             return super().get_train_dataloader()
@@ -299,7 +294,7 @@ class DistillationTrainer(Seq2SeqTrainer):
         masks = [target_mask(batch["labels"], self._shifted) for batch in batch_samples]
         count = torch.stack([mask.sum() for mask in masks]).sum().to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
-            count = self.accelerator.gather(count).sum()
+            count = cast(torch.Tensor, self.accelerator.gather(count)).sum()
         return count
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -365,7 +360,8 @@ class DistillationTrainer(Seq2SeqTrainer):
             return super().prediction_step(
                 model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs
             )
-        batch = self._batch(self._prepare_inputs(inputs))
+        prepared = with_decoder_inputs(self._prepare_inputs(inputs), self.model)
+        batch = Batch.of(prepared, self._shifted)
         with torch.no_grad(), self.compute_loss_context_manager():
             # With different tokenizers, labels and most probable tokens cannot be compared.
             comparable = self.teacher is not None and self.args.loss_type != "uld"

@@ -68,7 +68,7 @@ def _caller() -> str:
 def waits_of_losses(
     rank: int, world_size: int, kind: str, options: dict[str, Any]
 ) -> list[tuple[int, Counter[str]]]:
-    """Train. Return for each call of `compute_loss` the waits of the device, and those by caller."""
+    """Train. Return for each `compute_loss` the waits of the device, and those by caller."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = f"{device.NAME}:{rank}"
     waits = []
 
