@@ -74,6 +74,13 @@ class DataArguments:
     target_column: str | None = field(
         default=None, metadata={"help": "Key of the text that it learns to write."}
     )
+    source_prefix: str | None = field(
+        default=None,
+        metadata={
+            "help": "Text put before every source, as the teacher was trained: translate English "
+            "to German: "
+        },
+    )
     max_length: int = field(
         default=512, metadata={"help": "Tokens of a block. Without packing: limit of an example."}
     )

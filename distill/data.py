@@ -284,10 +284,10 @@ def _column(record: object, name: str, where: str) -> str:
 
 
 def encode_pair(
-    pair: Pair, tokenizer: PreTrainedTokenizerBase, length: int
+    pair: Pair, tokenizer: PreTrainedTokenizerBase, length: int, prefix: str = ""
 ) -> dict[str, list[int]]:
-    """Return `input_ids` and `labels`, each of at most `length` tokens."""
-    ids = tokenizer(pair.source, truncation=True, max_length=length)["input_ids"]
+    """Return `input_ids` of prefix and source, and `labels`, each of at most `length` tokens."""
+    ids = tokenizer(prefix + pair.source, truncation=True, max_length=length)["input_ids"]
     return {
         "input_ids": ids,
         "labels": tokenizer(text_target=pair.target, truncation=True, max_length=length)[

@@ -268,8 +268,14 @@ def load_examples(
         columns = data_args.source_column, data_args.target_column
         texts = (data.pair_of(record, where, *columns) for where, record in records)
         texts = _with_words(texts, lambda pair: pair.target, argument)
-        examples = [data.encode_pair(pair, tokenizer, length) for pair in texts]
+        prefix = data_args.source_prefix or ""
+        examples = [data.encode_pair(pair, tokenizer, length, prefix) for pair in texts]
     else:
+        if data_args.source_prefix:
+            raise InputError(
+                "--source_prefix is for encoder-decoder models, and the student is a causal one: "
+                "leave it out, and put the words into the data"
+            )
         texts = (data.segments_of(record, where, tokenizer) for where, record in records)
         texts = _with_words(
             texts, lambda segments: "".join(part.text for part in segments if part.learnt), argument

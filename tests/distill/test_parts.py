@@ -16,7 +16,16 @@ from distill.batch import IGNORED, Batch
 from distill.cache import CacheError, Description, TeacherCache, write_cache
 from distill.config import DistillationConfig, check
 from distill.corpus import train_tokenizer
-from distill.data import Collator, CountingCollator, Segment, encode, pack, pair_of, segments_of
+from distill.data import (
+    Collator,
+    CountingCollator,
+    Segment,
+    encode,
+    encode_pair,
+    pack,
+    pair_of,
+    segments_of,
+)
 from distill.hidden import (
     Attention,
     HiddenMatch,
@@ -110,6 +119,14 @@ def test_columns_of_pairs_may_be_nested():
     assert pair_of(record, "here", "translation.en", "translation.de") == ("a", "b")
     with pytest.raises(InputError, match="no column 'translation.fr'"):
         pair_of(record, "here", "translation.en", "translation.fr")
+
+
+def test_a_prefix_is_read_before_the_source(tokenizer):
+    pair = data.Pair("def add", "class")
+    plain, with_prefix = encode_pair(pair, tokenizer, 50), encode_pair(pair, tokenizer, 50, "a: ")
+    assert tokenizer.decode(plain["input_ids"]) == "def add"
+    assert tokenizer.decode(with_prefix["input_ids"]) == "a: def add"
+    assert with_prefix["labels"] == plain["labels"]
 
 
 def test_targets_of_a_shifted_batch():
