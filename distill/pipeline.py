@@ -259,6 +259,11 @@ def load_examples(
     `teacher_tokenizer`: also encode by this one. `written`: models will generate answers, so
     examples are not packed."""
     argument = f"--{split}_file {name}"
+    if data_args.source_prefix and not pairs:
+        raise InputError(
+            "--source_prefix is for encoder-decoder models, and the student is a causal one: "
+            "leave it out, and put the words into the data"
+        )
     records = tqdm(
         data.read_records(name, split), desc=f"reading the {split} split", disable=not show_progress
     )
@@ -271,11 +276,6 @@ def load_examples(
         prefix = data_args.source_prefix or ""
         examples = [data.encode_pair(pair, tokenizer, length, prefix) for pair in texts]
     else:
-        if data_args.source_prefix:
-            raise InputError(
-                "--source_prefix is for encoder-decoder models, and the student is a causal one: "
-                "leave it out, and put the words into the data"
-            )
         texts = (data.segments_of(record, where, tokenizer) for where, record in records)
         texts = _with_words(
             texts, lambda segments: "".join(part.text for part in segments if part.learnt), argument
