@@ -17,15 +17,24 @@ zero.hf.enable()
 import logging
 import os
 import sys
+from typing import cast
 
 import datasets
+import numpy as np
 import torch.distributed
+import torch.utils.data
 import transformers
 from datasets import Dataset
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
+from transformers import Seq2SeqTrainingArguments, set_seed
 
 from translation import data, report
-from translation.arguments import Arguments, fail, is_demonstration, parse_arguments
+from translation.arguments import (
+    Arguments,
+    fail,
+    is_demonstration,
+    output_folder,
+    parse_arguments,
+)
 from translation.model import load_model_and_tokenizer
 from translation.records import InputError
 from translation.trainer import GlobalTokenMean, TranslationTrainer
@@ -51,9 +60,10 @@ def main() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     if is_demonstration(model_args, data_args) and args.do_train and args.process_index == 0:
-        report.convert(args.output_dir, "float16" if args.fp16 else "bfloat16")
+        folder = output_folder(args)
+        report.convert(folder, "float16" if args.fp16 else "bfloat16")
         held_out = texts.get("test") or texts.get("validation") or texts["train"]
-        report.reload_in_fresh_process(args.output_dir, held_out["source"][:3])
+        report.reload_in_fresh_process(folder, held_out["source"][:3])
 
 
 def start_logging(args: Seq2SeqTrainingArguments) -> None:
@@ -68,7 +78,7 @@ def start_logging(args: Seq2SeqTrainingArguments) -> None:
 
 def make_trainer(
     texts: dict[str, Dataset], arguments: Arguments
-) -> tuple[Seq2SeqTrainer, dict[str, Dataset]]:
+) -> tuple[TranslationTrainer, dict[str, Dataset]]:
     """Make tokenizer, tokens, model and trainer.
 
     Return the trainer and the tokens of each split.
@@ -79,11 +89,13 @@ def make_trainer(
         split: data.tokenize(text, tokenizer, data_args, args, split)
         for split, text in texts.items()
     }
+    # The Trainer takes datasets of `datasets`, but declares torch's.
+    splits = cast(dict[str, torch.utils.data.Dataset], tokens)
     trainer = TranslationTrainer(
         model=model,
         args=args,
-        train_dataset=tokens.get("train"),
-        eval_dataset=tokens.get("validation"),
+        train_dataset=splits.get("train"),
+        eval_dataset=splits.get("validation"),
         processing_class=tokenizer,
         data_collator=data.make_collator(tokenizer, model, data_args, args),
         compute_loss_func=GlobalTokenMean(args.label_smoothing_factor),
@@ -95,15 +107,15 @@ def make_trainer(
     return trainer, tokens
 
 
-def train(trainer: Seq2SeqTrainer, overwrite: bool) -> None:
+def train(trainer: TranslationTrainer, overwrite: bool) -> None:
     """Train and save.
 
     Resume from the last checkpoint in the output folder, unless it may be overwritten.
     """
-    args = trainer.args
-    checkpoint = args.resume_from_checkpoint
-    if checkpoint is None and not overwrite and os.path.isdir(args.output_dir):
-        checkpoint = find_resumable(args.output_dir)
+    folder, checkpoint = output_folder(trainer.args), trainer.args.resume_from_checkpoint
+    if checkpoint is None and not overwrite and os.path.isdir(folder):
+        found = find_resumable(folder)
+        checkpoint = None if found is None else str(found)
     result = trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     trainer.log_metrics("train", result.metrics)
@@ -111,24 +123,24 @@ def train(trainer: Seq2SeqTrainer, overwrite: bool) -> None:
     trainer.save_state()
 
 
-def evaluate(trainer: Seq2SeqTrainer) -> None:
+def evaluate(trainer: TranslationTrainer) -> None:
     """Score the validation split."""
     metrics = trainer.evaluate(metric_key_prefix="eval")
     trainer.log_metrics("eval", metrics)
     trainer.save_metrics("eval", metrics)
 
 
-def predict(trainer: Seq2SeqTrainer, text: Dataset, tokens: Dataset) -> None:
+def predict(trainer: TranslationTrainer, text: Dataset, tokens: Dataset) -> None:
     """Translate and score the test split.
 
     Write the translations, one in each line, and print some.
     """
-    result = trainer.predict(tokens, metric_key_prefix="predict")
-    trainer.log_metrics("predict", result.metrics)
-    trainer.save_metrics("predict", result.metrics)
+    result = trainer.predict(cast(torch.utils.data.Dataset, tokens), metric_key_prefix="predict")
+    trainer.log_metrics("predict", result.metrics or {})
+    trainer.save_metrics("predict", result.metrics or {})
     if trainer.args.predict_with_generate and trainer.is_world_process_zero():
-        translations = report.decode(result.predictions, trainer.processing_class)
-        report.write_translations(trainer.args.output_dir, translations)
+        translations = report.decode(np.asarray(result.predictions), trainer.processing_class)
+        report.write_translations(output_folder(trainer.args), translations)
         report.print_samples(text, translations)
 
 

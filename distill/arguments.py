@@ -6,11 +6,11 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from torch import accelerator
 
-from distill.config import DistillationConfig
+from distill.config import DistillationConfig, needs_teacher
 from distill.config import check as check_distillation
 from translation import arguments as shared
 from translation.records import InputError
@@ -73,6 +73,13 @@ class DataArguments:
     )
     target_column: str | None = field(
         default=None, metadata={"help": "Key of the text that it learns to write."}
+    )
+    source_prefix: str | None = field(
+        default=None,
+        metadata={
+            "help": "Text put before every source, as the teacher was trained: translate English "
+            "to German: "
+        },
     )
     max_length: int = field(
         default=512, metadata={"help": "Tokens of a block. Without packing: limit of an example."}
@@ -170,7 +177,7 @@ def parse_arguments(argv: Sequence[str] | None = None, caching: bool = False) ->
     Raises:
         InputError: a value, file or configuration cannot work. The message names it and the remedy.
     """
-    parser = ArgumentParser((ModelArguments, DataArguments, DistillationConfig), allow_abbrev=False)
+    parser = ArgumentParser(ModelArguments, DataArguments, DistillationConfig)
     parser.set_defaults(use_cpu=not accelerator.is_available())
     given = parser.parse_args(argv)
     if given.deepspeed is not None:
@@ -189,7 +196,7 @@ def parse_arguments(argv: Sequence[str] | None = None, caching: bool = False) ->
             _check_caching(given)
         elif not is_demonstration(given):
             _check_job(given)
-        return parser.parse_dict(vars(given))
+        return cast(Arguments, parser.parse_dict(vars(given)))
     except (ValueError, ImportError) as error:
         raise error if isinstance(error, InputError) else InputError(str(error)) from error
 
@@ -269,9 +276,7 @@ def _check_job(given: argparse.Namespace) -> None:
         )
     if given.init_student_from_teacher and not given.teacher_model_name_or_path:
         raise InputError("--init_student_from_teacher needs --teacher_model_name_or_path")
-    if DistillationConfig.needs_teacher(given) and not (
-        given.teacher_model_name_or_path or given.teacher_cache
-    ):
+    if needs_teacher(given) and not (given.teacher_model_name_or_path or given.teacher_cache):
         raise InputError(
             "there is no teacher: give --teacher_model_name_or_path or --teacher_cache, or "
             "--kd_alpha 0"

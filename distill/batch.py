@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 import torch
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
 IGNORED = -100
 _READ_BY_MODELS = (
@@ -16,6 +19,9 @@ _READ_BY_MODELS = (
     "decoder_attention_mask",
 )
 _TEACHER = "teacher_"
+# Key of a batch, written by `distill.data.CountingCollator`: the number of targets of each example,
+# on the host.
+TARGET_COUNTS = "target_counts"
 
 
 def target_mask(labels: torch.Tensor, shifted: bool) -> torch.Tensor:
@@ -24,11 +30,23 @@ def target_mask(labels: torch.Tensor, shifted: bool) -> torch.Tensor:
     `shifted`: position t predicts t + 1.
     """
     mask = labels != IGNORED
-    return (
-        mask.roll(-1, dims=1).index_fill(1, torch.tensor([-1], device=labels.device), False)
-        if shifted
-        else mask
-    )
+    return pad(mask[:, 1:], (0, 1)) if shifted else mask
+
+
+class _EncoderDecoder(Protocol):
+    """What transformers' encoder-decoder models have, and PreTrainedModel does not declare."""
+
+    def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor: ...
+
+
+def with_decoder_inputs(inputs: Mapping[str, Any], model: PreTrainedModel) -> Mapping[str, Any]:
+    """Return the inputs of `model`. Encoder-decoder models also get `decoder_input_ids`, which are
+    made of the labels.
+    """
+    if not model.config.is_encoder_decoder or "decoder_input_ids" in inputs:
+        return inputs
+    ids = cast(_EncoderDecoder, model).prepare_decoder_input_ids_from_labels(inputs["labels"])
+    return {**inputs, "decoder_input_ids": ids}
 
 
 @dataclass
@@ -50,17 +68,22 @@ class Batch:
     has_teacher: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, inputs: Mapping[str, torch.Tensor], shifted: bool) -> Batch:
+    def of(cls, inputs: Mapping[str, Any], shifted: bool) -> Batch:
         """Make a batch of `inputs`. `labels` are those of transformers: -100 where there is no
         target.
 
         If the teacher has another tokenizer, `teacher_input_ids` and `teacher_attention_mask` are
         the same text in its tokens. `teacher_positions` (batch, length) has for each label the
         position of the teacher's token that begins at the same place of the text, or -1 if none
-        begins there."""
+        begins there.
+
+        The shape of `rows` depends on the labels. With `target_counts` (one integer an example) the
+        host knows it already. Without, it waits until the device has counted."""
         labels = inputs["labels"]
         mask = target_mask(labels, shifted).flatten()
-        rows = mask.nonzero().squeeze(-1)
+        counts = inputs.get(TARGET_COUNTS)
+        rows = mask.nonzero() if counts is None else torch.nonzero_static(mask, size=sum(counts))
+        rows = rows.squeeze(-1)
         length = labels.shape[1]
         label_rows = rows + 1 if shifted else rows
         student = {name: inputs[name] for name in _READ_BY_MODELS if inputs.get(name) is not None}

@@ -16,6 +16,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,11 +24,13 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from distill.batch import IGNORED, Batch
+from distill.batch import IGNORED, TARGET_COUNTS, Batch
 from distill.fused import StoredTeacher
 from distill.losses import log_probabilities, top_k_with_tail
 
 PART_EXAMPLES = 256
+# Key of a batch, written by `distill.data.CountingCollator`: the keys of its examples.
+EXAMPLE_KEYS = "example_keys"
 _EDGE = 2**20
 
 
@@ -152,15 +155,21 @@ class TeacherCache:
                     f" run cache_teacher again into another folder, or use the same {name}"
                 )
 
-    def targets(self, inputs: Mapping[str, torch.Tensor], batch: Batch) -> StoredTeacher:
+    def targets(self, inputs: Mapping[str, Any], batch: Batch) -> StoredTeacher:
         """Return what is stored for a batch's targets, in their order.
+
+        If `inputs` has no `example_keys` and `target_counts`, both are computed from its tensors,
+        and the host waits for the device.
 
         Raises:
             CacheError: an example is not in the cache, or has another number of targets there.
         """
-        counts = torch.bincount(batch.examples, minlength=batch.size).tolist()
+        counts = inputs.get(TARGET_COUNTS)
+        if counts is None:
+            counts = torch.bincount(batch.examples, minlength=batch.size).tolist()
+        keys = inputs.get(EXAMPLE_KEYS) or example_keys(inputs)
         rows: list[tuple[torch.Tensor, ...]] = []
-        for key, count in zip(example_keys(inputs), counts, strict=True):
+        for key, count in zip(keys, counts, strict=True):
             if not count:
                 continue
             if key not in self._where:
@@ -181,9 +190,25 @@ class TeacherCache:
         if not rows:
             k = self.description.top_k
             return StoredTeacher(
-                *(torch.zeros(0, width, device=device) for width in (k, k + 1)), torch.zeros(0)
+                torch.zeros(0, k, device=device),
+                torch.zeros(0, k + 1, device=device),
+                torch.zeros(0, device=device),
             )
-        return StoredTeacher(*(torch.cat(parts).to(device) for parts in zip(*rows, strict=True)))
+        indices, log_p, cross_entropy = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        return StoredTeacher(
+            _to_device(indices, device),
+            _to_device(log_p, device),
+            _to_device(cross_entropy, device),
+        )
+
+
+def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy `tensor` to `device`. The host does not wait, because pinned memory can be copied while
+    it goes on.
+    """
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _read_description(folder: Path) -> Description:

@@ -4,8 +4,10 @@ is loaded.
 
 from __future__ import annotations
 
+import argparse
 import math
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from transformers import Seq2SeqTrainingArguments
 
@@ -14,9 +16,10 @@ from distill.losses import LOSS_TYPES, Divergence
 from distill.vocabulary import VOCAB_POLICIES
 
 SCHEDULES = ("constant", "linear", "cosine")
+Value = TypeVar("Value")
 
 
-def _field(default: object, help: str, **metadata: object) -> object:
+def _field(default: Value, help: str, **metadata: object) -> Value:
     return field(default=default, metadata={"help": help, **metadata})
 
 
@@ -102,12 +105,7 @@ class DistillationConfig(Seq2SeqTrainingArguments):
 
     def needs_teacher(self) -> bool:
         """Whether any part of the loss needs a teacher."""
-        return (
-            self.kd_alpha > 0
-            or self.hidden_loss_weight > 0
-            or self.attn_relation_weight > 0
-            or self.seq_kd
-        )
+        return needs_teacher(self)
 
     def temperature_at(self, progress: float) -> float:
         """Return T after the fraction `progress` of training."""
@@ -121,7 +119,17 @@ class DistillationConfig(Seq2SeqTrainingArguments):
         return self.temperature + (self.final_temperature - self.temperature) * done
 
 
-def check(given: object) -> None:
+def needs_teacher(given: DistillationConfig | argparse.Namespace) -> bool:
+    """Whether any part of the loss needs a teacher."""
+    return (
+        given.kd_alpha > 0
+        or given.hidden_loss_weight > 0
+        or given.attn_relation_weight > 0
+        or given.seq_kd
+    )
+
+
+def check(given: DistillationConfig | argparse.Namespace) -> None:
     """Check the arguments of distillation, in a `DistillationConfig` or an argparse namespace.
 
     Raises:
@@ -169,7 +177,7 @@ def check(given: object) -> None:
     _check_cache(given)
 
 
-def _check_cache(given: object) -> None:
+def _check_cache(given: DistillationConfig | argparse.Namespace) -> None:
     if not given.teacher_cache:
         return
     needs_live = {
@@ -180,9 +188,8 @@ def _check_cache(given: object) -> None:
         "temperature_schedule": given.temperature_schedule != "constant",
         "loss_type uld": given.loss_type == "uld",
     }
-    if given := [name for name, value in needs_live.items() if value]:
+    if names := [name for name, value in needs_live.items() if value]:
         raise ValueError(
-            f"teacher_cache holds probabilities at one temperature, and {', '.join(given)} needs a "
-            "live teacher:"
-            f" leave out one of them"
+            f"teacher_cache holds probabilities at one temperature, and {', '.join(names)} needs a "
+            "live teacher: leave out one of them"
         )

@@ -7,16 +7,18 @@ encoder-decoder example is a source and a target."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import datasets
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from distill.batch import IGNORED
+from distill.batch import IGNORED, TARGET_COUNTS, target_mask
+from distill.cache import EXAMPLE_KEYS, example_keys
 from translation.records import InputError
+from translation.tokenizer import token_id
 
 PLAIN_TEXT = (".txt", ".py", ".md")
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
@@ -99,9 +101,10 @@ def _read_dataset(name: str, split: str) -> Iterator[tuple[str, object]]:
         raise InputError(
             f"{name}: neither a file nor a dataset that can be loaded ({error})"
         ) from error
-    if isinstance(found, Mapping):
+    if isinstance(found, datasets.DatasetDict | datasets.IterableDatasetDict):
         if split not in found:
-            raise InputError(f"{name} has no split {split!r}, only {', '.join(found)}")
+            names = ", ".join(map(str, found))
+            raise InputError(f"{name} has no split {split!r}, only {names}")
         found = found[split]
     yield from (
         (f"{name}, record {number}", record) for number, record in enumerate(found, start=1)
@@ -155,7 +158,7 @@ def _dialogue(
         texts = [f"{message['role']}: {message['content']}\n" for message in messages]
     else:
         whole = [
-            tokenizer.apply_chat_template(messages[: i + 1], tokenize=False)
+            str(tokenizer.apply_chat_template(messages[: i + 1], tokenize=False))
             for i in range(len(messages))
         ]
         texts = [
@@ -196,9 +199,10 @@ def encode(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase) -> d
         piece = tokenizer(segment.text, add_special_tokens=False)["input_ids"]
         ids += piece
         labels += piece if segment.learnt else [IGNORED] * len(piece)
-    if tokenizer.eos_token_id is not None and (not ids or ids[-1] != tokenizer.eos_token_id):
-        ids.append(tokenizer.eos_token_id)
-        labels.append(tokenizer.eos_token_id)
+    end = token_id(tokenizer, "eos")
+    if end is not None and (not ids or ids[-1] != end):
+        ids.append(end)
+        labels.append(end)
     return {"input_ids": ids, "labels": labels}
 
 
@@ -280,10 +284,10 @@ def _column(record: object, name: str, where: str) -> str:
 
 
 def encode_pair(
-    pair: Pair, tokenizer: PreTrainedTokenizerBase, length: int
+    pair: Pair, tokenizer: PreTrainedTokenizerBase, length: int, prefix: str = ""
 ) -> dict[str, list[int]]:
-    """Return `input_ids` and `labels`, each of at most `length` tokens."""
-    ids = tokenizer(pair.source, truncation=True, max_length=length)["input_ids"]
+    """Return `input_ids` of prefix and source, and `labels`, each of at most `length` tokens."""
+    ids = tokenizer(prefix + pair.source, truncation=True, max_length=length)["input_ids"]
     return {
         "input_ids": ids,
         "labels": tokenizer(text_target=pair.target, truncation=True, max_length=length)[
@@ -330,3 +334,29 @@ class Collator:
         if "teacher_input_ids" in example:
             masks["teacher_attention_mask"] = [1] * len(example["teacher_input_ids"])
         return {**example, **masks}
+
+
+class CountingCollator:
+    """Wraps a data collator, and adds to its batches what the host needs to know of them.
+
+    Batches reach the trainer on the device, where the host would have to wait for each of these:
+    `target_counts`, the number of targets of each example (a list of integers), and, `with_keys`,
+    `example_keys`, the keys under which a teacher cache has the examples (a list of bytes).
+    """
+
+    def __init__(
+        self,
+        collate: Callable[[list[Any]], dict[str, Any]],
+        shifted: bool,
+        with_keys: bool = False,
+    ):
+        self.collate = collate
+        self.shifted = shifted
+        self.with_keys = with_keys
+
+    def __call__(self, examples: list[Any]) -> dict[str, Any]:
+        batch = self.collate(examples)
+        if self.with_keys:
+            batch[EXAMPLE_KEYS] = example_keys(batch)
+        batch[TARGET_COUNTS] = target_mask(batch["labels"], self.shifted).sum(1).tolist()
+        return batch

@@ -12,6 +12,7 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -28,22 +29,25 @@ from distill import data, export, report
 from distill.arguments import DataArguments
 from distill.config import DistillationConfig
 from distill.corpus import standard_library, train_tokenizer
+from distill.on_policy import generate
 from distill.report import Result
 from distill.student import from_config
 from distill.teacher import load_model
 from distill.trainer import DistillationTrainer
+from translation.arguments import output_folder
 from translation.report import convert
+from translation.tokenizer import pad_token_id, token_id
 
 logger = logging.getLogger(__name__)
 
 VOCABULARY = 1024
-TEACHER = {
+TEACHER: dict[str, Any] = {
     "hidden_size": 128,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "intermediate_size": 344,
 }
-STUDENT = {
+STUDENT: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -57,7 +61,7 @@ Blocks = list[dict[str, list[int]]]
 
 def run(data_args: DataArguments, args: DistillationConfig) -> None:
     """Train teacher and students. Write models, table, plot and report to `args.output_dir`."""
-    folder = Path(args.output_dir)
+    folder = Path(output_folder(args))
     tokenizer, train, held_out = _prepare(folder, data_args, args)
     teacher_folder, teacher_result = _teacher(folder, tokenizer, train, held_out, data_args, args)
     if data_args.max_train_tokens:
@@ -84,12 +88,12 @@ def run(data_args: DataArguments, args: DistillationConfig) -> None:
         trainer = DistillationTrainer(
             student, teacher, own, train_dataset=train, eval_dataset=held_out,
             processing_class=tokenizer,
-            data_collator=data.Collator(tokenizer.pad_token_id),
+            data_collator=data.Collator(pad_token_id(tokenizer)),
         )  # fmt: skip
         results[name] = _train(trainer, data_args.max_length)
         completions[name] = _complete(trainer.model, tokenizer, args)
         if completions["teacher"] is None:
-            completions["teacher"] = _complete(trainer.teacher.model, tokenizer, args)
+            completions["teacher"] = _complete(teacher, tokenizer, args)
         trainer.save_model()
         if name == "baseline":
             results["baseline_best"] = _best(results[name])
@@ -146,7 +150,7 @@ def _prepare(
     blocks = []
     for texts in corpus:
         encoded = (data.encode([data.Segment(text, True)], tokenizer) for text in texts)
-        blocks.append(data.pack(encoded, data_args.max_length, tokenizer.pad_token_id))
+        blocks.append(data.pack(encoded, data_args.max_length, pad_token_id(tokenizer)))
     train, held_out = blocks
     # Take blocks from all held-out files.
     step = max(1, len(held_out) // (data_args.max_eval_samples or len(held_out)))
@@ -155,15 +159,15 @@ def _prepare(
 
 
 def _config(
-    tokenizer: PreTrainedTokenizerBase, data_args: DataArguments, sizes: dict[str, int]
+    tokenizer: PreTrainedTokenizerBase, data_args: DataArguments, sizes: dict[str, Any]
 ) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=len(tokenizer),
         max_position_embeddings=max(256, data_args.max_length),
         tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=pad_token_id(tokenizer),
+        bos_token_id=token_id(tokenizer, "bos"),
+        eos_token_id=token_id(tokenizer, "eos"),
         **sizes,
     )
 
@@ -213,7 +217,7 @@ def _teacher(
     trainer = DistillationTrainer(
         from_config(_config(tokenizer, data_args, TEACHER)), None, own, train_dataset=train,
         eval_dataset=held_out,
-        processing_class=tokenizer, data_collator=data.Collator(tokenizer.pad_token_id),
+        processing_class=tokenizer, data_collator=data.Collator(pad_token_id(tokenizer)),
     )  # fmt: skip
     result = _train(trainer, data_args.max_length)
     trainer.save_model()
@@ -232,7 +236,7 @@ def _train(trainer: DistillationTrainer, length: int) -> Result:
         * trainer.args.world_size
     )
     curve = {
-        entry["step"]: entry["eval_loss"]
+        int(entry["step"]): entry["eval_loss"]
         for entry in trainer.state.log_history
         if "eval_loss" in entry
     }
@@ -273,12 +277,12 @@ def _complete(
     model.eval()
     ids = tokenizer(PROMPT, return_tensors="pt").to(args.device)
     sharded = is_deepspeed_zero3_enabled() and args.world_size > 1
-    written = model.generate(
-        input_ids=ids["input_ids"], attention_mask=ids["attention_mask"], max_new_tokens=48,
+    written = generate(
+        model, input_ids=ids["input_ids"], attention_mask=ids["attention_mask"], max_new_tokens=48,
         do_sample=False,
         synced_gpus=sharded, repetition_penalty=1.2,
     )  # fmt: skip
-    return tokenizer.decode(written[0], skip_special_tokens=True)
+    return str(tokenizer.decode(written[0], skip_special_tokens=True))
 
 
 def _say(args: DistillationConfig, text: str) -> None:

@@ -45,6 +45,7 @@ class Teacher(Protocol):
         """Return logits (chunk, teacher vocabulary) in any dtype, or the rows that a cache has
         stored.
         """
+        ...
 
 
 class StoredChunk(NamedTuple):
@@ -89,12 +90,14 @@ class Recipe:
 
     def to(self, device: torch.device) -> Recipe:
         """The same recipe with its tensors on `device`."""
-
-        def move(value: object) -> object:
-            return value.to(device) if isinstance(value, torch.Tensor) else value
-
-        shared = self.shared and SharedTokens(*map(move, self.shared))
-        return replace(self, shared=shared, teacher_labels=move(self.teacher_labels))
+        labels = None if self.teacher_labels is None else self.teacher_labels.to(device)
+        shared = self.shared
+        if shared is not None:
+            student, teacher = (
+                ids.to(device) if isinstance(ids, torch.Tensor) else ids for ids in shared
+            )
+            shared = SharedTokens(student, teacher)
+        return replace(self, shared=shared, teacher_labels=labels)
 
     def chunks(self, tokens: int, vocabulary: int, device: torch.device) -> Iterator[slice]:
         """Yield slices of at most `chunk_size` tokens."""
@@ -222,7 +225,7 @@ def _compare(
 class _FusedHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, recipe, with_gradient):
-        statistics = []
+        chunks: list[torch.Tensor] = []
         d_hidden = torch.empty_like(hidden) if with_gradient else None
         d_weight = torch.zeros_like(weight, dtype=_at_least_fp32(weight)) if with_gradient else None
         d_bias = (
@@ -236,8 +239,8 @@ class _FusedHead(torch.autograd.Function):
             logits = logits.to(_at_least_fp32(logits))
             losses, gradient = chunk_loss(logits, rows, targets, recipe, with_gradient)
             del logits
-            statistics.append(torch.stack(losses))
-            if gradient is None:
+            chunks.append(torch.stack(losses))
+            if gradient is None or d_hidden is None or d_weight is None:
                 continue
             if d_bias is not None:
                 d_bias += gradient.sum(0)
@@ -249,11 +252,7 @@ class _FusedHead(torch.autograd.Function):
                 d_weight += gradient.T @ part
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        statistics = (
-            torch.cat(statistics, dim=1)
-            if statistics
-            else hidden.new_zeros(4, 0, dtype=torch.float32)
-        )
+        statistics = _joined(chunks, hidden)
         ctx.mark_non_differentiable(statistics)
         return _weighted_sum(TokenLosses(*statistics), targets, recipe), statistics
 
@@ -270,22 +269,18 @@ class _FusedHead(torch.autograd.Function):
 class _FromLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, recipe, with_gradient):
-        statistics = []
+        chunks: list[torch.Tensor] = []
         d_logits = torch.empty_like(logits) if with_gradient else None
         for rows in recipe.chunks(*logits.shape, logits.device):
             part = logits[rows]
             losses, gradient = chunk_loss(
                 part.to(_at_least_fp32(part)), rows, targets, recipe, with_gradient
             )
-            statistics.append(torch.stack(losses))
-            if gradient is not None:
+            chunks.append(torch.stack(losses))
+            if gradient is not None and d_logits is not None:
                 d_logits[rows] = gradient
         ctx.save_for_backward(d_logits)
-        statistics = (
-            torch.cat(statistics, dim=1)
-            if statistics
-            else logits.new_zeros(4, 0, dtype=torch.float32)
-        )
+        statistics = _joined(chunks, logits)
         ctx.mark_non_differentiable(statistics)
         return _weighted_sum(TokenLosses(*statistics), targets, recipe), statistics
 
@@ -294,6 +289,11 @@ class _FromLogits(torch.autograd.Function):
     def backward(ctx, grad, _):
         (d_logits,) = ctx.saved_tensors
         return d_logits * grad.to(d_logits.dtype), None, None, None
+
+
+def _joined(chunks: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Return the `TokenLosses` of all chunks as one tensor, (4, N). Without targets N is 0."""
+    return torch.cat(chunks, dim=1) if chunks else like.new_zeros(4, 0, dtype=torch.float32)
 
 
 def _at_least_fp32(tensor: torch.Tensor) -> torch.dtype:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.nn.functional import cosine_similarity, mse_loss
+from transformers import PretrainedConfig, PreTrainedModel
 
 HIDDEN_LOSSES = ("mse", "cosine")
 # Names of the projections of query, key and value in an attention module, one row for each family
@@ -26,13 +27,13 @@ class LayerPair(NamedTuple):
     teacher: int
 
 
-def layers_and_width(config: object) -> tuple[int, int]:
+def layers_and_width(config: PretrainedConfig) -> tuple[int, int]:
     """The number of layers of a model's decoder (of all if it has no encoder), and the width of
     their outputs.
     """
-    config = config.get_text_config()
-    layers = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers
-    return layers, config.hidden_size
+    text = config.get_text_config()
+    layers = getattr(text, "num_decoder_layers", None) or text.num_hidden_layers
+    return layers, text.hidden_size
 
 
 def parse_layer_mapping(
@@ -94,12 +95,11 @@ class HiddenMatch(nn.Module):
             )
         self.pairs = list(pairs)
         self.kind = kind
-        self.projections = nn.ModuleList(
-            nn.Linear(student_width, teacher_width, bias=False) for _ in pairs
-        )
+        projections = [nn.Linear(student_width, teacher_width, bias=False) for _ in pairs]
         if student_width == teacher_width:
-            for projection in self.projections:
+            for projection in projections:
                 nn.init.eye_(projection.weight)
+        self.projections = nn.ModuleList(projections)
 
     def forward(
         self,
@@ -136,7 +136,7 @@ class AttentionRecorder:
     has one).
     """
 
-    def __init__(self, model: nn.Module, whose: str):
+    def __init__(self, model: PreTrainedModel, whose: str):
         self.modules = [
             found for module in model.modules() if (found := _projections_of(module)) is not None
         ]
@@ -183,9 +183,10 @@ class AttentionRecorder:
 
 def _projections_of(module: nn.Module) -> tuple[nn.Module, ...] | None:
     for names in _PROJECTIONS:
-        found = tuple(getattr(module, name, None) for name in names)
-        if all(isinstance(projection, nn.Module) for projection in found):
-            return found
+        found = [getattr(module, name, None) for name in names]
+        projections = [each for each in found if isinstance(each, nn.Module)]
+        if len(projections) == len(names):
+            return tuple(projections)
     return None
 
 
@@ -204,14 +205,20 @@ def relation_loss(
     A relation is softmax(X X' / sqrt(width of a head)) for X = queries, keys or values, split into
     `heads`. The loss is averaged over heads and the three kinds. `visible` (batch, length, length)
     bool: the tokens that a token may see. A token must see itself."""
-    total = 0.0
-    for ours, theirs in zip(student, teacher, strict=True):
-        log_q, log_p = (
-            _log_relations(ours, heads, visible),
-            _log_relations(theirs.to(ours.device), heads, visible),
-        )
-        total = total + (log_p.exp() * (log_p - log_q)).sum(-1).mean(1)
-    return total / 3
+    query, key, value = (
+        _relation_divergence(ours, theirs.to(ours.device), heads, visible)
+        for ours, theirs in zip(student, teacher, strict=True)
+    )
+    return (query + key + value) / 3
+
+
+def _relation_divergence(
+    student: torch.Tensor, teacher: torch.Tensor, heads: int, visible: torch.Tensor
+) -> torch.Tensor:
+    """Return KL(teacher || student) of the relations of one kind of vectors, (batch, length)."""
+    log_q = _log_relations(student, heads, visible)
+    log_p = _log_relations(teacher, heads, visible)
+    return (log_p.exp() * (log_p - log_q)).sum(-1).mean(1)
 
 
 def _log_relations(vectors: torch.Tensor, heads: int, visible: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,8 @@ Importing this module registers the model with transformers' Auto classes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention, silu
@@ -55,7 +57,7 @@ class MiniCodformerConfig(PretrainedConfig):
         layer_norm_eps: float = 1e-5,
         use_cache: bool = True,
         tie_word_embeddings: bool = True,
-        **others: object,
+        **others: Any,
     ):
         if hidden_size % num_attention_heads:
             raise ValueError(
@@ -74,7 +76,8 @@ class MiniCodformerConfig(PretrainedConfig):
         self.layer_norm_eps = layer_norm_eps
         self.use_cache = use_cache
         others.pop("num_hidden_layers", None)  # it is the sum of the two
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **others)
+        others["tie_word_embeddings"] = tie_word_embeddings
+        super().__init__(**others)
 
 
 class FeedForward(nn.Module):
@@ -222,7 +225,7 @@ class MiniCodformerForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int = 0,
-        **loss_kwargs: object,
+        **loss_kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return logits, and the loss if `labels` are given (-100: no target; they are shifted
         here).

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from distill.batch import IGNORED
+
+if TYPE_CHECKING:
+    from transformers._typing import GenerativePreTrainedModel
 
 
 def writer_of(step: int, micro_batch: int, seed: int, lmbda: float, seq_kd: bool) -> str | None:
@@ -35,6 +39,18 @@ def prompt_lengths(labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     first = learnt.int().argmax(dim=1)
     lengths = mask.sum(1)
     return torch.where(first <= 1, lengths // 2, first).clamp_min(1)
+
+
+def generate(model: PreTrainedModel, **options: Any) -> torch.Tensor:
+    """Return the token ids (batch, length) that `model.generate(**options)` writes.
+
+    Raises:
+        ValueError: the model has no `generate`.
+    """
+    if not isinstance(model, GenerationMixin):
+        raise ValueError(f"a {type(model).__name__} cannot generate: use another model")
+    written = cast("GenerativePreTrainedModel", model).generate(**options)
+    return written if isinstance(written, torch.Tensor) else written.sequences
 
 
 @torch.no_grad()
@@ -72,7 +88,7 @@ def rewrite(
     training = model.training
     model.eval()
     if model.config.is_encoder_decoder:
-        written = model.generate(input_ids=ids, attention_mask=mask, **options)[:, 1:]
+        written = generate(model, input_ids=ids, attention_mask=mask, **options)[:, 1:]
         batch = {
             "input_ids": ids,
             "attention_mask": mask,
@@ -82,7 +98,7 @@ def rewrite(
         prompts, prompt_mask = _left_padded(
             ids, prompt_lengths(inputs["labels"], mask), pad_token_id
         )
-        whole = model.generate(input_ids=prompts, attention_mask=prompt_mask, **options)
+        whole = generate(model, input_ids=prompts, attention_mask=prompt_mask, **options)
         answers = _until_end(whole[:, prompts.shape[1] :], pad_token_id, eos_token_id)
         labels = torch.cat([torch.full_like(prompts, IGNORED), answers], dim=1)
         batch = _right_padded(whole, labels, prompt_mask, answers, pad_token_id)

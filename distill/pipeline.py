@@ -6,23 +6,35 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
+from torch import nn
+from torch.utils.data import Dataset
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from distill import cache, data, export
 from distill.alignment import encode_twice
 from distill.arguments import Arguments, DataArguments, ModelArguments
-from distill.batch import Batch
+from distill.batch import Batch, with_decoder_inputs
 from distill.config import DistillationConfig
 from distill.student import copy_layers, cut_config, from_config, load_config, parse_layers
-from distill.teacher import load_model
+from distill.teacher import LiveTeacher, Observed, load_model
 from distill.trainer import DistillationTrainer
 from translation import report
-from translation.records import InputError
+from translation.arguments import output_folder
+from translation.records import InputError, required
+from translation.tokenizer import pad_token_id
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +51,7 @@ def run(arguments: Arguments) -> None:
     model_args, data_args, args = arguments
     tokenizer, teacher_tokenizer = load_tokenizers(model_args, args)
     teacher = _load_teacher(model_args, args)
-    if teacher is not None:
+    if teacher is not None and teacher_tokenizer is not None:
         _check_vocabulary("teacher_model_name_or_path", teacher, len(teacher_tokenizer))
     student = load_student(model_args, teacher, len(tokenizer))
     splits = _load_splits(
@@ -56,7 +68,7 @@ def run(arguments: Arguments) -> None:
             eval_dataset=splits.get("validation"),
             processing_class=tokenizer,
             teacher_processing_class=teacher_tokenizer,
-            data_collator=data.Collator(tokenizer.pad_token_id),
+            data_collator=data.Collator(pad_token_id(tokenizer)),
             compute_metrics=report.make_compute_metrics(tokenizer)
             if args.predict_with_generate
             else None,
@@ -77,22 +89,25 @@ def run(arguments: Arguments) -> None:
     if args.do_predict:
         figures |= _predict(trainer, splits["test"])
     if args.do_train and args.process_index == 0:
-        report.convert(args.output_dir, data_args.export_dtype)
+        folder, data_file = output_folder(args), required(data_args.train_file, "train_file")
+        report.convert(folder, data_args.export_dtype)
         source = args.teacher_model_name_or_path or args.teacher_cache or "no teacher"
-        export.write_card(args.output_dir, args, source, figures, data_args.train_file)
-        logger.info("student: %s (%s)", args.output_dir, data_args.export_dtype)
+        export.write_card(folder, args, source, figures, data_file)
+        logger.info("student: %s (%s)", folder, data_args.export_dtype)
 
 
 def _predict(trainer: DistillationTrainer, tokens: Examples) -> dict[str, float]:
     """Score the test split. With generation, write the generated texts, one in each line."""
-    result = trainer.predict(tokens, metric_key_prefix="predict")
-    trainer.log_metrics("predict", result.metrics)
-    trainer.save_metrics("predict", result.metrics)
-    if trainer.args.predict_with_generate and trainer.is_world_process_zero():
-        report.write_translations(
-            trainer.args.output_dir, report.decode(result.predictions, trainer.processing_class)
-        )
-    return result.metrics
+    # A list is a map-style dataset, though not by its type.
+    result = trainer.predict(cast(Dataset, tokens), metric_key_prefix="predict")
+    metrics = result.metrics or {}
+    trainer.log_metrics("predict", metrics)
+    trainer.save_metrics("predict", metrics)
+    tokenizer = trainer.processing_class
+    if trainer.args.predict_with_generate and trainer.is_world_process_zero() and tokenizer:
+        texts = report.decode(np.asarray(result.predictions), tokenizer)
+        report.write_translations(output_folder(trainer.args), texts)
+    return metrics
 
 
 # -- models and tokenizers
@@ -137,16 +152,15 @@ def _load_teacher(model_args: ModelArguments, args: DistillationConfig) -> PreTr
     )
     if not needed:
         return None
+    name = required(args.teacher_model_name_or_path, "teacher_model_name_or_path")
     try:
-        return load_model(args.teacher_model_name_or_path)
+        return load_model(name)
     except (OSError, ValueError, SafetensorError) as error:
-        raise InputError(
-            f"--teacher_model_name_or_path {args.teacher_model_name_or_path}: {error}"
-        ) from error
+        raise InputError(f"--teacher_model_name_or_path {name}: {error}") from error
 
 
 def _check_vocabulary(argument: str, model: PreTrainedModel, tokens: int) -> None:
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
     if rows < tokens:
         raise InputError(
             f"--{argument}: the model has embeddings for {rows} tokens and its tokenizer has "
@@ -170,26 +184,28 @@ def load_student(
             ) from error
         _check_vocabulary("model_name_or_path", student, tokens)
         return student
-    layers = None
-    if model_args.init_student_from_teacher:
-        layers = parse_layers(
-            model_args.init_student_from_teacher, teacher.config.num_hidden_layers
-        )
-    config = (
-        load_config(model_args.student_config)
-        if model_args.student_config
-        else cut_config(teacher.config, layers)
+    if teacher is None or not model_args.init_student_from_teacher:
+        name = required(model_args.student_config, "student_config")
+        return _new_student(load_config(name), tokens)
+    layers = parse_layers(
+        model_args.init_student_from_teacher, teacher.config.get_text_config().num_hidden_layers
     )
-    if config.get_text_config().vocab_size < tokens:
-        raise InputError(
-            f"the student's vocab_size is {config.get_text_config().vocab_size} and its tokenizer "
-            f"has {tokens} tokens:"
-            f" set vocab_size in --student_config to at least that"
-        )
-    student = from_config(config)
-    if layers is not None:
-        copy_layers(student, teacher, layers)
+    config = cut_config(teacher.config, layers)
+    if model_args.student_config:
+        config = load_config(model_args.student_config)
+    student = _new_student(config, tokens)
+    copy_layers(student, teacher, layers)
     return student
+
+
+def _new_student(config: PretrainedConfig, tokens: int) -> PreTrainedModel:
+    vocab_size = config.get_text_config().vocab_size
+    if vocab_size < tokens:
+        raise InputError(
+            f"the student's vocab_size is {vocab_size} and its tokenizer has {tokens} tokens: set "
+            "vocab_size in --student_config to at least that"
+        )
+    return from_config(config)
 
 
 # -- data
@@ -243,6 +259,11 @@ def load_examples(
     `teacher_tokenizer`: also encode by this one. `written`: models will generate answers, so
     examples are not packed."""
     argument = f"--{split}_file {name}"
+    if data_args.source_prefix and not pairs:
+        raise InputError(
+            "--source_prefix is for encoder-decoder models, and the student is a causal one: "
+            "leave it out, and put the words into the data"
+        )
     records = tqdm(
         data.read_records(name, split), desc=f"reading the {split} split", disable=not show_progress
     )
@@ -252,7 +273,8 @@ def load_examples(
         columns = data_args.source_column, data_args.target_column
         texts = (data.pair_of(record, where, *columns) for where, record in records)
         texts = _with_words(texts, lambda pair: pair.target, argument)
-        examples = [data.encode_pair(pair, tokenizer, length) for pair in texts]
+        prefix = data_args.source_prefix or ""
+        examples = [data.encode_pair(pair, tokenizer, length, prefix) for pair in texts]
     else:
         texts = (data.segments_of(record, where, tokenizer) for where, record in records)
         texts = _with_words(
@@ -262,7 +284,7 @@ def load_examples(
             examples = [encode_twice(text, tokenizer, teacher_tokenizer, length) for text in texts]
         elif packing:
             examples = data.pack(
-                (data.encode(t, tokenizer) for t in texts), length, tokenizer.pad_token_id
+                (data.encode(t, tokenizer) for t in texts), length, pad_token_id(tokenizer)
             )
         else:
             examples = [data.cut(data.encode(text, tokenizer), length) for text in texts]
@@ -289,52 +311,63 @@ def cache_teacher(arguments: Arguments) -> None:
         InputError: as `run`; also if the folder holds another cache.
     """
     model_args, data_args, args = arguments
+    name = required(args.teacher_model_name_or_path, "teacher_model_name_or_path")
+    folder = required(args.teacher_cache, "teacher_cache")
+    data_file = required(data_args.train_file, "train_file")
     tokenizer, _ = load_tokenizers(model_args, args)
-    teacher = load_model(args.teacher_model_name_or_path)
-    seq2seq = teacher.config.is_encoder_decoder
+    teacher = load_model(name)
+    is_first = args.process_index == 0
     examples = load_examples(
-        data_args.train_file, "train", data_args, tokenizer, None, seq2seq, args.process_index == 0
+        data_file,
+        "train",
+        data_args,
+        tokenizer,
+        None,
+        pairs=teacher.config.is_encoder_decoder,
+        show_progress=is_first,
     )
-    commit = getattr(
-        AutoConfig.from_pretrained(args.teacher_model_name_or_path), "_commit_hash", None
-    )
+    commit = getattr(AutoConfig.from_pretrained(name), "_commit_hash", None)
+    head = cast(nn.Linear, teacher.get_output_embeddings())
     description = cache.Description(
-        teacher=args.teacher_model_name_or_path,
-        revision=cache.teacher_revision(args.teacher_model_name_or_path, commit),
+        teacher=name,
+        revision=cache.teacher_revision(name, commit),
         tokenizer=cache.tokenizer_hash(tokenizer),
         temperature=args.temperature,
         top_k=args.top_k,
-        tokens=min(len(tokenizer), teacher.get_output_embeddings().weight.shape[0]),
+        tokens=min(len(tokenizer), head.weight.shape[0]),
     )
     live = DistillationTrainer.place_teacher(teacher, args)
-
-    def ask(inputs: dict[str, torch.Tensor]):
-        inputs = {name: value.to(live.device) for name, value in inputs.items()}
-        if seq2seq:
-            ids = teacher.prepare_decoder_input_ids_from_labels(labels=inputs["labels"])
-            inputs = {**inputs, "decoder_input_ids": ids}
-        batch = Batch.of(inputs, shifted=not seq2seq)
-        observed = live.observe(batch.teacher, batch.rows)
-
-        def logits_of(rows: slice) -> torch.Tensor:
-            logits = []
-            live.within(observed, lambda said: logits.append(said.chunk(rows)), live.device)
-            return logits[0]
-
-        return batch, logits_of
-
     try:
         count = cache.write_cache(
-            args.teacher_cache, description, examples, data.Collator(tokenizer.pad_token_id), ask,
-            args.per_device_eval_batch_size, args.process_index, args.world_size,
-            args.process_index == 0,
-        )  # fmt: skip
+            folder,
+            description,
+            examples,
+            data.Collator(pad_token_id(tokenizer)),
+            partial(_ask, live),
+            args.per_device_eval_batch_size,
+            args.process_index,
+            args.world_size,
+            is_first,
+        )
     except cache.CacheError as error:
         raise InputError(str(error)) from error
-    if args.process_index == 0:
-        logger.info(
-            "%s: %d examples added, %d were already there",
-            args.teacher_cache,
-            count,
-            len(examples) - count,
-        )
+    if is_first:
+        already = len(examples) - count
+        logger.info("%s: %d examples added, %d were already there", folder, count, already)
+
+
+def _ask(
+    teacher: LiveTeacher, inputs: dict[str, torch.Tensor]
+) -> tuple[Batch, Callable[[slice], torch.Tensor]]:
+    """Run the teacher on a batch. Return its parts, and a function that gives the logits of a slice
+    of its targets.
+    """
+    moved = {name: value.to(teacher.device) for name, value in inputs.items()}
+    shifted = not teacher.model.config.is_encoder_decoder
+    batch = Batch.of(with_decoder_inputs(moved, teacher.model), shifted)
+    observed = teacher.observe(batch.teacher, batch.rows)
+    return batch, partial(_logits, observed, teacher.device)
+
+
+def _logits(observed: Observed, device: torch.device, rows: slice) -> torch.Tensor:
+    return observed.compute(lambda predictions: predictions.chunk(rows), device)

@@ -6,17 +6,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 import distill.minicodformer  # noqa: F401 - registers its classes
 import zero
 from distill.config import DistillationConfig
-from distill.fused import HeadTeacher, LogitsTeacher, Teacher
-from distill.heads import install_task_head, is_final
+from distill.fused import HeadTeacher, LogitsTeacher
+from distill.heads import Result, TaskHead, install_task_head, is_final
 from distill.hidden import Attention, AttentionRecorder
 
 
@@ -37,11 +41,11 @@ def teacher_ds_config(args: DistillationConfig, teacher: PreTrainedModel) -> dic
     It has no optimizer. At stage 3 the default offloads the parameters, and prefetches one group
     while one is in use. So at most two parameter groups are gathered at a time, besides persistent
     parameters."""
-    source = args.teacher_deepspeed or args.deepspeed
+    source = args.teacher_deepspeed or args.deepspeed or {}
     given = (
         source if isinstance(source, dict) else json.loads(Path(source).read_text(encoding="utf-8"))
     )
-    config = {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "fp16": {"enabled": args.fp16},
@@ -71,13 +75,54 @@ def teacher_ds_config(args: DistillationConfig, teacher: PreTrainedModel) -> dic
     )
 
 
+LivePredictions = HeadTeacher | LogitsTeacher
+
+
 @dataclass
 class Observed:
-    """The teacher's results for a batch. `states`: (N, H) before its head, or (N, V) after it."""
+    """The teacher's results for a batch.
+
+    Attributes: states: (N, H) the input of its head for the N targets, or their logits (N, V).
+    head: its head; None if `states` are logits. hidden_states, attentions: of all positions, for
+    the losses between layers.
+    """
 
     states: torch.Tensor
+    head: TaskHead | None
     hidden_states: Sequence[torch.Tensor] = ()
-    attentions: Mapping[int, Attention] | None = None
+    attentions: Mapping[int, Attention] = field(default_factory=dict)
+
+    def compute(
+        self, function: Callable[[LivePredictions], Result], device: torch.device
+    ) -> Result:
+        """Return `function(predictions)`, with the teacher's predictions for the N targets.
+
+        It runs in a call of the teacher's head, because there the engine has gathered its weight.
+        """
+        if self.head is None:
+            return function(LogitsTeacher(self.states.to(device)))
+        return self.head.run(partial(_compute_in_head, function, device), self.states)
+
+
+def _compute_in_head(
+    function: Callable[[LivePredictions], Result],
+    device: torch.device,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> Result:
+    return function(HeadTeacher(hidden, weight, bias, device))
+
+
+def _hidden_states(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """The task of a head that leaves its input as it is."""
+    return hidden
+
+
+def _on_device(model: nn.Module, device: torch.device) -> nn.Module:
+    return model.to(device)
 
 
 class LiveTeacher:
@@ -89,17 +134,15 @@ class LiveTeacher:
     def __init__(self, model: PreTrainedModel, device: torch.device, ds_config: dict | None = None):
         """Freeze `model` and place it: sharded as `ds_config` says, or whole on `device`."""
         self.model = model.eval().requires_grad_(False)
-        self.head = install_task_head(model, "teacher")
+        self._head = install_task_head(model, "teacher")
+        self._head_is_tested = False
+        self.engine: nn.Module
         if ds_config is not None:
             self.engine, *_ = zero.initialize(model=model, config=ds_config)
             self.engine.eval()
         else:
-            self.engine = model.to(device)
+            self.engine = _on_device(self.model, device)
         self.device = device
-        self.fused: bool | None = None if self.head is not None else False
-
-    def to_device(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: value.to(self.device) for name, value in inputs.items()}
 
     @torch.no_grad()
     def observe(
@@ -115,49 +158,26 @@ class LiveTeacher:
 
         If the head is plain, hidden states are kept, and no logits. `recorder` records the
         attention `layers`."""
-        inputs, rows = self.to_device(inputs), rows.to(self.device)
-        if self.fused is None:
-            self.fused = is_final(
-                self.head,
-                self.engine,
-                {name: value[:1] for name, value in inputs.items()},
-                "teacher",
-            )
-        attentions = None
-        if recorder is None:
-            output, states = self._read(inputs, with_hidden)
-        else:
-            with recorder.recording(layers) as attentions:
-                output, states = self._read(inputs, with_hidden)
-        hidden = ()
+        inputs = {name: value.to(self.device) for name, value in inputs.items()}
+        head = self._plain_head(inputs)
+        with ExitStack() as stack:
+            if head is not None:
+                stack.enter_context(head.doing(_hidden_states))
+            attentions = {}
+            if recorder is not None:
+                attentions = stack.enter_context(recorder.recording(layers))
+            # With a cache, models would ignore where packed documents begin.
+            output = self.engine(**inputs, use_cache=False, output_hidden_states=with_hidden)
+        hidden_states = ()
         if with_hidden:
-            hidden = output.get("decoder_hidden_states") or output["hidden_states"]
-        return Observed(states.flatten(0, 1)[rows], hidden, attentions)
+            hidden_states = output.get("decoder_hidden_states") or output["hidden_states"]
+        states = output.logits.flatten(0, 1)[rows.to(self.device)]
+        return Observed(states, head, hidden_states, attentions)
 
-    def _read(
-        self, inputs: Mapping[str, torch.Tensor], with_hidden: bool
-    ) -> tuple[Mapping, torch.Tensor]:
-        # With a cache, models would ignore where packed documents begin.
-        options = {"use_cache": False, "output_hidden_states": with_hidden}
-        if not self.fused:
-            output = self.engine(**inputs, **options)
-            return output, output.logits
-        with self.head.doing(lambda hidden, weight, bias: hidden):
-            output = self.engine(**inputs, **options)
-        return output, output.logits
-
-    def within(
-        self, observed: Observed, use: Callable[[Teacher], None], device: torch.device
-    ) -> None:
-        """Call `use` with a `Teacher` for the observed tokens. The head's weight is gathered during
-        the call.
-
-        `use` must store its results itself. It must not return them through the head's module,
-        because the teacher's engine would expect a backward from them."""
-        if not self.fused:
-            use(LogitsTeacher(observed.states.to(device)))
-            return
-        with self.head.doing(
-            lambda hidden, weight, bias: use(HeadTeacher(hidden, weight, bias, device))
-        ):
-            self.head(observed.states)
+    def _plain_head(self, inputs: dict[str, torch.Tensor]) -> TaskHead | None:
+        """The head, unless something comes after it. The first batch is needed to find out."""
+        if not self._head_is_tested and self._head is not None:
+            if not is_final(self._head, self.engine, inputs, "teacher"):
+                self._head = None
+        self._head_is_tested = True
+        return self._head

@@ -1,8 +1,8 @@
-"""A script without any mention of zero, started by `accelerate launch` with a configuration for
+r"""A script without any mention of zero, started by `accelerate launch` with a configuration for
 DeepSpeed.
 
-    python -m zero run accelerate launch --config_file examples/deepspeed_zero3.yaml
-    examples/accelerate_launch.py
+    python -m zero run accelerate launch --config_file examples/deepspeed_zero3.yaml \
+        examples/accelerate_launch.py
 
 A small network learns which of four numbers is the largest.
 """

@@ -1,7 +1,8 @@
-"""A plain `accelerate` loop: accumulation, evaluation, checkpoints, the finished model.
+r"""A plain `accelerate` loop: accumulation, evaluation, checkpoints, the finished model.
 
-    torchrun --nproc_per_node 2 examples/accelerate_loop.py torchrun --nproc_per_node 2
-    examples/accelerate_loop.py --epochs 8 --resume output/accelerate_loop/epoch_4
+    torchrun --nproc_per_node 2 examples/accelerate_loop.py
+    torchrun --nproc_per_node 2 examples/accelerate_loop.py --epochs 8 \
+        --resume output/accelerate_loop/epoch_4
 
 A tiny T5 learns to repeat its input. Everything is made here, nothing is downloaded.
 """
@@ -44,12 +45,14 @@ class Copies(Dataset):
 @torch.no_grad()
 def accuracy(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> float:
     model.eval()
-    right = [
-        accelerator.gather_for_metrics(model(**batch).logits.argmax(-1) == batch["labels"])
-        for batch in loader
-    ]
+    right, count = 0, 0
+    for batch in loader:
+        predicted = model(**batch).logits.argmax(-1)
+        predicted, labels = accelerator.gather_for_metrics((predicted, batch["labels"]))
+        right += int((predicted == labels).sum())
+        count += labels.numel()
     model.train()
-    return torch.cat(right).float().mean().item()
+    return right / count
 
 
 def main() -> None:
@@ -63,10 +66,11 @@ def main() -> None:
     plugin = DeepSpeedPlugin(zero_stage=3, gradient_clipping=1.0, zero3_save_16bit_model=True)
     accelerator = Accelerator(gradient_accumulation_steps=2, deepspeed_plugin=plugin)
     torch.manual_seed(0)
-    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
-    model = T5ForConditionalGeneration(
-        T5Config(vocab_size=SYMBOLS, decoder_start_token_id=0, **sizes)
+    config = T5Config(
+        vocab_size=SYMBOLS, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, pad_token_id=0
     )
+    config.decoder_start_token_id = config.pad_token_id
+    model = T5ForConditionalGeneration(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     training, held_out = DataLoader(Copies(args.size, 1), ROWS), DataLoader(Copies(100, 2), ROWS)
     model, optimizer, training, held_out = accelerator.prepare(model, optimizer, training, held_out)
@@ -82,7 +86,7 @@ def main() -> None:
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-        mean = accelerator.reduce(loss.detach(), "mean").item()
+        mean = torch.as_tensor(accelerator.reduce(loss.detach(), "mean")).item()
         accelerator.print(
             f"epoch {epoch}: loss {mean:.6f}, accuracy {accuracy(accelerator, model, held_out):.3f}"
         )

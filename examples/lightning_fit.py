@@ -5,6 +5,8 @@
 
 Lightning starts the ranks by itself. A small network learns which of four numbers is the largest.
 """
+# Lightning is no requirement of this repository, so a type checker may not find it.
+# pyright: reportMissingImports=false
 
 import argparse
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""PEFT's LoRA with the Trainer: the base model is sharded. Only the adapter is trained and saved.
+r"""PEFT's LoRA with the Trainer: the base model is sharded. Only the adapter is trained and saved.
 
-    python -m zero run torchrun --nproc_per_node 2 examples/peft_lora.py --deepspeed
-    configs/ds_config_zero3.json
+    python -m zero run torchrun --nproc_per_node 2 examples/peft_lora.py \
+        --deepspeed configs/ds_config_zero3.json
 
 A tiny untrained Llama with an adapter learns to write a sequence twice.
 """
@@ -19,6 +19,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.hf_argparser import DataClassType
 
 BASE = LlamaConfig(
     vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
@@ -51,7 +52,7 @@ def main() -> None:
         "--report_to",
         "none",
     ]
-    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
+    (args,) = HfArgumentParser(DataClassType(TrainingArguments)).parse_args_into_dataclasses(
         [*defaults, *sys.argv[1:]]
     )
     set_seed(args.seed)

@@ -9,6 +9,8 @@ The second command goes on from the last checkpoint in `--output`, on one worker
 global batch. So does a job of which a worker has failed. Ray runs on this machine, or on the
 cluster that RAY_ADDRESS names: then all machines need this package, and a shared folder for
 `--output`. The model learns the sums of its inputs."""
+# Ray is no requirement of this repository, so a type checker may not find it.
+# pyright: reportMissingImports=false
 
 import argparse
 import os

@@ -1,11 +1,12 @@
-"""sentence-transformers' trainer: train, evaluate, save, resume.
+r"""sentence-transformers' trainer: train, evaluate, save, resume.
 
-    torchrun --nproc_per_node 2 -m zero run examples/sentence_transformers_fit.py --output_dir
-    output/sentences \
-        --deepspeed configs/ds_config_zero3.json
+    torchrun --nproc_per_node 2 -m zero run examples/sentence_transformers_fit.py \
+        --output_dir output/sentences --deepspeed configs/ds_config_zero3.json
 
 A small BERT learns that "seven pears" and "7 pears" mean the same. It needs no network.
 """
+# sentence-transformers is no requirement of this repository, so a type checker may not find it.
+# pyright: reportMissingImports=false
 
 import itertools
 import tempfile
@@ -33,19 +34,19 @@ def build() -> SentenceTransformer:
         WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]")
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
+    config = BertConfig(
+        vocab_size=len(words),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=16,
+    )
     with tempfile.TemporaryDirectory() as folder:  # the library loads a model from a folder
         PreTrainedTokenizerFast(
             tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]"
         ).save_pretrained(folder)
-        BertModel(
-            BertConfig(vocab_size=len(words), max_position_embeddings=16, **sizes)
-        ).save_pretrained(folder)
+        BertModel(config).save_pretrained(folder)
         transformer = Transformer(folder, max_seq_length=16)
         return SentenceTransformer(modules=[transformer, Pooling(64)], device="cpu")
 

@@ -50,15 +50,13 @@ class Reverser(nn.Module):
         return self.head(hidden)
 
 
-def batch(engine: zero.ZeroEngine, number: int) -> torch.Tensor:
-    """Return the ids of this rank's micro-batch `number`.
+def batch(number: int, rank: int, ranks: int) -> torch.Tensor:
+    """Return the ids of a rank's micro-batch `number`.
 
     Ranks have different ones. Each call gives the same.
     """
-    generator = torch.Generator().manual_seed(
-        1000 + number * engine.world_size + engine.global_rank
-    )
-    return torch.randint(SYMBOLS, (ROWS, LENGTH), generator=generator).to(engine.device)
+    generator = torch.Generator().manual_seed(1000 + number * ranks + rank)
+    return torch.randint(SYMBOLS, (ROWS, LENGTH), generator=generator)
 
 
 def mean_over_ranks(value: torch.Tensor) -> float:
@@ -83,13 +81,14 @@ def main() -> None:
     engine, _, _, _ = zero.initialize(
         model=model, model_parameters=model.parameters(), config=CONFIG
     )
-    say = print if engine.global_rank == 0 else lambda text: None
+    rank, ranks = engine.global_rank, engine.world_size
+    say = print if rank == 0 else lambda text: None
     if args.resume:
         path, state = engine.load_checkpoint(args.output)
         say(f"resumed from {path}, where the loss was {state['loss']:.4f}")
 
     while engine.global_steps < args.steps:
-        ids = batch(engine, engine.micro_steps)
+        ids = batch(engine.micro_steps, rank, ranks).to(engine.device)
         loss = nn.functional.cross_entropy(engine(ids).flatten(0, 1), ids.flip(1).flatten())
         updates = engine.is_gradient_accumulation_boundary()
         engine.backward(loss)
@@ -104,7 +103,7 @@ def main() -> None:
 
     engine.eval()
     with torch.no_grad():
-        ids = batch(engine, -1)
+        ids = batch(-1, rank, ranks).to(engine.device)
         right = mean_over_ranks((engine(ids).argmax(-1) == ids.flip(1)).float().mean())
     say(f"accuracy on new sequences: {right:.3f}")
     engine.save_16bit_model(args.output / "model")

@@ -17,6 +17,7 @@ from peft import LoraConfig
 from transformers import ByT5Tokenizer, Qwen2Config, Qwen2ForCausalLM
 from trl import SFTConfig, SFTTrainer
 
+PAD, EOS = 0, 1  # of ByT5's tokenizer
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "ds_config_zero3.json"
 
 
@@ -32,8 +33,7 @@ def make_model(tokenizer: ByT5Tokenizer) -> Qwen2ForCausalLM:
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4, max_position_embeddings=64, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=EOS, pad_token_id=PAD,
     )  # fmt: skip
     return Qwen2ForCausalLM(config)
 

@@ -9,15 +9,16 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from safetensors import SafetensorError, safe_open
 from torch import accelerator
-from transformers import HfArgumentParser, Seq2SeqTrainingArguments
+from transformers import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
+from transformers.hf_argparser import DataClassType
 from transformers.trainer_utils import get_last_checkpoint
 
 import zero.config
-from translation.records import InputError, check_data_file
+from translation.records import InputError, check_data_file, required
 from zero.checkpoint import find_resumable
 from zero.config import table
 from zero.errors import refuse
@@ -165,13 +166,16 @@ class ArgumentParser(HfArgumentParser):
     For a misspelt argument it names the nearest one.
     """
 
+    def __init__(self, *dataclasses: type):
+        super().__init__([DataClassType(each) for each in dataclasses], allow_abbrev=False)
+
     def error(self, message: str) -> NoReturn:
         fail(message)
 
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ):
-        parsed, unknown = self.parse_known_args(args, namespace)
+    ) -> argparse.Namespace:
+        parsed, unknown = self.parse_known_args(args, namespace or argparse.Namespace())
         for word in unknown:
             if word.startswith("-"):
                 options = [option for action in self._actions for option in action.option_strings]
@@ -190,6 +194,11 @@ class ArgumentParser(HfArgumentParser):
 def fail(message: str) -> NoReturn:
     """Print `message` as one line on stderr and end this process with exit code 2."""
     refuse(f"run_translation.py: error: {' '.join(message.split())}")
+
+
+def output_folder(args: TrainingArguments) -> str:
+    """Return `--output_dir`. Without it, transformers has set a default."""
+    return required(args.output_dir, "output_dir")
 
 
 def is_demonstration(model_args, data_args) -> bool:
@@ -221,9 +230,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         InputError: a value, file, folder or configuration cannot work. The message names it and the
         remedy.
     """
-    parser = ArgumentParser(
-        (ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments), allow_abbrev=False
-    )
+    parser = ArgumentParser(ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments)
     parser.set_defaults(predict_with_generate=True, use_cpu=not accelerator.is_available())
     given = parser.parse_args(argv)
     if is_demonstration(given, given):
@@ -237,7 +244,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     given.generation_num_beams = given.num_beams or given.generation_num_beams
     check_arguments(given)
     try:
-        return parser.parse_dict(vars(given))
+        return cast(Arguments, parser.parse_dict(vars(given)))
     except (ValueError, ImportError) as error:
         raise InputError(str(error)) from error
 

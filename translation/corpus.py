@@ -10,7 +10,7 @@ import datetime
 import random
 import re
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from babel import Locale, UnknownLocaleError
 from babel.dates import (
@@ -33,7 +33,9 @@ Formatter = Callable[[Locale], str]
 
 TRAIN_PAIRS = 12_000
 HELD_OUT_PAIRS = 500
-SECONDS = {
+STYLES: list[Literal["full", "long"]] = ["full", "long"]
+LENGTHS: list[Literal["long", "short"]] = ["long", "short"]
+SECONDS: dict[Literal["day", "hour", "minute", "second", "week", "month", "year"], int] = {
     "second": 1,
     "minute": 60,
     "hour": 3600,
@@ -150,7 +152,7 @@ def _plain_spaces(text: str) -> str:
 
 
 def _territories() -> list[str]:
-    return COUNTRIES.split()
+    return list(COUNTRIES.split())
 
 
 def _languages(*locales: Locale) -> list[str]:
@@ -214,19 +216,19 @@ def _random_moment(rng: random.Random) -> datetime.datetime:
 
 
 def _date(rng: random.Random) -> Formatter:
-    day, styles = _random_moment(rng), ["full", "long"]
-    form = rng.choice([*styles, "MMMMd", "yMMMM", "MMMEd", "yQQQQ", "GyMMMd"])
-    if form in styles:
+    day = _random_moment(rng)
+    form = rng.choice([*STYLES, "MMMMd", "yMMMM", "MMMEd", "yQQQQ", "GyMMMd"])
+    if form in STYLES:
         return lambda locale: format_date(day, form, locale=locale)
     return lambda locale: format_skeleton(form, day, locale=locale)
 
 
 def _date_and_time(rng: random.Random) -> Formatter:
-    moment, form = _random_moment(rng), rng.choice(["full", "long"])
+    moment, form = _random_moment(rng), rng.choice(STYLES)
     # format_datetime() would add seconds and the time zone to longer dates. People write the short
     # time.
     return lambda locale: (
-        get_datetime_format(form, locale=locale)
+        str(get_datetime_format(form, locale=locale))
         .replace("'", "")
         .replace("{0}", format_time(moment, "short", locale=locale))
         .replace("{1}", format_date(moment, form, locale=locale))
@@ -243,7 +245,7 @@ def _relative_time(rng: random.Random) -> Formatter:
 
 
 def _unit(rng: random.Random) -> Formatter:
-    unit, amount, length = rng.choice(UNITS), rng.randrange(1, 100), rng.choice(["long", "short"])
+    unit, amount, length = rng.choice(UNITS), rng.randrange(1, 100), rng.choice(LENGTHS)
     return lambda locale: format_unit(amount, unit, length, locale=locale)
 
 

@@ -4,7 +4,9 @@ it.
 
 import datasets
 from datasets import Dataset, DatasetDict
+from datasets.exceptions import DatasetGenerationError
 from transformers import (
+    BatchEncoding,
     DataCollatorForSeq2Seq,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -21,7 +23,9 @@ from translation.records import (
     column_names,
     delimiter,
     language_key,
+    required,
 )
+from translation.tokenizer import pad_token_id
 
 LABEL_PAD = -100
 
@@ -56,20 +60,19 @@ def load_splits(
         }
 
 
-def _built_in_corpus(data_args: DataTrainingArguments) -> DatasetDict:
-    source, target = data_args.source_lang, data_args.target_lang
+def _built_in_corpus(data_args: DataTrainingArguments) -> dict[str, Dataset]:
+    source = required(data_args.source_lang, "source_lang")
+    target = required(data_args.target_lang, "target_lang")
     try:
         corpus = build_corpus(source, target)
     except ValueError as error:
         raise InputError(str(error)) from error
-    return DatasetDict(
-        {
-            split: Dataset.from_dict(
-                {source: [pair.source for pair in pairs], target: [pair.target for pair in pairs]}
-            )
-            for split, pairs in corpus._asdict().items()
-        }
-    )
+    return {
+        split: Dataset.from_dict(
+            {source: [pair.source for pair in pairs], target: [pair.target for pair in pairs]}
+        )
+        for split, pairs in corpus._asdict().items()
+    }
 
 
 def _load_file(data_args: DataTrainingArguments, split: str, cache_dir: str | None) -> Dataset:
@@ -88,28 +91,34 @@ def _load_file(data_args: DataTrainingArguments, split: str, cache_dir: str | No
         return datasets.load_dataset(
             kind, data_files=path, split="train", cache_dir=cache_dir, download_mode=mode, **options
         )
-    except datasets.exceptions.DatasetGenerationError as error:
+    except DatasetGenerationError as error:
         # The library does not name the line. This check of all lines does.
         check_data_file(path, f"--{argument}", _languages(data_args), limit=None)
         raise InputError(f"--{argument} {path}: {error.__cause__ or error}") from error
 
 
-def _load_named(data_args: DataTrainingArguments, model_args: ModelArguments) -> DatasetDict:
-    name = data_args.dataset_name
+def _load_named(data_args: DataTrainingArguments, model_args: ModelArguments) -> dict[str, Dataset]:
+    name = required(data_args.dataset_name, "dataset_name")
     try:
         saved = datasets.load_from_disk(name)
-        return DatasetDict(train=saved) if isinstance(saved, Dataset) else saved
+        return {"train": saved} if isinstance(saved, Dataset) else _by_name(saved)
     except FileNotFoundError:
         pass  # not a folder of save_to_disk: the name of a dataset, or a folder of files
     try:
-        return datasets.load_dataset(
-            name,
-            data_args.dataset_config_name,
-            cache_dir=model_args.cache_dir,
-            token=model_args.token,
+        return _by_name(
+            datasets.load_dataset(
+                name,
+                data_args.dataset_config_name,
+                cache_dir=model_args.cache_dir,
+                token=model_args.token,
+            )
         )
     except (OSError, ValueError) as error:
         raise InputError(f"--dataset_name {name}: {error}") from error
+
+
+def _by_name(splits: DatasetDict) -> dict[str, Dataset]:
+    return {str(name): split for name, split in splits.items()}
 
 
 def _languages(data_args: DataTrainingArguments) -> dict[str, str | None]:
@@ -132,13 +141,15 @@ def _source_and_target(
     if not len(records):
         raise InputError(f"the {split} split is empty; give at least one pair of sentences")
     check_record(records[0], f"the {split} split", _languages(data_args))
+    source = required(data_args.source_lang, "source_lang")
+    target = required(data_args.target_lang, "target_lang")
 
     def pick(record: dict, index: int) -> dict[str, str]:
         texts = record.get("translation", record)
         check_record(record, f"the {split} split, record {index + 1}", _languages(data_args))
         return {
-            "source": texts[language_key(data_args.source_lang, texts)],
-            "target": texts[language_key(data_args.target_lang, texts)],
+            "source": texts[language_key(source, texts)],
+            "target": texts[language_key(target, texts)],
         }
 
     texts = records.map(
@@ -148,7 +159,7 @@ def _source_and_target(
         load_from_cache_file=not data_args.overwrite_cache,
         desc=f"Reading the {split} split",
     )
-    for column, language in (("source", data_args.source_lang), ("target", data_args.target_lang)):
+    for column, language in (("source", source), ("target", target)):
         if not any(text.strip() for text in texts[column]):
             raise InputError(
                 f"the {split} split: all texts of {language!r} are empty; give at least one that "
@@ -173,7 +184,7 @@ def tokenize(
     )
     prefix = data_args.source_prefix or ""
 
-    def encode(batch: dict) -> dict:
+    def encode(batch: dict[str, list[str]]) -> BatchEncoding:
         inputs = tokenizer(
             [prefix + text for text in batch["source"]],
             max_length=data_args.max_source_length,
@@ -188,7 +199,7 @@ def tokenize(
         )
         inputs["labels"] = labels["input_ids"]
         if padding and data_args.ignore_pad_token_for_loss:
-            pad = tokenizer.pad_token_id
+            pad = pad_token_id(tokenizer)
             inputs["labels"] = [
                 [LABEL_PAD if token == pad else token for token in row]
                 for row in labels["input_ids"]
@@ -222,6 +233,6 @@ def make_collator(
         padding="longest",
         label_pad_token_id=LABEL_PAD
         if data_args.ignore_pad_token_for_loss
-        else tokenizer.pad_token_id,
+        else pad_token_id(tokenizer),
         pad_to_multiple_of=8 if training_args.fp16 else None,
     )

@@ -1,7 +1,8 @@
 """The model and its tokenizer: they are loaded, or made from scratch for the given text."""
 
+import itertools
 import logging
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
@@ -23,8 +24,14 @@ from translation.arguments import (
     is_from_scratch,
     uses_built_in_corpus,
 )
-from translation.records import InputError
-from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
+from translation.records import InputError, required
+from translation.tokenizer import (
+    pad_token_id,
+    scored_pieces,
+    t5_tokenizer,
+    token_id,
+    train_sentencepiece,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -96,11 +103,9 @@ def _make_tokenizer(
     text: Dataset, size: ScratchSize, training_args: Seq2SeqTrainingArguments
 ) -> PreTrainedTokenizerBase:
     """Train a SentencePiece vocabulary on rank 0. All ranks make the same tokenizer from it."""
-    pieces = None
+    pieces: list[tuple[str, float]] | str = ""
     if training_args.process_index == 0:
-        sentences = (
-            sentence for record in text for sentence in (record["source"], record["target"])
-        )
+        sentences = itertools.chain.from_iterable(zip(text["source"], text["target"], strict=True))
         try:
             pieces = scored_pieces(
                 train_sentencepiece(sentences, size.vocab_size, size.character_coverage)
@@ -121,6 +126,7 @@ def small_t5_config(tokenizer: PreTrainedTokenizerBase, size: ScratchSize) -> T5
     """Configure a T5 of `size.num_layers` encoder and decoder blocks, heads of 32, gated GELU, and
     no dropout.
     """
+    start: dict[str, Any] = {"decoder_start_token_id": pad_token_id(tokenizer)}
     return T5Config(
         vocab_size=len(tokenizer),
         d_model=size.d_model,
@@ -130,15 +136,15 @@ def small_t5_config(tokenizer: PreTrainedTokenizerBase, size: ScratchSize) -> T5
         num_layers=size.num_layers,
         feed_forward_proj="gated-gelu",
         dropout_rate=0.0,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        decoder_start_token_id=tokenizer.pad_token_id,
+        pad_token_id=pad_token_id(tokenizer),
+        eos_token_id=token_id(tokenizer, "eos"),
+        **start,
     )
 
 
 def _load_model(model_args: ModelArguments) -> PreTrainedModel:
     """Load the named model with its weights. If only a configuration is named, make a new model."""
-    name = model_args.model_name_or_path or model_args.config_name
+    name = required(model_args.model_name_or_path or model_args.config_name, "model_name_or_path")
     try:
         config = AutoConfig.from_pretrained(model_args.config_name or name, **_hub(model_args))
         if model_args.model_name_or_path:

@@ -4,13 +4,22 @@ import csv
 import json
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv"}
 CHECKED_RECORDS = 1000
+Value = TypeVar("Value")
 
 
 class InputError(ValueError):
     """A fault in the user's input. The message names it and the remedy, in one line."""
+
+
+def required(value: Value | None, argument: str) -> Value:
+    """Return `value`. InputError if this command-line argument was not given."""
+    if value is None:
+        raise InputError(f"--{argument} is missing: give it")
+    return value
 
 
 def delimiter(path: str) -> str:

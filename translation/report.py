@@ -15,7 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import EvalPrediction, PreTrainedTokenizerBase
 
-METRIC_SCRIPT = Path(__file__).parents[1] / "metrics" / "bleu_chrf.py"
+from translation.tokenizer import pad_token_id
+
+METRIC_SCRIPT = Path(__file__).with_name("bleu_chrf.py")
 # Set by torchrun. A new process started by a rank must not have them, or it would act as that rank.
 LAUNCHER_VARIABLES = (
     "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT".split()
@@ -27,7 +29,7 @@ def decode(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
     Negative ids (padding of batches and ranks) are left out.
     """
-    tokens = np.where(tokens >= 0, tokens, tokenizer.pad_token_id)
+    tokens = np.where(tokens >= 0, tokens, pad_token_id(tokenizer))
     return [text.strip() for text in tokenizer.batch_decode(tokens, skip_special_tokens=True)]
 
 
@@ -41,14 +43,11 @@ def make_compute_metrics(
     metric = evaluate.load(str(METRIC_SCRIPT), keep_in_memory=True)
 
     def compute_metrics(result: EvalPrediction) -> dict[str, float]:
-        predictions, references = (
-            decode(result.predictions, tokenizer),
-            decode(result.label_ids, tokenizer),
-        )
-        scores = metric.compute(predictions=predictions, references=references)
-        lengths = np.isin(result.predictions, [tokenizer.pad_token_id, -100], invert=True).sum(
-            axis=1
-        )
+        tokens = np.asarray(result.predictions)
+        predictions = decode(tokens, tokenizer)
+        references = decode(np.asarray(result.label_ids), tokenizer)
+        scores = metric.compute(predictions=predictions, references=references) or {}
+        lengths = np.isin(tokens, [pad_token_id(tokenizer), -100], invert=True).sum(axis=1)
         return {name: round(score, 4) for name, score in scores.items()} | {
             "gen_len": round(float(lengths.mean()), 2)
         }

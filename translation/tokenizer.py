@@ -1,10 +1,13 @@
-"""A SentencePiece vocabulary trained on a corpus, and the transformers tokenizer made from it."""
+"""A SentencePiece vocabulary trained on a corpus, the transformers tokenizer made from it, and the
+ids of a tokenizer's special tokens."""
 
 import io
 from collections.abc import Iterable
 
 import sentencepiece
-from transformers import T5Tokenizer
+from transformers import PreTrainedTokenizerBase, T5Tokenizer
+
+from translation.records import InputError
 
 PAD, EOS, UNK = "<pad>", "</s>", "<unk>"
 
@@ -54,3 +57,24 @@ def t5_tokenizer(pieces: list[tuple[str, float]]) -> T5Tokenizer:
     It is made of the pieces, because `T5Tokenizer(vocab_file=...)` ignores the file's vocabulary.
     """
     return T5Tokenizer(vocab=pieces, extra_ids=0)
+
+
+def token_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int | None:
+    """Return the id of a special token ("pad", "eos", "bos", "unk"), or None if there is none."""
+    index = getattr(tokenizer, f"{name}_token_id")
+    return index if isinstance(index, int) else None
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the id of the padding token.
+
+    Raises:
+        InputError: the tokenizer has none, so sentences of different lengths make no batch.
+    """
+    index = token_id(tokenizer, "pad")
+    if index is None:
+        raise InputError(
+            f"the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no padding "
+            "token: set pad_token in its tokenizer_config.json"
+        )
+    return index

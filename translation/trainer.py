@@ -2,7 +2,7 @@
 
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import Seq2SeqTrainer
+from transformers import PreTrainedTokenizerBase, Seq2SeqTrainer, Seq2SeqTrainingArguments
 from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -26,6 +26,7 @@ class GlobalTokenMean:
 
         `outputs.logits`: (batch, length, vocabulary). `labels`: (batch, length), -100 for no
         target."""
+        assert outputs.logits is not None
         logits = outputs.logits.flatten(0, 1).float()
         total = cross_entropy(
             logits,
@@ -42,6 +43,9 @@ class TranslationTrainer(Seq2SeqTrainer):
 
     The data loader repeats sentences, so that each rank has a full last batch. Seq2SeqTrainer
     counts these too."""
+
+    args: Seq2SeqTrainingArguments
+    processing_class: PreTrainedTokenizerBase
 
     def evaluation_loop(self, *args, **kwargs) -> EvalLoopOutput:
         self.gather_function = self.accelerator.gather_for_metrics

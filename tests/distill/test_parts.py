@@ -16,7 +16,16 @@ from distill.batch import IGNORED, Batch
 from distill.cache import CacheError, Description, TeacherCache, write_cache
 from distill.config import DistillationConfig, check
 from distill.corpus import train_tokenizer
-from distill.data import Collator, Segment, encode, pack, pair_of, segments_of
+from distill.data import (
+    Collator,
+    CountingCollator,
+    Segment,
+    encode,
+    encode_pair,
+    pack,
+    pair_of,
+    segments_of,
+)
 from distill.hidden import (
     Attention,
     HiddenMatch,
@@ -110,6 +119,14 @@ def test_columns_of_pairs_may_be_nested():
     assert pair_of(record, "here", "translation.en", "translation.de") == ("a", "b")
     with pytest.raises(InputError, match="no column 'translation.fr'"):
         pair_of(record, "here", "translation.en", "translation.fr")
+
+
+def test_a_prefix_is_read_before_the_source(tokenizer):
+    pair = data.Pair("def add", "class")
+    plain, with_prefix = encode_pair(pair, tokenizer, 50), encode_pair(pair, tokenizer, 50, "a: ")
+    assert tokenizer.decode(plain["input_ids"]) == "def add"
+    assert tokenizer.decode(with_prefix["input_ids"]) == "a: def add"
+    assert with_prefix["labels"] == plain["labels"]
 
 
 def test_targets_of_a_shifted_batch():
@@ -245,6 +262,18 @@ def test_shuffled_and_padded_examples_find_their_own_targets(tmp_path):
     assert torch.equal(found.indices.long(), bins.indices)
     torch.testing.assert_close(found.log_p, bins.log_p)
     assert found.log_p.exp().sum(-1).sub(1).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+def test_a_counting_collator_says_what_the_batch_and_the_cache_would_compute(shifted):
+    examples = models.sequences(5)
+    examples[2] = {"input_ids": [5, 6, 7], "labels": [IGNORED, IGNORED, 7]}
+    inputs = CountingCollator(COLLATE, shifted, with_keys=True)(examples)
+    plain = COLLATE(examples)
+    assert inputs.pop("example_keys") == cache.example_keys(plain)
+    batch, expected = Batch.of(inputs, shifted), Batch.of(plain, shifted)
+    assert inputs["target_counts"] == torch.bincount(expected.examples).tolist()
+    assert torch.equal(batch.rows, expected.rows) and torch.equal(batch.labels, expected.labels)
 
 
 def test_an_interrupted_cache_goes_on_with_what_is_missing(tmp_path, monkeypatch):

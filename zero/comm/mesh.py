@@ -30,8 +30,11 @@ _DATA = ("replicate", "shard")
 class Mesh(Protocol):
     """As much of a `DeviceMesh` as is read here."""
 
-    mesh: torch.Tensor
-    mesh_dim_names: tuple[str, ...] | None
+    @property
+    def mesh(self) -> torch.Tensor: ...
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...] | None: ...
 
 
 def mesh_of_accelerate() -> Mesh | None:

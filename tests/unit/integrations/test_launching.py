@@ -170,7 +170,7 @@ def test_wheel_claims_one_name(tmp_path):
     pytest.importorskip("setuptools", minversion="77")
     source = tmp_path / "source"
     ignore = shutil.ignore_patterns("__pycache__", ".git", "output", "build", "*.egg-info")
-    for name in ("zero", "distill", "translation", "metrics"):
+    for name in ("zero", "distill", "translation"):
         shutil.copytree(REPOSITORY / name, source / name, ignore=ignore)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)

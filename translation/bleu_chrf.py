@@ -1,6 +1,6 @@
 """An `evaluate` metric for translations, BLEU and chrF by sacrebleu:
 
-`evaluate.load("metrics/bleu_chrf.py")`.
+`evaluate.load("translation/bleu_chrf.py")`.
 """
 
 # evaluate reads this file line by line to find the imports. So each import needs its own line.

@@ -1,0 +1,116 @@
+"""The loss of a distillation does not make the host wait for the device.
+
+Counted on the simulated accelerator, by the waits that it counts itself, and by the operations that
+make the host wait on a real one, because the shape or the value of their result is not known
+before. transformers' models read from an attention mask whether anything is masked. These waits are
+theirs, and packed batches, which have no mask, have none of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from distill.config import DistillationConfig
+from distill.trainer import DistillationTrainer
+from tests.accelerator import device
+from tests.distill import models
+from tests.processes import run_on
+
+WAITING = ("aten.nonzero", "aten.masked_select", "aten._local_scalar_dense", "aten.unique")
+TORCH = str(Path(torch.__file__).parent)
+TRANSFORMERS = Path(transformers.__file__).parent
+STEPS = 3
+
+
+class WaitingOperations(TorchDispatchMode):
+    """Counts the operations on the device for which the host waits, by the folder of the package
+    that calls torch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = str(func).rpartition(".")[0]
+        leaves = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+        devices = {tensor.device.type for tensor in leaves}
+        copies = name in ("aten._to_copy", "aten.copy_") and len(devices) == 2
+        asynchronous = copies and (kwargs or {}).get("non_blocking", args[2:3] == (True,))
+        if device.NAME in devices and (name in WAITING or (copies and not asynchronous)):
+            self.counts[_caller()] += 1
+        return out
+
+
+def _caller() -> str:
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(TORCH):
+        frame = frame.f_back
+    assert frame is not None
+    file = Path(frame.f_code.co_filename)
+    package = TRANSFORMERS if TRANSFORMERS in file.parents else file.parent
+    return package.name
+
+
+def waits_of_losses(
+    rank: int, world_size: int, kind: str, options: dict[str, Any]
+) -> list[tuple[int, Counter[str]]]:
+    """Train. Return for each `compute_loss` the waits of the device, and those by caller."""
+    os.environ["ACCELERATE_TORCH_DEVICE"] = f"{device.NAME}:{rank}"
+    waits = []
+
+    class Counting(DistillationTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            before = device.waits()
+            with WaitingOperations() as operations:
+                loss = super().compute_loss(*args, **kwargs)
+            waits.append((device.waits() - before, operations.counts))
+            return loss
+
+    make = getattr(models, kind)
+    with tempfile.TemporaryDirectory() as folder:
+        args = DistillationConfig(
+            output_dir=folder, max_steps=STEPS, per_device_train_batch_size=2,
+            gradient_accumulation_steps=2, report_to="none", save_strategy="no",
+            logging_steps=1, disable_tqdm=True, optim="sgd", **options,
+        )  # fmt: skip
+        data = models.pairs(12) if kind == "t5" else models.sequences(12)
+        trainer = Counting(
+            make(16, 2, seed=1), make(32, 3, seed=2), args,
+            train_dataset=data, data_collator=models.Pad(),
+        )  # fmt: skip
+        trainer.train()
+        history = trainer.state.log_history
+        assert all(entry["kd_loss"] > 0 for entry in history if "loss" in entry)
+    return waits
+
+
+LAYERS = {"hidden_loss_weight": 0.1, "attn_relation_weight": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("llama", LAYERS), ("t5", {"top_k": 4, "temperature": 2.0})],
+    ids=["llama, layers", "t5, top k"],
+)
+def test_a_loss_is_computed_without_a_wait(kind, options):
+    """Only in the first batch: there it is tested whether anything comes after the heads."""
+    (waits,) = run_on(1, waits_of_losses, kind, options, simulated=True)
+    assert len(waits) == 2 * STEPS
+    assert waits[0][1]["distill"] == 2
+    for of_device, of_callers in waits[1:]:
+        assert set(of_callers) <= {"transformers"}
+        assert of_device == of_callers.total()
