@@ -18,6 +18,7 @@ import logging
 import math
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Collection, Sequence
 from weakref import WeakKeyDictionary
 
@@ -176,6 +177,8 @@ class ZeroOptimizer:
                 ", ".join(idle),
             )
         self._numbered = [param for param in group_of if param in names]
+        # Those that the script has frozen since, of the present step.
+        self._frozen: set[nn.Parameter] = set()
         self._names = [names[param] for param in self._numbered]
         number_of = {param: number for number, param in enumerate(self._numbered)}
         self._pieces = [
@@ -238,6 +241,8 @@ class ZeroOptimizer:
         for act in self.before_norm:
             act()
         self._place()
+        with torch._C.DisableTorchFunctionSubclass():  # sharded parameters look at each access
+            self._frozen = {param for param in self._numbered if not param.requires_grad}
         to_mean = self.gradient_factor
         self.grad_norm = (
             self.comm.watchdog.wait(self._global_norm, "the norm of the gradients") * to_mean
@@ -324,7 +329,7 @@ class ZeroOptimizer:
         state = self._state
         if isinstance(state, WholeTensorState):
             try:
-                state.update(factor)
+                state.update(factor, self._frozen)
             except BaseException as error:
                 self._updates.fail(error)
                 raise
@@ -342,19 +347,26 @@ class ZeroOptimizer:
             torch_sqrt=self.comm.device.type == "cpu",
             rounding=self._rounding,
             state_dtype=self.state_dtype,
+            frozen=self._frozen_ranges(),
         )
-        self._updates.run(
-            [sub_group for sub_group in self.sub_groups if not self._can_wait(sub_group.group)],
-            update,
-        )
+        sub_groups = [each for each in self.sub_groups if not update.leaves(each)]
+        self._updates.run([each for each in sub_groups if not self._can_wait(each.group)], update)
         for group in self.shards:
             group.refresh()
         place = {
             group: number
             for number, group in enumerate(dict.fromkeys((*self._forward_order(), *self.shards)))
         }
-        later = [sub_group for sub_group in self.sub_groups if self._can_wait(sub_group.group)]
-        self._updates.start(sorted(later, key=lambda sub_group: place[sub_group.group]), update)
+        later = [each for each in sub_groups if self._can_wait(each.group)]
+        self._updates.start(sorted(later, key=lambda each: place[each.group]), update)
+
+    def _frozen_ranges(self) -> dict[OptimizerShard, list[tuple[int, int]]]:
+        """Where frozen parameters lie in this rank's shards: (start, end) of each, in elements."""
+        found: dict[OptimizerShard, list[tuple[int, int]]] = {}
+        for number, shard, start, end in self._pieces if self._frozen else ():
+            if self._numbered[number] in self._frozen:
+                found.setdefault(shard, []).append((start, end))
+        return found
 
     def _can_wait(self, group: ParamGroup) -> bool:
         """Whether the group may be updated after the step: not if all ranks gather it there, nor on
@@ -442,9 +454,15 @@ class ZeroOptimizer:
             if not key.endswith(", params")
         }
         facts["backwards since the last step"] = self.reducer.backwards
-        own = torch.tensor(spread(list(facts.values())), dtype=torch.float64).to(
-            squares.device, non_blocking=True
-        )
+        frozen = [
+            name for name, p in zip(self._names, self._numbered, strict=True) if p in self._frozen
+        ]
+        # Ranks of another pipeline stage have other parameters, so this number is compared apart.
+        # It is small, because its square must be exact.
+        number = zlib.crc32(" ".join(frozen).encode()) & 0xFFFF
+        own = torch.tensor(
+            [*spread(list(facts.values())), *spread([number])], dtype=torch.float64
+        ).to(squares.device, non_blocking=True)
         # Each shard counts once.
         if self._pieces and (self._replicated or self.comm.replicate_group.rank == 0):
             squares.index_copy_(
@@ -456,6 +474,9 @@ class ZeroOptimizer:
             squares, sums = self.comm.all_reduce(torch.cat([squares, own])).split(
                 [len(squares), len(own)]
             )
+        *_, total, total_square = sums.unbind()
+        unequal = (self.comm.world_size * total_square - total**2).view(1)
+        sums = torch.cat([sums[:-2], unequal])
         self._param_norms = squares.sqrt().float()
         norm = torch.linalg.vector_norm(self._param_norms).double()
         # Parts of a parameter count once each, and copies not at all.
@@ -468,9 +489,12 @@ class ZeroOptimizer:
             )
             norm, sums = sums[0].sqrt(), sums[1:]
         # The one moment of a step at which the host waits for the device.
-        *totals, norm = torch.cat([sums, norm.view(1)]).tolist()
+        *totals, unequal, norm = torch.cat([sums, norm.view(1)]).tolist()
         if disagree(totals, self.comm.job.world_size):
             require_same(self.comm.job, facts)
+        if unequal > (self.comm.world_size - 1) / 2:  # less is rounding, on thousands of ranks
+            require_same(self.comm, {"frozen parameters": ", ".join(frozen) or "none"})
+            raise UsageError("the ranks of another pipeline stage have frozen different parameters")
         return norm
 
     def _norms_of_pieces(self) -> list[torch.Tensor]:
