@@ -353,31 +353,53 @@ def test_a_library_that_is_not_what_was_compiled_is_not_loaded(afresh, tmp_path,
     assert adam_cpu._kernel() is not None and libraries() == [library]
 
 
+def planted_for(library: Path, tmp_path: Path) -> Path:
+    """Replace the kernel by another library, which has the name that belongs to its content."""
+    plant(tmp_path, library)
+    name = f"{library.name[:33]}{build._hash(library.read_bytes())}.so"
+    return library.rename(library.with_name(name))
+
+
+def change(path: Path, how: str, tmp_path: Path) -> None:
+    """Make a file or folder one that is not, or not only, under this user's control."""
+    if how == "writable":
+        path.chmod(0o777)
+    elif how == "link":
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    elif os.geteuid() == 0:
+        os.chown(path, 12345, 12345)
+    else:
+        pytest.skip("only root can give a file away")
+
+
 @needs_compiler
-@pytest.mark.parametrize("make", ["writable", "link", "not ours"])
-def test_a_folder_that_others_can_write_to_is_not_used(make, afresh, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("how", ["writable", "link", "not ours"])
+def test_a_folder_that_others_can_write_to_is_not_used(how, afresh, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "mine"))
     assert adam_cpu._kernel() is not None
     (library,) = libraries()
     content = library.read_bytes()
-    plant(tmp_path, library)
-    planted = library.with_name(f"{library.name[:33]}{build._hash(library.read_bytes())}.so")
-    library.rename(planted)
-    folder = planted.parent
-    if make == "writable":
-        folder.chmod(0o777)
-    elif make == "link":
-        folder.rename(tmp_path / "elsewhere")
-        folder.symlink_to(tmp_path / "elsewhere")
-    elif os.geteuid() == 0:
-        os.chown(folder, 12345, 12345)
-    else:
-        pytest.skip("only root can give a folder away")
+    planted = planted_for(library, tmp_path)
+    change(planted.parent, how, tmp_path)
     assert adam_cpu._kernel() is not None
     assert [record.levelno for record in caplog.records] == [
         logging.WARNING
     ] and "nobody else can write" in caplog.text
     assert planted.read_bytes() != content and libraries() == [planted]
+
+
+@needs_compiler
+@pytest.mark.parametrize("how", ["writable", "link", "not ours"])
+def test_a_library_that_others_can_write_to_is_not_loaded(how, afresh, tmp_path, monkeypatch):
+    """It may be older than the folder's present mode, or come from a backup or another machine."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "mine"))
+    assert adam_cpu._kernel() is not None
+    (library,) = libraries()
+    planted = planted_for(library, tmp_path)
+    change(planted, how, tmp_path)
+    assert adam_cpu._kernel() is not None
+    assert set(libraries()) == {planted, library}, "compiled again"
 
 
 @needs_compiler
