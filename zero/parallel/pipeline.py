@@ -315,7 +315,7 @@ class Pipeline:
         pipelines = mesh.mesh.movedim(_dimension(mesh), -1).flatten(0, -2)
         groups = pipelines[:, [0, -1]].tolist()
         groups += [[rank] for rank in pipelines[:, 1:-1].flatten().tolist()]
-        group, _ = dist.new_subgroups_by_enumeration(groups, timeout=group_timeout())
+        group: Any = dist.new_subgroups_by_enumeration(groups, timeout=group_timeout())[0]
         if self.engine.optimizer is not None and (self.is_first or self.is_last):
             weight = cast(Any, self.engine.module).get_input_embeddings().weight
             weight._zero_is_copy = is_copy(weight) or not self.is_first
