@@ -139,14 +139,10 @@ class ZeroOptimizer:
         group_of = param_group_of(optimizer)
         self._number_parameters(group_of)
         on_host = any(shard.tier.device.type == "cpu" for shard in self.shards.values())
-        # If nothing is offloaded and the kernel cannot be compiled, torch's own step is used. It
-        # gives the same bits.
-        self._has_kernel = (
-            elementwise
-            and on_host
-            and adam_cpu.serves(optimizer)
-            and (placement.offloads or adam_cpu.is_compiled())
-        )
+        updates_on_host = elementwise and on_host and adam_cpu.serves(optimizer)
+        self._has_kernel = updates_on_host and adam_cpu.is_compiled()
+        # Without a compiler. If nothing is offloaded, torch's own step has the kernel's bits.
+        self._fuses_on_host = updates_on_host and placement.offloads and not self._has_kernel
         self._rounding = rounding
         self.state_dtype = state_dtype
         self._updates = Updates(comm.device, read_ahead, write_behind, comm.clock.shows)
@@ -338,11 +334,13 @@ class ZeroOptimizer:
             return
         # torch's schedulers ask whether step() was called.
         self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+        # Checked in each step: scripts put hooks on their optimizers at any time.
+        is_plain_adam = adam_cpu.serves(self.optimizer)
         update = SubGroupUpdate(
             self.optimizer,
             factor,
-            # Checked in each step: scripts put hooks on their optimizers at any time.
-            by_kernel=self._has_kernel and adam_cpu.serves(self.optimizer),
+            by_kernel=self._has_kernel and is_plain_adam,
+            fuses_on_host=self._fuses_on_host and is_plain_adam,
             # If the model computes on the CPU, updates have torch's bits, offloaded or not.
             torch_sqrt=self.comm.device.type == "cpu",
             rounding=self._rounding,

@@ -30,7 +30,8 @@ class SubGroupUpdate:
     thread.
 
     Args: factor: by which gradients are multiplied. by_kernel: `adam_cpu` updates sub-groups in
-    host memory. torch_sqrt: its square roots are torch's. rounding: rounds bf16 masters; None for
+    host memory. torch_sqrt: its square roots are torch's. fuses_on_host: torch's fused step updates
+    them. rounding: rounds bf16 masters; None for
     fp32 ones. state_dtype: of the optimizer's state; uint8: Adam's moments are codes
     (`zero.optim.adam8bit`). frozen: ranges of the shards, (start, end) in elements, that keep their
     masters and state."""
@@ -42,6 +43,7 @@ class SubGroupUpdate:
         *,
         by_kernel: bool,
         torch_sqrt: bool,
+        fuses_on_host: bool = False,
         rounding: StochasticRounding | None = None,
         state_dtype: torch.dtype = torch.float32,
         frozen: Mapping[OptimizerShard, Sequence[tuple[int, int]]] | None = None,
@@ -59,6 +61,7 @@ class SubGroupUpdate:
         self._factor = factor
         self._by_kernel = by_kernel
         self._torch_sqrt = torch_sqrt
+        self._on_host = {"fused": True, "foreach": False} if fuses_on_host else {}
         self._rounding = rounding
         self._has_narrow_state = state_dtype == torch.bfloat16
         self._has_codes = state_dtype == torch.uint8
@@ -173,6 +176,9 @@ class SubGroupUpdate:
             master.grad = grad if factor == 1.0 else grad.mul_(factor)
         else:  # a vector of one element, unlike a number, widens and multiplies in one pass
             master.grad = grad * torch.full((1,), factor, dtype=master.dtype, device=grad.device)
+        given = param_group.copy()
+        if master.device.type == "cpu":
+            param_group |= self._on_host
         if param_group.get("fused") and "step" in values.state:
             # It may have been counted on the host before.
             values.state["step"] = values.state["step"].to(master.device)
@@ -189,6 +195,7 @@ class SubGroupUpdate:
                     "zero_optimization.elementwise_optimizer"
                 )
         values.state = self._twin.state[master]
+        param_group |= {key: given[key] for key in self._on_host}
         # A reference would keep the sub-group's buffers from being used again.
         param_group["params"] = []
         self._twin.state = defaultdict(dict)
