@@ -347,15 +347,15 @@ class ZeroOptimizer:
             state_dtype=self.state_dtype,
             frozen=self._frozen_ranges(),
         )
-        sub_groups = [each for each in self.sub_groups if not update.leaves(each)]
-        self._updates.run([each for each in sub_groups if not self._can_wait(each.group)], update)
+        now = [each for each in self.sub_groups if not self._can_wait(each.group)]
+        self._updates.run(now, update)
         for group in self.shards:
             group.refresh()
         place = {
             group: number
             for number, group in enumerate(dict.fromkeys((*self._forward_order(), *self.shards)))
         }
-        later = [each for each in sub_groups if self._can_wait(each.group)]
+        later = [each for each in self.sub_groups if self._can_wait(each.group)]
         self._updates.start(sorted(later, key=lambda each: place[each.group]), update)
 
     def _frozen_ranges(self) -> dict[OptimizerShard, list[tuple[int, int]]]:

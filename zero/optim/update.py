@@ -93,15 +93,6 @@ class SubGroupUpdate:
             self._narrow(self._rounding, values, stored_master, stored)
         return values.master
 
-    def leaves(self, sub_group: SubGroup) -> bool:
-        """Whether all parameters in the sub-group are frozen, so that nothing is to be updated."""
-        frozen = self._frozen.get(sub_group.shard, ())
-        return bool(frozen) and all(
-            (piece.start, piece.start + piece.numel) in frozen
-            for piece in sub_group.group.pieces
-            if piece.start < sub_group.end and piece.start + piece.numel > sub_group.start
-        )
-
     def _frozen_parts(self, sub_group: SubGroup) -> list[slice]:
         """The parts of a sub-group whose parameters are frozen."""
         if not self._frozen:
@@ -117,6 +108,9 @@ class SubGroupUpdate:
     def _frozen_parts_kept(self, values: SubGroupInMemory) -> Iterator[None]:
         """Context of an update after which frozen parts have the masters and the state from before
         it.
+
+        The update is made in any case, even if all is frozen: counts of steps go on, so that they
+        are equal in all sub-groups. A checkpoint that is loaded into other sub-groups needs that.
         """
         numel = values.sub_group.master.numel()
         kept = []

@@ -136,3 +136,37 @@ def alone(rank: int, world_size: int, stage: int) -> str:
 def test_a_rank_that_freezes_alone_is_named(stage, world_size):
     for message in run_on(world_size, alone, stage):
         assert f"frozen parameters: none on rank 0, head.weight on rank {world_size - 1}" in message
+
+
+def saved(rank: int, world_size: int, folder: str, sections: dict) -> dict[str, torch.Tensor]:
+    """The masters of a run in which `FROZEN` is frozen before the first step, so without a state
+    of its own.
+    """
+    engine, _ = start(toy(), ds_config(**sections))
+    freeze(engine.module, FREEZE)
+    for batch in toy_batches(2):
+        step(engine, split(batch, world_size)[rank : rank + 1])
+    engine.save_checkpoint(folder)
+    named = engine.module.named_parameters()
+    return {name: safe_get_full_fp32_param(param) for name, param in named}
+
+
+def loaded(rank: int, world_size: int, folder: str, sections: dict) -> dict[str, torch.Tensor]:
+    engine, _ = start(toy(), ds_config(**sections))
+    engine.load_checkpoint(folder)
+    named = dict(engine.module.named_parameters())
+    found = {name: safe_get_full_fp32_param(param) for name, param in named.items()}
+    step(engine, split(toy_batches(3)[2], world_size)[rank : rank + 1])  # all are trained now
+    for name, param in named.items():
+        assert not torch.equal(safe_get_full_fp32_param(param), found[name]), name
+    return found
+
+
+@pytest.mark.parametrize("sections", [{}, WHOLE, {"sub_group_size": 50}])
+def test_a_checkpoint_of_a_run_with_frozen_parameters_continues(sections, tmp_path):
+    expected = run_on(2, saved, str(tmp_path), sections)[0]
+    for world_size in (1, 2, 3):
+        found = run_on(world_size, loaded, str(tmp_path), sections)[0]
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name

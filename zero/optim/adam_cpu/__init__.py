@@ -121,7 +121,7 @@ def adam(
         turn=adam8bit.turn(step),
         roots=_roots() if torch_sqrt else None,
     )
-    threads = thread_count()
+    threads = thread_count() if numel > PIECE else 1
     rounded = out if out is not None and out.dtype == torch.bfloat16 else None
     casts = grad.dtype == torch.float16 or rounded is not out
     most = _CAST_PIECE if casts else max(1, numel)
@@ -251,9 +251,8 @@ def thread_count() -> int:
     `OMP_NUM_THREADS` takes precedence, up to the number of those cores. With several ranks on a
     machine a 1 is ignored: torchrun sets it by itself, to limit the threads of torch's operations.
     """
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > (1 if ranks > 1 else 0):
