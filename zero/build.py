@@ -11,6 +11,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -199,12 +200,9 @@ def warn_if_crowded(groups: Sequence[ParamGroup], limit: int) -> None:
         )
 
 
-def make_training_comm(
-    settings: Config, comm: Communicator
-) -> Communicator | CompressedCommunicator:
-    """The communicator that gathers weights for use and reduces gradients:
-
-    `comm`, or one over it that compresses.
+def make_training_comm(settings: Config, comm: Communicator) -> Any:
+    """The communicator that gathers weights for use and reduces gradients: `comm`, or a
+    `CompressedCommunicator`, which passes on to it what it does not compress.
     """
     zero = settings.zero_optimization
     weights = zero.stage == 3 and zero.zero_quantized_weights
@@ -405,7 +403,7 @@ def overlaps_step(offload: OffloadOptimizerConfig, device: torch.device) -> bool
     return offload.device == "nvme" or (offload.device == "cpu" and is_accelerator(device))
 
 
-def make_scheduler(given: object | None, optimizer: torch.optim.Optimizer | None) -> object | None:
+def make_scheduler(given: Any, optimizer: torch.optim.Optimizer | None) -> Any:
     """The learning-rate scheduler that was given, or what the given function makes of the
     optimizer.
     """

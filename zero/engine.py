@@ -9,7 +9,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Collection
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -48,7 +48,7 @@ _engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ZeroEngine]] = (
 
 
 class StepMonitor(Protocol):
-    """Is told of losses and steps; see `zero.monitor`."""
+    """Is told of losses and steps; `zero.monitor`, which is one, lies above this file."""
 
     def loss(self, loss: torch.Tensor) -> None:
         """A micro-batch's loss, divided by the number of micro-batches."""
@@ -89,28 +89,34 @@ class ZeroEngine(Accumulation, nn.Module):
         model: nn.Module,
         settings: Config,
         optimizer: torch.optim.Optimizer | None = None,
-        lr_scheduler: object | None = None,
+        lr_scheduler: Any = None,
         comm: Communicator | None = None,
     ):
         comm = comm or communicator()
         settings = settings.resolve(comm.world_size)
         super().__init__(settings)
         self.comm = comm
-        shard_size = settings.zero_optimization.shards_over(self.comm.world_size)
         self.config = settings.origin.raw
-        self._report_settings(optimizer)
+        if comm.job.rank == 0:
+            announce(settings, build.describe_optimizer(optimizer, settings))
+            for old, new in settings.origin.renamed:
+                logger.warning("%s is an old name of %s", old, new)
         if settings.watchdog_timeout is not None:
-            self.comm.watchdog.set_timeout(settings.watchdog_timeout)
+            comm.watchdog.set_timeout(settings.watchdog_timeout)
         self.module = model
-        self._take_over(model)
+        # The Trainer makes an engine of the same model for each training.
+        earlier = _engine_of.get(model, lambda: None)()
+        if earlier is not None:
+            earlier.destroy()
+        _engine_of[model] = weakref.ref(self)
         self.global_steps = self.skipped_steps = 0
         self.throughput = Throughput(settings.train_batch_size)
         self._step_applied = self.is_compiled = False
         self._skips_in_a_row = 0
         self.residency = Residency()
 
-        build.require_agreement(self.comm, settings, model, optimizer)
-        self.comm = self.comm.within(shard_size)
+        build.require_agreement(comm, settings, model, optimizer)
+        self.comm = comm.within(settings.zero_optimization.shards_over(comm.world_size))
         group_of = param_group_of(optimizer) if optimizer is not None else {}
         self.groups = build.make_groups(model, settings, self.comm, self.residency, group_of)
         build.place_buffers(model, self.comm, settings.data_types.buffer_dtype)
@@ -159,23 +165,6 @@ class ZeroEngine(Accumulation, nn.Module):
         self.lr_scheduler = build.make_scheduler(lr_scheduler, optimizer)
         if settings.compile.enabled:
             self.compile(settings.compile.backend, settings.compile.kwargs)
-
-    # -- construction
-
-    def _report_settings(self, optimizer: torch.optim.Optimizer | None) -> None:
-        if self.comm.job.rank == 0:
-            announce(self.settings, build.describe_optimizer(optimizer, self.settings))
-            for old, new in self.settings.origin.renamed:
-                logger.warning("%s is an old name of %s", old, new)
-
-    def _take_over(self, model: nn.Module) -> None:
-        """End an earlier engine of the same model: the Trainer makes an engine for each
-        training.
-        """
-        earlier = _engine_of.get(model, lambda: None)()
-        if earlier is not None:
-            earlier.destroy()
-        _engine_of[model] = weakref.ref(self)
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
         raise UsageError(
@@ -271,11 +260,20 @@ class ZeroEngine(Accumulation, nn.Module):
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
             self._skips_in_a_row = 0
-        else:
-            self.skipped_steps += 1
-            self._skips_in_a_row += 1
-            self._log_skip()
-            self._end_if_stuck()
+            return
+        self.skipped_steps += 1
+        self._skips_in_a_row += 1
+        if self.scaler is not None and self.comm.job.rank == 0:
+            logger.info(
+                "overflow: step %d skipped, loss scale now %g", self.global_steps, self.scaler.scale
+            )
+        # In fp16 the loss scale may still fall.
+        if self.scaler is None and self._skips_in_a_row >= SKIPS_ALLOWED:
+            raise NonFiniteGradientError(
+                f"the gradients of {SKIPS_ALLOWED} steps in a row were not finite, so that nothing "
+                "is learned: look for non-finite inputs, a learning rate that is too high, or a "
+                "weight that became infinite (the warnings above name the first parameter)"
+            )
 
     def _refuse_use(self, before: str) -> None:
         """Raise UsageError if unsharded values are in use: they cannot be updated or moved then."""
@@ -286,23 +284,6 @@ class ZeroEngine(Accumulation, nn.Module):
                 raise UsageError(
                     f"{group} is shown by GatheredParameters: leave that context before {before}"
                 )
-
-    def _log_skip(self) -> None:
-        if self.scaler is not None and self.comm.job.rank == 0:
-            logger.info(
-                "overflow: step %d skipped, loss scale now %g", self.global_steps, self.scaler.scale
-            )
-
-    def _end_if_stuck(self) -> None:
-        """Raise NonFiniteGradientError when nothing is learned any more. In fp16 the loss scale may
-        still fall.
-        """
-        if self.scaler is None and self._skips_in_a_row >= SKIPS_ALLOWED:
-            raise NonFiniteGradientError(
-                f"the gradients of {SKIPS_ALLOWED} steps in a row were not finite, so that nothing "
-                "is learned: look for non-finite inputs, a learning rate that is too high, or a "
-                "weight that became infinite (the warnings above name the first parameter)"
-            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the accumulated gradients."""

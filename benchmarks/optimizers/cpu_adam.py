@@ -32,7 +32,6 @@ from zero.tools.arguments import count
 OURS = [
     "ours",
     "ours, 8-bit moments",
-    "ours, no compiler",
     "torch.compile",
     "torch fused + casts",
     "torch foreach + casts",

@@ -48,15 +48,10 @@ class State:
 Step = Callable[[State], None]
 
 
-def ours(with_compiler: bool) -> Step:
+def ours() -> Step:
     from zero.optim import adam_cpu
 
-    kernel = adam_cpu._kernel() if with_compiler else None
-    if with_compiler and kernel is None:
-        raise RuntimeError("the kernel could not be built here")
-
     def step(state: State) -> None:
-        adam_cpu._kernel = lambda: kernel
         tensors = state.master, state.grad, state.exp_avg, state.exp_avg_sq, state.out
         numbers = {
             "lr": LR,
@@ -74,10 +69,7 @@ def ours_8_bit() -> Step:
     """With coded moments, which are made of the state's fp32 ones by its first step."""
     from zero.optim import adam8bit, adam_cpu
 
-    kernel = adam_cpu._kernel()
-
     def step(state: State) -> None:
-        adam_cpu._kernel = lambda: kernel
         state.coded = state.coded or adam8bit.encode(state.exp_avg, state.exp_avg_sq)
         numbers = {
             "lr": LR,
@@ -168,9 +160,8 @@ def triad(state: State) -> None:
 
 
 CONTESTANTS: dict[str, Callable[[], Step]] = {
-    "ours": lambda: ours(with_compiler=True),
+    "ours": ours,
     "ours, 8-bit moments": ours_8_bit,
-    "ours, no compiler": lambda: ours(with_compiler=False),
     "torch fused + casts": lambda: by_torch(fused=True),
     "torch foreach + casts": lambda: by_torch(foreach=True),
     "torch default + casts": by_torch,

@@ -8,13 +8,23 @@ memory uses it too, on the same sub-groups.
 Here tensors of any size may go to a file, and sub-groups are cut at odd places. With two ranks,
 parameters are really gathered."""
 
-from functools import cache
-from unittest import mock
+from functools import cache, partial
 
 import pytest
 import torch
 
-from tests.dist.training import Curve, assert_equal, curve_on, ds_config, start, train_zero
+from tests.dist.training import (
+    LR,
+    WEIGHT_DECAY,
+    Curve,
+    Make,
+    adamw,
+    assert_equal,
+    curve_on,
+    ds_config,
+    start,
+    train_zero,
+)
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.parity.test_mixed_precision import SECTIONS
@@ -33,13 +43,14 @@ def offloaded(
     param: dict,
     optimizer: dict,
     others: dict,
+    make: Make = adamw,
 ) -> Curve:
     tiers.LEAST_BYTES_IN_A_FILE = 1
     sections = {**SECTIONS.get(dtype, {}), **SMALL, "sub_group_size": 20000, **others}
     for name, section in (("offload_param", param), ("offload_optimizer", optimizer)):
         if section:
             sections[name] = {"nvme_path": folder, **section}
-    engine, _ = start(build("t5"), ds_config(clip=0.5, **sections))
+    engine, _ = start(build("t5"), ds_config(clip=0.5, **sections), make=make)
     for group in engine.groups:
         in_file = param.get("device") == "nvme" and not group.persistent
         assert group.tier.holds_in_file(group.shard) == (
@@ -57,8 +68,9 @@ def offloaded(
 
 
 def by_offloads_adam(rank: int, world_size: int, dtype: torch.dtype, others: dict) -> Curve:
-    with mock.patch.object(adam_cpu, "is_compiled", return_value=True):
-        return offloaded(rank, world_size, "", dtype, {}, {}, others)
+    """In memory, by torch's fused step, which offloaded Adam takes without a compiler."""
+    fused = partial(torch.optim.AdamW, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    return offloaded(rank, world_size, "", dtype, {}, {}, others, fused)
 
 
 @cache

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
@@ -264,6 +266,39 @@ def test_three_dimensions(expected, tmp_path):
         EIGHT_RANKS, zip(*run_on(8, piped, EIGHT_RANKS, str(tmp_path), 2), strict=True), strict=True
     ):
         compare(curves, expected[name])
+
+
+def owners_train(rank: int, world_size: int, sections: dict) -> tuple[Curve, set[int], int]:
+    """A curve, how many elements the owners of the tied weight exchange, and how many it has."""
+    case = CASES["Llama, tied, 1F1B, stage 3"]
+    case = case._replace(zero=STAGE3 | sections)
+    engine, pipeline, mesh = start(case, world_size)
+    weight = engine.module.get_input_embeddings().weight if rank in (0, 3) else None
+    exchanged: set[int] = set()
+    reduce = dist.all_reduce
+
+    def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        exchanged.add(tensor.numel())
+        return reduce(tensor, *args, **kwargs)
+
+    with mock.patch.object(zero.parallel.pipeline.dist, "all_reduce", noted):
+        curve = train(case, pipeline, mesh, 0, STEPS)
+    return curve, exchanged, 0 if weight is None else weight.numel()
+
+
+def test_owners_of_a_tied_weight_exchange_shards_of_its_gradient(expected):
+    """Not the whole gradient, unless the weight is persistent together with others, of which the
+    two stages have different ones.
+    """
+    wanted = expected["Llama, tied, 1F1B, stage 3"]
+    cut = Curve(wanted.losses[:STEPS], wanted.norms[:STEPS])
+    apart = run_on(4, owners_train, {})
+    compare([curve for curve, *_ in apart], cut)
+    together = run_on(4, owners_train, {"stage3_param_persistence_threshold": 10_000})
+    compare([curve for curve, *_ in together], cut)
+    numel = apart[0][2]
+    assert numel // 2 in apart[0][1] and numel not in apart[0][1]
+    assert numel in together[0][1]
 
 
 # -- checkpoints

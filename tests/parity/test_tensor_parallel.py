@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,10 +79,32 @@ class Layers(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
+class Planned(Layers):
+    """A model that is not transformers', with a plan in its configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        plan = {"wide": "colwise", "narrow": "rowwise", "blocks.*.0": "colwise"}
+        plan["blocks.*.2"] = "rowwise"
+        self.config = SimpleNamespace(base_model_tp_plan=plan)
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 16)) for _ in range(2)]
+        )
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.embedding(input_ids))
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        hidden = self.narrow(self.wide(hidden).relu())
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
 def build(name: str) -> nn.Module:
     torch.manual_seed(7)
     if name == "layers":
         return Layers()
+    if name == "planned":
+        return Planned()
     if name == "mixtral":
         return MixtralForCausalLM(
             MixtralConfig(**SIZES | {"intermediate_size": 32}, num_local_experts=4)
@@ -201,6 +224,7 @@ CASES_ON_FOUR = [
     ("qwen3", NOTHING_PERSISTS),
     ("mixtral", {"stage3_param_persistence_threshold": 0}),  # experts are cut in two blocks
     ("layers", NOTHING_PERSISTS),
+    ("planned", NOTHING_PERSISTS),
 ]
 CASES_ON_TWO = [("llama", {"stage": 3}), ("qwen3", {"stage": 1}), ("layers", {"stage": 0})]
 
@@ -289,6 +313,8 @@ def refused(rank: int, world_size: int) -> list[str]:
         )
     )
     shards = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    unknown = build("planned")
+    unknown.config.base_model_tp_plan = {"wide": "column"}
     return [
         message(odd),
         message(t5()),
@@ -299,6 +325,7 @@ def refused(rank: int, world_size: int) -> list[str]:
             build("llama"), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "shard"))
         ),
         message(build("llama"), sequence_parallel_size=2),
+        message(unknown),
     ]
 
 
@@ -311,6 +338,7 @@ def test_refusals_name_the_numbers():
         "autotp_size is 2, and the mesh is {'shard': 2}",
         "the dimensions are ('tp', 'shard')",
         "sequence_parallel_size is 2, and the mesh {'shard': 1, 'tp': 2}: give one",
+        "Planned's plan has the style 'column' for 'wide.weight'; transformers has",
     ]
     for found in run_on(2, refused):
         for text, part in zip(found, expected, strict=True):

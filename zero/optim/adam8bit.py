@@ -23,8 +23,6 @@ the same."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -146,20 +144,6 @@ def decode(key: str, codes: torch.Tensor, scales: torch.Tensor, begin: int = 0) 
     power = ratio.square().square_()
     power = power.copysign_(ratio) if key == KEYS[0] else power.square_()
     return power.mul_(scales.repeat_interleave(BLOCK)[begin : begin + codes.numel()])
-
-
-@contextmanager
-def as_fp32(codes: Pair, scales: Pair | tuple[None, None], step: int) -> Iterator[Pair]:
-    """The values of both moments, of which the codes are made again after a step.
-
-    Without scales they are no codes.
-    """
-    if scales[0] is None:
-        yield codes
-        return
-    exp_avg, exp_avg_sq = (decode(*known) for known in zip(KEYS, codes, scales, strict=True))
-    yield exp_avg, exp_avg_sq
-    _encode_into(codes, scales, exp_avg, exp_avg_sq, step)
 
 
 def decoded(state: dict[str, Any], numel: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ optimizer is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -137,32 +137,16 @@ class GatheredForStep:
                 self._works.append(load)
         if self._moving:
             self._wait_for_works()
-            self._works.append(self._start_gather())
-
-    def _start_gather(self) -> Pending:
-        own = [tensor for tensor in self._moving if tensor.is_own]
-        for tensor in own:
-            shape = 2, *tensor.slot.shape
-            self._whole[tensor] = torch.empty(shape, dtype=torch.float32, device=self._comm.device)
-        sent = [
-            [
-                tensor.part(values[tensor.shard])
-                for tensor in self._moving
-                if tensor.owner == to
-                for values in (self._grads, self.masters)
-            ]
-            for to in range(self._comm.shard_group.size)
-        ]
-        places = [
-            [
-                tensor.part_of_rank(src, whole)
-                for tensor in own
-                if src in tensor.parts
-                for whole in self._whole[tensor].unbind()
-            ]
-            for src in range(self._comm.shard_group.size)
-        ]
-        return self._start_exchange(sent, places)
+            for tensor in self._moving:
+                if tensor.is_own:
+                    shape, device = (2, *tensor.slot.shape), self._comm.device
+                    self._whole[tensor] = torch.empty(shape, dtype=torch.float32, device=device)
+            exchange = self._start_exchange(
+                in_shards=lambda shard: [self._grads[shard], self.masters[shard]],
+                whole=lambda tensor: list(self._whole[tensor].unbind()),
+                to_owners=True,
+            )
+            self._works.append(exchange)
 
     def _wait_for_works(self) -> None:
         for work in self._works:
@@ -185,26 +169,13 @@ class GatheredForStep:
 
     def return_masters(self) -> None:
         """Bring the new masters to the shards. The optimizer's tensors lose their values."""
-        ranks = range(self._comm.shard_group.size)
         moved = Pending()
         if self._moving:
-            sent = [
-                [
-                    tensor.part_of_rank(to, tensor.param.data)
-                    for tensor in self._moving
-                    if tensor.is_own and to in tensor.parts
-                ]
-                for to in ranks
-            ]
-            places = [
-                [
-                    tensor.part(self.masters[tensor.shard])
-                    for tensor in self._moving
-                    if tensor.owner == src
-                ]
-                for src in ranks
-            ]
-            moved = self._start_exchange(sent, places)
+            moved = self._start_exchange(
+                in_shards=lambda shard: [self.masters[shard]],
+                whole=lambda tensor: [tensor.param.data],
+                to_owners=False,
+            )
         for tensor in self._all:
             place = tensor.part(self.masters[tensor.shard])
             stays = tensor.is_own and not tensor.moves
@@ -215,11 +186,36 @@ class GatheredForStep:
             moved.wait()
 
     def _start_exchange(
-        self, sent: list[list[torch.Tensor]], places: list[list[torch.Tensor]]
+        self,
+        in_shards: Callable[[OptimizerShard], list[torch.Tensor]],
+        whole: Callable[[WholeTensor], list[torch.Tensor]],
+        to_owners: bool,
     ) -> Pending:
-        """Send the parts `sent[i]` to rank i, as fp32, and write what comes from there to
-        `places[i]`.
-        """
+        """Send the moving tensors as fp32 from the shards to their owners, or back.
+
+        Args: in_shards: flat tensors of a shard, of each of which a moving tensor has a part;
+        whole: as many tensors of a moving tensor's shape, which its owner has."""
+        ranks = range(self._comm.shard_group.size)
+        # What this rank has in its shards, by owner; and of its own tensors, by the shards' ranks.
+        at_shards = [
+            [
+                tensor.part(flat)
+                for tensor in self._moving
+                if tensor.owner == rank
+                for flat in in_shards(tensor.shard)
+            ]
+            for rank in ranks
+        ]
+        at_owner = [
+            [
+                tensor.part_of_rank(rank, values)
+                for tensor in self._moving
+                if tensor.is_own and rank in tensor.parts
+                for values in whole(tensor)
+            ]
+            for rank in ranks
+        ]
+        sent, places = (at_shards, at_owner) if to_owners else (at_owner, at_shards)
         device = self._comm.device
         parts = [part.to(torch.float32) for to_rank in sent for part in to_rank]
         packed = torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device=device)

@@ -10,20 +10,21 @@ This file does not know what is rounded.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable
 
 import torch
 
 from zero.core.optimizer_shard import OptimizerShard
 
-# Elements of a parameter for which random numbers are drawn together. Each block has its own
-# generator, so an element's number does not depend on where shards and sub-groups begin.
-BLOCK = 1 << 16
+# Elements of a parameter that share a key, and are rounded together: few enough for a CPU's cache,
+# and enough for an accelerator, which launches some twenty kernels for each block.
+BLOCK = 1 << 20
 
 
 class StochasticRounding:
-    """Draws by seed, step, parameter and element: the same on any number of ranks, at any stage, of
-    one kind of device.
+    """Rounds with numbers that follow from seed, step, parameter and element: the same on any
+    number of ranks, at any stage and on any device, wherever shards and sub-groups begin.
 
     Args: steps: gives the number of steps so far.
     """
@@ -56,28 +57,36 @@ class StochasticRounding:
         target.copy_(values)  # for the padding between parameters
         group, end = shard.group, start + values.numel()
         for piece in group.pieces:
-            name, numel = group.param_names[piece.slot], group.layout.slots[piece.slot].numel
+            name = group.param_names[piece.slot]
             # From positions in the parameter to positions in the shard.
             shift = piece.start - piece.inside
             first = max(piece.start, start) - shift
             last = min(piece.start + piece.numel, end) - shift
             for begin in range(first - first % BLOCK, last, BLOCK) if first < last else ():
                 low, high = max(first, begin), min(last, begin + BLOCK)
-                noise = self._noise(
-                    f"{kind} {name} {begin}", min(BLOCK, numel - begin), values.device
+                noise = torch.arange(
+                    low - begin, high - begin, dtype=torch.int32, device=values.device
                 )
+                scramble(noise, f"{self._seed} {self._step} {kind} {name} {begin}")
                 where = slice(low + shift - start, high + shift - start)
-                target[where].copy_(rounded(values[where], noise[low - begin : high - begin]))
+                target[where].copy_(rounded(values[where], noise))
 
-    def _noise(self, block: str, numel: int, device: torch.device) -> torch.Tensor:
-        """The numbers of a block, from 0 to 65535, int32."""
-        digest = hashlib.blake2b(
-            f"{self._seed} {self._step} {block}".encode(), digest_size=8
-        ).digest()
-        generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "big", signed=True))
-        return torch.randint(
-            1 << 16, (numel,), dtype=torch.int32, device=device, generator=generator
-        )
+
+def scramble(counters: torch.Tensor, key: str) -> None:
+    """Turn distinct counters (int32) into random numbers from 0 to 65535, in place.
+
+    A counter-based generator: unlike one with a state, it gives any element's number without those
+    before it. The rounds are those of the integer hash `lowbias32` (Wellons, "Prospecting for Hash
+    Functions"), with 64 bits of the key's digest added in between. int32 wraps around on every
+    device; shifts keep the sign, so that what they bring in is masked."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    before, between = struct.unpack("<2i", digest)
+    counters.add_(before)
+    counters.bitwise_xor_((counters >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+    counters.bitwise_xor_((counters >> 15).bitwise_and_(0x1FFFF)).add_(between)
+    counters.bitwise_xor_((counters >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+    counters.bitwise_xor_((counters >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - (1 << 32))
+    counters.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
 
 
 def rounded(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ import logging
 import math
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Collection, Sequence
 from weakref import WeakKeyDictionary
 
@@ -143,14 +144,10 @@ class ZeroOptimizer:
         group_of = param_group_of(optimizer)
         self._number_parameters(group_of)
         on_host = any(shard.tier.device.type == "cpu" for shard in self.shards.values())
-        # If nothing is offloaded and the kernel cannot be compiled, torch's own step is used. It
-        # gives the same bits.
-        self._has_kernel = (
-            elementwise
-            and on_host
-            and adam_cpu.serves(optimizer)
-            and (placement.offloads or adam_cpu.is_compiled())
-        )
+        updates_on_host = elementwise and on_host and adam_cpu.serves(optimizer)
+        self._has_kernel = updates_on_host and adam_cpu.is_compiled()
+        # Without a compiler. If nothing is offloaded, torch's own step has the kernel's bits.
+        self._fuses_on_host = updates_on_host and placement.offloads and not self._has_kernel
         self._rounding = rounding
         self.state_dtype = state_dtype
         self._updates = Updates(comm.device, read_ahead, write_behind, comm.clock.shows)
@@ -181,6 +178,8 @@ class ZeroOptimizer:
                 ", ".join(idle),
             )
         self._numbered = [param for param in group_of if param in names]
+        # Those that the script has frozen since, of the present step.
+        self._frozen: set[nn.Parameter] = set()
         self._names = [names[param] for param in self._numbered]
         number_of = {param: number for number, param in enumerate(self._numbered)}
         self._pieces = [
@@ -243,6 +242,8 @@ class ZeroOptimizer:
         for act in self.before_norm:
             act()
         self._place()
+        with torch._C.DisableTorchFunctionSubclass():  # sharded parameters look at each access
+            self._frozen = {param for param in self._numbered if not param.requires_grad}
         to_mean = self.gradient_factor
         self.grad_norm = (
             self.comm.watchdog.wait(self._global_norm, "the norm of the gradients") * to_mean
@@ -330,7 +331,7 @@ class ZeroOptimizer:
         if isinstance(state, WholeTensorState):
             try:
                 with label("update of whole tensors"):
-                    state.update(factor)
+                    state.update(factor, self._frozen)
             except BaseException as error:
                 self._updates.fail(error)
                 raise
@@ -339,28 +340,37 @@ class ZeroOptimizer:
             return
         # torch's schedulers ask whether step() was called.
         self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+        # Checked in each step: scripts put hooks on their optimizers at any time.
+        is_plain_adam = adam_cpu.serves(self.optimizer)
         update = SubGroupUpdate(
             self.optimizer,
             factor,
-            # Checked in each step: scripts put hooks on their optimizers at any time.
-            by_kernel=self._has_kernel and adam_cpu.serves(self.optimizer),
+            by_kernel=self._has_kernel and is_plain_adam,
+            fuses_on_host=self._fuses_on_host and is_plain_adam,
             # If the model computes on the CPU, updates have torch's bits, offloaded or not.
             torch_sqrt=self.comm.device.type == "cpu",
             rounding=self._rounding,
             state_dtype=self.state_dtype,
+            frozen=self._frozen_ranges(),
         )
-        self._updates.run(
-            [sub_group for sub_group in self.sub_groups if not self._can_wait(sub_group.group)],
-            update,
-        )
+        now = [each for each in self.sub_groups if not self._can_wait(each.group)]
+        self._updates.run(now, update)
         for group in self.shards:
             group.refresh()
         place = {
             group: number
             for number, group in enumerate(dict.fromkeys((*self._forward_order(), *self.shards)))
         }
-        later = [sub_group for sub_group in self.sub_groups if self._can_wait(sub_group.group)]
-        self._updates.start(sorted(later, key=lambda sub_group: place[sub_group.group]), update)
+        later = [each for each in self.sub_groups if self._can_wait(each.group)]
+        self._updates.start(sorted(later, key=lambda each: place[each.group]), update)
+
+    def _frozen_ranges(self) -> dict[OptimizerShard, list[tuple[int, int]]]:
+        """Where frozen parameters lie in this rank's shards: (start, end) of each, in elements."""
+        found: dict[OptimizerShard, list[tuple[int, int]]] = {}
+        for number, shard, start, end in self._pieces if self._frozen else ():
+            if self._numbered[number] in self._frozen:
+                found.setdefault(shard, []).append((start, end))
+        return found
 
     def _can_wait(self, group: ParamGroup) -> bool:
         """Whether the group may be updated after the step: not if all ranks gather it there, nor on
@@ -450,9 +460,15 @@ class ZeroOptimizer:
         facts["backwards since the last step"] = self.reducer.backwards
         if self.writes is not None:
             facts[_WRITTEN] = float(self.writes.digest)
-        own = torch.tensor(spread(list(facts.values())), dtype=torch.float64).to(
-            squares.device, non_blocking=True
-        )
+        frozen = [
+            name for name, p in zip(self._names, self._numbered, strict=True) if p in self._frozen
+        ]
+        # Ranks of another pipeline stage have other parameters, so this number is compared apart.
+        # It is small, because its square must be exact.
+        number = zlib.crc32(" ".join(frozen).encode()) & 0xFFFF
+        own = torch.tensor(
+            [*spread(list(facts.values())), *spread([number])], dtype=torch.float64
+        ).to(squares.device, non_blocking=True)
         # Each shard counts once.
         if self._pieces and (self._replicated or self.comm.replicate_group.rank == 0):
             squares.index_copy_(
@@ -464,6 +480,9 @@ class ZeroOptimizer:
             squares, sums = self.comm.all_reduce(torch.cat([squares, own])).split(
                 [len(squares), len(own)]
             )
+        *_, total, total_square = sums.unbind()
+        unequal = (self.comm.world_size * total_square - total**2).view(1)
+        sums = torch.cat([sums[:-2], unequal])
         self._param_norms = squares.sqrt().float()
         norm = torch.linalg.vector_norm(self._param_norms).double()
         # Parts of a parameter count once each, and copies not at all.
@@ -476,9 +495,12 @@ class ZeroOptimizer:
             )
             norm, sums = sums[0].sqrt(), sums[1:]
         # The one moment of a step at which the host waits for the device.
-        *totals, norm = torch.cat([sums, norm.view(1)]).tolist()
+        *totals, unequal, norm = torch.cat([sums, norm.view(1)]).tolist()
         if disagree(totals, self.comm.job.world_size):
             require_same(self.comm.job, facts | {_WRITTEN: self.writes})
+        if unequal > (self.comm.world_size - 1) / 2:  # less is rounding, on thousands of ranks
+            require_same(self.comm, {"frozen parameters": ", ".join(frozen) or "none"})
+            raise UsageError("the ranks of another pipeline stage have frozen different parameters")
         if self.writes is not None:
             self.writes.start_over()
         return norm

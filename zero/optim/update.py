@@ -7,13 +7,16 @@ This file does not know where new values are stored, nor which ranks there are.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
+from zero.core.optimizer_shard import OptimizerShard
 from zero.errors import UsageError
 from zero.optim import adam8bit, adam_cpu
 from zero.optim.rounding import StochasticRounding
-from zero.optim.subgroups import SubGroupInMemory, is_state_tensor
+from zero.optim.subgroups import SubGroup, SubGroupInMemory, is_state_tensor
 from zero.optim.twin import twin_of
 
 
@@ -27,9 +30,11 @@ class SubGroupUpdate:
     thread.
 
     Args: factor: by which gradients are multiplied. by_kernel: `adam_cpu` updates sub-groups in
-    host memory. torch_sqrt: its square roots are torch's. rounding: rounds bf16 masters; None for
+    host memory. torch_sqrt: its square roots are torch's. fuses_on_host: torch's fused step updates
+    them. rounding: rounds bf16 masters; None for
     fp32 ones. state_dtype: of the optimizer's state; uint8: Adam's moments are codes
-    (`zero.optim.adam8bit`)."""
+    (`zero.optim.adam8bit`). frozen: ranges of the shards, (start, end) in elements, that keep their
+    masters and state."""
 
     def __init__(
         self,
@@ -38,9 +43,12 @@ class SubGroupUpdate:
         *,
         by_kernel: bool,
         torch_sqrt: bool,
+        fuses_on_host: bool = False,
         rounding: StochasticRounding | None = None,
         state_dtype: torch.dtype = torch.float32,
+        frozen: Mapping[OptimizerShard, Sequence[tuple[int, int]]] | None = None,
     ):
+        self._frozen = frozen or {}
         self._param_groups = [
             {
                 key: value.clone() if isinstance(value, torch.Tensor) else value
@@ -53,6 +61,7 @@ class SubGroupUpdate:
         self._factor = factor
         self._by_kernel = by_kernel
         self._torch_sqrt = torch_sqrt
+        self._on_host = {"fused": True, "foreach": False} if fuses_on_host else {}
         self._rounding = rounding
         self._has_narrow_state = state_dtype == torch.bfloat16
         self._has_codes = state_dtype == torch.uint8
@@ -65,28 +74,74 @@ class SubGroupUpdate:
             values.master = stored_master.float()
         if self._has_narrow_state:
             values.state = {k: v.float() if is_state_tensor(v) else v for k, v in stored.items()}
-        if self._by_kernel and sub_group.master.device.type == "cpu":
-            weights = self._adam(values, param_group)
-        else:
-            if self._has_codes:
-                values.state = adam8bit.decoded(stored, sub_group.master.numel())
-            self._torch_step(values, param_group)
-            if self._has_codes:
-                values.state |= adam8bit.encoded(values.state, stored, values.state["step"])
-            weights = values.master
-        if self._rounding is None:
-            return weights
-        self._narrow(self._rounding, values, stored_master, stored)
+        out = None
+        with self._frozen_parts_kept(values):
+            if self._by_kernel and sub_group.master.device.type == "cpu":
+                out = values.weights_target() if self._rounding is None else None
+                self._adam(values, param_group, out)
+            else:
+                if self._has_codes:
+                    values.state = adam8bit.decoded(stored, sub_group.master.numel())
+                self._torch_step(values, param_group)
+                if self._has_codes:
+                    values.state |= adam8bit.encoded(values.state, stored, values.state["step"])
+        if out is not None:
+            for part in self._frozen_parts(sub_group):
+                out[part].copy_(values.master[part])
+            return out
+        if self._rounding is not None:
+            self._narrow(self._rounding, values, stored_master, stored)
         return values.master
 
-    def _adam(self, values: SubGroupInMemory, param_group: dict) -> torch.Tensor:
-        """Adam on host memory in one pass, which also rounds to the weights' dtype."""
+    def _frozen_parts(self, sub_group: SubGroup) -> list[slice]:
+        """The parts of a sub-group whose parameters are frozen."""
+        if not self._frozen:
+            return []
+        numel = sub_group.master.numel()
+        ranges = [
+            (max(start - sub_group.start, 0), min(end - sub_group.start, numel))
+            for start, end in self._frozen.get(sub_group.shard, ())
+        ]
+        return [slice(start, end) for start, end in ranges if start < end]
+
+    @contextmanager
+    def _frozen_parts_kept(self, values: SubGroupInMemory) -> Iterator[None]:
+        """Context of an update after which frozen parts have the masters and the state from before
+        it.
+
+        The update is made in any case, even if all is frozen: counts of steps go on, so that they
+        are equal in all sub-groups. A checkpoint that is loaded into other sub-groups needs that.
+        """
+        numel = values.sub_group.master.numel()
+        kept = []
+        for part in self._frozen_parts(values.sub_group):
+            state = {
+                key: adam8bit.CodedSlice.of(key, value, numel)[part]
+                for key, value in values.state.items()
+                if is_state_tensor(value)
+            }
+            copies = {
+                key: place.values() if isinstance(place, adam8bit.CodedSlice) else place.clone()
+                for key, place in state.items()
+            }
+            kept.append((part, values.master[part].clone(), copies))
+        yield
+        for part, master, copies in kept:
+            values.master[part].copy_(master)
+            for key, copy in copies.items():
+                place = adam8bit.CodedSlice.of(key, values.state[key], numel)[part]
+                if isinstance(place, adam8bit.CodedSlice):
+                    adam8bit.replace(values.state, place, copy)
+                else:
+                    place.copy_(copy)
+
+    def _adam(self, values: SubGroupInMemory, param_group: dict, out: torch.Tensor | None) -> None:
+        """Adam on host memory in one pass, which also rounds to the weights' dtype into `out`."""
         state, (beta1, beta2) = values.state, param_group["betas"]
         if not state:
             state |= adam_cpu.new_state(values.master, self._has_codes)
         # It may have been counted on the device before.
         state["step"] = state["step"].to("cpu") + 1
-        out = values.weights_target() if self._rounding is None else None
         adam_cpu.adam(
             values.master,
             values.grad,
@@ -103,7 +158,6 @@ class SubGroupUpdate:
             factor=self._factor,
             torch_sqrt=self._torch_sqrt,
         )
-        return values.master if out is None else out
 
     def _torch_step(self, values: SubGroupInMemory, param_group: dict) -> None:
         """The optimizer's own `step()`.
@@ -116,6 +170,9 @@ class SubGroupUpdate:
             master.grad = grad if factor == 1.0 else grad.mul_(factor)
         else:  # a vector of one element, unlike a number, widens and multiplies in one pass
             master.grad = grad * torch.full((1,), factor, dtype=master.dtype, device=grad.device)
+        given = param_group.copy()
+        if master.device.type == "cpu":
+            param_group |= self._on_host
         if param_group.get("fused") and "step" in values.state:
             # It may have been counted on the host before.
             values.state["step"] = values.state["step"].to(master.device)
@@ -132,6 +189,7 @@ class SubGroupUpdate:
                     "zero_optimization.elementwise_optimizer"
                 )
         values.state = self._twin.state[master]
+        param_group |= {key: given[key] for key in self._on_host}
         # A reference would keep the sub-group's buffers from being used again.
         param_group["params"] = []
         self._twin.state = defaultdict(dict)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -147,14 +147,15 @@ class WholeTensorState:
 
     # -- step
 
-    def update(self, factor: float) -> None:
-        """Update all tensors with their gradients times `factor`. Every rank must call.
+    def update(self, factor: float, frozen: Collection[nn.Parameter] = ()) -> None:
+        """Update all tensors with their gradients times `factor`, except those of `frozen`
+        parameters. Every rank must call.
 
         Raises UsageError, on every rank, if `step()` keeps a number that depends on which tensors
         it was given, such as Prodigy's estimate. A number that counts steps is the same everywhere.
         """
         before = counts_of(self._optimizer)
-        of_calls = self._call("step", factor)
+        of_calls = self._call("step", factor, {self.of_param[param] for param in frozen})
         after = of_calls[-1] if of_calls else before
         unequal = [
             f"{key}: {counts.get(key)}, then {value}"
@@ -179,9 +180,12 @@ class WholeTensorState:
         """
         self._call(mode)
 
-    def _call(self, method: str, factor: float = 1.0) -> list[dict[str, str]]:
+    def _call(
+        self, method: str, factor: float = 1.0, frozen: Collection[WholeTensor] = ()
+    ) -> list[dict[str, str]]:
         """Call the optimizer's `method` for the tensors of all groups, with their gradients times
-        `factor`. Returns what is counted after each call; the last one is the optimizer's own.
+        `factor`; those of `frozen` tensors are withheld. Returns what is counted after each call;
+        the last one is the optimizer's own.
         """
         together = [shard for shard in self._of_shard if not shard.is_offloaded]
         alone = [[shard] for shard in self._of_shard if shard.is_offloaded]
@@ -198,10 +202,11 @@ class WholeTensorState:
             gathered.wait()
             for following in coming[:1]:
                 following.start()
-            if factor != 1.0:
-                for tensor in gathered.own:
-                    if tensor.param.grad is not None:
-                        tensor.param.grad.mul_(factor)
+            for tensor in gathered.own:
+                if tensor in frozen:
+                    tensor.param.grad = None
+                elif factor != 1.0 and tensor.param.grad is not None:
+                    tensor.param.grad.mul_(factor)
             counts.append(self._call_for(gathered.own, method, by_twin=bool(coming)))
             gathered.return_masters()
             self._store(gathered)

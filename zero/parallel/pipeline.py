@@ -315,11 +315,19 @@ class Pipeline:
         pipelines = mesh.mesh.movedim(_dimension(mesh), -1).flatten(0, -2)
         groups = pipelines[:, [0, -1]].tolist()
         groups += [[rank] for rank in pipelines[:, 1:-1].flatten().tolist()]
-        group, _ = dist.new_subgroups_by_enumeration(groups, timeout=group_timeout())
+        group: Any = dist.new_subgroups_by_enumeration(groups, timeout=group_timeout())[0]
         if self.engine.optimizer is not None and (self.is_first or self.is_last):
             weight = cast(Any, self.engine.module).get_input_embeddings().weight
             weight._zero_is_copy = is_copy(weight) or not self.is_first
-            self.engine.optimizer.before_norm.append(partial(_sum_gradient, weight, group))
+            owner = owning_group(weight)
+            assert owner is not None, "the engine has taken over all parameters"
+            # In a group of its own the weight is cut in the same way on both stages.
+            place = owner.layout.slots[owner.index[weight]], owner.layout.padded
+            places: list[object] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(places, place, group=group)
+            in_shards = places[0] == places[-1]
+            sum_gradient = partial(_sum_gradient, weight, group, in_shards)
+            self.engine.optimizer.before_norm.append(sum_gradient)
 
     def _tell_stage(self, stage: int) -> None:
         """The engine's next forward or backward is one of this stage."""
@@ -395,10 +403,14 @@ class Pipeline:
         return total * self._place.ranks / (self._micro_batches * job.world_size)
 
 
-def _sum_gradient(param: nn.Parameter, group: Any) -> None:
-    """Make the reduced gradient of `param` the sum over `group`, whose ranks have it too."""
+def _sum_gradient(param: nn.Parameter, group: Any, in_shards: bool) -> None:
+    """Make the reduced gradient of `param` the sum over `group`, whose ranks have it too.
+
+    `in_shards`: all of them have the same part of it. Otherwise the whole gradient is exchanged."""
     state = ParameterState(param, GRADIENT)
-    grad = state.read_full()
-    if grad is not None:
+    read, write = state.read_full, state.write_full
+    if in_shards:
+        read, write = state.read_local, state.write_local
+    if (grad := read()) is not None:
         dist.all_reduce(grad, group=group)
-        state.write_full(grad)
+        write(grad)

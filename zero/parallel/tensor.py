@@ -7,7 +7,7 @@ own plan. The engine knows the attributes that `prepare` sets (see `zero.core.sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -152,16 +152,17 @@ def make_mesh(size: int, world_size: int, device: torch.device) -> DeviceMesh:
 def parallelize(
     model: nn.Module, mesh: DeviceMesh, whole_experts: bool
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Shard a transformers model over `mesh` by its own plan. Returns the new parameters, by those
-    that they replace.
+    """Shard a model over `mesh` by its own plan: transformers' `tp_plan`, or that of any model
+    whose `config` has a `base_model_tp_plan`. Returns the new parameters, by those that they
+    replace.
 
     whole_experts: a rank gets some of the experts, and tokens travel to them (expert parallelism).
     Otherwise it gets a part of each. Raises UsageError for a model without a plan, and where the
     mesh does not divide its heads or experts. All ranks must call it."""
-    planned = _planned(model)
-    if planned is None:
+    planned, plan = _plan_of(model)
+    if not plan:
         raise UsageError(
-            f"{type(model).__name__} has no tp_plan: call "
+            f"{type(model).__name__} has no tp_plan, and its config no base_model_tp_plan: call "
             "torch.distributed.tensor.parallel.parallelize_module on it first, with a mesh of one "
             "dimension"
         )
@@ -174,7 +175,7 @@ def parallelize(
     check_heads(planned, mesh.size())
     found: dict[nn.Parameter, nn.Parameter] = {}
     before = dict(planned.named_parameters(remove_duplicate=False))
-    for name, shard in _steps(planned, mesh, whole_experts):
+    for name, shard in _steps(planned, plan, mesh, whole_experts):
         if (old := before.get(name)) is None:
             shard()
             continue
@@ -191,22 +192,41 @@ def parallelize(
     return found
 
 
-def _planned(model: nn.Module) -> Any:
-    """The module of `model` that has transformers' plan for tensor parallelism, or None."""
-    return next((module for module in model.modules() if getattr(module, "tp_plan", None)), None)
+def _plan_of(model: nn.Module) -> tuple[Any, dict[str, str]]:
+    """The module of `model` that has a plan for tensor parallelism, and the styles by the names of
+    its modules and parameters; no styles if there is none.
+    """
+    from transformers import PreTrainedModel
+
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        for plan in (getattr(module, "tp_plan", None), getattr(config, "base_model_tp_plan", None)):
+            # A method of transformers' models, which needs nothing but a module.
+            if plan and (found := PreTrainedModel._expand_parallel_plan(module, plan)):  # pyright: ignore[reportArgumentType]
+                return module, found
+    return model, {}
 
 
 def _steps(
-    planned: Any, mesh: DeviceMesh, whole_experts: bool
+    planned: Any, plan: Mapping[str, str], mesh: DeviceMesh, whole_experts: bool
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """The parameters and modules that the plans name, each with what shards it."""
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+    from transformers.distributed.tensor_parallel import (
+        ALL_PARALLEL_STYLES,
+        apply_tensor_parallelism,
+    )
 
     experts: dict[str, str] = {}
     if whole_experts:
         experts = _plan_of_experts(planned, mesh.size())
     inside = tuple(f"{name}." for name in experts)
-    for name, style in planned._expand_parallel_plan(planned.tp_plan).items():
+    for name, style in plan.items():
+        if style not in ALL_PARALLEL_STYLES:
+            known = ", ".join(sorted(ALL_PARALLEL_STYLES))
+            raise UsageError(
+                f"tensor parallelism: {type(planned).__name__}'s plan has the style {style!r} for "
+                f"{name!r}; transformers has {known}"
+            )
         if not f"{name}.".startswith(inside):
             yield name, partial(apply_tensor_parallelism, planned, mesh, {name: style})
     for name, style in experts.items():
@@ -219,7 +239,8 @@ def _plan_of_experts(planned: Any, size: int) -> dict[str, str]:
     """transformers' plan for expert parallelism."""
     if find_spec("transformers.distributed.expert_parallel") is None:
         raise UsageError("expert_parallel: needs transformers 5.22 or newer")
-    plan = planned._expand_parallel_plan(planned.ep_plan or {})
+    own = getattr(planned, "ep_plan", None)
+    plan = planned._expand_parallel_plan(own) if own else {}
     if not plan:
         kind = type(planned).__name__
         raise UsageError(f"expert_parallel: {kind} has no ep_plan; delete the section")
@@ -233,7 +254,8 @@ def _plan_of_experts(planned: Any, size: int) -> dict[str, str]:
 
 def check_heads(model: Any, size: int) -> None:
     """Raise UsageError unless `size` ranks can share the model's attention heads evenly."""
-    config = model.config.get_text_config()
+    config = model.config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, key, None)
         if isinstance(heads, int) and heads % size:
@@ -257,9 +279,8 @@ def _take_back(param: nn.Parameter) -> None:
 
 def _summed_over_ranks(model: nn.Module) -> Iterator[nn.Module]:
     """The modules whose weights' gradients transformers sums over the ranks of the mesh."""
-    planned = _planned(model)
-    if planned is not None:
-        modules = dict(planned.named_modules())
-        for name, style in planned._expand_parallel_plan(planned.tp_plan).items():
-            if style == "replicated_with_grad_allreduce" and name in modules:
-                yield modules[name]
+    planned, plan = _plan_of(model)
+    modules = dict(planned.named_modules())
+    for name, style in plan.items():
+        if style == "replicated_with_grad_allreduce" and name in modules:
+            yield modules[name]

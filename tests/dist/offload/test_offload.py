@@ -6,6 +6,7 @@ import errno
 import io
 import os
 from contextlib import redirect_stderr
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 
 import zero
 from tests.dist.training import (
+    LR,
+    WEIGHT_DECAY,
     Curve,
     assert_equal,
     assert_same_weights,
@@ -55,8 +58,9 @@ def in_memory() -> zero.ZeroEngine:
 
     Without a compiler that is torch's fused Adam.
     """
-    with mock.patch.object(adam_cpu, "is_compiled", return_value=True):
-        return start(build("t5"), ds_config(**{**SMALL, "sub_group_size": 20000}))[0]
+    fused = not adam_cpu.is_compiled()
+    make = partial(torch.optim.AdamW, lr=LR, weight_decay=WEIGHT_DECAY, fused=fused)
+    return start(build("t5"), ds_config(**{**SMALL, "sub_group_size": 20000}), make=make)[0]
 
 
 def plain(rank: int, world_size: int) -> Curve:

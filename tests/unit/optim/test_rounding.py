@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zero.core.layout import Piece
-from zero.optim.rounding import BLOCK, StochasticRounding, rounded
+from zero.optim.rounding import BLOCK, StochasticRounding, rounded, scramble
 
 VALUES = torch.tensor([1.0, 1.001, -1.001, 0.0, 3e-39, -2.7e38, 1.0078124], dtype=torch.float32)
 
@@ -24,9 +24,8 @@ def shard_of(low: int, high: int, sizes: list[int]) -> SimpleNamespace:
         if first < last:
             pieces.append(Piece(slot, first - low, first - offset, last - first))
         offset += numel
-    layout = SimpleNamespace(slots=[SimpleNamespace(numel=numel) for numel in sizes])
     names = [f"parameter {slot}" for slot in range(len(sizes))]
-    return SimpleNamespace(group=SimpleNamespace(pieces=pieces, layout=layout, param_names=names))
+    return SimpleNamespace(group=SimpleNamespace(pieces=pieces, param_names=names))
 
 
 def stored(
@@ -82,3 +81,40 @@ def test_numbers_do_not_depend_on_where_shards_and_sub_groups_begin():
     )
     for other in ({"seed": 1}, {"step": 2}, {"kind": "exp_avg"}):
         assert not torch.equal(stored(values, sizes, **other), whole)
+
+
+def numbers(key: str, count: int = BLOCK) -> torch.Tensor:
+    found = torch.arange(count, dtype=torch.int32)
+    scramble(found, key)
+    return found
+
+
+def test_rounding_makes_no_generators(monkeypatch):
+    """A generator for each block costs a seed and kernels: 15,000 of them for a rank's 1e9
+    elements.
+    """
+    monkeypatch.setattr(torch, "Generator", None)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    stored(torch.ones(1 << 18), [1 << 18])
+    assert torch.equal(torch.get_rng_state(), before), "the script's random numbers stay"
+
+
+def test_the_numbers_look_random():
+    """Within five standard deviations: each value as often, no bit and no neighbour that tells
+    another, on the way through an element's steps as well.
+    """
+    found = numbers("0 1  weight 0")
+    assert found.min() == 0 and found.max() == (1 << 16) - 1
+    expected = BLOCK / (1 << 16)
+    chi_square = ((found.bincount(minlength=1 << 16) - expected) ** 2 / expected).sum()
+    assert abs(chi_square - (1 << 16)) < 5 * (2 * (1 << 16)) ** 0.5
+    for bit in range(16):
+        assert abs((found >> bit & 1).double().mean() - 0.5) < 5 * 0.5 / BLOCK**0.5
+    centred = (found - found.double().mean()) / found.double().std()
+    for distance in (1, 2, 32, 256, 4096):
+        product = centred[distance:] * centred[:-distance]
+        assert abs(product.mean()) < 5 / len(product) ** 0.5
+    steps = torch.stack([numbers(f"0 {step}  weight 0", 1000) for step in range(1000)]).double()
+    deviations = (steps.mean(0) - 32767.5) / (65536 / 12**0.5 / 1000**0.5)
+    assert deviations.abs().max() < 5 and deviations.std() == pytest.approx(1, abs=0.15)

@@ -24,9 +24,9 @@ threads begin.
 Moments may be coded in 8 bits (`zero.optim.adam8bit`). Then they are decoded before this
 arithmetic, and encoded after it, in the same pass.
 
-The kernel needs a C++ compiler, on first use only. Without one, torch's fused Adam is used. It
-gives other last bits of `exp_avg_sq` and of the master, which depend on an element's place in its
-piece."""
+The kernel needs a C++ compiler, on first use only. Where `is_compiled` is false, offloaded Adam
+takes torch's fused step (`zero.optim.update`). It gives other last bits of `exp_avg_sq` and of the
+master, which depend on an element's place in its sub-group."""
 
 from __future__ import annotations
 
@@ -36,11 +36,9 @@ import logging
 import os
 import subprocess
 from collections.abc import Callable
-from itertools import repeat
 from pathlib import Path
 
 import torch
-from torch.optim.adam import adam as torch_adam
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zero.optim import adam8bit
@@ -51,7 +49,7 @@ logger = logging.getLogger("zero")
 # Elements that a thread takes at a time: 7 MB of memory. The calling thread alone updates tensors
 # of up to this size.
 PIECE = 1 << 18
-# Elements that torch casts at a time, where the kernel does not: 16 MB of memory.
+# Elements that torch casts from and to fp16 at a time, which the kernel does not: 16 MB of memory.
 _CAST_PIECE = 1 << 22
 
 
@@ -99,57 +97,17 @@ def adam(
     `grad` (fp32, bf16 or fp16), which stays as it is, is multiplied by `factor` in fp32 first;
     `out` (bf16 or fp16, or None) becomes the master, rounded to nearest. `weight_decay` is AdamW's
     if `decoupled`, else an L2 term. `torch_sqrt`: with torch's square roots; see above. Raises
-    ValueError for tensors that are otherwise."""
-    moments = exp_avg, exp_avg_sq
-    are_coded = all(adam8bit.is_coded(moment, master.numel()) for moment in moments)
-    _check(master.numel(), master=master, grad=grad, out=out)
-    if not are_coded:
-        _check(master.numel(), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-    scales: adam8bit.Pair | tuple[None, None] = None, None
-    if are_coded:
-        coded = [adam8bit.parts(moment, master.numel()) for moment in moments]
-        (exp_avg, scale), (exp_avg_sq, scale_sq) = coded
-        scales = scale, scale_sq
-    kernel = _kernel()
-    casts = kernel is None or torch.float16 in (grad.dtype, None if out is None else out.dtype)
-    most = max(1, _CAST_PIECE if casts else master.numel())
-    pieces = zip(
-        master.split(most),
-        grad.split(most),
-        exp_avg.split(most),
-        exp_avg_sq.split(most),
-        repeat(None) if out is None else out.split(most),
-        *(
-            repeat(None) if scale is None else scale.split(-(-most // adam8bit.BLOCK))
-            for scale in scales
-        ),
-        strict=False,
-    )
+    ValueError for tensors that are otherwise, RuntimeError where the kernel is not compiled."""
+    kernel, numel = _kernel(), master.numel()
     if kernel is None:
-        for p, g, m, v, o, scale, scale_sq in pieces:
-            wide = g.to(torch.float32, copy=True).mul_(factor)
-            steps = torch.tensor(step - 1, dtype=torch.float32, device="cpu")
-            with adam8bit.as_fp32((m, v), (scale, scale_sq), step) as (m, v):
-                torch_adam(
-                    [p],
-                    [wide],
-                    [m],
-                    [v],
-                    [],
-                    [steps],
-                    lr=lr,
-                    beta1=beta1,
-                    beta2=beta2,
-                    eps=eps,
-                    weight_decay=weight_decay,
-                    decoupled_weight_decay=decoupled,
-                    fused=True,
-                    amsgrad=False,
-                    maximize=False,
-                )
-            if o is not None:
-                o.copy_(p)
-        return
+        raise RuntimeError("the kernel of Adam on host memory is not compiled")
+    _check(numel, master=master, grad=grad, out=out)
+    scale = scale_sq = None
+    if adam8bit.is_coded(exp_avg, numel) and adam8bit.is_coded(exp_avg_sq, numel):
+        exp_avg, scale = adam8bit.parts(exp_avg, numel)
+        exp_avg_sq, scale_sq = adam8bit.parts(exp_avg_sq, numel)
+    else:
+        _check(numel, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
     scalars = _Scalars(
         factor=factor,
         l2=0.0 if decoupled else weight_decay,
@@ -163,22 +121,27 @@ def adam(
         turn=adam8bit.turn(step),
         roots=_roots() if torch_sqrt else None,
     )
-    threads = thread_count()
-    for p, g, m, v, o, scale, scale_sq in pieces:
-        # The kernel knows no fp16: torch casts.
-        wide = g.float() if g.dtype == torch.float16 else g
-        rounds = o is not None and o.dtype == torch.bfloat16
-        places = (p, wide, m, v, o if rounds else None, scale, scale_sq)
+    threads = thread_count() if numel > PIECE else 1
+    rounded = out if out is not None and out.dtype == torch.bfloat16 else None
+    casts = grad.dtype == torch.float16 or rounded is not out
+    most = _CAST_PIECE if casts else max(1, numel)
+    for start in range(0, numel, most):
+        part = slice(start, start + most)
+        blocks = slice(start // adam8bit.BLOCK, None)
+        wide = grad[part].float() if grad.dtype == torch.float16 else grad[part]
+        places = [master[part], wide, exp_avg[part], exp_avg_sq[part]]
+        optional = [(rounded, part), (scale, blocks), (scale_sq, blocks)]
         kernel(
-            *(None if place is None else place.data_ptr() for place in places),
-            p.numel(),
+            *(place.data_ptr() for place in places),
+            *(None if values is None else values[where].data_ptr() for values, where in optional),
+            wide.numel(),
             wide.dtype == torch.bfloat16,
             ctypes.byref(scalars),
             PIECE,
             threads,
         )
-        if o is not None and not rounds:
-            o.copy_(p)
+        if out is not None and rounded is None:
+            out[part].copy_(master[part])
 
 
 def _check(length: int, **tensors: torch.Tensor | None) -> None:
@@ -288,9 +251,8 @@ def thread_count() -> int:
     `OMP_NUM_THREADS` takes precedence, up to the number of those cores. With several ranks on a
     machine a 1 is ignored: torchrun sets it by itself, to limit the threads of torch's operations.
     """
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > (1 if ranks > 1 else 0):

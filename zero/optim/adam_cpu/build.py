@@ -13,6 +13,7 @@ import shlex
 import stat
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -50,7 +51,11 @@ def load_library() -> ctypes.CDLL:
     name = _hash(f"{compiler} {_output_of([*compiler, '-E', '-dD'])}".encode())
     folder = _cache()
     for library in folder.glob(f"{name}-*.so") if folder else ():
-        if library.name == f"{name}-{_hash(library.read_bytes())}.so":
+        # It may have come here while others could write to the folder.
+        if (
+            _is_private(library, stat.S_ISREG)
+            and library.name == f"{name}-{_hash(library.read_bytes())}.so"
+        ):
             return ctypes.CDLL(str(library))
     # A folder where no other user may write.
     with tempfile.TemporaryDirectory(dir=folder) as private:
@@ -58,6 +63,7 @@ def load_library() -> ctypes.CDLL:
         _output_of([*compiler, "-shared", "-fPIC", "-o", str(library)])
         loaded = ctypes.CDLL(str(library))
         if folder:
+            library.chmod(0o700)  # whatever the umask allows
             # Whole or not at all.
             os.replace(library, folder / f"{name}-{_hash(library.read_bytes())}.so")
         return loaded
@@ -74,15 +80,24 @@ def _cache() -> Path | None:
     )
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
     except OSError:
         return None  # it is compiled for this process alone
-    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
-    if not own and os.environ.get("LOCAL_RANK", "0") == "0":
+    if _is_private(folder, stat.S_ISDIR):
+        return folder
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         logger.warning(
             "%s is not used: it must be a folder of this user that nobody else can write to", folder
         )
-    return folder if own else None
+    return None
+
+
+def _is_private(path: Path, is_kind: Callable[[int], bool]) -> bool:
+    """Whether `path` is of this kind itself, and nobody but its owner, who is this user, can write
+    to it.
+    """
+    found = path.lstat()
+    mode = found.st_mode
+    return is_kind(mode) and found.st_uid == os.geteuid() and not mode & 0o022
 
 
 def _hash(content: bytes) -> str:

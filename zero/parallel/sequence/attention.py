@@ -26,6 +26,10 @@ _KINDS_OF_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _READS_THE_MASK = {"sdpa", "eager", "flex_attention"}
 
 
+def _error(what: str) -> UsageError:
+    return UsageError(f"sequence parallelism: {what}")
+
+
 class _Whole(NamedTuple):
     """What a forward in progress knows of the whole sequence; all are (batch, sequence)."""
 
@@ -50,15 +54,9 @@ class _Model:
         self.has_chunks = getattr(config, "attention_chunk_size", None) is not None
 
         # Functions, not methods: a copy of the model shares them, and is not known here.
-        def before(*given: Any) -> tuple[tuple, dict[str, Any]] | None:
-            return self.before(*given)
-
-        def after(*given: Any) -> None:
-            self.after(*given)
-
         self.handles = [
-            model.register_forward_pre_hook(before, with_kwargs=True),
-            model.register_forward_hook(after, always_call=True),
+            model.register_forward_pre_hook(lambda *given: self.before(*given), with_kwargs=True),
+            model.register_forward_hook(lambda *given: self.after(*given), always_call=True),
         ]
 
     def acts(self, module: nn.Module) -> bool:
@@ -75,9 +73,9 @@ class _Model:
         piece = next(value for value in given if isinstance(value, torch.Tensor))
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if mask is not None and mask.shape != piece.shape[:2]:
-            raise UsageError(
-                f"sequence parallelism: attention_mask of shape {tuple(mask.shape)} does not "
-                f"belong to a piece of shape {tuple(piece.shape[:2])}: give (batch, piece)"
+            raise _error(
+                f"attention_mask of shape {tuple(mask.shape)} does not belong to a piece of shape "
+                f"{tuple(piece.shape[:2])}: give (batch, piece)"
             )
         if positions is None:
             first = self.ranks.rank * piece.shape[1]
@@ -89,8 +87,7 @@ class _Model:
         whole_mask = None if mask is None else _needed_mask(self.ranks.gather(mask).bool())
         _forward, self.calls = _Whole(self.ranks, whole_mask, whole, documents), 0
         if self.has_chunks and whole_mask is not None:
-            message = "attention in chunks takes padding on the right only"
-            raise UsageError(f"sequence parallelism: {message}")
+            raise _error("attention in chunks takes padding on the right only")
         if mask is None or self.has_chunks:
             # With a mask, transformers does not look for packed sequences in this piece. Otherwise
             # chunk borders would shift by this piece's padding.
@@ -101,10 +98,9 @@ class _Model:
         global _forward
         ended, _forward = _forward, None
         if output is not None and ended is not None and not self.calls:
-            raise UsageError(
-                f"sequence parallelism: {type(module).__name__} has called none of transformers' "
-                "attention functions, so each rank has attended to its own piece only: this model "
-                "is not supported"
+            raise _error(
+                f"{type(module).__name__} has called none of transformers' attention functions, so "
+                "each rank has attended to its own piece only: this model is not supported"
             )
 
 
@@ -122,15 +118,17 @@ def attach(model: nn.Module, ranks: SequenceGroup, in_eval: bool = True) -> None
     config: Any = getattr(model, "config", None)
     name = type(model).__name__
     if not hasattr(config, "get_text_config"):
-        raise UsageError(f"sequence parallelism: {name} is not a model of transformers: no config")
+        raise _error(f"{name} is not a model of transformers: no config")
     text = config.get_text_config()
     if (heads := getattr(text, "num_attention_heads", 0)) % ranks.size:
-        message = f"{ranks.size} does not divide the model's {heads} attention heads"
-        raise UsageError(f"sequence_parallel_size: {message}")
+        raise UsageError(
+            f"sequence_parallel_size: {ranks.size} does not divide the model's {heads} attention "
+            "heads"
+        )
     others = {*(getattr(text, "layer_types", None) or ())} - _KINDS_OF_LAYERS
     if getattr(config, "is_encoder_decoder", False) or others:
         kind = f"layers of type {sorted(others)}" if others else "an encoder and a decoder"
-        raise UsageError(f"sequence parallelism: not for {name}, which has {kind}")
+        raise _error(f"not for {name}, which has {kind}")
     detach(model)
     known = _Model(model, text, ranks, in_eval)
     for module in model.modules():
@@ -200,12 +198,10 @@ def _attend(
     kind = type(module).__name__
     is_causal = getattr(module, "is_causal", True) and kwargs.get("is_causal") is not False
     if query.shape[2] != key.shape[2] or not is_causal:
-        message = "is not causal attention of a sequence to itself without a cache"
-        raise UsageError(f"sequence parallelism: {kind} {message}")
+        raise _error(f"{kind} is not causal attention of a sequence to itself without a cache")
     per_head = (kwargs.get("s_aux"), kwargs.get("position_bias"), getattr(module, "sinks", None))
     if any(values is not None for values in per_head):
-        message = "has values of each head (sinks, position bias): not supported"
-        raise UsageError(f"sequence parallelism: {kind} {message}")
+        raise _error(f"{kind} has values of each head (sinks, position bias): not supported")
     if kwargs.get("position_ids") is not None and implementation not in _READS_THE_MASK:
         kwargs["position_ids"] = ranks.gather(kwargs["position_ids"].expand(query.shape[0], -1))
     # Ranks that share a head of keys and values all need it.
@@ -232,11 +228,9 @@ def _for_whole_sequences(given: dict[str, Any]) -> dict[str, Any]:
         return given
     ranks, mask, positions, documents = _forward
     if given["q_length"] != given["kv_length"]:
-        message = "attention to a cache of earlier tokens is not supported"
-        raise UsageError(f"sequence parallelism: {message}")
+        raise _error("attention to a cache of earlier tokens is not supported")
     if given.get("use_vmap"):
-        message = "this model adds its own mask, which cannot be built for the whole sequence"
-        raise UsageError(f"sequence parallelism: {message}")
+        raise _error("this model adds its own mask, which cannot be built for the whole sequence")
     length = given["q_length"] * ranks.size
     given = {**given, "q_length": length, "kv_length": length, "attention_mask": mask}
     if documents is not None:
