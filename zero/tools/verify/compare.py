@@ -174,7 +174,9 @@ class Comparison:
                 step, "gradient", noise[0].name, relative, others, cause
             )
             return
-        if self._judge(step, "gradient", gradients, self.eps) or self._compare_settings(step, done):
+        if self._judge(step, "gradient", gradients, self.eps):
+            return
+        if self._compare_settings(step, done):
             return
         eps = torch.finfo(torch.float32).eps  # in which both sides compute from here on
         # Each side adds up millions of squares in fp32, in its own order.
@@ -315,8 +317,9 @@ def _settings(done: dict) -> dict[str, object]:
     settings: dict[str, object] = {"whether the step was skipped": not done["applied"]}
     settings["the loss scale"] = done["scale"]
     for number, group in enumerate(done["groups"]):
-        for key in group.keys() - _HOW:
-            settings[f"{key} of param group {number}"] = group[key]
+        for key, value in group.items():
+            if key not in _HOW:
+                settings[f"{key} of param group {number}"] = value
     return settings
 
 
