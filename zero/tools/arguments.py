@@ -75,24 +75,26 @@ class Working:
 
     def __init__(self, text: str):
         self._text = text
-        self._console = Console(file=sys.stderr)
+        # not as rich decides: in logs of CI, FORCE_COLOR stands for a terminal
+        self._is_terminal = sys.stderr.isatty()
+        console = Console(file=sys.stderr, force_terminal=self._is_terminal)
         columns = TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-        self._line = Progress(*columns, console=self._console, transient=True)
+        self._line = Progress(*columns, console=console, transient=True)
         self._task = self._line.add_task(text)
 
     def __enter__(self) -> Working:
-        if self._console.is_terminal:
+        if self._is_terminal:
             self._line.start()
         return self
 
     def show(self, text: str) -> None:
-        if text != self._text and not self._console.is_terminal:
+        if text != self._text and not self._is_terminal:
             print(text, file=sys.stderr, flush=True)
         self._text = text
         self._line.update(self._task, description=text)
 
     def __exit__(self, *_: object) -> None:
-        if self._console.is_terminal:
+        if self._is_terminal:
             self._line.stop()
 
 

@@ -219,7 +219,8 @@ def test_a_long_step_counts_its_seconds_on_a_terminal(monkeypatch: pytest.Monkey
     assert shown().endswith("\x1b[1A\x1b[2K")  # the line is gone before the result
 
 
-def test_a_long_step_prints_its_changes_to_a_file(capsys):
+def test_a_long_step_prints_its_changes_to_a_file(capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
     with Working("counting") as working:
         for number in (1, 1, 2):
             working.show(f"step {number}")
