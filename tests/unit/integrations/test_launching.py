@@ -189,6 +189,5 @@ def test_wheel_claims_one_name(tmp_path):
         "zero/tools/startup/sitecustomize.py",
         "zero/optim/adam_cpu/kernel.cpp",
         "zero/tools/report/page.html.jinja",
-        "zero/tools/report/page.html.jinja",
     } <= {*names}
     assert "zero = zero.tools.cli:main" in scripts
