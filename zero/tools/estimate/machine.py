@@ -19,7 +19,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -34,7 +34,7 @@ from zero.comm.communicator import Communicator
 from zero.comm.traffic import READ, WRITTEN
 from zero.config import AioConfig, table
 from zero.offload import nvme, pinned, tiers
-from zero.optim import adam_cpu
+from zero.optim import adam_cpu, rounding
 from zero.tools.estimate.operations import operations
 
 META = torch.device("meta")
@@ -47,6 +47,7 @@ IN_BUFFER = "in a buffer"
 COMPUTED = 1 << 12
 
 _aten = torch.ops.aten
+_FILLS = (_aten.zeros.default, _aten.ones.default, _aten.full.default)
 
 
 class Memory(TorchDispatchMode):
@@ -158,6 +159,9 @@ class Memory(TorchDispatchMode):
             # torch's formula for shapes takes bf16 alone
             narrow = (each.bfloat16() for each in args[:2])
             return func(*narrow, *args[2:], **kwargs).to(args[0].dtype)
+        if func in _FILLS and torch.device(kwargs.get("device") or "cpu").type == "cpu":
+            shape = func(*args, **kwargs | {"device": META})
+            return func(*args, **kwargs) if shape.numel() <= COMPUTED else _on_host(shape)
         on_device = any(map(_is_on_device, tensors))
         target = kwargs.get("device")
         leaves = on_device and target is not None and torch.device(target).type == "cpu"
@@ -417,13 +421,19 @@ def _substitutes_on_host(memory: Memory) -> list[Substitute]:
     def block_of_buffer(size: int, pin: bool) -> memoryview:
         memory.add(HOST, PINNED if pin else PAGEABLE, size)
         block = new_block(size, pin=False)
-        buffers.add(block.obj)
+        buffers.add(cast(mmap.mmap, block.obj))
         return block
 
     def tensor_in(block: memoryview, **options: Any) -> torch.Tensor:
         tensor = frombuffer(block, **options)
         memory.note(tensor, IN_BUFFER if block.obj in buffers else HOST)
         return tensor
+
+    def store(_: Any, target: torch.Tensor, values: torch.Tensor, *rest: Any) -> None:
+        # Blocks are rounded one after another: one of them shows what all take.
+        target.copy_(values)
+        block = values[: rounding.BLOCK]
+        rounding.rounded(block, torch.empty_like(block, dtype=torch.int32))
 
     def count(link: str, nbytes: int) -> None:
         memory.moved[link, memory.cause] += nbytes
@@ -434,6 +444,7 @@ def _substitutes_on_host(memory: Memory) -> list[Substitute]:
         (pinned, "new_block", block_of_buffer),
         (tiers, "scratch_file", scratch_file),
         (tiers, "_staging", tiers._Staging()),
+        (rounding.StochasticRounding, "store", store),
         (adam_cpu, "adam", lambda *_, **__: None),
         (adam_cpu, "is_compiled", lambda: True),
     ]

@@ -39,7 +39,13 @@ _BOUNDS = {
     "d_model": 1_000_000,
     "n_embd": 1_000_000,
     "vocab_size": 100_000_000,
+    "intermediate_size": 10_000_000,
+    "_dim": 1_000_000,
 }
+_POSITIVE = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
+    *("d_model", "d_ff", "d_kv", "num_layers", "num_heads", "n_embd", "n_layer", "n_head"),
+)
 # Of a model: there is none with so many parameters.
 MOST_PARAMETERS = 10**13
 _REMEDY = "leave --batch and --seq out, then activations are not counted"
@@ -62,7 +68,7 @@ def read_config(source: str) -> transformers.PretrainedConfig:
 
 
 def _require_bounds(value: Any, key: str = "config.json") -> None:
-    """Refuse numbers of `config.json` with which building the model would not end."""
+    """Refuse numbers of `config.json` with which a model cannot be built, or without an end."""
     if isinstance(value, dict):
         for name, inner in value.items():
             _require_bounds(inner, name)
@@ -71,21 +77,19 @@ def _require_bounds(value: Any, key: str = "config.json") -> None:
             _require_bounds(inner, key)
     elif isinstance(value, int):
         most = next((most for end, most in _BOUNDS.items() if key.endswith(end)), None)
+        if key in _POSITIVE and value < 1:
+            raise UsageError(f"{key} is {value}, expected at least 1")
         if most is not None and value > most:
             raise UsageError(f"{key} is {value:.3g}, expected at most {most:,}")
 
 
 def _require_sizes(config: transformers.PretrainedConfig) -> None:
-    """Refuse sizes that are not positive, and heads that cannot share keys and values equally."""
+    """Refuse a list of classes that is none, and heads that cannot share keys and values."""
     if not isinstance(names := config.architectures or [], list) or not all(
         isinstance(name, str) for name in names
     ):
         raise UsageError(f"architectures is {names!r}, expected a list of names of classes")
     text = config.get_text_config()
-    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
-        size = getattr(text, key, 1)
-        if isinstance(size, int) and size < 1:
-            raise UsageError(f"{key} is {size}, expected at least 1")
     heads, shared = (getattr(text, f"num_{key}_heads", 1) for key in ("attention", "key_value"))
     if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
         raise UsageError(f"num_key_value_heads is {shared}, expected a divisor of {heads} heads")

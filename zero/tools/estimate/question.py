@@ -10,19 +10,22 @@ from pathlib import Path
 
 from zero.config import Config
 from zero.errors import UsageError
+from zero.tools.estimate.traffic import Speeds
 
 
 @dataclass(frozen=True)
 class Question:
     """What is estimated.
 
-    `batch` and `length` are of one micro-batch on one rank; 0: activations are left out.
+    `batch` and `length` are of one micro-batch on one rank; 0: activations are left out. `speeds`
+    are assumed.
     """
 
     world_size: int
     batch: int = 0
     length: int = 0
     checkpointing: bool = False
+    speeds: Speeds = Speeds()
 
 
 def model_folder(source: str) -> Path:
