@@ -376,8 +376,9 @@ def test_offload_that_is_not_needed_is_named(ask):
     unneeded = found["not_needed"]
     assert unneeded["seconds"] < found["seconds"] and unneeded["host"] == 0
     assert unneeded["device"] == parts(plain, "device") > parts(found, "device")
-    # The optimizer does not fit, the parameters do.
-    optimizer = {"stage": 3, "offload_optimizer": cpu}
+    # The optimizer does not fit, the parameters do: with few live ones they are copied twice.
+    optimizer = {"stage": 3, "offload_optimizer": cpu, "stage3_max_live_parameters": 0}
+    both = optimizer | {"offload_param": cpu}
     enough = parts(ask(shape, optimizer, *options[:-1], "--json"), "device")
     less = ask(shape, both, *options, str((enough + 1024) / 2**30), "--json")["not_needed"]
     assert less["change"] == "offload of parameters" and less["device"] == enough

@@ -104,10 +104,9 @@ class _Answer:
         if self.question.batch:
             lines.append(f"This takes {_time(found)}.")
         else:
-            lines.append(
-                "Activations and computation are not included: give --batch and --seq. The rest "
-                f"takes {_time(found)}."
-            )
+            lines.append("Activations and computation are not included: give --batch and --seq.")
+            if found.seconds:
+                lines.append(f"The rest takes {_time(found)}.")
         if self.other is not None:
             lines.append(self._other_way(self.other))
         return [*lines, *self._verdict(), f"  {self.question.speeds}"]
