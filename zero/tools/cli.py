@@ -51,8 +51,8 @@ for memory or speed.
        zero estimate MODEL --ds-config CONFIG --world N [--batch B --seq S] [--device-memory GIB]
        [--host-memory GIB]
 
-Says what each process will hold and what it moves in a step, without starting anything. Where it
-does not fit: what to change, the fastest first.
+Says what each process will hold, what it moves in a step and how long that takes, without starting
+anything. Where it does not fit: what to change, the fastest first.
 
        zero inspect CHECKPOINT
        zero consolidate CHECKPOINT OUT [--dtype fp16|bf16|fp32] [--max-file-size GB]
@@ -74,6 +74,7 @@ import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -92,6 +93,7 @@ from zero.tools.arguments import (
 )
 from zero.tools.doctor.command import doctor
 from zero.tools.estimate.question import Question, model_folder, with_batch
+from zero.tools.estimate.traffic import Speeds
 from zero.tools.explain import explain, explain_as_json
 from zero.tools.launch import launch, run_aside
 from zero.tools.profile.command import memory, trace
@@ -214,13 +216,18 @@ def _estimate(arguments: list[str]) -> None:
     add("--checkpointing", action="store_true", help="with gradient checkpointing")
     add("--device-memory", type=gibibytes, metavar="GIB", help=device)
     add("--host-memory", type=gibibytes, metavar="GIB", help=host)
+    for name, speed in asdict(Speeds()).items():
+        unit = "TFLOP/s" if name == "compute" else "GB/s"
+        says = f"of one process; assumed: {speed:g}"
+        add(f"--{name}-speed", type=above_zero, default=speed, metavar=unit, help=says)
     options = parser.parse_args(arguments)
+    speeds = Speeds(**{name: getattr(options, f"{name}_speed") for name in asdict(Speeds())})
     if options.batch and not options.seq:
         parser.error("--batch needs --seq, the tokens of a sequence")
     given = {"device": options.device_memory, "host": options.host_memory}
     limits = {place: int(memory * 2**30) for place, memory in given.items() if memory is not None}
     model_folder(options.model)
-    question = Question(options.world, options.batch, options.seq, options.checkpointing)
+    question = Question(options.world, options.batch, options.seq, options.checkpointing, speeds)
     settings = load_config(options.ds_config, allow_auto=True)
     config, question = with_batch(settings, options.ds_config, question)
     with Working("estimate: following one step on fake tensors; large models take a minute"):
