@@ -121,7 +121,7 @@ def test_accelerate_launch(tmp_path: Path) -> None:
 def test_peft_lora_is_as_ddp(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="an example for those who have PEFT")
     config = tmp_path / "ds.json"
-    sizes = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_clipping")}
+    sizes = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_clipping"), "auto")
     saving = {"stage3_gather_16bit_weights_on_model_save": True}
     config.write_text(
         json.dumps(sizes | {"zero_optimization": {"stage": 3} | saving}), encoding="utf-8"

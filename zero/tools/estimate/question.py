@@ -25,7 +25,7 @@ class Question:
     batch: int = 0
     length: int = 0
     checkpointing: bool = False
-    speeds: Speeds = Speeds()
+    speeds: Speeds = Speeds()  # noqa: RUF009 (it is frozen)
 
 
 def model_folder(source: str) -> Path:

@@ -50,7 +50,7 @@ _init_rounds = False
 def hold_whole_models() -> None:
     """From now on zero.Init does nothing in this process, so that each rank holds whole models."""
 
-    def __init__(
+    def __init__(  # noqa: N807
         self: Init,
         module: nn.Module | None = None,
         config_dict_or_path: object = None,
