@@ -308,9 +308,9 @@ class ParamGroup:
         UsageError if they have another shape."""
         replaced = []
         for i, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
-            values = local(param).detach()
-            if owning_group(param) is not self or values.data_ptr() == view.data_ptr():
+            if local(param).data_ptr() == view.data_ptr() or owning_group(param) is not self:
                 continue
+            values = local(param).detach()
             show(param, view)
             if values.shape != view.shape:
                 raise UsageError(
