@@ -25,7 +25,7 @@ from zero.offload.nvme import ScratchFile
 from zero.offload.pinned import PAGE, HostMemory, new_block, round_up
 
 # With the file tier, a tensor of fewer bytes stays in host memory: a transfer would not pay. For
-# the moments of tiles the bytes of the whole master count.
+# the moments of sub-groups the bytes of the whole master count.
 LEAST_BYTES_IN_A_FILE = 1 << 20
 
 _files: dict[tuple[str, int, int, int], ScratchFile] = {}
