@@ -83,6 +83,7 @@ class ZeroEngine(Accumulation, nn.Module):
 
     optimizer_class = ZeroOptimizer
     monitor: StepMonitor | None = None
+    _skips_in_a_row = 0
 
     def __init__(
         self,
@@ -112,7 +113,6 @@ class ZeroEngine(Accumulation, nn.Module):
         self.global_steps = self.skipped_steps = 0
         self.throughput = Throughput(settings.train_batch_size)
         self._step_applied = self.is_compiled = False
-        self._skips_in_a_row = 0
         self.residency = Residency()
 
         build.require_agreement(comm, settings, model, optimizer)

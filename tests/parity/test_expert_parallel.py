@@ -121,10 +121,12 @@ def trained(rank: int, world_size: int, cases: list[tuple[str, str, int, dict]])
         assert len(experts) == {"qwen3": 1}.get(name, 2)
         assert all(group.layout.numel == EXPERTS // 2 * 3 * WIDTH * INNER for group in experts)
         found.append(train_zero(engine, data()))
-        engine.destroy()
         if name == "one-sided":
-            _, _, chosen = model.model.layers[0].mlp.gate(torch.randn(5, WIDTH))
+            gate = model.model.layers[0].mlp.gate
+            with zero.GatheredParameters(gate.parameters()):
+                _, _, chosen = gate(torch.randn(5, WIDTH))
             assert len({index // (EXPERTS // 2) for index in chosen.flatten().tolist()}) == 1
+        engine.destroy()
     return found
 
 

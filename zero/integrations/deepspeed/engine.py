@@ -40,6 +40,8 @@ class DeepSpeedEngine(ZeroEngine):
     """`ZeroEngine` with DeepSpeed's names for its settings and its place. Made by `initialize`."""
 
     optimizer_class = DeepSpeedOptimizer
+    # How many such hooks each parameter had when the engine was made, until the first step.
+    _accumulate_hooks: dict[str, int] | None = None
 
     def __init__(self, model: nn.Module, settings: Config, *args: Any, **kwargs: Any):
         super().__init__(model, settings, *args, **kwargs)
@@ -47,7 +49,7 @@ class DeepSpeedEngine(ZeroEngine):
         if isinstance(self.optimizer, DeepSpeedOptimizer):
             self.optimizer.parameter_offload = offload
             self.monitor = monitor.make(self)
-        self._accumulate_hooks: dict[str, int] | None = _accumulate_hooks(model)
+        self._accumulate_hooks = _accumulate_hooks(model)
 
     def step(self) -> None:
         """`ZeroEngine.step`; the first one warns of hooks that come too late to have an effect."""
