@@ -106,8 +106,8 @@ class Config(Section):
 
     Attributes:
         train_batch_size: Global batch: the samples of one optimizer step, over all processes. It is
-            micro-batch x accumulation x processes / `sequence_parallel_size`. Set one or two of the
-            three batch keys; the others are computed.
+            micro-batch x accumulation x the number of processes that have batches of their own. Set
+            one or two of the three batch keys; the others are computed.
             - N: A step takes N samples.
         train_micro_batch_size_per_gpu: Micro-batch: the samples of one forward pass on one process.
             - N: The micro-batch of one forward pass on one process has N samples.

@@ -65,14 +65,14 @@ class ZeroConfig(Section):
             flight. A larger block is reduced by itself.
         sub_group_size: Number of elements that the optimizer updates at a time. 0: all at once.
             - 0: The optimizer updates all elements at once.
-            - N: The optimizer updates N elements at a time.
+            - N: The optimizer updates this many elements at a time.
         elementwise_optimizer: Whether the optimizer updates each element independently of the
             others. `true`: its state is sharded like the weights. `false`: each tensor is updated
             as a whole, on the process that owns it. Default: true for classes that are known to be
             element-wise, else false. Not in DeepSpeed.
         stage3_prefetch_bucket_size: Most elements that are gathered before they are used. 0: none.
             - 0: Nothing is gathered before it is used: each block waits for its parameters.
-            - N: At most N elements are gathered before they are used.
+            - N: At most this many elements are gathered before they are used.
         stage3_param_persistence_threshold: Parameters of at most this many elements are not
             sharded: they stay whole on every process.
         stage3_model_persistence_threshold: Most elements that these small parameters may have in
@@ -83,7 +83,7 @@ class ZeroConfig(Section):
         stage3_max_reuse_distance: Keep a gathered block if fewer elements than this are used before
             it is needed again. 0: free each block after its use.
             - 0: Each block is freed after its use, and gathered again.
-            - N: A gathered block is kept if fewer than N elements are used before it is needed
+            - N: A gathered block is kept if fewer elements than this are used before it is needed
               again.
         stage3_gather_16bit_weights_on_model_save: `save_model` writes the complete weights, which
             `from_pretrained` loads.
