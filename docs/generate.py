@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,32 +20,40 @@ from zero.config.optim import SCHEDULE_KEYS, SchedulerParams
 from zero.config.settings import Config
 
 FOLDER = Path(__file__).parent
+# How the page writes what a key needs.
+_NEEDS = {"enabled": "`enabled`", "device nvme": '`"device": "nvme"`'}
 BEGIN, END = "<!-- made by docs/generate.py -->\n", "<!-- end of what is made -->\n"
 
 _HEAD = """\
 # Configuration
 
-This page is made by `python -m docs.generate`. Edit the descriptions in `zero/config/`, not this
-page.
+This page lists every key of the configuration file, which is DeepSpeed's `ds_config.json`.
+`configs/ds_config_zero3.json` is a complete example. To see what the keys of your own file do, what
+`"auto"` becomes and which keys have no effect, run `zero explain FILE`. It also takes the YAML file
+of `accelerate config`.
 
-The configuration file is DeepSpeed's `ds_config.json`. `configs/ds_config_zero3.json` is a complete
-example. `zero explain FILE` says what each key of your file does, what `"auto"` becomes, and which
-keys have no effect. It also takes the YAML file of `accelerate config`.
+Most files need only a few keys: the batch sizes (usually `"auto"`), `bf16` or `fp16`,
+`zero_optimization.stage`, and the two offload sections if the model does not fit without them.
 
-- A misspelt or contradictory key is an error, before any model is built. The error names the key,
+How the file is read:
+
+- A misspelt or contradictory key is an error before any model is built. The message names the key,
   its place and the nearest valid key.
-- An unknown key that resembles no valid key is ignored at the top level. In every section so is one
-  that begins with `_`, `//`, `#` or `comment`. One line names those that are ignored.
-- A dotted key (`"zero_optimization.stage": 3`) means the nested key. If a file gives both with
-  different values, that is an error. In a dict, the dotted key wins.
+- An unknown key that resembles no valid key is ignored at the top level, and in any section if it
+  begins with `_`, `//`, `#` or `comment`. One line names the ignored keys.
+- A dotted key (`"zero_optimization.stage": 3`) means the nested key. If both are given with
+  different values, a file is refused; in a dict that you pass, the dotted key wins.
 - Letter case does not matter in words such as `"SUM"`.
-- `"auto"` means: the value that transformers or accelerate fill in. The tables name their argument.
-  For other keys `"auto"` is an error.
-- At the start of a run, rank 0 prints the keys that are not at their defaults, and
-  `gradient_clipping`: the given value, the effective value, where it came from and, if the key does
-  not act, the reason. All keys are in `zero_config.txt` in the folder of `--output_dir`.
+- `"auto"` is replaced by transformers or accelerate. The tables name the argument that it is taken
+  from. For all other keys `"auto"` is an error.
 - If [Hjson](https://hjson.github.io) is installed, comments and missing quotes are accepted.
-- An empty default means: not set.
+
+At the start of a run, rank 0 prints `gradient_clipping` and the keys that are not at their
+defaults: the given value, the effective value, where it came from and, if the key has no effect,
+the reason. The complete list is in `zero_config.txt` in the folder of `--output_dir`.
+
+In the tables, an empty default means that the key is not set. The page is generated from
+`zero/config/` by `python -m docs.generate`.
 """
 
 
@@ -92,23 +100,45 @@ def _effect(section: type[Section], key: str) -> str:
         kind for kind, keys in SCHEDULE_KEYS.items() if section is SchedulerParams and key in keys
     ]
     notes = [
-        f"Of {', '.join(owners)}." if 0 < len(owners) < len(SCHEDULE_KEYS) else "",
-        f"Acts with {about['needs']} only." if about.get("needs") else "",
-        f"`auto`: {about['auto']}." if about.get("auto") else "",
+        f"For {', '.join(owners)}." if 0 < len(owners) < len(SCHEDULE_KEYS) else "",
+        f"Needs {_NEEDS.get(about['needs'], about['needs'])}." if about.get("needs") else "",
+        f'`"auto"`: {_as_code(about["auto"])}.' if about.get("auto") else "",
     ]
-    return " ".join(filter(None, [text, *notes]))
+    return _linked(" ".join(filter(None, [text, *notes])))
+
+
+def _as_code(text: str) -> str:
+    """Mark the names of arguments, which have an underscore."""
+    return re.sub(r"\b\w+_\w+\b", r"`\g<0>`", text)
+
+
+def _linked(text: str) -> str:
+    """Make links of the names of other pages."""
+    return re.sub(
+        r"`?docs/(\w+)\.md`?",
+        lambda page: f"[{page[1].replace('_', ' ').capitalize()}]({page[1]}.md)",
+        text,
+    )
+
+
+def _folded(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """Return the rows of a table of names and reasons: one for all names that share a reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in pairs:
+        names.setdefault(reason, []).append(name)
+    return [f"| {', '.join(names[reason])} | {_linked(reason)} |" for reason in names]
 
 
 def _page(section: type[Section], path: str) -> Iterator[str]:
     inner = []
     acting = ["| key | values | default | what it does |", "|---|---|---|---|"]
-    idle = ["| key without effect | why |", "|---|---|"]
+    idle: list[tuple[str, str]] = []
     for key, schema in section.model_json_schema()["properties"].items():
         dotted = f"{path}.{key}".lstrip(".")
         nested = section_of(section, key)
         if why := section.about(key).get("idle"):
             name = f"`{key}`" if nested is None else f"`{key}` (section)"
-            idle.append(f"| {name} | {why} |")
+            idle.append((name, why))
             continue
         if nested is not None:
             inner.append((nested, dotted))
@@ -119,7 +149,7 @@ def _page(section: type[Section], path: str) -> Iterator[str]:
     yield f"## {f'`{path}`' if path else 'Top level'}\n"
     if path and section.__doc__:
         yield inspect.cleandoc(section.__doc__).partition("Attributes:")[0].strip() + "\n"
-    for table in (acting, idle):
+    for table in (acting, ["| keys without effect | why |", "|---|---|", *_folded(idle)]):
         if len(table) > 2:
             yield "\n".join(table) + "\n"
     for nested, name in inner:
@@ -129,9 +159,9 @@ def _page(section: type[Section], path: str) -> Iterator[str]:
 def reference() -> str:
     """Return the page of all keys as Markdown."""
     old = [f"| `{old}` | `{new}` |" for old, new in OLD_NAMES.items()]
-    removed = [f"| `{key}` | {reason} |" for key, reason in REMOVED_KEYS.items()]
+    removed = _folded((f"`{key}`", reason) for key, reason in REMOVED_KEYS.items())
     tables = ["## Old names\n", "\n".join(["| old name | now |", "|---|---|", *old]) + "\n"]
-    tables += ["## Keys that are errors\n", "\n".join(["| key | why |", "|---|---|", *removed])]
+    tables += ["## Keys that are errors\n", "\n".join(["| keys | why |", "|---|---|", *removed])]
     return "\n".join([_HEAD, *_page(Config, ""), *tables]) + "\n"
 
 

@@ -114,7 +114,7 @@ def read(source: object) -> tuple[str, dict]:
             # Reading a pipe would wait for its writer.
             raise UsageError(f"{cannot}: not a regular file")
         else:
-            text = Path(place).read_text(encoding="utf-8")
+            text = _text_of(place, cannot)
         value = _parse(text)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
@@ -128,6 +128,13 @@ def read(source: object) -> tuple[str, dict]:
     if not isinstance(value, dict):
         raise UsageError(f"{place}: expected a JSON object {{...}}, got {_show(value)}")
     return place, value
+
+
+def _text_of(place: str, cannot: str) -> str:
+    try:
+        return Path(place).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{cannot}: it is not a text in UTF-8: {error.reason}") from error
 
 
 def _inline_json(source: str | os.PathLike) -> str | None:

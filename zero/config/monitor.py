@@ -14,9 +14,9 @@ class FilesConfig(Measured):
     """What sections that write to a folder have in common.
 
     Attributes:
-        enabled: Write the numbers of each step to files.
+        enabled: Write the metrics of each step to files.
         output_path: Folder for the files. Empty: the working directory.
-        job_name: Name of the folder in `output_path`.
+        job_name: Name of the subfolder of `output_path`.
     """
 
     enabled: bool = False
@@ -25,27 +25,27 @@ class FilesConfig(Measured):
 
 
 class TensorBoardConfig(FilesConfig):
-    """Each step's numbers for TensorBoard. It needs the package `tensorboard`."""
+    """The metrics of each step for TensorBoard. Needs the package `tensorboard`."""
 
 
 class CsvMonitorConfig(FilesConfig):
-    """Each step's numbers as CSV files, one for each quantity, with the columns `step` and the
-    quantity's name.
+    """The metrics of each step as CSV files, one for each metric, with the columns `step` and the
+    metric's name.
     """
 
 
 class JsonMonitorConfig(FilesConfig):
-    """Each step's numbers as one JSON object a line, in `steps.jsonl`.
+    """The metrics of each step as one JSON object per line, in `steps.jsonl`.
 
-    Not a section of DeepSpeed.
+    Not in DeepSpeed.
     """
 
 
 class WandbConfig(Measured):
-    """Each step's numbers for Weights & Biases. It needs the package `wandb`.
+    """The metrics of each step for Weights & Biases. Needs the package `wandb`.
 
     Attributes:
-        enabled: Send the numbers of each step.
+        enabled: Send the metrics of each step.
         group: Name of the group of runs.
         team: Name of the team (wandb's `entity`).
         project: Name of the project.
@@ -58,15 +58,15 @@ class WandbConfig(Measured):
 
 
 class CommsLoggerConfig(Measured):
-    """A table of the engine's collectives by kind and message size, from rank 0, by
-    `deepspeed.comm.log_summary()` and at the end.
+    """A table of the engine's collectives by kind and message size. Rank 0 prints it at the end,
+    and when `deepspeed.comm.log_summary()` is called.
 
     Attributes:
         enabled: Time the engine's collectives. On a GPU the host then waits for each of them.
         verbose: Print each collective when it ends.
-        prof_all: Time all collectives. false: those of `prof_ops`.
+        prof_all: Time all collectives. `false`: only those in `prof_ops`.
         prof_ops: Kinds of collectives, such as `all_gather`.
-        debug: Rows for each group.
+        debug: Add rows for each parameter group.
     """
 
     enabled: bool = False

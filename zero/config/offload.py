@@ -20,16 +20,16 @@ _ACCELERATE = "accelerate's own setting"
 
 class OffloadConfig(Section):
     """Where shards (`offload_param`), or gradients, masters and optimizer state
-    (`offload_optimizer`) live.
+    (`offload_optimizer`) are kept.
 
     Attributes:
-        device: `cpu`: host memory. `nvme`: files in the folder `nvme_path`.
-        pin_memory: Host memory is page-locked for the GPU. If the system's limit forbids it, one
-            line says so.
+        device: `cpu` offloads to host memory, `nvme` to files in the folder `nvme_path`.
+        pin_memory: Page-lock host memory for the GPU. If the system's limit forbids it, one line
+            says so.
             - false: Host memory is not page-locked: a GPU waits for its copies, and they are
               slower.
-        nvme_path: Folder on a fast disk. It is created if it is missing. Machines may have
-            different ones.
+        nvme_path: Folder on a fast disk, which is created if it is missing. It may differ between
+            machines.
     """
 
     device: Device = key("none", auto=_ACCELERATE)
@@ -47,19 +47,20 @@ class OffloadConfig(Section):
 
 
 class OffloadParamConfig(OffloadConfig):
-    """Where the shards of the weights live. The section acts at stage 3.
+    """Where the shards of the weights are kept. This section has an effect only at stage 3.
 
     Attributes:
-        device: `cpu`: host memory. `nvme`: files in the folder `nvme_path`.
+        device: `cpu` offloads to host memory, `nvme` to files in the folder `nvme_path`.
             - none: Nothing is offloaded: the shards of the weights stay on the device.
-            - cpu: On a GPU, the shards of the weights live in host memory.
-            - nvme: The shards of the weights live in files in the folder `nvme_path`.
-        buffer_count: With `buffer_size`: their product is how many elements are read from files
-            ahead of use.
-            - N: N x `buffer_size` elements are read ahead of use.
-        buffer_size: See `buffer_count`. In elements.
-            - N: `buffer_count` times so many elements are read ahead of use.
-        max_in_cpu: At most this many elements of each process stay in host memory.
+            - cpu: On a GPU, the shards of the weights are kept in host memory.
+            - nvme: The shards of the weights are kept in files in the folder `nvme_path`.
+        buffer_count: With `buffer_size`: their product is the number of elements that are read from
+            files before they are used.
+            - N: N x `buffer_size` elements are read before they are used.
+        buffer_size: In elements; see `buffer_count`.
+            - N: `buffer_count` times this many elements are read before they are used.
+        max_in_cpu: At most this many elements of each process stay in host memory; the rest is kept
+            in files.
     """
 
     device: Device = key("none", auto=_ACCELERATE)
@@ -70,28 +71,27 @@ class OffloadParamConfig(OffloadConfig):
 
 @with_idle_keys("zero_optimization.offload_optimizer")
 class OffloadOptimizerConfig(OffloadConfig):
-    """Where gradients, fp32 masters and optimizer state live.
+    """Where gradients, fp32 masters and optimizer state are kept.
 
-    The section needs stage 1 or higher.
+    This section needs stage 1 or higher.
 
     Attributes:
-        device: `cpu`: host memory. `nvme`: files in the folder `nvme_path`.
+        device: `cpu` offloads to host memory, `nvme` to files in the folder `nvme_path`.
             - none: Nothing is offloaded: gradients, fp32 masters and optimizer state stay on the
               device.
-            - cpu: On a GPU, gradients, fp32 masters and optimizer state live in host memory.
-            - nvme: Gradients, fp32 masters and optimizer state live in files in the folder
+            - cpu: On a GPU, gradients, fp32 masters and optimizer state are kept in host memory.
+            - nvme: Gradients, fp32 masters and optimizer state are kept in files in the folder
               `nvme_path`.
-        pipeline_read: Read the next sub-group while one is updated.
-        pipeline_write: Write the last sub-group while the next one is updated.
-        ratio: Fraction of the optimizer state that is offloaded. `"auto"` (not a value of
-            DeepSpeed): offload only as much as needed to keep a tenth of device memory (at least 1
-            GiB) free.
+        pipeline_read: Read the next sub-group while one is being updated.
+        pipeline_write: Write the previous sub-group while the next one is being updated.
+        ratio: Fraction of the optimizer state that is offloaded. `"auto"` (not in DeepSpeed)
+            offloads only as much as needed to keep a tenth of device memory (at least 1 GiB) free.
             - 1: All of the optimizer state is offloaded.
             - auto: Only as much is offloaded as needed to keep a tenth of device memory (at least 1
               GiB) free.
-        overlap_step: Not a key of DeepSpeed. Run the update in a background thread during the next
-            forward. Default: true with `nvme`, and with `cpu` if there is a GPU.
-            - false: `step` returns after the update.
+        overlap_step: Run the update in a background thread during the next forward pass. Default:
+            true with `nvme`, and with `cpu` if there is a GPU. Not in DeepSpeed.
+            - false: `step` returns only after the update.
     """
 
     device: Device = key("none", auto=_ACCELERATE)
@@ -103,12 +103,13 @@ class OffloadOptimizerConfig(OffloadConfig):
 
 @with_idle_keys("aio")
 class AioConfig(Section):
-    """How files are read and written. The section acts if something is offloaded to `nvme`.
+    """How files are read and written. This section has an effect only if something is offloaded to
+    `nvme`.
 
     Attributes:
-        block_size: Bytes of one block.
-        queue_depth: Blocks that are read or written at the same time.
-        thread_count: Threads that read and write.
+        block_size: Size of a block in bytes.
+        queue_depth: Number of blocks that are read or written at the same time.
+        thread_count: Number of threads that read and write.
     """
 
     block_size: Positive = key(1 << 20, unit="bytes")

@@ -136,42 +136,42 @@ _Factors = Annotated[tuple[float, float], Field(strict=False), AfterValidator(_i
 
 @with_idle_keys("optimizer.params")
 class OptimizerParams(Settings):
-    """Keyword arguments of the optimizer. A setting that its type does not have is an error.
+    """Keyword arguments of the optimizer. A setting that the chosen type does not have is an error.
 
-    Without a value the optimizer's own default holds. That is torch's, except that `weight_decay`
-    of Adam and AdamW is 0, as in DeepSpeed.
+    A setting that you leave out has the optimizer's own default. That is torch's, except that
+    `weight_decay` of Adam and AdamW is 0, as in DeepSpeed.
 
     Attributes:
         lr: Learning rate.
         weight_decay: Weight decay.
         betas: Decay rates of Adam's or Lion's moments.
         eps: Added to the denominator of the update.
-        foreach: torch's implementation over lists of tensors.
-        fused: torch's fused implementation. Default of Adam and AdamW on a GPU: true.
+        foreach: Use torch's implementation over lists of tensors.
+        fused: Use torch's fused implementation. Default of Adam and AdamW on a GPU: true.
         maximize: Maximize the loss.
-        adam_w_mode: Adam, AdamW, Muon: decay weights apart from the gradient. Always true for
+        adam_w_mode: Adam, AdamW, Muon: decouple weight decay from the gradient. Always true for
             AdamW.
-        torch_adam: Adam, AdamW: torch's own class and defaults.
-        bias_correction: Adam, AdamW, Lamb: divide the moments by what they lack in the first steps.
-            - false: The moments, which begin at 0, are taken as they are. Adam then updates whole
-              tensors, each on the process that owns it.
-        amsgrad: Adam, AdamW: keep the largest second moment.
+        torch_adam: Adam, AdamW: use torch's own class and defaults.
+        bias_correction: Adam, AdamW, Lamb: correct the bias of the moments in the first steps.
+            - false: The moments, which start at 0, are not corrected. Adam then updates each tensor
+              as a whole, on the process that owns it.
+        amsgrad: Adam, AdamW: divide by the largest second moment so far.
         max_coeff: Lamb: the largest ratio of the norms of a weight and its update.
         min_coeff: Lamb: the smallest such ratio.
         muon_lr: Muon: learning rate of the matrices. Default: lr, or 0.02.
         adam_lr: Muon: learning rate of all other parameters. Default: lr, or 3e-4.
-        momentum: SGD, RMSprop, Muon.
-        dampening: SGD.
-        nesterov: SGD.
-        alpha: RMSprop, ASGD.
-        centered: RMSprop.
-        lr_decay: Adagrad.
-        initial_accumulator_value: Adagrad.
-        momentum_decay: NAdam.
-        decoupled_weight_decay: NAdam, RAdam.
-        rho: Adadelta.
-        lambd: ASGD.
-        t0: ASGD.
+        momentum: For SGD, RMSprop, Muon.
+        dampening: For SGD.
+        nesterov: For SGD.
+        alpha: For RMSprop, ASGD.
+        centered: For RMSprop.
+        lr_decay: For Adagrad.
+        initial_accumulator_value: For Adagrad.
+        momentum_decay: For NAdam.
+        decoupled_weight_decay: For NAdam, RAdam.
+        rho: For Adadelta.
+        lambd: For ASGD.
+        t0: For ASGD.
         etas: Rprop: factors of decrease and increase.
         step_sizes: Rprop: smallest and largest step.
     """
@@ -213,18 +213,20 @@ class OptimizerParams(Settings):
 class OptimizerConfig(Section):
     """The optimizer.
 
-    Without this section the Trainer's own optimizer, or the one that the script gives, is used.
+    Without this section, the Trainer's own optimizer is used, or the one that the script passes.
 
     Attributes:
-        type: Adam, AdamW, SGD, Adagrad, Lion, RMSprop, NAdam, RAdam, Adamax, Adadelta, ASGD, Rprop,
-            Muon, Lamb, in any letter case. Adam means AdamW unless `adam_w_mode` is false, as in
-            DeepSpeed. Muon updates hidden matrices; AdamW updates the rest. Pass an optimizer of
+        type: One of Adam, AdamW, SGD, Adagrad, Lion, RMSprop, NAdam, RAdam, Adamax, Adadelta, ASGD,
+            Rprop, Muon, Lamb, in any letter case. Adam means AdamW unless `adam_w_mode` is false,
+            as in DeepSpeed. Muon updates hidden matrices, and AdamW the rest. Pass an optimizer of
             any other class to `initialize`.
             - Adam: AdamW, as in DeepSpeed, unless `adam_w_mode` is false.
-            - AdamW: Adam with weight decay apart from the gradient, as torch's AdamW.
-            - Lion: Steps by the sign of one moment: 4 bytes a parameter less than Adam's two.
-            - Muon: Muon updates hidden matrices; AdamW updates the rest.
-            - Lamb: Adam whose update of each tensor is scaled by the norms of weight and update.
+            - AdamW: Adam with decoupled weight decay, like torch's AdamW.
+            - Lion: Steps by the sign of a single moment, which takes 4 bytes per parameter less
+              than Adam's two.
+            - Muon: Muon updates hidden matrices, and AdamW the rest.
+            - Lamb: Adam whose update of each tensor is scaled by the ratio of the norms of weight
+              and update.
             - N: The class torch.optim.N, with its defaults.
     """
 
@@ -240,33 +242,36 @@ class OptimizerConfig(Section):
 
 
 class SchedulerParams(Settings):
-    """Settings of the schedule. One that its type does not have is an error. Rates are per step.
+    """Settings of the schedule. A setting that the chosen type does not have is an error. Rates are
+    per step.
 
     Attributes:
-        last_batch_iteration: Step to go on from.
-        warmup_num_steps: Steps of the warm-up.
+        last_batch_iteration: Step to continue from.
+        warmup_num_steps: Number of steps of the warm-up.
         warmup_type: Shape of the warm-up.
             - log: The rate rises with the logarithm of the step.
-            - linear: The rate rises in a line.
+            - linear: The rate rises linearly.
         warmup_min_lr: Rate at the start.
         warmup_max_lr: Rate after the warm-up. Default: the optimizer's; WarmupDecayLR: 0.001.
-        total_num_steps: Steps until the end of the decay. Required.
-        warmup_min_ratio: Part of the optimizer's rate at the start.
-        cos_min_ratio: Part of the optimizer's rate at the end.
+        total_num_steps: Number of steps until the end of the decay. Required.
+        warmup_min_ratio: Rate at the start, as a fraction of the optimizer's rate.
+        cos_min_ratio: Rate at the end, as a fraction of the optimizer's rate.
         lr_range_test_min_lr: Rate at the start.
-        lr_range_test_step_size: Steps of one interval.
-        lr_range_test_step_rate: Part of the first rate that is added in one interval.
-        lr_range_test_staircase: true: the rate rises at the end of each interval.
+        lr_range_test_step_size: Number of steps in one interval.
+        lr_range_test_step_rate: What one interval adds to the rate, as a fraction of the first
+            rate.
+        lr_range_test_staircase: The rate rises only at the end of each interval.
         cycle_min_lr: Lowest rate. Required.
         cycle_max_lr: Highest rate. Required.
-        decay_lr_rate: Decay of the rate after the cycle, for each `decay_step_size` steps.
-        cycle_first_step_size: Steps of the rise.
-        cycle_second_step_size: Steps of the fall. Default: as many as of the rise.
-        cycle_first_stair_count: Stairs of the rise. 0: a straight line.
-        cycle_second_stair_count: Stairs of the fall. Default: as many as of the rise.
-        decay_step_size: Steps of one interval of the decay. 0: no decay.
-        cycle_momentum: The first of the optimizer's `betas` moves against the rate; the second is
-            0.99.
+        decay_lr_rate: Decay of the rate after the cycle, per `decay_step_size` steps.
+        cycle_first_step_size: Number of steps in which the rate rises.
+        cycle_second_step_size: Number of steps in which the rate falls. Default: as many as for the
+            rise.
+        cycle_first_stair_count: Number of stairs in the rise. 0: a straight line.
+        cycle_second_stair_count: Number of stairs in the fall. Default: as many as in the rise.
+        decay_step_size: Number of steps in one interval of the decay. 0: no decay.
+        cycle_momentum: Vary the first of the optimizer's `betas` against the rate: it falls when
+            the rate rises. The second is 0.99.
         cycle_min_mom: Lowest momentum.
         cycle_max_mom: Highest momentum.
         decay_mom_rate: Growth of the momentum after the cycle.
@@ -355,17 +360,17 @@ def _exceeds(low: Any, high: Any) -> bool:
 class SchedulerConfig(Section):
     """The learning-rate schedule, with DeepSpeed's formulas.
 
-    Without this section the Trainer's own is used.
+    Without this section, the Trainer's own schedule is used.
 
     Attributes:
         type: The schedule, in any letter case.
             - WarmupLR: The rate rises for `warmup_num_steps` steps, then stays.
-            - WarmupDecayLR: The rate rises for `warmup_num_steps` steps, then falls in a line to 0.
+            - WarmupDecayLR: The rate rises for `warmup_num_steps` steps, then falls linearly to 0.
             - WarmupCosineLR: The rate rises for `warmup_num_steps` steps, then falls along a
               cosine.
             - OneCycle: The rate rises once from `cycle_min_lr` to `cycle_max_lr`, falls back, and
               may then decay.
-            - LRRangeTest: The rate rises all the time, which shows the largest one that works.
+            - LRRangeTest: The rate rises all the time, to find the largest one that works.
     """
 
     type: Annotated[

@@ -10,13 +10,13 @@ from zero.config.keys import Count, Section, key
 
 @with_idle_keys("tensor_parallel")
 class TensorParallelConfig(Section):
-    """Tensor parallelism: neighbouring processes have a part of each layer, and work on the same
-    batch.
+    """Tensor parallelism: neighbouring processes each hold a part of every layer, and work on the
+    same batch.
 
     Attributes:
-        autotp_size: Neighbouring processes that share each layer. 0 or 1: none. See
-            `docs/tensor_parallelism.md`.
-            - 1: Each process has whole layers: there is no tensor parallelism.
+        autotp_size: Number of neighbouring processes that share each layer. 0 or 1: no tensor
+            parallelism. See `docs/tensor_parallelism.md`.
+            - 1: Each process has complete layers: there is no tensor parallelism.
             - N: N neighbouring processes share each layer. See `docs/tensor_parallelism.md`.
     """
 
@@ -25,13 +25,14 @@ class TensorParallelConfig(Section):
 
 @with_idle_keys("expert_parallel")
 class ExpertParallelConfig(Section):
-    """Expert parallelism: the processes that share layers have some of the experts each.
+    """Expert parallelism: the processes that share layers each hold some of the experts.
 
-    Tokens travel to them.
+    Each token is sent to the processes that hold its experts.
 
     Attributes:
-        enabled: Share the experts. See `docs/tensor_parallelism.md`.
-        autoep_size: Processes that do so: as many as `tensor_parallel.autotp_size`.
+        enabled: Divide the experts over these processes. See `docs/tensor_parallelism.md`.
+        autoep_size: Number of processes that share the experts. Must equal
+            `tensor_parallel.autotp_size`.
     """
 
     enabled: bool = False

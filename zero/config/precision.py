@@ -17,26 +17,28 @@ class SixteenBit(Section):
 
 @with_idle_keys("fp16")
 class FP16Config(SixteenBit):
-    """Training in float16. The keys act if `enabled` is true.
+    """Training in float16. The other keys have an effect only if `enabled` is true.
 
-    The loss is multiplied by a scale. A dynamic scale halves at overflows and doubles after good
-    steps. If an overflow happens at the smallest scale, the run ends and names the parameter.
+    The loss is multiplied by a scale, so that small gradients do not become 0. A dynamic scale is
+    halved at overflows, and doubled after a number of good steps. If an overflow happens at the
+    smallest scale, the run ends and names the parameter.
 
     Attributes:
-        enabled: Parameters and compute are float16. Masters and moments are fp32.
-        loss_scale: 0: a dynamic scale. Another number: a fixed scale; the keys below do not act.
+        enabled: Parameters and computation are in float16, masters and moments in fp32.
+        loss_scale: 0: a dynamic scale. Any other number is a fixed scale, with which the keys below
+            have no effect.
             - 0: The loss is multiplied by a scale that falls at overflows and rises after good
               steps.
-            - N: The loss is always multiplied by N. The other keys of the scale do not act.
+            - N: The loss is always multiplied by N. The other keys of the scale have no effect.
         initial_scale_power: The first scale is 2 to this power.
-        loss_scale_window: Steps without overflow after which the scale doubles.
-            - N: After N steps without overflow the scale doubles.
-        hysteresis: Overflows that halve the scale. The count starts again when the scale doubles.
-            Default at stage 0: 1.
+        loss_scale_window: Number of steps without overflow after which the scale is doubled.
+            - N: After N steps without overflow the scale is doubled.
+        hysteresis: Number of overflows that it takes to halve the scale; each further one halves it
+            again. The count is reset when the scale doubles. Default at stage 0: 1.
             - 1: Each overflow halves the scale.
-            - N: From overflow number N on, each one halves the scale. The count starts anew when it
-              doubles.
-        consecutive_hysteresis: true: the count of overflows starts again after each good step.
+            - N: From overflow number N on, each one halves the scale. The count is reset when the
+              scale doubles.
+        consecutive_hysteresis: Also reset the count of overflows after each good step.
         min_loss_scale: The smallest scale.
             - N: The scale is never below N. An overflow there ends the run.
     """
@@ -73,17 +75,18 @@ class FP16Config(SixteenBit):
 
 @with_idle_keys("bf16")
 class BF16Config(SixteenBit):
-    """Training in bfloat16. The keys act if `enabled` is true.
+    """Training in bfloat16. The other keys have an effect only if `enabled` is true.
 
     Attributes:
-        enabled: Parameters and compute are bfloat16.
-        check_grad_overflow: false: a step is taken even if its gradients are not finite.
+        enabled: Parameters and computation are in bfloat16.
+        check_grad_overflow: Skip a step whose gradients are not finite.
             - true: A step whose gradients are not finite is skipped.
             - false: A step is taken even if its gradients are not finite.
-        bf16_master_weights_and_grads: No fp32 masters: updates are rounded to bf16, up or down at
-            random. Gradients are added in bf16.
-        bf16_optimizer_states: Without masters: moments are bf16, too. For element-wise optimizers.
-        rounding_seed: Seed of that rounding.
+        bf16_master_weights_and_grads: Keep no fp32 masters: updates are rounded to bf16
+            stochastically, and gradients are summed in bf16.
+        bf16_optimizer_states: Keep the moments in bf16 too. Only without masters, and for
+            element-wise optimizers.
+        rounding_seed: Seed of the stochastic rounding. Not in DeepSpeed.
     """
 
     enabled: bool = key(False, auto="bf16")
@@ -106,12 +109,12 @@ class BF16Config(SixteenBit):
 
 @with_idle_keys("data_types")
 class DataTypesConfig(Section):
-    """Dtypes of what is neither a parameter nor an optimizer state.
+    """Dtypes of gradients and buffers.
 
     Attributes:
-        grad_accum_dtype: Gradients are summed over micro-batches, and kept for the step, in this
-            dtype. Default: fp32; and 16 bits for a 16-bit gradient to which nothing is added.
-        buffer_dtype: Floating-point buffers have this dtype. Default: the one they are loaded with.
+        grad_accum_dtype: Dtype in which gradients are summed over micro-batches and kept for the
+            step. Default: fp32, or 16 bits for a 16-bit gradient that is not accumulated.
+        buffer_dtype: Dtype of floating-point buffers. Default: the one they are loaded with.
     """
 
     grad_accum_dtype: DType = None

@@ -32,11 +32,11 @@ from zero.errors import UsageError
 
 @with_idle_keys("activation_checkpointing")
 class ActivationCheckpointingConfig(Section):
-    """What happens to activations between forward and backward.
+    """Where activations are kept between forward and backward.
 
     Attributes:
-        cpu_checkpointing: On a GPU, keep activations in host memory, each one once. Use gradient
-            checkpointing too.
+        cpu_checkpointing: On a GPU, keep activations in host memory. Each tensor is stored once.
+            Use gradient checkpointing as well.
     """
 
     cpu_checkpointing: bool = False
@@ -47,11 +47,11 @@ class CheckpointConfig(Section):
     """How checkpoints are saved.
 
     Attributes:
-        async_save: Not a key of DeepSpeed. Training goes on while a checkpoint is written.
-        tag_validation: What happens if ranks give different tags.
-            - Ignore: Ranks may give different tags.
-            - Warn: Ranks that give different tags get a warning.
-            - Fail: Ranks that give different tags are an error.
+        async_save: Training continues while a checkpoint is being written. Not in DeepSpeed.
+        tag_validation: What happens if ranks save under different tags.
+            - Ignore: Ranks may save under different tags.
+            - Warn: A warning is printed if ranks save under different tags.
+            - Fail: It is an error if ranks save under different tags.
     """
 
     async_save: bool = False
@@ -60,14 +60,14 @@ class CheckpointConfig(Section):
 
 @with_idle_keys("compile")
 class CompileConfig(Section):
-    """`torch.compile` of each block, at every stage.
+    """Compile each block with `torch.compile`, at every stage.
 
     `engine.compile()` and `--torch_compile` do the same.
 
     Attributes:
-        enabled: Compile the blocks when the engine is made. DeepSpeed had this key up to 0.14.
+        enabled: Compile the blocks when the engine is created. DeepSpeed had this key up to 0.14.
         backend: Backend of `torch.compile`.
-        kwargs: More arguments of `torch.compile`, such as `dynamic`.
+        kwargs: Further arguments of `torch.compile`, such as `dynamic`.
     """
 
     enabled: bool = False
@@ -105,48 +105,54 @@ class Config(Section):
     """Made by :func:`zero.config.load_config`, which also checks keys against each other.
 
     Attributes:
-        train_batch_size: Samples of a step: micro-batch x accumulation x processes /
-            `sequence_parallel_size`. What is missing follows.
+        train_batch_size: Global batch: the samples of one optimizer step, over all processes. It is
+            micro-batch x accumulation x the number of processes that have batches of their own. Set
+            one or two of the three batch keys; the others are computed.
             - N: A step takes N samples.
-        train_micro_batch_size_per_gpu: Samples of one forward on one process (the micro-batch).
-            - N: Samples of one forward on one process: N.
-        gradient_accumulation_steps: Micro-batches of one step.
+        train_micro_batch_size_per_gpu: Micro-batch: the samples of one forward pass on one process.
+            - N: The micro-batch of one forward pass on one process has N samples.
+        gradient_accumulation_steps: Number of micro-batches in one optimizer step.
             - 1: Each micro-batch is a step.
-            - N: N micro-batches are one step.
-        data_parallel_size: Not needed: the number of processes that have batches of their own.
-            Another number is an error.
-        sequence_parallel_size: Neighbouring processes that share each sequence (Ulysses). The
-            Trainer's `ParallelismConfig` sets it.
+            - N: N micro-batches make one step.
+        data_parallel_size: Not needed. If given, it must equal the number of processes that have
+            batches of their own.
+        sequence_parallel_size: Number of neighbouring processes that share each sequence (Ulysses).
+            The Trainer's `ParallelismConfig` sets it.
             - 1: Each process has sequences of its own.
             - N: N neighbouring processes share each sequence (Ulysses).
-        managed_gradient_accumulation: false: your own call of `step()` ends the accumulation,
-            however many backwards came before.
-            - true: The engine counts micro-batches: `step()` acts in the last one of a step.
-            - false: Your own call of `step()` ends the accumulation, however many backwards came
+        managed_gradient_accumulation: The engine counts micro-batches, and updates the parameters
+            after the last one of a step. `false`: each call of `step()` updates them, however many
+            backward passes came before.
+            - true: The engine counts micro-batches: `step()` updates the parameters after the last
+              one of a step.
+            - false: Each call of `step()` updates the parameters, however many backward passes came
               before.
-        gradient_clipping: Largest global L2 norm of the gradients. 0: no clipping.
+        gradient_clipping: Gradients are scaled down if their global L2 norm exceeds this number. 0:
+            no clipping.
             - 0: Gradients are not clipped.
-            - N: Gradients are scaled down if their global L2 norm is above N.
-        log_level: Of the logger `zero`.
-        steps_per_print: Rank 0 prints a line of numbers every so many steps. Default: never.
-            - N: Rank 0 prints a line of numbers every N steps. The Trainer switches this off.
-        wall_clock_breakdown: Rank 0 prints each step's seconds of forward, backward, step and
-            waits.
-        memory_breakdown: Rank 0 prints after each step what the engine holds, by place and kind.
-        watchdog_timeout: Not a key of DeepSpeed. Seconds of waiting after which ranks that block
-            each other are named and the job ends. Default: 0.8 of the process group's timeout.
-        communication_data_type: Dtype in which gradients travel between ranks. gloo's messages are
-            then added in fp32; NCCL adds in this dtype. Default: that of the parameters, and
-            `grad_accum_dtype` for sums of several micro-batches, at stages 0 and 1.
-        gradient_allreduce_op: Mean or sum of the gradients over the processes.
-            - N: The gradients of a step are the N of those of the processes.
-        zero_allow_untested_optimizer: false: an optimizer object that is neither torch's nor
-            DeepSpeed's is refused. DeepSpeed's default is false.
+            - N: Gradients are scaled down if their global L2 norm exceeds N.
+        log_level: Level of the logger `zero`.
+        steps_per_print: Interval, in steps, at which rank 0 prints a line of metrics. Default:
+            never.
+            - N: Rank 0 prints a line of metrics every N steps. The Trainer switches this off.
+        wall_clock_breakdown: Rank 0 prints how many seconds of each step were spent in forward,
+            backward, step and waiting.
+        memory_breakdown: Rank 0 prints after each step how much memory the engine uses, by place
+            and kind.
+        watchdog_timeout: Seconds of waiting after which ranks that block each other are named and
+            the job ends. Default: 0.8 of the process group's timeout. Not in DeepSpeed.
+        communication_data_type: Dtype in which gradients are reduced across ranks. NCCL also sums
+            in this dtype; gloo sums in fp32. Default: the dtype of the parameters; at stages 0 and
+            1 with accumulation, `grad_accum_dtype`.
+        gradient_allreduce_op: Whether gradients are averaged or summed over the processes.
+            - N: The gradients of all processes are reduced by their N.
+        zero_allow_untested_optimizer: Accept an optimizer object of any class. `false`, DeepSpeed's
+            default: refuse one that is neither torch's nor DeepSpeed's.
             - true: An optimizer object of any class is accepted.
             - false: An optimizer object that is neither torch's nor DeepSpeed's is refused.
-        zero_force_ds_cpu_optimizer: If the file sets true, an offloaded optimizer object must be a
-            `DeepSpeedCPUAdam` or the like.
-            - true: An offloaded optimizer object must be a `DeepSpeedCPUAdam` or the like, which
+        zero_force_ds_cpu_optimizer: If the file sets `true`, an offloaded optimizer object must be
+            a `DeepSpeedCPUAdam` or similar.
+            - true: An offloaded optimizer object must be a `DeepSpeedCPUAdam` or similar, which
               accelerate puts in the place of yours.
             - false: An offloaded optimizer object of any class is accepted, and accelerate keeps
               yours.

@@ -19,7 +19,7 @@ class LeafModuleConfig(Section):
     Attributes:
         classes: Class names of such modules, with or without the module path.
         names: Names of such modules in the model.
-        name_suffixes: Ends of such names.
+        name_suffixes: Suffixes of such names.
     """
 
     classes: Names = []
@@ -39,11 +39,12 @@ def _floor(value: Any) -> Any:
 class ZeroConfig(Section):
     """What is sharded, and how it is communicated.
 
-    A *group* is a block of the model whose parameters are gathered together. Sizes are in elements.
-    Keys that begin with `stage3_` keep DeepSpeed's names.
+    A *block* is a part of the model whose parameters are gathered together, such as a transformer
+    layer. Sizes are numbers of elements. Keys that begin with `stage3_` keep DeepSpeed's names.
 
     Attributes:
-        stage: 0: nothing is sharded. 1: the optimizer state. 2: gradients too. 3: parameters too.
+        stage: What is sharded over the processes. 0: nothing. 1: the optimizer state. 2: gradients
+            too. 3: parameters too.
             - 0: Every process holds the whole model, its gradients and its optimizer state.
             - 1: Each process holds a part of the optimizer state, and updates that part of the
               parameters.
@@ -51,68 +52,70 @@ class ZeroConfig(Section):
               everywhere.
             - 3: Each process holds a part of everything. A block is gathered for its forward and
               its backward.
-        contiguous_gradients: Copy gradients to their group's flat buffer once 2^26 elements are
-            there. false: when the group has all of them.
-            - true: Gradients are copied to their group's flat buffer once 2^26 elements are there.
-            - false: Gradients are copied to their group's flat buffer when the group has all of
-              them.
-        overlap_comm: Reduce gradients while backward goes on. false: wait for each reduction at
-            once. Default: true at stage 3.
-            - true: Gradients are reduced while backward goes on.
+        contiguous_gradients: Copy gradients to the block's flat buffer in chunks of 2^26 elements.
+            `false`: copy them once all gradients of the block are ready.
+            - true: Gradients are copied to their block's flat buffer in chunks of 2^26 elements.
+            - false: Gradients are copied to their block's flat buffer once all of them are ready.
+        overlap_comm: Reduce gradients while the backward pass continues. `false`: wait for each
+            reduction at once. Default: true at stage 3.
+            - true: Gradients are reduced while the backward pass continues.
             - false: Backward waits for each reduction of gradients: slower on several processes,
               with the same result.
         reduce_bucket_size: Most gradient elements in one reduction, and in all reductions in
-            flight. A larger group goes alone.
-        sub_group_size: Elements that the optimizer updates at a time. 0: all at once.
+            flight. A larger block is reduced by itself.
+        sub_group_size: Number of elements that the optimizer updates at a time. 0: all at once.
             - 0: The optimizer updates all elements at once.
-            - N: The optimizer updates so many elements at a time.
-        elementwise_optimizer: Whether the optimizer updates each element by that element's history
-            alone. true: its state is cut as the weights are. false: each tensor is updated as a
-            whole, on the process that owns it. Default: true for classes that are known to do so,
-            else false.
-        stage3_prefetch_bucket_size: Most elements that are gathered ahead of their use. 0: none.
-            - 0: Nothing is gathered ahead of its use: each block waits for its parameters.
-            - N: At most so many elements are gathered ahead of their use.
-        stage3_param_persistence_threshold: Parameters of at most this many elements stay whole on
-            every process.
-        stage3_model_persistence_threshold: Most elements that all of these small parameters may
-            have in sum.
-        stage3_max_live_parameters: A block is gathered ahead, and stays gathered after its use,
-            only while no more elements than this are gathered in all.
-        stage3_max_reuse_distance: Keep a gathered group if fewer elements are used before it is
-            needed again. 0: free each group after its use.
-            - 0: Each group is freed after its use, and gathered again.
-            - N: A gathered group is kept if fewer elements are used before it is needed again.
-        stage3_gather_16bit_weights_on_model_save: `save_model` writes a whole checkpoint that
+            - N: The optimizer updates this many elements at a time.
+        elementwise_optimizer: Whether the optimizer updates each element independently of the
+            others. `true`: its state is sharded like the weights. `false`: each tensor is updated
+            as a whole, on the process that owns it. Default: true for classes that are known to be
+            element-wise, else false. Not in DeepSpeed.
+        stage3_prefetch_bucket_size: Most elements that are gathered before they are used. 0: none.
+            - 0: Nothing is gathered before it is used: each block waits for its parameters.
+            - N: At most this many elements are gathered before they are used.
+        stage3_param_persistence_threshold: Parameters of at most this many elements are not
+            sharded: they stay whole on every process.
+        stage3_model_persistence_threshold: Most elements that these small parameters may have in
+            total.
+        stage3_max_live_parameters: Most elements that are gathered at a time. A block that is
+            needed is always gathered, but blocks are gathered ahead, or stay gathered after their
+            use, only within this limit.
+        stage3_max_reuse_distance: Keep a gathered block if fewer elements than this are used before
+            it is needed again. 0: free each block after its use.
+            - 0: Each block is freed after its use, and gathered again.
+            - N: A gathered block is kept if fewer elements than this are used before it is needed
+              again.
+        stage3_gather_16bit_weights_on_model_save: `save_model` writes the complete weights, which
             `from_pretrained` loads.
-            - false: `save_model` writes no whole weights. `zero consolidate` makes them of a
-              checkpoint.
-        mics_shard_size: Hybrid sharding (MiCS): cut what the stage shards over this many
-            consecutive processes, as those of one machine. Gradients are then averaged over these
-            groups, which hold the same shards. -1 or 0: over all processes.
-            - -1: What the stage shards is cut over all processes.
-            - 0: What the stage shards is cut over all processes.
-        zero_hpz_partition_size: A second shard of the 16-bit weights (ZeRO++ hpZ), cut over this
-            many consecutive processes: after the first all-gather of a step, all others stay within
-            them. 0, 1 or all processes: none.
+            - false: `save_model` does not write the complete weights. `zero consolidate` makes them
+              from a checkpoint.
+        mics_shard_size: Hybrid sharding (MiCS): shard over groups of this many consecutive
+            processes, such as those of one machine. Each group holds all shards, and gradients are
+            averaged over the groups. -1 or 0: shard over all processes.
+            - -1: Shards are spread over all processes.
+            - 0: Shards are spread over all processes.
+        zero_hpz_partition_size: A second shard of the 16-bit weights (ZeRO++ hpZ) within groups of
+            this many consecutive processes. After the first all-gather of a step, all others stay
+            within a group. 0, 1 or the number of processes: no second shard.
             - 0: There is no second shard of the weights.
             - 1: There is no second shard of the weights.
-        ignore_unused_parameters: false: a parameter without a gradient is an error.
+        ignore_unused_parameters: A parameter may have no gradient in a step. `false`: that is an
+            error.
             - true: A parameter may have no gradient in a step.
             - false: A parameter without a gradient is an error.
-        zero_quantized_weights: Parameters are gathered as 8-bit integers with a scale for each
-            block of 256. Masters, and what is saved, stay exact. See `docs/compression.md`.
-        zero_quantized_nontrainable_weights: The same for frozen parameters alone. Unlike in
+        zero_quantized_weights: Gather parameters as 8-bit integers, with a scale for every 256
+            values. Masters and saved weights stay exact. See `docs/compression.md`.
+        zero_quantized_nontrainable_weights: The same for frozen parameters only. Unlike in
             DeepSpeed, the shards keep their dtype.
-        zero_quantized_gradients: Gradients travel as integers with a scale for each block of 256,
-            and are summed in fp32.
-        zero_quantized_gradient_bits: Not a key of DeepSpeed, which always sends 4. Bits of these
-            integers: 8 or 4.
-        zero_quantized_moments: Not a key of DeepSpeed. Adam's and AdamW's moments are 8-bit codes
-            with an fp32 scale for each block of 256: 2.03 bytes per parameter instead of 8. See
-            `docs/optimizers.md`.
+        zero_quantized_gradients: Send gradients as integers, with a scale for every 256 values.
+            They are summed in fp32.
+        zero_quantized_gradient_bits: Bits of these integers: 8 or 4. Not in DeepSpeed, which always
+            sends 4.
+        zero_quantized_moments: Store Adam's and AdamW's moments as 8-bit codes, with an fp32 scale
+            for every 256 values: 2.03 bytes per parameter instead of 8. See `docs/optimizers.md`.
+            Not in DeepSpeed.
         enable_sanity_checks: Changing parameters inside `GatheredParameters(modifier_rank=None)` is
-            an error: the change would be lost.
+            an error, because the change would be lost.
     """
 
     stage: Annotated[int, Field(ge=0, le=3), WHOLE] = key(0, auto="accelerate's zero_stage")
