@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import zero
 from tests.dist.training import ds_config
-from tests.hunt.models import STEPS, STYLES, Recipe, Trained, batch, recipe, train_plain, weights_of
+from tests.hunt.models import STEPS, STYLES, Recipe, Trained, batch, recipe, train_plain, tensors_of
 from tests.processes import run_on
 
 EQUAL, REFUSED, DIFFERENT = "equal", "refused by name", "different"
@@ -83,7 +83,7 @@ def train_zero(drawn: Recipe, setting: Setting, rank: int) -> Trained:
                 losses.append(float(STYLES[drawn.style](engine, model, backward, x, y)))
                 engine.step()
         with zero.GatheredParameters(model.parameters()):
-            return Trained([losses], weights_of(model))
+            return Trained([losses], [tensors_of(model)])
     finally:
         engine.destroy()
 
@@ -92,7 +92,7 @@ def judge(drawn: Recipe, setting: Setting, rank: int, world_size: int) -> tuple[
     """The outcome, and what is different."""
     expected = train_plain(drawn, world_size, setting.accumulation)
     names = [name for name, _ in drawn.build().named_modules() if name]
-    names += [name for name in expected.weights]
+    names += [name for name in expected.tensors[rank]]
     names += [type(module).__name__ for module in drawn.build().modules()]
     try:
         found = train_zero(drawn, setting, rank)
@@ -102,8 +102,8 @@ def judge(drawn: Recipe, setting: Setting, rank: int, world_size: int) -> tuple[
     except Exception:
         return DIFFERENT, traceback.format_exc()
     apart = {"losses": _apart(torch.tensor(found.losses[0]), torch.tensor(expected.losses[rank]))}
-    for name, value in expected.weights.items():
-        apart[name] = _apart(found.weights[name], value)
+    for name, value in expected.tensors[rank].items():
+        apart[name] = _apart(found.tensors[0][name], value)
     worst = max(apart, key=lambda name: float("inf") if apart[name] != apart[name] else apart[name])
     if apart[worst] <= drawn.tolerance:
         return EQUAL, ""
@@ -114,7 +114,8 @@ def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference, relative to the largest value or to 1."""
     if not expected.numel():
         return 0.0
-    found, expected = found.double(), expected.double()
+    kind = torch.complex128 if expected.is_complex() else torch.float64
+    found, expected = found.to(kind), expected.to(kind)
     return float((found - expected).abs().max() / max(1.0, float(expected.abs().max())))
 
 
@@ -153,7 +154,9 @@ def hunt(
                 failure = str(error)
             of_ranks = [_read(folder, rank) for rank in range(world_size)]
         done = min(len(found) for found in of_ranks)
-        verdicts += [_worst(found) for found in zip(*(each[:done] for each in of_ranks))]
+        verdicts += [
+            _worst(found) for found in zip(*(each[:done] for each in of_ranks), strict=True)
+        ]
         if not failure:
             continue
         if done == len(rest):

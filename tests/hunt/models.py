@@ -116,11 +116,64 @@ def part_and_whole(net, model, backward, x, y):
     return loss
 
 
+def other_order(net, model, backward, x, y):
+    """Two forwards, and their backwards in the other order."""
+    first, second = mse(net(x), y), mse(net(x.flip(1)), y)
+    backward(second)
+    backward(first)
+    return first + second
+
+
+def gradients_first(net, model, backward, x, y):
+    """The norm of the gradients, before the backward that counts."""
+    loss = mse(net(x), y)
+    params = [param for param in model.parameters() if param.requires_grad]
+    grads = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
+    total = sum(float(grad.float().norm()) for grad in grads if grad is not None)
+    backward(loss)
+    return loss + total
+
+
+def input_gradient(net, model, backward, x, y):
+    x.requires_grad_()
+    loss = mse(net(x), y)
+    backward(loss)
+    return loss + x.grad.norm()
+
+
+def split(net, model, backward, x, y):
+    """Two graphs, between which the script carries the gradient."""
+    hidden = net(x)
+    given = hidden.detach().requires_grad_()
+    loss = mse(model.head(torch.tanh(given)), y)
+    loss.backward()
+    hidden.backward(given.grad)
+    return loss
+
+
+def written_before_step(net, model, backward, x, y):
+    """The script scales a weight between backward and step."""
+    loss = mse(net(x), y)
+    backward(loss)
+    with torch.no_grad():
+        model.head.weight.mul_(0.95)
+    return loss
+
+
+def written_before_forward(net, model, backward, x, y):
+    with torch.no_grad():
+        model.head.weight.mul_(0.95)
+    loss = mse(net(x), y)
+    backward(loss)
+    return loss
+
+
 STYLES: dict[str, Style] = {
     style.__name__: style
     for style in (
         *(plain, two_forwards, two_backwards, retained, penalty, head_read_after),
-        *(evaluated_between, discarded, part_alone, part_and_whole),
+        *(evaluated_between, discarded, part_alone, part_and_whole, other_order),
+        *(gradients_first, input_gradient, split, written_before_step, written_before_forward),
     )
 }
 
@@ -139,6 +192,7 @@ class Recipe:
     style: str
     optimizer: str
     by_script: bool
+    two_rates: bool
 
     def __str__(self) -> str:
         parts = ", ".join("(".join(names) + ")" * (len(names) - 1) for names in self.parts)
@@ -152,7 +206,9 @@ class Recipe:
         return Model([*parts, parts[0]] if self.repeats else parts)
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        params = [param for param in model.parameters() if param.requires_grad]
+        params: list = [param for param in model.parameters() if param.requires_grad]
+        if self.two_rates:
+            params = [{"params": params[::2]}, {"params": params[1::2], "lr": 0.02}]
         wanted = {getattr(kind, "optimizer", self.optimizer) for kind in self._kinds()}
         if "SGD" in wanted:
             return torch.optim.SGD(params, lr=0.05, momentum=0.9)
@@ -206,6 +262,7 @@ def _draw(seed: int, draw: random.Random) -> Recipe:
         style=draw.choice(("plain", *STYLES)),
         optimizer=draw.choice(("SGD", "AdamW")),
         by_script=draw.random() < 0.2,
+        two_rates=draw.random() < 0.2,
     )
 
 
@@ -214,10 +271,10 @@ def _draw(seed: int, draw: random.Random) -> Recipe:
 
 @dataclass
 class Trained:
-    """The losses of each rank, by step and micro-batch, and the weights at the end."""
+    """The losses of each rank, by step and micro-batch, and its weights and buffers at the end."""
 
     losses: list[list[float]]
-    weights: dict[str, torch.Tensor]
+    tensors: list[dict[str, torch.Tensor]]
 
 
 def batch(step: int, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -248,13 +305,15 @@ def train_plain(recipe: Recipe, world_size: int, accumulation: int) -> Trained:
         for params in zip(*(model.parameters() for model in replicas), strict=True):
             if params[0].requires_grad:
                 given = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+                given = [grad.to_dense() if grad.is_sparse else grad for grad in given]
                 for param in params:
                     param.grad = sum(given).to(param.dtype) / world_size
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return Trained(losses, weights_of(replicas[0]))
+    return Trained(losses, [tensors_of(model) for model in replicas])
 
 
-def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in named}

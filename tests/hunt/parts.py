@@ -5,12 +5,15 @@ the engine may refuse it, if the error names a parameter or module."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 6
@@ -159,7 +162,7 @@ class FrozenLater(CalledTwice):
 
 @part
 class FrozenForOneStep(FrozenLater):
-    """Adam's count of steps goes on meanwhile (docs/optimizers.md), which plain torch's does not."""
+    """Meanwhile Adam's count of steps goes on (docs/optimizers.md), unlike plain torch's."""
 
     last_step = 2
     optimizer = "SGD"
@@ -322,6 +325,13 @@ class CachedParametrization(CalledTwice):
     def forward(self, x):
         with parametrize.cached():
             return super().forward(x) + x @ self.linear.weight
+
+
+@part
+class Pruned(CalledTwice):
+    def __init__(self) -> None:
+        super().__init__()
+        prune.l1_unstructured(self.linear, "weight", 0.3)
 
 
 # -- buffers and norms
@@ -576,6 +586,79 @@ class DetachedTwin(CalledTwice):
         return self.linear(x) - 0.5 * target
 
 
+@part
+class KeepsView(CalledTwice):
+    """Looks at the weight of the last forward, which plain torch shows as it is now."""
+
+    seen: torch.Tensor | None = None
+
+    def forward(self, x):
+        scale = 1.0 if self.seen is None else 1 + self.seen.abs().mean()
+        self.seen = self.linear.weight.detach()
+        return super().forward(x) * scale
+
+
+@part
+class KeepsCopy(CalledTwice):
+    seen: torch.Tensor | None = None
+
+    def forward(self, x):
+        scale = 1.0 if self.seen is None else 1 + self.seen.abs().mean()
+        self.seen = self.linear.weight.detach().clone()
+        return super().forward(x) * scale
+
+
+@part
+class ReadsStateDict(ReadsAnother):
+    def forward(self, x):
+        state = {name: value.clone() for name, value in self.other.state_dict().items()}
+        return self.other(self.linear(x)) * state["weight"].abs().mean()
+
+
+@part
+class LazyTarget(CalledTwice):
+    """Makes a copy of a module in the first forward."""
+
+    target: list[nn.Module] | None = None
+
+    def forward(self, x):
+        if self.target is None:
+            self.target = [copy.deepcopy(self.linear)]
+        with torch.no_grad():
+            wanted = self.target[0](x)
+        return self.linear(x) - wanted
+
+
+@part
+class InThread(CalledTwice):
+    def forward(self, x):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(super().forward, x).result()
+
+
+@part
+class TriesAndFails(ReadsAnother):
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.linear = matrix(), linear()
+
+        def forward(self, x, fails):
+            y = self.linear(x @ self.weight)
+            if fails:
+                raise ArithmeticError
+            return y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failing = self.Failing()
+
+    def forward(self, x):
+        with contextlib.suppress(ArithmeticError):
+            self.failing(x, fails=True)
+        return self.failing(super().forward(x), fails=False)
+
+
 # -- writes
 
 
@@ -602,6 +685,38 @@ class WritesData(CalledTwice):
     def forward(self, x):
         self.linear.weight.data.clamp_(-0.3, 0.3)
         return super().forward(x)
+
+
+@illegal
+class AssignsData(CalledTwice):
+    def forward(self, x):
+        self.linear.weight.data = self.linear.weight.data * 0.9
+        return super().forward(x)
+
+
+@part
+class WritesAnother(ReadsAnother):
+    """Writes to a weight of another module, before and after that module's call."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.other.weight.mul_(0.9)
+        return self.other(self.linear(x))
+
+
+@part
+class WritesInBackward(CalledTwice):
+    """A gradient hook clamps the weight, once the gradient is there."""
+
+    def forward(self, x):
+        hook = torch.compiler.disable(self._clamp)
+        x = x + 0 if x.requires_grad else x.clone().requires_grad_()
+        x.register_hook(hook)
+        return self.linear(x)
+
+    def _clamp(self, grad):
+        with torch.no_grad():
+            self.linear.weight.clamp_(-0.3, 0.3)
 
 
 @part
@@ -664,13 +779,41 @@ class Convolution(nn.Module):
 
 
 @part
-class SparseEmbedding(nn.Module):
+class Bags(nn.Module):
+    optimizer = "SGD"  # AdamW takes no sparse gradients
+    sparse = False
+
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.EmbeddingBag(5, WIDTH, mode="sum")
+        self.table = nn.EmbeddingBag(5, WIDTH, mode="sum", sparse=self.sparse)
 
     def forward(self, x):
         return x + self.table(torch.arange(2 * len(x)).view(-1, 2) % 5)
+
+
+@part
+class SparseGradients(Bags):
+    sparse = True
+
+
+@part
+class ComplexWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (x.to(torch.complex64) @ self.weight).abs()
+
+
+@part
+class DoubleWeights(CalledTwice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear().double()
+
+    def forward(self, x):
+        return super().forward(x.double()).float()
 
 
 @part
@@ -769,6 +912,15 @@ class GradientInForward(CalledTwice):
             given = x.detach().requires_grad_()
             (grad,) = torch.autograd.grad(super().forward(given).square().sum(), given)
         return self.linear(x) + 0.1 * grad
+
+
+@part
+class BackwardInForward(CalledTwice):
+    def forward(self, x):
+        with torch.enable_grad():
+            given = x.detach().requires_grad_()
+            torch.autograd.backward(super().forward(given).square().sum(), inputs=[given])
+        return self.linear(x) + 0.1 * given.grad
 
 
 @part
