@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import zero
 from tests.dist.training import ds_config
-from tests.hunt.models import STEPS, STYLES, Recipe, Trained, batch, recipe, train_plain, tensors_of
+from tests.hunt.models import STEPS, STYLES, Recipe, Trained, batch, recipe, tensors_of, train_plain
 from tests.processes import run_on
 
 EQUAL, REFUSED, DIFFERENT = "equal", "refused by name", "different"

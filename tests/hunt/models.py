@@ -142,11 +142,11 @@ def input_gradient(net, model, backward, x, y):
 
 
 def split(net, model, backward, x, y):
-    """Two graphs, between which the script carries the gradient."""
+    """Two graphs, between which the script carries the gradient; it runs both backwards itself."""
     hidden = net(x)
     given = hidden.detach().requires_grad_()
     loss = mse(model.head(torch.tanh(given)), y)
-    loss.backward()
+    backward(loss)
     hidden.backward(given.grad)
     return loss
 
@@ -248,6 +248,7 @@ def _draw(seed: int, draw: random.Random) -> Recipe:
     # Consecutive seeds go through all parts, so that none is left out.
     names = list(PARTS)
     first = names[seed % len(names)]
+    style = draw.choice(("plain", *STYLES))
     legal = [name for name in names if name not in ILLEGAL]
     chosen = [first, *draw.sample(legal, draw.choice((0, 1, 1, 2)))]
     draw.shuffle(chosen)
@@ -259,9 +260,9 @@ def _draw(seed: int, draw: random.Random) -> Recipe:
         seed,
         tuple(wrapped),
         repeats=draw.random() < 0.15,
-        style=draw.choice(("plain", *STYLES)),
+        style=style,
         optimizer=draw.choice(("SGD", "AdamW")),
-        by_script=draw.random() < 0.2,
+        by_script=style == "split" or draw.random() < 0.2,
         two_rates=draw.random() < 0.2,
     )
 

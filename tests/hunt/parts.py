@@ -687,7 +687,7 @@ class WritesData(CalledTwice):
         return super().forward(x)
 
 
-@illegal
+@part
 class AssignsData(CalledTwice):
     def forward(self, x):
         self.linear.weight.data = self.linear.weight.data * 0.9
@@ -796,7 +796,7 @@ class SparseGradients(Bags):
     sparse = True
 
 
-@part
+@illegal
 class ComplexWeights(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -806,7 +806,7 @@ class ComplexWeights(nn.Module):
         return (x.to(torch.complex64) @ self.weight).abs()
 
 
-@part
+@illegal
 class DoubleWeights(CalledTwice):
     def __init__(self) -> None:
         super().__init__()
