@@ -83,7 +83,7 @@ def make_trainer(
 
     Return the trainer and the tokens of each split.
     """
-    model_args, data_args, args = arguments
+    _model_args, data_args, args = arguments
     model, tokenizer = load_model_and_tokenizer(texts, arguments)
     tokens = {
         split: data.tokenize(text, tokenizer, data_args, args, split)

@@ -142,7 +142,7 @@ def chunk_loss(
     log_q = log_probabilities(logits)
     ce = -log_q.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     unknown = torch.full_like(ce, torch.nan)
-    if targets.teacher is None or recipe.kd_alpha == 0 and not recipe.with_agreement:
+    if targets.teacher is None or (recipe.kd_alpha == 0 and not recipe.with_agreement):
         gradient = _cross_entropy_gradient(log_q, labels, 1.0) if with_gradient else None
         return TokenLosses(ce, torch.zeros_like(ce), unknown, unknown), gradient
 

@@ -5,8 +5,8 @@
 Ranks 0 and 1 stand for one machine, ranks 2 and 3 for another. Everything is made here, nothing is
 downloaded."""
 
+import os
 import sys
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -16,8 +16,11 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parent.parent)
 )  # for a checkout that is not installed
 import zero
+from zero.comm.traffic import BETWEEN, MOVED
 
 GROUP, WIDTH, ROWS, STEPS = 2, 64, 8, 3
+# torchrun sets this to the number of processes on a machine.
+os.environ["LOCAL_WORLD_SIZE"] = str(GROUP)
 WAYS = {
     "stage 3": {},
     "MiCS": {"mics_shard_size": GROUP},
@@ -25,8 +28,8 @@ WAYS = {
 }
 
 
-def train(section: dict[str, int]) -> tuple[float, int, Counter]:
-    """(the last loss, elements of this rank's shards, elements that its last step sent to the other
+def train(section: dict[str, int]) -> tuple[float, int, int]:
+    """(the last loss, elements of this rank's shards, bytes that its last step sent to the other
     group).
     """
     stage3 = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
@@ -41,18 +44,14 @@ def train(section: dict[str, int]) -> tuple[float, int, Counter]:
             *(layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))
         )
     engine, *_ = zero.initialize(model=model, model_parameters=model.parameters(), config=config)
-    rank, generator = engine.global_rank, torch.Generator().manual_seed(engine.global_rank)
+    generator = torch.Generator().manual_seed(engine.global_rank)
     for _ in range(STEPS):
-        before = Counter(engine.comm.sent)
+        before = MOVED[BETWEEN]
         batch = torch.randn(ROWS, WIDTH, generator=generator).to(engine.device)
         loss = (engine(batch) - batch).square().mean()
         engine.backward(loss)
         engine.step()
-    crossed = Counter()
-    for (operation, peer), numel in (engine.comm.sent - before).items():
-        crossed["all-gathers" if operation == "all_gather" else "gradients"] += numel * (
-            peer // GROUP != rank // GROUP
-        )
+    crossed = MOVED[BETWEEN] - before
     torch.distributed.all_reduce(loss.detach_())
     held = sum(group.shard.numel() for group in engine.groups)
     engine.destroy()
@@ -64,9 +63,8 @@ def main() -> None:
         loss, held, crossed = train(section)
         if torch.distributed.get_rank() == 0:
             print(
-                f"{way:<8} loss {loss:.6f}, {held} elements in shards; to the other group in a "
-                "step: "
-                f"all-gathers {crossed['all-gathers']}, gradients {crossed['gradients']}"
+                f"{way:<8} loss {loss:.6f}, {held} elements in shards, {crossed} bytes to the "
+                "other group in a step"
             )
 
 

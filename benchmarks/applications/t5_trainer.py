@@ -25,7 +25,7 @@ class Echo(Dataset):
         generator = torch.Generator().manual_seed(seed)
         lengths = torch.randint(4, 13, (size,), generator=generator).tolist()
         self.rows = [
-            torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() + [1]
+            [*torch.randint(2, VOCABULARY, (length,), generator=generator).tolist(), 1]
             for length in lengths
         ]
 

@@ -268,7 +268,7 @@ def over_repeats(
     peers = [name for name in rows if not name.startswith("ours")]
     best = {
         direction: max(peers, key=lambda name: rows[name][direction]) for direction in DIRECTIONS
-    }  # noqa: B023
+    }
     for name, row in rows.items():
         for direction, peer in best.items():
             ratios = [repeat[name][direction] / repeat[peer][direction] for repeat in repeats]

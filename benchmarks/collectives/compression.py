@@ -261,7 +261,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     times.set(xlabel="MB", ylabel="ms", title="reduce-scatter of fp32")
     for curves, part in ((losses, "translation"), (held_out, "distillation")):
         for name, of in result[part].items():
-            variant, _, seed = name.rpartition(", ")
+            variant, _, _seed = name.rpartition(", ")
             points = (
                 of["curve"] if "curve" in of else list(zip(of["epochs"], of["losses"], strict=True))
             )

@@ -12,7 +12,7 @@ import zero
 from tests.accelerator import device
 from zero.monitor.memory_usage import DEVICE, DISK, HOST, bytes_by_kind
 from zero.offload import tiers
-from zero.tools.estimate.model import enable_checkpointing
+from zero.tools.estimate.model import class_of, enable_checkpointing
 
 STEPS = 3
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -81,7 +81,7 @@ def measure(
     if size := settings["zero_optimization"].get("zero_hpz_partition_size"):
         os.environ["LOCAL_WORLD_SIZE"] = str(size)  # second shards are within a machine
     config = shape_of(name)
-    model = getattr(transformers, config.architectures[0])(config)
+    model = class_of(config)[0](config)
     if checkpointing:
         enable_checkpointing(model)
     engine = zero.initialize(model=model, config=settings)[0]
@@ -91,9 +91,11 @@ def measure(
     for _ in range(micro_batches):
         engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
         engine.step()
-    engine.optimizer.wait()
+    optimizer = engine.optimizer
+    assert optimizer is not None  # these cases train
+    optimizer.wait()
     torch.accelerator.synchronize()
-    updates = engine.optimizer._updates
+    updates = optimizer._updates
     pools = [updates._for_weights, updates._buffers, tiers._staging._memory]
     pools += [file._bounces for file in tiers._files.values()]
     tiers._staging._copies.clear()

@@ -31,13 +31,7 @@ from zero.tools.arguments import above_zero, count
 from zero.tools.estimate.machine import DEVICE, DISK, HOST
 from zero.tools.estimate.model import read_config
 from zero.tools.estimate.rank import fill_in
-from zero.tools.estimate.traffic import (
-    COMPUTE_SPEED,
-    DISK_SPEED,
-    HOST_SPEED,
-    HOST_UPDATE_SPEED,
-    NETWORK_SPEED,
-)
+from zero.tools.estimate.traffic import Speeds
 
 ASSUMPTIONS = """\
 assumptions
@@ -66,24 +60,25 @@ class Machine:
     """Speeds, each of one direction. The help of the command line says what each one is."""
 
     flops: float = field(
-        default=COMPUTE_SPEED, metadata={"help": "operations per second that a device reaches"}
+        default=Speeds.compute * 1e12,
+        metadata={"help": "operations per second that a device reaches"},
     )
     within: float = field(default=300e9, metadata={"help": "bytes/s between the devices of a node"})
     between: float = field(
-        default=8 * NETWORK_SPEED,
+        default=8 * Speeds.network * 1e9,
         metadata={"help": "bytes/s between nodes, of all links of a node together"},
     )
     per_node: int = field(default=8, metadata={"help": "devices of a node"})
     latency_within: float = field(default=2e-6, metadata={"help": "seconds a hop within a node"})
     latency_between: float = field(default=8e-6, metadata={"help": "seconds a hop between nodes"})
     pcie: float = field(
-        default=HOST_SPEED, metadata={"help": "bytes/s between a device and host memory"}
+        default=Speeds.host * 1e9, metadata={"help": "bytes/s between a device and host memory"}
     )
     disk: float = field(
-        default=DISK_SPEED, metadata={"help": "bytes/s of a rank's share of the disk"}
+        default=Speeds.disk * 1e9, metadata={"help": "bytes/s of a rank's share of the disk"}
     )
     host_adam: float = field(
-        default=HOST_UPDATE_SPEED,
+        default=4e8,
         metadata={"help": "elements/s that a rank's share of the CPU updates"},
     )
     device_memory_bandwidth: float = field(

@@ -27,12 +27,12 @@ from tests.dist.training import ds_config, start, step
 from tests.parity.test_mixed_precision import SECTIONS
 from tests.processes import run_on
 from zero.comm import traffic
+from zero.comm.traffic import IN, NETWORK, OUT
 from zero.config import load_config
 from zero.core import activation_offload
 from zero.offload import pinned, tiers
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import estimate
-from zero.tools.estimate.traffic import IN, NETWORK, OUT
 
 ENGINE = Path(zero.__file__).parent
 TORCH = str(Path(torch.__file__).parent)

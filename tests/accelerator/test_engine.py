@@ -335,7 +335,7 @@ def out_of_memory(rank: int, world_size: int) -> list[float]:
     and tries again.
     """
     engine, losses = engine_with("", {"offload_param": {"device": "cpu"}}), []
-    free, total = torch.accelerator.get_memory_info()
+    _free, total = torch.accelerator.get_memory_info()
     for number, batch in enumerate(data_on_device()):
         if number == 2:
             device.set_limit(torch.accelerator.memory_allocated() + 30_000)

@@ -45,7 +45,7 @@ MUON = {
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "AdamW+WarmupLR": {
-        "optimizer": {"type": "AdamW", "params": {key: "auto" for key in ADAM}},
+        "optimizer": {"type": "AdamW", "params": dict.fromkeys(ADAM, "auto")},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto",
         "warmup_num_steps": "auto"}},
     },
@@ -63,7 +63,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "neither, offloaded": {},
     "neither, compiled": {},
     "AdamW, the Trainer's schedule": {"optimizer": {"type": "AdamW",
-    "params": {key: "auto" for key in ADAM}}},
+    "params": dict.fromkeys(ADAM, "auto")}},
     "the Trainer's optimizer, WarmupLR": {
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto",
         "warmup_num_steps": "auto"}},
@@ -105,8 +105,8 @@ def _config(name: str) -> dict[str, Any]:
     }
     if "offloaded" in name:
         zero |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-    batch = {key: "auto" for key in ("train_batch_size", "train_micro_batch_size_per_gpu")}
-    steps = {key: "auto" for key in ("gradient_accumulation_steps", "gradient_clipping")}
+    batch = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
+    steps = dict.fromkeys(("gradient_accumulation_steps", "gradient_clipping"), "auto")
     return {"zero_optimization": zero, **batch, **steps, **SECTIONS[name]}
 
 

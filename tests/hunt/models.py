@@ -262,7 +262,9 @@ def _draw(seed: int, draw: random.Random) -> Recipe:
         repeats=draw.random() < 0.15,
         style=style,
         optimizer=draw.choice(("SGD", "AdamW")),
-        by_script=style == "split" or draw.random() < 0.2,
+        # Gradients of the script's own backward are divided by the accumulation when they are
+        # collected, so that those of inputs are not.
+        by_script=style == "split" or (draw.random() < 0.2 and style != "input_gradient"),
         two_rates=draw.random() < 0.2,
     )
 

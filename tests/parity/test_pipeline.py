@@ -110,7 +110,7 @@ CASES = {
         gpt,
         True,
         ScheduleInterleaved1F1B,
-        STAGE3 | dict.fromkeys(("offload_param", "offload_optimizer"), {"device": "cpu"}),
+        STAGE3 | {key: {"device": "cpu"} for key in ("offload_param", "offload_optimizer")},
     ),
     "GPT, 1F1B, stage 1": Case(gpt, False, Schedule1F1B, {"stage": 1}),
     "Mixtral, 1F1B, stage 3": Case(mixtral, False, Schedule1F1B, STAGE3),

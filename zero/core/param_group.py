@@ -310,9 +310,8 @@ class ParamGroup:
         replaced = []
         for i, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
             shown = local(param)
-            if owning_group(param) is not self or (
-                shown.data_ptr() == view.data_ptr() and shown.stride() == view.stride()
-            ):
+            is_view = shown.data_ptr() == view.data_ptr() and shown.stride() == view.stride()
+            if is_view or owning_group(param) is not self:
                 continue
             values = shown.detach()
             show(param, view)

@@ -212,7 +212,7 @@ class GradientReducer:
                 self.buffered -= flat.numel()
                 flat = entry.carried.add_(flat)
                 entry.carried = None
-            if not self._micro_batches.reduces_now:
+            if self.keeps_on_rank:
                 entry.carried = flat.to(self.sum_dtype)
                 return
         self._start(group, flat)
@@ -294,6 +294,11 @@ class GradientReducer:
         for group in groups:
             if (carried := self.gradients[group].carried) is not None:
                 self.gradients[group].carried = tier.keep(carried)
+
+    @property
+    def keeps_on_rank(self) -> bool:
+        """Whether `reduce` only adds to this rank's sum: a later micro-batch is reduced with it."""
+        return self.deferred and not self._micro_batches.reduces_now
 
     def has_pending(self, group: ParamGroup) -> bool:
         """Whether gradients of `group` were collected but not reduced."""
@@ -404,6 +409,10 @@ class ReductionOrder:
         self._has_leaves = any(
             getattr(module, LEAF_FLAG, False) for group in groups for module in group.modules
         )
+        # Elsewhere ranks that call different modules block each other before.
+        self._may_diverge = comm.world_size > 1 and (
+            self._has_leaves or all(group.persistent for group in groups)
+        )
         self._has_places = comm.matches_by_order or (comm.world_size > 1 and self._has_leaves)
         self._started = self._backwards = self._uses = 0
         self._is_open = False
@@ -476,14 +485,24 @@ class ReductionOrder:
         """The backward is over: reduce the rest, the same groups in the same order on every rank,
         and wait.
         """
-        again = [
-            group for group in self._order[: self._started] if self._reducer.has_pending(group)
-        ]
-        for group in self._order[self._started :] + again:
+        late = self._late_groups()
+        for group in self._order[self._started :] + late:
             if group not in self._absent:
                 self._reducer.reduce(group)
         self._agree()
         self._reducer.end_backward()
+
+    def _late_groups(self) -> list[ParamGroup]:
+        """Groups that got gradients after their reduction had started, from a second call inside of
+        a reentrant checkpoint: on any rank, because all have to join in one more reduction.
+        """
+        started = self._order[: self._started]
+        is_late = [self._reducer.has_pending(group) for group in started]
+        is_late += [False] * (len(self._order) - len(started))
+        if self._may_diverge and not self._reducer.keeps_on_rank:
+            on_no_rank = torch.tensor([not late for late in is_late], dtype=torch.uint8)
+            is_late = (self._comm.all_reduce(on_no_rank, "min") == 0).tolist()
+        return [group for group, late in zip(self._order, is_late, strict=True) if late]
 
     def _agree(self) -> None:
         """After backward 1, 2, 4, 8, ...: take over rank 0's order and places. See the notes."""

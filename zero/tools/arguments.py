@@ -10,8 +10,6 @@ import re
 import shutil
 import sys
 import tempfile
-import threading
-import time
 from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
@@ -20,12 +18,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
 from zero.config import load_config
 from zero.errors import UsageError
 
-_TICK = 0.5  # seconds between two looks of a line at the clock
 # Programs whose first argument that ends in .py is a script.
 LAUNCHERS = ("torchrun", "accelerate", "python", "python3")
+# Their options after which no script follows.
+_NO_SCRIPT = {"-m", "--module", "-c", "--no-python", "--no_python"}
 NOT_PYTHON = (".json", ".yaml", ".yml", ".toml", ".sh", ".txt", ".md", ".ipynb")
 
 
@@ -52,10 +54,9 @@ class Parser(ArgumentParser):
 
     def parse(self, arguments: list[str]) -> Namespace:
         """As `parse_args`, for a parser with `add_command`: there must be a command."""
+        # argparse would look for an option -m of its own
         module = arguments.index("-m") if "-m" in arguments else len(arguments)
-        options = self.parse_args(
-            arguments[:module]
-        )  # argparse would look for an option -m of its own
+        options = self.parse_args(arguments[:module])
         options.command += arguments[module:]
         if not options.command:
             self.error("name a script or a launcher to run")
@@ -68,41 +69,33 @@ class Parser(ArgumentParser):
 
 
 class Working:
-    """Shows on stderr that a long step goes on: on a terminal a line with its seconds, else each
-    new text of `show`.
+    """Shows on stderr that a long step goes on: on a terminal a line with its time, else each new
+    text of `show`.
     """
 
     def __init__(self, text: str):
         self._text = text
-        self._live = sys.stderr.isatty()
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._tick, daemon=True)
+        # not as rich decides: in logs of CI, FORCE_COLOR stands for a terminal
+        self._is_terminal = sys.stderr.isatty()
+        console = Console(file=sys.stderr, force_terminal=self._is_terminal)
+        columns = TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+        self._line = Progress(*columns, console=console, transient=True)
+        self._task = self._line.add_task(text)
 
     def __enter__(self) -> Working:
-        if self._live:
-            self._thread.start()
+        if self._is_terminal:
+            self._line.start()
         return self
 
     def show(self, text: str) -> None:
-        if text != self._text and not self._live:
+        if text != self._text and not self._is_terminal:
             print(text, file=sys.stderr, flush=True)
         self._text = text
-
-    def _tick(self) -> None:
-        start = time.monotonic()
-        while not self._done.wait(_TICK):
-            print(
-                f"\r\033[K{self._text}, {time.monotonic() - start:.0f} s",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+        self._line.update(self._task, description=text)
 
     def __exit__(self, *_: object) -> None:
-        self._done.set()
-        if self._live:
-            self._thread.join()
+        if self._is_terminal:
+            self._line.stop()
 
 
 def program(target: str) -> str | None:
@@ -126,13 +119,7 @@ def check_command(name: str, command: list[str]) -> None:
         _check_module(name, *rest[:1])
     elif program(target) is None:
         _check_script(name, target)
-    elif Path(target).name in LAUNCHERS and not {
-        "-m",
-        "--module",
-        "-c",
-        "--no-python",
-        "--no_python",
-    } & {*rest}:
+    elif Path(target).name in LAUNCHERS and not _NO_SCRIPT & {*rest}:
         for script in [word for word in rest if word.endswith(".py")][:1]:
             _check_script(name, script)
     for config in _configurations(rest):
@@ -145,9 +132,8 @@ def _check_module(name: str, module: str = "") -> None:
     top = module.partition(".")[0]
     if top == "deepspeed":  # the hook gives what is started a module of this name
         return
-    if not (
-        find_spec(top) or PathFinder.find_spec(top, [os.getcwd()])
-    ):  # as Python, which looks there for `-m`
+    # For `-m`, Python looks in the working directory as well.
+    if not (find_spec(top) or PathFinder.find_spec(top, [os.getcwd()])):
         raise UsageError(f"{name}: -m {module}: there is no module {top}")
 
 

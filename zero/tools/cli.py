@@ -1,42 +1,4 @@
-"""The command `zero`, or `python -m zero`: run an unmodified training script or its launcher; tools
-for checkpoints.
-"""
-
-from __future__ import annotations
-
-import json
-import os
-import runpy
-import sys
-import traceback
-from argparse import Namespace
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NoReturn
-
-from zero.checkpoint.models import DTYPES, MAX_FILE_BYTES, consolidate, describe, facts
-from zero.config.load import load_config
-from zero.errors import UsageError, refuse
-from zero.hf import STARTUP, enable
-from zero.tools.arguments import (
-    Parser,
-    Working,
-    above_zero,
-    check_command,
-    count,
-    gibibytes,
-    program,
-)
-from zero.tools.doctor.command import doctor
-from zero.tools.estimate.question import Question, model_folder, with_batch
-from zero.tools.explain import explain, explain_as_json
-from zero.tools.launch import launch, run_aside
-from zero.tools.profile.command import memory, trace
-from zero.tools.report.command import report
-from zero.tools.verify.command import verify
-
-USAGE = """\
-usage: zero run SCRIPT.py ARGS...
+"""usage: zero run SCRIPT.py ARGS...
        zero run LAUNCHER ARGS...
        zero run -m MODULE ARGS...
 
@@ -57,8 +19,8 @@ Starts a script on all GPUs of this machine, or over ssh on the machines of Deep
 
        zero verify [--steps N] SCRIPT.py|LAUNCHER|-m MODULE ARGS...
 
-Runs the first steps twice, on zero and on plain torch, and names the first loss, gradient or
-parameter that differs.
+Runs the first steps on zero and on plain torch, and names the first loss, gradient or parameter
+that differs by more than rounding.
 
        zero doctor [--folder F]
        torchrun --nproc_per_node N -m zero doctor
@@ -89,8 +51,8 @@ for memory or speed.
        zero estimate MODEL --ds-config CONFIG --world N [--batch B --seq S] [--device-memory GIB]
        [--host-memory GIB]
 
-Says what each process will hold and what it moves in a step, without starting anything. Where it
-does not fit: what to change, the fastest first.
+Says what each process will hold, what it moves in a step and how long that takes, without starting
+anything. Where it does not fit: what to change, the fastest first.
 
        zero inspect CHECKPOINT
        zero consolidate CHECKPOINT OUT [--dtype fp16|bf16|fp32] [--max-file-size GB]
@@ -102,6 +64,43 @@ CHECKPOINT is a folder such as output/checkpoint-500, or the one named global_st
 Each command has an example under --help, and prints a JSON object with --json. A mistake is one
 line and exit code 2. Where the command `zero` is not installed, `python -m zero` is the same.
 """
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from zero.checkpoint.models import DTYPES, MAX_FILE_BYTES, consolidate, describe, facts
+from zero.config.load import load_config
+from zero.errors import UsageError, refuse
+from zero.hf import STARTUP, enable
+from zero.tools.arguments import (
+    Parser,
+    Working,
+    above_zero,
+    check_command,
+    count,
+    gibibytes,
+    program,
+)
+from zero.tools.doctor.command import doctor
+from zero.tools.estimate.question import Question, model_folder, with_batch
+from zero.tools.estimate.traffic import Speeds
+from zero.tools.explain import explain, explain_as_json
+from zero.tools.launch import launch, run_aside
+from zero.tools.profile.command import memory, trace
+from zero.tools.report.command import report
+from zero.tools.verify.command import verify
+
+USAGE = f"{__doc__}"  # what `zero --help` prints
 CHECKPOINT = "the checkpoint's folder, or the one it lies in"
 
 
@@ -127,22 +126,20 @@ def _or_refuse(command: Callable[[list[str]], Any], arguments: list[str]) -> Any
     try:
         return command(arguments)
     except OSError as error:
-        _refuse(
-            f"{error.filename}: {error.strerror}"
-            if error.filename and error.strerror
-            else str(error)
-        )
+        named = error.filename and error.strerror
+        _refuse(f"{error.filename}: {error.strerror}" if named else str(error))
     except ValueError as error:
         _refuse(str(error))
 
 
 def _what_to_run(arguments: list[str]) -> Namespace:
-    description = (
-        "Run a script, launcher or module with zero under the name `deepspeed`. With "
-        "--json, it prints to stderr."
+    parser = Parser(
+        "run",
+        "Run a script, launcher or module with zero under the name `deepspeed`. With --json, it "
+        "prints to stderr.",
+        "torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
+        json="exit code, seconds and memory at the end",
     )
-    example = "torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json"
-    parser = Parser("run", description, example, "exit code, seconds and memory at the end")
     parser.add_command()
     options = parser.parse(arguments)
     check_command("run", options.command)
@@ -155,9 +152,8 @@ def _run(options: Namespace) -> None:
     A command or a module replaces this process.
     """
     target, *arguments = options.command
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [STARTUP, os.environ.get("PYTHONPATH")])
-    )
+    path = filter(None, [STARTUP, os.environ.get("PYTHONPATH")])
+    os.environ["PYTHONPATH"] = os.pathsep.join(path)
     if options.json:
         done = run_aside([sys.executable, "-m", "zero", "run", *options.command])
         print(json.dumps(done | {"command": options.command}))
@@ -180,11 +176,8 @@ def _run_script(script: str, arguments: list[str]) -> None:
     try:
         runpy.run_path(script, run_name="__main__")
     except UsageError as error:
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == script
-        ]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == script]
         refuse(f"{script}, line {lines[-1] if lines else '?'}: {error}")
 
 
@@ -194,54 +187,49 @@ def _hook(arguments: list[str]) -> None:
 
 
 def _explain(arguments: list[str]) -> None:
-    parser = Parser(
-        "explain",
+    description, example = (
         "Say what each key of a configuration does.",
         "configs/ds_config_zero3.json",
-        "it",
     )
+    parser = Parser("explain", description, example, json="it")
     parser.add_argument("config", help="the file ds_config.json, or the YAML of accelerate")
     options = parser.parse_args(arguments)
     print(explain_as_json(options.config) if options.json else explain(options.config))
 
 
 def _estimate(arguments: list[str]) -> None:
-    example = "models/t5-3b --ds-config ds.json --world 8 --batch 4 --seq 512 --device-memory 24G"
     parser = Parser(
         "estimate",
         "Say what each process will hold, and what it moves in a step over each link.",
-        example,
+        "models/t5-3b --ds-config ds.json --world 8 --batch 4 --seq 512 --device-memory 24G",
         json="the estimate",
     )
-    memory = "what does not fit gets remedies, ordered by predicted time"
-    parser.add_argument("model", help="the model's folder with config.json; weights are not read")
-    parser.add_argument("--ds-config", required=True, help="the file ds_config.json")
-    parser.add_argument(
-        "--world", type=count, default=1, metavar="N", help="number of processes (1)"
-    )
-    parser.add_argument(
-        "--batch", type=count, default=0, help="sequences of a micro-batch; default: the file's"
-    )
-    parser.add_argument(
-        "--seq", type=count, default=0, help="tokens of a sequence; without it no activations"
-    )
-    parser.add_argument("--checkpointing", action="store_true", help="with gradient checkpointing")
-    parser.add_argument(
-        "--device-memory", type=gibibytes, metavar="GIB", help=f"of one device: 24 or 24G; {memory}"
-    )
-    parser.add_argument(
-        "--host-memory", type=gibibytes, metavar="GIB", help="of the host for one process, likewise"
-    )
+    remedies = "what does not fit gets remedies, ordered by predicted time"
+    device, host = f"of one device: 24 or 24G; {remedies}", "of the host for one process, likewise"
+    tokens = "tokens of a sequence; without it no activations"
+    add = parser.add_argument
+    add("model", help="the model's folder with config.json; weights are not read")
+    add("--ds-config", required=True, help="the file ds_config.json, or the YAML of accelerate")
+    add("--world", type=count, default=1, metavar="N", help="number of processes (1)")
+    add("--batch", type=count, default=0, help="sequences of a micro-batch; default: the file's")
+    add("--seq", type=count, default=0, help=tokens)
+    add("--checkpointing", action="store_true", help="with gradient checkpointing")
+    add("--device-memory", type=gibibytes, metavar="GIB", help=device)
+    add("--host-memory", type=gibibytes, metavar="GIB", help=host)
+    for name, speed in asdict(Speeds()).items():
+        unit = "TFLOP/s" if name == "compute" else "GB/s"
+        says = f"of one process; assumed: {speed:g}"
+        add(f"--{name}-speed", type=above_zero, default=speed, metavar=unit, help=says)
     options = parser.parse_args(arguments)
+    speeds = Speeds(**{name: getattr(options, f"{name}_speed") for name in asdict(Speeds())})
     if options.batch and not options.seq:
         parser.error("--batch needs --seq, the tokens of a sequence")
     given = {"device": options.device_memory, "host": options.host_memory}
     limits = {place: int(memory * 2**30) for place, memory in given.items() if memory is not None}
     model_folder(options.model)
-    question = Question(options.world, options.batch, options.seq, options.checkpointing)
-    config, question = with_batch(
-        load_config(options.ds_config, allow_auto=True), options.ds_config, question
-    )
+    question = Question(options.world, options.batch, options.seq, options.checkpointing, speeds)
+    settings = load_config(options.ds_config, allow_auto=True)
+    config, question = with_batch(settings, options.ds_config, question)
     with Working("estimate: following one step on fake tensors; large models take a minute"):
         from zero.tools.estimate.report import report  # transformers takes seconds to import
 
@@ -250,9 +238,8 @@ def _estimate(arguments: list[str]) -> None:
 
 
 def _inspect(arguments: list[str]) -> None:
-    parser = Parser(
-        "inspect", "Show what a training checkpoint holds.", "output/checkpoint-500", json="it"
-    )
+    description, example = "Show what a training checkpoint holds.", "output/checkpoint-500"
+    parser = Parser("inspect", description, example, json="it")
     parser.add_argument("checkpoint", help=CHECKPOINT)
     options = parser.parse_args(arguments)
     found = facts(options.checkpoint, progress=True)
@@ -260,29 +247,23 @@ def _inspect(arguments: list[str]) -> None:
 
 
 def _consolidate(arguments: list[str]) -> None:
-    description = "Make a model folder for from_pretrained of a checkpoint."
     parser = Parser(
         "consolidate",
-        description,
+        "Make a model folder for from_pretrained of a checkpoint.",
         "output/checkpoint-500 model --dtype bf16",
         json="the written files",
     )
+    dtypes = "of the weights; default: the one they are trained in"
+    most = MAX_FILE_BYTES / 1e9
     parser.add_argument("checkpoint", help=CHECKPOINT)
     parser.add_argument("out", help="the folder to write to")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="of the weights; default: the one they are trained in"
-    )
-    parser.add_argument(
-        "--max-file-size", type=above_zero, default=MAX_FILE_BYTES / 1e9, metavar="GB"
-    )
+    parser.add_argument("--dtype", choices=DTYPES, help=dtypes)
+    parser.add_argument("--max-file-size", type=above_zero, default=most, metavar="GB")
     options = parser.parse_args(arguments)
     dtype, max_file_bytes = DTYPES.get(options.dtype), int(options.max_file_size * 1e9)
-    files = consolidate(options.checkpoint, options.out, dtype, max_file_bytes, progress=True)
-    print(
-        json.dumps({"files": [str(file) for file in files]})
-        if options.json
-        else "\n".join(map(str, files))
-    )
+    written = consolidate(options.checkpoint, options.out, dtype, max_file_bytes, progress=True)
+    files = list(map(str, written))
+    print(json.dumps({"files": files}) if options.json else "\n".join(files))
 
 
 # Each gets its arguments, and returns the exit code or None.

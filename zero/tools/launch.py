@@ -17,8 +17,9 @@ import sys
 import threading
 import time
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 import torch
 
@@ -28,19 +29,7 @@ from zero.tools.arguments import Parser, check_command, count, port, program
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 # Variables that begin so reach the other machines. A file `.deepspeed_env` adds lines `NAME=VALUE`.
-EXPORTED = (
-    "NCCL",
-    "GLOO",
-    "TORCH",
-    "PYTHON",
-    "OMP",
-    "UCX",
-    "HF_",
-    "MLFLOW",
-    "WANDB",
-    "DEEPSPEED_TIMEOUT",
-    "ZERO_",
-)
+EXPORTED = tuple("NCCL GLOO TORCH PYTHON OMP UCX HF_ MLFLOW WANDB DEEPSPEED_TIMEOUT ZERO_".split())
 ENV_FILE = ".deepspeed_env"
 # No machine has so many accelerators: a larger number in a hostfile is a slip of the pen.
 MOST_SLOTS = 1024
@@ -56,6 +45,16 @@ _SILENCE = 5.0
 # ssh gives up after three of these seconds without a sign of life. Its exit code is then 255.
 _ALIVE = 15
 
+# [Note: variables] Everybody on a machine can read the command lines of its processes, so tokens
+# such as HF_TOKEN may not be in them. A host prints `_READY` when it waits for its variables, and
+# reads them as one line from ssh's stdin. By then its terminal no longer echoes what it is sent,
+# and takes lines of any length.
+_READY = "zero launch: waiting for variables"
+_RECEIVE = (
+    "import json, os, sys; os.environ.update(json.loads(sys.stdin.readline())); "
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
+
 
 def launch(arguments: list[str]) -> int:
     """Run `zero launch ARGUMENTS`; returns the job's exit code.
@@ -70,19 +69,13 @@ def launch(arguments: list[str]) -> int:
             f"launch: {script} is a command, not a Python script: name the script, or use --module"
         )
     if options.hostfile is None and not Path(DEFAULT_HOSTFILE).is_file():
-        if options.include or options.exclude or (options.num_nodes or 1) > 1:
-            raise UsageError("launch: --include, --exclude and --num_nodes need --hostfile")
-        ranks = options.num_gpus or max(1, torch.accelerator.device_count())
-        command = _torchrun(options, ["--standalone", "--nproc_per_node", str(ranks)])
-        os.environ["PYTHONPATH"] = _python_path()
-        if not options.json:
-            os.execv(command[0], command)
-        done = run_aside(command)
-        print(json.dumps(done | {"hosts": [], "ranks": ranks}))
-        return done["exit_code"]
-    file = Path(options.hostfile or DEFAULT_HOSTFILE)
+        return _run_here(options)
     hosts = choose(
-        parse_hostfile(file), options.include, options.exclude, options.num_nodes, options.num_gpus
+        parse_hostfile(Path(options.hostfile or DEFAULT_HOSTFILE)),
+        options.include,
+        options.exclude,
+        options.num_nodes,
+        options.num_gpus,
     )
     if options.elastic_training and options.min_elastic_nodes > len(hosts):
         raise UsageError(
@@ -96,41 +89,23 @@ def _parser() -> Parser:
     parser = Parser(
         "launch",
         "Start a script on all GPUs of this machine, or on the machines of a hostfile, over ssh. "
-        "With --json, "
-        "the ranks print to stderr.",
+        "With --json, the ranks print to stderr.",
         '--hostfile hosts --include "node1@node2:0,2" train.py --deepspeed ds_config.json',
         json="exit codes and seconds at the end",
     )
-    parser.add_argument(
-        "-H", "--hostfile", help=f"lines `NAME slots=N`; default: {DEFAULT_HOSTFILE} if it exists"
-    )
-    parser.add_argument(
-        "-i",
-        "--include",
-        default="",
-        help="hosts and slots to use: NAME[:SLOT,SLOT-SLOT][@NAME...]",
-    )
-    parser.add_argument(
-        "-e", "--exclude", default="", help="hosts or slots not to use, written in the same way"
-    )
-    parser.add_argument("--num_nodes", type=count, help="use the first so many hosts")
-    parser.add_argument("--num_gpus", type=count, help="use the first so many slots of each host")
-    parser.add_argument(
-        "--master_addr", help="address of the first host, as all hosts see it; default: its name"
-    )
-    parser.add_argument(
-        "--master_port", type=port, default=29500, help="a free port on the first host (29500)"
-    )
-    parser.add_argument("--ssh_port", "--ssh-port", type=port, help="port of ssh on all hosts")
-    parser.add_argument(
-        "--elastic_training", action="store_true", help="go on with the hosts that are left"
-    )
-    parser.add_argument(
-        "--min_elastic_nodes", type=count, default=1, help="fewest hosts to go on with (1)"
-    )
-    parser.add_argument(
-        "--module", action="store_true", help="the script is a module's name, as for `python -m`"
-    )
+    add = parser.add_argument
+    add("-H", "--hostfile", help=f"lines `NAME slots=N`; default: {DEFAULT_HOSTFILE} if it exists")
+    chosen = "hosts and slots to use: NAME[:SLOT,SLOT-SLOT][@NAME...]"
+    add("-i", "--include", default="", help=chosen)
+    add("-e", "--exclude", default="", help="those not to use, written in the same way")
+    add("--num_nodes", type=count, help="use the first so many hosts")
+    add("--num_gpus", type=count, help="use the first so many slots of each host")
+    add("--master_addr", help="address of the first host, as all hosts see it; default: its name")
+    add("--master_port", type=port, default=29500, help="a free port on the first host (29500)")
+    add("--ssh_port", "--ssh-port", type=port, help="port of ssh on all hosts")
+    add("--elastic_training", action="store_true", help="go on with the hosts that are left")
+    add("--min_elastic_nodes", type=count, default=1, help="fewest hosts to go on with (1)")
+    add("--module", action="store_true", help="the script is a module's name, as for `python -m`")
     parser.add_command()
     return parser
 
@@ -142,33 +117,30 @@ def parse_hostfile(file: Path) -> dict[str, int]:
     """Slots by host, in the order of the file. Raises UsageError with the line that is wrong."""
     if not file.is_file():
         raise UsageError(f"{file}: no such hostfile")
-    found: dict[str, int] = {}
-    for number, line in enumerate(
-        file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1
-    ):
-        words = line.partition("#")[0].split()
-        if not words:
+    hosts: dict[str, int] = {}
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, start=1):
+        text = line.partition("#")[0].strip()
+        if not text:
             continue
-        name, slots = words[0], words[1].removeprefix("slots=") if len(words) == 2 else ""
-        if not slots.isdecimal() or not int(slots):
-            raise UsageError(
-                f"{file}, line {number}: expected `NAME slots=N`, got {line.strip()!r}"
-            )
-        if int(slots) > MOST_SLOTS:
-            raise UsageError(
-                f"{file}, line {number}: slots={slots}: a host has at most {MOST_SLOTS} slots"
-            )
-        if name.startswith("-"):
-            raise UsageError(
-                f"{file}, line {number}: {name!r}: ssh takes a name that begins with a dash for an "
-                "option; write the host's name"
-            )
-        if name in found:
-            raise UsageError(f"{file}, line {number}: host {name} is there twice")
-        found[name] = int(slots)
-    if not found:
+        found = re.fullmatch(r"(\S+)\s+(?:slots=)?0*([1-9]\d*)", text, re.ASCII)
+        name, slots = found.groups() if found else ("", "")
+        if found is None:
+            wrong = f"expected `NAME slots=N`, got {line.strip()!r}"
+        elif len(slots) > len(str(MOST_SLOTS)) or int(slots) > MOST_SLOTS:
+            wrong = f"slots={slots:.20}: a host has at most {MOST_SLOTS} slots"
+        elif name.startswith("-"):
+            wrong = f"{name!r}: ssh takes a name that begins with a dash for an option; write the "
+            wrong += "host's name"
+        elif name in hosts:
+            wrong = f"host {name} is there twice"
+        else:
+            hosts[name] = int(slots)
+            continue
+        raise UsageError(f"{file}, line {number}: {wrong}")
+    if not hosts:
         raise UsageError(f"{file}: there is no host in it")
-    return found
+    return hosts
 
 
 def choose(
@@ -181,32 +153,30 @@ def choose(
     """The slots to use, by host. `include` and `exclude` are `NAME[:SLOT,SLOT][@NAME...]`."""
     if include and exclude:
         raise UsageError("launch: give --include or --exclude, not both")
-    chosen = {name: list(range(slots)) for name, slots in hosts.items()}
-    named = _parse_filter(include or exclude, chosen)
-    if include:
-        chosen = named
-    for name, slots in named.items() if exclude else ():
-        chosen[name] = [slot for slot in chosen[name] if slot not in slots]
-    chosen = {name: slots for name, slots in chosen.items() if slots}
+    named = _parse_filter(include or exclude, hosts)
+    chosen = named if include else {name: list(range(slots)) for name, slots in hosts.items()}
+    if exclude:
+        for name, slots in named.items():
+            chosen[name] = [slot for slot in chosen[name] if slot not in slots]
+        chosen = {name: slots for name, slots in chosen.items() if slots}
     if num_nodes is not None:
-        if not 0 < num_nodes <= len(chosen):
+        if num_nodes > len(chosen):
             raise UsageError(f"launch: --num_nodes {num_nodes}: {len(chosen)} hosts can be used")
         chosen = dict(list(chosen.items())[:num_nodes])
     if num_gpus is not None:
-        if small := next(
-            (name for name, slots in chosen.items() if len(slots) < num_gpus or num_gpus < 1), None
-        ):
-            raise UsageError(
-                f"launch: --num_gpus {num_gpus}: host {small} has {len(chosen[small])} slots"
-            )
+        for name, slots in chosen.items():
+            if len(slots) < num_gpus:
+                raise UsageError(
+                    f"launch: --num_gpus {num_gpus}: host {name} has {len(slots)} slots"
+                )
         chosen = {name: slots[:num_gpus] for name, slots in chosen.items()}
     if not chosen:
         raise UsageError("launch: no slot is left to run on")
     return chosen
 
 
-def _parse_filter(text: str, hosts: dict[str, list[int]]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+def _parse_filter(text: str, hosts: dict[str, int]) -> dict[str, list[int]]:
+    named: dict[str, set[int]] = {}
     # Guides also write `node1:0-3,node2:0-3`.
     for part in filter(None, re.split(r"@|,(?=[^,@:]+:)", text)):
         name, colon, slots = part.partition(":")
@@ -214,24 +184,19 @@ def _parse_filter(text: str, hosts: dict[str, list[int]]) -> dict[str, list[int]
             raise UsageError(
                 f"launch: host {name!r} is not in the hostfile, which has {', '.join(hosts)}"
             )
-        wanted = _slots(slots) if colon else hosts[name]
-        if wrong := [slot for slot in wanted if slot not in hosts[name]]:
-            raise UsageError(
-                f"launch: {part!r}: host {name} has slots 0 to {len(hosts[name]) - 1}, not "
-                f"{wrong[0]}"
-            )
-        found[name] = sorted({*found.get(name, []), *wanted})
-    return found
-
-
-def _slots(text: str) -> list[int | str]:
-    """The slots of `0,2` or `0-3`; what is neither a number nor a range stays text."""
-    found: list[int | str] = []
-    for each in text.split(","):
-        first, _, last = each.partition("-")
-        numbers = first.isdecimal() and (last or first).isdecimal()
-        found += range(int(first), int(last or first) + 1) if numbers else [each]
-    return found
+        of_host = named.setdefault(name, set())
+        for word in slots.split(",") if colon else [f"0-{hosts[name] - 1}"]:
+            first, dash, last = word.partition("-")
+            for slot in (first, last if dash else first):
+                # int() raises for thousands of digits
+                is_short = slot.isdecimal() and len(slot) <= len(str(MOST_SLOTS))
+                if not is_short or int(slot) >= hosts[name]:
+                    raise UsageError(
+                        f"launch: {part[:80]!r}: host {name} has slots 0 to {hosts[name] - 1}, "
+                        f"not {slot[:20] or word}"
+                    )
+            of_host.update(range(int(first), int(last or first) + 1))
+    return {name: sorted(slots) for name, slots in named.items()}
 
 
 # -- commands
@@ -243,55 +208,42 @@ def _python_path() -> str:
 
 def _torchrun(options: Namespace, placement: list[str]) -> list[str]:
     module = ["--module"] if options.module else []
-    return [sys.executable, "-m", "torch.distributed.run", *placement, *module, *options.command]
+    return ["-m", "torch.distributed.run", *placement, *module, *options.command]
 
 
 def remote_command(options: Namespace, hosts: dict[str, list[int]], index: int) -> str:
-    """The shell command for host number `index`: the working directory, variables and torchrun."""
+    """The shell command for host number `index`: the working directory and torchrun, which gets the
+    variables that come over stdin.
+    """
     name, slots = list(hosts.items())[index]
     address = options.master_addr or next(iter(hosts)).rpartition("@")[2]
     placement = ["--nproc_per_node", str(len(slots)), "--tee", "3"]
     if options.elastic_training:  # any host may become the one of rank 0: the others need its name
         placement += ["--local_addr", name.rpartition("@")[2] if index else address]
-        placement += [
-            "--nnodes",
-            f"{options.min_elastic_nodes}:{len(hosts)}",
-            "--rdzv_backend",
-            "c10d",
-        ]
-        placement += ["--rdzv_endpoint", f"{address}:{options.master_port}", "--rdzv_id", "zero"]
-        placement += ["--max_restarts", "3"]
+        placement += ["--nnodes", f"{options.min_elastic_nodes}:{len(hosts)}"]
+        placement += ["--rdzv_backend", "c10d", "--rdzv_id", "zero", "--max_restarts", "3"]
+        placement += ["--rdzv_endpoint", f"{address}:{options.master_port}"]
     else:
         placement += ["--nnodes", str(len(hosts)), "--node_rank", str(index)]
         placement += ["--master_addr", address, "--master_port", str(options.master_port)]
-    variables = {
-        key: value for key, value in os.environ.items() if key.startswith(EXPORTED)
-    } | _from_env_file()
+    torchrun = shlex.join([sys.executable, "-c", _RECEIVE, *_torchrun(options, placement)])
+    ready = f"stty raw -echo 2>/dev/null; echo {shlex.quote(_READY)}"
+    return f"cd {shlex.quote(os.getcwd())} && {{ {ready}; exec {torchrun}; }}"
+
+
+def remote_variables(options: Namespace, slots: list[int]) -> dict[str, str]:
+    """The environment variables that a host gets."""
+    variables = {key: value for key, value in os.environ.items() if key.startswith(EXPORTED)}
+    for file in (Path.home() / ENV_FILE, Path.cwd() / ENV_FILE):
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        pairs = (line.partition("=") for line in lines if "=" in line)
+        variables |= {key.strip(): value.strip() for key, _, value in pairs}
     variables["PYTHONPATH"] = _python_path()
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
-    if (
-        options.elastic_training
-    ):  # torch 2.13 would use one store for all rounds, and connect to the last one's ranks
+    if options.elastic_training:
+        # torch 2.13 would use one store for all rounds, and connect to the last one's ranks
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    words = [
-        "env",
-        *(f"{key}={value}" for key, value in variables.items()),
-        *_torchrun(options, placement),
-    ]
-    return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
-
-
-def _from_env_file() -> dict[str, str]:
-    found = {}
-    for folder in (Path.home(), Path.cwd()):
-        if (file := folder / ENV_FILE).is_file():
-            pairs = [
-                line.partition("=")
-                for line in file.read_text(encoding="utf-8").splitlines()
-                if "=" in line
-            ]
-            found |= {key.strip(): value.strip() for key, _, value in pairs}
-    return found
+    return variables
 
 
 # -- the job
@@ -305,12 +257,24 @@ def run_aside(command: list[str]) -> dict[str, Any]:
     start = time.monotonic()
     child = subprocess.Popen(command, stdout=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a terminal sends it to the child, too, whose end is waited for
+    # A terminal sends it to the child, too, whose end is waited for.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     code, seconds = child.wait(), round(time.monotonic() - start, 3)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
     return {"exit_code": code if code >= 0 else 128 - code, "seconds": seconds, "peak_bytes": peak}
+
+
+def _run_here(options: Namespace) -> int:
+    if options.include or options.exclude or (options.num_nodes or 1) > 1:
+        raise UsageError("launch: --include, --exclude and --num_nodes need --hostfile")
+    ranks = options.num_gpus or max(1, torch.accelerator.device_count())
+    command = _torchrun(options, ["--standalone", "--nproc_per_node", str(ranks)])
+    os.environ["PYTHONPATH"] = _python_path()
+    if not options.json:
+        os.execv(sys.executable, [sys.executable, *command])
+    done = run_aside([sys.executable, *command])
+    print(json.dumps(done | {"hosts": [], "ranks": ranks}))
+    return done["exit_code"]
 
 
 def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
@@ -327,15 +291,30 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
     jobs = {
         name: subprocess.Popen(
             [*ssh, name, remote_command(options, hosts, index)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
             errors="replace",
         )
         for index, name in enumerate(hosts)
-    }  # fmt: skip
+    }
     out, silent = sys.stderr if options.json else sys.stdout, set(jobs)
+
+    def talk(name: str, sent: IO[str], received: IO[str]) -> None:
+        """Give a host its variables, and print its lines."""
+        for line in received:
+            if line.rstrip() == _READY:
+                with suppress(BrokenPipeError), sent:  # ssh has ended, which `_wait` notices
+                    sent.write(json.dumps(remote_variables(options, hosts[name])) + "\n")
+            else:
+                silent.discard(name)
+                out.write(f"[{name}] {line.rstrip()}\n")
+                out.flush()
+
     threads = [
-        threading.Thread(target=_print_lines, args=(*item, out, silent), daemon=True)
-        for item in jobs.items()
+        threading.Thread(target=talk, args=(name, job.stdin, job.stdout), daemon=True)
+        for name, job in jobs.items()
     ]
     for thread in threads:
         thread.start()
@@ -347,7 +326,7 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
     except KeyboardInterrupt:  # or SIGTERM
         code = 128 + signal.SIGINT
     finally:
-        _end(list(jobs.values()))
+        _end([job for job in jobs.values() if job.poll() is None])
         for thread in threads:
             thread.join(timeout=_GRACE)
     if options.json:
@@ -355,21 +334,10 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
             {"host": name, "slots": hosts[name], "exit_code": job.returncode}
             for name, job in jobs.items()
         ]
-        found = {
-            "exit_code": code,
-            "seconds": round(time.monotonic() - start, 3),
-            "ranks": ranks,
-            "hosts": of_hosts,
-        }
-        print(json.dumps(found | {"failed_first": next(iter(failed), None)}))
+        seconds, first = round(time.monotonic() - start, 3), next(iter(failed), None)
+        result = {"exit_code": code, "seconds": seconds, "ranks": ranks, "hosts": of_hosts}
+        print(json.dumps(result | {"failed_first": first}))
     return code
-
-
-def _print_lines(name: str, job: subprocess.Popen[str], out: TextIO, silent: set[str]) -> None:
-    for line in job.stdout:
-        silent.discard(name)
-        out.write(f"[{name}] {line.rstrip()}\n")
-        out.flush()
 
 
 def _wait(
@@ -383,10 +351,8 @@ def _wait(
     while True:
         if silent and (waited := time.monotonic() - start) > patience:
             patience *= 2
-            print(
-                f"zero launch: nothing from {', '.join(sorted(silent))} in {waited:.0f} s",
-                file=sys.stderr,
-            )
+            names = ", ".join(sorted(silent))
+            print(f"zero launch: nothing from {names} in {waited:.0f} s", file=sys.stderr)
         for name, job in jobs.items():
             if job.poll() and name not in failed:
                 failed[name] = job.returncode
@@ -400,10 +366,9 @@ def _wait(
 
 
 def _end(jobs: list[subprocess.Popen[str]]) -> None:
-    running = [job for job in jobs if job.poll() is None]
-    for job in running:
+    for job in jobs:
         job.terminate()
-    for job in running:
+    for job in jobs:
         try:
             job.wait(timeout=_GRACE)
         except subprocess.TimeoutExpired:

@@ -62,7 +62,7 @@ def test_fp32_state_dict_is_that_of_the_masters(checkpoint):
         assert torch.equal(state[name], value), name
     assert state["lm_head.weight"] is state["shared.weight"]
     trained = get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
-    assert {name for name in state.keys() - trained.keys()} == {
+    assert set(state.keys() - trained.keys()) == {
         n for n in state if n.startswith("encoder.block.0.")
     }
 

@@ -171,13 +171,15 @@ def test_a_broken_link_ends_the_job_on_both_sides(folder: Path, alone: dict[int,
 
 
 def test_an_elastic_job_goes_on_without_a_lost_host(folder: Path, alone: dict[int, float]):
-    with hosts(3, folder, rate="200mbit") as (first, _, third):
-        with job(
+    with (
+        hosts(3, folder, rate="200mbit") as (first, _, third),
+        job(
             first, folder, "--num_gpus", "1", "--elastic_training", "--min_elastic_nodes", "2"
-        ) as started:
-            cut(third, folder, ranks=3)
-            third.kill()
-            assert started.wait(timeout=250) == 0, (folder / "out").read_text()
+        ) as started,
+    ):
+        cut(third, folder, ranks=3)
+        third.kill()
+        assert started.wait(timeout=250) == 0, (folder / "out").read_text()
     text = (folder / "out").read_text()
     assert "rank 2 of 3: 2 micro-batches, after step 0" in text
     assert "rank 1 of 2: 3 micro-batches, after step 4" in text

@@ -137,7 +137,7 @@ class Player:
 
     def play(self, action: str, argument: Any, batch: dict) -> list[float]:
         self.model.dropped = set() if "raises" in action else set(argument)
-        kind, _, raises = action.partition(" raises")
+        kind, _, _raises = action.partition(" raises")
         if action.endswith(" raises"):
             return self.failing(kind, argument, batch)
         if action == "eval":

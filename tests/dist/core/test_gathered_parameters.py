@@ -156,7 +156,7 @@ def partly(rank: int, world_size: int) -> tuple[bool, bool, bool]:
     """
     true = weights_of(toy())
     model = toy()
-    engine, _ = start(model, SOME_PERSISTENT)
+    _engine, _ = start(model, SOME_PERSISTENT)
     block = model.blocks[1]
     with (
         torch.no_grad(),
@@ -272,9 +272,9 @@ def refused(rank: int, world_size: int) -> bool:
         with (
             pytest.raises(RuntimeError, match="in-place modification of 1 sharded"),
             torch.no_grad(),
+            zero.GatheredParameters(model.head.weight),
         ):
-            with zero.GatheredParameters(model.head.weight):
-                model.head.weight.zero_()
+            model.head.weight.zero_()
         start(model, config)
     with zero.GatheredParameters(model.head.weight):
         return bool(model.head.weight.any())

@@ -329,11 +329,13 @@ def test_what_cannot_be_written_is_refused_on_all_ranks_before_training(tmp_path
 @pytest.mark.parametrize("section", ["tensorboard", "wandb"])
 def test_a_missing_package_is_named(section: str):
     config = load_config(ds_config() | {section: {"enabled": True}})
-    with mock.patch.dict(
-        sys.modules, {"tensorboard": None, "torch.utils.tensorboard": None, "wandb": None}
+    with (
+        mock.patch.dict(
+            sys.modules, {"tensorboard": None, "torch.utils.tensorboard": None, "wandb": None}
+        ),
+        pytest.raises(UsageError, match=f"package {section} is missing"),
     ):
-        with pytest.raises(UsageError, match=f"package {section} is missing"):
-            writers(config)
+        writers(config)
 
 
 class FakeWandb:
@@ -384,7 +386,7 @@ def replaced(rank: int, world_size: int, folder: Path) -> tuple[int, int, int]:
     first.destroy()
     after = len(logging.getLogger("zero").filters) - own
     assert first.monitor is None
-    second, _ = start(model, config)
+    _second, _ = start(model, config)
     hooks = [hook for hook in model._forward_pre_hooks.values() if "_before_forward" in str(hook)]
     return len(hooks), after, len(logging.getLogger("zero").filters) - own
 

@@ -108,7 +108,7 @@ def test_losses_of_both_kinds_of_weights_are_those_of_one_process(name, ranks, s
 
 
 def refused(rank: int, world_size: int) -> str:
-    engine, optimizer = start(
+    _engine, optimizer = start(
         build("llama"), ds_config(elementwise_optimizer=True), make=MAKE["AdamW"]
     )
     with pytest.raises(UsageError) as raised:

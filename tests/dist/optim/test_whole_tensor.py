@@ -186,7 +186,7 @@ def order_of_a_step(rank: int, world_size: int, folder: str | None) -> str:
     happened = []
     nvme = {} if folder is None else {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
     config = ds_config(stage3_param_persistence_threshold=0, **nvme)
-    engine, optimizer = start(build("llama"), config, make=MAKE["Muon"])
+    engine, _optimizer = start(build("llama"), config, make=MAKE["Muon"])
     train_zero(engine, batches("llama", 1))
     step = MuonWithAdamW.step
 

@@ -143,7 +143,7 @@ def looking(
 def loss_of_pieces(
     model: torch.nn.Module, batch: dict[str, torch.Tensor], ranks: SequenceGroup
 ) -> torch.Tensor:
-    batch = list(MicroBatches([batch], ranks))[0]
+    batch = next(iter(MicroBatches([batch], ranks)))
     return ranks.mean_loss(model(**batch, labels=batch["shift_labels"]).loss, batch["shift_labels"])
 
 

@@ -1,6 +1,6 @@
 """`zero launch` on two hosts. Both are this machine, under two addresses.
 
-The hosts are reached over ssh. If there is no sshd, a shell replaces ssh.
+The hosts are reached over ssh, if there is an sshd, and by a shell that replaces ssh.
 """
 
 from __future__ import annotations
@@ -21,14 +21,20 @@ import pytest
 
 from tests.processes import REPOSITORY, run
 from zero.errors import UsageError
-from zero.tools.launch import _parser, choose, parse_hostfile, remote_command
+from zero.tools.launch import (
+    _parser,
+    choose,
+    parse_hostfile,
+    remote_command,
+    remote_variables,
+)
 
 SSHD = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin")
 HOSTS = ("127.0.0.1", "127.0.0.2")
 # Each rank prints its numbers. With "fail", rank 1 fails. The others notice nothing: somebody must
 # end them.
 SCRIPT = """
-import os, sys, time, torch, torch.distributed as dist
+import os, psutil, sys, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 if sys.argv[1] == "fail":
@@ -39,9 +45,22 @@ dist.all_reduce(total)
 slots = os.environ["CUDA_VISIBLE_DEVICES"]
 local, told = os.environ["LOCAL_RANK"], os.environ["NCCL_TOLD"]
 print(f"rank {rank} of {int(total)} local {local} slots {slots} told {told}")
+token, notes = os.environ["HF_TOKEN"], os.environ["WANDB_NOTES"]
+lines = [process.info["cmdline"] or () for process in psutil.process_iter(["cmdline"])]
+print("token in", sum(token in word for words in lines for word in words), "notes", len(notes))
 dist.destroy_process_group()  # else a thread of gloo may end the process with an error
 """
-SHELL = '#!/bin/sh\nfor command; do :; done\nexec sh -c "$command"\n'
+# A secret, and a variable that is longer than a line of a terminal may be.
+TOKEN, LONG = "hf_secret", 9000
+# As ssh does, it stays, with the command in its command line, until the command has ended.
+SHELL = """#!/bin/sh
+for command; do :; done
+exec 3<&0
+sh -c "$command" <&3 &
+trap 'kill $!' TERM
+wait $!
+"""
+HUGE = "1" + 5000 * "0"  # more digits than int() takes
 
 
 def free_port() -> int:
@@ -83,19 +102,22 @@ def start_sshd(folder: Path) -> tuple[subprocess.Popen, str]:
     return server, f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/ssh_config "$@"\n'
 
 
-@pytest.fixture
-def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
+@pytest.fixture(params=["ssh", "shell"])
+def environment(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
     """Return an environment in which the command `ssh` reaches both hosts."""
     server, text = None, SHELL
-    if SSHD is not None and shutil.which("ssh-keygen") is not None:
+    if request.param == "ssh":
+        if SSHD is None or shutil.which("ssh-keygen") is None:
+            pytest.skip("there is no sshd")
         server, text = start_sshd(tmp_path)
-        if server.poll() is not None:  # on some machines a user may not start sshd
-            text = SHELL
+        if server.poll() is not None:
+            pytest.skip("this user may not start sshd")
     command = tmp_path / "bin" / "ssh"
     command.parent.mkdir()
     command.write_text(text)
     command.chmod(0o700)
-    yield {"PATH": f"{command.parent}:{os.environ['PATH']}", "NCCL_TOLD": "two words"}
+    variables = {"NCCL_TOLD": "two words", "HF_TOKEN": TOKEN, "WANDB_NOTES": "x" * LONG}
+    yield {"PATH": f"{command.parent}:{os.environ['PATH']}", **variables}
     if server is not None:
         server.kill()
         server.wait()
@@ -128,6 +150,9 @@ def test_ranks_on_two_hosts_work_together(environment: dict[str, str], tmp_path:
             f"[{host}] [default{local}]:rank {rank} of 3 local {local} slots {slots} told two words"
         )
         assert line in done.stdout.splitlines(), done.stdout
+    # Neither a list of processes nor the output shows what only the job may know.
+    assert done.stdout.count(f"token in 0 notes {LONG}") == 3, done.stdout
+    assert TOKEN not in done.stdout + done.stderr
 
 
 def test_all_hosts_end_when_one_fails(environment: dict[str, str], tmp_path: Path):
@@ -153,14 +178,14 @@ def test_what_a_recorder_asks_for_reaches_all_hosts(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("UNRELATED", "x")
     options = _parser().parse(["--elastic_training", "--min_elastic_nodes", "2", "train.py"])
     command = shlex.split(remote_command(options, {"a": [0], "user@b": [0, 1]}, 1))
-    assert "ZERO_WATCH_FOLDER=/shared/a b" in command and not any(
-        "UNRELATED" in word for word in command
-    )
+    variables = remote_variables(options, [0, 1])
+    assert variables["ZERO_WATCH_FOLDER"] == "/shared/a b" and "UNRELATED" not in variables
+    assert variables["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert (
         command[command.index("--nnodes") + 1] == "2:2"
         and command[command.index("--local_addr") + 1] == "b"
     )
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in command
+    assert variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
 # -- hosts
@@ -182,6 +207,8 @@ def test_slots_are_chosen_as_deepspeed_does(tmp_path: Path):
         ({"exclude": "b:2"}, "host b has slots 0 to 1, not 2"),
         ({"include": "b:0-2"}, "host b has slots 0 to 1, not 2"),
         ({"include": "a:x"}, "host a has slots 0 to 3, not x"),
+        ({"include": "b:0-99999999999"}, "host b has slots 0 to 1, not 99999999999"),
+        ({"include": f"b:{HUGE}"}, "host b has slots 0 to 1, not 1000"),
         ({"include": "a", "exclude": "b"}, "not both"),
         ({"exclude": "a@b"}, "no slot is left"),
         ({"num_nodes": 3}, "2 hosts can be used"),
@@ -201,6 +228,7 @@ def test_wrong_choices_are_refused(options: dict, message: str):
         ("#", "no host"),
         ("a slots=1\n-oProxyCommand=x slots=1", "line 2: .*begins with a dash"),
         ("a slots=99999999999", "line 1: slots=99999999999: a host has at most"),
+        (f"a slots={HUGE}", "line 1: slots=1000.*: a host has at most"),
     ],
 )
 def test_wrong_hostfiles_are_refused(tmp_path: Path, text: str, message: str):

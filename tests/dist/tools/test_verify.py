@@ -28,8 +28,8 @@ from zero.integrations.deepspeed.engine import DeepSpeedEngine
 from zero.optim.sharded_optimizer import ZeroOptimizer
 from zero.optim.subgroups import SubGroupInMemory
 from zero.optim.update import SubGroupUpdate
-from zero.tools.verify.command import as_json, as_text
-from zero.tools.verify.compare import Result, _Pair, _pair, _update, _without_noise, compare
+from zero.tools.verify.command import DISTURBED, ENGINE, PLAIN, as_json, as_text
+from zero.tools.verify.compare import Result, Tensor, compare
 from zero.tools.verify.plain import PlainEngine, hold_whole_models
 from zero.tools.verify.record import Recorder
 
@@ -48,6 +48,7 @@ collect, update_sub_group, begin_update = (
     SubGroupUpdate.__init__,
 )
 norm_of, backward = ZeroOptimizer._global_norm, DeepSpeedEngine.backward
+forward = DeepSpeedEngine.forward
 
 
 def drop_gradient(reducer: GradientReducer, param_group: ParamGroup, index: int) -> None:
@@ -94,6 +95,7 @@ def change_group(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> torch.Te
 
 FAULTS: dict[str, tuple[type, str, Any]] = {
     "none": (DeepSpeedEngine, "scale", DeepSpeedEngine.scale),
+    "forward": (DeepSpeedEngine, "forward", lambda self, **batch: forward(self, **batch) * 1.00001),
     "loss scale": (DeepSpeedEngine, "scale", lambda self, loss, **_: loss * 8),
     "mean": (Communicator, "mean_factor", 1.0),
     "gradient": (GradientReducer, "collect", drop_gradient),
@@ -119,11 +121,12 @@ def record(
     dtype: str,
     init: dict[str, Any] | None = None,
 ) -> None:
-    """Record the plain run, and one run of the engine for each fault.
+    """Record the plain runs, and one run of the engine for each fault.
 
     The model is made in `zero.Init(**init)`.
     """
-    for name in ("plain", *faults):
+    for name in (PLAIN, DISTURBED, *faults):
+        is_plain = name in (PLAIN, DISTURBED)
         options = {
             "accumulation": ACCUMULATION,
             "clip": 0.1,
@@ -131,17 +134,16 @@ def record(
         }
         settings = load_config(ds_config(**options, **DTYPES[dtype]))
         with mock.patch.object(zero.Init, "__init__", zero.Init.__init__):
-            if name == "plain":
+            if is_plain:
                 hold_whole_models()
             with zero.Init(**init or {}, enabled=init is not None):
                 model = toy()
         model.dropped.add(LEFT_OUT)
         optimizer = adamw(one_group(trainable(model)))
         with mock.patch.object(*FAULTS.get(name, FAULTS["none"])):
-            engine = (PlainEngine if name == "plain" else DeepSpeedEngine)(
-                model, settings, optimizer
-            )
-            Recorder(engine, folder / name, steps=STEPS + 1)
+            make = PlainEngine if is_plain else DeepSpeedEngine
+            engine = make(model, settings, optimizer)
+            Recorder(engine, folder / name, STEPS + 1, name if is_plain else ENGINE)
             for batch in toy_batches(STEPS):
                 for micro in split(batch, ACCUMULATION * world_size)[rank::world_size]:
                     engine.backward(loss_of(engine(**micro)))
@@ -150,7 +152,11 @@ def record(
 
 def found(folder: Path, faults: list[str], dtype: str) -> dict[str, Result]:
     run_on(RANKS, record, folder, faults, dtype)
-    return {name: compare(folder / name, folder / "plain") for name in faults}
+    return {name: compared(folder, name) for name in faults}
+
+
+def compared(folder: Path, name: str) -> Result:
+    return compare(folder / name, folder / PLAIN, folder / DISTURBED)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -168,25 +174,19 @@ def test_a_right_engine_is_equal(tmp_path: Path, dtype: str):
 @pytest.mark.parametrize("init", [{}, {"dtype": torch.bfloat16}], ids=str)
 def test_only_an_init_that_rounds_is_taken_for_one(tmp_path: Path, init: dict[str, Any]):
     run_on(RANKS, record, tmp_path, ["none"], "bfloat16", init)
-    result = compare(tmp_path / "none", tmp_path / "plain")
+    result = compared(tmp_path, "none")
     assert result.difference is None, as_text(result)
 
 
 def test_planted_faults_are_found_and_explained(tmp_path: Path):
-    results = found(tmp_path, ["loss scale", "mean", "gradient", "frozen"], "float32")
+    results = found(tmp_path, ["loss scale", "mean", "gradient", "frozen", "forward"], "float32")
+    times = "All of this kind are {} times the plain ones."
     expected = {
-        "loss scale": (
-            "gradient",
-            "stem.weight",
-            "All gradients are 8 times the plain ones: a wrong loss scale",
-        ),
-        "mean": (
-            "gradient",
-            "stem.weight",
-            "All gradients are 2 times the plain ones: they are summed over ranks",
-        ),
-        "gradient": ("gradient", LOST, f"The engine has no gradient for {LOST}"),
+        "loss scale": ("gradient", "stem.weight", times.format(8)),
+        "mean": ("gradient", "stem.weight", times.format(2)),
+        "gradient": ("gradient", LOST, f"The engine has no gradient for {LOST}."),
         "frozen": ("update", f"{FROZEN}.norm.weight", f"The step has not changed {FROZEN}"),
+        "forward": ("loss", "micro-batch 0 on rank 0", times.format(1)),
     }
     for name, (kind, tensor, cause) in expected.items():
         difference = results[name].difference
@@ -200,38 +200,23 @@ def test_planted_faults_are_found_and_explained(tmp_path: Path):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_faults_that_adam_hides_are_found(tmp_path: Path, dtype: str):
     """Its updates hardly change with the size of gradients."""
+    times, before = "All of this kind are {}times the plain ones", "What is compared before it"
+    untrained, decays = f"blocks.{LEFT_OUT}.norm.weight", "These elements have had no gradient yet"
+    skipped = "It is True on the engine and False on plain torch"
     expected = {
-        "norm": (
-            1,
-            "norm",
-            "all gradients",
-            "The gradients are equal, so they are added up wrongly",
-        ),
-        "skipped": (
-            1,
-            "setting",
-            "whether the step was skipped",
-            "It is True on the engine and False on plain torch",
-        ),
+        "norm": (1, "norm", "all gradients", before),
+        "skipped": (1, "setting", "whether the step was skipped", skipped),
         "setting": (1, "setting", "lr of param group 0", "It is 0.001"),
-        "clipping": (1, "exp_avg", "stem.weight", "All are"),
-        "twice": (1, "exp_avg", "stem.weight", "All are 2 times the plain ones: likely clipping"),
-        "rate": (1, "update", "stem.weight", "All updates are 1.01 times the plain ones"),
-        "betas": (1, "exp_avg_sq", "stem.weight", "All are 50 times the plain ones"),
-        "eps": (1, "update", "stem.weight", "Gradients, settings and states are equal"),
-        "decay": (
-            1,
-            "decay",
-            f"blocks.{LEFT_OUT}.norm.weight",
-            "These elements have had no gradient yet",
-        ),
-        "touched": (
-            1,
-            "decay",
-            f"blocks.{LEFT_OUT}.norm.weight",
-            "These elements have had no gradient yet",
-        ),
+        "clipping": (1, "exp_avg", "stem.weight", "All of this kind are"),
+        "twice": (1, "exp_avg", "stem.weight", times.format("2 ")),
+        "rate": (1, "update", "stem.weight", times.format("1.01 ")),
+        "betas": (1, "exp_avg_sq", "stem.weight", times.format("50 ")),
+        "eps": (1, "update", "stem.weight", before),
+        "decay": (1, "decay", untrained, ""),
+        "touched": (1, "decay", untrained, decays),
     }
+    if dtype != "float32":  # decay shows it first
+        expected["rate"] = (1, "decay", "blocks.3.down.bias", times.format("1.01 "))
     results = found(tmp_path, list(expected), dtype)
     for name, (step, kind, tensor, cause) in expected.items():
         difference = results[name].difference
@@ -262,31 +247,25 @@ def test_accelerate_sees_that_a_step_was_skipped(make: type[DeepSpeedEngine]):
     assert run_on(1, skips, make) == [True]
 
 
-def pair(name: str, a: list[float], b: list[float]) -> _Pair:
-    return _pair(name, torch.tensor(a), torch.tensor(b))
+def tensor(engine: list[float], plain: list[float], disturbed: list[float]) -> Tensor:
+    return Tensor.of("x", [torch.tensor(values) for values in (engine, plain, disturbed)])
 
 
-def test_what_is_rounding_noise():
-    eps = torch.finfo(torch.bfloat16).eps
-    loud, small = pair("loud", [1.0, 2.0], [1.0, 2.0]), pair("small", [3e-3, 0.0], [2e-3, 0.0])
-    noise, lost = pair("noise", [1e-5, 0.0], [2e-5, 0.0]), pair("lost", [0.0, 0.0], [1e-4, 0.0])
-    assert _without_noise([loud, small, noise, lost], eps) == [loud, small, lost]
-    both, one = (
-        pair("both", [math.inf, 1.0], [math.nan, 1.0]),
-        pair("one", [math.inf, 1.0], [1.0, 1.0]),
-    )
-    assert both.relative == 0.0 and one.relative == math.inf
-
-
-def test_the_last_place_of_a_value_is_rounding():
-    """At a learning rate of 1e-6 it is a tenth of the update of a LayerNorm's weight."""
-    ones, last_place = torch.ones(4), torch.finfo(torch.float32).eps
-    rounded, other = (
-        _update("weight", n * last_place * ones, 10 * last_place * ones, ones, ones > 0)
-        for n in (9, 8)
-    )
-    assert rounded.relative == 0.0 and other.relative == pytest.approx(0.1)
-    assert _update("weight", math.nan * ones, ones, ones, ones > 0).relative == math.inf
+def test_what_is_rounding():
+    inf, nan = math.inf, math.nan
+    close, usual = tensor([1.0, 2.00002], [1.0, 2.0], [1.0, 2.00001]), 1e-7
+    assert not close.differs(usual) and not close.is_noise
+    assert tensor([1.0, 2.001], [1.0, 2.0], [1.0, 2.00001]).differs(usual)
+    # By chance a tensor does not move at all: then others say how much rounding changes.
+    assert not tensor([1.000002, 0], [1.0, 0], [1.0, 0]).differs(1e-6)
+    noise = tensor([1e-5, 0.0], [2e-5, 0.0], [-1e-5, 1e-5])
+    assert noise.is_noise and not noise.differs(usual)
+    lost = tensor([0.0, 0.0], [1.0, 1.0], [1.3, 0.8])
+    assert lost.differs(usual) and not lost.is_noise
+    assert not tensor([inf, 1.0], [nan, 1.0], [inf, 1.0]).differs(usual)
+    assert tensor([inf, 1.0], [1.0, 1.0], [1.0, 1.0]).differs(usual)
+    assert tensor([1.0, 1.0], [inf, 1.0], [inf, 1.0]).differs(usual)
+    assert tensor([nan, 1.0], [1.0, 1.0], [1.0, 1.0]).differs(usual)
 
 
 SAVES = """

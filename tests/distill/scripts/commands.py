@@ -5,7 +5,6 @@ longer than a run.
 
 A job is a list of arguments. Rank 0 writes `[[exit code, message], ...]` to `jobs.json.out`.
 """
-# ruff: noqa: E402, I001
 
 import contextlib
 import io

@@ -5,7 +5,7 @@
 A job: {"name", "kind": llama|gpt2|t5, "arguments": DistillationConfig's, "pad": multiple, "report":
 file}. The report holds the log, the held-out metrics, and the trained student's weights. With SGD
 the weights show the gradients."""
-# ruff: noqa: E402, I001
+# ruff: noqa: E402
 
 import zero.hf
 

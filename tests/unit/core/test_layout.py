@@ -26,7 +26,7 @@ def test_shards_are_equal_and_cover_every_element_once(shapes, world_size):
     assert made.numel == sum(torch.Size(shape).numel() for shape in shapes)
     seen = torch.zeros(made.padded, dtype=torch.int)
     for rank in range(world_size):
-        low, high = made.shard_range(rank)
+        low, _high = made.shard_range(rank)
         last = 0
         for piece in made.pieces(rank):
             assert piece.start >= last, "pieces are in the order of the shard"

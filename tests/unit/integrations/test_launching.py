@@ -188,5 +188,6 @@ def test_wheel_claims_one_name(tmp_path):
         "zero/integrations/hf/startup/sitecustomize.py",
         "zero/tools/startup/sitecustomize.py",
         "zero/optim/adam_cpu/kernel.cpp",
+        "zero/tools/report/page.html.jinja",
     } <= {*names}
     assert "zero = zero.tools.cli:main" in scripts

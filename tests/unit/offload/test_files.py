@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import gc
+import itertools
 import os
 import random
 import resource
@@ -109,7 +110,7 @@ def test_neighbours_in_a_page_are_written_at_the_same_time(tmp_path):
     for _ in range(30):
         cuts = sorted({0, tensor.numel(), *(128 * order.randrange(2343) for _ in range(40))})
         expected = torch.empty(300_000, dtype=torch.uint8).random_(0, 256)
-        parts = list(zip(cuts, cuts[1:], strict=False))
+        parts = list(itertools.pairwise(cuts))
         transfers = [
             file.write(tensor[start:end], expected[start:end].clone()) for start, end in parts
         ]

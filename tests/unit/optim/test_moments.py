@@ -136,8 +136,13 @@ def test_what_is_not_finite_becomes_0_and_changes_no_neighbour(bad):
 
 @pytest.mark.parametrize(
     ("numel", "dtype"),
-    [(1, torch.bfloat16), (255, torch.float32), (257, torch.float16), (1000, torch.bfloat16)]
-    + [(adam_cpu.PIECE + 300, torch.float32)],
+    [
+        (1, torch.bfloat16),
+        (255, torch.float32),
+        (257, torch.float16),
+        (1000, torch.bfloat16),
+        (adam_cpu.PIECE + 300, torch.float32),
+    ],
 )
 def test_a_step_is_decoding_then_adam_then_encoding(path, numel, dtype):
     generator = torch.Generator().manual_seed(numel)

@@ -4,6 +4,7 @@ lies.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -44,7 +45,7 @@ def stored(
     target, bounds = torch.empty(len(values), dtype=torch.bfloat16), [0, *cuts, len(values)]
     rounding = StochasticRounding(seed, lambda: step)
     rounding.begin_step()
-    for low, high in zip(bounds, bounds[1:], strict=False):
+    for low, high in itertools.pairwise(bounds):
         for start in range(low, high, sub_group):
             end = min(high, start + sub_group)
             shard = shard_of(low, high, sizes)

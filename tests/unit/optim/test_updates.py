@@ -23,7 +23,7 @@ class Shard:
         self.grad = torch.ones(4)
         self.tier = Tier(torch.device("cpu"))
         self.master = torch.zeros(4)
-        self.group = SimpleNamespace(tier=self.tier)
+        self.group = SimpleNamespace(tier=self.tier, name=name)
         self.sub_groups_left = 0
         self.update_end = None
 

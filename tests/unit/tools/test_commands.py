@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 import time
 from argparse import ArgumentTypeError
@@ -205,16 +206,21 @@ def until(holds: Callable[[], bool]) -> bool:
 
 
 def test_a_long_step_counts_its_seconds_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setattr("zero.tools.arguments._TICK", 0.01)
-    with Working("counting") as working:
-        assert until(lambda: "\rcounting, 0 s" in sys.stderr.getvalue().replace("\033[K", ""))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+
+    def shown() -> str:
+        return re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue())  # without colours
+
+    with Working("counting [1]") as working:
+        assert until(lambda: "counting [1] 0:00:01" in shown())
         working.show("counted")
-        assert until(lambda: "counted, 0 s" in sys.stderr.getvalue())
-    assert sys.stderr.getvalue().endswith("\r\033[K")  # the line is gone before the result
+        assert until(lambda: "counted 0:00:0" in shown())
+    assert shown().endswith("\x1b[1A\x1b[2K")  # the line is gone before the result
 
 
-def test_a_long_step_prints_its_changes_to_a_file(capsys):
+def test_a_long_step_prints_its_changes_to_a_file(capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
     with Working("counting") as working:
         for number in (1, 1, 2):
             working.show(f"step {number}")

@@ -43,23 +43,27 @@ def test_what_would_fail_is_said_with_a_remedy(capsys, monkeypatch):
     assert lines["torch"].endswith("-> pip install 'torch>=99.0'")
     assert "missing -> pip install 'no-such-package>=1.0'" in lines["no-such-package"]
     assert "2 fault(s)" in text.splitlines()[-1]
-    assert checks._shared_memory(ROOT).level == SLOW
+    assert "slow  shared memory" in text and "--shm-size" in text
     monkeypatch.setattr(checks, "accelerator", lambda: torch.device("cuda:0"))
-    assert (
-        checks._shared_memory(ROOT).level == FAILS
-        and "--shm-size" in checks._shared_memory(ROOT).remedy
-    )
+    with pytest.raises(checks.Fault) as raised:
+        checks._shared_memory(ROOT)
+    assert raised.value.level == FAILS
 
 
 def test_a_machine_without_a_compiler_is_slow(monkeypatch):
     monkeypatch.setattr(checks.adam_cpu, "is_compiled", lambda: False)
     monkeypatch.setenv("CXX", "no-compiler")
-    assert checks._compiler()[1:3] == (SLOW, "no-compiler cannot build the Adam kernel")
+    (check,) = [check for check in checks._checks() if check.name == "C++ compiler"]
+    found = check.finding()
+    assert found[1:3] == (SLOW, "no-compiler cannot build the Adam kernel")
+    assert "name one in CXX" in found.remedy
 
 
 def test_a_full_disk_fails(monkeypatch, tmp_path):
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1 << 20))
-    assert checks._disk(tmp_path).level == FAILS
+    full = SimpleNamespace(free=1 << 20, total=1 << 30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: full)
+    disk = list(checks.findings(tmp_path))[-1]
+    assert (disk.level, disk.remedy) == (FAILS, "name a folder on another disk")
 
 
 def test_a_folder_that_is_missing_is_refused(capsys, tmp_path):

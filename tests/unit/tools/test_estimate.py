@@ -15,8 +15,9 @@ from zero.config import load_config
 from zero.tools.cli import main
 from zero.tools.estimate.model import build, class_of
 from zero.tools.estimate.question import Question
-from zero.tools.estimate.rank import estimate
+from zero.tools.estimate.rank import Estimate, estimate
 from zero.tools.estimate.remedies import Remedy, _undominated
+from zero.tools.estimate.report import _times
 
 SIZES = {
     "hidden_size": 64,
@@ -228,8 +229,8 @@ def test_whole_tensors_move_to_their_owners_only_if_they_are_sharded(ask):
 
 def test_a_slower_remedy_needs_less_memory_or_fewer_settings():
     def remedy(seconds: float, memory: int, settings: int) -> Remedy:
-        traffic = SimpleNamespace(seconds=seconds)
-        return Remedy("", SimpleNamespace(total=lambda place: memory, traffic=traffic), settings)
+        found = SimpleNamespace(total=lambda place: memory, seconds=seconds)
+        return Remedy("", found, settings)
 
     fast, smaller, simpler = remedy(1, 50, 3), remedy(2, 40, 3), remedy(3, 90, 1)
     useless = [remedy(2.5, 45, 3), remedy(4, 39, 2)]
@@ -248,14 +249,155 @@ def test_files_are_a_remedy_for_too_little_host_memory(ask):
     limits = ["--device-memory", "40M", "--host-memory", "60M"]
     found = ask(shape, section, "--world", "2", "--json", *limits, aio={"queue_depth": 4})
     assert not found["fits"]
-    best = found["remedies"][0]
-    assert (
-        "nvme" in best["change"]
-        and best["host"] <= 60 << 20 < parts(found, "host")
-        and best["disk"] > 0
-    )
+    best = next(each for each in found["remedies"] if "nvme" in each["change"])
+    assert best["host"] <= 60 << 20 < parts(found, "host") and best["disk"] > 0
     text = ask(shape, section, "--world", "2", *limits, aio={"queue_depth": 4})
     assert (
         "does not fit into host memory of 60.00 MiB; the largest part: optimizer state" in text
         and "on disk" in text
     )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("num_hidden_layers", -2, "num_hidden_layers is -2"),
+        ("num_hidden_layers", 10**9, "num_hidden_layers is 1e+09"),
+        ("num_attention_heads", 0, "num_attention_heads is 0"),
+        ("num_attention_heads", 7, "not a multiple"),
+        ("num_key_value_heads", 3, "num_key_value_heads is 3"),
+        ("num_key_value_heads", -(10**9), "num_key_value_heads"),
+        ("vocab_size", 2**31, "vocab_size is 2.15e+09"),
+        ("vocab_size", 2**63, "vocab_size"),
+        ("hidden_size", "64", "hidden_size"),
+        ("intermediate_size", -1, "LlamaForCausalLM cannot be built"),
+        ("head_dim", 2**31, "head_dim"),
+        ("num_labels", 10**9, "num_labels"),
+        ("architectures", 1.5, "architectures is 1.5"),
+        ("architectures", [1, 2], "architectures is [1, 2]"),
+    ],
+)
+def test_absurd_values_of_a_model_are_refused_in_one_line(key, value, words, tmp_path, capsys):
+    shape = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES, **HEADS}
+    (tmp_path / "config.json").write_text(json.dumps(shape | {key: value}))
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    arguments = ["estimate", str(tmp_path), "--ds-config", str(tmp_path / "ds.json")]
+    assert words in refusal(capsys, main, arguments)
+
+
+def test_a_name_on_the_hub_is_refused_with_the_command_that_gets_it(tmp_path, capsys):
+    (tmp_path / "ds.json").write_text("{}")
+    name = "meta-llama/Llama-3.1-8B"
+    error = refusal(capsys, main, ["estimate", name, "--ds-config", str(tmp_path / "ds.json")])
+    assert f"hf download {name} config.json --local-dir Llama-3.1-8B" in error
+    assert "zero estimate Llama-3.1-8B" in error
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "words"),
+    [
+        (0.67, 0.7, "0.67 s instead of 0.70 s"),
+        (209.0, 210.4, "209 s instead of 210 s"),
+        (1.704, 0.67, "1.7 s instead of 0.67 s"),
+        (210.1, 210.4, "210 s either way"),
+    ],
+)
+def test_two_times_have_as_many_digits_as_show_the_difference(new, old, words):
+    assert _times(Estimate(1, seconds=new), Estimate(1, seconds=old)) == words
+
+
+def test_speeds_can_be_given(ask):
+    section = {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"},
+        "offload_param": {"device": "cpu"},
+    }
+    shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
+    options = ["--batch", "2", "--seq", "8"]
+    slow = ask(shape, section, *options, "--json")
+    fast = ask(shape, section, *options, "--disk-speed", "5", "--json")
+    links = slow["traffic"]
+    disk = sum(sum(links[link].values()) for link in ("disk read", "disk written"))
+    assert slow["seconds"] - fast["seconds"] == pytest.approx(disk * (1 - 1 / 5) / 1e9)
+    assert slow["tokens_per_second"] == pytest.approx(16 / slow["seconds"])
+    text = ask(shape, section, *options, "--disk-speed", "5", "--memory-speed", "50")
+    assert "disk 5 GB/s, memory 50 GB/s" in text and " tokens/s" in text
+
+
+def test_an_update_on_the_host_takes_the_time_of_the_bytes_that_it_moves(ask):
+    cpu = {"device": "cpu"}
+    both = {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu}
+    shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
+    found = ask(shape, both, "--json")
+    # In bf16: a gradient is read, masters and two moments are read and written, weights written.
+    assert found["host_memory_of_updates"] == pytest.approx(28 * found["elements"], rel=1e-3)
+    coded = ask(shape, both | {"zero_quantized_moments": True}, "--json")
+    assert coded["host_memory_of_updates"] == pytest.approx(16 * found["elements"], rel=0.02)
+
+
+# Runs on one H100 (benchmarks/RESULTS.md): seconds of a step.
+MEASURED = {
+    "T5-3B": (
+        transformers.T5Config(
+            d_model=1024, d_ff=16384, d_kv=128, num_heads=32, num_layers=24, vocab_size=32128,
+            decoder_start_token_id=0, architectures=["T5ForConditionalGeneration"],
+        ), {}, 8, 512, False, 1.04,
+    ),
+    "Llama 8B": (
+        transformers.LlamaConfig(
+            hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+            num_attention_heads=32, num_key_value_heads=8, vocab_size=128256,
+            architectures=["LlamaForCausalLM"],
+        ), {"zero_quantized_moments": True}, 4, 2048, True, 3.10,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_predicted_seconds_are_near_those_of_a_gpu(name):
+    shape, section, batch, length, checkpointing, seconds = MEASURED[name]
+    cpu = {"device": "cpu"}
+    both = {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu}
+    settings = {"bf16": {"enabled": True}, "zero_optimization": both | section}
+    question = Question(1, batch, length, checkpointing)
+    found = estimate(build(shape, torch.bfloat16), load_config(settings), question)
+    assert seconds / 1.5 < found.seconds < seconds * 1.5
+
+
+def test_offload_that_is_not_needed_is_named(ask):
+    cpu = {"device": "cpu"}
+    both = {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu}
+    shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
+    options = ["--batch", "2", "--seq", "8", "--device-memory"]
+    text = ask(shape, both, *options, "1G")
+    assert "The offload is not needed: " in text and " of 1.00 GiB are in use" in text
+    found = ask(shape, both, *options, "1G", "--json")
+    plain = ask(shape, {"stage": 3}, *options[:-1], "--json")
+    unneeded = found["not_needed"]
+    assert unneeded["seconds"] < found["seconds"] and unneeded["host"] == 0
+    assert unneeded["device"] == parts(plain, "device") > parts(found, "device")
+    # The optimizer does not fit, the parameters do: with few live ones they are copied twice.
+    optimizer = {"stage": 3, "offload_optimizer": cpu, "stage3_max_live_parameters": 0}
+    both = optimizer | {"offload_param": cpu}
+    enough = parts(ask(shape, optimizer, *options[:-1], "--json"), "device")
+    less = ask(shape, both, *options, str((enough + 1024) / 2**30), "--json")["not_needed"]
+    assert less["change"] == "offload of parameters" and less["device"] == enough
+    assert ask(shape, both, "--json")["not_needed"] is None
+
+
+def test_less_precise_states_are_a_remedy_where_nothing_else_in_memory_is_enough(ask):
+    shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
+    limits = ["--device-memory", "40M", "--host-memory", "75M"]
+    found = ask(shape, {"stage": 3}, "--json", *limits)
+    lean = [each for each in found["remedies"] if "bf16_master_weights_and_grads" in each["change"]]
+    assert lean and "at random" in lean[0]["price"] and "8 bits" in lean[0]["price"]
+    assert lean[0]["disk"] == 0 and lean[0]["host"] <= 75 << 20
+    assert "(the price: the optimizer's moments have 8 bits" in ask(shape, {"stage": 3}, *limits)
+    enough = ask(shape, {"stage": 3}, "--json", "--device-memory", "40M")["remedies"]
+    assert enough and not any(each["price"] for each in enough)
+
+
+def test_states_without_masters_are_estimated_on_the_device(ask):
+    lean = {"enabled": True, "bf16_master_weights_and_grads": True}
+    found = ask(llama(), {"stage": 3}, "--json", bf16=lean)["bytes"]["device"]
+    assert "masters" not in found and found["optimizer state"] > 0

@@ -88,12 +88,12 @@ def test_what_the_page_computes():
     # wait is outside.
     assert run.step_seconds() == ([1, 2, 3], [pytest.approx(1.0)] * 3)
     assert parts[REST] == pytest.approx(0.05) and sum(parts.values()) == pytest.approx(1.0)
-    assert run.bytes_by_collective() == {"all_gather": 4096, "reduce_scatter": 2 << 20}
-    assert run.bytes_by_link() == {"network": 1 << 20, "disk read": 512 * 2.5}
+    assert run.mean_of("bytes") == {"all_gather": 4096, "reduce_scatter": 2 << 20}
+    assert run.mean_of("links") == {"network": 1 << 20, "disk read": 512 * 2.5}
     summary = run.summary()
     assert summary["MFU"] == "25.0%" and summary["disk, read a second"] == "1 GiB"
     assert "disk, written a second" not in summary
-    assert run.seconds_by_rank() == [pytest.approx(0.65), pytest.approx(0.9)]
+    assert run.seconds_by_rank() == [(0, pytest.approx(0.65)), (1, pytest.approx(0.9))]
     assert run.summary()["exposed waits"] == "35.0%" and run.summary()["last loss"] == "7"
     assert [size(each) for each in (0, 1023, 1024, 3 << 30, 5 << 50)] == [
         "0 B",
@@ -124,6 +124,22 @@ def test_the_page_of_two_runs_needs_no_network(tmp_path: Path, capsys):
     assert re.findall(r'(?:src|href)="(?!#|data:)[^"]*"|@import|<script', text) == []
     assert "&lt;script&gt;alert(1)" in text and "b&lt;i&gt;" in text and "b<i>" not in text
     assert '<tr class="differs"><td>zero_optimization.stage</td><td>3</td><td>1</td></tr>' in text
+
+
+def test_all_that_a_run_says_is_escaped():
+    """Whoever writes the file may not write the page."""
+    bad = "<b>$\\x{\"'"
+    start = first()
+    start["run"] = {
+        "configuration": [{"key": bad, "effective": bad, "effect": bad, "at_default": False}],
+        "environment": {bad: bad, "ranks": 2},
+        "memory": {bad: {"parameters": 1}},
+    }
+    start |= {"warnings": [bad, 7], "bytes": {bad: 1}, "links": {bad: 1}, "waits": {bad: 1}}
+    text = page([Run(bad, [start])])
+    assert "<b>" not in text and text.count("&lt;b&gt;") > 10
+    for drawing in re.findall("<svg.*?</svg>", text, flags=re.DOTALL):
+        ElementTree.fromstring(drawing)
 
 
 def test_a_file_of_an_older_version_has_a_page():
@@ -170,7 +186,7 @@ def test_the_page_does_not_replace_the_record(tmp_path: Path, capsys):
 def test_a_run_that_went_on_with_more_ranks_has_a_page():
     ranks = {"slowest": 2, "working_seconds": [0.7, 0.9, 1.1]}
     run = Run("a", [first(), record(2), record(3, ranks=ranks)])
-    assert run.seconds_by_rank() == [pytest.approx(each) for each in (0.675, 0.9, 1.1)]
+    assert [seconds for _, seconds in run.seconds_by_rank()] == pytest.approx([0.675, 0.9, 1.1])
     assert "rank 2" in page([run])
 
 

@@ -56,9 +56,7 @@ def test_kubernetes():
         volume["name"] for volume in pod["volumes"]
     }
     assert (REPOSITORY / command.training_script).is_file()
-    parser = ArgumentParser(
-        (ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments), allow_abbrev=False
-    )
+    parser = ArgumentParser(ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments)
     given = parser.parse_args(command.training_script_args)
     assert (REPOSITORY / given.deepspeed).is_file() and given.output_dir.startswith("/shared")
 

@@ -179,7 +179,7 @@ def test_a_checkpoint_may_be_resumed(folder):
 
 
 def test_the_demonstration_gives_way_to_explicit_arguments(folder):
-    model_args, data_args, args = parse_arguments("--learning_rate 0.5 --do_train".split())
+    _model_args, data_args, args = parse_arguments("--learning_rate 0.5 --do_train".split())
     assert args.learning_rate == 0.5
     assert (args.do_train, args.do_eval, args.do_predict) == (True, False, False)
     assert args.per_device_train_batch_size == 32

@@ -12,7 +12,8 @@ import resource
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,9 +51,32 @@ class Finding(NamedTuple):
     remedy: str = ""
 
     def __str__(self) -> str:
-        return f"{self.level:<6}{self.check:<16}{self.found}" + (
-            f" -> {self.remedy}" if self.remedy else ""
-        )
+        remedy = f" -> {self.remedy}" if self.remedy else ""
+        return f"{self.level:<6}{self.check:<16}{self.found}{remedy}"
+
+
+class Fault(Exception):
+    """What a check found. `remedy`: in the place of the check's."""
+
+    def __init__(self, found: str, level: str = FAILS, remedy: str = ""):
+        super().__init__(found)
+        self.found = found
+        self.level = level
+        self.remedy = remedy
+
+
+class Check(NamedTuple):
+    """`look` returns what it found, or raises `Fault`."""
+
+    name: str
+    look: Callable[[], str]
+    remedy: str = ""
+
+    def finding(self) -> Finding:
+        try:
+            return Finding(self.name, OK, self.look())
+        except Fault as fault:
+            return Finding(self.name, fault.level, fault.found, fault.remedy or self.remedy)
 
 
 def findings(folder: Path | None) -> Iterator[Finding]:
@@ -62,181 +86,162 @@ def findings(folder: Path | None) -> Iterator[Finding]:
     """
     if folder is not None and not folder.is_dir():
         raise UsageError(f"doctor: --folder {folder}: this is no folder")
-    yield _python()
-    yield from (_version(package) for package in LEAST)
-    yield _device()
-    yield _backend()
-    yield _bf16()
-    yield _locked_memory()
-    yield _shared_memory(Path("/dev/shm"))
-    yield _memory()
-    yield _compiler()
-    yield _host_name()
+    checks = _checks()
     if folder is not None:
-        yield _disk(folder)
+        checks.append(Check("disk", partial(_disk, folder), "name a folder on another disk"))
+    return (check.finding() for check in checks)
 
 
-def _python() -> Finding:
-    found = platform.python_version()
-    if TorchVersion(found) < "3.10":
-        return Finding("python", FAILS, found, "use Python 3.10 to 3.13")
-    return Finding("python", OK, found)
+def _checks() -> list[Check]:
+    versions = [
+        Check(package, partial(_version, package, least), f"pip install '{package}>={least}'")
+        for package, least in LEAST.items()
+    ]
+    return [
+        Check("python", platform.python_version),
+        *versions,
+        Check("devices", _device),
+        Check("backend", _backend, "install a build that has it"),
+        Check("bf16", _bf16, "train in fp32 or fp16"),
+        Check("locked memory", _locked, "ulimit -l unlimited, or docker run --ulimit memlock=-1"),
+        Check(
+            "shared memory",
+            partial(_shared_memory, Path("/dev/shm")),
+            "docker run --shm-size=8g, or delete what lies there",
+        ),
+        Check("host memory", _memory, "end other processes, start fewer ranks, or raise the limit"),
+        Check(
+            "C++ compiler",
+            _compiler,
+            "only for offloaded optimizers: install a C++ compiler, or name one in CXX",
+        ),
+        Check("host name", _host_name, "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME"),
+    ]
 
 
-def _version(package: str) -> Finding:
+def _version(package: str, least: str) -> str:
     try:
         found = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        found = ""
-    least = LEAST[package]
-    if not found or TorchVersion(found) < least:
-        return Finding(package, FAILS, found or "missing", f"pip install '{package}>={least}'")
-    return Finding(package, OK, found)
+        raise Fault("missing") from None
+    if TorchVersion(found) < least:
+        raise Fault(found)
+    return found
 
 
-def _device() -> Finding:
+def _device() -> str:
     device = accelerator()
     if device is None:
         if shutil.which("nvidia-smi") and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-            remedy = (
-                "there is a driver: install a CUDA build of torch, or a driver for CUDA "
-                f"{torch.version.cuda}"
-            )
-            return Finding("devices", FAILS, "torch sees no GPU", remedy)
-        return Finding("devices", OK, f"none: training runs on {os.cpu_count()} CPU cores")
+            build = f"install a CUDA build of torch, or a driver for CUDA {torch.version.cuda}"
+            raise Fault("torch sees no GPU", remedy=f"there is a driver: {build}")
+        return f"none: training runs on {os.cpu_count()} CPU cores"
     number = torch.accelerator.device_count()
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     memory = torch.accelerator.get_memory_info(device)[1] / 2**30
-    name = getattr(torch.get_device_module(device), "get_device_name", lambda *_: device.type)(
-        device
-    )
+    module = torch.get_device_module(device)
+    name = module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
     found = f"{number} x {name}, {memory:.0f} GiB"
-    if ranks > number:
-        return Finding(
-            "devices",
-            FAILS,
-            f"{found} for {ranks} ranks",
-            f"start at most {number} ranks on this machine",
-        )
-    return Finding("devices", OK, found)
+    if _ranks() > number:
+        remedy = f"start at most {number} ranks on this machine"
+        raise Fault(f"{found} for {_ranks()} ranks", remedy=remedy)
+    return found
 
 
-def _backend() -> Finding:
+def _ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def _backend() -> str:
     device = compute_device()
     name = default_backend(device)
     if accelerator() is not None and not is_accelerator(device):
-        return Finding(
-            "backend",
-            SLOW,
-            "torch has no collectives for this device",
-            "the engine computes on the CPU",
-        )
+        found = "torch has no collectives for this device"
+        raise Fault(found, SLOW, "the engine computes on the CPU")
     if not dist.is_backend_available(name):
-        return Finding(
-            "backend", FAILS, f"this torch was built without {name}", "install a build that has it"
-        )
-    return Finding("backend", OK, name)
+        raise Fault(f"this torch was built without {name}")
+    return name
 
 
-def _bf16() -> Finding:
+def _bf16() -> str:
     if accelerator() is not None:
         has = getattr(torch.get_device_module(), "is_bf16_supported", lambda: True)()
     else:
         cpu = Path("/proc/cpuinfo")
         text = cpu.read_text() if cpu.exists() else ""
         has = platform.machine() != "x86_64" or "avx512_bf16" in text or "amx_bf16" in text
-    return (
-        Finding("bf16", OK, "in hardware")
-        if has
-        else Finding("bf16", SLOW, "emulated", "train in fp32 or fp16")
-    )
+    if not has:
+        raise Fault("emulated", SLOW)
+    return "in hardware"
 
 
-def _locked_memory() -> Finding:
+def _locked() -> str:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     found = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB"
     if accelerator() is None:
-        return Finding("locked memory", OK, f"{found}; not needed without an accelerator")
+        return f"{found}; not needed without an accelerator"
     try:
         torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
-        remedy = "ulimit -l unlimited, or docker run --ulimit memlock=-1"
-        return Finding(
-            "locked memory", SLOW, f"{found}; 64 MiB: {str(error).splitlines()[0]}", remedy
-        )
-    return Finding("locked memory", OK, f"{found}; 64 MiB can be pinned")
+        raise Fault(f"{found}; 64 MiB: {str(error).splitlines()[0]}", SLOW) from None
+    return f"{found}; 64 MiB can be pinned"
 
 
-def _shared_memory(place: Path) -> Finding:
+def _shared_memory(place: Path) -> str:
     if not place.is_dir():
-        return Finding(
-            "shared memory", SLOW, f"no {place}", "DataLoader workers need it: mount a tmpfs there"
-        )
+        raise Fault(f"no {place}", SLOW, "DataLoader workers need it: mount a tmpfs there")
     size = shutil.disk_usage(place)
     found = f"{size.free / 2**30:.1f} of {size.total / 2**30:.1f} GiB free in {place}"
     if size.free < LEAST_SHARED_MEMORY:
-        level = (
-            SLOW if accelerator() is None else FAILS
-        )  # NCCL needs it; on CPUs only a DataLoader's workers do
-        return Finding(
-            "shared memory", level, found, "docker run --shm-size=8g, or delete what lies there"
-        )
-    return Finding("shared memory", OK, found)
+        # NCCL needs it; on CPUs only a DataLoader's workers do
+        raise Fault(found, SLOW if accelerator() is None else FAILS)
+    return found
 
 
-def _memory() -> Finding:
+def _memory() -> str:
     free, total = room(CPU)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    found = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free" + (
-        f" for each of {ranks} ranks" if ranks > 1 else ""
-    )
+    found = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    if _ranks() > 1:
+        found += f" for each of {_ranks()} ranks"
     if free < LEAST_MEMORY:
-        return Finding(
-            "host memory", SLOW, found, "end other processes, start fewer ranks, or raise the limit"
-        )
-    return Finding("host memory", OK, found)
+        raise Fault(found, SLOW)
+    return found
 
 
-def _compiler() -> Finding:
+def _compiler() -> str:
     name = os.environ.get("CXX") or "c++"
-    if adam_cpu.is_compiled():
-        return Finding("C++ compiler", OK, f"{name} has built the Adam kernel")
-    remedy = "only for offloaded optimizers: install a C++ compiler, or name one in CXX"
-    return Finding("C++ compiler", SLOW, f"{name} cannot build the Adam kernel", remedy)
+    if not adam_cpu.is_compiled():
+        raise Fault(f"{name} cannot build the Adam kernel", SLOW)
+    return f"{name} has built the Adam kernel"
 
 
-def _host_name() -> Finding:
+def _host_name() -> str:
     """gloo and NCCL's start-up connect to the address of the host's name."""
     name = socket.gethostname()
     try:
-        address = socket.gethostbyname(name)
+        return f"{name} is {socket.gethostbyname(name)}"
     except OSError:
-        remedy = "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME"
-        return Finding("host name", SLOW, f"{name} has no address", remedy)
-    return Finding("host name", OK, f"{name} is {address}")
+        raise Fault(f"{name} has no address", SLOW) from None
 
 
-def _disk(folder: Path) -> Finding:
+def _disk(folder: Path) -> str:
     """Write and read as the engine does: past the page cache, in requests of several threads."""
     free = shutil.disk_usage(folder).free
     if free < 2 * FILE_BYTES:
-        return Finding(
-            "disk", FAILS, f"{free >> 20} MiB free in {folder}", "name a folder on another disk"
-        )
+        raise Fault(f"{free >> 20} MiB free in {folder}")
     file = ScratchFile(folder)
     host = torch.ones(FILE_BYTES, dtype=torch.uint8, device="cpu")
+    rates = []
     try:
         place = file.empty(FILE_BYTES, torch.uint8)
-        rates = []
         for move in (lambda: file.write(place, host), lambda: file.read(place, host)):
             start = time.perf_counter()
             move().wait()
             rates.append(FILE_BYTES / (time.perf_counter() - start))
     except OSError as error:
-        return Finding("disk", FAILS, str(error), "name a folder on another disk")
+        raise Fault(str(error)) from None
     finally:
         file.close()
     found = f"writes {rates[0] / 1e9:.2f} GB/s, reads {rates[1] / 1e9:.2f} GB/s in {folder}"
     if min(rates) < SLOW_DISK:
-        return Finding("disk", SLOW, found, "for offload to files name a folder on an NVMe drive")
-    return Finding("disk", OK, found)
+        raise Fault(found, SLOW, "for offload to files name a folder on an NVMe drive")
+    return found

@@ -77,22 +77,15 @@ def findings(links: list[Link]) -> Iterator[Finding]:
     """One line for all links, and one for each that is much slower than most."""
     usual = median(link.bandwidth for link in links)
     latency = median(link.latency for link in links)
-    found = (
-        f"median {usual / 1e9:.2f} GB/s, {latency * 1e6:.0f} us over {len(links)} pair(s) of ranks"
+    about = f"{usual / 1e9:.2f} GB/s, {latency * 1e6:.0f} us over {len(links)} pair(s) of ranks"
+    yield Finding("links", OK, f"median {about}")
+    remedy = (
+        "look at NCCL_SOCKET_IFNAME, NCCL_IB_HCA, the switch and the cable; or use hybrid sharding"
     )
-    yield Finding("links", OK, found)
     for link in links:
         if link.bandwidth < SLOW_LINK * usual:
-            remedy = (
-                "look at NCCL_SOCKET_IFNAME, NCCL_IB_HCA, the switch and the cable; or use "
-                "hybrid sharding"
-            )
-            yield Finding(
-                "link",
-                SLOW,
-                f"rank {link.first} - {link.second}: {link.bandwidth / 1e9:.2f} GB/s",
-                remedy,
-            )
+            found = f"rank {link.first} - {link.second}: {link.bandwidth / 1e9:.2f} GB/s"
+            yield Finding("link", SLOW, found, remedy)
 
 
 def table(links: list[Link], ranks: int) -> str:

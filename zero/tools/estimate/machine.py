@@ -12,26 +12,29 @@ import contextlib
 import functools
 import importlib
 import math
+import mmap
 import os
 import platform
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zero import device as zero_device
 from zero.comm import communicator, traffic, watchdog, world
+from zero.comm.communicator import Communicator
 from zero.comm.traffic import READ, WRITTEN
 from zero.config import AioConfig, table
 from zero.offload import nvme, pinned, tiers
-from zero.optim import adam_cpu
+from zero.optim import adam_cpu, rounding
 from zero.tools.estimate.operations import operations
 
 META = torch.device("meta")
@@ -39,11 +42,12 @@ DEVICE, HOST, DISK = "device", "host", "disk"
 # Parts of host memory: buffers for transfers.
 PINNED, PAGEABLE = "buffers, pinned", "buffers, pageable"
 # The place of tensors in those buffers, which are counted themselves.
-ALIGNED = "in a buffer"
+IN_BUFFER = "in a buffer"
 # Tensors in host memory of at most so many elements are computed with.
 COMPUTED = 1 << 12
 
 _aten = torch.ops.aten
+_FILLS = (_aten.zeros.default, _aten.ones.default, _aten.full.default)
 
 
 class Memory(TorchDispatchMode):
@@ -75,36 +79,32 @@ class Memory(TorchDispatchMode):
         """From now on the fullest moment is searched for."""
         self._peaks.clear()
         for place in self.fullest:
-            self._add(place, self.part, 0)
+            self.add(place, self.part, 0)
 
     def forget_most(self) -> None:
         """From now on the most of each part is searched for."""
         self.most = Counter(self.live)
 
     def add(self, place: str, part: str, nbytes: int) -> None:
-        """Count bytes that belong to no tensor, and are never freed."""
-        self._add(place, part, nbytes)
+        """Count bytes: of a tensor, or of no tensor, then they are never freed."""
+        self.live[place, part] += nbytes
+        self._totals[place] += nbytes
+        self.most[place, part] = max(self.most[place, part], self.live[place, part])
+        if self._totals[place] >= self._peaks[place] and nbytes >= 0:
+            self._peaks[place] = self._totals[place]
+            self.fullest[place] = {
+                part: count for (where, part), count in self.live.items() if where == place
+            }
 
     def note(self, tensor: torch.Tensor, place: str | None = None) -> None:
         """Count the tensor's storage, unless it is known. Without a place, by its device."""
         storage = tensor.untyped_storage()
         if (key := storage._cdata) not in self._known:
-            place = place or (DEVICE if tensor.device.type == META.type else HOST)
-            self._known[key] = (place, self.part, storage.nbytes())
-            self._add(place, self.part, storage.nbytes())
+            place = place or (DEVICE if _is_on_device(tensor) else HOST)
+            nbytes = 0 if place == IN_BUFFER else storage.nbytes()
+            self._known[key] = (place, self.part, nbytes)
+            self.add(place, self.part, nbytes)
             weakref.finalize(storage, self._forget, key).atexit = False
-
-    def empty(self, numel: int, dtype: torch.dtype, place: str | None) -> torch.Tensor:
-        """A new tensor on the CPU, counted as one in another place; None: not counted."""
-        with _disable_current_modes():
-            tensor = torch.empty(numel, dtype=dtype)
-        if place is None:
-            key = tensor.untyped_storage()._cdata
-            self._known[key] = (ALIGNED, self.part, 0)
-            weakref.finalize(tensor.untyped_storage(), self._forget, key).atexit = False
-        else:
-            self.note(tensor, place)
-        return tensor
 
     def label(self, tensor: torch.Tensor | None, part: str) -> None:
         """The tensor's storage is `part` from now on."""
@@ -115,7 +115,7 @@ class Memory(TorchDispatchMode):
             self._known[key] = (place, part, nbytes)
             self.live[place, before] -= nbytes
             self._totals[place] -= nbytes
-            self._add(place, part, nbytes)
+            self.add(place, part, nbytes)
 
     def place_of(self, tensor: torch.Tensor) -> str:
         known = self._known.get(tensor.untyped_storage()._cdata)
@@ -125,17 +125,7 @@ class Memory(TorchDispatchMode):
         if storage._cdata in self._known:
             place, part, before = self._known[storage._cdata]
             self._known[storage._cdata] = (place, part, storage.nbytes())
-            self._add(place, part, storage.nbytes() - before)
-
-    def _add(self, place: str, part: str, nbytes: int) -> None:
-        self.live[place, part] += nbytes
-        self._totals[place] += nbytes
-        self.most[place, part] = max(self.most[place, part], self.live[place, part])
-        if self._totals[place] >= self._peaks[place] and nbytes >= 0:
-            self._peaks[place] = self._totals[place]
-            self.fullest[place] = {
-                each: count for (where, each), count in self.live.items() if where == place
-            }
+            self.add(place, part, storage.nbytes() - before)
 
     def _forget(self, key: int) -> None:
         place, part, nbytes = self._known.pop(key)
@@ -169,6 +159,9 @@ class Memory(TorchDispatchMode):
             # torch's formula for shapes takes bf16 alone
             narrow = (each.bfloat16() for each in args[:2])
             return func(*narrow, *args[2:], **kwargs).to(args[0].dtype)
+        if func in _FILLS and torch.device(kwargs.get("device") or "cpu").type == "cpu":
+            shape = func(*args, **kwargs | {"device": META})
+            return func(*args, **kwargs) if shape.numel() <= COMPUTED else _on_host(shape)
         on_device = any(map(_is_on_device, tensors))
         target = kwargs.get("device")
         leaves = on_device and target is not None and torch.device(target).type == "cpu"
@@ -232,10 +225,10 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Done:
-    """Work, a stream or an event: all is done at once."""
+    """Work, a stream or an event: all is done at once. It keeps what it is of until then."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        pass
+    def __init__(self, *kept: Any):
+        self._kept = kept
 
     def __enter__(self) -> _Done:
         return self
@@ -246,63 +239,14 @@ class _Done:
     def record_event(self) -> _Done:
         return self
 
-    def wait_event(self, event: object) -> None:
-        pass
+    def wait(self, *_: object) -> None:
+        self._kept = ()
 
-    wait_stream = wait_event
-
-    def wait(self) -> None:
-        pass
-
-    synchronize = wait
+    wait_event = wait_stream = synchronize = wait
 
     def query(self) -> bool:
         """As if work were late: then more buffers are under way."""
         return False
-
-
-class _Transfer(_Done):
-    """Keeps a buffer until it is waited for."""
-
-    def __init__(self, buffer: torch.Tensor):
-        self._buffer: torch.Tensor | None = buffer
-
-    def wait(self) -> None:
-        self._buffer = None
-
-
-class _Watchdog:
-    """Waits for nobody."""
-
-    position = ""
-
-    def __init__(self, *args: Any):
-        pass
-
-    def wait(self, collective: Callable[[], Any], what: object, at_least: float = 0.0) -> Any:
-        return collective()
-
-    def set_position(self, where: object) -> None:
-        pass
-
-    set_timeout = set_position
-
-    def stop(self) -> None:
-        pass
-
-
-class _Block:
-    """Host memory without memory. `is_counted`: its tensors are not to be counted again."""
-
-    def __init__(self, size: int, is_counted: bool):
-        self.size = size
-        self.is_counted = is_counted
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, part: slice) -> _Block:
-        return _Block(len(range(*part.indices(self.size))), self.is_counted)
 
 
 class _File:
@@ -314,7 +258,10 @@ class _File:
         self._bounced = 0
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._memory.empty(numel, dtype, DISK)
+        with _disable_current_modes():
+            tensor = torch.empty(numel, dtype=dtype)
+        self._memory.note(tensor, DISK)
+        return tensor
 
     zeros = empty
 
@@ -323,7 +270,7 @@ class _File:
 
     def read(self, source: torch.Tensor, target: torch.Tensor) -> _Done:
         self._move(READ, source, target)
-        return _Transfer(target)
+        return _Done(target)
 
     def write(
         self,
@@ -332,7 +279,7 @@ class _File:
         after: Callable[[], None] | None = None,
     ) -> _Done:
         self._move(WRITTEN, target, source)
-        return _Transfer(source)
+        return _Done(source)
 
     def _move(self, link: str, mapped: torch.Tensor, host: torch.Tensor) -> None:
         self._memory.moved[link, self._memory.cause] += mapped.nbytes
@@ -352,77 +299,56 @@ class _File:
 def imitated(memory: Memory, rank: int, ranks: int, of_machine: int) -> Iterator[None]:
     """Context in which this process is rank `rank` of `ranks`, of which each machine has
     `of_machine`.
+
+    Raises RuntimeError where the process has a process group already.
     """
+    new_block = pinned.new_block
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(of_machine)}))
-        for owner, names in _substitutes(memory, rank, ranks, of_machine):
-            for name, substitute in names.items():
-                _substitute(stack, owner, name, substitute)
+        dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+        stack.callback(dist.destroy_process_group)
+        substitutes = [
+            *_substitutes_of_ranks(of_machine),
+            *_substitutes_of_tensors(memory),
+            *_substitutes_on_host(memory),
+        ]
+        for owner, name, substitute in substitutes:
+            original = getattr(owner, name)
+            stack.enter_context(mock.patch.object(owner, name, substitute))
+            for module in [each for key, each in sys.modules.items() if key.startswith("zero.")]:
+                for key in [key for key, value in vars(module).items() if value is original]:
+                    stack.enter_context(mock.patch.object(module, key, substitute))
         # Tensors of tiers are counted as tensors, unlike those in buffers that are used again.
-        own_block = mock.patch.object(tiers, "new_block", lambda size, pin: _Block(size, False))
-        stack.enter_context(own_block)
+        of_tier = mock.patch.object(tiers, "new_block", lambda size, pin: new_block(size, False))
+        stack.enter_context(of_tier)
         stack.enter_context(memory)
         yield
 
 
-def _substitute(stack: contextlib.ExitStack, owner: Any, name: str, substitute: Any) -> None:
-    """In `owner`, and in each module of the engine that has the same object under any name."""
-    original = getattr(owner, name)
-    stack.enter_context(mock.patch.object(owner, name, substitute))
-    for module in [each for key, each in sys.modules.items() if key.startswith("zero.")]:
-        for key in [key for key, value in vars(module).items() if value is original]:
-            stack.enter_context(mock.patch.object(module, key, substitute))
+Substitute = tuple[Any, str, Any]  # owner, name, and what stands there instead
 
 
-def _substitutes(
-    memory: Memory, rank: int, ranks: int, of_machine: int
-) -> Iterator[tuple[Any, dict[str, Any]]]:
-    group, stream = object(), _Done()
-    collectives = [
-        "all_gather_into_tensor",
-        "all_reduce",
-        "all_to_all_single",
-        "broadcast",
-        "irecv",
-        "isend",
-        "reduce_scatter_tensor",
-        "scatter",
-    ]
-    newer = ("all_gather_single", "reduce_scatter_single")
-    collectives += [name for name in newer if hasattr(dist, name)]
+def _substitutes_of_ranks(of_machine: int) -> list[Substitute]:
+    new_group, alone, stream = Communicator._new_group, watchdog.Watchdog, _Done()
 
-    def exchange(values: list, value: Any, group: object = None) -> None:
+    def exchange(comm: Communicator, value: Any) -> list[Any]:
         if isinstance(value, tuple) and value[:1] == (platform.node(),):  # the machine of each rank
-            values[:] = [(platform.node(), each // of_machine) for each in range(len(values))]
+            return [(platform.node(), each // of_machine) for each in range(comm.world_size)]
+        return [value] * comm.world_size
 
-    yield (
-        dist,
-        dict.fromkeys(collectives, _Done)
-        | {
-            "all_gather_object": exchange,
-            "get_rank": lambda group=None: rank,
-            "get_world_size": lambda group=None: ranks,
-            "is_initialized": lambda: True,
-            "new_subgroups_by_enumeration": lambda *_, **__: (group, [group]),
-        },
-    )
-    yield (
-        world,
-        {
-            "compute_device": lambda: META,
-            "default_backend": lambda device: "imitated",
-            "group_timeout": world.default_timeout,
-            "is_initialized": lambda: True,
-        },
-    )
-    yield watchdog, {"Watchdog": _Watchdog, "end_with_launcher": lambda: None}
-    yield communicator, {"_communicators": {}}
-    yield communicator.Communicator, {"is_destroyed": False}
-    yield zero_device, {"use": lambda device: None}
-    yield table, {"announce": lambda *_: None}
-    yield torch.accelerator, {"current_stream": lambda *_: stream, "synchronize": lambda *_: None}
-    yield from _substitutes_of_tensors(memory)
-    yield from _substitutes_on_host(memory)
+    return [
+        (Communicator, "_new_group", lambda comm, groups, *_: new_group(comm, groups, "fake")),
+        (Communicator, "exchange", exchange),
+        (communicator, "_communicators", {}),
+        (world, "compute_device", lambda: META),
+        # The watchdog of a job of one rank waits for nobody.
+        (watchdog, "Watchdog", lambda rank, ranks, *rest: alone(0, 1, *rest)),
+        (watchdog, "end_with_launcher", lambda: None),
+        (zero_device, "use", lambda device: None),
+        (table, "announce", lambda *_: None),
+        (torch.accelerator, "current_stream", lambda *_: stream),
+        (torch.accelerator, "synchronize", lambda *_: None),
+    ]
 
 
 def _attention(
@@ -438,18 +364,17 @@ def _attention(
     """Fused attention: torch takes none on the meta device. Where a mask has a gradient, it takes
     none anywhere.
     """
+    tensors = (query, key, value)
     if attn_mask is not None and attn_mask.requires_grad:
-        tensors = (query, key, value)
         return plain(*tensors, attn_mask, dropout_p, is_causal, **options)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty(attn_mask.shape, dtype=query.dtype, device=META)
     fused = _aten._scaled_dot_product_flash_attention_for_cpu
-    tensors = (query, key, value)
     return fused(*tensors, 0.0, is_causal, attn_mask=attn_mask, scale=options.get("scale"))[0]
 
 
-def _substitutes_of_tensors(memory: Memory) -> Iterator[tuple[Any, dict[str, Any]]]:
-    resize, tensor = torch.UntypedStorage.resize_, torch.tensor
+def _substitutes_of_tensors(memory: Memory) -> list[Substitute]:
+    resize, make, functional = torch.UntypedStorage.resize_, torch.tensor, torch.nn.functional
     optimizer = importlib.import_module("torch.optim.optimizer")
     foreach = optimizer._get_foreach_kernels_supported_devices
 
@@ -459,72 +384,67 @@ def _substitutes_of_tensors(memory: Memory) -> Iterator[tuple[Any, dict[str, Any
         return out
 
     def tensor_with_values(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
-        made = tensor(data, **options, device="cpu")
+        made = make(data, **options, device="cpu")
         return made if device is None else made.to(device)
 
-    def address(each: torch.Tensor) -> int:
-        return (each.untyped_storage()._cdata << 40) + each.storage_offset() * each.itemsize
+    def address(tensor: torch.Tensor) -> int:
+        start = tensor.storage_offset() * tensor.itemsize
+        return (tensor.untyped_storage()._cdata << 40) + start
 
-    yield torch, {"Stream": _Done, "tensor": tensor_with_values}
-    yield (
-        torch.UntypedStorage,
-        {
-            "data_ptr": lambda storage: storage._cdata << 40 if storage.nbytes() else 0,
-            "resize_": resize_counted,
-        },
-    )
-    yield (
-        torch.Tensor,
-        {
-            "data_ptr": address,
-            "is_meta": False,  # a meta tensor of a model has no values, and is refused
-            "is_pinned": lambda each, *_: (
-                each.device.type == "cpu" and memory.place_of(each) != DISK
-            ),
-            "record_stream": lambda each, stream: None,
-        },
-    )
-    yield (
-        torch.nn.functional,
-        {
-            "scaled_dot_product_attention": functools.partial(
-                _attention, torch.nn.functional.scaled_dot_product_attention
-            )
-        },
-    )
-    yield (
-        optimizer,
-        {"_get_foreach_kernels_supported_devices": lambda: [*foreach(), META.type]},
-    )
+    def is_pinned(tensor: torch.Tensor, *_: Any) -> bool:
+        return tensor.device.type == "cpu" and memory.place_of(tensor) != DISK
+
+    attention = functools.partial(_attention, functional.scaled_dot_product_attention)
+    return [
+        (torch, "Stream", _Done),
+        (torch, "tensor", tensor_with_values),
+        (torch.UntypedStorage, "data_ptr", lambda each: each._cdata << 40 if each.nbytes() else 0),
+        (torch.UntypedStorage, "resize_", resize_counted),
+        (torch.Tensor, "data_ptr", address),
+        (torch.Tensor, "is_meta", False),  # a meta tensor of a model has no values: it is refused
+        (torch.Tensor, "is_pinned", is_pinned),
+        (torch.Tensor, "record_stream", lambda tensor, stream: None),
+        (functional, "scaled_dot_product_attention", attention),
+        (optimizer, foreach.__name__, lambda: [*foreach(), META.type]),
+    ]
 
 
-def _substitutes_on_host(memory: Memory) -> Iterator[tuple[Any, dict[str, Any]]]:
+def _substitutes_on_host(memory: Memory) -> list[Substitute]:
     files: dict[str, _File] = {}
+    new_block, frombuffer = pinned.new_block, torch.frombuffer
+    # Memory of buffers that are used again: these are counted, unlike the tensors in them.
+    buffers = weakref.WeakSet[mmap.mmap]()
 
     def scratch_file(folder: str, aio: AioConfig) -> _File:
         return files.setdefault(repr(aio), _File(memory, aio))
 
-    def new_block(size: int, pin: bool) -> _Block:
+    def block_of_buffer(size: int, pin: bool) -> memoryview:
         memory.add(HOST, PINNED if pin else PAGEABLE, size)
-        return _Block(size, is_counted=True)
+        block = new_block(size, pin=False)
+        buffers.add(cast(mmap.mmap, block.obj))
+        return block
 
-    def frombuffer(buffer: _Block, *, dtype: torch.dtype, count: int = -1) -> torch.Tensor:
-        numel = len(buffer) // dtype.itemsize if count < 0 else count
-        tensor = memory.empty(numel, dtype, None if buffer.is_counted else HOST)
-        weakref.finalize(tensor.untyped_storage(), id, buffer).atexit = False  # keeps it
+    def tensor_in(block: memoryview, **options: Any) -> torch.Tensor:
+        tensor = frombuffer(block, **options)
+        memory.note(tensor, IN_BUFFER if block.obj in buffers else HOST)
         return tensor
 
-    def moved(link: str, nbytes: int) -> None:
+    def store(_: Any, target: torch.Tensor, values: torch.Tensor, *rest: Any) -> None:
+        # Blocks are rounded one after another: one of them shows what all take.
+        target.copy_(values)
+        block = values[: rounding.BLOCK]
+        rounding.rounded(block, torch.empty_like(block, dtype=torch.int32))
+
+    def count(link: str, nbytes: int) -> None:
         memory.moved[link, memory.cause] += nbytes
 
-    yield torch, {"frombuffer": frombuffer}
-    yield traffic, {"_count": moved}
-    yield pinned, {"new_block": new_block}
-    yield (
-        tiers,
-        {
-            "scratch_file": scratch_file,
-            "_staging": tiers._Staging(),
-        },
-    )
-    yield adam_cpu, {"adam": lambda *_, **__: None, "is_compiled": lambda: True}
+    return [
+        (torch, "frombuffer", tensor_in),
+        (traffic, "_count", count),
+        (pinned, "new_block", block_of_buffer),
+        (tiers, "scratch_file", scratch_file),
+        (tiers, "_staging", tiers._Staging()),
+        (rounding.StochasticRounding, "store", store),
+        (adam_cpu, "adam", lambda *_, **__: None),
+        (adam_cpu, "is_compiled", lambda: True),
+    ]

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,22 +26,73 @@ from zero.errors import UsageError
 from zero.tools.estimate.machine import META, Memory
 from zero.tools.estimate.question import Question, model_folder
 
+# Of integers in `config.json`, by the end of the key; larger ones are mistakes.
+_BOUNDS = {
+    "layers": 10_000,
+    "layer": 10_000,
+    "depths": 10_000,
+    "heads": 10_000,
+    "head": 10_000,
+    "experts": 10_000,
+    "labels": 1_000_000,
+    "hidden_size": 1_000_000,
+    "d_model": 1_000_000,
+    "n_embd": 1_000_000,
+    "vocab_size": 100_000_000,
+    "intermediate_size": 10_000_000,
+    "_dim": 1_000_000,
+}
+_POSITIVE = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
+    *("d_model", "d_ff", "d_kv", "num_layers", "num_heads", "n_embd", "n_layer", "n_head"),
+)
+# Of a model: there is none with so many parameters.
+MOST_PARAMETERS = 10**13
 _REMEDY = "leave --batch and --seq out, then activations are not counted"
 
 
 def read_config(source: str) -> transformers.PretrainedConfig:
     """The configuration of a model's folder, or of a file `config.json`.
 
-    ValueError where there is none.
+    Raises UsageError where there is none, or where a value in it is absurd.
     """
+    folder = model_folder(source)
     try:
-        config = transformers.AutoConfig.from_pretrained(
-            model_folder(source), trust_remote_code=False
-        )
+        _require_bounds(json.loads((folder / "config.json").read_text()))
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        _require_sizes(config)
     except Exception as error:  # of any kind: the file is somebody else's
         raise UsageError(f"{source}: {' '.join(str(error).split())}") from error
     class_of(config)
     return config
+
+
+def _require_bounds(value: Any, key: str = "config.json") -> None:
+    """Refuse numbers of `config.json` with which a model cannot be built, or without an end."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            _require_bounds(inner, name)
+    elif isinstance(value, list):
+        for inner in value:
+            _require_bounds(inner, key)
+    elif isinstance(value, int):
+        most = next((most for end, most in _BOUNDS.items() if key.endswith(end)), None)
+        if key in _POSITIVE and value < 1:
+            raise UsageError(f"{key} is {value}, expected at least 1")
+        if most is not None and value > most:
+            raise UsageError(f"{key} is {value:.3g}, expected at most {most:,}")
+
+
+def _require_sizes(config: transformers.PretrainedConfig) -> None:
+    """Refuse a list of classes that is none, and heads that cannot share keys and values."""
+    if not isinstance(names := config.architectures or [], list) or not all(
+        isinstance(name, str) for name in names
+    ):
+        raise UsageError(f"architectures is {names!r}, expected a list of names of classes")
+    text = config.get_text_config()
+    heads, shared = (getattr(text, f"num_{key}_heads", 1) for key in ("attention", "key_value"))
+    if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
+        raise UsageError(f"num_key_value_heads is {shared}, expected a divisor of {heads} heads")
 
 
 def class_of(
@@ -72,7 +125,7 @@ def class_of(
 def build(config: transformers.PretrainedConfig, dtype: torch.dtype) -> nn.Module:
     """The model on the meta device, of this dtype.
 
-    UsageError for one whose constructor asks for values.
+    Raises UsageError for one whose constructor refuses the configuration, or asks for values.
     """
     kind, _ = class_of(config)
     before = torch.get_default_dtype()
@@ -82,11 +135,14 @@ def build(config: transformers.PretrainedConfig, dtype: torch.dtype) -> nn.Modul
         with META, Memory(""), no_init_weights():
             model = kind(config)
         model.tie_weights()
-        return model.train()
-    except NotImplementedError as error:
-        raise UsageError(f"{kind.__name__} cannot be built without values: {error}") from error
+    except Exception as error:  # of any kind: the constructor is somebody else's
+        why = " ".join(str(error).split())[:200]
+        raise UsageError(f"config.json: {kind.__name__} cannot be built with it: {why}") from error
     finally:
         torch.set_default_dtype(before)
+    if (numel := sum(param.numel() for param in model.parameters())) > MOST_PARAMETERS:
+        raise UsageError(f"config.json: {numel:.1e} parameters; a size in it must be wrong")
+    return model.train()
 
 
 def without_values(model: nn.Module) -> nn.Module:
@@ -147,45 +203,24 @@ def _require_tokens(model: nn.Module, length: int) -> None:
         )
 
 
-class _Use(torch.autograd.Function):
-    """Uses parameters as a module does, and computes nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
-        ctx.params = params
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        needed = zip(ctx.params, ctx.needs_input_grad[1:], strict=True)
-        return grad, *(
-            torch.empty(p.shape, dtype=p.dtype, device=META) if needs else None
-            for p, needs in needed
-        )
-
-
 def _replace_forwards(engine: ZeroEngine) -> None:
     """The forward of the model calls its modules as they were made, and these use their parameters
     alone: there are no activations, and any input will do.
     """
-    owned: dict[nn.Module, list[nn.Parameter]] = {}
+    owned: dict[nn.Module, list[nn.Parameter]] = {engine.module: []}
     for group in engine.groups:
         for module in group.modules:
             owned.setdefault(module, []).extend(group.params)
     called = [module for module in engine.module.modules() if module in owned]
-    root = engine.module
-    own = owned.get(root, [])
-    for module in called:
-        module.forward = _using(owned[module])
-    rest = [module for module in called if module is not root]
+
+    def using(module: nn.Module, values: torch.Tensor) -> torch.Tensor:
+        trained = (param for param in owned[module] if param.requires_grad)
+        return sum((param.sum() for param in trained), start=values)
 
     def forward(values: torch.Tensor) -> torch.Tensor:
-        for module in rest:
+        for module in called[1:]:
             values = module(values)
-        return _Use.apply(values, *own)
+        return using(engine.module, values)
 
-    root.forward = forward
-
-
-def _using(params: list[nn.Parameter]) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda values: _Use.apply(values, *params)
+    for module in called:
+        module.forward = forward if module is engine.module else partial(using, module)

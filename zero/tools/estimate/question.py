@@ -4,24 +4,28 @@ imported.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zero.config import Config
 from zero.errors import UsageError
+from zero.tools.estimate.traffic import Speeds
 
 
 @dataclass(frozen=True)
 class Question:
     """What is estimated.
 
-    `batch` and `length` are of one micro-batch on one rank; 0: activations are left out.
+    `batch` and `length` are of one micro-batch on one rank; 0: activations are left out. `speeds`
+    are assumed.
     """
 
     world_size: int
     batch: int = 0
     length: int = 0
     checkpointing: bool = False
+    speeds: Speeds = Speeds()  # noqa: RUF009 (it is frozen)
 
 
 def model_folder(source: str) -> Path:
@@ -38,8 +42,12 @@ def model_folder(source: str) -> Path:
         )
     if not (folder / "config.json").is_file():
         hint = ""
-        if not folder.exists() and source.count("/") <= 1:
-            hint = f"; of a model on the hub: hf download {source} config.json --local-dir FOLDER"
+        if not folder.exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source):
+            name = source.rpartition("/")[2]
+            hint = (
+                f". For a model on the hub get it first: hf download {source} config.json "
+                f"--local-dir {name}, then: zero estimate {name} ..."
+            )
         raise UsageError(
             f"{source}: expected a model's folder with config.json, or that file{hint}"
         )

@@ -23,9 +23,17 @@ from zero.config import Config
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
 from zero.integrations.deepspeed.optimizers import build_optimizer
+from zero.optim.sharded_optimizer import ZeroOptimizer
 from zero.tools.estimate.machine import DEVICE, DISK, HOST, Memory, imitated
 from zero.tools.estimate.model import enable_checkpointing, micro_batch, without_values
-from zero.tools.estimate.parts import ACTIVATIONS, GATHERED, labelled
+from zero.tools.estimate.parts import (
+    ACTIVATIONS,
+    GATHERED,
+    GRADIENTS,
+    MASTERS,
+    STATE,
+    labelled,
+)
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.traffic import Traffic
 
@@ -42,15 +50,22 @@ class Estimate:
     """Bytes of one rank by place ("device", "host", "disk") and by part; `elements` counts the
     model's parameters.
 
-    activations: at their most, which need not be the fullest moment. traffic: what the rank moves
-    in an optimizer step."""
+    Attributes: tokens: of all ranks in an optimizer step; 0: unknown. activations: at their most,
+    which need not be the fullest moment. traffic: what the rank moves in the step. seconds: of the
+    step, if nothing overlaps."""
 
     elements: int
+    tokens: int = 0
+    seconds: float = 0.0
     activations: int = 0
     traffic: Traffic = field(default_factory=Traffic)
     parts: dict[str, dict[str, int]] = field(
         default_factory=lambda: {DEVICE: {}, HOST: {}, DISK: {}}
     )
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
 
     def total(self, place: str) -> int:
         return sum(self.parts[place].values())
@@ -96,6 +111,7 @@ def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
     fullest = max([found, *others], key=lambda each: each.total(DEVICE))
     for each in [found, *others]:
         fullest.traffic.widen(each.traffic)
+    fullest.seconds = fullest.traffic.seconds(question.speeds)
     return fullest
 
 
@@ -151,13 +167,11 @@ def _followed(engine: ZeroEngine, config: Config, question: Question, memory: Me
     moved = _step(engine, loss, memory)
     steps = config.gradient_accumulation_steps or 1
     found = Estimate(sum(group.layout.numel for group in engine.groups))
+    found.tokens = engine.comm.world_size * question.batch * question.length * steps
     found.activations = memory.most[DEVICE, ACTIVATIONS] if question.batch else 0
     found.traffic = Traffic.of(moved, steps)
     if engine.optimizer is not None and not _owns_tensors(engine):
-        shards = engine.optimizer.shards.values()
-        found.traffic.host_updates = sum(
-            shard.group.layout.shard_numel for shard in shards if shard.is_offloaded
-        )
+        found.traffic.updated = _updated(engine, engine.optimizer, memory)
     if question.batch:
         found.parts = memory.fullest
     else:
@@ -171,6 +185,24 @@ def _followed(engine: ZeroEngine, config: Config, question: Question, memory: Me
         for place, parts in found.parts.items()
     }
     return found
+
+
+def _updated(engine: ZeroEngine, optimizer: ZeroOptimizer, memory: Memory) -> int:
+    """Bytes of host memory that the updates of offloaded shards read and write: gradients are read,
+    masters and state both read and written, and so are weights that are masters; others are
+    written. What is in files passes through host memory.
+    """
+
+    def most(part: str) -> int:
+        return memory.most[HOST, part] + memory.most[DISK, part]
+
+    offloaded = [shard for shard in optimizer.shards.values() if shard.is_offloaded]
+    item = engine.settings.compute_dtype.itemsize
+    weights = sum(
+        shard.group.layout.shard_numel * item * (2 if shard.shares_weights else 1)
+        for shard in offloaded
+    )
+    return weights + most(GRADIENTS) + 2 * most(MASTERS) + 2 * most(STATE)
 
 
 def _owns_tensors(engine: ZeroEngine) -> bool:

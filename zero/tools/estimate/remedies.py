@@ -1,5 +1,5 @@
-"""What to change where a training does not fit, for `zero estimate`: the change with the fastest
-step comes first.
+"""What to change where a training does not fit, or where it fits without its offload, for `zero
+estimate`: the change with the fastest step comes first.
 
 A slower change is named, too, if it needs less memory or fewer settings than all that are faster.
 """
@@ -15,7 +15,8 @@ from torch import nn
 
 from zero.config import Config
 from zero.config.settings import ZeroConfig
-from zero.tools.estimate.machine import DEVICE, HOST
+from zero.errors import UsageError
+from zero.tools.estimate.machine import DEVICE, DISK, HOST
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import Estimate, estimate
 
@@ -24,44 +25,58 @@ from zero.tools.estimate.rank import Estimate, estimate
 MOST, LESS = 5, 0.9
 # Steps of `ratio` between nothing and all of the optimizer.
 RATIOS = 20
+NO_OFFLOAD = {"device": "none"}
 
 
 class Change(NamedTuple):
-    """Keys of zero_optimization to set, and words for that."""
+    """Words for a change, the keys of zero_optimization and of bf16 to set, and what it costs
+    beside time.
+    """
 
     words: str
     keys: dict[str, Any]
+    bf16: dict[str, Any] = {}
+    price: str = ""
 
     def applied(self, config: Config) -> Config:
-        zero = config.zero_optimization
-        keys = zero.model_dump(exclude_unset=True) | self.keys
-        return config.model_copy(update={"zero_optimization": ZeroConfig.model_validate(keys)})
+        zero = config.zero_optimization.model_dump(exclude_unset=True) | self.keys
+        sections = {
+            "zero_optimization": ZeroConfig.model_validate(zero),
+            "bf16": config.bf16.model_copy(update=self.bf16),
+        }
+        return config.model_copy(update=sections)
 
     def settings(self, config: Config) -> int:
         """How many of the keys have another value now."""
-        before, after = config.zero_optimization, self.applied(config).zero_optimization
-        return sum(getattr(before, key) != getattr(after, key) for key in self.keys)
+        after = self.applied(config)
+        return sum(
+            getattr(getattr(config, section), key) != getattr(getattr(after, section), key)
+            for section, keys in (("zero_optimization", self.keys), ("bf16", self.bf16))
+            for key in keys
+        )
 
     def with_ratio(self, ratio: float) -> Change:
         optimizer = self.keys["offload_optimizer"] | {"ratio": ratio}
-        return Change(
-            f"{self.words} (ratio {ratio:g})", self.keys | {"offload_optimizer": optimizer}
-        )
+        keys = self.keys | {"offload_optimizer": optimizer}
+        return self._replace(words=f"{self.words} (ratio {ratio:g})", keys=keys)
 
 
 class Remedy(NamedTuple):
-    """A change in words, what is estimated with it, and how many settings it changes."""
+    """A change in words, what is estimated with it, how many settings it changes, and what it
+    costs beside time.
+    """
 
     words: str
     found: Estimate
     settings: int
+    price: str = ""
 
     @property
     def rank(self) -> tuple[float, int]:
         """By time; where that differs by less than the assumptions are worth, by the number of
         settings.
         """
-        return float(f"{self.found.traffic.seconds:.1e}"), self.settings
+        return float(f"{self.found.seconds:.1e}"), self.settings
 
 
 def fits(found: Estimate, limits: Mapping[str, int]) -> bool:
@@ -75,28 +90,71 @@ def remedies(
     """Changes after which there is room, ordered by the predicted time of a step.
 
     Stage, offload and its ratio are changed, with and without gradient checkpointing, and with
-    micro-batches of half the size, a quarter and so on. The step keeps its number of sequences."""
-    found = []
+    micro-batches of half the size, a quarter and so on. The step keeps its number of sequences.
+    Less precise states are tried where nothing else in memory is enough."""
+    exact = list(_changes(config.zero_optimization, HOST in limits))
+    found = list(_enough(model, config, question, limits, exact))
+    best = _undominated(found, limits)
+    if not any(remedy.found.total(DISK) == 0 for remedy in found):
+        found = list(_enough(model, config, question, limits, list(_less_precise(config))))
+        best += _undominated(found, limits)
+    return sorted(best, key=lambda remedy: remedy.rank)
+
+
+def faster(
+    model: nn.Module, config: Config, question: Question, limits: Mapping[str, int], now: Estimate
+) -> Remedy | None:
+    """Less offload with which there is room, and a step is faster than `now`; None: there is none.
+
+    Without a limit of the device's memory nothing is known of that.
+    """
+    zero, away = config.zero_optimization, []
+    if zero.offloads_optimizer or zero.offloads_params:
+        both = {"offload_optimizer": NO_OFFLOAD, "offload_param": NO_OFFLOAD}
+        away.append(Change("offload", both))
+    if zero.offloads_optimizer and zero.offloads_params:
+        away.append(Change("offload of parameters", {"offload_param": NO_OFFLOAD}))
+    for change in away if DEVICE in limits else ():
+        found = estimate(model, change.applied(config), question)
+        if fits(found, limits) and found.seconds < now.seconds:
+            return Remedy(change.words, found, change.settings(config))
+    return None
+
+
+def _enough(
+    model: nn.Module,
+    config: Config,
+    question: Question,
+    limits: Mapping[str, int],
+    changes: Sequence[Change],
+) -> Iterator[Remedy]:
+    """Those of the changes after which there is room, each with the largest micro-batch for which
+    there is.
+    """
     modes = {question.checkpointing, question.checkpointing or can_checkpoint(model, question)}
     for checkpointing in sorted(modes):
-        left = list(_changes(config.zero_optimization, HOST in limits))
+        left = list(changes)
         for batch in _halves(question.batch):
-            words, given = [], config
+            words, prices, given = [], [], config
             if batch != question.batch:
                 steps = (config.gradient_accumulation_steps or 1) * question.batch // batch
                 given = config.model_copy(update={"gradient_accumulation_steps": steps})
                 words.append(f"micro-batch {batch}, gradient_accumulation_steps {steps}")
             if checkpointing and not question.checkpointing:
                 words.append("gradient checkpointing")
+                prices.append("activations are computed twice")
             asked = replace(question, batch=batch, checkpointing=checkpointing)
             for change in left.copy():
                 for tried, result in _tried(model, given, asked, limits, change):
                     if fits(result, limits):
-                        all_words = " and ".join(filter(None, [tried.words, *words]))
-                        found.append(Remedy(all_words, result, tried.settings(config) + len(words)))
+                        yield Remedy(
+                            " and ".join(filter(None, [tried.words, *words])),
+                            result,
+                            tried.settings(config) + len(words),
+                            ", ".join(filter(None, [tried.price, *prices])),
+                        )
                         if tried is change:  # with smaller micro-batches it would be slower
                             left.remove(change)
-    return _undominated(found, limits)
 
 
 def can_checkpoint(model: nn.Module, question: Question) -> bool:
@@ -118,43 +176,58 @@ def _changes(zero: ZeroConfig, host_is_limited: bool) -> Iterator[Change]:
     at_three = "zero_optimization.stage 3 with " if zero.stage < 3 else ""
     yield Change("", {})
     if zero.offloads_optimizer or zero.offloads_params:
-        off = {"device": "none"}
-        yield Change("no offload", {"offload_optimizer": off, "offload_param": off})
+        off = {"offload_optimizer": NO_OFFLOAD, "offload_param": NO_OFFLOAD}
+        yield Change("no offload", off)
     for stage in range(zero.stage + 1, 4):
         yield Change(f"zero_optimization.stage {stage}", {"stage": stage})
     yield Change(f"{at_three}stage3_max_live_parameters 0", three | few)
     places = ("cpu", "nvme") if host_is_limited else ("cpu",)
     for place in places:
-        optimizer, words = (
-            {"offload_optimizer": _section(zero, place)},
-            f"the optimizer offloaded to {place}",
-        )
+        optimizer = {"offload_optimizer": _section(zero, place)}
+        words = f"the optimizer offloaded to {place}"
         if zero.stage in (1, 2):
             yield Change(words, optimizer)
         if zero.stage == 0:
             yield Change(f"zero_optimization.stage 2 with {words}", {"stage": 2} | optimizer)
         yield Change(f"{at_three}{words}", three | optimizer)
         for weights in places[: places.index(place) + 1]:
-            param = {
-                "offload_param": _section(zero, weights)
-                | ({"max_in_cpu": 0} if weights == "nvme" else {})
-            }
+            section = _section(zero, weights)
+            if weights == "nvme":
+                section["max_in_cpu"] = 0
             words = (
                 f"the optimizer offloaded to {place}, parameters to {weights}, "
                 "stage3_max_live_parameters 0"
             )
-            yield Change(f"{at_three}{words}", three | few | optimizer | param)
+            yield Change(f"{at_three}{words}", three | few | optimizer | {"offload_param": section})
+
+
+def _less_precise(config: Config) -> Iterator[Change]:
+    """All in host memory, in fewer bytes. The engine refuses it for optimizers other than Adam."""
+    zero = config.zero_optimization
+    keys = {"stage": 3, "stage3_max_live_parameters": 0, "zero_quantized_moments": True}
+    keys |= {f"offload_{part}": _section(zero, "cpu") for part in ("optimizer", "param")}
+    at_three = "zero_optimization.stage 3 with " if zero.stage < 3 else ""
+    words = (
+        f"{at_three}the optimizer offloaded to cpu, parameters to cpu, "
+        "stage3_max_live_parameters 0, zero_quantized_moments"
+    )
+    coded = "the optimizer's moments have 8 bits"
+    yield Change(words, keys, price=coded)
+    if config.bf16.enabled:
+        yield Change(
+            f"{words}, bf16.bf16_master_weights_and_grads",
+            keys,
+            {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": False},
+            f"{coded}, and without fp32 masters updates are rounded up or down at random",
+        )
 
 
 def _section(zero: ZeroConfig, device: str) -> dict[str, Any]:
-    known = [
-        each.nvme_path
-        for each in (zero.offload_optimizer, zero.offload_param)
-        if each and each.nvme_path
-    ]
-    return {"device": device, "pin_memory": True} | (
-        {"nvme_path": (known or ["."])[0]} if device == "nvme" else {}
-    )
+    section = {"device": device, "pin_memory": True}
+    if device == "nvme":
+        known = [each.nvme_path for each in (zero.offload_optimizer, zero.offload_param) if each]
+        section["nvme_path"] = next(filter(None, known), ".")
+    return section
 
 
 def _tried(
@@ -167,24 +240,24 @@ def _tried(
     def asked(each: Change) -> Estimate:
         return estimate(model, each.applied(config), question)
 
-    found = asked(change)
+    try:
+        found = asked(change)
+    except UsageError:  # the engine refuses this together with other keys
+        return
     yield change, found
     most = limits.get(DEVICE, 0)
-    divides = change.keys.get("offload_optimizer", {}).get("device", "none") != "none"
-    if (
-        not divides
-        or found.total(DEVICE) > most
-        or asked(change.with_ratio(0)).total(DEVICE) <= most
-    ):
+    divides = change.keys.get("offload_optimizer", NO_OFFLOAD) != NO_OFFLOAD
+    if not divides or change.price or found.total(DEVICE) > most:
+        return
+    if asked(change.with_ratio(0)).total(DEVICE) <= most:
         return
     low, high = 0, RATIOS
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (
-            (low, middle)
-            if asked(change.with_ratio(middle / RATIOS)).total(DEVICE) <= most
-            else (middle, high)
-        )
+        if asked(change.with_ratio(middle / RATIOS)).total(DEVICE) <= most:
+            high = middle
+        else:
+            low = middle
     if high < RATIOS:
         yield (best := change.with_ratio(high / RATIOS)), asked(best)
 

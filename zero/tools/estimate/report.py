@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +16,7 @@ from zero.tools.estimate.model import build, class_of, read_config
 from zero.tools.estimate.parts import TILES
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import Estimate, estimate, fill_in
-from zero.tools.estimate.remedies import Remedy, can_checkpoint, fits, remedies
-from zero.tools.estimate.traffic import ASSUMPTION
+from zero.tools.estimate.remedies import Remedy, can_checkpoint, faster, fits, remedies
 
 _PLACES = {DEVICE: "on a device", HOST: "into host memory"}
 
@@ -31,18 +31,22 @@ def report(
     shape = read_config(source)
     config = fill_in(config, shape)
     model = build(shape, config.compute_dtype)
-    found, other = estimate(model, config, question), None
+    found, other, better, unneeded = estimate(model, config, question), None, [], None
     if can_checkpoint(model, question):
         other = estimate(model, config, replace(question, checkpointing=not question.checkpointing))
-    better = [] if fits(found, limits) else remedies(model, config, question, limits)
-    answer = _Answer(shape, config, question, limits, found, other, better)
+    if fits(found, limits):
+        unneeded = faster(model, config, question, limits, found)
+    else:
+        better = remedies(model, config, question, limits)
+    answer = _Answer(shape, config, question, limits, found, other, better, unneeded)
     return json.dumps(answer.facts(), indent=2) if as_json else "\n".join(answer.lines(source))
 
 
 @dataclass(frozen=True)
 class _Answer:
     """Attributes: found: as it was asked; other: with gradient checkpointing if `found` is without,
-    and vice versa.
+    and vice versa. better: what to change where it does not fit. unneeded: offload without which it
+    fits, too.
     """
 
     shape: transformers.PretrainedConfig
@@ -52,9 +56,10 @@ class _Answer:
     found: Estimate
     other: Estimate | None
     better: list[Remedy]
+    unneeded: Remedy | None
 
     def facts(self) -> dict[str, Any]:
-        found, with_it = self.found, self.question.checkpointing
+        found, with_it, unneeded = self.found, self.question.checkpointing, self.unneeded
         both = {with_it: found, not with_it: self.other}
         return {
             "class": class_of(self.shape)[0].__name__,
@@ -63,11 +68,17 @@ class _Answer:
             "pinned": pinned(found, self.config),
             "traffic": found.traffic.links,
             "operations": found.traffic.operations,
-            "seconds": found.traffic.seconds,
+            "host_memory_of_updates": found.traffic.updated,
+            "seconds": found.seconds,
+            "tokens_per_second": found.tokens_per_second,
             "without_checkpointing": None if both[False] is None else _brief(both[False]),
             "with_checkpointing": None if both[True] is None else _brief(both[True]),
             "fits": fits(found, self.limits),
-            "remedies": [{"change": each.words} | _brief(each.found) for each in self.better],
+            "remedies": [
+                {"change": each.words, "price": each.price} | _brief(each.found)
+                for each in self.better
+            ],
+            "not_needed": unneeded and {"change": unneeded.words} | _brief(unneeded.found),
         }
 
     def lines(self, source: str) -> list[str]:
@@ -87,38 +98,36 @@ class _Answer:
                 f"Of the host memory {_size(locked)} are pinned, and {_size(host - locked)} are "
                 "pageable."
             )
-        if not self.question.batch:
-            lines.append("Activations are not included: give --batch and --seq.")
-        if self.other is not None:
-            lines.append(self._other_way(self.other))
         if moved := _table(found.traffic.links):
             steps = self.config.gradient_accumulation_steps or 1
             lines += [f"Each rank moves in a step (micro-batches: {steps}):", *moved]
-        return lines + self._verdict()
+        if self.question.batch:
+            lines.append(f"This takes {_time(found)}.")
+        else:
+            lines.append("Activations and computation are not included: give --batch and --seq.")
+            if found.seconds:
+                lines.append(f"The rest takes {_time(found)}.")
+        if self.other is not None:
+            lines.append(self._other_way(self.other))
+        return [*lines, *self._verdict(), f"  {self.question.speeds}"]
 
     def _other_way(self, other: Estimate) -> str:
         found, word = self.found, "Without" if self.question.checkpointing else "With"
         pairs = [
             (_size(other.total(DEVICE)), _size(found.total(DEVICE)), "{} on the device"),
             (_size(other.activations), _size(found.activations), "activations at most {}"),
-            (f"{_seconds(other)} s", f"{_seconds(found)} s", "{} a step"),
         ]
         texts = [
             words.format(there if there == here else f"{there} instead of {here}")
             for there, here, words in pairs
         ]
-        return f"{word} gradient checkpointing: {', '.join(texts)}."
+        return f"{word} gradient checkpointing: {', '.join(texts)}, {_times(other, found)}."
 
     def _verdict(self) -> list[str]:
-        """Whether it fits, and what to change; the assumed speeds, wherever seconds are named."""
-        lines, is_enough = [], fits(self.found, self.limits)
-        if self.limits and is_enough:
-            sizes = " and ".join(
-                f"{_PLACES[place]} of {_size(most)}" for place, most in self.limits.items()
-            )
-            lines.append(
-                f"This fits {sizes}{'' if self.question.batch else ', without activations'}."
-            )
+        """Whether it fits, and what to change."""
+        if fits(self.found, self.limits):
+            return self._fits() if self.limits else []
+        lines = []
         for place, most in self.limits.items():
             if (parts := self.found.parts[place]) and self.found.total(place) > most:
                 largest = max(parts, key=lambda part: parts[part])
@@ -127,11 +136,23 @@ class _Answer:
                     f"{largest}."
                 )
         lines += [f"  fits with {_described(each)}" for each in self.better]
-        if not is_enough and not self.better:
+        if not self.better:
             words = "no change of stage, offload, micro-batch or checkpointing is enough"
             lines.append(f"  {words}: take shorter sequences, or more ranks")
-        elif self.better or self.other is not None:
-            lines.append(f"  {ASSUMPTION}")
+        return lines
+
+    def _fits(self) -> list[str]:
+        sizes = " and ".join(
+            f"{_PLACES[place]} of {_size(most)}" for place, most in self.limits.items()
+        )
+        lines = [f"This fits {sizes}{'' if self.question.batch else ', without activations'}."]
+        if self.unneeded is not None:
+            without, most = self.unneeded.found, _size(self.limits[DEVICE])
+            lines.append(
+                f"The {self.unneeded.words} is not needed: {_size(self.found.total(DEVICE))} of "
+                f"{most} are in use. Without it {_size(without.total(DEVICE))} are, and a step "
+                f"takes {_times(without, self.found)}."
+            )
         return lines
 
 
@@ -150,8 +171,12 @@ def pinned(found: Estimate, config: Config) -> int:
 
 
 def _brief(found: Estimate) -> dict[str, Any]:
-    totals = {place: found.total(place) for place in found.parts}
-    return totals | {"activations": found.activations, "seconds": found.traffic.seconds}
+    totals: dict[str, Any] = {place: found.total(place) for place in found.parts}
+    return totals | {
+        "activations": found.activations,
+        "seconds": found.seconds,
+        "tokens_per_second": found.tokens_per_second,
+    }
 
 
 def _described(remedy: Remedy) -> str:
@@ -159,7 +184,8 @@ def _described(remedy: Remedy) -> str:
     for place, words in ((HOST, "of host memory"), (DISK, "on disk")):
         if nbytes := found.total(place):
             sizes.append(f"{_size(nbytes)} {words}")
-    return f"{remedy.words}: {' and '.join(sizes)}, {_seconds(found)} s a step"
+    price = f" (the price: {remedy.price})" if remedy.price else ""
+    return f"{remedy.words}: {' and '.join(sizes)}, {_time(found)}{price}"
 
 
 def _table(parts: Mapping[str, Mapping[str, int]]) -> list[str]:
@@ -174,8 +200,26 @@ def _table(parts: Mapping[str, Mapping[str, int]]) -> list[str]:
     return lines
 
 
-def _seconds(found: Estimate) -> str:
-    return f"{float(f'{found.traffic.seconds:.1e}'):g}"
+def _time(found: Estimate) -> str:
+    """The time of a step in two digits, and its tokens/s in three."""
+    text = f"{_rounded(found.seconds, 2)} s a step"
+    return text + (f", {_rounded(found.tokens_per_second, 3)} tokens/s" if found.tokens else "")
+
+
+def _times(new: Estimate, old: Estimate) -> str:
+    """Both times, in as many digits as show the difference; three at most."""
+    for digits in (2, 3):
+        there, here = (_rounded(each.seconds, digits) for each in (new, old))
+        if there != here:
+            tokens = f" ({_rounded(new.tokens_per_second, 3)} tokens/s)" if new.tokens else ""
+            return f"{there} s instead of {here} s{tokens}"
+    return f"{there} s either way"
+
+
+def _rounded(number: float, digits: int) -> str:
+    """The number in so many digits, zeros at its end included."""
+    places = digits - 1 - math.floor(math.log10(number)) if number else 0
+    return f"{round(number, places):,.{max(places, 0)}f}"
 
 
 def _size(nbytes: int) -> str:

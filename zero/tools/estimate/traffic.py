@@ -18,45 +18,42 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
-from zero.comm.traffic import IN, LINKS, NETWORK, OUT, READ, WRITTEN
+from zero.comm.traffic import LINKS, NETWORK, READ, WRITTEN
 
-# Speeds that are assumed: a rank's share of each link in bytes/s, of one direction; operations/s of
-# a device; elements/s that a rank's share of the CPU updates. `benchmarks/scaling/timeline.py`
-# begins with the same.
-NETWORK_SPEED, HOST_SPEED, DISK_SPEED, COMPUTE_SPEED, HOST_UPDATE_SPEED = (
-    25e9,
-    20e9,
-    1e9,
-    400e12,
-    4e8,
-)
-ASSUMPTION = (
-    f"assumed: nothing overlaps; network {NETWORK_SPEED / 1e9:g} GB/s, host {HOST_SPEED / 1e9:g} "
-    "GB/s, disk "
-    f"{DISK_SPEED / 1e9:g} GB/s, {COMPUTE_SPEED / 1e12:g} TFLOP/s, {HOST_UPDATE_SPEED / 1e9:g}e9 "
-    "updates/s on the host"
-)
-_SPEEDS = {
-    NETWORK: NETWORK_SPEED,
-    IN: HOST_SPEED,
-    OUT: HOST_SPEED,
-    READ: DISK_SPEED,
-    WRITTEN: DISK_SPEED,
-}
+
+@dataclass(frozen=True)
+class Speeds:
+    """What one rank has of each link, in GB/s of one direction, and of its device's compute, in
+    TFLOP/s. All of it is assumed unless the user gives it.
+
+    Attributes: host: of copies between device and host memory. memory: of host memory, which the
+    updates of an offloaded optimizer read and write; what sixteen cores of a server with DDR5
+    reach."""
+
+    network: float = 25.0
+    host: float = 20.0
+    disk: float = 1.0
+    memory: float = 200.0
+    compute: float = 400.0
+
+    def __str__(self) -> str:
+        *links, compute = asdict(self).items()
+        words = ", ".join(f"{name} {speed:g} GB/s" for name, speed in links)
+        return f"assumed: nothing overlaps; {words}, {compute[0]} {compute[1]:g} TFLOP/s"
 
 
 @dataclass
 class Traffic:
-    """Bytes by link and cause; elements that the CPU updates; floating-point operations (0:
-    unknown).
+    """Bytes by link and cause; bytes of host memory that updates by the CPU read and write;
+    floating-point operations (0: unknown).
     """
 
     links: dict[str, Counter[str]] = field(
         default_factory=lambda: {link: Counter() for link in LINKS}
     )
-    host_updates: float = 0.0
+    updated: int = 0
     operations: int = 0
 
     @classmethod
@@ -80,8 +77,10 @@ class Traffic:
         for link, causes in other.links.items():
             self.links[link] |= causes
 
-    @property
-    def seconds(self) -> float:
+    def seconds(self, speeds: Speeds) -> float:
         """Of the step, if nothing overlaps."""
-        links = sum(causes.total() / _SPEEDS[link] for link, causes in self.links.items())
-        return links + self.host_updates / HOST_UPDATE_SPEED + self.operations / COMPUTE_SPEED
+        of_link = {NETWORK: speeds.network, READ: speeds.disk, WRITTEN: speeds.disk}
+        moved = self.updated / speeds.memory
+        for link, causes in self.links.items():
+            moved += causes.total() / of_link.get(link, speeds.host)
+        return moved / 1e9 + self.operations / speeds.compute / 1e12

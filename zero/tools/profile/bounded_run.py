@@ -5,6 +5,8 @@ they are."""
 
 from __future__ import annotations
 
+import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +25,7 @@ _runs: list[BoundedRun] = []
 
 
 class BoundedRun:
-    """Counts an engine's optimizer steps and ends all ranks' scripts after `steps` of them, or
+    """Counts an engine's optimizer steps and ends all ranks' processes after `steps` of them, or
     before a save.
 
     A subclass says what happens in `before_update` and `after_update`. The number of the last step
@@ -64,12 +66,14 @@ class BoundedRun:
                 self._end()
 
     def _end(self, *_: object, **__: object) -> NoReturn:
-        """End the script, as `sys.exit` does.
+        """End this process. No rank ends while another one still needs it.
 
-        Ranks of one model or of one pipeline too: none ends while another one still needs it.
-        """
+        At once: an interpreter that ends step by step, while the other ranks' connections close,
+        aborted now and then, which the command would take for a failure of the run."""
         self.engine.comm.job.exchange("done")
-        raise SystemExit(0)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 class RecordedStep(BoundedRun, ABC):

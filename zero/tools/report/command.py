@@ -20,12 +20,12 @@ def report(arguments: list[str]) -> int:
         "output/run1 output/run2 --out report.html",
         json="the summaries",
     )
-    parser.add_argument(
-        "run", type=Path, help="the folder of json_monitor, or its file steps.jsonl"
-    )
+    is_run = "the folder of json_monitor, or its file steps.jsonl"
+    parser.add_argument("run", type=Path, help=is_run)
     parser.add_argument("other", type=Path, nargs="?", help="a second run, to be compared with")
+    out = "report.html"
     parser.add_argument(
-        "--out", type=output_file, default="report.html", metavar="F", help="the page (report.html)"
+        "--out", type=output_file, default=out, metavar="F", help=f"the page ({out})"
     )
     options = parser.parse_args(arguments)
     paths = [path for path in (options.run, options.other) if path is not None]
@@ -41,12 +41,8 @@ def report(arguments: list[str]) -> int:
                 run.name += f" ({number})"
         options.out.write_text(page(runs), encoding="utf-8")
     if options.json:
-        print(
-            json.dumps(
-                {"file": str(options.out), "runs": {run.name: run.summary() for run in runs}},
-                indent=2,
-            )
-        )
+        summaries = {run.name: run.summary() for run in runs}
+        print(json.dumps({"file": str(options.out), "runs": summaries}, indent=2))
     else:
         print(f"{options.out}: open it in a browser")
     return 0

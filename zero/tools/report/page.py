@@ -1,154 +1,73 @@
-"""The page: sections of HTML around the pictures. Everything that comes from a run is escaped."""
+"""What the page shows, for the template `page.html.jinja` beside this file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from zero.tools.report import pictures
 from zero.tools.report.runs import Run
 
-_CSS = """
-body{margin:0;background:#f3f4f6;color:#111827;font:14px/1.5 system-ui,sans-serif}
-main{max-width:1120px;margin:0 auto;padding:24px}
-h1{font-size:24px;margin:0 0 4px}h2{font-size:17px;margin:0 0 10px}
-p{margin:4px 0 10px;color:#4b5563}
-section{background:#fff;border:1px solid #e5e7eb;border-radius:10px;padding:18px 20px;margin:16px 0}
-.grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(440px,1fr));gap:14px}
-svg{max-width:100%;height:auto}
-table{border-collapse:collapse;width:100%;table-layout:fixed}
-th,td{text-align:left;padding:4px 12px 4px 0;border-bottom:1px solid #e5e7eb;
-vertical-align:top;overflow-wrap:anywhere}th{color:#6b7280;font-weight:600}
-tr.differs td{background:#fef3c7}
-td:first-child,th:first-child{width:36%;color:#374151}
-.chip{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:6px}
-code{font-size:13px}details{margin-top:10px}summary{cursor:pointer;color:#2563eb}
-"""
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
+)
 
 
 def page(runs: Sequence[Run]) -> str:
     """One HTML page about one run or two."""
-    title = " and ".join(escape(run.name) for run in runs)
-    sections = "".join(
-        f"<section><h2>{name}</h2>{body}</section>\n" for name, body in _sections(runs) if body
-    )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><link rel="icon" '
-        'href="data:,">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{_CSS}</style></head>\n<body><main><h1>{title}</h1>\n{sections}</main></body></html>\n"
-    )
-
-
-def _sections(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
-    yield "Summary", _table(runs, [run.summary() for run in runs], marks=False)
-    charts = [
-        ("Loss", "loss", ""),
-        ("Learning rate", "lr", ""),
-        ("Norm of the gradient", "grad_norm", ""),
-    ]
-    drawn = [
-        pictures.curves(runs, title, [run.curve(key) for run in runs], group)
-        for title, key, group in charts
-    ]
-    drawn.append(
-        pictures.curves(runs, "Time of a step", [run.step_seconds() for run in runs], "seconds")
-    )
-    yield "Training", f'<div class="grid">{"".join(f"<div>{each}</div>" for each in drawn)}</div>'
-    text = (
-        "<p>Means over all steps but the first. A wait is time in which rank 0 computed "
-        "nothing.</p>"
-    )
-    yield "Where a step's time goes", text + pictures.where_time_goes(runs) + _waits(runs)
-    yield (
-        "Ranks",
-        "<p>Mean seconds of a step in which each rank worked. Others wait for the slowest.</p>"
-        + _ranks(runs),
-    )
-    text = (
-        "<p>What the engine holds after the first step. Activations and torch itself come on "
-        "top.</p>"
-    )
-    drawn = pictures.memory(runs)
-    yield "Memory by kind", drawn and text + drawn
-    traffic = pictures.grouped(
-        runs, [run.bytes_by_collective() for run in runs], "bytes of a step on rank 0"
-    )
-    yield (
-        "Communication",
-        traffic and "<p>Sizes of the full buffers that collectives fill or reduce.</p>" + traffic,
-    )
-    links = pictures.grouped(
-        runs, [run.bytes_by_link() for run in runs], "bytes of a step on rank 0"
-    )
-    yield "Bytes by link", links and "<p>What rank 0 sends, copies, reads and writes.</p>" + links
-    yield "Effective configuration", _configuration(runs)
-    yield "Environment", _table(runs, [run.facts.get("environment", {}) for run in runs])
-    yield "Warnings", "".join(map(_warnings, runs))
-
-
-def _head(runs: Sequence[Run]) -> str:
-    chips = zip(runs, pictures.COLOURS, strict=False)
-    cells = (
-        f'<th><span class="chip" style="background:{colour}"></span>{escape(run.name)}</th>'
-        for run, colour in chips
-    )
-    return f"<tr><th></th>{''.join(cells)}</tr>"
-
-
-def _table(runs: Sequence[Run], columns: Sequence[dict[str, str]], marks: bool = True) -> str:
-    """A row for each key of the columns. Rows in which runs differ are marked."""
-    keys = list(dict.fromkeys(key for column in columns for key in column))
-    if not keys:
-        return ""
-    rows = [_head(runs)]
-    for key in keys:
-        values = [column.get(key, "-") for column in columns]
-        mark = ' class="differs"' if marks and len(set(values)) > 1 else ""
-        rows.append(
-            f"<tr{mark}><td>{escape(key)}</td>"
-            + "".join(f"<td>{escape(value)}</td>" for value in values)
-            + "</tr>"
+    keys, given = _configuration(runs)
+    times = [run.time_by_part() for run in runs]
+    milliseconds = [{part: f"{1e3 * spent:.2f} ms" for part, spent in of.items()} for of in times]
+    curves = [
+        pictures.curves(runs, title, [run.curve(key) for run in runs])
+        for key, title in (
+            ("loss", "Loss"),
+            ("lr", "Learning rate"),
+            ("grad_norm", "Norm of the gradient"),
         )
-    return f"<table>{''.join(rows)}</table>"
-
-
-def _waits(runs: Sequence[Run]) -> str:
-    columns = [
-        {part: f"{1000 * spent:.2f} ms" for part, spent in run.time_by_part().items()}
-        for run in runs
     ]
-    return _table(runs, columns, marks=False)
-
-
-def _ranks(runs: Sequence[Run]) -> str:
-    values = [
-        {f"rank {rank}": spent for rank, spent in enumerate(run.seconds_by_rank())} for run in runs
-    ]
-    return pictures.grouped(runs, values, "seconds", lambda seconds: f"{seconds:.4f}")
-
-
-def _configuration(runs: Sequence[Run]) -> str:
-    rows = [run.facts.get("configuration", []) for run in runs]
-    everything = [
-        {
-            row["key"]: row["effective"]
-            + ("" if row["effect"] == "used" else f" ({row['effect']})")
-            for row in each
-        }
-        for each in rows
-    ]
-    given = {row["key"] for each in rows for row in each if not row["at_default"]}
-    shown = [{key: value for key, value in each.items() if key in given} for each in everything]
-    if not given:
-        return ""
-    hidden = f"<details><summary>all keys</summary>{_table(runs, everything)}</details>"
-    return "<p>Keys that are not at their defaults.</p>" + _table(runs, shown) + hidden
-
-
-def _warnings(run: Run) -> str:
-    lines = "".join(
-        f"<li>step {escape(str(step))}: <code>{escape(text)}</code></li>"
-        for step, text in run.warnings
+    durations = [run.step_seconds() for run in runs]
+    ranks = [{f"rank {rank}": spent for rank, spent in run.seconds_by_rank()} for run in runs]
+    return _TEMPLATES.get_template("page.html.jinja").render(
+        runs=runs,
+        colours=pictures.COLOURS,
+        summary=_rows([run.summary() for run in runs], marks=False),
+        curves=[*curves, pictures.curves(runs, "Time of a step", durations, "seconds")],
+        time=pictures.where_time_goes(runs, times),
+        times=_rows(milliseconds, marks=False),
+        ranks=pictures.grouped(runs, ranks, "seconds", "{:.4f}".format),
+        memory=pictures.memory(runs),
+        collectives=pictures.grouped(runs, [run.mean_of("bytes") for run in runs]),
+        links=pictures.grouped(runs, [run.mean_of("links") for run in runs]),
+        keys=keys,
+        given=given,
+        environment=_rows([run.facts.get("environment", {}) for run in runs]),
     )
-    return f"<p>{escape(run.name)}</p>" + (f"<ul>{lines}</ul>" if lines else "<p>none</p>")
+
+
+def _rows(
+    columns: Sequence[Mapping[str, Any]], marks: bool = True
+) -> list[tuple[str, list[Any], bool]]:
+    """A row for each key of the columns: the key, its values, and whether runs differ in it."""
+    rows = []
+    for key in dict.fromkeys(key for column in columns for key in column):
+        values = [column.get(key, "-") for column in columns]
+        rows.append((key, values, marks and any(value != values[0] for value in values)))
+    return rows
+
+
+def _configuration(runs: Sequence[Run]) -> tuple[list, list]:
+    """Rows of all keys, and of those that some run has not at their defaults."""
+    columns: list[dict[str, str]] = [{} for _ in runs]
+    given = set()
+    for run, column in zip(runs, columns, strict=True):
+        for row in run.facts.get("configuration", []):
+            effect = "" if row["effect"] == "used" else f" ({row['effect']})"
+            column[row["key"]] = f"{row['effective']}{effect}"
+            if not row["at_default"]:
+                given.add(row["key"])
+    rows = _rows(columns)
+    return rows, [row for row in rows if row[0] in given]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zero.errors import UsageError
@@ -15,17 +14,26 @@ COLOURS = ("#2563eb", "#ea580c")
 _PARTS = {"forward": "#1d4ed8", "backward": "#3b82f6", "step": "#93c5fd", REST: "#cbd5e1"}
 _WAITS = ("#f97316", "#dc2626", "#facc15", "#a21caf", "#7c2d12", "#65a30d")
 KINDS = {
-    "parameters": "#1d4ed8", "gathered parameters": "#60a5fa", "gradients": "#f97316",
+    "parameters": "#1d4ed8",
+    "gathered parameters": "#60a5fa",
+    "gradients": "#f97316",
     "optimizer": "#16a34a",
-    "activations": "#a855f7", "buffers": "#94a3b8",
-}  # fmt: skip
+    "activations": "#a855f7",
+    "buffers": "#94a3b8",
+}
 _STYLE = {
-    "svg.fonttype": "none", "svg.hashsalt": "zero", "font.family": "sans-serif", "font.size": 9,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "zero",
+    "text.parse_math": False,  # a dollar in a run's name is a dollar
+    "font.size": 9,
     "axes.grid": True,
-    "grid.color": "#e5e7eb", "axes.edgecolor": "#9ca3af", "axes.spines.top": False,
+    "grid.color": "#e5e7eb",
+    "axes.edgecolor": "#9ca3af",
+    "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.axisbelow": True, "legend.frameon": False,
-}  # fmt: skip
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+}
 
 
 def pyplot() -> Any:
@@ -41,26 +49,20 @@ def pyplot() -> Any:
     return pyplot
 
 
-def svg(figure: Any) -> str:
-    """The figure as an SVG element, without a header and without names that nothing refers to."""
+def _svg(figure: Any) -> str:
+    """The figure as an SVG element, without a header."""
     out = io.StringIO()
-    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(out, format="svg", transparent=True, metadata=no_metadata)
     pyplot().close(figure)
-    text = re.sub(
-        r"<metadata>.*?</metadata>",
-        "",
-        out.getvalue()[out.getvalue().index("<svg") :],
-        flags=re.DOTALL,
-    )
-    used = set(re.findall(r"#([\w-]+)", text))
-    return re.sub(r' id="([\w-]+)"', lambda found: found[0] if found[1] in used else "", text)
+    return out.getvalue()[out.getvalue().index("<svg") :]
 
 
 def curves(
     runs: Sequence[Run],
     title: str,
     points: Sequence[tuple[list[int], list[float]]],
-    group: str = "",
+    unit: str = "",
 ) -> str:
     """A line for each run; `points`: steps and values of each."""
     figure, axes = pyplot().subplots(figsize=(5.2, 2.6), layout="constrained")
@@ -68,78 +70,80 @@ def curves(
         marker = "o" if len(steps) < 3 else None
         axes.plot(steps, values, line, color=colour, linewidth=1.4, marker=marker, label=run.name)
     axes.set_title(title, loc="left", fontweight="bold")
-    axes.set_xlabel("step")
-    axes.set_ylabel(group)
+    axes.set(xlabel="step", ylabel=unit)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
     if not any(values for _, values in points):
         axes.text(0.5, 0.5, "not known", transform=axes.transAxes, ha="center", color="#6b7280")
-    return svg(figure)
+    return _svg(figure)
 
 
-def stacked(
-    names: Sequence[str], bars: Sequence[dict[str, float]], colours: dict[str, str], group: str
+def _bars(names: Sequence[str], height: float, unit: str) -> tuple[Any, Any, list[int]]:
+    """A figure for a horizontal bar for each name, its axes, and the places of the bars."""
+    figure, axes = pyplot().subplots(figsize=(10.6, height), layout="constrained")
+    places = list(range(len(names)))
+    axes.set_yticks(places, names)
+    axes.set_xlabel(unit)
+    axes.grid(axis="y", visible=False)
+    return figure, axes, places
+
+
+def _stacked(
+    names: Sequence[str],
+    bars: Sequence[Mapping[str, float]],
+    colours: Mapping[str, str],
+    unit: str,
 ) -> str:
-    """A horizontal bar for each name, of parts with these colours.
+    """A bar for each name, of parts with these colours.
 
     Parts that are nowhere above 0 are left out.
     """
-    figure, axes = pyplot().subplots(figsize=(10.6, 1.0 + 0.35 * len(bars)), layout="constrained")
+    figure, axes, places = _bars(names, 1.0 + 0.35 * len(bars), unit)
     lefts = [0.0] * len(bars)
     for part, colour in colours.items():
         values = [bar.get(part, 0.0) for bar in bars]
         if any(values):
-            axes.barh(range(len(bars)), values, left=lefts, height=0.6, color=colour, label=part)
+            axes.barh(places, values, left=lefts, height=0.6, color=colour, label=part)
             lefts = [left + value for left, value in zip(lefts, values, strict=True)]
-    axes.set_yticks(range(len(bars)), names)
     axes.invert_yaxis()
-    axes.set_xlabel(group)
-    axes.grid(axis="y", visible=False)
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=9, handlelength=1, fontsize=8)
-    return svg(figure)
+    return _svg(figure)
 
 
-def where_time_goes(runs: Sequence[Run]) -> str:
-    bars = [run.time_by_part() for run in runs]
-    waits = sorted({part for bar in bars for part in bar if part.startswith("wait")})
+def where_time_goes(runs: Sequence[Run], times: Sequence[Mapping[str, float]]) -> str:
+    """`times`: seconds of a step by part."""
+    waits = sorted({part for bar in times for part in bar if part.startswith("wait")})
     colours = _PARTS | {part: _WAITS[number % len(_WAITS)] for number, part in enumerate(waits)}
-    return stacked([run.name for run in runs], bars, colours, "seconds of a step on rank 0")
+    return _stacked([run.name for run in runs], times, colours, "seconds of a step on rank 0")
 
 
 def memory(runs: Sequence[Run]) -> str:
     """Bytes that rank 0 holds after its first step, by kind; a bar for each run and place."""
-    names, bars = [], []
-    for run in runs:
-        for place, kinds in run.facts.get("memory", {}).items():
-            names.append(f"{run.name}, {place}")
-            bars.append({kind: nbytes / 2**20 for kind, nbytes in kinds.items()})
-    return stacked(names, bars, KINDS, "MiB on rank 0") if bars else ""
+    bars = {
+        f"{run.name}, {place}": {kind: nbytes / 2**20 for kind, nbytes in kinds.items()}
+        for run in runs
+        for place, kinds in run.facts.get("memory", {}).items()
+    }
+    return _stacked(list(bars), list(bars.values()), KINDS, "MiB on rank 0") if bars else ""
 
 
 def grouped(
-    runs: Sequence[Run], values: Sequence[dict[str, float]], group: str, shows: Any = size
+    runs: Sequence[Run],
+    columns: Sequence[Mapping[str, float]],
+    unit: str = "bytes of a step on rank 0",
+    shows: Callable[[float], str] = size,
 ) -> str:
-    """For each name one horizontal bar of each run, with its value beside it."""
-    names = list(dict.fromkeys(name for each in values for name in each))
+    """For each name in the columns one bar of each run, with its value beside it."""
+    names = list(dict.fromkeys(name for column in columns for name in column))
     if not names:
         return ""
-    figure, axes = pyplot().subplots(
-        figsize=(10.6, 0.9 + 0.3 * len(names) * len(runs)), layout="constrained"
-    )
+    figure, axes, places = _bars(names, 0.9 + 0.3 * len(names) * len(runs), unit)
     height = 0.8 / len(runs)
-    for number, (run, colour, each) in enumerate(zip(runs, COLOURS, values, strict=False)):
-        places = [place + number * height for place in range(len(names))]
-        bars = axes.barh(
-            places,
-            [each.get(name, 0.0) for name in names],
-            height=height,
-            color=colour,
-            label=run.name,
-        )
-        axes.bar_label(bars, [shows(each.get(name, 0.0)) for name in names], padding=3, fontsize=8)
-    axes.set_yticks([place + height * (len(runs) - 1) / 2 for place in range(len(names))], names)
+    for number, (column, colour) in enumerate(zip(columns, COLOURS, strict=False)):
+        values = [column.get(name, 0.0) for name in names]
+        shift = (number - (len(runs) - 1) / 2) * height
+        bars = axes.barh([place + shift for place in places], values, height=height, color=colour)
+        axes.bar_label(bars, list(map(shows, values)), padding=3, fontsize=8)
     axes.invert_yaxis()
     axes.set_xticks([])
-    axes.set_xlabel(group)
     axes.margins(x=0.12)
-    axes.grid(axis="y", visible=False)
-    return svg(figure)
+    return _svg(figure)

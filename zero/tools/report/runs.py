@@ -19,6 +19,7 @@ FILE = "steps.jsonl"
 # What a record of a step must have.
 _KEYS = {"step", "samples", "lr", "seconds", "waits", "memory", "ranks", "samples_per_second"}
 REST = "data and script"
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _PHASES = ("forward", "backward", "step")
 
 
@@ -31,12 +32,12 @@ class Run:
 
     def __init__(self, name: str, records: list[dict[str, Any]]):
         self.name = name
-        self.records = [
-            record for _, record in sorted({each["step"]: each for each in records}.items())
-        ]
-        self.facts = next((each["run"] for each in reversed(records) if "run" in each), {})
+        last = {record["step"]: record for record in records}
+        self.records = [last[step] for step in sorted(last)]
+        starts = [record["run"] for record in records if "run" in record]
+        self.facts = starts[-1] if starts else {}
         self.warnings = [
-            (each["step"], text) for each in records for text in each.get("warnings", ())
+            (record["step"], text) for record in records for text in record.get("warnings", ())
         ]
 
     def curve(self, key: str) -> tuple[list[int], list[float]]:
@@ -73,28 +74,24 @@ class Run:
             total.update(phases | {REST: rest})
         return {part: max(0.0, seconds) / len(self._usual) for part, seconds in total.items()}
 
-    def bytes_by_collective(self) -> dict[str, float]:
-        """Mean bytes of a step on rank 0."""
-        return self._mean_of("bytes")
+    def mean_of(self, key: str) -> dict[str, float]:
+        """Mean bytes of a step on rank 0: "bytes" by collective, "links" by link.
 
-    def bytes_by_link(self) -> dict[str, float]:
-        """Mean bytes of a step on rank 0; without links over which nothing went."""
-        return {link: nbytes for link, nbytes in self._mean_of("links").items() if nbytes}
-
-    def _mean_of(self, group: str) -> dict[str, float]:
+        Those over which nothing went are left out.
+        """
         total: Counter[str] = Counter()
         for record in self._usual:
-            total.update(record.get(group, {}))
-        return {name: count / len(self._usual) for name, count in total.items()}
+            total.update(record.get(key, {}))
+        return {name: count / len(self._usual) for name, count in total.items() if count}
 
-    def seconds_by_rank(self) -> list[float]:
+    def seconds_by_rank(self) -> list[tuple[int, float]]:
         """Mean seconds of a step in which each rank worked. A run may go on with another number of
         ranks: each has the mean over the steps that it took part in.
         """
         steps = [record["ranks"]["working_seconds"] for record in self._usual]
         return [
-            fmean(spent for spent in of_rank if spent is not None)
-            for of_rank in zip_longest(*steps)
+            (rank, fmean(spent for spent in of_rank if spent is not None))
+            for rank, of_rank in enumerate(zip_longest(*steps))
         ]
 
     def summary(self) -> dict[str, str]:
@@ -130,9 +127,8 @@ def _duration(record: dict[str, Any]) -> float:
 
 def size(nbytes: float) -> str:
     """A number of bytes for people."""
-    groups = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = min(int(math.log(max(nbytes, 1), 1024)), len(groups) - 1)
-    return f"{nbytes / 1024**power:.4g} {groups[power]}"
+    power = min(int(math.log(max(nbytes, 1), 1024)), len(_UNITS) - 1)
+    return f"{nbytes / 1024**power:.4g} {_UNITS[power]}"
 
 
 def file_of(path: Path) -> Path:
@@ -155,12 +151,9 @@ def read(path: Path) -> Run:
         try:
             record = json.loads(line)
         except ValueError:
-            record = None
-        if (
-            not isinstance(record, dict)
-            or _KEYS - record.keys()
-            or not isinstance(record["step"], int)
-        ):
+            record = {}
+        is_record = isinstance(record, dict) and record.keys() >= _KEYS
+        if not is_record or not isinstance(record["step"], int):
             raise UsageError(f"report: {file}, line {number}: this is no record of json_monitor")
         records.append(record)
     if not records:

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 
 FOLDER = os.path.dirname(os.path.realpath(__file__))
 PACKAGE = os.path.dirname(os.path.dirname(FOLDER))
@@ -36,7 +37,7 @@ class RecorderFinder:
             return None
         execute = spec.loader.exec_module
 
-        def execute_and_record(module: object) -> None:
+        def execute_and_record(module: ModuleType) -> None:
             sys.meta_path.remove(self)
             execute(module)
             importlib.import_module(os.environ["ZERO_RECORDER"]).set_up()

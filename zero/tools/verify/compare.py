@@ -1,36 +1,42 @@
-"""Compares two recordings, and says what differs first and why that may be.
+"""Compares the recordings of a run on the engine with one on plain torch, and says what differs
+first.
 
 This file reads the files that `zero.tools.verify.record` has written. It knows no engine and no
 process group.
 
-[Note: tolerance] Sums in another order differ by rounding. With eps of the dtype of the
-computation, a gradient is equal if the 2-norm of the difference is at most sqrt(eps) of its own
-norm. A tensor whose gradient is tiny beside the largest one (by root mean square: 2 eps, in 16 bits
-eps / 64) is rounding noise, such as the gradient of a key's bias in attention. It is not compared,
-unless the engine has none at all. Where both runs overflow, there is nothing to compare.
+[Note: tolerance] Sums in another order differ by rounding. How much, depends on the model, so it is
+measured: a third run, again on plain torch, has weights that are disturbed by one unit in their
+last place before each step. That changes how every later operation rounds, and amplifies or damps
+it as the model does. (A run in fp64 would say the same, but a script feeds its model with fp32.) A
+tensor of the engine may be `_MARGIN` times as far from the plain one as the disturbed one is. Where
+that one came close by chance, the median over all tensors of its kind counts, and at least eps of
+the dtype of the computation. Each distance is a 2-norm.
 
-What follows from gradients can be as equal as they are. Let d be the largest difference of a
-gradient so far. Optimizer states may differ by 10 d. Adam turns the sign of a tiny gradient into a
-whole step, in a share of d of the elements, so updates may differ by 10 sqrt(d). Signs do not
-change norms: those of all updates, or of all tensors of one state, may differ by 10 d, and at most
-2%. Each limit is at least 0.1%. Muon computes in bf16: updates of whole tensors may always differ
-by 5%, in 16 bits by 3 sqrt(eps). Elements that have had no gradient so far change by weight decay
-alone, which may differ by 5%. An update is known to the last place of its value: no difference
-below that counts."""
+A gradient that rounding may change by its own size is noise, such as that of a key's bias in
+attention. What follows from it is not compared. If most gradients are noise, the script has drawn
+batches or dropout at random. Adam turns the sign of a tiny gradient into a whole step, so updates
+are compared where a gradient is `_MARGIN` times as large as its tensor's rounding. Signs do not
+change norms, so the norms of all updates, or of all tensors of one state, are compared as well.
+Elements that have had no gradient so far change by weight decay alone."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 import torch
 from safetensors import safe_open
 
+_MARGIN = 10
 # Settings of a param group that say how to compute. The engine decides them.
 _HOW = {"foreach", "fused", "capturable", "differentiable"}
+_RANDOM = (
+    "Two runs on plain torch differ by as much: the script draws {what} at random. Set a seed in it"
+)
 
 
 @dataclass
@@ -59,350 +65,290 @@ class Result:
     """Rows: (step, kind, tensors compared, tensors left out as noise, largest relative difference,
     its tensor).
 
-    largest_of_gradients: the largest relative difference of a gradient that was taken for rounding.
     skipped: how many steps both runs skipped, because gradients were not finite: then there is
-    little to compare."""
+    little to compare. unsure: a step that overflows or not by rounding alone, at which the
+    comparison ended, or 0."""
 
     rows: list[tuple[int, str, int, int, float, str]] = field(default_factory=list)
     difference: Difference | None = None
-    largest_of_gradients: float = 0.0
     skipped: int = 0
+    unsure: int = 0
 
 
 @dataclass
-class _Pair:
-    """One tensor of both recordings, by sums over its elements: |a|, |b|, |a - b|, a * b; numel."""
+class Tensor:
+    """One tensor of the three recordings: their norms, and the norms of the engine's and of the
+    disturbed one's difference from the plain one.
+    """
 
     name: str
     engine: float
     plain: float
+    disturbed: float
     apart: float
-    product: float
-    numel: int
+    rounding: float
+
+    @classmethod
+    def of(cls, name: str, values: Sequence[torch.Tensor]) -> Tensor:
+        engine, plain, disturbed = (value.double() for value in values)
+        norms = (engine, plain, disturbed, engine - plain, disturbed - plain)
+        return cls(name, *(each.norm().item() for each in norms))
 
     @property
     def relative(self) -> float:
         if self.apart == 0 or not (math.isfinite(self.engine) or math.isfinite(self.plain)):
             return 0.0
-        return math.inf if self.plain == 0 or math.isnan(self.apart) else self.apart / self.plain
+        return self.apart / self.plain if self.plain and math.isfinite(self.apart) else math.inf
 
     @property
-    def ratio(self) -> float:
-        """What the plain tensor must be multiplied by to come closest to the engine's."""
-        return self.product / self.plain**2 if self.plain else math.nan
+    def relative_rounding(self) -> float:
+        return self.rounding / self.plain if self.plain else 0.0
+
+    @property
+    def is_lost(self) -> bool:
+        """The engine has zeros, which rounding does not explain."""
+        return self.engine == 0 and self.apart > self.rounding
+
+    @property
+    def is_noise(self) -> bool:
+        return 0 < self.plain <= _MARGIN * self.rounding and not self.is_lost
+
+    def differs(self, usual: float) -> bool:
+        """`usual`: the relative rounding of tensors of its kind."""
+        if not math.isfinite(self.plain):
+            return self.relative > 0
+        limit = _MARGIN * max(self.rounding, usual * self.plain)
+        return self.is_lost or self.apart > limit or math.isnan(self.engine)
 
 
-def compare(engine: Path, plain: Path) -> Result:
-    """Compare the recordings in two folders, step by step, up to the first difference beyond
+def compare(engine: Path, plain: Path, disturbed: Path) -> Result:
+    """Compare the recordings in these folders, step by step, up to the first difference beyond
     rounding.
     """
-    facts, result = json.loads((engine / "facts.json").read_text()), Result()
-    eps = torch.finfo(getattr(torch, facts["dtype"])).eps
-    start = [_pair(name, a, b) for name, a, b in _tensors(engine, plain, "start")]
-    _judge(
-        result,
-        0,
-        "value",
-        start,
-        start,
-        0.0,
-        "Likely the script draws them at random: set a seed in it.",
-    )
-    for step in range(1, steps_in(engine, plain) + 1):
-        if result.difference is None:
-            _compare_step(result, step, engine, plain, eps, facts)
+    comparison = Comparison((engine, plain, disturbed))
+    comparison.compare_start()
+    result = comparison.result
+    for step in range(1, steps_in(engine, plain, disturbed) + 1):
+        if result.difference is None and not result.unsure:
+            comparison.compare_step(step)
     return result
 
 
-def steps_in(engine: Path, plain: Path) -> int:
-    """How many steps both recordings have."""
+def steps_in(*folders: Path) -> int:
+    """How many steps all recordings have."""
     count = 0
-    while all((folder / f"{count + 1}.json").exists() for folder in (engine, plain)):
+    while all((folder / f"{count + 1}.json").exists() for folder in folders):
         count += 1
     return count
 
 
-def _compare_step(
-    result: Result, step: int, engine: Path, plain: Path, eps: float, facts: dict
-) -> None:
-    here, there = (json.loads((folder / f"{step}.json").read_text()) for folder in (engine, plain))
-    both = enumerate(zip(here["losses"], there["losses"], strict=True))
-    losses = [
-        _pair(f"micro-batch {i} on rank {rank}", torch.tensor(a), torch.tensor(b))
-        for rank, of_rank in both
-        for i, (a, b) in enumerate(zip(*of_rank, strict=False))
-    ]
-    cause = (
-        "The weights are the same, so likely the batches or the dropout are not: set a seed and a "
-        "fixed order of data."
-        if step == 1
-        else "Gradients and updates were equal so far: likely a buffer, or what the script does "
-        "between steps, differs."
-    )
-    limit = math.sqrt(eps) * step
-    if _judge(result, step, "loss", losses, losses, limit, cause):
-        return
-    gradients = [_pair(name, a, b) for name, a, b in _tensors(engine, plain, f"{step}.gradients")]
-    loud = _without_noise(gradients, eps)
-    if _judge(result, step, "gradient", gradients, loud, limit, _cause_of_gradient(loud, facts)):
-        return
-    apart = result.largest_of_gradients = max(
-        result.largest_of_gradients, *(pair.relative for pair in loud), 0.0
-    )
-    if _compare_settings(result, step, here, there):
-        return
-    result.skipped += not here["applied"]
-    norms = [_pair("all gradients", *(torch.tensor(done["norm"]) for done in (here, there)))]
-    if _judge(
-        result,
-        step,
-        "norm",
-        norms,
-        norms,
-        limit,
-        "The gradients are equal, so they are added up wrongly.",
-    ):
-        return
-    names = {pair.name for pair in loud}
-    for file in sorted(
-        file.stem for file in engine.glob(f"{step}.state.*") if (plain / file.name).exists()
-    ):
-        found = [_pair(*each) for each in _tensors(engine, plain, file) if each[0] in names]
-        states = [pair for pair in found if pair.plain > 0]
-        most, key = min(max(0.01, 2 * limit), max(1e-3, 10 * apart)), file.split(".", 2)[2]
-        if _judge(result, step, key, gradients, states, most, _cause_of_state(states), apart):
-            return
-    updates, decays = _updates(engine, plain, step, names, _noise(gradients, eps))
-    cause = (
-        "These elements have had no gradient yet: weight decay differs, or the engine changes "
-        "what it must not."
-    )
-    if facts["elementwise"] and _judge(result, step, "decay", decays, decays, 0.05, cause):
-        return
-    spread = apart if facts["elementwise"] else math.inf
-    limit = min(max(0.05, 3 * math.sqrt(eps)), max(1e-3, 10 * math.sqrt(spread)))
-    _judge(result, step, "update", gradients, updates, limit, _cause_of_update(updates), spread)
-
-
-def _updates(
-    engine: Path, plain: Path, step: int, names: set[str], noise: float
-) -> tuple[list[_Pair], list[_Pair]]:
-    """What the step has changed where the gradient is not noise, and where there has been none so
-    far.
-
-    A third of GPT-2's `c_attn.bias` is noise. Tokens that no batch had have no gradient in an
-    embedding."""
-    updates, decays = [], []
-    files = ["start" if step == 1 else f"{step - 1}.values", f"{step}.values"]
-    files += [f"{number}.gradients" for number in range(step, 0, -1)]
-    for before, after, *gradients in zip(
-        *(_tensors(engine, plain, file) for file in files), strict=True
-    ):
-        changed = [after[side] - before[side] for side in (1, 2)]
-        has_none = torch.stack([(a == 0) & (b == 0) for _, a, b in gradients]).all(0)
-        if has_none.any():
-            decays.append(_update(after[0], *changed, before[2], has_none))
-        if after[0] in names:
-            is_loud = torch.maximum(*(gradient.abs() for gradient in gradients[0][1:])) > noise
-            updates.append(_update(after[0], *changed, before[2], is_loud))
-    return updates, decays
-
-
-def _update(
-    name: str, a: torch.Tensor, b: torch.Tensor, values: torch.Tensor, where: torch.Tensor
-) -> _Pair:
-    """A value may be rounded up or down, so a difference of one group in its last place is none."""
-    pair = _pair(name, where * a, where * b)
-    last_place = torch.finfo(torch.float32).eps * (where * values).double().norm().item()
-    return replace(pair, apart=0.0 if pair.apart <= last_place else pair.apart - last_place)
-
-
-def _compare_settings(result: Result, step: int, engine: dict, plain: dict) -> bool:
-    """What a step goes by: whether it was skipped, the loss scale, the numbers of the param
-    groups.
+class Comparison:
+    """`folders`: of the run on the engine, on plain torch, and on plain torch with disturbed
+    weights.
     """
-    here, there = _settings(engine), _settings(plain)
-    both = {name: (here[name], there[name]) for name in there if name in here}
-    different = {name: values for name, values in both.items() if values[0] != values[1]}
-    result.rows.append(
-        (step, "setting", len(both), 0, float(bool(different)), next(iter(different or both)))
-    )
-    if different:
-        name, (a, b) = next(iter(different.items()))
-        cause = f"It is {a} on the engine and {b} on plain torch."
-        result.difference = Difference(step, "setting", name, math.inf, len(different) - 1, cause)
-    return bool(different)
+
+    def __init__(self, folders: Sequence[Path]):
+        self.folders = folders
+        self.result = Result()
+        facts = json.loads((folders[0] / "facts.json").read_text())
+        self.eps = torch.finfo(getattr(torch, facts["dtype"])).eps
+        self.elementwise = facts["elementwise"]
+
+    def compare_start(self) -> None:
+        values = [Tensor.of(*each) for each in self._tensors("start")]
+        is_random = any(tensor.rounding for tensor in values)
+        cause = _RANDOM.format(what="them") if is_random else "The engine has changed them"
+        self._judge(0, "value", values, 0.0, cause=f"{cause}.")
+
+    def compare_step(self, step: int) -> None:
+        done = [json.loads((folder / f"{step}.json").read_text()) for folder in self.folders]
+        if self._judge(step, "loss", list(_losses(done)), self.eps):
+            return
+        gradients = [Tensor.of(*each) for each in self._tensors(f"{step}.gradients")]
+        noise = [tensor for tensor in gradients if tensor.is_noise]
+        if 2 * len(noise) > len(gradients):
+            self._add(step, "gradient", [noise[0]], len(noise) - 1)
+            relative, others = noise[0].relative_rounding, len(noise) - 1
+            cause = _RANDOM.format(what="batches or dropout") + ", or verify in fp32."
+            self.result.difference = Difference(
+                step, "gradient", noise[0].name, relative, others, cause
+            )
+            return
+        if self._judge(step, "gradient", gradients, self.eps):
+            return
+        if self._compare_settings(step, done):
+            return
+        eps = torch.finfo(torch.float32).eps  # in which both sides compute from here on
+        # Each side adds up millions of squares in fp32, in its own order.
+        norms = Tensor.of("all gradients", [torch.tensor(each["norm"]) for each in done])
+        if self._judge(step, "norm", [norms], math.sqrt(eps) / _MARGIN):
+            return
+        names = {tensor.name for tensor in gradients if not tensor.is_noise}
+        for file in sorted(self.folders[0].glob(f"{step}.state.*")):
+            if not (self.folders[1] / file.name).exists():
+                continue
+            states = [Tensor.of(*each) for each in self._tensors(file.stem) if each[0] in names]
+            kind = file.stem.split(".", 2)[2]
+            if self._judge(step, kind, states, eps, len(noise), together=True):
+                return
+        updates, decays = self._updates(step, {tensor.name: tensor for tensor in gradients})
+        if self.elementwise and self._judge(step, "decay", decays, eps):
+            return
+        # Optimizers of whole tensors, such as Muon, compute in bf16.
+        if not self.elementwise:
+            eps = torch.finfo(torch.bfloat16).eps
+        self._judge(step, "update", updates, eps, len(noise), together=True)
+
+    def _compare_settings(self, step: int, done: list[dict]) -> bool:
+        """What a step goes by: whether it was skipped, the loss scale, the numbers of the param
+        groups.
+        """
+        if done[1]["applied"] != done[2]["applied"]:
+            self.result.unsure = step
+            return True
+        engine, plain, _ = map(_settings, done)
+        common = [name for name in plain if name in engine]
+        different = [name for name in common if engine[name] != plain[name]]
+        first = (different or common)[0]
+        row = (step, "setting", len(common), 0, float(bool(different)), first)
+        self.result.rows.append(row)
+        if different:
+            cause = f"It is {engine[first]} on the engine and {plain[first]} on plain torch."
+            self.result.difference = Difference(
+                step, "setting", first, math.inf, len(different) - 1, cause
+            )
+        self.result.skipped += not done[0]["applied"]
+        return bool(different)
+
+    def _updates(
+        self, step: int, gradients: dict[str, Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What the step has changed where a gradient is not noise, and where there has been none so
+        far.
+
+        A third of GPT-2's `c_attn.bias` is noise. Tokens that no batch had have no gradient in an
+        embedding."""
+        updates, decays = [], []
+        files = ["start" if step == 1 else f"{step - 1}.values", f"{step}.values"]
+        files += [f"{number}.gradients" for number in range(step, 0, -1)]
+        recorded = (self._tensors(file) for file in files)
+        for (name, before), (_, after), *of_steps in zip(*recorded, strict=True):
+            changed = [new - old for new, old in zip(after, before, strict=True)]
+            has_none = torch.stack(
+                [(engine == 0) & (plain == 0) for _, (engine, plain, _) in of_steps]
+            ).all(0)
+            if has_none.any():
+                decays.append(Tensor.of(name, [has_none * values for values in changed]))
+            if not gradients[name].is_noise:
+                plain = of_steps[0][1][1]
+                rounding = gradients[name].rounding / math.sqrt(plain.numel())
+                is_loud = plain.abs() > _MARGIN * rounding
+                updates.append(Tensor.of(name, [is_loud * values for values in changed]))
+        return updates, decays
+
+    def _judge(
+        self,
+        step: int,
+        kind: str,
+        tensors: list[Tensor],
+        eps: float,
+        noise: int = 0,
+        together: bool = False,
+        cause: str = "",
+    ) -> bool:
+        """Add a row. If a tensor differs beyond rounding, say so; True then.
+
+        `eps`: the least relative rounding, 0 if the tensors must be equal. `together`: compare the
+        norm of all tensors, too.
+        """
+        if not tensors:
+            return False
+        known = [tensor for tensor in tensors if math.isfinite(tensor.relative_rounding)]
+        usual = max(eps, median([tensor.relative_rounding for tensor in known] or [0.0]))
+        if kind == "gradient":
+            noise = sum(tensor.is_noise for tensor in tensors)
+        self._add(step, kind, tensors, noise)
+        if eps == 0:
+            beyond = [tensor for tensor in tensors if tensor.relative > 0]
+        else:
+            beyond = [tensor for tensor in tensors if tensor.differs(usual)]
+        first = beyond[0] if beyond else None
+        if first is None and together and (apart := _apart_together(known, eps)):
+            first, beyond = Tensor("all tensors together", 0, 1, 0, apart, 0), known[:1]
+        if first is not None:
+            cause = cause or _cause(kind, tensors)
+            self.result.difference = Difference(
+                step, kind, first.name, first.relative, len(beyond) - 1, cause
+            )
+        return first is not None
+
+    def _add(self, step: int, kind: str, tensors: list[Tensor], noise: int) -> None:
+        compared = [tensor for tensor in tensors if kind != "gradient" or not tensor.is_noise]
+        worst = max(compared or tensors, key=lambda tensor: tensor.relative)
+        row = (step, kind, len(compared), noise, worst.relative, worst.name)
+        self.result.rows.append(row)
+
+    def _tensors(self, name: str) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """Names and the three recordings' tensors, in the model's order.
+
+        What only some have is compared with zeros.
+        """
+        files = [safe_open(folder / f"{name}.safetensors", "pt") for folder in self.folders]
+        known = [set(file.keys()) for file in files]
+        for key in json.loads((self.folders[1] / "facts.json").read_text())["names"]:
+            values = [
+                file.get_tensor(key) if key in names else None
+                for file, names in zip(files, known, strict=True)
+            ]
+            some = next((value for value in values if value is not None), None)
+            if some is not None:
+                zeros = torch.zeros_like(some)
+                yield key, [zeros if value is None else value for value in values]
+
+
+def _losses(done: list[dict]) -> Iterator[Tensor]:
+    for rank, of_rank in enumerate(zip(*(each["losses"] for each in done), strict=True)):
+        for micro_batch, losses in enumerate(zip(*of_rank, strict=False)):
+            name = f"micro-batch {micro_batch} on rank {rank}"
+            yield Tensor.of(name, [torch.tensor(loss) for loss in losses])
 
 
 def _settings(done: dict) -> dict[str, object]:
-    found = {"whether the step was skipped": not done["applied"], "the loss scale": done["scale"]}
+    settings: dict[str, object] = {"whether the step was skipped": not done["applied"]}
+    settings["the loss scale"] = done["scale"]
     for number, group in enumerate(done["groups"]):
-        found |= {
-            f"{key} of param group {number}": value
-            for key, value in group.items()
-            if key not in _HOW
-        }
-    return found
+        for key, value in group.items():
+            if key not in _HOW:
+                settings[f"{key} of param group {number}"] = value
+    return settings
 
 
-def _judge(
-    result: Result,
-    step: int,
-    kind: str,
-    everything: list[_Pair],
-    compared: list[_Pair],
-    limit: float,
-    cause: str,
-    apart: float | None = None,
-) -> bool:
-    """Add a row. If a tensor differs by more than `limit`, say so; True then.
-
-    `apart`: the largest difference of a gradient. The norm of all tensors may differ by ten times
-    that."""
-    if not compared:
-        return False
-    worst = max(compared, key=lambda pair: pair.relative)
-    left_out = len(everything) - len(compared)
-    result.rows.append((step, kind, len(compared), left_out, worst.relative, worst.name))
-    beyond = [pair for pair in compared if pair.relative > limit]
-    if beyond:
-        first = beyond[0]
-        result.difference = Difference(
-            step, kind, first.name, first.relative, len(beyond) - 1, cause
-        )
-    elif apart is not None and (factor := _factor(compared)) > max(1e-3, min(0.02, 10 * apart)):
-        result.difference = Difference(step, kind, "all tensors together", factor, 0, cause)
-    return result.difference is not None
-
-
-def _factor(pairs: list[_Pair]) -> float:
-    """How far the ratio of the norms of all tensors is from 1; 0 if they are not finite."""
-    engine, plain = (
-        math.hypot(*norms)
-        for norms in zip(*((pair.engine, pair.plain) for pair in pairs), strict=True)
+def _apart_together(tensors: list[Tensor], eps: float) -> float:
+    """How far the ratio of the norms of all tensors is from 1, or 0 if rounding explains it."""
+    engine, plain, disturbed = (
+        math.hypot(*(getattr(tensor, side) for tensor in tensors))
+        for side in ("engine", "plain", "disturbed")
     )
-    return (
-        abs(engine / plain - 1) if plain and math.isfinite(engine) and math.isfinite(plain) else 0.0
-    )
+    if not (plain and math.isfinite(engine + plain + disturbed)):
+        return 0.0
+    single = [abs(tensor.disturbed / tensor.plain - 1) for tensor in tensors if tensor.plain]
+    rounding = max(abs(disturbed / plain - 1), median(single), eps)
+    apart = abs(engine / plain - 1)
+    return apart if apart > _MARGIN * rounding else 0.0
 
 
-def _size(pair: _Pair) -> float:
-    return max(pair.engine, pair.plain) / math.sqrt(pair.numel)
-
-
-def _noise(pairs: list[_Pair], eps: float) -> float:
-    """Root mean square of a gradient, or size of an element, up to which it is rounding noise."""
-    in_16_bits = eps > torch.finfo(torch.float32).eps
-    return (eps / 64 if in_16_bits else 2 * eps) * max(map(_size, pairs), default=0.0)
-
-
-def _without_noise(pairs: list[_Pair], eps: float) -> list[_Pair]:
-    noise = _noise(pairs, eps)
-    lost = 2 * torch.finfo(torch.float32).eps * max(map(_size, pairs), default=0.0)
-    return [pair for pair in pairs if not _size(pair) <= (lost if pair.engine == 0 else noise)]
-
-
-def _cause_of_gradient(pairs: list[_Pair], facts: dict) -> str:
-    lost = [pair.name for pair in pairs if pair.engine == 0 and pair.plain > 0]
-    if lost:
-        return (
-            f"The engine has no gradient for {_some(lost)}: likely it is read where the engine "
-            "does not see it. "
-            "Please report the module's forward."
-        )
-    if (ratio := _common_ratio(pairs)) is None:
-        return (
-            "Single tensors differ: their module's backward has run on other values, or not on "
-            "every rank."
-        )
-    known = [
-        (facts["ranks"], "they are summed over ranks, not averaged"),
-        (1 / facts["ranks"], "they are divided by the number of ranks twice"),
-        (facts["accumulation"], "the loss is not divided by gradient_accumulation_steps"),
-        (1 / facts["accumulation"], "the loss is divided by gradient_accumulation_steps twice"),
-    ]
-    named = [text for factor, text in known if factor != 1 and abs(ratio / factor - 1) < 0.01]
-    cause = ", or ".join(named or ["a wrong loss scale", "another mean"])
-    return f"All gradients are {ratio:.4g} times the plain ones: {cause}."
-
-
-def _cause_of_state(pairs: list[_Pair]) -> str:
-    if (ratio := _common_ratio(pairs)) is not None:
-        return (
-            f"All are {ratio:.4g} times the plain ones: likely clipping, or another decay rate "
-            "than the setting."
-        )
-    return (
-        "Gradients and settings are equal: the optimizer's state is updated in another way for "
-        "these tensors."
-    )
-
-
-def _cause_of_update(pairs: list[_Pair]) -> str:
-    frozen = [pair.name for pair in pairs if pair.engine == 0 and pair.plain > 0]
-    if frozen:
-        return (
-            f"The step has not changed {_some(frozen)}: frozen for the engine, or not in its "
-            "optimizer."
-        )
-    if (ratio := _common_ratio(pairs)) is not None:
-        return (
-            f"All updates are {ratio:.4g} times the plain ones: likely clipping, or another "
-            "learning rate."
-        )
-    return (
-        "Gradients, settings and states are equal: the optimizer's formula differs for these "
-        "tensors."
-    )
-
-
-def _common_ratio(pairs: list[_Pair]) -> float | None:
-    """The engine's tensors are the plain ones times this number, which explains their differences;
-
-    None if not.
-    """
-    pairs = [pair for pair in pairs if pair.plain > 0]
-    ratios = [pair.ratio for pair in pairs]
-    explained = all(abs(pair.ratio - 1) >= 0.98 * pair.relative for pair in pairs)
-    return (
-        ratios[0]
-        if ratios and explained and max(ratios) - min(ratios) <= 0.01 * abs(max(ratios, key=abs))
-        else None
-    )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _pair(name: str, a: torch.Tensor, b: torch.Tensor) -> _Pair:
-    a, b = a.double(), b.double()
-    return _Pair(
-        name,
-        a.norm().item(),
-        b.norm().item(),
-        (a - b).norm().item(),
-        (a * b).sum().item(),
-        max(1, a.numel()),
-    )
-
-
-def _tensors(
-    engine: Path, plain: Path, name: str
-) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """(name, the engine's, the plain one) in the model's order.
-
-    What only one side has is compared with zeros.
-    """
-    file = f"{name}.safetensors"
-    with safe_open(engine / file, "pt") as a, safe_open(plain / file, "pt") as b:
-        names_of_a, names_of_b = set(a.keys()), set(b.keys())
-        for key in json.loads((plain / "facts.json").read_text())["names"]:
-            first = a.get_tensor(key) if key in names_of_a else None
-            second = b.get_tensor(key) if key in names_of_b else None
-            if first is not None or second is not None:
-                yield key, _or_zeros(first, second), _or_zeros(second, first)
-
-
-def _or_zeros(tensor: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor:
-    return torch.zeros_like(other) if tensor is None else tensor
+def _cause(kind: str, tensors: list[Tensor]) -> str:
+    """What is certain about a difference."""
+    if lost := [tensor.name for tensor in tensors if tensor.is_lost]:
+        names = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+        if kind == "update":
+            return f"The step has not changed {names}."
+        return f"The engine has no {kind} for {names}."
+    pairs = [tensor for tensor in tensors if tensor.plain > 0]
+    ratios = [tensor.engine / tensor.plain for tensor in pairs]
+    explained = all(abs(tensor.engine - tensor.plain) >= 0.98 * tensor.apart for tensor in pairs)
+    if len(pairs) > 1 and explained and max(ratios) - min(ratios) <= 0.01 * max(ratios):
+        return f"All of this kind are {median(ratios):.4g} times the plain ones."
+    if kind == "decay":
+        return "These elements have had no gradient yet, so only weight decay may change them."
+    return "What is compared before it, in the rows above, is equal within rounding."

@@ -1,0 +1,73 @@
+"""`zero verify` compares recordings: what two runs on plain torch say about rounding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from zero.tools.verify.compare import Result, compare
+
+START = {"a": torch.ones(8), "b": torch.ones(4)}
+
+
+def write(
+    folder: Path, gradients: dict[str, torch.Tensor], loss: float = 1.0, applied: bool = True
+) -> Path:
+    """One step of SGD with a learning rate of 0.1."""
+    folder.mkdir()
+    facts = {"dtype": "float32", "names": list(START), "elementwise": True}
+    (folder / "facts.json").write_text(json.dumps(facts))
+    norm = torch.cat(list(gradients.values())).norm().item()
+    done = {"losses": [[loss]], "groups": [{"lr": 0.1}], "scale": 1.0}
+    (folder / "1.json").write_text(json.dumps(done | {"norm": norm, "applied": applied}))
+    values = {name: START[name] - 0.1 * gradient for name, gradient in gradients.items()}
+    for name, tensors in (("start", START), ("1.gradients", gradients), ("1.values", values)):
+        save_file(tensors, folder / f"{name}.safetensors")
+    return folder
+
+
+def runs(folder: Path, engine: float, disturbed: float, **options) -> Result:
+    """The engine's and the disturbed gradient of `a` are so many times the plain one."""
+    gradients = {"a": torch.arange(1.0, 9.0), "b": torch.arange(1.0, 5.0)}
+    return compare(
+        write(folder / "engine", gradients | {"a": gradients["a"] * engine}),
+        write(folder / "plain", gradients),
+        write(folder / "disturbed", gradients | {"a": gradients["a"] * disturbed}, **options),
+    )
+
+
+def test_as_much_as_rounding_changes_is_equal(tmp_path: Path):
+    result = runs(tmp_path, engine=1 + 5e-5, disturbed=1 - 1e-5)
+    assert result.difference is None, result
+
+
+def test_more_than_rounding_changes_differs(tmp_path: Path):
+    difference = runs(tmp_path, engine=1 + 5e-4, disturbed=1 - 1e-5).difference
+    assert difference is not None and (difference.kind, difference.name) == ("gradient", "a")
+
+
+def test_a_loss_that_differs_by_more_than_rounding(tmp_path: Path):
+    gradients = {name: torch.ones_like(values) for name, values in START.items()}
+    folders = [
+        write(tmp_path / name, gradients, loss)
+        for name, loss in (("engine", 1.00001), ("plain", 1.0), ("disturbed", 1 + 2e-7))
+    ]
+    difference = compare(*folders).difference
+    assert difference is not None and difference.kind == "loss"
+
+
+def test_batches_that_are_drawn_at_random_are_named(tmp_path: Path):
+    """The two runs on plain torch differ as much as the one on the engine."""
+    gradients = [
+        {name: torch.randn(values.shape) for name, values in START.items()} for _ in range(3)
+    ]
+    folders = [write(tmp_path / str(number), each) for number, each in enumerate(gradients)]
+    difference = compare(*folders).difference
+    assert difference is not None and "Set a seed" in difference.cause
+
+
+def test_a_step_that_overflows_by_rounding_alone_is_named(tmp_path: Path):
+    assert runs(tmp_path, engine=1.0, disturbed=1.0, applied=False).unsure == 1
