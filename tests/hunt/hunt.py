@@ -92,7 +92,7 @@ def judge(drawn: Recipe, setting: Setting, rank: int, world_size: int) -> tuple[
     """The outcome, and what is different."""
     expected = train_plain(drawn, world_size, setting.accumulation)
     names = [name for name, _ in drawn.build().named_modules() if name]
-    names += [name for name in expected.tensors[rank]]
+    names += list(expected.tensors[rank])
     names += [type(module).__name__ for module in drawn.build().modules()]
     try:
         found = train_zero(drawn, setting, rank)

@@ -485,24 +485,25 @@ class ReductionOrder:
         """The backward is over: reduce the rest, the same groups in the same order on every rank,
         and wait.
         """
-        late = self._late_groups()
-        for group in self._order[self._started :] + late:
+        late = {group for group in self._order[: self._started] if self._reducer.has_pending(group)}
+        for group in self._order[self._started :]:
             if group not in self._absent:
                 self._reducer.reduce(group)
+        # A rank may have waited for these reductions before it came here.
+        for group in self._late_on_any_rank(late):
+            self._reducer.reduce(group)
         self._agree()
         self._reducer.end_backward()
 
-    def _late_groups(self) -> list[ParamGroup]:
-        """Groups that got gradients after their reduction had started, from a second call inside of
-        a reentrant checkpoint: on any rank, because all have to join in one more reduction.
+    def _late_on_any_rank(self, late: Collection[ParamGroup]) -> list[ParamGroup]:
+        """The groups that on any rank got gradients after their reduction had started, as from the
+        second call of a module inside of a reentrant checkpoint: all join in one more reduction.
         """
-        started = self._order[: self._started]
-        is_late = [self._reducer.has_pending(group) for group in started]
-        is_late += [False] * (len(self._order) - len(started))
+        is_late = [group in late for group in self._order]
         if self._may_diverge and not self._reducer.keeps_on_rank:
-            on_no_rank = torch.tensor([not late for late in is_late], dtype=torch.uint8)
+            on_no_rank = torch.tensor([not each for each in is_late], dtype=torch.uint8)
             is_late = (self._comm.all_reduce(on_no_rank, "min") == 0).tolist()
-        return [group for group, late in zip(self._order, is_late, strict=True) if late]
+        return [group for group, each in zip(self._order, is_late, strict=True) if each]
 
     def _agree(self) -> None:
         """After backward 1, 2, 4, 8, ...: take over rank 0's order and places. See the notes."""
