@@ -409,10 +409,6 @@ class ReductionOrder:
         self._has_leaves = any(
             getattr(module, LEAF_FLAG, False) for group in groups for module in group.modules
         )
-        # Elsewhere ranks that call different modules block each other before.
-        self._may_diverge = comm.world_size > 1 and (
-            self._has_leaves or all(group.persistent for group in groups)
-        )
         self._has_places = comm.matches_by_order or (comm.world_size > 1 and self._has_leaves)
         self._started = self._backwards = self._uses = 0
         self._is_open = False
@@ -500,7 +496,7 @@ class ReductionOrder:
         second call of a module inside of a reentrant checkpoint: all join in one more reduction.
         """
         is_late = [group in late for group in self._order]
-        if self._may_diverge and not self._reducer.keeps_on_rank:
+        if self._comm.world_size > 1 and not self._reducer.keeps_on_rank:
             on_no_rank = torch.tensor([not each for each in is_late], dtype=torch.uint8)
             is_late = (self._comm.all_reduce(on_no_rank, "min") == 0).tolist()
         return [group for group, each in zip(self._order, is_late, strict=True) if each]
