@@ -102,6 +102,11 @@ def make_groups(
         raise UsageError(
             f"parameter {doubles[0]!r} is float64, and masters are fp32: call model.float() first"
         )
+    if odd := [n for n, p in model.named_parameters() if p.requires_grad and p.is_complex()]:
+        raise UsageError(
+            f"parameter {odd[0]!r} is complex: keep its real and imaginary part as one real "
+            "parameter (torch.view_as_real), and call torch.view_as_complex in forward"
+        )
     # Below stage 3 nothing is gathered for use; a group is what one reduction takes.
     threshold = zero.stage3_param_persistence_threshold if zero.stage == 3 else 0
     plans = plan_groups(model, threshold, zero.stage3_model_persistence_threshold, group_of)

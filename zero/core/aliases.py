@@ -71,6 +71,9 @@ def _spans(model: nn.Module) -> Iterator[_Span]:
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers", "_modules"):
                 continue
+            # torch's spectral_norm and prune compute this tensor anew in each forward.
+            if f"{name}_orig" in module._parameters:
+                continue
             for tensor in tree_leaves(value):
                 if isinstance(tensor, torch.Tensor) and id(tensor) not in params:
                     yield from _span(f"{prefix}.{name}".lstrip("."), "tensor", tensor)

@@ -5,7 +5,8 @@ follows its inputs writes to a parameter while the parameter is unsharded. Witho
 values would go when the group is resharded, or at the next step, where the optimizer has fp32
 values of its own.
 
-A parameter that is always unsharded may also get new `data` between two passes.
+The same is true of `param.data = tensor`, and of writes between two passes to a parameter that is
+always unsharded.
 
 Each rank writes its slice of the new values back, and a digest of all that was written goes into
 the comparison of ranks at the step, because ranks that write different values have different
@@ -52,11 +53,17 @@ class ForwardWrites:
         """The ranks have compared their digests."""
         self.digest = 0
 
-    def begin_pass(self) -> None:
+    def between_passes(self) -> None:
+        """Keep what the script has written to parameters that always show their values, before
+        the next pass or step puts others there.
+        """
         for group in self._always_shown:
             # States may be elsewhere, between `offload_states` and `reload_states`.
-            if group.full.device == group.comm.device and (taken := group.take_in_replaced_data()):
-                self._keep(group, taken)
+            if group.full.device == group.comm.device:
+                self._keep_new_values(group)
+
+    def begin_pass(self) -> None:
+        self.between_passes()
         if self._is_first:
             for group in self._persistent():
                 self.shown(group)
@@ -68,11 +75,8 @@ class ForwardWrites:
 
     def end_use(self, group: ParamGroup) -> None:
         """The group's parameters are about to show their values no more."""
-        written = group.written_params()
         before = self._before.pop(group, None)
-        if written:
-            self._keep(group, written)
-        elif before is not None:
+        if not self._keep_new_values(group) and before is not None:
             self._changed.append((group, before != _checksums(group)))
 
     def end_pass(self, has_trained: bool) -> None:
@@ -98,6 +102,15 @@ class ForwardWrites:
     def _persistent(self) -> list[ParamGroup]:
         """The groups that are never resharded, without those that are their own only copy."""
         return [group for group in self._always_shown if group.has_other_copies]
+
+    def _keep_new_values(self, group: ParamGroup) -> bool:
+        """Whether any parameter of the group was written to."""
+        replaced = group.take_in_replaced_data()
+        written = group.written_params() if group.has_other_copies else []
+        if not replaced and not written:
+            return False
+        self._keep(group, sorted({*replaced, *written}))
+        return True
 
     def _keep(self, group: ParamGroup, written: Sequence[int]) -> None:
         for i in written:

@@ -125,6 +125,7 @@ class ParamGroup:
         self._versions = [0] * len(self.params)
         self._gather = Pending()
         self._handed_over = 0
+        self._is_pinned_by_numpy = False
         values = self._take_values()
         rounds = self.trainable and torch.promote_types(values.dtype, self.dtype) != self.dtype
         self.master_tier = master_tier
@@ -308,16 +309,19 @@ class ParamGroup:
         UsageError if they have another shape."""
         replaced = []
         for i, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
-            if local(param).data_ptr() == view.data_ptr() or owning_group(param) is not self:
+            shown = local(param)
+            is_view = shown.data_ptr() == view.data_ptr() and shown.stride() == view.stride()
+            if is_view or owning_group(param) is not self:
                 continue
-            values = local(param).detach()
+            values = shown.detach()
             show(param, view)
             if values.shape != view.shape:
                 raise UsageError(
                     f"parameter {self.param_names[i]!r} had shape {tuple(view.shape)} and has got "
                     f"data of shape {tuple(values.shape)}: change shapes before zero.initialize"
                 )
-            view.copy_(values)
+            # A transposed view of the old values reads what is being written.
+            view.copy_(values.clone())
             replaced.append(i)
         return replaced
 
@@ -379,7 +383,9 @@ class ParamGroup:
         assert self.state is State.SHARDED, self.describe()
         self.source = by or self.comm
         self.wait_for_update()
-        self.full.untyped_storage().resize_(self.layout.padded * self.full.element_size())
+        storage, nbytes = self.full.untyped_storage(), self.layout.padded * self.full.element_size()
+        if storage.nbytes() != nbytes:
+            storage.resize_(nbytes)
         self.residency.add(self.layout.numel)
         with torch.no_grad(), label(f"all-gather of {self.name}"):
             self._gather = self._start_all_gather()
@@ -435,9 +441,24 @@ class ParamGroup:
             self.wait_for_all_gather()
         if self.state is State.UNSHARDED:
             self._hide_values()
-        self.full.untyped_storage().resize_(0)
+        self._free_storage()
         self.residency.remove(self.layout.numel)
         self.state = State.SHARDED
+
+    def _free_storage(self) -> None:
+        """Free the memory of `full`, unless a numpy array shares it: torch cannot know when that
+        array is gone, so that this storage stays for good.
+        """
+        storage = self.full.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
+        elif not self._is_pinned_by_numpy:
+            self._is_pinned_by_numpy = True
+            logger.warning(
+                "numpy() of a weight in forward: the memory of %s stays allocated, because the "
+                "array shares it. Use weight.detach().clone().numpy()",
+                self,
+            )
 
     def reshard_but_keep_aliases(self) -> None:
         """GATHERED -> SHARDED, but aliases of the parameters (`param.detach()`) keep the values and

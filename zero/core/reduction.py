@@ -212,7 +212,7 @@ class GradientReducer:
                 self.buffered -= flat.numel()
                 flat = entry.carried.add_(flat)
                 entry.carried = None
-            if not self._micro_batches.reduces_now:
+            if self.keeps_on_rank:
                 entry.carried = flat.to(self.sum_dtype)
                 return
         self._start(group, flat)
@@ -294,6 +294,11 @@ class GradientReducer:
         for group in groups:
             if (carried := self.gradients[group].carried) is not None:
                 self.gradients[group].carried = tier.keep(carried)
+
+    @property
+    def keeps_on_rank(self) -> bool:
+        """Whether `reduce` only adds to this rank's sum: a later micro-batch is reduced with it."""
+        return self.deferred and not self._micro_batches.reduces_now
 
     def has_pending(self, group: ParamGroup) -> bool:
         """Whether gradients of `group` were collected but not reduced."""
@@ -476,14 +481,25 @@ class ReductionOrder:
         """The backward is over: reduce the rest, the same groups in the same order on every rank,
         and wait.
         """
-        again = [
-            group for group in self._order[: self._started] if self._reducer.has_pending(group)
-        ]
-        for group in self._order[self._started :] + again:
+        late = {group for group in self._order[: self._started] if self._reducer.has_pending(group)}
+        for group in self._order[self._started :]:
             if group not in self._absent:
                 self._reducer.reduce(group)
+        # A rank may have waited for these reductions before it came here.
+        for group in self._late_on_any_rank(late):
+            self._reducer.reduce(group)
         self._agree()
         self._reducer.end_backward()
+
+    def _late_on_any_rank(self, late: Collection[ParamGroup]) -> list[ParamGroup]:
+        """The groups that on any rank got gradients after their reduction had started, as from the
+        second call of a module inside of a reentrant checkpoint: all join in one more reduction.
+        """
+        is_late = [group in late for group in self._order]
+        if self._comm.world_size > 1 and not self._reducer.keeps_on_rank:
+            on_no_rank = torch.tensor([not each for each in is_late], dtype=torch.uint8)
+            is_late = (self._comm.all_reduce(on_no_rank, "min") == 0).tolist()
+        return [group for group, each in zip(self._order, is_late, strict=True) if each]
 
     def _agree(self) -> None:
         """After backward 1, 2, 4, 8, ...: take over rank 0's order and places. See the notes."""

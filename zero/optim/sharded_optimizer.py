@@ -234,6 +234,8 @@ class ZeroOptimizer:
         with self.comm.clock.waiting("optimizer"):
             self.wait()
         self.comm.require_same_path()
+        if self.writes is not None:
+            self.writes.between_passes()
         self.reducer.drain()
         for group in self.shards:
             self.reducer.collect_from_script(group)

@@ -1,0 +1,322 @@
+"""A seed makes a model of odd parts, and an odd way of training it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tests.hunt.parts import ILLEGAL, PARTS, WIDTH, WRAPPERS
+
+ROWS, STEPS = 4, 3
+
+
+class Model(nn.Module):
+    def __init__(self, parts: list[nn.Module]):
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def before_step(self, step: int) -> None:
+        for module in self.modules():
+            if module is not self and hasattr(module, "before_step"):
+                module.before_step(step)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = torch.tanh(part(x + 0)) + 0.5 * x
+        return self.head(x)
+
+
+# -- ways of training: (net, model, backward, x, y) -> the loss.
+# `net` is the engine or the model itself.
+
+Backward = Callable[..., None]
+Style = Callable[[nn.Module, nn.Module, Backward, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def mse(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(found, wanted)
+
+
+def plain(net, model, backward, x, y):
+    loss = mse(net(x), y)
+    backward(loss)
+    return loss
+
+
+def two_forwards(net, model, backward, x, y):
+    loss = mse(net(x), y) + mse(net(x.flip(1)), y)
+    backward(loss)
+    return loss
+
+
+def two_backwards(net, model, backward, x, y):
+    """Two forwards before their backwards, which come in the same order."""
+    first, second = mse(net(x), y), mse(net(x.flip(1)), y)
+    backward(first)
+    backward(second)
+    return first + second
+
+
+def retained(net, model, backward, x, y):
+    loss = mse(net(x), y)
+    backward(loss, retain_graph=True)
+    backward(loss)
+    return loss
+
+
+def penalty(net, model, backward, x, y):
+    """Weight decay by hand, after the forward."""
+    loss = mse(net(x), y)
+    params = [param for param in model.parameters() if param.is_floating_point()]
+    loss = loss + 0.01 * sum(param.float().square().sum() for param in params)
+    backward(loss)
+    return loss
+
+
+def head_read_after(net, model, backward, x, y):
+    loss = mse(net(x) @ model.head.weight, y)
+    backward(loss)
+    return loss
+
+
+def evaluated_between(net, model, backward, x, y):
+    with torch.no_grad():
+        net.eval()
+        before = mse(net(x), y)
+        net.train()
+    loss = mse(net(x), y)
+    backward(loss)
+    return loss + before
+
+
+def discarded(net, model, backward, x, y):
+    """A forward with gradients whose result nobody uses."""
+    net(x.flip(0))
+    loss = mse(net(x), y)
+    backward(loss)
+    return loss
+
+
+def part_alone(net, model, backward, x, y):
+    """The root is not called at all."""
+    loss = mse(model.head(torch.tanh(model.parts[0](x + 0))), y)
+    backward(loss)
+    return loss
+
+
+def part_and_whole(net, model, backward, x, y):
+    loss = mse(net(model.parts[-1](x + 0)), y)
+    backward(loss)
+    return loss
+
+
+def other_order(net, model, backward, x, y):
+    """Two forwards, and their backwards in the other order."""
+    first, second = mse(net(x), y), mse(net(x.flip(1)), y)
+    backward(second)
+    backward(first)
+    return first + second
+
+
+def gradients_first(net, model, backward, x, y):
+    """The norm of the gradients, before the backward that counts."""
+    loss = mse(net(x), y)
+    params = [param for param in model.parameters() if param.requires_grad]
+    grads = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
+    total = sum(float(grad.float().norm()) for grad in grads if grad is not None)
+    backward(loss)
+    return loss + total
+
+
+def input_gradient(net, model, backward, x, y):
+    x.requires_grad_()
+    loss = mse(net(x), y)
+    backward(loss)
+    return loss + x.grad.norm()
+
+
+def split(net, model, backward, x, y):
+    """Two graphs, between which the script carries the gradient; it runs both backwards itself."""
+    hidden = net(x)
+    given = hidden.detach().requires_grad_()
+    loss = mse(model.head(torch.tanh(given)), y)
+    backward(loss)
+    hidden.backward(given.grad)
+    return loss
+
+
+def written_before_step(net, model, backward, x, y):
+    """The script scales a weight between backward and step."""
+    loss = mse(net(x), y)
+    backward(loss)
+    with torch.no_grad():
+        model.head.weight.mul_(0.95)
+    return loss
+
+
+def written_before_forward(net, model, backward, x, y):
+    with torch.no_grad():
+        model.head.weight.mul_(0.95)
+    loss = mse(net(x), y)
+    backward(loss)
+    return loss
+
+
+STYLES: dict[str, Style] = {
+    style.__name__: style
+    for style in (
+        *(plain, two_forwards, two_backwards, retained, penalty, head_read_after),
+        *(evaluated_between, discarded, part_alone, part_and_whole, other_order),
+        *(gradients_first, input_gradient, split, written_before_step, written_before_forward),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a seed has drawn.
+
+    Attributes: parts: names, each with its wrappers, outermost first. repeats: the first part is
+    also the last one. by_script: the script calls `loss.backward()`, not `engine.backward`.
+    tolerance: of losses and weights."""
+
+    seed: int
+    parts: tuple[tuple[str, ...], ...]
+    repeats: bool
+    style: str
+    optimizer: str
+    by_script: bool
+    two_rates: bool
+
+    def __str__(self) -> str:
+        parts = ", ".join("(".join(names) + ")" * (len(names) - 1) for names in self.parts)
+        flags = ", repeated" * self.repeats + ", by script" * self.by_script
+        return f"{parts}; {self.style}, {self.optimizer}{flags}"
+
+    def build(self) -> Model:
+        """The model, the same for each call."""
+        torch.manual_seed(self.seed)
+        parts = [_build(names) for names in self.parts]
+        return Model([*parts, parts[0]] if self.repeats else parts)
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        params: list = [param for param in model.parameters() if param.requires_grad]
+        if self.two_rates:
+            params = [{"params": params[::2]}, {"params": params[1::2], "lr": 0.02}]
+        wanted = {getattr(kind, "optimizer", self.optimizer) for kind in self._kinds()}
+        if "SGD" in wanted:
+            return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+        # A large eps, so that rounding in a gradient near zero is not an update of full size.
+        return torch.optim.AdamW(params, lr=0.01, eps=1e-2, weight_decay=0.1)
+
+    @property
+    def tolerance(self) -> float:
+        return max(getattr(kind, "tolerance", 1e-5) for kind in self._kinds())
+
+    def _kinds(self) -> list[type[nn.Module]]:
+        return [PARTS[names[-1]] for names in self.parts]
+
+
+def _build(names: tuple[str, ...]) -> nn.Module:
+    *wrappers, name = names
+    made = PARTS[name]()
+    kinds = {kind.__name__: kind for kind in WRAPPERS}
+    for wrapper in reversed(wrappers):
+        made = kinds[wrapper](made)
+    return made
+
+
+def recipe(seed: int) -> Recipe:
+    """Draw a recipe that plain torch can train.
+
+    Parts do not always fit together: an in-place part may change what the one before it needs."""
+    for attempt in range(100):
+        drawn = _draw(seed, random.Random(1000 * seed + attempt))
+        with contextlib.suppress(RuntimeError):
+            train_plain(drawn, world_size=1, accumulation=1)
+            return drawn
+    raise AssertionError(f"no recipe of seed {seed} trains in plain torch")
+
+
+def _draw(seed: int, draw: random.Random) -> Recipe:
+    # Consecutive seeds go through all parts, so that none is left out.
+    names = list(PARTS)
+    first = names[seed % len(names)]
+    style = draw.choice(("plain", *STYLES))
+    legal = [name for name in names if name not in ILLEGAL]
+    chosen = [first, *draw.sample(legal, draw.choice((0, 1, 1, 2)))]
+    draw.shuffle(chosen)
+    wrapped = []
+    for name in chosen:
+        count = draw.choice((0, 0, 1, 1, 2))
+        wrapped.append((*(kind.__name__ for kind in draw.sample(WRAPPERS, count)), name))
+    return Recipe(
+        seed,
+        tuple(wrapped),
+        repeats=draw.random() < 0.15,
+        style=style,
+        optimizer=draw.choice(("SGD", "AdamW")),
+        # Gradients of the script's own backward are divided by the accumulation when they are
+        # collected, so that those of inputs are not.
+        by_script=style == "split" or (draw.random() < 0.2 and style != "input_gradient"),
+        two_rates=draw.random() < 0.2,
+    )
+
+
+# -- in plain torch
+
+
+@dataclass
+class Trained:
+    """The losses of each rank, by step and micro-batch, and its weights and buffers at the end."""
+
+    losses: list[list[float]]
+    tensors: list[dict[str, torch.Tensor]]
+
+
+def batch(step: int, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets. From here on, random numbers are those of this batch."""
+    torch.manual_seed(1000 + 100 * step + 10 * micro + rank)
+    return torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+
+
+def train_plain(recipe: Recipe, world_size: int, accumulation: int) -> Trained:
+    """Train in this process what the engine trains on `world_size` ranks.
+
+    Each rank has a replica of its own, as its buffers are its own. Replicas get the mean gradient.
+    Like the engine, a parameter without a gradient gets one of zeros (docs/optimizers.md).
+    """
+    replicas = [recipe.build() for _ in range(world_size)]
+    optimizers = [recipe.make_optimizer(model) for model in replicas]
+    losses: list[list[float]] = [[] for _ in replicas]
+
+    def backward(loss: torch.Tensor, retain_graph: bool = False) -> None:
+        (loss / accumulation).backward(retain_graph=retain_graph)
+
+    for step in range(STEPS):
+        for rank, model in enumerate(replicas):
+            model.before_step(step)
+            for micro in range(accumulation):
+                x, y = batch(step, micro, rank)
+                losses[rank].append(float(STYLES[recipe.style](model, model, backward, x, y)))
+        for params in zip(*(model.parameters() for model in replicas), strict=True):
+            if params[0].requires_grad:
+                given = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+                given = [grad.to_dense() if grad.is_sparse else grad for grad in given]
+                for param in params:
+                    param.grad = sum(given).to(param.dtype) / world_size
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return Trained(losses, [tensors_of(model) for model in replicas])
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in named}
