@@ -153,3 +153,17 @@ def test_other_values_on_each_rank(stage):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_writes_that_cannot_be_noticed(stage):
     run_on(2, is_refused, ClampedData, r"'1.weight' through `.data`.*GatheredParameters", stage)
+
+
+def is_no_write_of_a_forward(rank: int, world_size: int) -> None:
+    """A forward is given up, and the weights are changed between it and the next one."""
+    engine = engine_of(build(nn.Linear), stage=2, bf16={"enabled": True})
+    engine(batch(0, rank).bfloat16())
+    weight = engine.module[1].weight
+    with zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+        weight.fill_(0.5)
+    train(engine, rank, steps=2)
+
+
+def test_a_pass_that_was_given_up():
+    run_on(2, is_no_write_of_a_forward)

@@ -233,3 +233,45 @@ def hooks_end(rank: int, world_size: int) -> None:
 
 def test_hooks_on_a_learned_input_do_not_pile_up():
     run_on(2, hooks_end)
+
+
+@dataclass
+class Linked:
+    result: torch.Tensor
+    parent: Any = None
+
+
+class Odd(nn.Module):
+    """Takes a structure with a circle, and returns a sparse tensor beside its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, linked: Linked) -> tuple[torch.Tensor, torch.Tensor]:
+        return linked.result @ self.weight, torch.eye(2).to_sparse()
+
+
+class Circle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd = Odd()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        child = Linked(x)
+        child.parent = Linked(x, child)
+        return self.odd(child)[0].square().mean()
+
+
+def odd_structures(rank: int, world_size: int) -> None:
+    config = ds_config(stage3_param_persistence_threshold=0)
+    model = Circle()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    engine = zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine.backward(engine(batch(0, rank)))
+    engine.step()
+    assert engine.get_global_grad_norm() > 0
+
+
+def test_circles_and_sparse_tensors():
+    run_on(2, odd_structures)

@@ -38,7 +38,7 @@ def refuse_aliases(model: nn.Module) -> None:
     for span in sorted(_spans(model), key=lambda span: span[:3]):
         if last is not None and span.device == last.device and span.start < last.end:
             trained = [each for each in (last, span) if _is_trained(each)]
-            if trained:
+            if trained and _share_an_element(last.tensor, span.tensor):
                 _refuse(trained[0], span if trained[0] is last else last)
         if last is None or span.device != last.device or span.end > last.end:
             last = span
@@ -46,6 +46,31 @@ def refuse_aliases(model: nn.Module) -> None:
 
 def _is_trained(span: _Span) -> bool:
     return span.kind == "parameter" and span.tensor.requires_grad
+
+
+def _share_an_element(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors whose memory overlaps have an element in common. Columns of one matrix
+    have none. Tensors of different strides or dtypes are taken to have one.
+    """
+    if one.stride() != other.stride() or one.dtype != other.dtype:
+        return True
+    distance = (other.data_ptr() - one.data_ptr()) // one.element_size()
+    dims = sorted(zip(one.stride(), one.shape, other.shape, strict=True), reverse=True)
+
+    def can_reach(distance: int, dims: list[tuple[int, int, int]]) -> bool:
+        """Whether indices into both tensors exist that differ by this many elements."""
+        if not dims or distance == 0:
+            return distance == 0
+        (stride, size, other_size), *rest = dims
+        if stride == 0:
+            return can_reach(distance, rest)
+        steps = (distance // stride, distance // stride + 1)
+        return any(
+            -other_size < step < size and can_reach(distance - step * stride, rest)
+            for step in steps
+        )
+
+    return can_reach(distance, dims)
 
 
 def _refuse(param: _Span, other: _Span) -> None:

@@ -45,14 +45,15 @@ def _tensors_in(value: object, in_objects: bool, known: set[int]) -> Iterator[to
         items = value
     elif isinstance(value, Mapping):
         items = value.values()
-    elif is_dataclass(value) or (in_objects and not isinstance(value, _WITHOUT_RESULTS)):
+    elif (is_dataclass(value) and not isinstance(value, type)) or (
+        in_objects and not isinstance(value, _WITHOUT_RESULTS)
+    ):
         items = _attributes(value)
     else:
         return
-    if in_objects:
-        if id(value) in known:
-            return
-        known.add(id(value))
+    if id(value) in known:
+        return
+    known.add(id(value))
     for item in items:
         yield from _tensors_in(item, in_objects, known)
 
@@ -62,7 +63,10 @@ _WITHOUT_RESULTS = (str, bytes, int, float, type(None), type, nn.Module, Functio
 
 def _attributes(value: object) -> list[object]:
     """What an object keeps, in its `__dict__` or in slots."""
-    slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+    slots: list[str] = []
+    for kind in type(value).__mro__:
+        names = getattr(kind, "__slots__", ())
+        slots += [names] if isinstance(names, str) else names
     kept = [getattr(value, name) for name in slots if hasattr(value, name)]
     return [*kept, *getattr(value, "__dict__", {}).values()]
 
@@ -102,7 +106,7 @@ class OutsideReads:
         storages = {
             tensor.untyped_storage().data_ptr()
             for tensor in tensors
-            if not is_traceable_wrapper_subclass(tensor)
+            if tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
         }
         for group in groups:
             if group.full.untyped_storage().data_ptr() in storages:

@@ -65,6 +65,7 @@ class ForwardWrites:
     def begin_pass(self) -> None:
         self.between_passes()
         if self._is_first:
+            self._before.clear()  # what is left is of a pass that was given up
             for group in self._persistent():
                 self.shown(group)
 
@@ -113,16 +114,16 @@ class ForwardWrites:
         return True
 
     def _keep(self, group: ParamGroup, written: Sequence[int]) -> None:
+        if group.comm.model is not None:
+            raise UsageError(
+                f"parameter {group.param_names[written[0]]!r} was changed in place, which cannot "
+                "be kept with tensor or pipeline parallelism: change it between two steps inside "
+                "of zero.GatheredParameters(param, modifier_rank=0)"
+            )
         for i in written:
             if group.param_names[i] not in self.names:
                 self.names[group.param_names[i]] = None
                 logger.info("%r was written to: its new values are kept", group.param_names[i])
-        if group.comm.model is not None:
-            raise UsageError(
-                f"the forward changes {group.param_names[written[0]]!r}, which cannot be kept with "
-                "tensor or pipeline parallelism: change it between two steps inside of "
-                "zero.GatheredParameters(param, modifier_rank=0)"
-            )
         group.keep_written_values()
         if group.comm.world_size > 1:
             sums = _checksums(group).sum() + sum(written)

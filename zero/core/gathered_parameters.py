@@ -107,6 +107,7 @@ class GatheredParameters:
             for i in self.asked[group]
         ]
         self._versions = {param: param._version for param in sharded}
+        self._group_versions = {group: group.version for group in self.asked}
 
     def _one_by_one(self, group: ParamGroup, indices: Sequence[int]) -> list[int]:
         """The parameters to be gathered one by one: those that are read only, and at most half of a
@@ -128,9 +129,7 @@ class GatheredParameters:
                     group.take_in_replaced_data()
                     group.broadcast_values(self.modifier_rank)
         finally:
-            changed = [
-                param for param, version in self._versions.items() if param._version != version
-            ]
+            changed = [param for param in self._versions if self._is_lost(param)]
             self._unsharded.__exit__(None, None, None)
             for group, indices in self._single.items():
                 group.free_single(indices)
@@ -144,3 +143,11 @@ class GatheredParameters:
             if any(group.strict for group in self.asked):
                 raise RuntimeError(message)
             logger.warning(message)
+
+    def _is_lost(self, param: nn.Parameter) -> bool:
+        """Whether the parameter was changed here, and not by a context inside of this one that has
+        given the change to all ranks.
+        """
+        group = owning_group(param)
+        is_kept = group is not None and group.version != self._group_versions[group]
+        return param._version != self._versions[param] and not is_kept

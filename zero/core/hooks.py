@@ -132,6 +132,7 @@ class ModuleHooks:
         self._is_first = True
         self._unfrozen: set[ParamGroup] = set()
         self._backward_is_open = self._has_gradients = False
+        self._graph_task = -1
         # Groups that are unsharded while their gradients are computed, if their modules are called
         # and return all results. A script may also use their weights in other ways.
         self._called: set[ParamGroup] = set()
@@ -345,6 +346,7 @@ class ModuleHooks:
         """
         if not self._backward_is_open:
             self._backward_is_open = self._in_pass = True
+            self._graph_task = torch._C._current_graph_task_id()
             self._has_gradients = False
             if (
                 self._awaited > 1 or not self._gathering.in_pass
@@ -369,6 +371,8 @@ class ModuleHooks:
     def gradient_ready(self, group: ParamGroup, index: int) -> None:
         """The gradient of the group's parameter number `index` is complete."""
         self._backward_begins()
+        if torch._C._current_graph_task_id() != self._graph_task:
+            self._reductions.has_nested_backward = True
         if not self._has_gradients:
             self._has_gradients = True
             self._micro_batches.gradients_begin()

@@ -222,7 +222,6 @@ class ParamGroup:
         self.state = State.SHARDED
         self.shard = self.shard.new_empty(0)
         self.full = self.full.new_empty(0)
-        self._writer = None
 
     def _own_slice(self, full: torch.Tensor) -> torch.Tensor:
         return full[slice(*self.shard_range)]
@@ -253,7 +252,7 @@ class ParamGroup:
 
     def refresh(self) -> None:
         """The shard has new values, so `full` is stale: reshard the group; gather a persistent one
-        again.
+        again, and one whose values a context shows.
         """
         self.version += 1
         if self.persistent:
@@ -263,6 +262,10 @@ class ParamGroup:
             ):
                 with torch.no_grad():
                     self.comm.all_gather(self.full, self.shard, self).wait()
+        elif self.users > 0:
+            self.source = self.comm
+            with torch.no_grad():
+                self._start_all_gather().wait()
         elif self.state is not State.SHARDED:
             self.reshard()
 

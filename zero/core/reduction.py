@@ -412,6 +412,8 @@ class ReductionOrder:
         self._has_places = comm.matches_by_order or (comm.world_size > 1 and self._has_leaves)
         self._started = self._backwards = self._uses = 0
         self._is_open = False
+        # Whether a backward has ever run another one, as reentrant checkpointing does.
+        self.has_nested_backward = False
         self._absent = frozenset()
 
     def begin(self, absent: Collection[ParamGroup] = frozenset()) -> None:
@@ -494,11 +496,13 @@ class ReductionOrder:
     def _late_on_any_rank(self, late: Collection[ParamGroup]) -> list[ParamGroup]:
         """The groups that on any rank got gradients after their reduction had started, as from the
         second call of a module inside of a reentrant checkpoint: all join in one more reduction.
-        """
+
+        Only a backward inside of a backward can bring them, so that all others need no exchange."""
         is_late = [group in late for group in self._order]
-        if self._comm.world_size > 1 and not self._reducer.keeps_on_rank:
-            on_no_rank = torch.tensor([not each for each in is_late], dtype=torch.uint8)
-            is_late = (self._comm.all_reduce(on_no_rank, "min") == 0).tolist()
+        if self.has_nested_backward and self._comm.world_size > 1:
+            if not self._reducer.keeps_on_rank:
+                flags = torch.tensor(is_late, dtype=torch.float32, device=self._comm.device)
+                is_late = (self._comm.all_reduce(flags) > 0).tolist()
         return [group for group, each in zip(self._order, is_late, strict=True) if each]
 
     def _agree(self) -> None:

@@ -59,6 +59,19 @@ def one_allocation(model: Pair) -> None:
     model.two.weight = nn.Parameter(whole[4:])
 
 
+def columns(model: Pair) -> None:
+    """Parts of one matrix, whose rows lie among each other."""
+    one, two = torch.randn(4, 8).chunk(2, dim=1)
+    model.one.weight = nn.Parameter(one)
+    model.two.weight = nn.Parameter(two)
+
+
+def overlapping_columns(model: Pair) -> None:
+    whole = torch.randn(4, 8)
+    model.one.weight = nn.Parameter(whole[:, :4])
+    model.two.weight = nn.Parameter(whole[:, 3:7])
+
+
 def listed(model: Pair) -> None:
     model.all = [model.one.weight, model.two.weight]
 
@@ -66,6 +79,7 @@ def listed(model: Pair) -> None:
 REFUSED = {
     same_memory: "parameter 'two.weight' shares the memory of parameter 'one.weight'.*same object",
     transposed: "parameter 'two.weight' shares the memory of parameter 'one.weight'",
+    overlapping_columns: "parameter 'two.weight' shares the memory of parameter 'one.weight'",
     part: "parameter '(two|one).weight' shares the memory of parameter '(one|two).weight'",
     buffer: "buffer 'rows' shares the memory of parameter 'one.weight'.*clone",
     cached: "tensor 'kept' shares the memory of parameter 'one.weight'.*in forward",
@@ -92,7 +106,7 @@ def test_shared_memory_is_refused(stage, world_size):
 
 
 def is_accepted(rank: int, world_size: int) -> None:
-    for alias in (frozen_twins, tied, one_allocation, listed):
+    for alias in (frozen_twins, tied, one_allocation, columns, listed):
         model = Pair()
         alias(model)
         engine_of(model, 3)

@@ -183,3 +183,27 @@ def replaces(rank: int, world_size: int) -> None:
 
 def test_replaced_data_are_taken_over():
     run_on(2, replaces)
+
+
+def nests(rank: int, world_size: int) -> None:
+    """What is written in an inner context, or by a fragment, is no lost change of the outer one."""
+    model = toy()
+    config = ds_config(stage3_param_persistence_threshold=0, enable_sanity_checks=True)
+    engine, _ = start(model, config)
+    step(engine, toy_batches(1))
+    weight = model.head.weight
+    with zero.GatheredParameters(weight):
+        with zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+            weight.fill_(0.25)
+        assert weight.eq(0.25).all()
+    new = torch.full_like(weight, 0.5)
+    with zero.GatheredParameters(weight):
+        zero.fragments.safe_set_full_fp32_param(weight, new)
+        assert torch.equal(weight, new)
+    assert engine.residency.live == 0
+    assert torch.equal(zero.fragments.safe_get_full_fp32_param(weight), new)
+    step(engine, toy_batches(1))
+
+
+def test_contexts_inside_of_each_other():
+    run_on(2, nests)
