@@ -397,6 +397,8 @@ class ZeroEngine(Accumulation, nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write the training state to `save_dir/tag`: see `zero.checkpoint.save_checkpoint`."""
+        if self.optimizer is not None and self.optimizer.writes is not None:
+            self.optimizer.writes.between_passes()
         return checkpoint.save_checkpoint(
             self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
         )

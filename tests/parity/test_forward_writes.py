@@ -167,3 +167,20 @@ def is_no_write_of_a_forward(rank: int, world_size: int) -> None:
 
 def test_a_pass_that_was_given_up():
     run_on(2, is_no_write_of_a_forward)
+
+
+def clamps_before_a_save(rank: int, world_size: int, folder: str) -> None:
+    engine = engine_of(build(nn.Linear), stage=2, bf16={"enabled": True})
+    train(engine, rank, steps=1)
+    with torch.no_grad():
+        for param in engine.module.parameters():
+            param.clamp_(-0.01, 0.01)
+    engine.save_checkpoint(folder, tag="one")
+    other = engine_of(build(nn.Linear), stage=2, bf16={"enabled": True})
+    other.load_checkpoint(folder, tag="one")
+    for param in other.module.parameters():
+        assert zero.fragments.safe_get_full_fp32_param(param).abs().max() < 0.0101
+
+
+def test_weights_that_are_clamped_before_a_save(tmp_path):
+    run_on(2, clamps_before_a_save, str(tmp_path))
