@@ -44,6 +44,22 @@ class ClampedData(nn.Linear):
         return super().forward(x)
 
 
+class Replaced(nn.Linear):
+    """Gives its weight new memory in each forward."""
+
+    def forward(self, x):
+        self.weight.data = self.weight.data.clamp(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Transposed(nn.Linear):
+    """The new values are a view of the old ones, and begin at the same address."""
+
+    def forward(self, x):
+        self.weight.data = self.weight.data.t()
+        return super().forward(x)
+
+
 class Bounded(nn.Module):
     """An embedding that renormalizes the rows it looks up."""
 
@@ -111,7 +127,7 @@ def follows_plain_torch(rank: int, world_size: int, kind: type[nn.Module], optio
 OFFLOADED = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
 
 
-@pytest.mark.parametrize("kind", [Clamped, Normalized, Same])
+@pytest.mark.parametrize("kind", [Clamped, Normalized, Same, Replaced])
 def test_written_values_are_kept(kind):
     run_on(2, follows_plain_torch, kind, {})
     run_on(2, follows_plain_torch, kind, {"stage": 2})
@@ -139,6 +155,29 @@ def test_masters_follow(world_size):
     run_on(world_size, keeps_masters)
 
 
+def keeps_what_a_script_writes(rank: int, world_size: int, stage: int) -> None:
+    """Between backward and step, to a weight whose fp32 master is elsewhere."""
+    model = build(nn.Linear)
+    engine = engine_of(
+        model, stage=stage, stage3_param_persistence_threshold=1000, bf16={"enabled": True}
+    )
+    engine.backward(engine(batch(0, rank).bfloat16()).float().square().mean())
+    with torch.no_grad():
+        model[1].weight.zero_()
+    engine.step()
+    master = zero.fragments.safe_get_full_fp32_param(model[1].weight)
+    grad = zero.fragments.safe_get_full_optimizer_state(model[1].weight, "momentum_buffer")
+    assert grad.abs().max() > 0
+    assert torch.equal(master, -RATE * grad)
+    assert torch.equal(model[1].weight.detach(), master.bfloat16())
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_writes_between_backward_and_step(stage):
+    run_on(2, keeps_what_a_script_writes, stage)
+
+
 def is_refused(rank: int, world_size: int, kind: type[nn.Module], says: str, stage: int) -> None:
     engine = engine_of(build(kind), stage=stage)
     with pytest.raises(UsageError, match=says):
@@ -153,3 +192,8 @@ def test_other_values_on_each_rank(stage):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_writes_that_cannot_be_noticed(stage):
     run_on(2, is_refused, ClampedData, r"'1.weight' through `.data`.*GatheredParameters", stage)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_another_view_of_the_old_values(stage):
+    run_on(2, is_refused, Transposed, "'1.weight' has got data.*another view.*clone", stage)
