@@ -219,6 +219,12 @@ class Recipe:
     def tolerance(self) -> float:
         return max(getattr(kind, "tolerance", 1e-5) for kind in self._kinds())
 
+    @property
+    def may_be_refused(self) -> bool:
+        """Whether the engine may refuse the model by name; any other must train."""
+        is_illegal = any(names[-1] in ILLEGAL for names in self.parts)
+        return is_illegal or self.style.startswith("written")
+
     def _kinds(self) -> list[type[nn.Module]]:
         return [PARTS[names[-1]] for names in self.parts]
 
