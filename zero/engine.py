@@ -200,7 +200,10 @@ class ZeroEngine(Accumulation, nn.Module):
         if self.monitor is not None:
             self.monitor.loss(loss)
         try:
-            with self.micro_batches.engine_backward(), self.comm.clock.phase("backward"):
+            with (
+                self.micro_batches.engine_backward(scale_wrt_gas),
+                self.comm.clock.phase("backward"),
+            ):
                 self.scale(loss).backward(retain_graph=retain_graph)
         except BaseException:
             self.hooks.forget_broken_pass()

@@ -72,9 +72,9 @@ def test_all_ranks_join_in_the_reduction(stage):
 @pytest.mark.xfail(
     strict=True,
     raises=RuntimeError,
-    reason="The rank whose gradients are complete after the first recomputation reshards the block, "
-    "and gathers it again for the second one. The other rank still has it, so that they wait for "
-    "each other, until the watchdog ends the job and names the block.",
+    reason="The rank whose gradients are complete after the first recomputation reshards the "
+    "block, and gathers it again for the second one. The other rank still has it, so that "
+    "they wait for each other, until the watchdog ends the job and names the block.",
 )
 def test_all_ranks_gather_at_stage_3():
     run_on(2, gradients, 3)
