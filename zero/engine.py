@@ -162,6 +162,7 @@ class ZeroEngine(Accumulation, nn.Module):
                 steps=lambda: self.global_steps,
             )
             self.optimizer.writes = writes
+            writes.end_of_step()
         self.lr_scheduler = build.make_scheduler(lr_scheduler, optimizer)
         if settings.compile.enabled:
             self.compile(settings.compile.backend, settings.compile.kwargs)

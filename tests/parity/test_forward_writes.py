@@ -194,6 +194,52 @@ def test_writes_that_cannot_be_noticed(stage):
     run_on(2, is_refused, ClampedData, r"'1.weight' through `.data`.*GatheredParameters", stage)
 
 
+def data_is_refused(rank: int, world_size: int, when: str) -> None:
+    """A write to `.data` would not reach the fp32 masters."""
+    for stage in (1, 2):
+        model = build(nn.Linear)
+        engine = engine_of(model, stage=stage, bf16={"enabled": True})
+
+        def clamp(moment: str, weight: nn.Parameter = model[1].weight) -> None:
+            if when == moment:
+                weight.data.clamp_(-0.1, 0.1)
+
+        with pytest.raises(UsageError, match=r"script changes '1.weight' through `.data`.*no_grad"):
+            clamp("at first")
+            loss = engine(batch(0, rank).bfloat16()).float().square().mean()
+            engine.backward(loss)
+            clamp("before step")
+            engine.step()
+            clamp("after step")
+            engine(batch(1, rank).bfloat16())
+
+
+@pytest.mark.parametrize("when", ["at first", "before step", "after step"])
+def test_data_written_between_passes(when):
+    run_on(2, data_is_refused, when)
+
+
+def data_is_kept(rank: int, world_size: int) -> None:
+    """In fp32 on the compute device the weights are the masters, so that `.data` may be written,
+    as critics do that clip their weights.
+    """
+    for stage in (1, 2):
+        model = build(nn.Linear)
+        engine = engine_of(model, stage=stage)
+        for step in range(3):
+            train(engine, rank, steps=1)
+            model[1].weight.data.clamp_(-0.1, 0.1)
+            engine.eval()
+            with torch.no_grad():
+                engine(batch(step, rank))
+            engine.train()
+            assert zero.fragments.safe_get_full_fp32_param(model[1].weight).abs().max() <= 0.1
+
+
+def test_clipped_critics():
+    run_on(2, data_is_kept)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_another_view_of_the_old_values(stage):
     run_on(2, is_refused, Transposed, "'1.weight' has got data.*another view.*clone", stage)
