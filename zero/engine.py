@@ -162,6 +162,7 @@ class ZeroEngine(Accumulation, nn.Module):
                 steps=lambda: self.global_steps,
             )
             self.optimizer.writes = writes
+            writes.end_of_step()
         self.lr_scheduler = build.make_scheduler(lr_scheduler, optimizer)
         if settings.compile.enabled:
             self.compile(settings.compile.backend, settings.compile.kwargs)
@@ -200,7 +201,10 @@ class ZeroEngine(Accumulation, nn.Module):
         if self.monitor is not None:
             self.monitor.loss(loss)
         try:
-            with self.micro_batches.engine_backward(), self.comm.clock.phase("backward"):
+            with (
+                self.micro_batches.engine_backward(scale_wrt_gas),
+                self.comm.clock.phase("backward"),
+            ):
                 self.scale(loss).backward(retain_graph=retain_graph)
         except BaseException:
             self.hooks.forget_broken_pass()

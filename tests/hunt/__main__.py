@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 
 from tests.hunt.hunt import DIFFERENT, EQUAL, REFUSED, hunt, settings_of
+from tests.hunt.models import recipe
 
 
 def main() -> int:
@@ -22,6 +23,8 @@ def main() -> int:
         tasks = [(seed, i) for seed in seeds[start : start + 20] for i in range(4)]
         for (seed, number), verdict in zip(tasks, hunt(tasks, arguments.ranks), strict=True):
             count[verdict.outcome, f"stage {settings_of(seed)[number].stage}"] += 1
+            if verdict.outcome == REFUSED and not recipe(seed).may_be_refused:
+                print(f"{seed}/{number} is refused, and need not be: {verdict.details}")
             if verdict.outcome == DIFFERENT or (arguments.refused and verdict.outcome == REFUSED):
                 print(f"{seed}/{number} {verdict.outcome}: {verdict.recipe}; {verdict.setting}")
                 print(f"    {verdict.details}", flush=True)

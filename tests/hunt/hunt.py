@@ -80,7 +80,7 @@ def train_zero(drawn: Recipe, setting: Setting, rank: int) -> Trained:
             model.before_step(step)
             for micro in range(setting.accumulation):
                 x, y = batch(step, micro, rank)
-                losses.append(float(STYLES[drawn.style](engine, model, backward, x, y)))
+                losses.append(STYLES[drawn.style](engine, model, backward, x, y).item())
                 engine.step()
         with zero.GatheredParameters(model.parameters()):
             return Trained([losses], [tensors_of(model)])

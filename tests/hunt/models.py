@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -219,6 +220,12 @@ class Recipe:
     def tolerance(self) -> float:
         return max(getattr(kind, "tolerance", 1e-5) for kind in self._kinds())
 
+    @property
+    def may_be_refused(self) -> bool:
+        """Whether the engine may refuse the model by name; any other must train."""
+        is_illegal = any(names[-1] in ILLEGAL for names in self.parts)
+        return is_illegal or self.style.startswith("written")
+
     def _kinds(self) -> list[type[nn.Module]]:
         return [PARTS[names[-1]] for names in self.parts]
 
@@ -238,7 +245,7 @@ def recipe(seed: int) -> Recipe:
     Parts do not always fit together: an in-place part may change what the one before it needs."""
     for attempt in range(100):
         drawn = _draw(seed, random.Random(1000 * seed + attempt))
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError), warnings.catch_warnings(action="ignore"):
             train_plain(drawn, world_size=1, accumulation=1)
             return drawn
     raise AssertionError(f"no recipe of seed {seed} trains in plain torch")
@@ -304,7 +311,7 @@ def train_plain(recipe: Recipe, world_size: int, accumulation: int) -> Trained:
             model.before_step(step)
             for micro in range(accumulation):
                 x, y = batch(step, micro, rank)
-                losses[rank].append(float(STYLES[recipe.style](model, model, backward, x, y)))
+                losses[rank].append(STYLES[recipe.style](model, model, backward, x, y).item())
         for params in zip(*(model.parameters() for model in replicas), strict=True):
             if params[0].requires_grad:
                 given = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]

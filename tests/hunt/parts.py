@@ -532,7 +532,7 @@ class ReadsInManyWays(ReadsAnother):
         weight, bias = self.other.weight, self.other.bias
         rows = torch.stack([row.sum() for row in weight])
         flat = nn.utils.parameters_to_vector([weight, bias])
-        number = float(bias[0]) + bias.max().item() + sum(bias.tolist())
+        number = float(bias[0].detach()) + bias.max().item() + sum(bias.tolist())
         copied = torch.tensor(bias.detach().numpy()) + torch.as_tensor(bias.detach())
         norm = torch.stack(torch._foreach_norm([weight, bias])).sum()
         product = torch.ops.aten.mm.default(x, weight)

@@ -44,6 +44,22 @@ class ClampedData(nn.Linear):
         return super().forward(x)
 
 
+class Replaced(nn.Linear):
+    """Gives its weight new memory in each forward."""
+
+    def forward(self, x):
+        self.weight.data = self.weight.data.clamp(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Transposed(nn.Linear):
+    """The new values are a view of the old ones, and begin at the same address."""
+
+    def forward(self, x):
+        self.weight.data = self.weight.data.t()
+        return super().forward(x)
+
+
 class Bounded(nn.Module):
     """An embedding that renormalizes the rows it looks up."""
 
@@ -111,7 +127,7 @@ def follows_plain_torch(rank: int, world_size: int, kind: type[nn.Module], optio
 OFFLOADED = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
 
 
-@pytest.mark.parametrize("kind", [Clamped, Normalized, Same])
+@pytest.mark.parametrize("kind", [Clamped, Normalized, Same, Replaced])
 def test_written_values_are_kept(kind):
     run_on(2, follows_plain_torch, kind, {})
     run_on(2, follows_plain_torch, kind, {"stage": 2})
@@ -137,6 +153,29 @@ def keeps_masters(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_masters_follow(world_size):
     run_on(world_size, keeps_masters)
+
+
+def keeps_what_a_script_writes(rank: int, world_size: int, stage: int) -> None:
+    """Between backward and step, to a weight whose fp32 master is elsewhere."""
+    model = build(nn.Linear)
+    engine = engine_of(
+        model, stage=stage, stage3_param_persistence_threshold=1000, bf16={"enabled": True}
+    )
+    engine.backward(engine(batch(0, rank).bfloat16()).float().square().mean())
+    with torch.no_grad():
+        model[1].weight.zero_()
+    engine.step()
+    master = zero.fragments.safe_get_full_fp32_param(model[1].weight)
+    grad = zero.fragments.safe_get_full_optimizer_state(model[1].weight, "momentum_buffer")
+    assert grad.abs().max() > 0
+    assert torch.equal(master, -RATE * grad)
+    assert torch.equal(model[1].weight.detach(), master.bfloat16())
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_writes_between_backward_and_step(stage):
+    run_on(2, keeps_what_a_script_writes, stage)
 
 
 def is_refused(rank: int, world_size: int, kind: type[nn.Module], says: str, stage: int) -> None:
@@ -184,3 +223,54 @@ def clamps_before_a_save(rank: int, world_size: int, folder: str) -> None:
 
 def test_weights_that_are_clamped_before_a_save(tmp_path):
     run_on(2, clamps_before_a_save, str(tmp_path))
+
+
+def data_is_refused(rank: int, world_size: int, when: str) -> None:
+    """A write to `.data` would not reach the fp32 masters."""
+    for stage in (1, 2):
+        model = build(nn.Linear)
+        engine = engine_of(model, stage=stage, bf16={"enabled": True})
+
+        def clamp(moment: str, weight: nn.Parameter = model[1].weight) -> None:
+            if when == moment:
+                weight.data.clamp_(-0.1, 0.1)
+
+        with pytest.raises(UsageError, match=r"script changes '1.weight' through `.data`.*no_grad"):
+            clamp("at first")
+            loss = engine(batch(0, rank).bfloat16()).float().square().mean()
+            engine.backward(loss)
+            clamp("before step")
+            engine.step()
+            clamp("after step")
+            engine(batch(1, rank).bfloat16())
+
+
+@pytest.mark.parametrize("when", ["at first", "before step", "after step"])
+def test_data_written_between_passes(when):
+    run_on(2, data_is_refused, when)
+
+
+def data_is_kept(rank: int, world_size: int) -> None:
+    """In fp32 on the compute device the weights are the masters, so that `.data` may be written,
+    as critics do that clip their weights.
+    """
+    for stage in (1, 2):
+        model = build(nn.Linear)
+        engine = engine_of(model, stage=stage)
+        for step in range(3):
+            train(engine, rank, steps=1)
+            model[1].weight.data.clamp_(-0.1, 0.1)
+            engine.eval()
+            with torch.no_grad():
+                engine(batch(step, rank))
+            engine.train()
+            assert zero.fragments.safe_get_full_fp32_param(model[1].weight).abs().max() <= 0.1
+
+
+def test_clipped_critics():
+    run_on(2, data_is_kept)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_another_view_of_the_old_values(stage):
+    run_on(2, is_refused, Transposed, "'1.weight' has got data.*another view.*clone", stage)

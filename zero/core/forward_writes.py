@@ -32,8 +32,9 @@ _DIGESTS = 1 << 22
 class ForwardWrites:
     """Notices writes to the weights of `groups` and keeps them.
 
-    torch counts in-place writes to a parameter, but not those to `param.data`. Therefore the first
-    pass also compares checksums of the values, and refuses a write that is not counted.
+    torch counts in-place writes to a parameter, but not those to `param.data`. Therefore checksums
+    of the values are compared in the first pass, and around it until the second one begins. A write
+    that is not counted is refused.
 
     Attributes: digest: of the values written since `start_over`; equal on all ranks that wrote the
     same. names: the parameters that were written."""
@@ -43,6 +44,10 @@ class ForwardWrites:
         self._is_first = True
         self._before: dict[ParamGroup, torch.Tensor] = {}
         self._changed: list[tuple[ParamGroup, torch.Tensor]] = []
+        # Until the first step is over: what always shown groups hold while no pass runs, with the
+        # version of their values.
+        self._is_first_step = True
+        self._at_rest: dict[ParamGroup, tuple[int, torch.Tensor]] = {}
         self.digest = 0
         self.names: dict[str, None] = {}
 
@@ -57,10 +62,20 @@ class ForwardWrites:
         """Keep what the script has written to parameters that always show their values, before
         the next pass or step puts others there.
         """
+        changed = []
         for group in self._always_shown:
             # States may be elsewhere, between `offload_states` and `reload_states`.
             if group.full.device == group.comm.device:
-                self._keep_new_values(group)
+                version, before = self._at_rest.pop(group, (-1, None))
+                written = self._keep_new_values(group)
+                if not written and before is not None and version == group.version:
+                    changed.append((group, before != _checksums(group)))
+        _refuse_lost(changed, "the script changes")
+
+    def end_of_step(self) -> None:
+        """The parameters have the values of a step, or of the initialization."""
+        self._rest()
+        self._is_first_step = self._is_first
 
     def begin_pass(self) -> None:
         self.between_passes()
@@ -87,18 +102,17 @@ class ForwardWrites:
         changed, self._changed = self._changed, []
         if has_trained:
             self._is_first = False
-        if not changed:
-            return
-        is_changed = torch.cat([flags for _, flags in changed]).tolist()
-        names = [name for group, _ in changed for name in group.param_names]
-        lost = [name for name, flag in zip(names, is_changed, strict=True) if flag]
-        if lost:
-            raise UsageError(
-                f"the forward changes {lost[0]!r}{' and others' * (len(lost) > 1)} through "
-                "`.data`, which cannot be noticed in later passes, so that the change would be "
-                "lost: write to the parameter itself under torch.no_grad(), or change it between "
-                "two steps inside of `zero.GatheredParameters(param, modifier_rank=0)`"
-            )
+        _refuse_lost(changed, "the forward changes")
+        self._rest()
+
+    def _rest(self) -> None:
+        """No pass runs from now on. A write to `.data` would reach no master that is elsewhere."""
+        if self._is_first_step:
+            self._at_rest = {
+                group: (group.version, _checksums(group))
+                for group in self._always_shown
+                if group.optimizer_shard is not None and not group.optimizer_shard.shares_weights
+            }
 
     def _persistent(self) -> list[ParamGroup]:
         """The groups that are never resharded, without those that are their own only copy."""
@@ -128,6 +142,22 @@ class ForwardWrites:
         if group.comm.world_size > 1:
             sums = _checksums(group).sum() + sum(written)
             self.digest = (31 * self.digest + int(sums)) % _DIGESTS
+
+
+def _refuse_lost(changed: Sequence[tuple[ParamGroup, torch.Tensor]], who: str) -> None:
+    """Raise UsageError if a parameter was written to in a way that torch does not count."""
+    if not changed:
+        return
+    is_changed = torch.cat([flags for _, flags in changed]).tolist()
+    names = [name for group, _ in changed for name in group.param_names]
+    lost = [name for name, flag in zip(names, is_changed, strict=True) if flag]
+    if lost:
+        raise UsageError(
+            f"{who} {lost[0]!r}{' and others' * (len(lost) > 1)} through `.data`, which cannot be "
+            "noticed in later passes, so that the change would be lost: write to the parameter "
+            "itself under torch.no_grad(), or change it between two steps inside of "
+            "`zero.GatheredParameters(param, modifier_rank=0)`"
+        )
 
 
 def _checksums(group: ParamGroup) -> torch.Tensor:

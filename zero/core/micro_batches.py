@@ -5,11 +5,14 @@ them. This file knows nothing of groups or of the optimizer."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
 from zero.errors import UsageError
+
+logger = logging.getLogger("zero")
 
 
 class MicroBatches:
@@ -38,6 +41,8 @@ class MicroBatches:
         self.holds_back = False
         self.loss_was_scaled = False
         self.factor = 1.0
+        # The micro-batch whose loss `engine.backward` has divided last; None once that was told.
+        self._divided: int | None = -1
         self.offloaded: set[str] = set()
 
     @property
@@ -55,9 +60,11 @@ class MicroBatches:
         return self.is_last and not self.holds_back
 
     @contextmanager
-    def engine_backward(self) -> Iterator[None]:
-        """Context of a backward whose loss the engine has divided by `steps`."""
+    def engine_backward(self, is_divided: bool = True) -> Iterator[None]:
+        """Context of a backward that the engine runs. `is_divided`: its loss, by `steps`."""
         MicroBatches._backwards_of_engines += 1
+        if is_divided and self.steps > 1 and self._divided is not None:
+            self._divided = self.count
         try:
             yield
         finally:
@@ -78,6 +85,14 @@ class MicroBatches:
             )
         by_engine = MicroBatches._backwards_of_engines > 0
         self.factor = 1.0 if by_engine else 1.0 / self.steps
+        if not by_engine and self._divided == self.count:
+            self._divided = None
+            logger.warning(
+                "the script runs backward() after engine.backward(loss) in one micro-batch. If it "
+                "goes on with gradients of that loss, they are divided by "
+                "gradient_accumulation_steps twice: call engine.scale(loss).backward() instead of "
+                "engine.backward(loss)"
+            )
         self.loss_was_scaled &= by_engine
 
     def refuse_offloaded(self, what: str) -> None:

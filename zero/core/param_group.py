@@ -323,8 +323,12 @@ class ParamGroup:
                     f"parameter {self.param_names[i]!r} had shape {tuple(view.shape)} and has got "
                     f"data of shape {tuple(values.shape)}: change shapes before zero.initialize"
                 )
-            # A transposed view of the old values reads what is being written.
-            view.copy_(values.clone())
+            if values.untyped_storage().data_ptr() == view.untyped_storage().data_ptr():
+                raise UsageError(
+                    f"parameter {self.param_names[i]!r} has got data that is another view of its "
+                    "old values, which a backward may still need: assign a clone() of it"
+                )
+            view.copy_(values)
             replaced.append(i)
         return replaced
 

@@ -488,6 +488,7 @@ class ReductionOrder:
             if group not in self._absent:
                 self._reducer.reduce(group)
         # A rank may have waited for these reductions before it came here.
+        self._reducer.drain()
         for group in self._late_on_any_rank(late):
             self._reducer.reduce(group)
         self._agree()

@@ -261,6 +261,8 @@ class ZeroOptimizer:
                 self.grad_norm = math.inf  # also where inf - inf has made it NaN
         if not self.overflow:
             self._update(to_mean * self._clip_coefficient())
+        if self.writes is not None:
+            self.writes.end_of_step()
         self.zero_grad()
         return not self.overflow
 

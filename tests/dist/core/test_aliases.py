@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import zero
 from tests.dist.training import ds_config
@@ -76,6 +77,12 @@ def listed(model: Pair) -> None:
     model.all = [model.one.weight, model.two.weight]
 
 
+def recomputed(model: Pair) -> None:
+    """torch keeps a tensor under the old name, which shares memory until the first forward."""
+    nn.utils.spectral_norm(model.one)
+    prune.l1_unstructured(model.two, "weight", 0.5)
+
+
 REFUSED = {
     same_memory: "parameter 'two.weight' shares the memory of parameter 'one.weight'.*same object",
     transposed: "parameter 'two.weight' shares the memory of parameter 'one.weight'",
@@ -105,8 +112,19 @@ def test_shared_memory_is_refused(stage, world_size):
     run_on(world_size, is_refused, stage)
 
 
+def complex_is_refused(rank: int, world_size: int) -> None:
+    model = Pair()
+    model.phase = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+    with pytest.raises(UsageError, match="'phase' is complex.*view_as_real"):
+        engine_of(model, 2)
+
+
+def test_complex_parameters_are_refused():
+    run_on(1, complex_is_refused)
+
+
 def is_accepted(rank: int, world_size: int) -> None:
-    for alias in (frozen_twins, tied, one_allocation, columns, listed):
+    for alias in (frozen_twins, tied, one_allocation, columns, listed, recomputed):
         model = Pair()
         alias(model)
         engine_of(model, 3)

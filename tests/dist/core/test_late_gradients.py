@@ -1,0 +1,80 @@
+"""Gradients that come after their group's reduction has started, on one rank alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zero
+from tests.dist.training import ds_config
+from tests.processes import run_on
+from tests.tolerance import assert_close
+
+WIDTH = 4
+
+
+class Experts(nn.Module):
+    """The first rank uses both experts. The second one has no gradient for the second expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor, uses_all: bool) -> torch.Tensor:
+        y = self.experts[0](x)
+        return torch.tanh(y + self.experts[1](x) if uses_all else y)
+
+
+class Model(nn.Module):
+    """Calls its block twice, each time in a checkpoint of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Experts()])
+
+    def forward(self, x: torch.Tensor, uses_all: bool) -> torch.Tensor:
+        x = self.before(x)
+        for _ in range(2):
+            x = checkpoint(self.blocks[0], x, uses_all, use_reentrant=True)
+        return x.square().mean()
+
+
+def gradients(rank: int, world_size: int, stage: int) -> None:
+    torch.manual_seed(4)
+    model, reference = Model(), Model()
+    reference.load_state_dict(model.state_dict())
+    zero.leaf.set_z3_leaf_modules(model, [Experts])
+    config = ds_config(stage=stage, stage3_param_persistence_threshold=0) | {"watchdog_timeout": 5}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    parts = torch.randn(world_size, 3, WIDTH)
+    for _ in range(3):
+        engine.backward(engine(parts[rank], rank == 0))
+    for part in range(world_size):
+        (reference(parts[part], part == 0) * 3 / world_size).backward()
+    for (name, param), expected in zip(
+        model.named_parameters(), reference.parameters(), strict=True
+    ):
+        found = zero.fragments.safe_get_full_grad(param)
+        assert_close(found, expected.grad, 100, 3, name)
+    engine.step()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_all_ranks_join_in_the_reduction(stage):
+    run_on(2, gradients, stage)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=RuntimeError,
+    reason="The rank whose gradients are complete after the first recomputation reshards the "
+    "block, and gathers it again for the second one. The other rank still has it, so that "
+    "they wait for each other, until the watchdog ends the job and names the block.",
+)
+def test_all_ranks_gather_at_stage_3():
+    run_on(2, gradients, 3)

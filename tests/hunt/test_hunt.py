@@ -1,0 +1,25 @@
+"""A sample of the hunt: odd models train as in plain torch, or are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.hunt.hunt import DIFFERENT, EQUAL, Verdict, hunt
+from tests.hunt.models import recipe
+
+# Far apart, so that they begin with different parts.
+SEEDS = range(7, 1000, 83)
+
+
+def assert_none_differs(verdicts: list[Verdict]) -> None:
+    different = [verdict for verdict in verdicts if verdict.outcome == DIFFERENT]
+    assert not different, "\n".join(str(verdict) for verdict in different)
+    refused = {verdict.seed for verdict in verdicts if verdict.outcome != EQUAL}
+    legal = [seed for seed in refused if not recipe(seed).may_be_refused]
+    assert not legal, f"refused: {[str(recipe(seed)) for seed in legal]}"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_sample_of_odd_models(world_size):
+    tasks = [(seed, number) for seed in SEEDS for number in range(4)]
+    assert_none_differs(hunt(tasks, world_size))
