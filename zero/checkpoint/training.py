@@ -66,7 +66,8 @@ def save_checkpoint(
     """Write the training state to `save_dir/tag`; every rank must call it. Returns True.
 
     Args:
-        tag: name of the folder; default `global_stepN`. A checkpoint of that name is replaced.
+        tag: name of the folder; default `global_stepN`. A checkpoint of that name is replaced;
+        other files in its folder stay.
         client_state: a dict of the caller's, returned by `load_checkpoint`: numbers, strings,
         containers, tensors. save_latest: make it the one that is loaded when no tag is given.
         exclude_frozen_parameters: leave out the weights of parameters that are not trained.
