@@ -88,10 +88,10 @@ def begin(save_dir: Path, tag: str, nbytes: int) -> Path:
 
     Raises:
         OSError: the folder cannot be written to, or has not enough space; nothing has been written
-        then. UsageError: another job writes to it, or `tag` is the name of a file.
+        then. UsageError: another job writes to it, or `tag` names what is no folder.
     """
-    if (save_dir / tag).exists() and not (save_dir / tag).is_dir():
-        raise UsageError(f"{save_dir / tag} is a file: move it, or save with another tag")
+    if os.path.lexists(save_dir / tag) and not (save_dir / tag).is_dir():
+        raise UsageError(f"{save_dir / tag} is no folder: move it, or save with another tag")
     disk.make_folders(save_dir)
     disk.lock(job_folder(save_dir))
     with _turn:

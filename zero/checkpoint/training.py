@@ -100,19 +100,19 @@ def save_checkpoint(
         save.finish(ranks, folder, lambda: save.all_slices(writers))
     else:
         in_thread = Ranks(background.connection, what)
-        with _abandoning(ranks, folder):
+        with _abandoning(folder, ranks.rank):
             copies = ranks.together(lambda: background.copy(save.all_slices(writers)))
         background.start(lambda: save.finish(in_thread, folder, lambda: copies))
     return True
 
 
 @contextmanager
-def _abandoning(ranks: Ranks, folder: Path) -> Iterator[None]:
-    """For the steps of a save after `begin`: if one fails, rank 0 removes the folder."""
+def _abandoning(folder: Path, rank: int) -> Iterator[None]:
+    """For what a save does once its folder is there: if that fails, rank 0 removes the folder."""
     try:
         yield
     except Exception:
-        if ranks.rank == 0:
+        if rank == 0:
             folders.abandon(folder)
         raise
 
@@ -130,8 +130,9 @@ def _is_in_files(engine: ZeroEngine) -> bool:
 class _Save:
     """One save: what this rank has for it, and the steps that the ranks make together.
 
-    Attributes: description: the content of `checkpoint.json`, on
-    rank 0 that of all ranks."""
+    Attributes:
+        description: the content of `checkpoint.json`, on rank 0 that of all ranks.
+    """
 
     def __init__(self, engine: ZeroEngine, rank: int, save_dir: Path, tag: str, latest: bool):
         self._engine = engine
@@ -182,7 +183,8 @@ class _Save:
             text = "gradients of an unfinished accumulation are not part of the checkpoint %s"
             logger.warning(text, tag)
         folder = folders.begin(self._save_dir, tag, nbytes)
-        resumable.seal_later(self._save_dir, len(of_ranks))
+        with _abandoning(folder, self._rank):
+            resumable.seal_later(self._save_dir, len(of_ranks))
         return {"folder": str(folder), "writers": writers}
 
     def _agreed_tag(self, tags: Sequence[str]) -> str:
@@ -228,7 +230,7 @@ class _Save:
             folders.commit(folder, description["tag"], description, latest=self._latest)
 
         name = DATA_FILE.format(ranks.rank)
-        with _abandoning(ranks, folder):
+        with _abandoning(folder, ranks.rank):
             ranks.exchange(lambda: write(slices(), folder, name), commit)
 
 

@@ -4,6 +4,7 @@ report failures.
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import threading
@@ -135,6 +136,19 @@ def test_a_rank_that_lacks_memory_fails_on_every_rank(owner, name, config, tmp_p
     first, second = run_on(2, fail_after_begin, str(tmp_path), owner, name, config)
     assert "rank 1: MemoryError: no host memory" in first[0] and first[0] == second[0]
     assert first[1] == [] and find_intact(tmp_path) == tmp_path / "after"
+
+
+def fail_to_seal(rank: int, world_size: int, folder: str) -> list[str]:
+    engine, _ = start(build("gpt2"), ds_config())
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with mock.patch.object(training.resumable, "seal_later", full):
+        with pytest.raises(OSError, match="No space"):
+            engine.save_checkpoint(folder)
+    return [path.name for path in Path(folder).glob(".saving*")]
+
+
+def test_a_disk_that_is_full_before_the_first_slice_keeps_no_folder(tmp_path):
+    assert run_on(2, fail_to_seal, str(tmp_path)) == [[], []]
 
 
 def two_engines(rank: int, world_size: int, folder: str) -> list[bool]:

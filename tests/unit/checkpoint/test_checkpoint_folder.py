@@ -132,11 +132,15 @@ def test_what_lies_beside_a_checkpoint_in_its_folder_stays(tmp_path, monkeypatch
     raise AssertionError("the save never finished")
 
 
-def test_a_file_of_the_tags_name_is_left_alone(tmp_path):
-    (tmp_path / "step_1").write_text("precious")
-    with pytest.raises(UsageError, match="step_1 is a file"):
+@pytest.mark.parametrize("kind", ["file", "broken link"])
+def test_a_file_of_the_tags_name_is_left_alone(kind, tmp_path):
+    if kind == "file":
+        (tmp_path / "step_1").write_text("precious")
+    else:
+        (tmp_path / "step_1").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="step_1 is no folder"):
         folders.begin(tmp_path, "step_1", 0)
-    assert (tmp_path / "step_1").read_text() == "precious"
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
 
 
 def test_latest_changes_last_and_only_when_asked(tmp_path):
