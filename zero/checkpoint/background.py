@@ -25,7 +25,7 @@ import torch
 
 from zero.checkpoint.files import Slice
 from zero.checkpoint.ranks import Ranks, connect
-from zero.checkpoint.resumable import seal
+from zero.checkpoint.resumable import seal_after_step
 from zero.core.layout import round_up
 from zero.device import beside, is_accelerator, ready_for_thread
 from zero.optim.adam8bit import CodedSlice
@@ -151,7 +151,7 @@ def check_background_save(engine: ZeroEngine) -> None:
     """Raise the error of an asynchronous save that has failed since; every rank must call it after
     a save.
     """
-    seal()
+    seal_after_step()
     if engine in _of_engine:
         _of_engine[engine].check()
 

@@ -6,7 +6,7 @@
                     before the rename
     .replaced-TAG   the former TAG, between two renames, if a checkpoint of that name existed.
                     After a crash between these renames it is read in place of TAG, and the next
-                    save restores it.
+                    save restores it. Files in it that no save has written move to the new TAG.
     latest          a file with the newest TAG; changes last, and by a rename of its own
     .zero-lock      held as long as the job lives: in the folder of the checkpoints, or the one
                     around `checkpoint-N`
@@ -37,6 +37,11 @@ MODEL_FILE = "mp_rank_00_model_states.pt"
 OPTIMIZER_FILE = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 _REPLACED = ".replaced-"
 _OF_TRAINER = re.compile(r"checkpoint-\d+")
+# Names of the files that saves write to a checkpoint's folder.
+_WRITTEN = re.compile(
+    r"checkpoint\.json|rank\d+\.safetensors|(zero_pp_rank_\d+_)?mp_rank_00_model_states\.pt"
+    r"|bf16_zero_pp_rank_\d+_mp_rank_00_optim_states\.pt"
+)
 # Names of folders that this process is writing; the lock for renaming and removing.
 _writing: set[str] = set()
 _turn = threading.Lock()
@@ -83,8 +88,10 @@ def begin(save_dir: Path, tag: str, nbytes: int) -> Path:
 
     Raises:
         OSError: the folder cannot be written to, or has not enough space; nothing has been written
-        then. UsageError: another job writes to it.
+        then. UsageError: another job writes to it, or `tag` names what is no folder.
     """
+    if os.path.lexists(save_dir / tag) and not (save_dir / tag).is_dir():
+        raise UsageError(f"{save_dir / tag} is no folder: move it, or save with another tag")
     disk.make_folders(save_dir)
     disk.lock(job_folder(save_dir))
     with _turn:
@@ -118,13 +125,32 @@ def _remove_leftovers(save_dir: Path) -> None:
     """
     for replaced in save_dir.glob(f"{_REPLACED}*"):
         original = save_dir / replaced.name.removeprefix(_REPLACED)
-        if original.exists():
-            disk.remove(replaced)
-        else:
+        if original.is_dir():
+            _remove_replaced(replaced, original)
+        elif not os.path.lexists(original):
             replaced.rename(original)
     for saving in save_dir.glob(f"{disk.UNFINISHED}*"):
         if saving.name not in _writing:
             disk.remove(saving)
+
+
+def _remove_replaced(replaced: Path, target: Path) -> None:
+    """Remove the checkpoint in `replaced`, whose place `target` has taken.
+
+    What else is in that folder, such as a tokenizer's files, moves to `target`. After a crash in
+    the middle another call does the rest.
+    """
+    if replaced.is_dir() and not replaced.is_symlink():
+        # The manifest is removed last: it tells that the files beside it are a checkpoint's.
+        paths = sorted(replaced.iterdir(), key=lambda path: path.name == MANIFEST)
+        was_checkpoint = (replaced / MANIFEST).exists()
+        for path in paths:
+            if was_checkpoint and _WRITTEN.fullmatch(path.name):
+                disk.remove(path)
+            elif not os.path.lexists(target / path.name):
+                path.rename(target / path.name)
+        disk.sync(target)
+    disk.remove(replaced)
 
 
 def commit(folder: Path, tag: str, manifest: dict, *, latest: bool) -> None:
@@ -147,7 +173,7 @@ def commit(folder: Path, tag: str, manifest: dict, *, latest: bool) -> None:
         disk.sync(save_dir)
         if latest:
             disk.replace_text(save_dir / LATEST, tag)
-        disk.remove(replaced)
+        _remove_replaced(replaced, target)
     _writing.discard(folder.name)
 
 

@@ -3,7 +3,7 @@ complete.
 
 [Note: the Trainer's folders] The Trainer fills `checkpoint-N` in its own order: the model, the
 engine's checkpoint, `scheduler.pt`, random states of each rank, `trainer_state.json`. It does not
-say when it has finished, and its files have no checksums. So the next step, save or exit syncs
+say when it has finished, and its files have no checksums. So a later step, save or exit syncs
 those files and writes a seal: their checksums. If a run was killed before that, its folder has no
 seal. Such a folder counts as complete if every file is there and is whole, as far as its own format
 shows."""
@@ -187,13 +187,16 @@ def _check_archive(path: Path) -> None:
 
 
 _to_seal: tuple[Path, int] | None = None
+# Steps since the folder to seal has the Trainer's last file.
+_steps_since = 0
 _saved_here: set[Path] = set()
 
 
 def seal_later(folder: Path, world_size: int) -> None:
     """On rank 0: from now on `seal` checks whether the Trainer has completed this folder."""
-    global _to_seal
+    global _to_seal, _steps_since
     seal()
+    _steps_since = 0
     _to_seal = (folder, world_size) if job_folder(folder) != folder else None
     if _to_seal is None:
         return
@@ -221,6 +224,19 @@ def _clean_up_after_kill(folder: Path) -> None:
             if changed >= bound:
                 os.utime(other, (changed, bound - 1))
             bound = min(changed, bound - 1)
+
+
+def seal_after_step() -> None:
+    """`seal`, as a part of each step.
+
+    It is tried at the steps 1, 2, 4, 8 and so on after the Trainer's last file has appeared,
+    because a folder that never becomes complete must not cost time in each step.
+    """
+    global _steps_since
+    if _to_seal is not None and (_to_seal[0] / TRAINER_STATE).exists():
+        _steps_since += 1
+        if _steps_since & (_steps_since - 1) == 0:
+            seal()
 
 
 @atexit.register

@@ -24,6 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from zero.checkpoint import folder as folders
 from zero.checkpoint import resumable, state
 from zero.checkpoint.background import BackgroundSaves, wait_for_background_saves
@@ -66,7 +68,8 @@ def save_checkpoint(
     """Write the training state to `save_dir/tag`; every rank must call it. Returns True.
 
     Args:
-        tag: name of the folder; default `global_stepN`. A checkpoint of that name is replaced.
+        tag: name of the folder; default `global_stepN`. A checkpoint of that name is replaced;
+        other files in its folder stay.
         client_state: a dict of the caller's, returned by `load_checkpoint`: numbers, strings,
         containers, tensors. save_latest: make it the one that is loaded when no tag is given.
         exclude_frozen_parameters: leave out the weights of parameters that are not trained.
@@ -92,15 +95,26 @@ def save_checkpoint(
     begun = ranks.exchange(
         lambda: save.collect(client_state or {}, exclude_frozen_parameters), save.begin
     )
-    folder = Path(begun["folder"])
-    save.add_plain_tensors(begun["writers"])
+    folder, writers = Path(begun["folder"]), begun["writers"]
     if background is None:
-        save.finish(ranks, folder, save.slices)
+        save.finish(ranks, folder, lambda: save.all_slices(writers))
     else:
         in_thread = Ranks(background.connection, what)
-        copies = ranks.together(lambda: background.copy(save.slices))
-        background.start(lambda: save.finish(in_thread, folder, copies))
+        with _abandoning(folder, ranks.rank):
+            copies = ranks.together(lambda: background.copy(save.all_slices(writers)))
+        background.start(lambda: save.finish(in_thread, folder, lambda: copies))
     return True
+
+
+@contextmanager
+def _abandoning(folder: Path, rank: int) -> Iterator[None]:
+    """For what a save does once its folder is there: if that fails, rank 0 removes the folder."""
+    try:
+        yield
+    except Exception:
+        if rank == 0:
+            folders.abandon(folder)
+        raise
 
 
 def _is_in_files(engine: ZeroEngine) -> bool:
@@ -116,8 +130,9 @@ def _is_in_files(engine: ZeroEngine) -> bool:
 class _Save:
     """One save: what this rank has for it, and the steps that the ranks make together.
 
-    Attributes: slices: what this rank writes. description: the content of `checkpoint.json`, on
-    rank 0 that of all ranks."""
+    Attributes:
+        description: the content of `checkpoint.json`, on rank 0 that of all ranks.
+    """
 
     def __init__(self, engine: ZeroEngine, rank: int, save_dir: Path, tag: str, latest: bool):
         self._engine = engine
@@ -125,19 +140,19 @@ class _Save:
         self._save_dir = save_dir
         self._tag = tag
         self._latest = latest
-        self.slices: list[Slice] = []
+        self._slices: list[Slice] = []
         self.description: dict[str, Any] = {}
 
     def collect(self, client_state: dict, exclude_frozen: bool) -> dict[str, Any]:
         """What rank 0 must know of this rank."""
         engine, tag = self._engine, folders.check_tag(self._tag)
-        self.slices, kinds = state.slices_to_store(engine, exclude_frozen)
+        self._slices, kinds = state.slices_to_store(engine, exclude_frozen)
         self.description = state.describe_engine(engine, client_state, exclude_frozen)
         # Ranks have different parts of a model that is split over a model group.
         different = ("parameters", "plain", "tied") if engine.comm.model is not None else ()
         return {
             "tag": tag,
-            "bytes": sum(each.values.nbytes + _BYTES_PER_SLICE for each in self.slices),
+            "bytes": sum(each.values.nbytes + _BYTES_PER_SLICE for each in self._slices),
             "state": kinds,
             "random_states": state.random_states(engine.comm.device),
             "model": {key: self.description[key] for key in different},
@@ -168,7 +183,8 @@ class _Save:
             text = "gradients of an unfinished accumulation are not part of the checkpoint %s"
             logger.warning(text, tag)
         folder = folders.begin(self._save_dir, tag, nbytes)
-        resumable.seal_later(self._save_dir, len(of_ranks))
+        with _abandoning(folder, self._rank):
+            resumable.seal_later(self._save_dir, len(of_ranks))
         return {"folder": str(folder), "writers": writers}
 
     def _agreed_tag(self, tags: Sequence[str]) -> str:
@@ -187,14 +203,18 @@ class _Save:
             logger.warning("%s; rank 0's is used", message)
         return tags[0]
 
-    def add_plain_tensors(self, writers: dict[str, int]) -> None:
-        """Add those that this rank writes, which others may have too."""
-        for name, value in state.plain_tensors(self._engine.module).items():
-            if writers.get(name, 0) == self._rank:
-                self.slices.append(Slice.whole(f"plain/{name}", value.contiguous()))
+    def all_slices(self, writers: dict[str, int]) -> list[Slice]:
+        """What this rank writes, with those plain tensors that no other rank writes."""
+        plain = state.plain_tensors(self._engine.module).items()
+        return self._slices + [
+            Slice.whole(f"plain/{name}", value.contiguous())
+            for name, value in plain
+            if writers.get(name, 0) == self._rank
+        ]
 
-    def finish(self, ranks: Ranks, folder: Path, slices: Sequence[Slice]) -> None:
-        """Write `slices`, on every rank; then rank 0 makes the folder visible, or removes it.
+    def finish(self, ranks: Ranks, folder: Path, slices: Callable[[], Sequence[Slice]]) -> None:
+        """Write what `slices` returns, on every rank; then rank 0 makes the folder visible, or
+        removes it.
 
         It may run in a thread, with connections of its own.
         """
@@ -210,12 +230,8 @@ class _Save:
             folders.commit(folder, description["tag"], description, latest=self._latest)
 
         name = DATA_FILE.format(ranks.rank)
-        try:
-            ranks.exchange(lambda: write(slices, folder, name), commit)
-        except Exception:
-            if ranks.rank == 0:
-                folders.abandon(folder)
-            raise
+        with _abandoning(folder, ranks.rank):
+            ranks.exchange(lambda: write(slices(), folder, name), commit)
 
 
 # -- load
@@ -408,11 +424,17 @@ def _read(
 
     def read() -> None:
         slices = [each for each in state.weights(engine) if name_in(each.key) in names]
+        strided: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, value in state.plain_tensors(engine.module).items():
             if name in names:
-                slices.append(Slice.whole(f"plain/{name}", value))
+                memory = value.detach().contiguous()
+                slices.append(Slice.whole(f"plain/{name}", memory))
+                if not value.is_contiguous():
+                    strided.append((value.detach(), memory))
         try:
             reader.read(slices)
+            for value, memory in strided:
+                value.copy_(memory)
             if optimizer is not None:
                 state.read_optimizer_state(optimizer, reader)
         except DamagedCheckpointError as error:

@@ -139,9 +139,10 @@ class Updates:
         self._skip_rest()
 
     def _skip_rest(self) -> None:
-        self._todo.clear()
-        for shard in self._shards:
-            shard.sub_groups_left = 0
+        with self._changed:  # `prefer` may be sorting them
+            self._todo.clear()
+            for shard in self._shards:
+                shard.sub_groups_left = 0
 
     def _plan(self, sub_groups: Iterable[SubGroup]) -> None:
         self._skip_rest()

@@ -5,6 +5,7 @@ file imports nothing of the engine: it runs on the machine from which jobs are s
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -19,7 +20,8 @@ import time
 from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from types import FrameType
+from typing import IO, Any, TextIO
 
 import torch
 
@@ -177,8 +179,13 @@ def choose(
 
 def _parse_filter(text: str, hosts: dict[str, int]) -> dict[str, list[int]]:
     named: dict[str, set[int]] = {}
+    # A hostfile's `user@host` is one name, although `@` also stands between names.
+    for name in sorted((name for name in hosts if "@" in name), key=len, reverse=True):
+        whole = rf"(?<![^@,]){re.escape(name)}(?![^@:,])"
+        text = re.sub(whole, lambda found: found[0].replace("@", "\0"), text)
     # Guides also write `node1:0-3,node2:0-3`.
     for part in filter(None, re.split(r"@|,(?=[^,@:]+:)", text)):
+        part = part.replace("\0", "@")
         name, colon, slots = part.partition(":")
         if name not in hosts:
             raise UsageError(
@@ -195,6 +202,10 @@ def _parse_filter(text: str, hosts: dict[str, int]) -> dict[str, list[int]]:
                         f"launch: {part[:80]!r}: host {name} has slots 0 to {hosts[name] - 1}, "
                         f"not {slot[:20] or word}"
                     )
+            if last and int(first) > int(last):
+                raise UsageError(
+                    f"launch: {part[:80]!r}: {word} ends before it begins; write {last}-{first}"
+                )
             of_host.update(range(int(first), int(last or first) + 1))
     return {name: sorted(slots) for name, slots in named.items()}
 
@@ -202,8 +213,8 @@ def _parse_filter(text: str, hosts: dict[str, int]) -> dict[str, list[int]]:
 # -- commands
 
 
-def _python_path() -> str:
-    return os.pathsep.join(filter(None, [STARTUP, os.environ.get("PYTHONPATH")]))
+def _python_path(present: str | None) -> str:
+    return os.pathsep.join(filter(None, [STARTUP, present]))
 
 
 def _torchrun(options: Namespace, placement: list[str]) -> list[str]:
@@ -231,14 +242,26 @@ def remote_command(options: Namespace, hosts: dict[str, list[int]], index: int) 
     return f"cd {shlex.quote(os.getcwd())} && {{ {ready}; exec {torchrun}; }}"
 
 
-def remote_variables(options: Namespace, slots: list[int]) -> dict[str, str]:
-    """The environment variables that a host gets."""
-    variables = {key: value for key, value in os.environ.items() if key.startswith(EXPORTED)}
+def variables_of_files() -> dict[str, str]:
+    """The variables in the files `.deepspeed_env` of the home and the working directory."""
+    variables = {}
     for file in (Path.home() / ENV_FILE, Path.cwd() / ENV_FILE):
         lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
         pairs = (line.partition("=") for line in lines if "=" in line)
         variables |= {key.strip(): value.strip() for key, _, value in pairs}
-    variables["PYTHONPATH"] = _python_path()
+    if variables.pop("CUDA_VISIBLE_DEVICES", None) is not None:
+        text = "is ignored, because the slots of a host are chosen with --include"
+        print(f"zero launch: CUDA_VISIBLE_DEVICES in {ENV_FILE} {text}", file=sys.stderr)
+    return variables
+
+
+def remote_variables(
+    options: Namespace, slots: list[int], of_files: dict[str, str]
+) -> dict[str, str]:
+    """The environment variables that a host gets; those `of_files` replace the present ones."""
+    variables = {key: value for key, value in os.environ.items() if key.startswith(EXPORTED)}
+    variables |= of_files
+    variables["PYTHONPATH"] = _python_path(variables.get("PYTHONPATH"))
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
     if options.elastic_training:
         # torch 2.13 would use one store for all rounds, and connect to the last one's ranks
@@ -247,6 +270,11 @@ def remote_variables(options: Namespace, slots: list[int]) -> dict[str, str]:
 
 
 # -- the job
+
+
+def _exit_code(code: int) -> int:
+    """A process's exit code as a shell reports it: 128 + the signal that ended it."""
+    return code if code >= 0 else 128 - code
 
 
 def run_aside(command: list[str]) -> dict[str, Any]:
@@ -259,9 +287,9 @@ def run_aside(command: list[str]) -> dict[str, Any]:
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     # A terminal sends it to the child, too, whose end is waited for.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    code, seconds = child.wait(), round(time.monotonic() - start, 3)
+    code, seconds = _exit_code(child.wait()), round(time.monotonic() - start, 3)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
-    return {"exit_code": code if code >= 0 else 128 - code, "seconds": seconds, "peak_bytes": peak}
+    return {"exit_code": code, "seconds": seconds, "peak_bytes": peak}
 
 
 def _run_here(options: Namespace) -> int:
@@ -269,7 +297,7 @@ def _run_here(options: Namespace) -> int:
         raise UsageError("launch: --include, --exclude and --num_nodes need --hostfile")
     ranks = options.num_gpus or max(1, torch.accelerator.device_count())
     command = _torchrun(options, ["--standalone", "--nproc_per_node", str(ranks)])
-    os.environ["PYTHONPATH"] = _python_path()
+    os.environ["PYTHONPATH"] = _python_path(os.environ.get("PYTHONPATH"))
     if not options.json:
         os.execv(sys.executable, [sys.executable, *command])
     done = run_aside([sys.executable, *command])
@@ -283,6 +311,8 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
     Returns the first failure's code.
     """
     start, ranks = time.monotonic(), sum(map(len, hosts.values()))
+    of_files = variables_of_files()
+    variables = {name: remote_variables(options, slots, of_files) for name, slots in hosts.items()}
     print(f"zero launch: {ranks} ranks on {', '.join(hosts)}, by ssh", file=sys.stderr, flush=True)
     # A terminal (-tt) so that the remote processes get SIGHUP when the connection ends, whatever
     # ended it.
@@ -300,17 +330,26 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
         for index, name in enumerate(hosts)
     }
     out, silent = sys.stderr if options.json else sys.stdout, set(jobs)
+    if isinstance(out, io.TextIOWrapper):
+        out.reconfigure(errors="replace")  # not every terminal can show a progress bar
 
     def talk(name: str, sent: IO[str], received: IO[str]) -> None:
-        """Give a host its variables, and print its lines."""
+        """Give a host its variables, and print its lines.
+
+        It reads them whatever happens, because ranks whose lines nobody reads block.
+        """
         for line in received:
             if line.rstrip() == _READY:
                 with suppress(BrokenPipeError), sent:  # ssh has ended, which `_wait` notices
-                    sent.write(json.dumps(remote_variables(options, hosts[name])) + "\n")
-            else:
-                silent.discard(name)
+                    sent.write(json.dumps(variables[name]) + "\n")
+                continue
+            silent.discard(name)
+            try:
                 out.write(f"[{name}] {line.rstrip()}\n")
                 out.flush()
+            except OSError as error:  # as in `zero launch ... | head`
+                _discard(out)
+                print(f"zero launch: the output of the hosts is lost: {error}", file=sys.stderr)
 
     threads = [
         threading.Thread(target=talk, args=(name, job.stdin, job.stdout), daemon=True)
@@ -319,25 +358,36 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
     for thread in threads:
         thread.start()
     fewest = options.min_elastic_nodes if options.elastic_training else len(hosts)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _interrupt)
     failed: dict[str, int] = {}
     try:
         code = _wait(jobs, fewest, failed, silent)
-    except KeyboardInterrupt:  # or SIGTERM
-        code = 128 + signal.SIGINT
+    except KeyboardInterrupt as interrupt:  # its argument is the signal, if that is not SIGINT
+        code = 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
     finally:
         _end([job for job in jobs.values() if job.poll() is None])
         for thread in threads:
             thread.join(timeout=_GRACE)
     if options.json:
         of_hosts = [
-            {"host": name, "slots": hosts[name], "exit_code": job.returncode}
+            {"host": name, "slots": hosts[name], "exit_code": _exit_code(job.returncode)}
             for name, job in jobs.items()
         ]
         seconds, first = round(time.monotonic() - start, 3), next(iter(failed), None)
         result = {"exit_code": code, "seconds": seconds, "ranks": ranks, "hosts": of_hosts}
         print(json.dumps(result | {"failed_first": first}))
     return code
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(number)
+
+
+def _discard(out: TextIO) -> None:
+    """From now on, what is written to `out` goes nowhere, and raises nothing."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, out.fileno())
+    os.close(nowhere)
 
 
 def _wait(
@@ -355,8 +405,8 @@ def _wait(
             print(f"zero launch: nothing from {names} in {waited:.0f} s", file=sys.stderr)
         for name, job in jobs.items():
             if job.poll() and name not in failed:
-                failed[name] = job.returncode
-                print(f"zero launch: {name} ended with code {job.returncode}", file=sys.stderr)
+                failed[name] = _exit_code(job.returncode)
+                print(f"zero launch: {name} ended with code {failed[name]}", file=sys.stderr)
         too_few = len(jobs) - len(failed) < fewest
         if too_few:
             deadline = min(deadline, time.monotonic() + _LAST_WORDS)

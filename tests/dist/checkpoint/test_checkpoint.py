@@ -225,6 +225,34 @@ def test_frozen_tied_scalar_and_unsharded_values(world_size, tmp_path):
     assert read_manifest(locate(tmp_path, None)).tied == {"last.weight": "first.weight"}
 
 
+class Transposed(nn.Module):
+    """A buffer that the forward replaces by a view that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("last", torch.zeros(3, 4).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = self.layer(x).detach().t().contiguous().t()
+        return self.layer(x).square().mean()
+
+
+def transposed_run(rank: int, world_size: int, folder: str) -> list[bool]:
+    engine, _ = start(Transposed(), ds_config())
+    engine(torch.arange(12.0).view(4, 3))
+    engine.save_checkpoint(folder)
+    other, _ = start(Transposed(), ds_config())
+    other(torch.ones(4, 3))
+    other.load_checkpoint(folder)
+    last, expected = other.module.last, engine.module.last
+    return [last.is_contiguous(), expected.is_contiguous(), torch.equal(last, expected)]
+
+
+def test_a_buffer_that_is_not_contiguous(tmp_path):
+    assert run_on(2, transposed_run, str(tmp_path)) == [[False, False, True]] * 2
+
+
 def test_frozen_parameters_may_be_left_out(tmp_path):
     report = run_on(1, odd_run, str(tmp_path), {"exclude_frozen_parameters": True})[0]
     assert "weights/frozen.weight" not in stored(tmp_path)

@@ -4,6 +4,7 @@ report failures.
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from tests.dist.training import ds_config, start, train_zero
 from tests.parity.models import batches, build
 from tests.processes import child_environment, kill_tree, run_on, torchrun
 from zero.checkpoint import training
+from zero.checkpoint.background import BackgroundSaves
 from zero.checkpoint.disk import LOCK
 from zero.checkpoint.folder import locate
 from zero.checkpoint.resumable import find_intact
@@ -106,6 +108,47 @@ def test_a_failure_is_raised_at_the_same_step_on_every_rank(tmp_path):
         "latest",
         "zero_to_fp32.py",
     ]
+
+
+def fail_after_begin(
+    rank: int, world_size: int, folder: str, owner: type, name: str, config: dict
+) -> tuple[str, list[str]]:
+    engine, _ = start(build("gpt2"), ds_config() | config)
+    failing = mock.Mock(side_effect=MemoryError("no host memory"))
+    with mock.patch.object(owner, name, failing if rank == 1 else getattr(owner, name)):
+        with pytest.raises(RuntimeError) as caught:
+            engine.save_checkpoint(folder, tag="fails")
+    left = sorted(path.name for path in Path(folder).glob(".saving*"))
+    engine.save_checkpoint(folder, tag="after")
+    engine.wait_for_checkpoint()
+    return str(caught.value), left
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "config"),
+    [
+        (BackgroundSaves, "copy", ASYNC),
+        (training._Save, "all_slices", ASYNC),
+        (training._Save, "all_slices", {}),
+    ],
+)
+def test_a_rank_that_lacks_memory_fails_on_every_rank(owner, name, config, tmp_path):
+    first, second = run_on(2, fail_after_begin, str(tmp_path), owner, name, config)
+    assert "rank 1: MemoryError: no host memory" in first[0] and first[0] == second[0]
+    assert first[1] == [] and find_intact(tmp_path) == tmp_path / "after"
+
+
+def fail_to_seal(rank: int, world_size: int, folder: str) -> list[str]:
+    engine, _ = start(build("gpt2"), ds_config())
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with mock.patch.object(training.resumable, "seal_later", full):
+        with pytest.raises(OSError, match="No space"):
+            engine.save_checkpoint(folder)
+    return [path.name for path in Path(folder).glob(".saving*")]
+
+
+def test_a_disk_that_is_full_before_the_first_slice_keeps_no_folder(tmp_path):
+    assert run_on(2, fail_to_seal, str(tmp_path)) == [[], []]
 
 
 def two_engines(rank: int, world_size: int, folder: str) -> list[bool]:

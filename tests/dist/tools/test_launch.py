@@ -9,11 +9,13 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -21,12 +23,14 @@ import pytest
 
 from tests.processes import REPOSITORY, run
 from zero.errors import UsageError
+from zero.hf import STARTUP
 from zero.tools.launch import (
     _parser,
     choose,
     parse_hostfile,
     remote_command,
     remote_variables,
+    variables_of_files,
 )
 
 SSHD = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin")
@@ -178,14 +182,76 @@ def test_what_a_recorder_asks_for_reaches_all_hosts(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("UNRELATED", "x")
     options = _parser().parse(["--elastic_training", "--min_elastic_nodes", "2", "train.py"])
     command = shlex.split(remote_command(options, {"a": [0], "user@b": [0, 1]}, 1))
-    variables = remote_variables(options, [0, 1])
+    variables = remote_variables(options, [0, 1], {"PYTHONPATH": "/of/file"})
     assert variables["ZERO_WATCH_FOLDER"] == "/shared/a b" and "UNRELATED" not in variables
     assert variables["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert variables["PYTHONPATH"] == f"{STARTUP}:/of/file"
     assert (
         command[command.index("--nnodes") + 1] == "2:2"
         and command[command.index("--local_addr") + 1] == "b"
     )
     assert variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
+def test_slots_in_a_file_of_variables_are_ignored_with_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".deepspeed_env").write_text("A = 1\nCUDA_VISIBLE_DEVICES=7\n")
+    assert variables_of_files() == {"A": "1"}
+    assert "CUDA_VISIBLE_DEVICES in .deepspeed_env is ignored" in capsys.readouterr().err
+
+
+@contextmanager
+def start_with(folder: Path, ssh: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start `zero launch` on one host, with a shell script in the place of ssh."""
+    (folder / "train.py").write_text("")
+    (folder / "hosts").write_text("a slots=1\n")
+    (folder / "ssh").write_text(f"#!/bin/sh\n{ssh}\n")
+    (folder / "ssh").chmod(0o700)
+    arguments = ["--hostfile", folder / "hosts", folder / "train.py"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "zero", "launch", *arguments],
+        env=os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"} | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=REPOSITORY,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_closed_output_does_not_hang_the_job(tmp_path: Path):
+    with start_with(tmp_path, "yes | head -n 100000; touch $(dirname $0)/ended") as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == b"[a] y\n"
+        process.stdout.close()
+        assert process.wait(timeout=60) == 0
+        assert process.stderr.read().count(b"the output of the hosts is lost: [Errno 32]") == 1
+    assert (tmp_path / "ended").exists()
+
+
+def test_what_a_terminal_cannot_show_does_not_hang_the_job(tmp_path: Path):
+    ssh = "printf '\\342\\226\\210\\n'; yes | head -n 100000"
+    with start_with(tmp_path, ssh, PYTHONIOENCODING="ascii", PYTHONUTF8="1") as process:
+        out, _ = process.communicate(timeout=60)
+    lines = out.splitlines()
+    assert (process.returncode, len(lines), lines[0], lines[-1]) == (0, 100_001, b"[a] ?", b"[a] y")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (None, 143)]
+)
+def test_signals_end_with_a_shells_codes(tmp_path: Path, number: int | None, code: int):
+    ssh = "echo up; exec sleep 600" if number else "echo up; kill -TERM $$"
+    with start_with(tmp_path, ssh) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"[a] up\n"
+        if number is not None:
+            process.send_signal(number)
+        assert process.wait(timeout=60) == code
 
 
 # -- hosts
@@ -200,12 +266,23 @@ def test_slots_are_chosen_as_deepspeed_does(tmp_path: Path):
     assert choose(hosts, num_nodes=2, num_gpus=1) == {"a": [0], "b": [0]}
 
 
+def test_hosts_with_a_user_are_chosen_by_their_whole_name():
+    hosts = {"me@a": 4, "me@b": 2, "c": 2, "b": 1}
+    assert choose(hosts, include="me@a:0,1@me@b") == {"me@a": [0, 1], "me@b": [0, 1]}
+    assert choose(hosts, include="c@b@me@a:2") == {"c": [0, 1], "b": [0], "me@a": [2]}
+    assert choose(hosts, exclude="me@a,me@b:0,c:0-1") == {"me@b": [1], "b": [0]}
+    with pytest.raises(UsageError, match="host 'you' is not in the hostfile"):
+        choose(hosts, include="you@a")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"include": "d"}, "host 'd' is not in the hostfile, which has a, b"),
         ({"exclude": "b:2"}, "host b has slots 0 to 1, not 2"),
         ({"include": "b:0-2"}, "host b has slots 0 to 1, not 2"),
+        ({"include": "b:1-0"}, "1-0 ends before it begins; write 0-1"),
+        ({"exclude": "a:3-1"}, "3-1 ends before it begins"),
         ({"include": "a:x"}, "host a has slots 0 to 3, not x"),
         ({"include": "b:0-99999999999"}, "host b has slots 0 to 1, not 99999999999"),
         ({"include": f"b:{HUGE}"}, "host b has slots 0 to 1, not 1000"),

@@ -103,6 +103,46 @@ def test_a_crash_at_any_system_call_leaves_a_checkpoint_that_loads(tag, tmp_path
     raise AssertionError("the save never finished")
 
 
+def test_what_lies_beside_a_checkpoint_in_its_folder_stays(tmp_path, monkeypatch):
+    for survived in range(100):
+        out = tmp_path / str(survived)
+        folder = out / "step_1"
+        (folder / "tokenizer").mkdir(parents=True)
+        (folder / "tokenizer.json").write_text("precious")
+        (folder / "tokenizer" / "merges.txt").write_text("precious")
+        save(out, "step_1", 1)
+        (folder / "rank00003.safetensors").write_text("of a save by more ranks")
+        with monkeypatch.context() as patch:
+            crash = CrashAt(patch, survived)
+            try:
+                save(out, "step_1", 2)
+                finished = True
+            except Crash:
+                finished = False
+            crash.left = 1000
+        folders._writing.clear()
+        save(out, "step_2", 3)  # repairs what the crash has left
+        assert load(out, "step_1") in ((2,) if finished else (1, 2))
+        assert (folder / "tokenizer.json").read_text() == "precious"
+        assert (folder / "tokenizer" / "merges.txt").read_text() == "precious"
+        stale = (folder / "rank00003.safetensors").exists()
+        assert hidden(out) == [] and stale == (load(out, "step_1") == 1)
+        if finished:
+            return
+    raise AssertionError("the save never finished")
+
+
+@pytest.mark.parametrize("kind", ["file", "broken link"])
+def test_a_file_of_the_tags_name_is_left_alone(kind, tmp_path):
+    if kind == "file":
+        (tmp_path / "step_1").write_text("precious")
+    else:
+        (tmp_path / "step_1").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="step_1 is no folder"):
+        folders.begin(tmp_path, "step_1", 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+
+
 def test_latest_changes_last_and_only_when_asked(tmp_path):
     save(tmp_path, "global_step1", 1)
     save(tmp_path, "probe", 7, latest=False)

@@ -14,7 +14,7 @@ from tests.unit.checkpoints import flip, save
 from zero.checkpoint import folder as folders
 from zero.checkpoint import resumable
 from zero.checkpoint.manifest import DamagedCheckpointError
-from zero.checkpoint.resumable import find_resumable
+from zero.checkpoint.resumable import find_resumable, seal_after_step
 
 DATA = "rank00000.safetensors"
 
@@ -75,6 +75,27 @@ def test_once_sealed_any_change_is_noticed(tmp_path):
     assert find_resumable(tmp_path) == folder
     state.write_text(state.read_text().replace("}", ', "epoch": 2}'))
     assert find_resumable(tmp_path) == good
+
+
+def test_a_folder_that_stays_incomplete_costs_little_in_each_step(tmp_path, monkeypatch):
+    resumable.seal_later(tmp_path / "checkpoint-10", 1)
+    folder, tries, check = trainers(tmp_path, 10), [], resumable.check_resumable
+    states = (folder / "rng_state.pth").rename(folder / "aside")
+
+    def counted(*args, **kwargs):
+        tries.append(args)
+        check(*args, **kwargs)
+
+    monkeypatch.setattr(resumable, "check_resumable", counted)
+    for _ in range(1000):
+        seal_after_step()
+    assert len(tries) == 10 and not (folder / resumable.SEAL).exists()
+    states.rename(folder / "rng_state.pth")
+    resumable.seal_later(tmp_path / "checkpoint-20", 1)  # the next save tries once more
+    assert (folder / resumable.SEAL).exists()
+    trainers(tmp_path, 20)
+    seal_after_step()
+    assert (tmp_path / "checkpoint-20" / resumable.SEAL).exists()
 
 
 def test_the_newest_is_set_aside_until_it_is_complete(tmp_path, capsys):

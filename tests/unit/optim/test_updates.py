@@ -104,6 +104,27 @@ def test_an_error_in_the_background_is_raised_by_each_wait(updates):
             updates.wait(shard)
 
 
+def test_an_error_while_updates_are_sorted_leaves_none_of_them(updates):
+    sub_groups = sub_groups_of([Shard("a"), Shard("b")])
+
+    class Sorted:
+        """A sub-group at whose place in the order another thread fails."""
+
+        @property
+        def shard(self):
+            thread.start()
+            thread.join(0.3)
+            return None
+
+    thread = threading.Thread(target=updates.fail, args=(OSError(28, "no space"),))
+    updates._todo.extend([Sorted(), *sub_groups])
+    updates.prefer(sub_groups[0].shard)
+    thread.join(TIMEOUT)
+    assert not updates._todo
+    with pytest.raises(OSError, match="no space"):
+        updates.wait()
+
+
 def test_an_error_in_the_step_is_raised_until_the_values_are_dropped(updates):
     shards = [Shard("a")]
 
