@@ -9,7 +9,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Collection
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -37,6 +37,9 @@ from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import WEIGHTS, states_named
 from zero.optim.sharded_optimizer import NonFiniteGradientError, ZeroOptimizer, param_group_of
 
+if TYPE_CHECKING:
+    from zero.monitor.monitor import Monitor
+
 logger = logging.getLogger("zero")
 
 # Steps in a row that may be skipped without fp16.
@@ -45,19 +48,6 @@ SKIPS_ALLOWED = 3
 _engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ZeroEngine]] = (
     weakref.WeakKeyDictionary()
 )
-
-
-class StepMonitor(Protocol):
-    """Is told of losses and steps; `zero.monitor`, which is one, lies above this file."""
-
-    def loss(self, loss: torch.Tensor) -> None:
-        """A micro-batch's loss, divided by the number of micro-batches."""
-
-    def end_step(self) -> None:
-        """An optimizer step is over. All ranks call it."""
-
-    def close(self) -> None:
-        """The engine is destroyed: nothing more is to be measured."""
 
 
 class ZeroEngine(Accumulation, nn.Module):
@@ -82,7 +72,7 @@ class ZeroEngine(Accumulation, nn.Module):
     """
 
     optimizer_class = ZeroOptimizer
-    monitor: StepMonitor | None = None
+    monitor: Monitor | None = None
     _skips_in_a_row = 0
 
     def __init__(

@@ -55,13 +55,13 @@ class Throughput:
     def __init__(self, batch_size: int, start_step: int = 2):
         self.batch_size = batch_size
         self.start_step = start_step
-        self.initialized = self.started = False
+        self.started = False
         self.start_time = self.end_time = 0.0
-        self.micro_step_count = self.global_step_count = 0
+        self.global_step_count = 0
         self.total_elapsed_time = self.step_elapsed_time = 0.0
 
     def start(self) -> None:
-        self.initialized = self.started = True
+        self.started = True
         if self.global_step_count >= self.start_step:
             self.start_time = time.time()
 
@@ -73,7 +73,6 @@ class Throughput:
         if not self.started:
             return
         self.started = False
-        self.micro_step_count += 1
         self.global_step_count += global_step
         if self.start_time:
             self.end_time = time.time()

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from zero import monitor
 from zero.checkpoint.export import Weights, consolidated_state_dict
 from zero.comm import world
-from zero.comm.mesh import Mesh
 from zero.config import Config, load_config
 from zero.engine import ZeroEngine
 from zero.errors import FOLLOWED_RELEASE, UsageError
@@ -203,7 +203,7 @@ def initialize(
     config: Any = None,
     mesh_param: object | None = None,
     config_params: Any = None,
-    mesh: Mesh | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> tuple[DeepSpeedEngine, Any, DataLoader | None, Any]:
     """Shard `model` and return (engine, optimizer, dataloader, lr_scheduler), as
     `deepspeed.initialize` does.
