@@ -184,8 +184,10 @@ def warn_if_crowded(groups: Sequence[ParamGroup], limit: int) -> None:
     """Warn if most groups find no room beside the one in use, so that communication overlaps with
     no computation.
 
-    Args: limit: `stage3_max_live_parameters`. Who sets less than the default wants the memory, and
-    is not warned."""
+    Args:
+        limit: `stage3_max_live_parameters`. Who sets less than the default wants the memory, and is
+            not warned.
+    """
     sizes = [group.layout.numel for group in groups if not group.persistent]
     pairs = [(sum(pair), pair[1]) for pair in pairwise(sizes)]
     late = [size for both, size in pairs if both > limit]

@@ -58,17 +58,23 @@ class ZeroEngine(Accumulation, nn.Module):
     makes it, and acts on the sections `optimizer`, `scheduler`, `leaf_module`,
     `sequence_parallel_size`, `log_level` and the monitors.
 
-    Args: optimizer: one over the model's parameters, or None. lr_scheduler: a scheduler of that
-    optimizer, or a function of the optimizer that makes one, or None. comm: of the ranks that share
-    this model; default: all.
+    Args:
+        optimizer: one over the model's parameters, or None.
+        lr_scheduler: a scheduler of that optimizer, or a function of the optimizer that makes one,
+            or None.
+        comm: of the ranks that share this model; default: all.
 
     Attributes:
-        module: the user's model. optimizer: a `ZeroOptimizer`, or None. lr_scheduler: stepped after
-        each step that was taken, or None. config: the user's configuration as a dict. global_steps,
-        micro_steps, skipped_steps, global_samples: counters. throughput: samples per second.
-        residency: gathered elements, now and at their peak. activations: `HostActivations` if
-        `cpu_checkpointing` moves them, or None. is_compiled: whether `compile` was called. monitor:
-        is told of each step, or None.
+        module: the user's model.
+        optimizer: a `ZeroOptimizer`, or None.
+        lr_scheduler: stepped after each step that was taken, or None.
+        config: the user's configuration as a dict.
+        global_steps, micro_steps, skipped_steps, global_samples: counters.
+        throughput: samples per second.
+        residency: gathered elements, now and at their peak.
+        activations: `HostActivations` if `cpu_checkpointing` moves them, or None.
+        is_compiled: whether `compile` was called.
+        monitor: is told of each step, or None.
     """
 
     optimizer_class = ZeroOptimizer
@@ -181,8 +187,11 @@ class ZeroEngine(Accumulation, nn.Module):
 
         `loss.backward()` does the same, but for the loss scaling that fp16 needs; see `scale`.
 
-        Args: loss: a scalar, the mean over this rank's micro-batch; scale_wrt_gas: divide it by
-        `gradient_accumulation_steps`. Returns the loss so divided.
+        Args:
+            loss: a scalar, the mean over this rank's micro-batch.
+            scale_wrt_gas: divide it by `gradient_accumulation_steps`.
+
+        Returns the loss so divided.
         """
         steps = self.settings.gradient_accumulation_steps
         if scale_wrt_gas and steps > 1:
@@ -293,9 +302,8 @@ class ZeroEngine(Accumulation, nn.Module):
         return self._step_applied
 
     def get_global_grad_norm(self) -> float | None:
-        """2-norm over all parameters of the last step's mean gradient, before clipping;
-
-        None before the first.
+        """2-norm over all parameters of the last step's mean gradient, before clipping; None
+        before the first step.
         """
         return None if self.optimizer is None else self.optimizer.grad_norm
 
@@ -315,9 +323,12 @@ class ZeroEngine(Accumulation, nn.Module):
         """Move training state to host memory between two steps; `reload_states` must follow before
         the next forward.
 
-        Args: include: names of `zero.optim.placement.STATES`; None: all. device: "cpu", or "none",
-        which moves nothing. pin_memory: into page-locked memory. non_blocking is there for
-        compatibility: copies are waited for."""
+        Args:
+            include: names of `zero.optim.placement.STATES`; None: all.
+            device: "cpu", or "none", which moves nothing.
+            pin_memory: into page-locked memory.
+            non_blocking: accepted for compatibility; copies are waited for.
+        """
         if device != "cpu":
             if device == "none":
                 return
@@ -360,9 +371,8 @@ class ZeroEngine(Accumulation, nn.Module):
         save_dtype: torch.dtype | str | None = None,
         max_file_bytes: int = 5 * 10**9,
     ) -> bool:
-        """Stream the weights to safetensors files:
-
-        `zero.checkpoint.export.save_16bit_model`; False if the setting forbids it.
+        """Stream the weights to safetensors files, as `zero.checkpoint.export.save_16bit_model`
+        does. Returns False if the setting forbids it.
         """
         zero = self.settings.zero_optimization
         if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:

@@ -92,14 +92,16 @@ class Clock:
     progress.
 
     Attributes:
-        phases: seconds in forward, backward and step. waits: by (phase, what was waited for), the
-        part of them in which this rank computed nothing: "gather" (other ranks' shards), "reduce"
-        (their gradients), "file" (reading parameters), "optimizer" (a late update), "gradients out"
-        (to host memory or a file), "whole tensors" (between ranks, for Muon and others). current:
-        the phase that runs, or "other".
+        phases: seconds in forward, backward and step.
+        waits: by (phase, what was waited for), the part of them in which this rank computed
+            nothing: "gather" (other ranks' shards), "reduce" (their gradients), "file" (reading
+            parameters), "optimizer" (a late update), "gradients out" (to host memory or a file),
+            "whole tensors" (between ranks, for Muon and others).
+        current: the phase that runs, or "other".
 
     On a GPU the host waits for little. The work that it enqueues waits on the device, where a
-    profiler shows it under the same names."""
+    profiler shows it under the same names.
+    """
 
     def __init__(self, shows: bool = False) -> None:
         self.shows = shows

@@ -69,10 +69,14 @@ SUMMED_MESSAGE = 8 << 20
 class Communicator(ABC):
     """Collectives of one job on one kind of device.
 
-    Attributes: rank, world_size: of the world. shard_group, replicate_group: the kinds of groups
-    are in `zero/comm/world.py`. model: the communicator of the model group; None if this rank has
-    the whole model. calls, elements, bytes: by operation name, the number of operations, and how
-    much of full buffers they moved. clock: the time of all engines that use these ranks."""
+    Attributes:
+        rank, world_size: of the world.
+        shard_group, replicate_group: the kinds of groups are in `zero/comm/world.py`.
+        model: the communicator of the model group; None if this rank has the whole model.
+        calls, elements, bytes: by operation name, the number of operations, and how much of full
+            buffers they moved.
+        clock: the time of all engines that use these ranks.
+    """
 
     is_native: ClassVar[bool]
 
@@ -277,9 +281,8 @@ class Communicator(ABC):
         max_numel: int,
         group: ParamGroup | None = None,
     ) -> Pending:
-        """As `reduce_scatter`, but every rank gets the whole result:
-
-        `out` has as many elements as `full`.
+        """As `reduce_scatter`, but every rank gets the whole result: `out` has as many
+        elements as `full`.
         """
         own = torch.empty(out.numel() // self.shard_group.size, dtype=out.dtype, device=out.device)
         scattered = self.reduce_scatter(own, full, False, max_numel, group)
@@ -533,10 +536,17 @@ class GlooCommunicator(Communicator):
     is_native = False
 
     def _exchange(
-        self, ranks: Group, tag: int, sent: Sequence[Tensor], received: Sequence[Tensor]
+        self,
+        name: str,
+        ranks: Group,
+        tag: int,
+        sent: Sequence[Tensor],
+        received: Sequence[Tensor],
     ) -> list[Work]:
         """Start messages: `sent[i]` goes to place i of `ranks`, and what comes from there fills
         `received[i]`.
+
+        `name`: of the operation, for whoever follows the messages.
         """
         # gloo tells a peer that a message is awaited by the same socket: behind a sent message that
         # comes too late.
@@ -559,7 +569,7 @@ class GlooCommunicator(Communicator):
             return Pending()
         slices = full.view(ranks.size, -1).unbind()
         tag = self._tags.next("gather", group)
-        works = self._exchange(ranks, tag, [own] * ranks.size, slices)
+        works = self._exchange("all_gather", ranks, tag, [own] * ranks.size, slices)
         return Pending(works, None, (full, own), self.watchdog, group)
 
     def _start_reduce_scatter(
@@ -587,7 +597,7 @@ class GlooCommunicator(Communicator):
             row if place == ranks.rank else torch.empty_like(row) for place, row in enumerate(rows)
         ]
         tag = self._tags.next("reduce", group)
-        works = self._exchange(ranks, tag, rows, terms)
+        works = self._exchange("reduce_scatter", ranks, tag, rows, terms)
 
         def finish() -> None:
             if replicas.size == 1:
@@ -596,7 +606,9 @@ class GlooCommunicator(Communicator):
             sums = torch.empty(replicas.size, width, dtype=torch.float32, device=out.device)
             own = _add_up(sums[replicas.rank], terms, False)
             self._count("reduce_replicas", width, own, group)
-            works = self._exchange(replicas, tag, [own] * replicas.size, sums.unbind())
+            works = self._exchange(
+                "reduce_replicas", replicas, tag, [own] * replicas.size, sums.unbind()
+            )
             Pending(works, None, (), self.watchdog, group).wait()
             _add_up(out, sums.unbind(), accumulate)
 
@@ -607,7 +619,7 @@ class GlooCommunicator(Communicator):
     ) -> Pending:
         ranks = self.replicate_group if across else self.shard_group
         tag = self._tags.next("reduce", group)
-        works = self._exchange(ranks, tag, sent.unbind(), received.unbind())
+        works = self._exchange("all_to_all", ranks, tag, sent.unbind(), received.unbind())
         return Pending(works, None, (received, sent), self.watchdog, group)
 
     def _scatter(self, shard: Tensor, slices: list[Tensor] | None, src: int) -> None:

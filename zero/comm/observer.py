@@ -15,9 +15,13 @@ import torch
 class Operation(NamedTuple):
     """An operation that is about to start.
 
-    Attributes: name: "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast",
-    "load" or "store". tensor: the full buffer of a collective; what is copied. what: the parameter
-    group that it is about, or None. ranks: how many take part."""
+    Attributes:
+        name: "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "load" or
+            "store".
+        tensor: the full buffer of a collective; what is copied.
+        what: the parameter group that it is about, or None.
+        ranks: how many take part.
+    """
 
     name: str
     tensor: torch.Tensor

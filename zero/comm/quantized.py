@@ -60,7 +60,8 @@ def message_bytes(numel: int, bits: int) -> int:
 def machine_size(machines: Sequence[object]) -> int:
     """How many consecutive ranks share a machine; 1 if that differs.
 
-    Args: machines: that of each rank, in order.
+    Args:
+        machines: that of each rank, in order.
     """
     size = machines.count(machines[0])
     same = [
@@ -128,9 +129,14 @@ def decode(
 class _CodedSum:
     """A sum over a group, to which ranks send each other codes.
 
-    Args: slices: (places, m, n), `slices[i]` is this rank's part of what place i gets; place: this
-    rank's own. Attributes: sent, received: the messages to and from each place. own: this rank's
-    part of what it gets, (m, n)."""
+    Args:
+        slices: (places, m, n), `slices[i]` is this rank's part of what place i gets.
+        place: this rank's own.
+
+    Attributes:
+        sent, received: the messages to and from each place.
+        own: this rank's part of what it gets, (m, n).
+    """
 
     def __init__(self, slices: torch.Tensor, place: int, bits: int):
         self._slices = slices
@@ -161,10 +167,15 @@ class CompressedCommunicator:
     """A communicator whose `all_gather` of weights, and whose sums of gradients, send codes and
     scales.
 
-    Everything else is the given communicator's. Args: weights, frozen_weights: whether gathers of
-    all groups, or of those without trainable parameters, are compressed; gradient_bits: 8, 4, or
-    None for gradients as they are; machine: the same ranks with shard groups that are the ranks of
-    a machine, or None if each rank sends to each other one."""
+    Everything else is the given communicator's.
+
+    Args:
+        weights, frozen_weights: whether gathers of all groups, or of those without trainable
+            parameters, are compressed.
+        gradient_bits: 8, 4, or None for gradients as they are.
+        machine: the same ranks with shard groups that are the ranks of a machine, or None if each
+            rank sends to each other one.
+    """
 
     def __init__(
         self,
@@ -188,10 +199,7 @@ class CompressedCommunicator:
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, group: ParamGroup | None = None
     ) -> Pending:
-        """As `Communicator.all_gather`;
-
-        `full` gets the rounded values, this rank's own ones as well.
-        """
+        """As `Communicator.all_gather`, but `full` gets rounded values, also this rank's own."""
         if not (
             self._weights or (self._frozen_weights and group is not None and not group.trainable)
         ):

@@ -34,8 +34,10 @@ class ForwardWrites:
     torch counts in-place writes to a parameter, but not those to `param.data`. Therefore the first
     pass also compares checksums of the values, and refuses a write that is not counted.
 
-    Attributes: digest: of the values written since `start_over`; equal on all ranks that wrote the
-    same. names: the parameters that were written."""
+    Attributes:
+        digest: of the values written since `start_over`; equal on all ranks that wrote the same.
+        names: the parameters that were written.
+    """
 
     def __init__(self, groups: Sequence[ParamGroup]):
         self._always_shown = [group for group in groups if group.persistent]

@@ -210,20 +210,20 @@ def initialize(
 
     Args:
         model: the model, ordinary or built under `Init`; its parameters are sharded in place.
-        optimizer: a torch optimizer over its parameters, or a function of the parameters that
-            makes one; it takes precedence over the configuration's `optimizer`.
-        model_parameters: parameters or param groups for the configured optimizer; default: all
-            that require grad.
+        optimizer: a torch optimizer over its parameters, or a function of the parameters that makes
+            one; it takes precedence over the configuration's `optimizer`.
+        model_parameters: parameters or param groups for the configured optimizer; default: all that
+            require grad.
         lr_scheduler: a scheduler of `optimizer`, or a function of the optimizer that makes one.
-        training_data: a dataset. The returned dataloader gives micro-batches of this rank's part
-            of it, made by `collate_fn`.
+        training_data: a dataset. The returned dataloader gives micro-batches of this rank's part of
+            it, made by `collate_fn`.
         mpu: what `UlyssesSPAttentionHF.register_with_transformers` has returned, for sequence
             parallelism.
         config: the ds_config as path, dict or JSON; `config_params` and `args.deepspeed_config`
             mean the same.
         mesh: a `DeviceMesh` with some of the dimensions `pp` (see `zero.parallel.pipeline`),
-            `replicate`, `shard` (its size is `mics_shard_size`) and `tp` (`autotp_size`).
-            Default: that of accelerate's `ParallelismConfig`.
+            `replicate`, `shard` (its size is `mics_shard_size`) and `tp` (`autotp_size`). Default:
+            that of accelerate's `ParallelismConfig`.
 
     Raises:
         ValueError: for a bad configuration or an argument that is not supported, by name.
