@@ -99,8 +99,9 @@ def _merged(layer: Any, base: torch.Tensor) -> torch.Tensor:
 
 
 def _base_name(model: nn.Module, name: str) -> str | None:
-    """The weight's name in the base model, or None if a trained copy (of PEFT) stands
-    in for it.
+    """The weight's name in the base model.
+
+    None if a trained copy (PEFT's `modules_to_save`) stands in for it.
     """
     owner, _, rest = name.partition(".original_module.")
     if rest and getattr(model.get_submodule(owner), "modules_to_save", None):
