@@ -165,20 +165,32 @@ def reference() -> str:
     return "\n".join([_HEAD, *_page(Config, ""), *tables]) + "\n"
 
 
-def layers() -> list[str]:
-    """Return the names in the contract of import-linter, the one that imports all others first."""
+def layers() -> list[list[str]]:
+    """Return the layers of import-linter's contract, the one that imports all others first.
+
+    Each layer has the names of its modules, without the leading `zero.`.
+    """
     text = (FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8")
     _, _, rest = text.partition("\nlayers = [")
-    return re.findall(r'"zero\.(\w+)"', rest.partition("]")[0])
+    return [
+        [module.removeprefix("zero.") for module in layer.split(" | ")]
+        for layer in re.findall(r'"(zero\..+?)"', rest.partition("]")[0])
+    ]
+
+
+def _path(module: str) -> str:
+    """Return the folder or the file of a module, from `zero/` on."""
+    path = module.replace(".", "/")
+    return f"{path}/" if (FOLDER.parent / "zero" / path).is_dir() else f"{path}.py"
 
 
 def picture() -> str:
     """Return the picture of the layers: each may import those below it."""
-    boxes = []
-    for name in layers():
-        folder = (FOLDER.parent / "zero" / name).is_dir()
-        boxes.append(f'    {name}["{name}{"/" if folder else ".py"}"]')
-    arrows = [f"    {upper} --> {lower}" for upper, lower in pairwise(layers())]
+    boxes, ids = [], []
+    for modules in layers():
+        ids.append(modules[0].replace(".", "_"))
+        boxes.append(f'    {ids[-1]}["{", ".join(map(_path, modules))}"]')
+    arrows = [f"    {upper} --> {lower}" for upper, lower in pairwise(ids)]
     return "\n".join(["```mermaid", "flowchart TB", *boxes, *arrows, "```"]) + "\n"
 
 

@@ -17,8 +17,10 @@ from zero.errors import UsageError
 class Accumulation:
     """Mixed into the engine, which sets `reducer`.
 
-    Attributes: micro_batches: shared with the hooks and the reducer. global_samples: samples of all
-    ranks in all steps so far."""
+    Attributes:
+        micro_batches: shared with the hooks and the reducer.
+        global_samples: samples of all ranks in all steps so far.
+    """
 
     reducer: GradientReducer
 
@@ -73,7 +75,7 @@ class Accumulation:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context of micro-batches whose gradients stay on their rank;
+        """Context of micro-batches whose gradients stay on their rank.
 
         `step()` belongs after it (stages 0 and 1).
         """

@@ -11,7 +11,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -189,8 +189,10 @@ def warn_if_crowded(groups: Sequence[ParamGroup], limit: int) -> None:
     """Warn if most groups find no room beside the one in use, so that communication overlaps with
     no computation.
 
-    Args: limit: `stage3_max_live_parameters`. Who sets less than the default wants the memory, and
-    is not warned."""
+    Args:
+        limit: `stage3_max_live_parameters`. Who sets less than the default wants the memory, and is
+            not warned.
+    """
     sizes = [group.layout.numel for group in groups if not group.persistent]
     pairs = [(sum(pair), pair[1]) for pair in pairwise(sizes)]
     late = [size for both, size in pairs if both > limit]
@@ -205,7 +207,7 @@ def warn_if_crowded(groups: Sequence[ParamGroup], limit: int) -> None:
         )
 
 
-def make_training_comm(settings: Config, comm: Communicator) -> Any:
+def make_training_comm(settings: Config, comm: Communicator) -> Communicator:
     """The communicator that gathers weights for use and reduces gradients: `comm`, or a
     `CompressedCommunicator`, which passes on to it what it does not compress.
     """
@@ -222,9 +224,10 @@ def make_training_comm(settings: Config, comm: Communicator) -> Any:
             "ranks hold all shards; set it to false, or shard over all ranks"
         )
     machine = _machines(comm) if bits else None
-    return CompressedCommunicator(
+    compressed = CompressedCommunicator(
         comm, weights=weights, frozen_weights=frozen_weights, gradient_bits=bits, machine=machine
     )
+    return cast(Communicator, compressed)  # it has all methods, most of them by `__getattr__`
 
 
 def _machines(comm: Communicator) -> Communicator | None:

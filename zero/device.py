@@ -160,9 +160,8 @@ def room(device: torch.device) -> tuple[int, int]:
 
 
 def _of_container(name: str, line: str = "") -> int | None:
-    """A number of this process's control group (version 2), in one of the file's lines;
-
-    None if there is none.
+    """A number of this process's control group (version 2), in one of the file's lines, or None if
+    there is none.
     """
     path = Path("/sys/fs/cgroup") / name
     lines = path.read_text().splitlines() if path.exists() else []

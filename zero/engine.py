@@ -9,7 +9,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Collection
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -37,6 +37,9 @@ from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import WEIGHTS, states_named
 from zero.optim.sharded_optimizer import NonFiniteGradientError, ZeroOptimizer, param_group_of
 
+if TYPE_CHECKING:
+    from zero.monitor.monitor import Monitor
+
 logger = logging.getLogger("zero")
 
 # Steps in a row that may be skipped without fp16.
@@ -47,19 +50,6 @@ _engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ZeroEngine]] = (
 )
 
 
-class StepMonitor(Protocol):
-    """Is told of losses and steps; `zero.monitor`, which is one, lies above this file."""
-
-    def loss(self, loss: torch.Tensor) -> None:
-        """A micro-batch's loss, divided by the number of micro-batches."""
-
-    def end_step(self) -> None:
-        """An optimizer step is over. All ranks call it."""
-
-    def close(self) -> None:
-        """The engine is destroyed: nothing more is to be measured."""
-
-
 class ZeroEngine(Accumulation, nn.Module):
     """A model whose optimizer state (stage 1), gradients (2) and parameters (3) are sharded over
     all ranks.
@@ -68,21 +58,27 @@ class ZeroEngine(Accumulation, nn.Module):
     makes it, and acts on the sections `optimizer`, `scheduler`, `leaf_module`,
     `sequence_parallel_size`, `log_level` and the monitors.
 
-    Args: optimizer: one over the model's parameters, or None. lr_scheduler: a scheduler of that
-    optimizer, or a function of the optimizer that makes one, or None. comm: of the ranks that share
-    this model; default: all.
+    Args:
+        optimizer: one over the model's parameters, or None.
+        lr_scheduler: a scheduler of that optimizer, or a function of the optimizer that makes one,
+            or None.
+        comm: of the ranks that share this model; default: all.
 
     Attributes:
-        module: the user's model. optimizer: a `ZeroOptimizer`, or None. lr_scheduler: stepped after
-        each step that was taken, or None. config: the user's configuration as a dict. global_steps,
-        micro_steps, skipped_steps, global_samples: counters. throughput: samples per second.
-        residency: gathered elements, now and at their peak. activations: `HostActivations` if
-        `cpu_checkpointing` moves them, or None. is_compiled: whether `compile` was called. monitor:
-        is told of each step, or None.
+        module: the user's model.
+        optimizer: a `ZeroOptimizer`, or None.
+        lr_scheduler: stepped after each step that was taken, or None.
+        config: the user's configuration as a dict.
+        global_steps, micro_steps, skipped_steps, global_samples: counters.
+        throughput: samples per second.
+        residency: gathered elements, now and at their peak.
+        activations: `HostActivations` if `cpu_checkpointing` moves them, or None.
+        is_compiled: whether `compile` was called.
+        monitor: is told of each step, or None.
     """
 
     optimizer_class = ZeroOptimizer
-    monitor: StepMonitor | None = None
+    monitor: Monitor | None = None
     _skips_in_a_row = 0
 
     def __init__(
@@ -192,8 +188,11 @@ class ZeroEngine(Accumulation, nn.Module):
 
         `loss.backward()` does the same, but for the loss scaling that fp16 needs; see `scale`.
 
-        Args: loss: a scalar, the mean over this rank's micro-batch; scale_wrt_gas: divide it by
-        `gradient_accumulation_steps`. Returns the loss so divided.
+        Args:
+            loss: a scalar, the mean over this rank's micro-batch.
+            scale_wrt_gas: divide it by `gradient_accumulation_steps`.
+
+        Returns the loss so divided.
         """
         steps = self.settings.gradient_accumulation_steps
         if scale_wrt_gas and steps > 1:
@@ -307,9 +306,8 @@ class ZeroEngine(Accumulation, nn.Module):
         return self._step_applied
 
     def get_global_grad_norm(self) -> float | None:
-        """2-norm over all parameters of the last step's mean gradient, before clipping;
-
-        None before the first.
+        """2-norm over all parameters of the last step's mean gradient, before clipping; None
+        before the first step.
         """
         return None if self.optimizer is None else self.optimizer.grad_norm
 
@@ -329,9 +327,12 @@ class ZeroEngine(Accumulation, nn.Module):
         """Move training state to host memory between two steps; `reload_states` must follow before
         the next forward.
 
-        Args: include: names of `zero.optim.placement.STATES`; None: all. device: "cpu", or "none",
-        which moves nothing. pin_memory: into page-locked memory. non_blocking is there for
-        compatibility: copies are waited for."""
+        Args:
+            include: names of `zero.optim.placement.STATES`; None: all.
+            device: "cpu", or "none", which moves nothing.
+            pin_memory: into page-locked memory.
+            non_blocking: accepted for compatibility; copies are waited for.
+        """
         if device != "cpu":
             if device == "none":
                 return
@@ -374,9 +375,8 @@ class ZeroEngine(Accumulation, nn.Module):
         save_dtype: torch.dtype | str | None = None,
         max_file_bytes: int = 5 * 10**9,
     ) -> bool:
-        """Stream the weights to safetensors files:
-
-        `zero.checkpoint.export.save_16bit_model`; False if the setting forbids it.
+        """Stream the weights to safetensors files, as `zero.checkpoint.export.save_16bit_model`
+        does. Returns False if the setting forbids it.
         """
         zero = self.settings.zero_optimization
         if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:

@@ -155,9 +155,9 @@ class ParameterState:
 
     @torch.no_grad()
     def read_full(self) -> torch.Tensor | None:
-        """All of it, in the parameter's shape, as an fp32 copy;
+        """All of it, in the parameter's shape, as an fp32 copy, or None where nothing exists.
 
-        None where nothing exists. Every rank must call.
+        Every rank must call it.
         """
         if not self.is_trained or not (self._is_state or self.exists):
             return None

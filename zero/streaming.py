@@ -33,15 +33,15 @@ def stream_weights(
 
     Args:
         dtype: of floating-point weights: a torch dtype, "fp16", "bf16" or "fp32"; None: the one
-        they are trained in. max_bytes: of the two buffers in all; more where a single weight is
-        larger than half of it. merge_adapters: add active PEFT adapters to their base weights,
-        under the base model's names, instead of
-            passing both. Whole adapters (not their base weights) are gathered for that time, beyond
-            `max_bytes`.
+            they are trained in.
+        max_bytes: of the two buffers in all; more where a single weight is larger than half of it.
+        merge_adapters: add active PEFT adapters to their base weights, under the base model's
+            names, instead of passing both. Whole adapters (not their base weights) are gathered for
+            that time, beyond `max_bytes`.
 
     Raises:
         ValueError: for a dtype of another name, or an adapter whose merged weight is not a sum
-        (DoRA, IA3).
+            (DoRA, IA3).
     """
     if not merge_adapters:
         yield from Weights(engine.module, engine.groups, engine.comm, dtype).stream(max_bytes)
@@ -99,7 +99,7 @@ def _merged(layer: Any, base: torch.Tensor) -> torch.Tensor:
 
 
 def _base_name(model: nn.Module, name: str) -> str | None:
-    """The weight's name in the base model;
+    """The weight's name in the base model.
 
     None if a trained copy (PEFT's `modules_to_save`) stands in for it.
     """

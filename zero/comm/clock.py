@@ -55,13 +55,13 @@ class Throughput:
     def __init__(self, batch_size: int, start_step: int = 2):
         self.batch_size = batch_size
         self.start_step = start_step
-        self.initialized = self.started = False
+        self.started = False
         self.start_time = self.end_time = 0.0
-        self.micro_step_count = self.global_step_count = 0
+        self.global_step_count = 0
         self.total_elapsed_time = self.step_elapsed_time = 0.0
 
     def start(self) -> None:
-        self.initialized = self.started = True
+        self.started = True
         if self.global_step_count >= self.start_step:
             self.start_time = time.time()
 
@@ -73,7 +73,6 @@ class Throughput:
         if not self.started:
             return
         self.started = False
-        self.micro_step_count += 1
         self.global_step_count += global_step
         if self.start_time:
             self.end_time = time.time()
@@ -93,14 +92,16 @@ class Clock:
     progress.
 
     Attributes:
-        phases: seconds in forward, backward and step. waits: by (phase, what was waited for), the
-        part of them in which this rank computed nothing: "gather" (other ranks' shards), "reduce"
-        (their gradients), "file" (reading parameters), "optimizer" (a late update), "gradients out"
-        (to host memory or a file), "whole tensors" (between ranks, for Muon and others). current:
-        the phase that runs, or "other".
+        phases: seconds in forward, backward and step.
+        waits: by (phase, what was waited for), the part of them in which this rank computed
+            nothing: "gather" (other ranks' shards), "reduce" (their gradients), "file" (reading
+            parameters), "optimizer" (a late update), "gradients out" (to host memory or a file),
+            "whole tensors" (between ranks, for Muon and others).
+        current: the phase that runs, or "other".
 
     On a GPU the host waits for little. The work that it enqueues waits on the device, where a
-    profiler shows it under the same names."""
+    profiler shows it under the same names.
+    """
 
     def __init__(self, shows: bool = False) -> None:
         self.shows = shows

@@ -14,7 +14,8 @@ GlooCommunicator    on CPUs, all-gathers and reductions are made of point-to-poi
 Broadcasts, all-reduces and the exchange of whole tensors are torch's in both.
 
 Sums have one order: within each shard group by rank, then by group. So replicas have the same bits.
-Of a parameter group, this file knows only what `NamedGroup` says."""
+Of a parameter group, `zero/comm/` reads `serial`, `name` and `trainable` only; `serial` is unique,
+and equal on all ranks."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zero.comm.clock import Clock
-from zero.comm.fingerprint import CollectiveOrder, MessageTags, NamedGroup, explain
+from zero.comm.fingerprint import CollectiveOrder, MessageTags, explain
 from zero.comm.observer import begin
 from zero.comm.traffic import note_copy, send, send_natively
 from zero.comm.watchdog import Watchdog, end_with_launcher
@@ -48,6 +49,9 @@ from zero.comm.world import (
 )
 from zero.device import CPU, accelerator, compute_stream, is_accelerator, mark, new_stream, use
 from zero.errors import UsageError
+
+if TYPE_CHECKING:
+    from zero.core.param_group import ParamGroup
 
 T = TypeVar("T")
 logger = logging.getLogger("zero")
@@ -65,10 +69,14 @@ SUMMED_MESSAGE = 8 << 20
 class Communicator(ABC):
     """Collectives of one job on one kind of device.
 
-    Attributes: rank, world_size: of the world. shard_group, replicate_group: the kinds of groups
-    are in `zero/comm/world.py`. model: the communicator of the model group; None if this rank has
-    the whole model. calls, elements, bytes: by operation name, the number of operations, and how
-    much of full buffers they moved. clock: the time of all engines that use these ranks."""
+    Attributes:
+        rank, world_size: of the world.
+        shard_group, replicate_group: the kinds of groups are in `zero/comm/world.py`.
+        model: the communicator of the model group; None if this rank has the whole model.
+        calls, elements, bytes: by operation name, the number of operations, and how much of full
+            buffers they moved.
+        clock: the time of all engines that use these ranks.
+    """
 
     is_native: ClassVar[bool]
 
@@ -193,7 +201,7 @@ class Communicator(ABC):
         name: str,
         numel: int,
         values: Tensor,
-        group: NamedGroup | None = None,
+        group: ParamGroup | None = None,
         ranks: Group | None = None,
     ) -> None:
         """An operation on `numel` elements like `values` starts, among `ranks` (the shard group
@@ -227,7 +235,7 @@ class Communicator(ABC):
 
     # -- shards and gradients, in two ways. `group`: the parameter group that is exchanged.
 
-    def all_gather(self, full: Tensor, shard: Tensor, group: NamedGroup | None = None) -> Pending:
+    def all_gather(self, full: Tensor, shard: Tensor, group: ParamGroup | None = None) -> Pending:
         """Fill `full` (ranks of the shard group * n elements) with all their `shard` (n elements;
         on host or device).
         """
@@ -237,7 +245,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def _start_all_gather(
-        self, full: Tensor, shard: Tensor, group: NamedGroup | None
+        self, full: Tensor, shard: Tensor, group: ParamGroup | None
     ) -> Pending: ...
 
     def reduce_scatter(
@@ -246,7 +254,7 @@ class Communicator(ABC):
         full: Tensor,
         accumulate: bool,
         max_numel: int,
-        group: NamedGroup | None = None,
+        group: ParamGroup | None = None,
     ) -> Pending:
         """Reduce `full` (ranks * n elements) over all ranks into `out` (n elements, this rank's
         slice).
@@ -262,7 +270,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def _start_reduce_scatter(
-        self, out: Tensor, full: Tensor, accumulate: bool, max_numel: int, group: NamedGroup | None
+        self, out: Tensor, full: Tensor, accumulate: bool, max_numel: int, group: ParamGroup | None
     ) -> Pending: ...
 
     def reduce(
@@ -271,11 +279,10 @@ class Communicator(ABC):
         full: Tensor,
         accumulate: bool,
         max_numel: int,
-        group: NamedGroup | None = None,
+        group: ParamGroup | None = None,
     ) -> Pending:
-        """As `reduce_scatter`, but every rank gets the whole result:
-
-        `out` has as many elements as `full`.
+        """As `reduce_scatter`, but every rank gets the whole result: `out` has as many
+        elements as `full`.
         """
         own = torch.empty(out.numel() // self.shard_group.size, dtype=out.dtype, device=out.device)
         scattered = self.reduce_scatter(own, full, False, max_numel, group)
@@ -292,7 +299,7 @@ class Communicator(ABC):
         self,
         received: Tensor,
         sent: Tensor,
-        group: NamedGroup | None = None,
+        group: ParamGroup | None = None,
         across: bool = False,
     ) -> Pending:
         """Start to send row i of `sent` to rank i of the shard group; row i of `received` is what
@@ -307,7 +314,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def _start_all_to_all(
-        self, received: Tensor, sent: Tensor, group: NamedGroup | None, across: bool
+        self, received: Tensor, sent: Tensor, group: ParamGroup | None, across: bool
     ) -> Pending: ...
 
     def scatter(self, shard: Tensor, full: Tensor | None, src: int) -> None:
@@ -348,13 +355,19 @@ class Communicator(ABC):
         """
         if self.shard_group.size == 1:
             return Pending()
-        for _, tensor in parts:
+        reports: list[Callable[[], None]] = []
+        works: list[Work] = []
+        for src, tensor in parts:
+            reports.append(begin("broadcast", tensor, ranks=self.shard_group.size))
             self._count("broadcast", tensor.numel(), tensor)
-        works: list[Work] = [
-            dist.broadcast(tensor, group=self._shards, group_src=src, async_op=True)
-            for src, tensor in parts
-        ]
-        return Pending(works, None, (parts,), self.watchdog, "a part of the weights")
+            works.append(dist.broadcast(tensor, group=self._shards, group_src=src, async_op=True))
+
+        def used() -> None:
+            for report in reports:
+                report()
+
+        pending = Pending(works, None, (parts,), self.watchdog, "a part of the weights")
+        return pending.observed_by(used)
 
     def start_all_to_all_of_parts(
         self,
@@ -386,7 +399,8 @@ class Communicator(ABC):
 
         What is in host memory does not wait for an accelerator.
         """
-        used = begin("all_reduce", tensor, ranks=self.world_size)
+        ranks = self.shard_group.size if of_shards else self.world_size
+        used = begin("all_reduce", tensor, ranks=ranks)
         self._count("all_reduce", tensor.numel(), tensor)
         operation = getattr(dist.ReduceOp, op.upper())
         group = self._shards if of_shards else self._group
@@ -432,7 +446,7 @@ class NativeCommunicator(Communicator):
         self._reductions = self._new_group(shards)
         self._replicas = None if replicas is None else self._new_group(replicas)
 
-    def _start_all_gather(self, full: Tensor, shard: Tensor, group: NamedGroup | None) -> Pending:
+    def _start_all_gather(self, full: Tensor, shard: Tensor, group: ParamGroup | None) -> Pending:
         own = full.narrow(0, self.shard_group.rank * shard.numel(), shard.numel())
         if shard.device.type == "cpu":
             return self._all_gather_from_host(full, own, shard, group)
@@ -444,7 +458,7 @@ class NativeCommunicator(Communicator):
         return Pending()
 
     def _all_gather_from_host(
-        self, full: Tensor, own: Tensor, shard: Tensor, group: NamedGroup | None
+        self, full: Tensor, own: Tensor, shard: Tensor, group: ParamGroup | None
     ) -> Pending:
         """The shard is copied on a stream of its own, for which NCCL waits."""
         self._copies = self._copies or new_stream(self.device)
@@ -462,7 +476,7 @@ class NativeCommunicator(Communicator):
         return Pending([work], None, (full, own, shard), self.watchdog, group)
 
     def _start_reduce_scatter(
-        self, out: Tensor, full: Tensor, accumulate: bool, max_numel: int, group: NamedGroup | None
+        self, out: Tensor, full: Tensor, accumulate: bool, max_numel: int, group: ParamGroup | None
     ) -> Pending:
         self._count("reduce_scatter", full.numel(), full, group)
         works: list[Work] = []
@@ -485,7 +499,7 @@ class NativeCommunicator(Communicator):
         return Pending(works, finish, (full, result), self.watchdog, group)
 
     def _average_replicas(
-        self, result: Tensor, works: Sequence[Work], group: NamedGroup | None
+        self, result: Tensor, works: Sequence[Work], group: ParamGroup | None
     ) -> Work:
         """Start to average over the replicate group after `works`: a stream of its own waits for
         them.
@@ -501,7 +515,7 @@ class NativeCommunicator(Communicator):
             )
 
     def _start_all_to_all(
-        self, received: Tensor, sent: Tensor, group: NamedGroup | None, across: bool
+        self, received: Tensor, sent: Tensor, group: ParamGroup | None, across: bool
     ) -> Pending:
         ranks = self._replicas if across else self._reductions
         work: Work = dist.all_to_all_single(received, sent, group=ranks, async_op=True)
@@ -531,6 +545,8 @@ class GlooCommunicator(Communicator):
     ) -> list[Work]:
         """Start messages: `sent[i]` goes to place i of `ranks`, and what comes from there fills
         `received[i]`.
+
+        `name`: of the operation, for whoever follows the messages.
         """
         # gloo tells a peer that a message is awaited by the same socket: behind a sent message that
         # comes too late.
@@ -544,7 +560,7 @@ class GlooCommunicator(Communicator):
             for at in ranks.others()
         ]
 
-    def _start_all_gather(self, full: Tensor, shard: Tensor, group: NamedGroup | None) -> Pending:
+    def _start_all_gather(self, full: Tensor, shard: Tensor, group: ParamGroup | None) -> Pending:
         ranks = self.shard_group
         own = full.narrow(0, ranks.rank * shard.numel(), shard.numel())
         if own.data_ptr() != shard.data_ptr():
@@ -557,7 +573,7 @@ class GlooCommunicator(Communicator):
         return Pending(works, None, (full, own), self.watchdog, group)
 
     def _start_reduce_scatter(
-        self, out: Tensor, full: Tensor, accumulate: bool, max_numel: int, group: NamedGroup | None
+        self, out: Tensor, full: Tensor, accumulate: bool, max_numel: int, group: ParamGroup | None
     ) -> Pending:
         n = out.numel()
         step = max(1, max_numel // self.shard_group.size)
@@ -569,7 +585,7 @@ class GlooCommunicator(Communicator):
         return parts[0] if len(parts) == 1 else Pending(parts)
 
     def _reduce_columns(
-        self, out: Tensor, full: Tensor, first: int, accumulate: bool, group: NamedGroup | None
+        self, out: Tensor, full: Tensor, first: int, accumulate: bool, group: ParamGroup | None
     ) -> Pending:
         """Reduce columns of `full`, seen as a (shard group, n) matrix, into `out`: as many as it
         has elements, from `first` on.
@@ -599,7 +615,7 @@ class GlooCommunicator(Communicator):
         return Pending(works, finish, (full,), self.watchdog, group)
 
     def _start_all_to_all(
-        self, received: Tensor, sent: Tensor, group: NamedGroup | None, across: bool
+        self, received: Tensor, sent: Tensor, group: ParamGroup | None, across: bool
     ) -> Pending:
         ranks = self.replicate_group if across else self.shard_group
         tag = self._tags.next("reduce", group)

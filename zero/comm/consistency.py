@@ -112,7 +112,7 @@ def spread(numbers: Sequence[float]) -> list[float]:
 
 
 def disagree(sums: Sequence[float], world_size: int) -> bool:
-    """Whether some number has a variance over ranks beyond fp64 rounding;
+    """Whether some number has a variance over ranks beyond fp64 rounding.
 
     `sums` are those of `spread`'s result.
     """

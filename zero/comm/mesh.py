@@ -16,28 +16,21 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from zero.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _OTHER_NAMES = {"dp": "shard", "fsdp": "shard", "dp_shard": "shard", "dp_replicate": "replicate"}
 DIMENSIONS = ("pp", "replicate", "shard", "tp")
 _DATA = ("replicate", "shard")
 
 
-class Mesh(Protocol):
-    """As much of a `DeviceMesh` as is read here."""
-
-    @property
-    def mesh(self) -> torch.Tensor: ...
-
-    @property
-    def mesh_dim_names(self) -> tuple[str, ...] | None: ...
-
-
-def mesh_of_accelerate() -> Mesh | None:
+def mesh_of_accelerate() -> DeviceMesh | None:
     """The mesh that the script's `Accelerator` has made of its `ParallelismConfig`, if that says
     how to shard.
     """
@@ -50,7 +43,7 @@ def mesh_of_accelerate() -> Mesh | None:
     )
 
 
-def sizes_of(mesh: Mesh, world_size: int) -> dict[str, int]:
+def sizes_of(mesh: DeviceMesh, world_size: int) -> dict[str, int]:
     """The size of each dimension of the note, by name, in the mesh's order.
 
     The names of accelerate (`dp_shard`), transformers (`fsdp`) and DeepSpeed (`dp`) are known too.

@@ -1,7 +1,8 @@
-"""Who is told of collectives, and of copies between a tier and the compute device.
+"""Who is told of collectives, and of copies between host memory and the compute device.
 
 In an ordinary run nobody is, and nothing is measured. `comms_logger` (zero/monitor/collectives.py)
-and `zero trace` set an observer for their time."""
+and `zero trace` set an observer for their time. Reads and writes of files are not reported here:
+`zero.comm.traffic.transfer` labels them for the profiler."""
 
 from __future__ import annotations
 
@@ -14,9 +15,13 @@ import torch
 class Operation(NamedTuple):
     """An operation that is about to start.
 
-    Attributes: name: "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast",
-    "load" or "store". tensor: the full buffer of a collective; what is copied. what: the parameter
-    group that it is about, or None. ranks: how many take part."""
+    Attributes:
+        name: "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "load" or
+            "store".
+        tensor: the full buffer of a collective; what is copied.
+        what: the parameter group that it is about, or None.
+        ranks: how many take part.
+    """
 
     name: str
     tensor: torch.Tensor

@@ -30,15 +30,17 @@ own gradients as they are."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zero.comm.communicator import Communicator
-from zero.comm.fingerprint import NamedGroup
 from zero.comm.traffic import note_copy
 from zero.comm.work import Pending
 from zero.device import compute_stream, is_accelerator, new_stream
+
+if TYPE_CHECKING:
+    from zero.core.param_group import ParamGroup
 
 BLOCK = 256
 SCALE_BYTES = 4
@@ -58,7 +60,8 @@ def message_bytes(numel: int, bits: int) -> int:
 def machine_size(machines: Sequence[object]) -> int:
     """How many consecutive ranks share a machine; 1 if that differs.
 
-    Args: machines: that of each rank, in order.
+    Args:
+        machines: that of each rank, in order.
     """
     size = machines.count(machines[0])
     same = [
@@ -126,9 +129,14 @@ def decode(
 class _CodedSum:
     """A sum over a group, to which ranks send each other codes.
 
-    Args: slices: (places, m, n), `slices[i]` is this rank's part of what place i gets; place: this
-    rank's own. Attributes: sent, received: the messages to and from each place. own: this rank's
-    part of what it gets, (m, n)."""
+    Args:
+        slices: (places, m, n), `slices[i]` is this rank's part of what place i gets.
+        place: this rank's own.
+
+    Attributes:
+        sent, received: the messages to and from each place.
+        own: this rank's part of what it gets, (m, n).
+    """
 
     def __init__(self, slices: torch.Tensor, place: int, bits: int):
         self._slices = slices
@@ -159,10 +167,15 @@ class CompressedCommunicator:
     """A communicator whose `all_gather` of weights, and whose sums of gradients, send codes and
     scales.
 
-    Everything else is the given communicator's. Args: weights, frozen_weights: whether gathers of
-    all groups, or of those without trainable parameters, are compressed; gradient_bits: 8, 4, or
-    None for gradients as they are; machine: the same ranks with shard groups that are the ranks of
-    a machine, or None if each rank sends to each other one."""
+    Everything else is the given communicator's.
+
+    Args:
+        weights, frozen_weights: whether gathers of all groups, or of those without trainable
+            parameters, are compressed.
+        gradient_bits: 8, 4, or None for gradients as they are.
+        machine: the same ranks with shard groups that are the ranks of a machine, or None if each
+            rank sends to each other one.
+    """
 
     def __init__(
         self,
@@ -184,12 +197,9 @@ class CompressedCommunicator:
         return getattr(self._comm, name)
 
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, group: NamedGroup | None = None
+        self, full: torch.Tensor, shard: torch.Tensor, group: ParamGroup | None = None
     ) -> Pending:
-        """As `Communicator.all_gather`;
-
-        `full` gets the rounded values, this rank's own ones as well.
-        """
+        """As `Communicator.all_gather`, but `full` gets rounded values, also this rank's own."""
         if not (
             self._weights or (self._frozen_weights and group is not None and not group.trainable)
         ):
@@ -217,7 +227,7 @@ class CompressedCommunicator:
         full: torch.Tensor,
         accumulate: bool,
         max_numel: int,
-        group: NamedGroup | None = None,
+        group: ParamGroup | None = None,
     ) -> Pending:
         """As `Communicator.reduce_scatter`, with sums in fp32 on every backend, at most `max_numel`
         elements each.
@@ -241,7 +251,7 @@ class CompressedCommunicator:
         rows: torch.Tensor,
         bits: int,
         accumulate: bool,
-        group: NamedGroup | None,
+        group: ParamGroup | None,
     ) -> Pending:
         """Reduce the (ranks of the shard group, n) matrix `rows` into `out`.
 

@@ -19,9 +19,13 @@ class Waitable(Protocol):
 class Pending:
     """An operation in flight. Any thread may call `wait()`, more than once.
 
-    Args: works: what to wait for; finish: called once, after these; keep: what must not be freed
-    before the end; watchdog: watches the wait for other ranks, which is then the main thread's;
-    what: its name in the watchdog's messages."""
+    Args:
+        works: what to wait for.
+        finish: called once, after these.
+        keep: what must not be freed before the end.
+        watchdog: watches the wait for other ranks, which is then the main thread's.
+        what: its name in the watchdog's messages.
+    """
 
     def __init__(
         self,

@@ -33,9 +33,8 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 def ranks_of_machine() -> int | None:
-    """How many consecutive ranks of the job each machine has, as the launcher says;
-
-    None: not known.
+    """How many consecutive ranks of the job each machine has, as the launcher says, or None if it
+    does not.
     """
     given = os.environ.get("LOCAL_WORLD_SIZE")
     return int(given) if given else None

@@ -76,7 +76,9 @@ class _PackedParts(NamedTuple):
 class HostActivations:
     """Makes contexts in which saved tensors of `device` live on the host; counts `moved_bytes`.
 
-    Args: groups: their unsharded buffers are not copied; keep: makes the copy of a region.
+    Args:
+        groups: their unsharded buffers are not copied.
+        keep: makes the copy of a region.
     """
 
     def __init__(

@@ -36,8 +36,10 @@ class ForwardWrites:
     of the values are compared in the first pass, and around it until the second one begins. A write
     that is not counted is refused.
 
-    Attributes: digest: of the values written since `start_over`; equal on all ranks that wrote the
-    same. names: the parameters that were written."""
+    Attributes:
+        digest: of the values written since `start_over`; equal on all ranks that wrote the same.
+        names: the parameters that were written.
+    """
 
     def __init__(self, groups: Sequence[ParamGroup]):
         self._always_shown = [group for group in groups if group.persistent]

@@ -56,9 +56,9 @@ class GatheredParameters:
 
     Args:
         params: a parameter, an iterable of them, or a module; ordinary parameters among them are
-        left alone. modifier_rank: the rank whose changes all ranks get on exit; None: the values
-        are only read, and
-            changes are lost with a warning, or a RuntimeError with
+            left alone.
+        modifier_rank: the rank whose changes all ranks get on exit; None: the values are only read,
+            and changes are lost with a warning, or a RuntimeError with
             `zero_optimization.enable_sanity_checks`.
         fwd_module: accepted for compatibility; its hooks gather whatever a forward uses.
         enabled: False makes the context do nothing.

@@ -18,10 +18,15 @@ from zero.core.schedule import Residency, Schedule
 class Gathering:
     """Unshards groups before their use and reshards them after it, by `schedule`.
 
-    Args: groups: all of the model, by position in the schedule; comm: gathers their values, and may
-    quantize them; residency: counts what is gathered; before_use: called when a group is about to
-    be used, before any all-gather that this starts; writes: keeps what a forward writes to the
-    weights. Persistent groups are left alone."""
+    Persistent groups are left alone.
+
+    Args:
+        groups: all of the model, by position in the schedule.
+        comm: gathers their values, and may quantize them.
+        residency: counts what is gathered.
+        before_use: called when a group is about to be used, before any all-gather that this starts.
+        writes: keeps what a forward writes to the weights.
+    """
 
     def __init__(
         self,
@@ -42,9 +47,9 @@ class Gathering:
         self._writes = writes
 
     def begin_pass(self, kind: Hashable, wraps: bool) -> None:
-        """A pass of `kind` begins;
+        """Begin a pass of `kind`.
 
-        `wraps`: parameters do not change before the next one of this kind.
+        `wraps`: parameters do not change before the next pass of this kind.
         """
         self._schedule.begin(kind, wraps)
         if self._writes is not None:

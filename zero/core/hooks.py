@@ -95,12 +95,18 @@ def _do_nothing(*args: object, **kwargs: object) -> None: ...
 class ModuleHooks:
     """Installs and serves the hooks of one engine's model.
 
-    Args: model: the root module; groups: all of its groups; gathering, reductions: the policies.
-    Unless `ignore_unused`, a trainable parameter without a gradient is an error.
+    Args:
+        model: the root module.
+        groups: all of its groups.
+        gathering, reductions: the policies.
+        ignore_unused: a trainable parameter without a gradient is no error.
 
-    Attributes: forward_hooks, backward_hooks: the handles of what is installed. part: the part of
-    the model that runs next, if it runs in parts (`zero.parallel.pipeline`), else None; absent:
-    groups that get no gradients in the next backward."""
+    Attributes:
+        forward_hooks, backward_hooks: the handles of what is installed.
+        part: the part of the model that runs next, if it runs in parts (`zero.parallel.pipeline`),
+            else None.
+        absent: groups that get no gradients in the next backward.
+    """
 
     def __init__(
         self,

@@ -56,19 +56,21 @@ class Init:
 
     Args:
         module: an already built model to shard at once (then the object need not be used as a
-        context). config_dict_or_path: the ds_config; it decides where shards live, and is checked
-        here, before anything is
-            built.
+            context).
+        config_dict_or_path: the ds_config; it decides where shards live, and is checked here,
+            before anything is built.
         dtype: of the sharded parameters; None: the 16-bit dtype of the configuration, else the one
-        they are built in. enabled: False makes the context do nothing. remote_device: "cpu", "nvme"
-        or "none", instead of the configuration's `offload_param`. pin_memory: whether host memory
-        is page-locked; None: as the configuration says. config: as `config_dict_or_path`.
+            they are built in.
+        enabled: False makes the context do nothing.
+        remote_device: "cpu", "nvme" or "none", instead of the configuration's `offload_param`.
+        pin_memory: whether host memory is page-locked; None: as the configuration says.
+        config: as `config_dict_or_path`.
         mem_efficient_linear: without effect: torch.nn.functional.linear saves no copy of a gathered
-        weight here.
+            weight here.
 
     Raises:
         ValueError: for a bad configuration, or an argument of deepspeed.zero.Init that means
-        nothing here.
+            nothing here.
     """
 
     _active: Init | None = None

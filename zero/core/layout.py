@@ -29,15 +29,12 @@ import torch
 from torch import nn
 
 from zero.errors import UsageError
+from zero.offload.pinned import round_up
 
 # Slots start on multiples of this many elements: 64 bytes of a 16-bit dtype. Matrix kernels and the
 # vectorised part of the optimizer then see the alignment that separately allocated parameters would
 # have.
 ALIGNMENT = 32
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)

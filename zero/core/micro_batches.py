@@ -18,14 +18,20 @@ logger = logging.getLogger("zero")
 class MicroBatches:
     """The micro-batches of one engine.
 
-    Args: steps: micro-batches in a step. managed: the engine counts them; else the script's call of
-    `step()` ends the accumulation. scales_loss: training has a loss scale.
+    Args:
+        steps: micro-batches in a step.
+        managed: the engine counts them; else the script's call of `step()` ends the accumulation.
+        scales_loss: training has a loss scale.
 
-    Attributes: count: calls of `step()` so far. boundary: whether the current micro-batch is the
-    last one, as the script has set it; None: by the count. holds_back: no gradient is reduced now
-    (`no_sync`). loss_was_scaled: the next backward begins with a loss that was scaled. factor: by
-    which the gradients of the current backward are multiplied. offloaded: states that are on the
-    host until `reload_states`, so that nothing may be computed.
+    Attributes:
+        count: calls of `step()` so far.
+        boundary: whether the current micro-batch is the last one, as the script has set it; None:
+            by the count.
+        holds_back: no gradient is reduced now (`no_sync`).
+        loss_was_scaled: the next backward begins with a loss that was scaled.
+        factor: by which the gradients of the current backward are multiplied.
+        offloaded: states that are on the host until `reload_states`, so that nothing may be
+            computed.
     """
 
     # How many engines are running `backward` now: the loss of one engine may depend on outputs of

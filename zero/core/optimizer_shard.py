@@ -23,12 +23,16 @@ from zero.offload.tiers import Tier
 class OptimizerShard:
     """This rank's part of a group's optimization.
 
-    Attributes: tier: where master, gradient and optimizer state live. master: 1-D, fp32 unless bf16
-    is configured, or None before `make_master`; if the group's shard has that dtype and is in the
-    same place, it is the master. grad: 1-D, the reduced gradient in the dtype of the reducer's
-    sums, or None. `grad` times `comm.mean_factor` is the mean over ranks. sub_groups_left: pieces
-    of the master that the last step has still to update, and update_end: the end of their update on
-    the device, or None; whoever updates masters keeps both (`zero.optim.background`)."""
+    Attributes:
+        tier: where master, gradient and optimizer state live.
+        master: 1-D, fp32 unless bf16 is configured, or None before `make_master`; if the group's
+            shard has that dtype and is in the same place, it is the master.
+        grad: 1-D, the reduced gradient in the dtype of the reducer's sums, or None. `grad` times
+            `comm.mean_factor` is the mean over ranks.
+        sub_groups_left: pieces of the master that the last step has still to update, and
+            update_end: the end of their update on the device, or None; whoever updates masters
+            keeps both (`zero.optim.background`).
+    """
 
     def __init__(self, group: ParamGroup, tier: Tier):
         self.group = group

@@ -67,13 +67,20 @@ class State(Enum):
 class ParamGroup:
     """Parameters that are unsharded, reduced and resharded as one.
 
-    Attributes: shard (1-D, compute dtype, this rank's slice on `tier`), home (its first tier), full
-    (1-D, compute dtype, all values with padding; its storage is empty while the group is sharded),
-    shard_range (the shard's start and end in `full`), pieces (which part of each parameter is in
-    the shard), state, users (how many callers need the parameters now), version (counts changes of
-    the values), serial (order of creation, equal on all ranks), strict (a change of unsharded
-    values that would be lost is an error), source (the communicator that gathered `full`; it may
-    quantize), initial_master (the slice as given, on `master_tier`, for an optimizer; or None)."""
+    Attributes:
+        shard: 1-D, compute dtype, this rank's slice on `tier`.
+        home: the shard's first tier.
+        full: 1-D, compute dtype, all values with padding; its storage is empty while the group is
+            sharded.
+        shard_range: the shard's start and end in `full`.
+        pieces: which part of each parameter is in the shard.
+        users: how many callers need the parameters now.
+        version: counts changes of the values.
+        serial: order of creation, equal on all ranks.
+        strict: a change of unsharded values that would be lost is an error.
+        source: the communicator that gathered `full`; it may quantize.
+        initial_master: the slice as given, on `master_tier`, for an optimizer; or None.
+    """
 
     def __init__(
         self,

@@ -106,8 +106,10 @@ class GradientReducer:
             `sum_dtype` before they travel (stages 0 and 1). Else those of each micro-batch are
             reduced at once.
 
-    Attributes: backwards: how many have ended since the last step. buffered: elements in flat
-    buffers."""
+    Attributes:
+        backwards: how many have ended since the last step.
+        buffered: elements in flat buffers.
+    """
 
     def __init__(
         self,

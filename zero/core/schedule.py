@@ -26,9 +26,8 @@ NEVER = float("inf")
 
 @dataclass
 class Residency:
-    """Counts gathered elements:
-
-    `persistent` ones apart, `live` now and `peak` so far for all others.
+    """Counts gathered elements: `persistent` ones apart, `live` now and `peak` so far for all
+    others.
     """
 
     persistent: int = 0
@@ -49,9 +48,12 @@ class Residency:
 class Plan:
     """A recorded order of visits, and how many elements are used between two visits of one group.
 
-    Attributes: next_distance: for each position, to the group's next visit in the pass;
-    wrap_distance: for the position of a group's last visit, to its first one in the next pass;
-    first_distance: by group, before its first visit; total: of the pass."""
+    Attributes:
+        next_distance: for each position, to the group's next visit in the pass.
+        wrap_distance: for the position of a group's last visit, to its first one in the next pass.
+        first_distance: by group, before its first visit.
+        total: of the pass.
+    """
 
     def __init__(self, order: Sequence[int], sizes: Sequence[int]):
         self.order = tuple(order)
@@ -97,7 +99,7 @@ class Schedule:
         self.wraps = False
 
     def begin(self, kind: Hashable, wraps: bool) -> None:
-        """Start a pass of `kind`;
+        """Start a pass of `kind`.
 
         `wraps` says that parameters do not change before the next pass of this kind.
         """

@@ -19,12 +19,14 @@ from zero.offload.tiers import Tier
 
 
 class SecondaryPartitionGroup(ParamGroup):
-    """A `Group` cut over the ranks of `comm`, and a second time over the k ranks of
+    """A `ParamGroup` cut over the ranks of `comm`, and a second time over the k ranks of
     `group_comm.shard_group`.
 
-    Attributes: second: 1-D, of the compute dtype, `layout.padded / k` elements; None until a first
-    all-gather and after a change of the values. A quantized second shard is not used for exact
-    all-gathers."""
+    Attributes:
+        second: 1-D, of the compute dtype, `layout.padded / k` elements; None until a first
+            all-gather and after a change of the values. A quantized second shard is not used for
+            exact all-gathers.
+    """
 
     def __init__(self, *args: Any, group_comm: Communicator, **options: Any):
         self._group_comm = group_comm

@@ -40,9 +40,11 @@ class Cut(Protocol):
     """How a parameter is cut over a model group. Each of its ranks has one part, and engines see
     that part alone.
 
-    Attributes: index: the number of this rank's part. described: along which dimension it is cut,
-    in how many blocks, each of which is cut, and in how many parts. A part has its pieces of all
-    blocks."""
+    Attributes:
+        index: the number of this rank's part.
+        described: along which dimension it is cut, in how many blocks, each of which is cut, and in
+            how many parts. A part has its pieces of all blocks.
+    """
 
     index: int
     described: list[int]
@@ -169,7 +171,9 @@ class PlaceholderView(torch.Tensor):
     It has the shape, dtype and device, and no values: to read or write them is an error that names
     the parameter. Views and copies of it are such views, too.
 
-    Attributes: param_name: of the parameter."""
+    Attributes:
+        param_name: of the parameter.
+    """
 
     param_name: str
 

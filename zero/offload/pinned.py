@@ -37,9 +37,9 @@ class HostMemory:
         self._free: list[memoryview] = []
 
     def take(self, nbytes: int, phase: int = 0) -> torch.Tensor:
-        """A buffer (nbytes,) of uint8 whose address is `phase` modulo `PAGE`;
+        """A buffer (nbytes,) of uint8 whose address is `phase` modulo `PAGE`.
 
-        `nbytes` > 0. It may hold anything.
+        `nbytes` must be above 0. The buffer may hold anything.
         """
         size = round_up(nbytes + phase, PAGE)
         with self._lock:

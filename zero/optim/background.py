@@ -49,8 +49,11 @@ def _drop_all() -> None:
 class Updates:
     """Updates sub-groups by a function, now or in a thread.
 
-    Args: device: that computes; read_ahead, write_behind: see the note on files; shows: print the
-    progress of slow updates."""
+    Args:
+        device: that computes.
+        read_ahead, write_behind: see the note on files.
+        shows: print the progress of slow updates.
+    """
 
     def __init__(self, device: torch.device, read_ahead: bool, write_behind: bool, shows: bool):
         self._device = device

@@ -22,10 +22,12 @@ class LossScaler:
 
     Args:
         loss_scale: the static scale; 0 for a dynamic one, and only then do the other arguments
-        matter. initial_scale_power: the first scale is ``2 ** initial_scale_power``.
+            matter.
+        initial_scale_power: the first scale is ``2 ** initial_scale_power``.
         loss_scale_window: number of steps without overflow after which the scale doubles.
         hysteresis: number of overflows it takes to halve the scale; the count is refilled when the
-        scale doubles. consecutive_hysteresis: refill the count after every step without overflow.
+            scale doubles.
+        consecutive_hysteresis: refill the count after every step without overflow.
         min_loss_scale: the scale never falls below this.
     """
 
@@ -61,9 +63,9 @@ class LossScaler:
         return self.at_minimum and self.overflows_left == 1
 
     def update(self, overflow: bool) -> None:
-        """Count one optimizer step;
+        """Count one optimizer step.
 
-        ``overflow``: it was skipped, because a gradient is not finite.
+        `overflow`: it was skipped, because a gradient is not finite.
         """
         if not self.dynamic:
             return

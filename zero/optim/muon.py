@@ -34,10 +34,16 @@ BATCH = 1 << 22
 class MuonWithAdamW(torch.optim.Optimizer):
     """Steps param groups whose `use_muon` is true by `torch.optim.Muon`, the others by Adam.
 
-    Args: groups: dicts with `params`, `use_muon` and settings of the class in question;
-    decoupled_weight_decay: the others are stepped by AdamW. State: that of the two classes. Raises
-    UsageError for a group without `use_muon`, ValueError for a parameter that is no matrix and
-    should go to Muon."""
+    Args:
+        groups: dicts with `params`, `use_muon` and settings of the class in question.
+        decoupled_weight_decay: the others are stepped by AdamW.
+
+    The state is that of the two classes.
+
+    Raises:
+        UsageError: a group has no `use_muon`.
+        ValueError: a parameter that should go to Muon is no matrix.
+    """
 
     def __init__(self, groups: Iterable[dict[str, Any]], decoupled_weight_decay: bool = True):
         self._decoupled = decoupled_weight_decay
@@ -121,7 +127,10 @@ def orthogonalized(
     matrices: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> torch.Tensor:
     """About U @ V.T for each matrix U @ S @ V.T, by Newton-Schulz iterations in bf16, operation by
-    operation as torch's Muon (`torch.optim._muon`). Args: matrices: bf16, (number, rows, columns).
+    operation as torch's Muon (`torch.optim._muon`).
+
+    Args:
+        matrices: bf16, (number, rows, columns).
     """
     a, b, c = coefficients
     tall = matrices.size(1) > matrices.size(2)
@@ -142,8 +151,10 @@ def split_groups(
     """Each group's hidden matrices as a group for Muon, and its other parameters as a group for
     Adam.
 
-    Args: names: of the parameters; muon, adam: settings of the two kinds of groups, which those of
-    a group itself override."""
+    Args:
+        names: of the parameters.
+        muon, adam: settings of the two kinds of groups, which those of a group itself override.
+    """
     for group in groups:
         for use_muon, settings, keys in ((True, muon, MUON_DEFAULTS), (False, adam, ADAM_DEFAULTS)):
             params = [

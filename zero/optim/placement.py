@@ -45,15 +45,19 @@ def states_named(names: Collection[str] | None) -> set[str]:
 class Placement:
     """Decides for each group where its optimizer's part lives.
 
-    Args: groups: in the model's order, which is taken for that of a forward; device_tier: the
-    compute device; offload_tier: where state is offloaded to; ratio: the fraction to offload, from
-    0 to 1, or "auto".
+    Args:
+        groups: in the model's order, which is taken for that of a forward.
+        device_tier: the compute device.
+        offload_tier: where state is offloaded to.
+        ratio: the fraction to offload, from 0 to 1, or "auto".
 
     Groups stay on the device from the first one on, as long as they fit: nothing can hide the
     update of the first ones.
 
-    Attributes: shards: one for each group, in the same order. offloads: whether anything may be
-    offloaded."""
+    Attributes:
+        shards: one for each group, in the same order.
+        offloads: whether anything may be offloaded.
+    """
 
     def __init__(
         self,

@@ -35,8 +35,11 @@ def owners(held: Sequence[Sequence[int]], group_of: Sequence[int]) -> list[int]:
     the work for an element differs between them: Muon multiplies matrices for some groups, and
     AdamW updates the others.
 
-    Args: held: for each tensor its elements on each rank; group_of: for each tensor the number of
-    those with which it is balanced, such as its param group."""
+    Args:
+        held: for each tensor its elements on each rank.
+        group_of: for each tensor the number of those with which it is balanced, such as its param
+            group.
+    """
     ranks, found = range(len(held[0]) if held else 0), [0] * len(held)
     total = [0] * len(ranks)
     for group in sorted(set(group_of)):
@@ -62,10 +65,14 @@ class WholeTensor:
 
     Ranks are places in the shard group.
 
-    Attributes: name: the model's. group_index: into the optimizer's `param_groups`. parts: {rank:
-    the piece in its shard}. rank: of this process. param: what the optimizer has, fp32 and in the
-    true shape. It shows NaN outside of the step. owner: the rank that updates it, or None if every
-    rank does (stage 0)."""
+    Attributes:
+        name: the model's.
+        group_index: into the optimizer's `param_groups`.
+        parts: {rank: the piece in its shard}.
+        rank: of this process.
+        param: what the optimizer has, fp32 and in the true shape. It shows NaN outside of the step.
+        owner: the rank that updates it, or None if every rank does (stage 0).
+    """
 
     name: str
     group_index: int
@@ -107,9 +114,14 @@ class WholeTensor:
 class GatheredForStep:
     """The tensors of some groups, gathered on their owners for one call of the optimizer.
 
-    Args: tensors: of each group, all that are trained; the same groups and tensors on all ranks of
-    the shard group. Attributes: own: those that this rank updates. masters: {group: its master on
-    the compute device, 1-D, fp32}."""
+    Args:
+        tensors: of each group, all that are trained; the same groups and tensors on all ranks of
+            the shard group.
+
+    Attributes:
+        own: those that this rank updates.
+        masters: {group: its master on the compute device, 1-D, fp32}.
+    """
 
     def __init__(self, tensors: Mapping[OptimizerShard, Sequence[WholeTensor]], comm: Communicator):
         self._comm = comm
@@ -193,8 +205,10 @@ class GatheredForStep:
     ) -> Pending:
         """Send the moving tensors as fp32 from the shards to their owners, or back.
 
-        Args: in_shards: flat tensors of a shard, of each of which a moving tensor has a part;
-        whole: as many tensors of a moving tensor's shape, which its owner has."""
+        Args:
+            in_shards: flat tensors of a shard, of each of which a moving tensor has a part.
+            whole: as many tensors of a moving tensor's shape, which its owner has.
+        """
         ranks = range(self._comm.shard_group.size)
         # What this rank has in its shards, by owner; and of its own tensors, by the shards' ranks.
         at_shards = [

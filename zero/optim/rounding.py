@@ -26,7 +26,8 @@ class StochasticRounding:
     """Rounds with numbers that follow from seed, step, parameter and element: the same on any
     number of ranks, at any stage and on any device, wherever shards and sub-groups begin.
 
-    Args: steps: gives the number of steps so far.
+    Args:
+        steps: gives the number of steps so far.
     """
 
     def __init__(self, seed: int, steps: Callable[[], int]):

@@ -88,18 +88,26 @@ class ZeroOptimizer:
     `zero.optim.adam_cpu` computes Adam on host memory. For an optimizer that is not element-wise
     they become whole tensors, and all updates are made in `step`.
 
-    Args: placement: made the shards and decides where they live; elementwise: the update of an
-    element depends on nothing but its own history; clipping: the largest norm, 0 for none;
-    reduce_op: "mean" or "sum" over ranks; checks_overflow: a step with non-finite gradients is
-    skipped; overlap: groups on the host are updated during the next forward, unless they are
-    persistent; read_ahead, write_behind: as for `Updates`; forward_order: gives the groups in the
-    order of a forward, as far as known; rounding: rounds bf16 masters, None for fp32 ones;
-    state_dtype: see `SubGroupUpdate`.
+    Args:
+        placement: made the shards and decides where they live.
+        elementwise: the update of an element depends on nothing but its own history.
+        clipping: the largest norm, 0 for none.
+        reduce_op: "mean" or "sum" over ranks.
+        checks_overflow: a step with non-finite gradients is skipped.
+        overlap: groups on the host are updated during the next forward, unless they are persistent.
+        read_ahead, write_behind: as for `Updates`.
+        forward_order: gives the groups in the order of a forward, as far as known.
+        rounding: rounds bf16 masters, None for fp32 ones.
+        state_dtype: see `SubGroupUpdate`.
 
-    Attributes: shards: the `OptimizerShard` of each trainable group. sub_groups: the pieces of
-    their masters. whole: state of an optimizer of whole tensors, which has no sub-groups, or None.
-    grad_norm, overflow: of the last step. before_norm: functions to be called in each step, on all
-    ranks, when gradients are reduced. writes: what forwards wrote to weights, or None."""
+    Attributes:
+        shards: the `OptimizerShard` of each trainable group.
+        sub_groups: the pieces of their masters.
+        whole: state of an optimizer of whole tensors, which has no sub-groups, or None.
+        grad_norm, overflow: of the last step.
+        before_norm: functions to be called in each step, on all ranks, when gradients are reduced.
+        writes: what forwards wrote to weights, or None.
+    """
 
     def __init__(
         self,
@@ -221,9 +229,9 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Apply the accumulated gradients;
+        """Apply the accumulated gradients.
 
-        False if they were not finite and the step was skipped on every rank.
+        Returns False if they were not finite and the step was skipped on every rank.
         """
         if len(self.param_groups) != len(self.model_params):
             raise UsageError(

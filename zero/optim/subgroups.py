@@ -26,8 +26,12 @@ class SubGroup:
     """A piece of one group's master that belongs to one param group: what the optimizer sees as a
     parameter.
 
-    Attributes: optimizer: the user's. group_index: of the param group. start: position in the
-    shard, in elements. master: a view of the shard's master, 1-D, fp32 or bf16."""
+    Attributes:
+        optimizer: the user's.
+        group_index: of the param group.
+        start: position in the shard, in elements.
+        master: a view of the shard's master, 1-D, fp32 or bf16.
+    """
 
     optimizer: torch.optim.Optimizer
     shard: OptimizerShard
@@ -92,8 +96,10 @@ class SubGroupInMemory:
     An update reads `grad` and changes or replaces `master` and `state` (values by the optimizer's
     names). `write` stores them. `is_in_files`: some of it may be in a file.
 
-    Args: buffers: host memory for what is read from files; for_weights: host memory for new values
-    in the weights' dtype."""
+    Args:
+        buffers: host memory for what is read from files.
+        for_weights: host memory for new values in the weights' dtype.
+    """
 
     def __init__(self, sub_group: SubGroup, buffers: HostMemory, for_weights: HostMemory):
         self.sub_group = sub_group
@@ -126,7 +132,7 @@ class SubGroupInMemory:
             read.wait()
 
     def weights_target(self) -> torch.Tensor | None:
-        """Host memory for the updated values in the weights' dtype: the shard's own if it is there;
+        """Host memory for the updated values in the weights' dtype: the shard's own if it is there.
 
         None for fp32, in which the master has them.
         """

@@ -29,12 +29,16 @@ class SubGroupUpdate:
     state, because the user's own `zero_grad()` or scheduler may run at the same time in another
     thread.
 
-    Args: factor: by which gradients are multiplied. by_kernel: `adam_cpu` updates sub-groups in
-    host memory. torch_sqrt: its square roots are torch's. fuses_on_host: torch's fused step updates
-    them. rounding: rounds bf16 masters; None for
-    fp32 ones. state_dtype: of the optimizer's state; uint8: Adam's moments are codes
-    (`zero.optim.adam8bit`). frozen: ranges of the shards, (start, end) in elements, that keep their
-    masters and state."""
+    Args:
+        factor: by which gradients are multiplied.
+        by_kernel: `adam_cpu` updates sub-groups in host memory.
+        torch_sqrt: its square roots are torch's.
+        fuses_on_host: torch's fused step updates them.
+        rounding: rounds bf16 masters; None for fp32 ones.
+        state_dtype: of the optimizer's state; uint8: Adam's moments are codes
+            (`zero.optim.adam8bit`).
+        frozen: ranges of the shards, (start, end) in elements, that keep their masters and state.
+    """
 
     def __init__(
         self,

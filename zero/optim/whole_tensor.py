@@ -70,8 +70,10 @@ def _tensors(
 class WholeTensorState:
     """All parameters of `optimizer` as whole tensors, of which this rank updates its own.
 
-    Attributes: of_param: {the model's parameter: its whole tensor}, in the order of groups. moved:
-    elements of tensors that do not lie on their owner as a whole."""
+    Attributes:
+        of_param: {the model's parameter: its whole tensor}, in the order of groups.
+        moved: elements of tensors that do not lie on their owner as a whole.
+    """
 
     sub_groups: Sequence[SubGroup] = ()
 

@@ -57,8 +57,11 @@ class SlicedExperts:
     """Takes the place of the forward of a module of experts. The group's own hooks must not be
     installed.
 
-    Args: group: for which `can_be_sliced`; most: elements of a slice, but at least one expert;
-    gathering: is told when a slice is about to be gathered."""
+    Args:
+        group: for which `can_be_sliced`.
+        most: elements of a slice, but at least one expert.
+        gathering: is told when a slice is about to be gathered.
+    """
 
     module: Any
 
@@ -130,7 +133,6 @@ class SlicedExperts:
     @torch.no_grad()
     def _gather(self, first: int, end: int) -> list[torch.Tensor]:
         found, works, shard = [], [], self.group.shard
-        assert shard is not None
         for param in self.params:
             if owning_group(param) is not self.group:
                 found.append(param.detach()[first:end])
@@ -149,7 +151,7 @@ class SlicedExperts:
     def run(
         self, first: int, end: int, values: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """What the experts from `first` to `end` add to the output;
+        """What the experts from `first` to `end` add to the output.
 
         `inputs` are those of the module's forward.
         """

@@ -46,10 +46,12 @@ class _Elsewhere(nn.Module):
 class Place:
     """What one rank has of a model of `count` stages: those of the numbers `own`.
 
-    Attributes: is_tied: whether the embedding is also the weight of the head, which another rank
-    has. stage_of: the stage of each module that only one stage has, by name. switches: for each own
-    stage, (parent module, child's name, module) of each of them: the module itself, or one in its
-    place."""
+    Attributes:
+        is_tied: whether the embedding is also the weight of the head, which another rank has.
+        stage_of: the stage of each module that only one stage has, by name.
+        switches: for each own stage, (parent module, child's name, module) of each of them: the
+            module itself, or one in its place.
+    """
 
     def __init__(self, model: Any, rank: int, ranks: int, per_rank: int):
         self.rank = rank
@@ -236,13 +238,17 @@ def count_next_tokens(labels: torch.Tensor) -> torch.Tensor:
 class Pipeline:
     """Trains an engine's model, which `split` has cut, by one of torch's schedules.
 
-    Args: engine: made with the same mesh. Its `gradient_accumulation_steps` is the number of
-    micro-batches of a schedule, of `train_micro_batch_size_per_gpu` rows each. length: of all
-    sequences. schedule: one of torch's classes with full backwards: `ScheduleGPipe`,
-    `Schedule1F1B`, `ScheduleInterleaved1F1B`. loss: from logits and labels to the sum over what
-    `count` counts in the labels.
+    Args:
+        engine: made with the same mesh. Its `gradient_accumulation_steps` is the number of
+            micro-batches of a schedule, of `train_micro_batch_size_per_gpu` rows each.
+        length: of all sequences.
+        schedule: one of torch's classes with full backwards: `ScheduleGPipe`, `Schedule1F1B`,
+            `ScheduleInterleaved1F1B`.
+        loss: from logits and labels to the sum over what `count` counts in the labels.
 
-    Attributes: stages: torch's stages on this rank. schedule: torch's schedule.
+    Attributes:
+        stages: torch's stages on this rank.
+        schedule: torch's schedule.
     """
 
     def __init__(
@@ -359,9 +365,12 @@ class Pipeline:
         """Train on this rank's rows of a batch: all micro-batches, then an optimizer step. All
         ranks must call.
 
-        Args: ids, labels: int64, (micro-batches * rows, length), equal on the ranks of one
-        pipeline; kwargs: of the same rows, given to each stage, such as `attention_mask`. Returns
-        the mean loss over what counts in the whole batch, on all ranks."""
+        Args:
+            ids, labels: int64, (micro-batches * rows, length), equal on the ranks of one pipeline.
+            kwargs: of the same rows, given to each stage, such as `attention_mask`.
+
+        Returns the mean loss over what counts in the whole batch, on all ranks.
+        """
         scaler = self.engine.scaler
         scale = 1.0 if scaler is None else scaler.scale
         losses = [loss / scale for loss in self._run(self.schedule.step, ids, labels, kwargs)]

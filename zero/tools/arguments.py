@@ -99,9 +99,9 @@ class Working:
 
 
 def program(target: str) -> str | None:
-    """The path of a command;
+    """The path of a command, or None for a Python script.
 
-    None for a Python script. The virtual environment need not be activated.
+    The virtual environment need not be activated.
     """
     beside = os.path.dirname(sys.executable)
     path = os.pathsep.join([beside, os.environ.get("PATH", os.defpath)])
@@ -193,7 +193,7 @@ def port(text: str) -> int:
 
 
 def gibibytes(text: str) -> float:
-    """The type of an option: memory in GiB, as a number or with a group: 24, 24G, 24GiB, 512M."""
+    """The type of an option: memory in GiB, as a number or with a unit: 24, 24G, 24GiB, 512M."""
     found = re.fullmatch(r"([\d.]+)([MGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if found is None:
         raise ArgumentTypeError(f"{text} is no amount of memory, such as 24, 24G or 512M")

@@ -105,9 +105,9 @@ CHECKPOINT = "the checkpoint's folder, or the one it lies in"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Do what the command line says;
+    """Do what the command line says.
 
-    `SystemExit(2)` with one line on stderr where it cannot be done.
+    Exits with code 2 and one line on stderr where it cannot be done.
     """
     match sys.argv[1:] if arguments is None else arguments:
         case [] | ["-h" | "--help", *_]:

@@ -245,6 +245,9 @@ def fragments_of(rank: int, world_size: int, stage: int) -> None:
     value = torch.arange(WIDTH, dtype=torch.float32).view(1, WIDTH)
     fragments.safe_set_full_grad(weight, value)
     assert torch.equal(fragments.safe_get_full_grad(weight), value)
+    fragments.safe_update_full_grad_vectorized([weight], lambda grad, param: grad + param.numel())
+    value = value + weight.numel()
+    assert torch.equal(fragments.safe_get_full_grad(weight), value)
     local = fragments.safe_get_local_grad(weight)
     assert local.shape == weight.ds_tensor.shape
     fragments.safe_set_local_grad(weight, local + 1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ import torch
 import zero
 from tests.processes import REPOSITORY, run_on
 from zero.comm.communicator import communicator
-from zero.comm.observer import set_observer
+from zero.comm.observer import Operation, set_observer
 from zero.tools.cli import main
 from zero.tools.profile.command import seconds_by_track
 from zero.tools.profile.trace import (
@@ -72,6 +73,31 @@ def sum_across_machines(rank: int, world_size: int) -> list[tuple[str, str]]:
     set_observer(None)
     assert reduced.tolist() == [2.0] * 4
     return [(event["tid"], event["name"]) for event in in_flight.events(0)]
+
+
+def broadcast_and_sum(rank: int, world_size: int) -> list[tuple[str, int, bool]]:
+    """Name, ranks and end of what an observer is told of collectives in a shard group of 1 or 2."""
+    told: list[tuple[Operation, list[bool]]] = []
+
+    class Recorder:
+        def begin(self, operation: Operation) -> Callable[[], None]:
+            ended: list[bool] = []
+            told.append((operation, ended))
+            return lambda: ended.append(True)
+
+    comm = communicator()
+    set_observer(Recorder())
+    parts = [(src, torch.full((3,), float(rank))) for src in range(world_size)]
+    comm.start_broadcasts(parts).wait()
+    comm.within(1).all_reduce(torch.ones(1), of_shards=True)
+    set_observer(None)
+    assert [values.tolist() for _, values in parts] == [[0.0] * 3, [1.0] * 3]
+    return [(operation.name, operation.ranks, ended == [True]) for operation, ended in told]
+
+
+def test_every_broadcast_and_the_ranks_of_a_sum_are_told():
+    for told in run_on(2, broadcast_and_sum):
+        assert told == [("broadcast", 2, True), ("broadcast", 2, True), ("all_reduce", 1, True)]
 
 
 def test_exchanges_between_machines_are_traced():

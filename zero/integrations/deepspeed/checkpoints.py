@@ -74,8 +74,10 @@ def get_optim_files(checkpoint_dir: str | os.PathLike) -> list[str]:
     """The path of a file with {"optimizer_state_dict": {"zero_stage": the stage that was trained
     with}}.
 
-    Args: checkpoint_dir: the checkpoint's own folder, the one with `checkpoint.json`; ValueError if
-    it is none."""
+    Args:
+        checkpoint_dir: the checkpoint's own folder, the one with `checkpoint.json`; ValueError if
+            it is none.
+    """
     stage = read_manifest(Path(checkpoint_dir)).stage
     return [_write("optim_states.pt", {"optimizer_state_dict": {"zero_stage": stage}})]
 

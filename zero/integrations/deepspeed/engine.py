@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from zero import monitor
 from zero.checkpoint.export import Weights, consolidated_state_dict
 from zero.comm import world
-from zero.comm.mesh import Mesh
 from zero.config import Config, load_config
 from zero.engine import ZeroEngine
 from zero.errors import FOLLOWED_RELEASE, UsageError
@@ -203,27 +203,27 @@ def initialize(
     config: Any = None,
     mesh_param: object | None = None,
     config_params: Any = None,
-    mesh: Mesh | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> tuple[DeepSpeedEngine, Any, DataLoader | None, Any]:
     """Shard `model` and return (engine, optimizer, dataloader, lr_scheduler), as
     `deepspeed.initialize` does.
 
     Args:
         model: the model, ordinary or built under `Init`; its parameters are sharded in place.
-        optimizer: a torch optimizer over its parameters, or a function of the parameters that
-            makes one; it takes precedence over the configuration's `optimizer`.
-        model_parameters: parameters or param groups for the configured optimizer; default: all
-            that require grad.
+        optimizer: a torch optimizer over its parameters, or a function of the parameters that makes
+            one; it takes precedence over the configuration's `optimizer`.
+        model_parameters: parameters or param groups for the configured optimizer; default: all that
+            require grad.
         lr_scheduler: a scheduler of `optimizer`, or a function of the optimizer that makes one.
-        training_data: a dataset. The returned dataloader gives micro-batches of this rank's part
-            of it, made by `collate_fn`.
+        training_data: a dataset. The returned dataloader gives micro-batches of this rank's part of
+            it, made by `collate_fn`.
         mpu: what `UlyssesSPAttentionHF.register_with_transformers` has returned, for sequence
             parallelism.
         config: the ds_config as path, dict or JSON; `config_params` and `args.deepspeed_config`
             mean the same.
         mesh: a `DeviceMesh` with some of the dimensions `pp` (see `zero.parallel.pipeline`),
-            `replicate`, `shard` (its size is `mics_shard_size`) and `tp` (`autotp_size`).
-            Default: that of accelerate's `ParallelismConfig`.
+            `replicate`, `shard` (its size is `mics_shard_size`) and `tp` (`autotp_size`). Default:
+            that of accelerate's `ParallelismConfig`.
 
     Raises:
         ValueError: for a bad configuration or an argument that is not supported, by name.

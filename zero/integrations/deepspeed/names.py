@@ -55,6 +55,7 @@ deepspeed.utils zero.fragments safe_get_full_fp32_param safe_get_full_grad
     safe_get_local_optimizer_state
     safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state
     safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state
+    safe_update_full_grad_vectorized
 deepspeed.utils .leaf set_z3_leaf_modules
 deepspeed.utils .distributed is_initialized
 deepspeed.utils .utilities logger

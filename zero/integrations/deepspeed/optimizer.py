@@ -43,7 +43,8 @@ class ParameterOffload:
 class DeepSpeedOptimizer(ZeroOptimizer):
     """`ZeroOptimizer` under DeepSpeed's name.
 
-    Attributes: parameter_offload: a `ParameterOffload`, set by the engine.
+    Attributes:
+        parameter_offload: a `ParameterOffload`, set by the engine.
     """
 
     parameter_offload: ParameterOffload

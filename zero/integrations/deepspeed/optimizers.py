@@ -227,7 +227,7 @@ def _uncorrected_adam(params: list, settings: dict[str, Any], decoupled: bool) -
 
 
 def _muon(settings: dict[str, Any], params: list, model: nn.Module) -> MuonWithAdamW:
-    """Muon for the hidden matrices of each group, AdamW for the rest;
+    """Muon for the hidden matrices of each group, AdamW for the rest.
 
     `muon_lr` and `adam_lr` override `lr`.
     """

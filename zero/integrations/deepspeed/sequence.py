@@ -55,9 +55,13 @@ class UlyssesSPAttentionHF:
         """Make the groups, and return what `initialize` needs to attach them to a model. None for
         one rank a sequence.
 
-        Args: core_attn_implementation: the model's own, which it must be (None: not checked).
-        disable_in_eval: a model that is not training gets whole sequences. The sizes of batches and
-        sequences may differ from batch to batch; what the call says of them has no effect."""
+        Args:
+            core_attn_implementation: the model's own, which it must be (None: not checked).
+            disable_in_eval: a model that is not training gets whole sequences.
+
+        The sizes of batches and sequences may differ from batch to batch; what the call says of
+        them has no effect.
+        """
         if sequence_parallel_size == 1:
             return None
         own = getattr(getattr(model_name_or_path, "config", None), "_attn_implementation", None)

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero.comm import world
 from zero.comm.communicator import Communicator, communicator
-from zero.comm.mesh import Mesh, groups, mesh_of_accelerate, sizes_of
+from zero.comm.mesh import groups, mesh_of_accelerate, sizes_of
 from zero.config import Config
 from zero.errors import UsageError
 from zero.integrations.deepspeed.distributed import set_parallel_sizes
@@ -71,7 +72,7 @@ def _parallelize(
 
 
 def share_model(
-    model: nn.Module, settings: Config, mesh: Mesh | None
+    model: nn.Module, settings: Config, mesh: DeviceMesh | None
 ) -> tuple[Communicator, Replaced, Config]:
     """The communicator of the ranks that have what this rank has of the model, new parameters by
     those they replace, and the settings as the mesh completes them.
@@ -114,7 +115,9 @@ def share_model(
     return comm, replaced, settings
 
 
-def _sizes(model: nn.Module, settings: Config, mesh: Mesh | None, ranks: int) -> dict[str, int]:
+def _sizes(
+    model: nn.Module, settings: Config, mesh: DeviceMesh | None, ranks: int
+) -> dict[str, int]:
     """The size of each dimension of `zero.comm.mesh`."""
     autotp = settings.tensor_parallel.autotp_size
     if mesh is None:

@@ -165,9 +165,8 @@ _served: set[type] = {torch.optim.Adam, torch.optim.AdamW}
 
 
 def computes_as_torch_adam(kind: type) -> type:
-    """Class decorator for a subclass of torch's Adam with the same `step`:
-
-    `adam` may replace its step.
+    """Class decorator for a subclass of torch's Adam with the same `step`, which `adam` may
+    replace.
     """
     _served.add(kind)
     return kind
@@ -210,7 +209,7 @@ def _is_plain(group: dict) -> bool:
 
 
 def new_state(master: torch.Tensor, coded: bool = False) -> dict[str, torch.Tensor]:
-    """What torch's Adam keeps for a parameter before its first step;
+    """What torch's Adam keeps for a parameter before its first step.
 
     `coded`: with moments in 8 bits.
     """
@@ -221,9 +220,8 @@ def new_state(master: torch.Tensor, coded: bool = False) -> dict[str, torch.Tens
 
 @functools.cache
 def _roots() -> ctypes.c_void_p | None:
-    """The address of MKL's square root in torch's library;
-
-    None if it is not there, or torch does not use it.
+    """The address of MKL's square root in torch's library, or None if it is not there or
+    torch does not use it.
     """
     try:
         function = ctypes.CDLL(

@@ -70,9 +70,8 @@ def load_library() -> ctypes.CDLL:
 
 
 def _cache() -> Path | None:
-    """The folder of compiled kernels;
-
-    None if other users may write to it, because their files would be run.
+    """The folder of compiled kernels, or None if other users may write to it, because their files
+    would be run.
     """
     folder = (
         Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser()

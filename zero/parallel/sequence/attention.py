@@ -108,13 +108,16 @@ def attach(model: nn.Module, ranks: SequenceGroup, in_eval: bool = True) -> None
     """Have a model of transformers attend to whole sequences, while each rank of the group gives it
     a piece.
 
-    Args: model: a causal language model, or a wrapper that has its `config` and passes
-    `attention_mask` and `position_ids` on. Call it with (batch, piece) tensors: `input_ids`, and
-    optionally these two; positions are numbers in the whole sequence. in_eval: False leaves the
-    model alone while it is not training: each rank has sequences of its own there.
+    Args:
+        model: a causal language model, or a wrapper that has its `config` and passes
+            `attention_mask` and `position_ids` on. Call it with (batch, piece) tensors:
+            `input_ids`, and optionally these two; positions are numbers in the whole sequence.
+        in_eval: False leaves the model alone while it is not training: each rank has sequences of
+            its own there.
 
     Raises UsageError, naming the numbers, if the group's size does not divide the heads; and for
-    models whose tokens depend on others outside of causal attention."""
+    models whose tokens depend on others outside of causal attention.
+    """
     config: Any = getattr(model, "config", None)
     name = type(model).__name__
     if not hasattr(config, "get_text_config"):

@@ -17,8 +17,12 @@ class SequenceGroup:
     """This rank's group of `size` neighbouring ranks, which share each sequence. Made by
     `make_group`.
 
-    Attributes: size: how many they are. rank: this rank's number among them: it has the piece of
-    that number. group: their process group. device: where they compute."""
+    Attributes:
+        size: how many they are.
+        rank: this rank's number among them: it has the piece of that number.
+        group: their process group.
+        device: where they compute.
+    """
 
     def __init__(self, size: int):
         ranks = world.get_world_size()
@@ -80,10 +84,13 @@ class SequenceGroup:
         """The mean over the tokens of whole sequences, from each rank's mean over the tokens of its
         piece.
 
-        Args: loss: a scalar, the mean over the tokens here, ignored if no token here has a label.
-        shift_labels: the labels here, of any shape; -100 does not count. The value is equal on all
-        ranks of the group. The mean of its gradients over all ranks of the job is the gradient of
-        the mean."""
+        Args:
+            loss: a scalar, the mean over the tokens here, ignored if no token here has a label.
+            shift_labels: the labels here, of any shape; -100 does not count.
+
+        The value is equal on all ranks of the group. The mean of its gradients over all ranks of
+        the job is the gradient of the mean.
+        """
         tokens = (shift_labels != IGNORED).sum().to(device=loss.device, dtype=torch.float32)
         total = tokens.clone()
         dist.all_reduce(total, group=self.group)

@@ -72,8 +72,10 @@ def tiled_loss(
     """Mean cross-entropy of `head(hidden)` in fp32, without logits of all tokens. 0 if no token
     counts.
 
-    Args: hidden: (batch, tokens, channels). shift_labels: (batch, tokens), each the label of what
-    is predicted there."""
+    Args:
+        hidden: (batch, tokens, channels).
+        shift_labels: (batch, tokens), each the label of what is predicted there.
+    """
 
     def part(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         # The weight is read here, not by the layer: the engine gathers it once, and keeps it until

@@ -40,9 +40,11 @@ SLOW_DISK = 500e6
 
 
 class Finding(NamedTuple):
-    """One line. level:
+    """One line of the report.
 
-    `OK`; `SLOW`, where training works but not well; `FAILS`, where something would not work.
+    Attributes:
+        level: `OK`; `SLOW`, where training works but not well; `FAILS`, where something would not
+            work.
     """
 
     check: str

@@ -53,10 +53,15 @@ _FILLS = (_aten.zeros.default, _aten.ones.default, _aten.full.default)
 class Memory(TorchDispatchMode):
     """Counts the bytes of all storages from the operation that makes them until they are freed.
 
-    Attributes: live: bytes now, by (place, part). most: of each of these, the most so far. fullest:
-    by place, the parts at the fullest moment so far. part: what is allocated now belongs to
-    it. cause: of what is moved now. operations: floating-point ones so far. moved: bytes so far by
-    (link, cause)."""
+    Attributes:
+        live: bytes now, by (place, part).
+        most: of each of these, the most so far.
+        fullest: by place, the parts at the fullest moment so far.
+        part: what is allocated now belongs to it.
+        cause: of what is moved now.
+        operations: floating-point ones so far.
+        moved: bytes so far by (link, cause).
+    """
 
     def __init__(self, part: str):
         super().__init__()

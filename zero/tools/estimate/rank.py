@@ -50,9 +50,12 @@ class Estimate:
     """Bytes of one rank by place ("device", "host", "disk") and by part; `elements` counts the
     model's parameters.
 
-    Attributes: tokens: of all ranks in an optimizer step; 0: unknown. activations: at their most,
-    which need not be the fullest moment. traffic: what the rank moves in the step. seconds: of the
-    step, if nothing overlaps."""
+    Attributes:
+        tokens: of all ranks in an optimizer step; 0: unknown.
+        activations: at their most, which need not be the fullest moment.
+        traffic: what the rank moves in the step.
+        seconds: of the step, if nothing overlaps.
+    """
 
     elements: int
     tokens: int = 0

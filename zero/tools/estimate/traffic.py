@@ -28,9 +28,11 @@ class Speeds:
     """What one rank has of each link, in GB/s of one direction, and of its device's compute, in
     TFLOP/s. All of it is assumed unless the user gives it.
 
-    Attributes: host: of copies between device and host memory. memory: of host memory, which the
-    updates of an offloaded optimizer read and write; what sixteen cores of a server with DDR5
-    reach."""
+    Attributes:
+        host: of copies between device and host memory.
+        memory: of host memory, which the updates of an offloaded optimizer read and write; what
+            sixteen cores of a server with DDR5 reach.
+    """
 
     network: float = 25.0
     host: float = 20.0

@@ -27,8 +27,12 @@ class Run:
     """One run's records by step, in order. Of a step that was trained twice, after a resume, the
     second one counts.
 
-    Attributes: name; records; facts: what `zero.monitor.run_info` wrote at the last start, or {};
-    warnings: (step, text)."""
+    Attributes:
+        name: the run's.
+        records: those of the steps, in order.
+        facts: what `zero.monitor.run_info` wrote at the last start, or {}.
+        warnings: (step, text).
+    """
 
     def __init__(self, name: str, records: list[dict[str, Any]]):
         self.name = name

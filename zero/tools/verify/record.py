@@ -152,7 +152,7 @@ class Recorder(BoundedRun):
 
 
 def _number(value: Any) -> object:
-    """A setting of a param group, if JSON can hold it;
+    """A setting of a param group, if JSON can hold it.
 
     None for others and for tensors of several elements.
     """
