@@ -31,7 +31,7 @@ class Setting:
     def __str__(self) -> str:
         return f"stage {self.stage}, accumulation {self.accumulation}" + ", offload" * self.offload
 
-    def config(self, clip: float = 0.0) -> dict:
+    def config(self) -> dict:
         options: dict = {"stage": self.stage}
         if self.stage == 3:
             # The second one frees each group as soon as it is not in use.

@@ -207,3 +207,28 @@ def nests(rank: int, world_size: int) -> None:
 
 def test_contexts_inside_of_each_other():
     run_on(2, nests)
+
+
+class KeepsView(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.weight.detach()
+        return super().forward(x)
+
+
+def reads_a_kept_view(rank: int, world_size: int) -> None:
+    model = nn.Sequential(KeepsView(256, 256), nn.Linear(256, 256))
+    config = ds_config(stage3_param_persistence_threshold=0, stage3_max_live_parameters=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine.backward(engine(torch.randn(2, 256)).square().mean())
+    assert model[0].seen.isfinite().all()
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=RuntimeError,
+    reason="Resharding frees the memory under a view that a forward has kept, and torch does not "
+    "check a read of it: the process dies.",
+)
+def test_a_view_of_a_weight_that_a_forward_has_kept():
+    run_on(2, reads_a_kept_view)

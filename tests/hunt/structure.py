@@ -1,0 +1,451 @@
+"""Parts whose modules are odd: shared, frozen, chosen, normed, recurrent or checkpointed."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.checkpoint import checkpoint
+
+from tests.hunt.parts import WIDTH, illegal, linear, matrix, part
+
+# -- sharing
+
+
+@part
+class CalledTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x):
+        return self.linear(torch.tanh(self.linear(x)))
+
+
+@part
+class NeverCalled(CalledTwice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = linear()
+
+
+@part
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(), linear()
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+@part
+class TiedWithRead(Tied):
+    def forward(self, x):
+        return super().forward(x) + x @ self.first.weight
+
+
+@part
+class SharedModule(nn.Module):
+    """One module under two names, in a container and alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = linear()
+        self.layers = nn.ModuleList([self.first, nn.Tanh(), self.first])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@illegal
+class AliasedData(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.weight = nn.Parameter(self.first.weight.data)
+
+
+@illegal
+class TransposedAlias(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.weight = nn.Parameter(self.first.weight.data.t())
+
+
+@illegal
+class BufferIsView(CalledTwice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("row", self.linear.weight.data[0])
+
+    def forward(self, x):
+        return super().forward(x) * self.row
+
+
+@illegal
+class CachedView(CalledTwice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cached = self.linear.weight.detach().t()
+
+    def forward(self, x):
+        return super().forward(x) @ self.cached
+
+
+@part
+class FrozenAliases(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.requires_grad_(False)
+        self.second.weight = nn.Parameter(self.first.weight.data, requires_grad=False)
+
+
+# -- frozen and thawed
+
+
+@part
+class Frozen(CalledTwice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.requires_grad_(False)
+
+
+@part
+class HalfFrozen(CalledTwice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.weight.requires_grad_(False)
+
+
+@part
+class FrozenLater(CalledTwice):
+    first_step, last_step = 1, 9
+
+    def before_step(self, step: int) -> None:
+        self.linear.requires_grad_(not self.first_step <= step < self.last_step)
+
+
+@part
+class FrozenForOneStep(FrozenLater):
+    """Meanwhile Adam's count of steps goes on (docs/optimizers.md), unlike plain torch's."""
+
+    last_step = 2
+    optimizer = "SGD"
+
+
+# -- branches
+
+
+@part
+class EveryOtherStep(nn.Module):
+    step = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([linear(), nn.Sequential(linear(), linear())])
+
+    def before_step(self, step: int) -> None:
+        self.step = step
+
+    def forward(self, x):
+        return self.branches[self.step % 2](x)
+
+
+@part
+class NewBranchLater(EveryOtherStep):
+    def forward(self, x):
+        return self.branches[0](x) if self.step == 0 else self.branches[1](self.branches[0](x))
+
+
+@part
+class Experts(nn.Module):
+    """Rows choose, so that ranks may run different modules."""
+
+    needs_leaf = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([linear() for _ in range(3)])
+
+    def forward(self, x):
+        chosen = (x.sum(1).abs() * 3).long() % 3
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if (rows := chosen == number).any():
+                out[rows] = expert(x[rows])
+        return out
+
+
+# -- in place
+
+
+@part
+class InPlaceOnOutput(CalledTwice):
+    def forward(self, x):
+        y = self.linear(x)
+        y.mul_(2).add_(1)
+        y[:, :2] = 0
+        return self.linear(y)
+
+
+@part
+class InPlaceOnView(CalledTwice):
+    def forward(self, x):
+        y = self.linear(x)
+        y[:, :3].mul_(2)
+        return y.relu_()
+
+
+@part
+class InPlaceOnInput(CalledTwice):
+    def forward(self, x):
+        x.add_(1)
+        return self.linear(x)
+
+
+@part
+class OutputIntoArgument(nn.Module):
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = matrix(), matrix()
+
+        def forward(self, x, out):
+            out.copy_(torch.tanh(x @ self.first) @ self.second)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = self.Inner()
+
+    def forward(self, x):
+        out = torch.zeros_like(x)
+        self.inner(x, out)
+        return out
+
+
+# -- functional calls and parametrizations
+
+
+@part
+class Functional(CalledTwice):
+    def forward(self, x):
+        return functional_call(self.linear, dict(self.linear.named_parameters()), (x,))
+
+
+@part
+class FunctionalScaled(CalledTwice):
+    def forward(self, x):
+        params = {name: 0.5 * param for name, param in self.linear.named_parameters()}
+        return functional_call(self.linear, params, (x,)) + self.linear(x)
+
+
+@part
+class WeightNorm(CalledTwice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = parametrizations.weight_norm(linear())
+
+
+@part
+class OldWeightNorm(CalledTwice):
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.linear = nn.utils.weight_norm(linear())
+
+
+@part
+class SpectralNorm(CalledTwice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = parametrizations.spectral_norm(linear())
+
+
+@part
+class OldSpectralNorm(CalledTwice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.spectral_norm(linear())
+
+
+@part
+class Orthogonal(CalledTwice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = parametrizations.orthogonal(linear(), orthogonal_map="cayley")
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).t()
+
+
+@part
+class CachedParametrization(CalledTwice):
+    def __init__(self) -> None:
+        super().__init__()
+        parametrize.register_parametrization(self.linear, "weight", Symmetric())
+
+    def forward(self, x):
+        with parametrize.cached():
+            return super().forward(x) + x @ self.linear.weight
+
+
+@part
+class Pruned(CalledTwice):
+    def __init__(self) -> None:
+        super().__init__()
+        prune.l1_unstructured(self.linear, "weight", 0.3)
+
+
+# -- buffers and norms
+
+
+@part
+class BatchNorm(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(linear(), nn.BatchNorm1d(WIDTH))
+
+
+@part
+class GroupNorm(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(linear(), nn.GroupNorm(2, WIDTH), nn.LayerNorm(WIDTH, bias=False))
+
+
+@part
+class CountingBuffer(CalledTwice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x) / self.calls
+
+
+@part
+class MovingMean(CalledTwice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return y - self.mean
+
+
+# -- recurrent layers and attention
+
+
+@part
+class Lstm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2)
+
+    def forward(self, x):
+        return self.lstm(x[None])[0][0]
+
+
+@part
+class Cells(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+
+    def forward(self, x):
+        state = torch.zeros_like(x)
+        for _ in range(3):
+            state = self.cell(x, state)
+        return state
+
+
+@part
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0]
+
+
+@part
+class TransformerLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.1)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@part
+class KeepsItsState(CalledTwice):
+    """Truncated backpropagation through time: the next forward begins where this one ended."""
+
+    state: torch.Tensor | None = None
+
+    def forward(self, x):
+        state = torch.zeros_like(x) if self.state is None else self.state.detach()
+        self.state = torch.tanh(self.linear(x + state))
+        return self.state
+
+
+# -- checkpoints
+
+
+@part
+class Reentrant(CalledTwice):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+@part
+class NonReentrant(CalledTwice):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@part
+class CheckpointedRead(Tied):
+    def _run(self, x):
+        return torch.tanh(x @ self.first.weight) @ self.second.weight + self.second.bias
+
+    def forward(self, x):
+        return checkpoint(self._run, x, use_reentrant=False)
+
+
+@part
+class ReentrantRead(CheckpointedRead):
+    def forward(self, x):
+        return checkpoint(self._run, x, use_reentrant=True)
+
+
+@part
+class NestedCheckpoints(Tied):
+    def _inner(self, x):
+        return checkpoint(self.first, x, use_reentrant=False)
+
+    def forward(self, x):
+        return self.second(checkpoint(self._inner, x, use_reentrant=False))
+
+
+@part
+class CheckpointedDropout(CalledTwice):
+    def _run(self, x):
+        return nn.functional.dropout(self.linear(x), 0.3)
+
+    def forward(self, x):
+        return checkpoint(self._run, x, use_reentrant=True) + checkpoint(
+            self._run, x, use_reentrant=False
+        )
