@@ -489,8 +489,6 @@ class ReductionOrder:
         for group in self._order[self._started :]:
             if group not in self._absent:
                 self._reducer.reduce(group)
-        # A rank may have waited for these reductions before it came here.
-        self._reducer.drain()
         for group in self._late_on_any_rank(late):
             self._reducer.reduce(group)
         self._agree()
@@ -504,6 +502,8 @@ class ReductionOrder:
         is_late = [group in late for group in self._order]
         if self.has_nested_backward and self._comm.world_size > 1:
             if not self._reducer.keeps_on_rank:
+                # Another rank may have waited for these reductions before it came here.
+                self._reducer.drain()
                 flags = torch.tensor(is_late, dtype=torch.float32, device=self._comm.device)
                 is_late = (self._comm.all_reduce(flags) > 0).tolist()
         return [group for group, each in zip(self._order, is_late, strict=True) if each]
