@@ -355,19 +355,21 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
         threading.Thread(target=talk, args=(name, job.stdin, job.stdout), daemon=True)
         for name, job in jobs.items()
     ]
-    for thread in threads:
-        thread.start()
     fewest = options.min_elastic_nodes if options.elastic_training else len(hosts)
-    signal.signal(signal.SIGTERM, _interrupt)
     failed: dict[str, int] = {}
     try:
+        # Before the first line is shown, so that whoever waits for it may interrupt.
+        signal.signal(signal.SIGTERM, _interrupt)
+        for thread in threads:
+            thread.start()
         code = _wait(jobs, fewest, failed, silent)
     except KeyboardInterrupt as interrupt:  # its argument is the signal, if that is not SIGINT
         code = 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
     finally:
         _end([job for job in jobs.values() if job.poll() is None])
         for thread in threads:
-            thread.join(timeout=_GRACE)
+            if thread.ident is not None:  # it was started
+                thread.join(timeout=_GRACE)
     if options.json:
         of_hosts = [
             {"host": name, "slots": hosts[name], "exit_code": _exit_code(job.returncode)}

