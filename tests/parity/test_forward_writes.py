@@ -5,6 +5,9 @@ are different on each rank. Then there is no right value, and the step is refuse
 
 from __future__ import annotations
 
+from functools import partial
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +16,8 @@ import zero
 from tests.dist.training import ds_config
 from tests.processes import run_on
 from tests.tolerance import assert_close
+from zero.core import forward_writes
+from zero.core.forward_writes import _checksums as checksums
 from zero.errors import UsageError
 
 WIDTH, RATE = 8, 0.1
@@ -274,3 +279,31 @@ def test_clipped_critics():
 @pytest.mark.parametrize("stage", [2, 3])
 def test_another_view_of_the_old_values(stage):
     run_on(2, is_refused, Transposed, "'1.weight' has got data.*another view.*clone", stage)
+
+
+def noted(made: list, group: object) -> torch.Tensor:
+    made.append(group)
+    return checksums(group)
+
+
+def counts_checksums(rank: int, world_size: int) -> None:
+    """Checksums read all weights: generation before the first step must not pay for each token."""
+    for stage in (2, 3):
+        engine = engine_of(build(nn.Linear), stage=stage, bf16={"enabled": True})
+        made = []
+        with mock.patch.object(forward_writes, "_checksums", partial(noted, made)):
+            counts = []
+            for step in range(4):
+                with torch.no_grad():
+                    engine(batch(step, rank).bfloat16())
+                counts.append(len(made))
+            train(engine, rank, steps=2)
+            trained = len(made)
+            train(engine, rank, steps=2)
+        assert counts[0] == counts[3] > 0, counts
+        assert len(made) == trained > counts[3], "none after the second step"
+        engine.destroy()
+
+
+def test_later_passes_compute_no_checksums():
+    run_on(2, counts_checksums)

@@ -34,14 +34,19 @@ def refuse_aliases(model: nn.Module) -> None:
     buffer, or with a tensor kept on a module.
 
     Frozen parameters may: their values stay equal."""
-    last: _Span | None = None
+    reaching: list[_Span] = []
     for span in sorted(_spans(model), key=lambda span: span[:3]):
-        if last is not None and span.device == last.device and span.start < last.end:
-            trained = [each for each in (last, span) if _is_trained(each)]
-            if trained and _share_an_element(last.tensor, span.tensor):
-                _refuse(trained[0], span if trained[0] is last else last)
-        if last is None or span.device != last.device or span.end > last.end:
-            last = span
+        # Those before it that end behind its start. Mostly there are none.
+        reaching = [
+            earlier
+            for earlier in reaching
+            if earlier.device == span.device and earlier.end > span.start
+        ]
+        for earlier in reaching:
+            trained = [each for each in (earlier, span) if _is_trained(each)]
+            if trained and _share_an_element(earlier.tensor, span.tensor):
+                _refuse(trained[0], span if trained[0] is earlier else earlier)
+        reaching.append(span)
 
 
 def _is_trained(span: _Span) -> bool:

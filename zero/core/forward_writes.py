@@ -33,8 +33,9 @@ class ForwardWrites:
     """Notices writes to the weights of `groups` and keeps them.
 
     torch counts in-place writes to a parameter, but not those to `param.data`. Therefore checksums
-    of the values are compared in the first pass, and around it until the second one begins. A write
-    that is not counted is refused.
+    of the values are compared in the first pass that trains and in the first one that does not, and
+    between passes until the first step is over. A write that is not counted is refused. Later
+    passes compare nothing, because checksums read all weights and make the host wait.
 
     Attributes:
         digest: of the values written since `start_over`; equal on all ranks that wrote the same.
@@ -43,7 +44,9 @@ class ForwardWrites:
 
     def __init__(self, groups: Sequence[ParamGroup]):
         self._always_shown = [group for group in groups if group.persistent]
-        self._is_first = True
+        # Of the passes that train (True) and of those that do not: whether one was compared.
+        self._compared: set[bool] = set()
+        self._compares = False
         self._before: dict[ParamGroup, torch.Tensor] = {}
         self._changed: list[tuple[ParamGroup, torch.Tensor]] = []
         # Until the first step is over: what always shown groups hold while no pass runs, with the
@@ -60,35 +63,38 @@ class ForwardWrites:
         """The ranks have compared their digests."""
         self.digest = 0
 
-    def between_passes(self) -> None:
+    def between_passes(self, trains: bool = True) -> None:
         """Keep what the script has written to parameters that always show their values, before
-        the next pass or step puts others there.
+        the next pass or step puts others there. `trains`: what comes next changes weights.
         """
         changed = []
         for group in self._always_shown:
             # States may be elsewhere, between `offload_states` and `reload_states`.
-            if group.full.device == group.comm.device:
-                version, before = self._at_rest.pop(group, (-1, None))
-                written = self._keep_new_values(group)
-                if not written and before is not None and version == group.version:
+            if group.full.device != group.comm.device:
+                continue
+            written = self._keep_new_values(group)
+            if trains and (rest := self._at_rest.pop(group, None)) is not None:
+                version, before = rest
+                if not written and version == group.version:
                     changed.append((group, before != _checksums(group)))
         _refuse_lost(changed, "the script changes")
 
     def end_of_step(self) -> None:
         """The parameters have the values of a step, or of the initialization."""
         self._rest()
-        self._is_first_step = self._is_first
+        self._is_first_step = True not in self._compared
 
-    def begin_pass(self) -> None:
-        self.between_passes()
-        if self._is_first:
+    def begin_pass(self, trains: bool) -> None:
+        self.between_passes(trains)
+        self._compares = trains not in self._compared
+        if self._compares:
             self._before.clear()  # what is left is of a pass that was given up
             for group in self._persistent():
                 self.shown(group)
 
     def shown(self, group: ParamGroup) -> None:
         """The group's parameters show their values from now on."""
-        if self._is_first and group not in self._before:
+        if self._compares and group not in self._before:
             self._before[group] = _checksums(group)
 
     def end_use(self, group: ParamGroup) -> None:
@@ -98,23 +104,21 @@ class ForwardWrites:
             self._changed.append((group, before != _checksums(group)))
 
     def end_pass(self, has_trained: bool) -> None:
-        """A pass is over. After the first one that ran a backward, checksums are not needed."""
+        """A pass is over. `has_trained`: it ended with a backward."""
         for group in self._persistent():
             self.end_use(group)
         changed, self._changed = self._changed, []
-        if has_trained:
-            self._is_first = False
+        self._compared.add(has_trained)
         _refuse_lost(changed, "the forward changes")
         self._rest()
 
     def _rest(self) -> None:
         """No pass runs from now on. A write to `.data` would reach no master that is elsewhere."""
-        if self._is_first_step:
-            self._at_rest = {
-                group: (group.version, _checksums(group))
-                for group in self._always_shown
-                if group.optimizer_shard is not None and not group.optimizer_shard.shares_weights
-            }
+        for group in self._always_shown if self._is_first_step else ():
+            shard, known = group.optimizer_shard, self._at_rest.get(group)
+            is_known = known is not None and known[0] == group.version
+            if shard is not None and not shard.shares_weights and not is_known:
+                self._at_rest[group] = group.version, _checksums(group)
 
     def _persistent(self) -> list[ParamGroup]:
         """The groups that are never resharded, without those that are their own only copy."""

@@ -46,14 +46,15 @@ class Gathering:
         self._before_use = before_use
         self._writes = writes
 
-    def begin_pass(self, kind: Hashable, wraps: bool) -> None:
+    def begin_pass(self, kind: Hashable, wraps: bool, trains: bool = False) -> None:
         """Begin a pass of `kind`.
 
-        `wraps`: parameters do not change before the next pass of this kind.
+        `wraps`: parameters do not change before the next pass of this kind. `trains`: a backward
+        is to follow.
         """
         self._schedule.begin(kind, wraps)
         if self._writes is not None:
-            self._writes.begin_pass()
+            self._writes.begin_pass(trains)
 
     @property
     def in_pass(self) -> bool:

@@ -222,7 +222,7 @@ class ModuleHooks:
     def _record(self, name: str) -> None:
         kind = (name, self.module.training, self.part)
         params_change = self._training and self._micro_batches.is_last
-        self._gathering.begin_pass(kind, wraps=not params_change)
+        self._gathering.begin_pass(kind, wraps=not params_change, trains=self._training)
 
     def _warn_of_unfrozen(self) -> None:
         for group in self.groups:
