@@ -27,14 +27,14 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zero.comm.clock import Clock
-from zero.comm.fingerprint import CollectiveOrder, MessageTags, explain
+from zero.comm.fingerprint import CollectiveOrder, MessageTags, NamedGroup, explain
 from zero.comm.observer import begin
 from zero.comm.traffic import note_copy, send, send_natively
 from zero.comm.watchdog import Watchdog, end_with_launcher
@@ -49,9 +49,6 @@ from zero.comm.world import (
 )
 from zero.device import CPU, accelerator, compute_stream, is_accelerator, mark, new_stream, use
 from zero.errors import UsageError
-
-if TYPE_CHECKING:
-    from zero.core.param_group import ParamGroup
 
 T = TypeVar("T")
 logger = logging.getLogger("zero")
@@ -201,7 +198,7 @@ class Communicator(ABC):
         name: str,
         numel: int,
         values: Tensor,
-        group: ParamGroup | None = None,
+        group: NamedGroup | None = None,
         ranks: Group | None = None,
     ) -> None:
         """An operation on `numel` elements like `values` starts, among `ranks` (the shard group
@@ -235,7 +232,7 @@ class Communicator(ABC):
 
     # -- shards and gradients, in two ways. `group`: the parameter group that is exchanged.
 
-    def all_gather(self, full: Tensor, shard: Tensor, group: ParamGroup | None = None) -> Pending:
+    def all_gather(self, full: Tensor, shard: Tensor, group: NamedGroup | None = None) -> Pending:
         """Fill `full` (ranks of the shard group * n elements) with all their `shard` (n elements;
         on host or device).
         """
@@ -245,7 +242,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def _start_all_gather(
-        self, full: Tensor, shard: Tensor, group: ParamGroup | None
+        self, full: Tensor, shard: Tensor, group: NamedGroup | None
     ) -> Pending: ...
 
     def reduce_scatter(
@@ -254,7 +251,7 @@ class Communicator(ABC):
         full: Tensor,
         accumulate: bool,
         max_numel: int,
-        group: ParamGroup | None = None,
+        group: NamedGroup | None = None,
     ) -> Pending:
         """Reduce `full` (ranks * n elements) over all ranks into `out` (n elements, this rank's
         slice).
@@ -270,7 +267,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def _start_reduce_scatter(
-        self, out: Tensor, full: Tensor, accumulate: bool, max_numel: int, group: ParamGroup | None
+        self, out: Tensor, full: Tensor, accumulate: bool, max_numel: int, group: NamedGroup | None
     ) -> Pending: ...
 
     def reduce(
@@ -279,7 +276,7 @@ class Communicator(ABC):
         full: Tensor,
         accumulate: bool,
         max_numel: int,
-        group: ParamGroup | None = None,
+        group: NamedGroup | None = None,
     ) -> Pending:
         """As `reduce_scatter`, but every rank gets the whole result: `out` has as many
         elements as `full`.
@@ -299,7 +296,7 @@ class Communicator(ABC):
         self,
         received: Tensor,
         sent: Tensor,
-        group: ParamGroup | None = None,
+        group: NamedGroup | None = None,
         across: bool = False,
     ) -> Pending:
         """Start to send row i of `sent` to rank i of the shard group; row i of `received` is what
@@ -314,7 +311,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def _start_all_to_all(
-        self, received: Tensor, sent: Tensor, group: ParamGroup | None, across: bool
+        self, received: Tensor, sent: Tensor, group: NamedGroup | None, across: bool
     ) -> Pending: ...
 
     def scatter(self, shard: Tensor, full: Tensor | None, src: int) -> None:
@@ -446,7 +443,7 @@ class NativeCommunicator(Communicator):
         self._reductions = self._new_group(shards)
         self._replicas = None if replicas is None else self._new_group(replicas)
 
-    def _start_all_gather(self, full: Tensor, shard: Tensor, group: ParamGroup | None) -> Pending:
+    def _start_all_gather(self, full: Tensor, shard: Tensor, group: NamedGroup | None) -> Pending:
         own = full.narrow(0, self.shard_group.rank * shard.numel(), shard.numel())
         if shard.device.type == "cpu":
             return self._all_gather_from_host(full, own, shard, group)
@@ -458,7 +455,7 @@ class NativeCommunicator(Communicator):
         return Pending()
 
     def _all_gather_from_host(
-        self, full: Tensor, own: Tensor, shard: Tensor, group: ParamGroup | None
+        self, full: Tensor, own: Tensor, shard: Tensor, group: NamedGroup | None
     ) -> Pending:
         """The shard is copied on a stream of its own, for which NCCL waits."""
         self._copies = self._copies or new_stream(self.device)
@@ -476,7 +473,7 @@ class NativeCommunicator(Communicator):
         return Pending([work], None, (full, own, shard), self.watchdog, group)
 
     def _start_reduce_scatter(
-        self, out: Tensor, full: Tensor, accumulate: bool, max_numel: int, group: ParamGroup | None
+        self, out: Tensor, full: Tensor, accumulate: bool, max_numel: int, group: NamedGroup | None
     ) -> Pending:
         self._count("reduce_scatter", full.numel(), full, group)
         works: list[Work] = []
@@ -499,7 +496,7 @@ class NativeCommunicator(Communicator):
         return Pending(works, finish, (full, result), self.watchdog, group)
 
     def _average_replicas(
-        self, result: Tensor, works: Sequence[Work], group: ParamGroup | None
+        self, result: Tensor, works: Sequence[Work], group: NamedGroup | None
     ) -> Work:
         """Start to average over the replicate group after `works`: a stream of its own waits for
         them.
@@ -515,7 +512,7 @@ class NativeCommunicator(Communicator):
             )
 
     def _start_all_to_all(
-        self, received: Tensor, sent: Tensor, group: ParamGroup | None, across: bool
+        self, received: Tensor, sent: Tensor, group: NamedGroup | None, across: bool
     ) -> Pending:
         ranks = self._replicas if across else self._reductions
         work: Work = dist.all_to_all_single(received, sent, group=ranks, async_op=True)
@@ -560,7 +557,7 @@ class GlooCommunicator(Communicator):
             for at in ranks.others()
         ]
 
-    def _start_all_gather(self, full: Tensor, shard: Tensor, group: ParamGroup | None) -> Pending:
+    def _start_all_gather(self, full: Tensor, shard: Tensor, group: NamedGroup | None) -> Pending:
         ranks = self.shard_group
         own = full.narrow(0, ranks.rank * shard.numel(), shard.numel())
         if own.data_ptr() != shard.data_ptr():
@@ -573,7 +570,7 @@ class GlooCommunicator(Communicator):
         return Pending(works, None, (full, own), self.watchdog, group)
 
     def _start_reduce_scatter(
-        self, out: Tensor, full: Tensor, accumulate: bool, max_numel: int, group: ParamGroup | None
+        self, out: Tensor, full: Tensor, accumulate: bool, max_numel: int, group: NamedGroup | None
     ) -> Pending:
         n = out.numel()
         step = max(1, max_numel // self.shard_group.size)
@@ -585,7 +582,7 @@ class GlooCommunicator(Communicator):
         return parts[0] if len(parts) == 1 else Pending(parts)
 
     def _reduce_columns(
-        self, out: Tensor, full: Tensor, first: int, accumulate: bool, group: ParamGroup | None
+        self, out: Tensor, full: Tensor, first: int, accumulate: bool, group: NamedGroup | None
     ) -> Pending:
         """Reduce columns of `full`, seen as a (shard group, n) matrix, into `out`: as many as it
         has elements, from `first` on.
@@ -615,7 +612,7 @@ class GlooCommunicator(Communicator):
         return Pending(works, finish, (full,), self.watchdog, group)
 
     def _start_all_to_all(
-        self, received: Tensor, sent: Tensor, group: ParamGroup | None, across: bool
+        self, received: Tensor, sent: Tensor, group: NamedGroup | None, across: bool
     ) -> Pending:
         ranks = self.replicate_group if across else self.shard_group
         tag = self._tags.next("reduce", group)

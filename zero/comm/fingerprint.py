@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from zero.comm.watchdog import ADVICE
-
-if TYPE_CHECKING:
-    from zero.core.param_group import ParamGroup
 
 # Operations that are kept, to find the first one that differs.
 KEPT = 20_000
@@ -32,6 +29,20 @@ _NUMBERS = {
 # Quantized gradients go by all-to-all. Whole tensors do so too, but in the step, where no reduction
 # is under way.
 _REDUCTIONS = ("reduce_scatter", "reduce_replicas", "all_to_all")
+
+
+class NamedGroup:
+    """What collectives know of a parameter group, which inherits this.
+
+    Attributes:
+        serial: unique, and equal on all ranks.
+        name: for messages.
+        trainable: whether its gradients are reduced.
+    """
+
+    serial: int
+    name: str
+    trainable: bool
 
 
 class Operation(NamedTuple):
@@ -64,7 +75,7 @@ class MessageTags:
     def __init__(self) -> None:
         self._sent: Counter[tuple[str, int]] = Counter()
 
-    def next(self, kind: str, group: ParamGroup | None) -> int:
+    def next(self, kind: str, group: NamedGroup | None) -> int:
         """The tag of the next message of `kind` about `group`: 22 bits group, 1 bit kind, 8 bits
         counter.
         """
@@ -84,7 +95,7 @@ class CollectiveOrder:
     def start_over(self) -> None:
         self._channels = _Channel(), _Channel()
 
-    def add(self, kind: str, numel: int, group: ParamGroup | None) -> None:
+    def add(self, kind: str, numel: int, group: NamedGroup | None) -> None:
         """An operation on `numel` elements, of `group` if it is about one."""
         serial, name = (0, "") if group is None else (group.serial, group.name)
         channel = self._channels[kind in _REDUCTIONS]

@@ -30,17 +30,15 @@ own gradients as they are."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from zero.comm.communicator import Communicator
+from zero.comm.fingerprint import NamedGroup
 from zero.comm.traffic import note_copy
 from zero.comm.work import Pending
 from zero.device import compute_stream, is_accelerator, new_stream
-
-if TYPE_CHECKING:
-    from zero.core.param_group import ParamGroup
 
 BLOCK = 256
 SCALE_BYTES = 4
@@ -197,7 +195,7 @@ class CompressedCommunicator:
         return getattr(self._comm, name)
 
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, group: ParamGroup | None = None
+        self, full: torch.Tensor, shard: torch.Tensor, group: NamedGroup | None = None
     ) -> Pending:
         """As `Communicator.all_gather`, but `full` gets rounded values, also this rank's own."""
         if not (
@@ -227,7 +225,7 @@ class CompressedCommunicator:
         full: torch.Tensor,
         accumulate: bool,
         max_numel: int,
-        group: ParamGroup | None = None,
+        group: NamedGroup | None = None,
     ) -> Pending:
         """As `Communicator.reduce_scatter`, with sums in fp32 on every backend, at most `max_numel`
         elements each.
@@ -251,7 +249,7 @@ class CompressedCommunicator:
         rows: torch.Tensor,
         bits: int,
         accumulate: bool,
-        group: ParamGroup | None,
+        group: NamedGroup | None,
     ) -> Pending:
         """Reduce the (ranks of the shard group, n) matrix `rows` into `out`.
 

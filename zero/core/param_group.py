@@ -31,6 +31,7 @@ from torch import nn
 
 from zero.comm.clock import label
 from zero.comm.communicator import Communicator
+from zero.comm.fingerprint import NamedGroup
 from zero.comm.work import Pending
 from zero.core.layout import GroupLayout
 from zero.core.schedule import Residency
@@ -64,7 +65,7 @@ class State(Enum):
     UNSHARDED = "`full` has the values; parameters are views of it"
 
 
-class ParamGroup:
+class ParamGroup(NamedGroup):
     """Parameters that are unsharded, reduced and resharded as one.
 
     Attributes:

@@ -69,7 +69,9 @@ class SlicedExperts:
         (self.module,) = group.modules
         self.group = group
         self._gathering = gathering
-        self.names, self.params = zip(*self.module.named_parameters(recurse=False), strict=True)
+        own = dict(self.module.named_parameters(recurse=False))
+        self.names = tuple(own)
+        self.params = tuple(own.values())
         self._numel_of_one = numel_of_one(group)
         self._step = max(1, most // self._numel_of_one)
         group.modules.clear()

@@ -202,7 +202,8 @@ def _plan_of(model: nn.Module) -> tuple[Any, dict[str, str]]:
         config = getattr(module, "config", None)
         for plan in (getattr(module, "tp_plan", None), getattr(config, "base_model_tp_plan", None)):
             # A method of transformers' models, which needs nothing but a module.
-            if plan and (found := PreTrainedModel._expand_parallel_plan(module, plan)):  # pyright: ignore[reportArgumentType]
+            expand: Any = PreTrainedModel._expand_parallel_plan
+            if plan and (found := expand(module, plan)):
                 return module, found
     return model, {}
 
