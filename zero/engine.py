@@ -80,6 +80,7 @@ class ZeroEngine(Accumulation, nn.Module):
     optimizer_class = ZeroOptimizer
     monitor: Monitor | None = None
     _skips_in_a_row = 0
+    _lost_its_hooks = False
 
     def __init__(
         self,
@@ -172,6 +173,13 @@ class ZeroEngine(Accumulation, nn.Module):
     # -- training
 
     def forward(self, *args: object, **kwargs: object) -> object:
+        if self._lost_its_hooks:
+            raise UsageError(
+                "this engine was destroyed, for example by accelerator.free_memory(), so that its "
+                "sharded parameters cannot be gathered: make a new engine. With transformers' "
+                "Trainer, do not call evaluate() before train(): train() destroys the engine that "
+                "evaluate() has made, and then uses it"
+            )
         self.micro_batches.refuse_offloaded("forward")
         if torch.is_grad_enabled():
             self.throughput.start()
@@ -497,3 +505,4 @@ class ZeroEngine(Accumulation, nn.Module):
         for group in self.groups:
             if not group.persistent and group.state is not State.SHARDED:
                 group.reshard()
+        self._lost_its_hooks = not all(group.persistent for group in self.groups)

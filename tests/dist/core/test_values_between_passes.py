@@ -150,6 +150,8 @@ def early(rank: int, world_size: int) -> None:
     engine.destroy()
     with pytest.raises(UsageError, match="would read the values of parameter 'weight'"):
         model.weight.norm()
+    with pytest.raises(UsageError, match="engine was destroyed.*before train"):
+        engine(torch.zeros(1, 40))
 
 
 def test_reads_before_and_after_an_engine():
