@@ -37,7 +37,7 @@ def _floor(value: Any) -> Any:
 
 @with_idle_keys("zero_optimization")
 class ZeroConfig(Section):
-    """What is sharded, and how it is communicated.
+    """The ZeRO stage, and how parameters and gradients are sharded and communicated.
 
     A *block* is a part of the model whose parameters are gathered together, such as a transformer
     layer. Sizes are numbers of elements. Keys that begin with `stage3_` keep DeepSpeed's names.
