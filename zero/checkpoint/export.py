@@ -75,7 +75,7 @@ class Weights:
 
     Args:
         dtype: of floating-point weights, rounded from the fp32 masters where there are any: a torch
-        dtype, or "fp16", "bf16" or "fp32"; None: the dtype they are trained in.
+            dtype, or "fp16", "bf16" or "fp32"; None: the dtype they are trained in.
 
     Attributes:
         specs: names, shapes and dtypes, in the order in which the values come.

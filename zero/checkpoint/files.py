@@ -268,7 +268,7 @@ class CheckpointReader:
         Raises:
             ValueError: for a key that the checkpoint lacks or has in another size.
             DamagedCheckpointError: what lies in the files is not what was written; some of the
-            memory is filled then.
+                memory is filled then.
         """
         targets: dict[str, list[_Target]] = defaultdict(list)
         otherwise_cut: dict[str, list[Slice]] = defaultdict(list)
@@ -399,7 +399,8 @@ def open_checkpoint(
 
     Raises:
         DamagedCheckpointError: the manifest is missing or damaged; with `all_files` also if a file
-        is missing or has another size. ValueError: another version wrote it.
+            is missing or has another size.
+        ValueError: another version wrote it.
     """
     reader = CheckpointReader(folder, read_manifest(folder), cuts)
     if all_files:

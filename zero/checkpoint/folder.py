@@ -88,7 +88,8 @@ def begin(save_dir: Path, tag: str, nbytes: int) -> Path:
 
     Raises:
         OSError: the folder cannot be written to, or has not enough space; nothing has been written
-        then. UsageError: another job writes to it, or `tag` names what is no folder.
+            then.
+        UsageError: another job writes to it, or `tag` names what is no folder.
     """
     if os.path.lexists(save_dir / tag) and not (save_dir / tag).is_dir():
         raise UsageError(f"{save_dir / tag} is no folder: move it, or save with another tag")

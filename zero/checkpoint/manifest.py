@@ -199,8 +199,8 @@ def read_manifest(folder: Path) -> Manifest:
     """The checked content of `checkpoint.json`.
 
     Raises:
-        DamagedCheckpointError: it is missing, was changed, or is no manifest. ValueError: another
-        version wrote it.
+        DamagedCheckpointError: it is missing, was changed, or is no manifest.
+        ValueError: another version wrote it.
     """
     path = folder / MANIFEST
     try:

@@ -53,15 +53,18 @@ def write_model(
 
     Args:
         folder: made if need be. Other files of an earlier model of the same name are removed at the
-        end. tensors: what will be written. parts: their values in that order, each a tensor or a
-        part of one, in host memory and in the dtype announced for it. config: for `config.json`,
-        the dtype left out; None: there is none. filename: of the only file, and the pattern of
-        several and of their index, as transformers names them. max_file_bytes: a new file begins
-        where one would become larger, unless a single tensor is.
+            end.
+        tensors: what will be written.
+        parts: their values in that order, each a tensor or a part of one, in host memory and in the
+            dtype announced for it.
+        config: for `config.json`, the dtype left out; None: there is none.
+        filename: of the only file, and the pattern of several and of their index, as transformers
+            names them.
+        max_file_bytes: a new file begins where one would become larger, unless a single tensor is.
 
     Raises:
         OSError: the disk cannot take it. Until the end files have hidden names; after an error none
-        is left.
+            is left.
     """
     nbytes = sum(tensor.nbytes for tensor in tensors)
     folder.mkdir(parents=True, exist_ok=True)
@@ -170,8 +173,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     of their names.
 
     Args:
-        checkpoint_dir: the folder given to `save_checkpoint`, or the checkpoint's own. tag: which;
-        default: the latest.
+        checkpoint_dir: the folder given to `save_checkpoint`, or the checkpoint's own.
+        tag: which one; default: the latest.
 
     Raises:
         ValueError: there is no such checkpoint, or a file of it is damaged.
@@ -196,8 +199,8 @@ def load_state_dict_from_zero_checkpoint(
     host; return it.
 
     Raises:
-        ValueError: there is no such checkpoint, or a file of it is damaged. RuntimeError: the names
-        or shapes differ.
+        ValueError: there is no such checkpoint, or a file of it is damaged.
+        RuntimeError: the names or shapes differ.
     """
     reader = open_at(checkpoint_dir, tag)
     model.cpu().load_state_dict(_state_dict(reader), strict=not reader.manifest.frozen_excluded)
@@ -215,10 +218,12 @@ def consolidate(
     `from_pretrained`.
 
     Args:
-        checkpoint: its folder, or one that has it. out: the folder to write to; made if need be.
+        checkpoint: its folder, or one that has it.
+        out: the folder to write to; made if need be.
         dtype: of floating-point weights, rounded from the fp32 masters; None: the one they are
-        trained in. max_file_bytes: a new file begins where one would become larger, unless a single
-        tensor is. progress: show a bar on stderr.
+            trained in.
+        max_file_bytes: a new file begins where one would become larger, unless a single tensor is.
+        progress: show a bar on stderr.
 
     Returns the files written. Raises ValueError for a damaged or missing checkpoint or a folder
     that already holds a model, OSError where the disk cannot take it; nothing is left half-written

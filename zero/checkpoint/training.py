@@ -69,18 +69,19 @@ def save_checkpoint(
 
     Args:
         tag: name of the folder; default `global_stepN`. A checkpoint of that name is replaced;
-        other files in its folder stay.
+            other files in its folder stay.
         client_state: a dict of the caller's, returned by `load_checkpoint`: numbers, strings,
-        containers, tensors. save_latest: make it the one that is loaded when no tag is given.
+            containers, tensors.
+        save_latest: make it the one that is loaded when no tag is given.
         exclude_frozen_parameters: leave out the weights of parameters that are not trained.
 
     With `checkpoint.async_save` it returns before the checkpoint is written; see
     `zero.checkpoint.background`.
 
     Raises:
-        OSError: the disk is full or the folder cannot be written to. ValueError: for a bad tag or a
-        value that cannot
-            be stored. Every rank raises it. The former checkpoints are still there.
+        OSError: the disk is full or the folder cannot be written to.
+        ValueError: for a bad tag or a value that cannot be stored. Every rank raises it. The former
+            checkpoints are still there.
     """
     if save_dir is None or not os.fspath(save_dir):
         raise UsageError(f"save_checkpoint: save_dir is {save_dir!r}; name the folder to save to")
@@ -250,10 +251,12 @@ def load_checkpoint(
     """Restore what `save_checkpoint` wrote, on any number of ranks; every rank must call it.
 
     Args:
-        load_dir: the `save_dir` of the save, or the checkpoint's own folder. tag: which one;
-        default: the latest. load_module_strict: the names of the parameters must be the same; else
-        those in common are loaded. load_optimizer_states: also the optimizer's state,
-        hyperparameters and loss scale. load_lr_scheduler_states: also the learning-rate scheduler.
+        load_dir: the `save_dir` of the save, or the checkpoint's own folder.
+        tag: which one; default: the latest.
+        load_module_strict: the names of the parameters must be the same; else those in common are
+            loaded.
+        load_optimizer_states: also the optimizer's state, hyperparameters and loss scale.
+        load_lr_scheduler_states: also the learning-rate scheduler.
         load_module_only: nothing but the weights.
 
     Random states are restored where the world size is the same, unless the folder holds those of
@@ -264,7 +267,8 @@ def load_checkpoint(
 
     Raises:
         ValueError: on every rank, for a damaged file (named, with the newest earlier intact
-        checkpoint), a checkpoint that does not fit this model or optimizer, or `custom_load_fn`.
+            checkpoint), a checkpoint that does not fit this model or optimizer, or
+            `custom_load_fn`.
         OSError: files cannot be read.
     """
     if custom_load_fn is not None:
