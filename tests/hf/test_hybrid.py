@@ -8,8 +8,10 @@ import pytest
 
 from tests.hf.trainer_runs import SCRIPTS
 from tests.processes import fork_ranks
+from tests.releases import needs
 
 
+@needs("accelerate", "1.10", "it has no ParallelismConfig")
 def test_the_mesh_of_accelerate_is_the_engines(tmp_path):
     process = fork_ranks("-m", "zero", "run", SCRIPTS / "hybrid.py", tmp_path, nproc=4, timeout=200)
     assert process.returncode == 0, process.stdout + process.stderr

@@ -11,6 +11,13 @@ import pytest
 from benchmarks.compatibility.__main__ import SCRIPTS, command, find, read_log, write_inputs
 from tests.hf.trainer_runs import column, run_plain, run_unmodified
 from tests.processes import fork_ranks
+from tests.releases import needs
+
+# accelerate's ParallelismConfig has `sp_size`, and the Trainer divides batches by it.
+pytestmark = [
+    needs("accelerate", "1.12", "it has no sequence parallelism"),
+    needs("transformers", "5.0", "its Trainer has no sequence parallelism"),
+]
 
 AUTO = (
     "train_batch_size",

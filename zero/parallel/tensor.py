@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -196,8 +195,14 @@ def _plan_of(model: nn.Module) -> tuple[Any, dict[str, str]]:
     """The module of `model` that has a plan for tensor parallelism, and the styles by the names of
     its modules and parameters; no styles if there is none.
     """
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, __version__
 
+    if not hasattr(PreTrainedModel, "_expand_parallel_plan"):
+        raise UsageError(
+            "tensor parallelism: sharding a model by its plan needs transformers 5.23 or newer, and "
+            f"this is {__version__}; older ones can train a model that "
+            "torch.distributed.tensor.parallel.parallelize_module has sharded"
+        )
     for module in model.modules():
         config = getattr(module, "config", None)
         for plan in (getattr(module, "tp_plan", None), getattr(config, "base_model_tp_plan", None)):
@@ -238,8 +243,6 @@ def _steps(
 
 def _plan_of_experts(planned: Any, size: int) -> dict[str, str]:
     """transformers' plan for expert parallelism."""
-    if find_spec("transformers.distributed.expert_parallel") is None:
-        raise UsageError("expert_parallel: needs transformers 5.22 or newer")
     own = getattr(planned, "ep_plan", None)
     plan = planned._expand_parallel_plan(own) if own else {}
     if not plan:

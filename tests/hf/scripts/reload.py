@@ -9,7 +9,9 @@ import torch
 from jobs import EVALUATION_SAMPLES, Tokens, collate
 from transformers import AutoModelForSeq2SeqLM
 
-model, info = AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1], output_loading_info=True)
+model, info = AutoModelForSeq2SeqLM.from_pretrained(
+    sys.argv[1], dtype="auto", output_loading_info=True
+)
 inputs = collate([Tokens(0, seq2seq=True)[index] for index in range(EVALUATION_SAMPLES["t5"])])
 inputs.pop("labels")
 tokens = model.generate(**inputs, max_new_tokens=8, min_new_tokens=8)
