@@ -11,7 +11,7 @@ from tests.processes import fork_ranks
 from tests.releases import needs
 
 
-@needs("accelerate", "1.10", "it has no ParallelismConfig")
+@needs("accelerate", "1.12", "its ParallelismConfig does not go with DeepSpeed")
 def test_the_mesh_of_accelerate_is_the_engines(tmp_path):
     process = fork_ranks("-m", "zero", "run", SCRIPTS / "hybrid.py", tmp_path, nproc=4, timeout=200)
     assert process.returncode == 0, process.stdout + process.stderr

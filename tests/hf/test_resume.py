@@ -44,7 +44,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 # the same losses.
 DROPOUT = {"sections": 0.1, "the Trainer's own": 0.0}
 SAME_BATCHES = needs(
-    "transformers", "5.0", "resumed in a later epoch, its Trainer takes other batches, also by itself"
+    "transformers",
+    "5.0",
+    "resumed in a later epoch, its Trainer takes other batches, also by itself",
 )
 SAVED, KILLED, STEPS, GLOBAL_BATCH = 15, 17, 30, 6
 
@@ -171,7 +173,7 @@ def test_consolidating_a_trainers_folder_gives_the_model_it_saved(straight, tmp_
     masters = get_fp32_state_dict_from_zero_checkpoint(folder)
     assert offline.keys() == saved.keys() == masters.keys()
     for name, value in saved.items():
-        assert value.dtype == torch.bfloat16
-        assert torch.equal(offline[name], value) and torch.equal(masters[name].bfloat16(), value), (
-            name
-        )
+        # transformers 5.0 loads one kind of T5's weights in fp32, whatever the file says.
+        assert value.dtype == torch.bfloat16 or name.endswith(".wo.weight")
+        assert torch.equal(offline[name], value), name
+        assert torch.equal(masters[name].bfloat16(), value.bfloat16()), name

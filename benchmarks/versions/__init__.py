@@ -1,0 +1,1 @@
+"""Older and newer releases of Python, torch, transformers and accelerate."""

@@ -1,0 +1,167 @@
+"""Every private name of torch, transformers, accelerate and safetensors on which `zero/` leans.
+
+`LEANED_ON` is the list. Its first column is the name as a Python expression, which this file
+evaluates: a release that renames it fails here, under that name. The second is the file of tests
+that fails if the name goes on to exist and means something else. A name that is used in `zero/` and
+is not in the list fails too, as does one that is listed and no longer used.
+
+`python -m benchmarks.versions` runs this file with older and newer releases."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import accelerate
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg
+import transformers
+from torch.distributed.tensor import DTensor
+
+from tests.processes import REPOSITORY
+from tests.releases import needs
+
+LAYER = torch.nn.Linear(1, 1)
+OPTIMIZER = torch.optim.SGD(LAYER.parameters())
+SCHEDULE = torch.optim.lr_scheduler.ConstantLR(OPTIMIZER)
+# What the expressions of the list begin with.
+BEGINNINGS = {
+    "torch": torch,
+    "optimizers": import_module("torch.optim.optimizer"),
+    "dist": dist,
+    "DTensor": DTensor,
+    "safetensors": safetensors,
+    "transformers": transformers,
+    "accelerate": accelerate,
+    "LAYER": LAYER,
+    "OPTIMIZER": OPTIMIZER,
+    "LLAMA": transformers.LlamaForCausalLM,
+    "OPERATION": torch.ops.aten.add.Tensor,
+}
+LEANED_ON = """
+torch.utils._pytree.tree_map_only                  tests/dist/core/test_engine.py
+torch.utils._python_dispatch.is_traceable_wrapper_subclass  tests/dist/core/test_aliases.py
+torch.utils._python_dispatch._disable_current_modes  tests/dist/tools/test_estimate.py
+torch._C._current_graph_task_id                    tests/dist/core/test_late_gradients.py
+torch._C._profiler._ExperimentalConfig             tests/dist/tools/test_trace.py
+torch._dynamo.config.recompile_limit               tests/parity/test_compile.py
+torch._dynamo.config.nontraceable_tensor_subclasses  tests/parity/test_compile.py
+torch.autograd.Variable._execution_engine.queue_callback  tests/dist/core/test_engine.py
+torch.autograd.profiler._is_profiler_enabled       tests/dist/tools/test_trace.py
+torch._has_compatible_shallow_copy_type            tests/dist/core/test_values_between_passes.py
+torch._foreach_norm                                tests/parity/test_fp32.py
+torch._foreach_copy_                               tests/dist/core/test_reduction.py
+torch._foreach_zero_                               tests/dist/core/test_reduction.py
+torch._foreach_lerp                                tests/dist/optim/test_whole_tensor.py
+torch._foreach_lerp_                               tests/dist/optim/test_whole_tensor.py
+torch._foreach_mul_                                tests/dist/optim/test_whole_tensor.py
+torch._foreach_add_                                tests/dist/optim/test_whole_tensor.py
+optimizers._global_optimizer_pre_hooks  tests/unit/optim/test_adam_cpu_serves.py
+optimizers._global_optimizer_post_hooks  tests/unit/optim/test_adam_cpu_serves.py
+OPTIMIZER._optimizer_step_pre_hooks                tests/unit/optim/test_adam_cpu_serves.py
+OPTIMIZER._optimizer_step_post_hooks               tests/unit/optim/test_adam_cpu_serves.py
+OPTIMIZER.step._wrapped_by_lr_sched                tests/unit/optim/test_adam_cpu_serves.py
+LAYER._parameters                                  tests/dist/checkpoint/test_export.py
+LAYER._buffers                                     tests/dist/core/test_engine.py
+LAYER._state_dict_hooks                            tests/dist/checkpoint/test_export.py
+LAYER.weight._version                              tests/parity/test_forward_writes.py
+LAYER.weight._post_accumulate_grad_hooks           tests/dist/core/test_own_loops.py
+LAYER.weight.untyped_storage()._cdata              tests/parity/test_offload.py
+DTensor._local_tensor                              tests/parity/test_tensor_parallel.py
+dist.ProcessGroup._device_types                    tests/dist/comm/test_python_group.py
+dist.ProcessGroup._get_backend                     tests/unit/comm/test_world.py
+dist.ProcessGroupGloo._Options()._timeout         tests/unit/comm/test_world.py
+dist.distributed_c10d._world.pg_map                tests/accelerator/test_engine.py
+dist.distributed_c10d._get_default_store           tests/dist/comm/test_python_group.py
+torch.cuda.memory._record_memory_history           tests/dist/tools/test_memory.py
+torch.cuda.memory._dump_snapshot                   tests/dist/tools/test_memory.py
+optimizers._get_foreach_kernels_supported_devices  tests/dist/tools/test_estimate.py
+torch.ops.aten._grouped_mm                         tests/dist/tools/test_estimate.py
+torch.ops.aten._local_scalar_dense                 tests/dist/tools/test_estimate.py
+torch.testing._internal.distributed.fake_pg.FakeStore  tests/dist/tools/test_estimate.py
+torch.ops.aten._to_copy                            tests/dist/tools/test_estimate.py
+torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  tests/dist/tools/test_estimate.py
+torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  tests/dist/tools/test_estimate.py
+OPERATION._schema                                  tests/dist/tools/test_estimate.py
+safetensors.torch._TYPES                           tests/unit/checkpoint/test_checkpoint_parts.py
+transformers.LlamaConfig()._attn_implementation    tests/dist/parallel/test_sequence.py
+LLAMA._no_split_modules                            tests/unit/core/test_layout.py
+LLAMA._tp_plan                                     tests/parity/test_pipeline.py
+accelerate.PartialState._shared_state              tests/hf/test_workflows.py
+"""
+# Since a later release than the oldest one that zero works with.
+LATER = """
+LLAMA._pp_plan                                     tests/parity/test_pipeline.py
+transformers.PreTrainedModel._expand_parallel_plan  tests/parity/test_tensor_parallel.py
+"""
+
+
+def listed(text: str) -> list[tuple[str, str]]:
+    rows = [line.split() for line in text.splitlines() if line]
+    return [(name, test) for name, test in rows]
+
+
+@pytest.mark.parametrize(("name", "test"), listed(LEANED_ON))
+def test_a_name_is_there(name: str, test: str) -> None:
+    eval(name, dict(BEGINNINGS))
+    assert (REPOSITORY / test).exists()
+
+
+@needs("transformers", "5.23", "it does not shard a model that exists by its plan")
+@pytest.mark.parametrize(("name", "test"), listed(LATER))
+def test_a_later_name_is_there(name: str, test: str) -> None:
+    test_a_name_is_there(name, test)
+
+
+# Documented in spite of the underscore: Python's own, and torch's that end in one.
+PUBLIC = {"_asdict", "_replace", "_exit", "_getframe", "_current_frames", "_fields"}
+# zero sets these, and transformers the last one, on modules that its plans have sharded.
+MARKS = {"_opt_called", "_is_expert_parallel"}
+
+
+def _private(name: object) -> bool:
+    return (
+        isinstance(name, str)
+        and name.startswith("_")
+        and not name.startswith(("__", "_zero_", "_ds_"))
+    )
+
+
+def _used(tree: ast.AST) -> Iterator[str]:
+    """The names in attributes, imports from other packages, and calls of `getattr`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("zero"):
+            yield from (node.module or "").split(".")
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
+            if isinstance(node.args[1], ast.Constant):
+                yield node.args[1].value
+
+
+def _defined(tree: ast.AST) -> Iterator[str]:
+    """The names of functions, classes, variables and attributes that the code makes itself."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "made"):
+                yield node.attr
+
+
+def test_the_list_is_what_the_code_uses() -> None:
+    trees = [ast.parse(path.read_text()) for path in sorted(Path("zero").rglob("*.py"))]
+    used = {name for tree in trees for name in _used(tree) if _private(name)}
+    defined = {name for tree in trees for name in _defined(tree)}
+    parts = {part for name, _ in listed(LEANED_ON + LATER) for part in _used(ast.parse(name))}
+    known = {part for part in parts if _private(part)}
+    assert used - defined - known - PUBLIC - MARKS == set()
+    assert known - used == set()
