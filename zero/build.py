@@ -109,7 +109,9 @@ def make_groups(
         )
     # Below stage 3 nothing is gathered for use; a group is what one reduction takes.
     threshold = zero.stage3_param_persistence_threshold if zero.stage == 3 else 0
-    plans = plan_groups(model, threshold, zero.stage3_model_persistence_threshold, group_of)
+    plans = plan_groups(
+        model, threshold, zero.stage3_model_persistence_threshold, group_of, zero.stage == 3
+    )
     for param in () if dtype is None else model.parameters():
         if param.numel() == 0 and param.is_floating_point():
             param.data = param.data.to(
@@ -133,6 +135,8 @@ def make_groups(
             comm,
             residency,
             dtype=dtype,
+            packed=plan.packed,
+            aliases=plan.aliases,
             tier=tier,
             master_tier=masters if any(param in group_of for param in plan.params) else None,
             param_names=plan.param_names,

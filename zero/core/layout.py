@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from zero.core.quantized_weights import is_quantized, quantized_tensors
 from zero.errors import UsageError
 from zero.offload.pinned import round_up
 
@@ -124,7 +125,8 @@ class GroupPlan:
     """Which parameters form a group, and the modules whose forward needs them.
 
     `shared` marks a group whose parameters several modules own (tied weights). It is unsharded for
-    each owner's call."""
+    each owner's call. `packed` marks a group of quantized tensors, which are moved as bytes;
+    `aliases` are other objects that show the same bytes as a parameter."""
 
     name: str
     params: list[nn.Parameter] = field(default_factory=list)
@@ -132,6 +134,8 @@ class GroupPlan:
     modules: list[nn.Module] = field(default_factory=list)
     persistent: bool = False
     shared: bool = False
+    packed: bool = False
+    aliases: dict[torch.Tensor, list[torch.Tensor]] = field(default_factory=dict)
 
 
 # Attributes of modules. The functions of `zero.integrations.deepspeed.leaf` and
@@ -229,10 +233,12 @@ def plan_groups(
     persistence_threshold: int,
     model_persistence_threshold: int = sys.maxsize,
     sort_key: Mapping[nn.Parameter, int] | None = None,
+    packed_too: bool = True,
 ) -> list[GroupPlan]:
-    """Assign every floating-point parameter of `model` to exactly one group.
+    """Assign every parameter of `model` to exactly one group, and the tensors of quantized layers.
 
-    A group is uniform in dtype and in `requires_grad`. Parameters of at most
+    A group is uniform in dtype and in `requires_grad`; one of quantized tensors has any dtypes.
+    Parameters without elements are in none. Parameters of at most
     `persistence_threshold` elements go to the persistent groups, up to
     `model_persistence_threshold` elements in all. Others go to the group of the block that contains
     all of their owners, else to a stray group of the modules that own them. Experts that are packed
@@ -248,12 +254,19 @@ def plan_groups(
             if module in in_leaves or not packs_experts(module):
                 block_of.setdefault(module, block)
 
-    owners: dict[nn.Parameter, list[nn.Module]] = {}
-    names: dict[nn.Parameter, str] = {}
+    owners: dict[torch.Tensor, list[nn.Module]] = {}
+    names: dict[torch.Tensor, str] = {}
+    aliases: dict[torch.Tensor, list[torch.Tensor]] = {}
     module_names: dict[nn.Module, str] = {}
     for module_name, module in model.named_modules():
         module_names[module] = module_name
+        packed = quantized_tensors(module)
+        aliases |= {quantized.tensor: quantized.aliases for quantized in packed}
+        own = [(quantized.name, quantized.tensor) for quantized in packed]
         for name, param in module.named_parameters(recurse=False):
+            if param not in aliases and not is_quantized(param):
+                own.append((name, param))
+        for name, param in own:
             owners.setdefault(param, []).append(module)
             names.setdefault(param, f"{module_name}.{name}" if module_name else name)
     for module in list(module_names):
@@ -264,9 +277,10 @@ def plan_groups(
     plans: dict[Hashable, GroupPlan] = {}
     persistent = 0
     for param, owned_by in owners.items():
-        if not param.is_floating_point() or param.numel() == 0:
+        is_packed = param in aliases
+        if param.numel() == 0 or (is_packed and not packed_too):
             continue
-        traits = (param.dtype, param.requires_grad)
+        traits = ("packed",) if is_packed else (param.dtype, param.requires_grad)
         homes = {block_of.get(module) for module in owned_by}
         home = next(iter(homes)) if len(homes) == 1 else None
         if (
@@ -283,7 +297,11 @@ def plan_groups(
         else:
             key = (tuple(owned_by), traits)
             plan = GroupPlan(names[param], modules=list(owned_by), shared=len(owned_by) > 1)
-        plans.setdefault(key, plan).params.append(param)
+        plan = plans.setdefault(key, plan)
+        plan.params.append(param)
+        if is_packed:
+            plan.packed = True
+            plan.aliases[param] = aliases[param]
 
     for plan in plans.values():
         if sort_key is not None:

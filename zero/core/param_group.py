@@ -21,7 +21,7 @@ storage. They are valid again whenever backward unshards the group."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -99,6 +99,8 @@ class ParamGroup(NamedGroup):
         shared: bool = False,
         replicated: bool = False,
         strict: bool = False,
+        packed: bool = False,
+        aliases: Mapping[torch.Tensor, Sequence[torch.Tensor]] | None = None,
     ):
         self.serial = next(comm.serials)
         self.name = name
@@ -110,12 +112,22 @@ class ParamGroup(NamedGroup):
         self.comm = comm
         self.source = comm
         self.residency = residency
-        self.dtype = dtype or self.params[0].dtype
+        self.packed = packed
+        self._aliases = [(aliases or {}).get(param, ()) for param in self.params]
+        self.dtype = torch.uint8 if packed else dtype or self.params[0].dtype
         self.trainable = self.params[0].requires_grad
         ranks = comm.shard_group
         self.layout = GroupLayout(
-            [local(param).shape for param in self.params], ranks.size, replicated
+            [
+                torch.Size([local(param).nbytes]) if packed else local(param).shape
+                for param in self.params
+            ],
+            ranks.size,
+            replicated,
         )
+        # What the parameters look like; slots of a packed group are bytes.
+        self._shapes = [local(param).shape for param in self.params]
+        self._dtypes = [param.dtype if packed else self.dtype for param in self.params]
         self.shard_range = self.layout.shard_range(ranks.rank)
         self.pieces = self.layout.pieces(ranks.rank)
         self.tier = self.home = tier or Tier(comm.device)
@@ -125,7 +137,11 @@ class ParamGroup(NamedGroup):
         self.state = State.SHARDED
         self.users = 0
         self.version = 0
-        self.index = {param: i for i, param in enumerate(self.params)}
+        self.index = {
+            tensor: i
+            for i, param in enumerate(self.params)
+            for tensor in (param, *self._aliases[i])
+        }
         # Set by the optimizer that updates the shard; each all-gather waits for its updates.
         self.optimizer_shard: OptimizerShard | None = None
         self._read_hook: ReadHook | None = None
@@ -153,7 +169,8 @@ class ParamGroup(NamedGroup):
             del values
             self.full = torch.empty(self.layout.padded, dtype=self.dtype, device=comm.device)
         self._placeholders = [
-            placeholder(slot.shape, self.dtype, self.full.device) for slot in self.layout.slots
+            placeholder(shape, dtype, self.full.device)
+            for shape, dtype in zip(self._shapes, self._dtypes, strict=True)
         ]
         # Copies of single parameters outside of `full`, by index; shown while the rest is sharded.
         self._single: dict[int, torch.Tensor] = {}
@@ -185,7 +202,7 @@ class ParamGroup(NamedGroup):
 
         Each parameter's former memory is freed before the next one is read. Unless the group is
         persistent, only this rank's slice of the result is valid."""
-        source = self.params[0].dtype
+        source = self.dtype if self.packed else self.params[0].dtype
         full = torch.zeros(self.layout.padded, dtype=source, device=self.comm.device)
         sharded_before = True
         for param, slot in zip(self.params, self.layout.slots, strict=True):
@@ -193,11 +210,15 @@ class ParamGroup(NamedGroup):
             former, target = owning_group(param), full.narrow(0, slot.offset, slot.numel)
             if former is None:
                 sharded_before = False
-                target.copy_(local(param).detach().reshape(-1))
+                target.copy_(self._elements(param))
             else:
                 former.hand_over(param, target)
-            set_owning_group(param, self)
-            take_over(param, placeholder(slot.shape, source, self.comm.device))
+            for tensor in (param, *self._aliases[self.index[param]]):
+                set_owning_group(tensor, self)
+                nan = placeholder(
+                    local(param).shape, param.dtype if self.packed else source, self.comm.device
+                )
+                take_over(tensor, nan)
             _trimmer.freed_elements(slot.numel)
         if not sharded_before:
             if self.persistent:
@@ -218,7 +239,7 @@ class ParamGroup(NamedGroup):
                 self,
             )
         with self.unsharded():
-            target.copy_(local(param).detach().reshape(-1))
+            target.copy_(self._elements(param))
         self._handed_over += 1
         if self._handed_over < len(self.params):
             return
@@ -230,6 +251,15 @@ class ParamGroup(NamedGroup):
         self.state = State.SHARDED
         self.shard = self.shard.new_empty(0)
         self.full = self.full.new_empty(0)
+
+    def _elements(self, param: torch.Tensor) -> torch.Tensor:
+        """A parameter's elements as they lie in `full`, 1-D; it shows its values."""
+        flat = local(param).detach().reshape(-1)
+        return flat.view(self.dtype) if self.packed else flat
+
+    def _as_shown(self, index: int, elements: torch.Tensor) -> torch.Tensor:
+        """The inverse of `_elements`: what parameter number `index` shows, a view."""
+        return elements.view(self._dtypes[index]).view(self._shapes[index])
 
     def _own_slice(self, full: torch.Tensor) -> torch.Tensor:
         return full[slice(*self.shard_range)]
@@ -499,22 +529,32 @@ class ParamGroup(NamedGroup):
     def _make_views(self) -> None:
         """From the next `_show_values` on, parameters are views of the present `full`."""
         self._views = [
-            self.full.narrow(0, slot.offset, slot.numel).view(slot.shape)
-            for slot in self.layout.slots
+            self._as_shown(index, self.full.narrow(0, slot.offset, slot.numel))
+            for index, slot in enumerate(self.layout.slots)
         ]
 
     def _show_values(self) -> None:
-        for param, view in zip(self.params, self._views, strict=True):
-            if owning_group(param) is self:
-                show(param, view)
+        for i, view in enumerate(self._views):
+            self._show(i, view)
         self._note_versions()
 
     def _hide_values(self) -> None:
         """Show NaN, or a single parameter's copy."""
-        for param, nan in zip(self.params, self._placeholders, strict=True):
-            if owning_group(param) is self:
-                hide(param, nan)
+        for i in range(len(self.params)):
+            self._hide(i)
         self.show_single(self._single)
+
+    def _show(self, index: int, values: torch.Tensor) -> None:
+        if owning_group(self.params[index]) is self:
+            show(self.params[index], values)
+            for alias in self._aliases[index]:
+                show(alias, values)
+
+    def _hide(self, index: int) -> None:
+        if owning_group(self.params[index]) is self:
+            hide(self.params[index], self._placeholders[index])
+            for alias in self._aliases[index]:
+                hide(alias, self._placeholders[index])
 
     # -- reads of sharded parameters
 
@@ -539,7 +579,7 @@ class ParamGroup(NamedGroup):
         shows them.
         """
         self.residency.add(values.numel())
-        self._single[index] = values.view(self.layout.slots[index].shape)
+        self._single[index] = self._as_shown(index, values)
 
     def has_single(self, indices: Iterable[int]) -> bool:
         """Whether each of these parameters is unsharded on its own, outside of `full`."""
@@ -548,14 +588,15 @@ class ParamGroup(NamedGroup):
     def show_single(self, indices: Iterable[int]) -> None:
         """Have these parameters show what they were given by `add_single`."""
         for i in indices:
-            show(self.params[i], self._single[i])
+            self._show(i, self._single[i])
 
     def free_single(self, indices: Iterable[int]) -> None:
         """Undo `add_single` and `show_single`."""
         for i in indices:
-            self.residency.remove(self._single.pop(i).numel())
-            if self.state is not State.UNSHARDED and owning_group(self.params[i]) is self:
-                hide(self.params[i], self._placeholders[i])
+            del self._single[i]
+            self.residency.remove(self.layout.slots[i].numel)
+            if self.state is not State.UNSHARDED:
+                self._hide(i)
 
 
 @contextmanager

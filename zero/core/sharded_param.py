@@ -77,13 +77,15 @@ _nan_scalars: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of NaN that has `shape`.
+    """A tensor of NaN, or of the largest integer, that has `shape`.
 
     All placeholders of a dtype and device share one element: never write to it.
     """
     key = (dtype, device)
     if key not in _nan_scalars:
-        _nan_scalars[key] = torch.full((), float("nan"), dtype=dtype, device=device)
+        is_number = dtype.is_floating_point or dtype.is_complex
+        value = float("nan") if is_number else torch.iinfo(dtype).max
+        _nan_scalars[key] = torch.full((), value, dtype=dtype, device=device)
     return _nan_scalars[key].expand(shape)
 
 
