@@ -212,7 +212,7 @@ class ParamGroup(NamedGroup):
                 sharded_before = False
                 target.copy_(self._elements(param))
             else:
-                former.hand_over(param, target)
+                former.hand_over(param, target, self)
             for tensor in (param, *self._aliases[self.index[param]]):
                 set_owning_group(tensor, self)
                 nan = placeholder(
@@ -228,8 +228,11 @@ class ParamGroup(NamedGroup):
         return full
 
     @torch.no_grad()
-    def hand_over(self, param: nn.Parameter, target: torch.Tensor) -> None:
-        """Copy a parameter's values to `target` (1-D), for another group.
+    def hand_over(
+        self, param: nn.Parameter, target: torch.Tensor, to: ParamGroup | None = None
+    ) -> None:
+        """Copy a parameter's values to `target` (1-D), for another group: as bytes, if the group
+        `to` is packed.
 
         The last one frees this group's memory.
         """
@@ -239,7 +242,7 @@ class ParamGroup(NamedGroup):
                 self,
             )
         with self.unsharded():
-            target.copy_(self._elements(param))
+            target.copy_((to or self)._elements(param))
         self._handed_over += 1
         if self._handed_over < len(self.params):
             return

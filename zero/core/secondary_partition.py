@@ -65,6 +65,8 @@ class SecondaryPartitionGroup(ParamGroup):
         self.second = None
         super().move_weights(tier)
 
-    def hand_over(self, param: nn.Parameter, target: torch.Tensor) -> None:
-        super().hand_over(param, target)
+    def hand_over(
+        self, param: nn.Parameter, target: torch.Tensor, to: ParamGroup | None = None
+    ) -> None:
+        super().hand_over(param, target, to)
         self.second = None

@@ -268,10 +268,11 @@ class ShardedParameter(nn.Parameter):
 
 @cache
 def _sharded_class(plain: type) -> type:
+    # Libraries ask for a quantized parameter by the name of its class.
     return (
         ShardedParameter
         if plain is nn.Parameter
-        else type("ShardedParameter", (ShardedParameter, plain), {})
+        else type(plain.__name__, (ShardedParameter, plain), {})
     )
 
 
