@@ -187,6 +187,9 @@ class ParamGroup(NamedGroup):
         names = ", ".join(self.param_names[:2]) + ", ..." * (len(self.params) > 2)
         return f"group {self.name!r} (parameters {names})"
 
+    def __deepcopy__(self, memo: dict) -> None:
+        """A copy of a tensor has values of its own, and belongs to no group."""
+
     def describe(self) -> str:
         return (
             f"group {self.name!r} ({self.layout.numel} elements) is {self.state.name} with "

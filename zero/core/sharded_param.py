@@ -10,6 +10,7 @@ it uses two methods: `before_read`, and `unsharded` for copies."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, NoReturn, Protocol
@@ -259,11 +260,7 @@ class ShardedParameter(nn.Parameter):
         group = owning_group(self)
         assert group is not None
         with group.unsharded():
-            copied = nn.Parameter(
-                self.data.clone(memory_format=torch.contiguous_format), self.requires_grad
-            )
-        memo[id(self)] = copied
-        return copied
+            return copy.deepcopy(self, memo)  # as its own class does it
 
 
 @cache
