@@ -28,7 +28,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from zero.core.quantized_weights import is_quantized, quantized_tensors
+from zero.core.quantized_weights import LEAST_BYTES, is_quantized, quantized_tensors
+from zero.core.sharded_param import local
 from zero.errors import UsageError
 from zero.offload.pinned import round_up
 
@@ -126,10 +127,10 @@ class GroupPlan:
 
     `shared` marks a group whose parameters several modules own (tied weights). It is unsharded for
     each owner's call. `packed` marks a group of quantized tensors, which are moved as bytes;
-    `aliases` are other objects that show the same bytes as a parameter."""
+    `aliases` are other objects for the same bytes, by the tensor in `params`."""
 
     name: str
-    params: list[nn.Parameter] = field(default_factory=list)
+    params: list[torch.Tensor] = field(default_factory=list)
     param_names: list[str] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     persistent: bool = False
@@ -234,17 +235,20 @@ def plan_groups(
     model_persistence_threshold: int = sys.maxsize,
     sort_key: Mapping[nn.Parameter, int] | None = None,
     packed_too: bool = True,
+    buffers: bool | None = False,
 ) -> list[GroupPlan]:
-    """Assign every parameter of `model` to exactly one group, and the tensors of quantized layers.
+    """Assign every parameter of `model` to exactly one group, and the tensors of quantized layers
+    and large `buffers` (see `quantized_tensors`); those only if `packed_too`.
 
     A group is uniform in dtype and in `requires_grad`; one of quantized tensors has any dtypes.
     Parameters without elements are in none. Parameters of at most
     `persistence_threshold` elements go to the persistent groups, up to
-    `model_persistence_threshold` elements in all. Others go to the group of the block that contains
-    all of their owners, else to a stray group of the modules that own them. Experts that are packed
-    into 3-D parameters may be most of the model. So they are a stray group even inside a block,
-    unless it is a leaf. Within a group, parameters with equal `sort_key` (the index of the
-    optimizer's param group) lie next to each other."""
+    `model_persistence_threshold` elements in all. Quantized tensors do so only if they are tiny,
+    because the all-gather of their layer's codes can carry them. Others go to the group of the
+    block that contains all of their owners, else to a stray group of the modules that own them.
+    Experts that are packed into 3-D parameters may be most of the model. So they are a stray group
+    even inside a block, unless it is a leaf. Within a group, parameters with equal `sort_key` (the
+    index of the optimizer's param group) lie next to each other."""
     blocks = find_blocks(model)
     leaves = (module for module in model.modules() if getattr(module, LEAF_FLAG, False))
     in_leaves = {module for leaf in leaves for module in leaf.modules()}
@@ -260,7 +264,7 @@ def plan_groups(
     module_names: dict[nn.Module, str] = {}
     for module_name, module in model.named_modules():
         module_names[module] = module_name
-        packed = quantized_tensors(module)
+        packed = quantized_tensors(module, buffers)
         aliases |= {quantized.tensor: quantized.aliases for quantized in packed}
         own = [(quantized.name, quantized.tensor) for quantized in packed]
         for name, param in module.named_parameters(recurse=False):
@@ -286,6 +290,7 @@ def plan_groups(
         if (
             param.numel() <= persistence_threshold
             and persistent + param.numel() <= model_persistence_threshold
+            and not (is_packed and local(param).nbytes >= LEAST_BYTES)
         ):
             persistent += param.numel()
             key, plan = ("persistent", traits), GroupPlan("persistent", persistent=True)

@@ -34,6 +34,7 @@ from zero.comm.communicator import Communicator
 from zero.comm.fingerprint import NamedGroup
 from zero.comm.work import Pending
 from zero.core.layout import GroupLayout
+from zero.core.quantized_weights import wraps_tensors
 from zero.core.schedule import Residency
 from zero.core.sharded_param import (
     ReadHook,
@@ -79,6 +80,8 @@ class ParamGroup(NamedGroup):
         version: counts changes of the values.
         serial: order of creation, equal on all ranks.
         strict: a change of unsharded values that would be lost is an error.
+        packed: the parameters are frozen tensors of any dtypes, and elements of the group are their
+            bytes. Some are no `nn.Parameter`.
         source: the communicator that gathered `full`; it may quantize.
         initial_master: the slice as given, on `master_tier`, for an optimizer; or None.
     """
@@ -86,7 +89,7 @@ class ParamGroup(NamedGroup):
     def __init__(
         self,
         name: str,
-        params: Sequence[nn.Parameter],
+        params: Sequence[torch.Tensor],
         comm: Communicator,
         residency: Residency,
         *,
@@ -113,7 +116,16 @@ class ParamGroup(NamedGroup):
         self.source = comm
         self.residency = residency
         self.packed = packed
-        self._aliases = [(aliases or {}).get(param, ()) for param in self.params]
+        aliases = aliases or {}
+        self.index = {
+            tensor: i
+            for i, param in enumerate(self.params)
+            for tensor in (param, *aliases.get(param, ()))
+        }
+        self._aliases = [
+            [alias for alias in aliases.get(param, ()) if not wraps_tensors(alias)]
+            for param in self.params
+        ]
         self.dtype = torch.uint8 if packed else dtype or self.params[0].dtype
         self.trainable = self.params[0].requires_grad
         ranks = comm.shard_group
@@ -125,9 +137,7 @@ class ParamGroup(NamedGroup):
             ranks.size,
             replicated,
         )
-        # What the parameters look like; slots of a packed group are bytes.
-        self._shapes = [local(param).shape for param in self.params]
-        self._dtypes = [param.dtype if packed else self.dtype for param in self.params]
+        self._forms = [self._form(param) for param in self.params]
         self.shard_range = self.layout.shard_range(ranks.rank)
         self.pieces = self.layout.pieces(ranks.rank)
         self.tier = self.home = tier or Tier(comm.device)
@@ -137,11 +147,6 @@ class ParamGroup(NamedGroup):
         self.state = State.SHARDED
         self.users = 0
         self.version = 0
-        self.index = {
-            tensor: i
-            for i, param in enumerate(self.params)
-            for tensor in (param, *self._aliases[i])
-        }
         # Set by the optimizer that updates the shard; each all-gather waits for its updates.
         self.optimizer_shard: OptimizerShard | None = None
         self._read_hook: ReadHook | None = None
@@ -169,8 +174,7 @@ class ParamGroup(NamedGroup):
             del values
             self.full = torch.empty(self.layout.padded, dtype=self.dtype, device=comm.device)
         self._placeholders = [
-            placeholder(shape, dtype, self.full.device)
-            for shape, dtype in zip(self._shapes, self._dtypes, strict=True)
+            placeholder(form.shape, form.dtype, self.full.device) for form in self._forms
         ]
         # Copies of single parameters outside of `full`, by index; shown while the rest is sharded.
         self._single: dict[int, torch.Tensor] = {}
@@ -188,7 +192,7 @@ class ParamGroup(NamedGroup):
         return f"group {self.name!r} (parameters {names})"
 
     def __deepcopy__(self, memo: dict) -> None:
-        """A copy of a tensor has values of its own, and belongs to no group."""
+        """A copy of a tensor, which has copies of its attributes, belongs to no group."""
 
     def describe(self) -> str:
         return (
@@ -208,21 +212,22 @@ class ParamGroup(NamedGroup):
         source = self.dtype if self.packed else self.params[0].dtype
         full = torch.zeros(self.layout.padded, dtype=source, device=self.comm.device)
         sharded_before = True
-        for param, slot in zip(self.params, self.layout.slots, strict=True):
+        for i, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
             param.grad = None
             former, target = owning_group(param), full.narrow(0, slot.offset, slot.numel)
+            target = self.as_shown(i, target) if self.packed else target
             if former is None:
                 sharded_before = False
-                target.copy_(self._elements(param))
+                target.copy_(local(param).detach().reshape(target.shape))
             else:
-                former.hand_over(param, target, self)
-            for tensor in (param, *self._aliases[self.index[param]]):
+                former.hand_over(param, target)
+            nan = placeholder(local(param).shape, param.dtype, self.comm.device)
+            for tensor in (param, *self._aliases[i]):
                 set_owning_group(tensor, self)
-                nan = placeholder(
-                    local(param).shape, param.dtype if self.packed else source, self.comm.device
-                )
                 take_over(tensor, nan)
             _trimmer.freed_elements(slot.numel)
+        for tensor in self.index:
+            set_owning_group(tensor, self)
         if not sharded_before:
             if self.persistent:
                 self.comm.broadcast(full, src=0)
@@ -231,11 +236,8 @@ class ParamGroup(NamedGroup):
         return full
 
     @torch.no_grad()
-    def hand_over(
-        self, param: nn.Parameter, target: torch.Tensor, to: ParamGroup | None = None
-    ) -> None:
-        """Copy a parameter's values to `target` (1-D), for another group: as bytes, if the group
-        `to` is packed.
+    def hand_over(self, param: nn.Parameter, target: torch.Tensor) -> None:
+        """Copy a parameter's values to `target`, for another group.
 
         The last one frees this group's memory.
         """
@@ -245,7 +247,7 @@ class ParamGroup(NamedGroup):
                 self,
             )
         with self.unsharded():
-            target.copy_((to or self)._elements(param))
+            target.copy_(local(param).detach().reshape(target.shape))
         self._handed_over += 1
         if self._handed_over < len(self.params):
             return
@@ -258,14 +260,25 @@ class ParamGroup(NamedGroup):
         self.shard = self.shard.new_empty(0)
         self.full = self.full.new_empty(0)
 
-    def _elements(self, param: torch.Tensor) -> torch.Tensor:
-        """A parameter's elements as they lie in `full`, 1-D; it shows its values."""
-        flat = local(param).detach().reshape(-1)
-        return flat.view(self.dtype) if self.packed else flat
+    def _form(self, param: torch.Tensor) -> torch.Tensor:
+        """What `param` looks like while it shows its values, on the device "meta".
 
-    def _as_shown(self, index: int, elements: torch.Tensor) -> torch.Tensor:
-        """The inverse of `_elements`: what parameter number `index` shows, a view."""
-        return elements.view(self._dtypes[index]).view(self._shapes[index])
+        A packed tensor without gaps keeps its strides, for example of a transposed matrix, because
+        kernels depend on them."""
+        former = owning_group(param)
+        if self.packed and former is not None:
+            return former._forms[former.index[param]]
+        shown = local(param)
+        if self.packed:
+            return torch.empty_like(shown, device="meta")
+        return torch.empty(shown.shape, dtype=self.dtype, device="meta")
+
+    def as_shown(self, index: int, elements: torch.Tensor) -> torch.Tensor:
+        """What parameter number `index` shows: a view of its `elements` (1-D, as in `full`)."""
+        form = self._forms[index]
+        if not self.packed:
+            return elements.view(form.shape)
+        return elements.view(form.dtype).as_strided(form.shape, form.stride())
 
     def _own_slice(self, full: torch.Tensor) -> torch.Tensor:
         return full[slice(*self.shard_range)]
@@ -366,6 +379,11 @@ class ParamGroup(NamedGroup):
                 raise UsageError(
                     f"parameter {self.param_names[i]!r} had shape {tuple(view.shape)} and has got "
                     f"data of shape {tuple(values.shape)}: change shapes before zero.initialize"
+                )
+            if self.packed and values.dtype != view.dtype:
+                raise UsageError(
+                    f"{self.param_names[i]!r} holds codes of {view.dtype} and has got data of "
+                    f"{values.dtype}: change dtypes before zero.initialize"
                 )
             if values.untyped_storage().data_ptr() == view.untyped_storage().data_ptr():
                 raise UsageError(
@@ -535,7 +553,7 @@ class ParamGroup(NamedGroup):
     def _make_views(self) -> None:
         """From the next `_show_values` on, parameters are views of the present `full`."""
         self._views = [
-            self._as_shown(index, self.full.narrow(0, slot.offset, slot.numel))
+            self.as_shown(index, self.full.narrow(0, slot.offset, slot.numel))
             for index, slot in enumerate(self.layout.slots)
         ]
 
@@ -585,7 +603,7 @@ class ParamGroup(NamedGroup):
         shows them.
         """
         self.residency.add(values.numel())
-        self._single[index] = self._as_shown(index, values)
+        self._single[index] = self.as_shown(index, values)
 
     def has_single(self, indices: Iterable[int]) -> bool:
         """Whether each of these parameters is unsharded on its own, outside of `full`."""

@@ -84,9 +84,13 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
     """
     key = (dtype, device)
     if key not in _nan_scalars:
-        is_number = dtype.is_floating_point or dtype.is_complex
-        value = float("nan") if is_number else torch.iinfo(dtype).max
-        _nan_scalars[key] = torch.full((), value, dtype=dtype, device=device)
+        # Not `torch.full`, which lacks some dtypes of 8 bits. With all bits set a float is NaN.
+        bits = torch.full((dtype.itemsize,), 0xFF, dtype=torch.uint8, device="cpu")
+        if dtype == torch.bool:
+            bits[0] = 1
+        elif dtype.is_signed and not (dtype.is_floating_point or dtype.is_complex):
+            bits[-1] = 0x7F
+        _nan_scalars[key] = bits.view(dtype).view(()).to(device)
     return _nan_scalars[key].expand(shape)
 
 
@@ -194,7 +198,8 @@ class PlaceholderView(torch.Tensor):
             _refuse_access(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        if not _gives_view(func):
+        # `to` gives the tensor itself if it is there already.
+        if not _gives_view(func) or any(result is view for view in views):
             return result
 
         def as_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -243,7 +248,7 @@ class ShardedParameter(nn.Parameter):
         """`param.data = value`. `module.to(device)` assigns what `param.to` has given, which
         changes nothing.
         """
-        if isinstance(value, PlaceholderView) and value.dtype == self.dtype:
+        if value.data_ptr() == self.data_ptr() and value.dtype == self.dtype:
             return
         raise UsageError(
             f"parameter {self.param_name!r} is sharded over the ranks here, so that `param.data` "
@@ -252,20 +257,34 @@ class ShardedParameter(nn.Parameter):
             "change dtypes before zero.initialize"
         )
 
-    def __deepcopy__(self, memo: dict) -> nn.Parameter:
-        """An ordinary parameter with the values.
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        """An ordinary parameter with the values, or a tensor of another class with its attributes.
 
         Its group is unsharded for that: all ranks must copy alike.
         """
         group = owning_group(self)
         assert group is not None
         with group.unsharded():
-            return copy.deepcopy(self, memo)  # as its own class does it
+            values = self.data.clone()
+        kind = plain_class(self)
+        if type(values) is not torch.Tensor or kind is nn.Parameter:
+            memo[id(self)] = nn.Parameter(values, self.requires_grad)
+        else:
+            memo[id(self)] = torch.Tensor._make_subclass(kind, values, self.requires_grad)
+            own = {name: value for name, value in vars(self).items() if name != "_zero_group"}
+            vars(memo[id(self)]).update(copy.deepcopy(own, memo))
+        return memo[id(self)]
+
+
+def plain_class(tensor: torch.Tensor) -> type:
+    """The class that `tensor` has while it shows its values."""
+    kind = type(tensor)
+    return kind.__bases__[-1] if issubclass(kind, ShardedParameter) else kind
 
 
 @cache
 def _sharded_class(plain: type) -> type:
-    # Libraries ask for a quantized parameter by the name of its class.
+    """Its name is that of `plain`, because PEFT and transformers ask for the name "Params4bit"."""
     return (
         ShardedParameter
         if plain is nn.Parameter
@@ -275,8 +294,7 @@ def _sharded_class(plain: type) -> type:
 
 def show(param: nn.Parameter, values: torch.Tensor) -> None:
     """Make `values` (the shape of the parameter, or of its local part) what `param` shows."""
-    if isinstance(param, ShardedParameter):
-        param.__class__ = type(param).__bases__[-1]
+    param.__class__ = plain_class(param)
     if local(param) is param:
         param.data = values
     else:
