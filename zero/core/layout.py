@@ -24,6 +24,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import nn
@@ -126,11 +127,12 @@ class GroupPlan:
     """Which parameters form a group, and the modules whose forward needs them.
 
     `shared` marks a group whose parameters several modules own (tied weights). It is unsharded for
-    each owner's call. `packed` marks a group of quantized tensors, which are moved as bytes;
-    `aliases` are other objects for the same bytes, by the tensor in `params`."""
+    each owner's call. `packed` marks a group of quantized tensors, which are moved as bytes, and of
+    which not all are an `nn.Parameter`; `aliases` are other objects for the same bytes, by the
+    tensor in `params`."""
 
     name: str
-    params: list[torch.Tensor] = field(default_factory=list)
+    params: list[nn.Parameter] = field(default_factory=list)
     param_names: list[str] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     persistent: bool = False
@@ -258,15 +260,15 @@ def plan_groups(
             if module in in_leaves or not packs_experts(module):
                 block_of.setdefault(module, block)
 
-    owners: dict[torch.Tensor, list[nn.Module]] = {}
-    names: dict[torch.Tensor, str] = {}
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    names: dict[nn.Parameter, str] = {}
     aliases: dict[torch.Tensor, list[torch.Tensor]] = {}
     module_names: dict[nn.Module, str] = {}
     for module_name, module in model.named_modules():
         module_names[module] = module_name
         packed = quantized_tensors(module, buffers)
-        aliases |= {quantized.tensor: quantized.aliases for quantized in packed}
-        own = [(quantized.name, quantized.tensor) for quantized in packed]
+        aliases |= {each.tensor: each.aliases for each in packed}
+        own = [(each.name, cast(nn.Parameter, each.tensor)) for each in packed]
         for name, param in module.named_parameters(recurse=False):
             if param not in aliases and not is_quantized(param):
                 own.append((name, param))

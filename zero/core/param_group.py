@@ -89,7 +89,7 @@ class ParamGroup(NamedGroup):
     def __init__(
         self,
         name: str,
-        params: Sequence[torch.Tensor],
+        params: Sequence[nn.Parameter],
         comm: Communicator,
         residency: Residency,
         *,
@@ -236,7 +236,7 @@ class ParamGroup(NamedGroup):
         return full
 
     @torch.no_grad()
-    def hand_over(self, param: nn.Parameter, target: torch.Tensor) -> None:
+    def hand_over(self, param: torch.Tensor, target: torch.Tensor) -> None:
         """Copy a parameter's values to `target`, for another group.
 
         The last one frees this group's memory.

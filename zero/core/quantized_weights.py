@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -130,7 +130,7 @@ def reachable(
     items: Mapping = {}
     if isinstance(value, torch.Tensor):
         if wraps_tensors(value):
-            inner, _ = value.__tensor_flatten__()
+            inner, _ = cast(Any, value).__tensor_flatten__()
             items = {key: getattr(value, key) for key in inner}
         else:
             yield name, value

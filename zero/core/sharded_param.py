@@ -33,7 +33,7 @@ def owning_group(param: torch.Tensor) -> ParamGroup | None:
     return getattr(param, "_zero_group", None)
 
 
-def set_owning_group(param: nn.Parameter, group: ParamGroup | None) -> None:
+def set_owning_group(param: torch.Tensor, group: ParamGroup | None) -> None:
     vars(param)["_zero_group"] = group
 
 
@@ -292,7 +292,7 @@ def _sharded_class(plain: type) -> type:
     )
 
 
-def show(param: nn.Parameter, values: torch.Tensor) -> None:
+def show(param: torch.Tensor, values: torch.Tensor) -> None:
     """Make `values` (the shape of the parameter, or of its local part) what `param` shows."""
     param.__class__ = plain_class(param)
     if local(param) is param:
@@ -303,7 +303,7 @@ def show(param: nn.Parameter, values: torch.Tensor) -> None:
         param._local_tensor = values.data  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def take_over(param: nn.Parameter, nan: torch.Tensor) -> None:
+def take_over(param: torch.Tensor, nan: torch.Tensor) -> None:
     """Make an ordinary parameter, whatever device it is on, show the placeholder `nan`.
 
     It must not be in any graph.
@@ -311,14 +311,13 @@ def take_over(param: nn.Parameter, nan: torch.Tensor) -> None:
     if local(param) is param and not torch._has_compatible_shallow_copy_type(param, nan):
         # `param.data` cannot change to a device that torch does not have itself (PrivateUse1). The
         # object stays.
-        fresh = nn.Parameter(nan, param.requires_grad)
-        fresh.__class__ = type(param)
+        fresh = torch.Tensor._make_subclass(type(param), nan, param.requires_grad)
         vars(fresh).update(vars(param))
         torch.utils.swap_tensors(param, fresh)
     show(param, nan)
 
 
-def hide(param: nn.Parameter, nan: torch.Tensor) -> None:
+def hide(param: torch.Tensor, nan: torch.Tensor) -> None:
     """Make `param` show the placeholder `nan`, and notice its reads."""
     show(param, nan)
     param.__class__ = _sharded_class(type(param))
