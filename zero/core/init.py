@@ -99,12 +99,15 @@ class Init:
         if not self.enabled:
             return
         offload, aio, self.strict = OffloadConfig(), AioConfig(), False
+        # Which buffers `shard_loaded` takes, as `quantized_tensors` says.
+        self.buffers: bool | None = None
         self.comm = comm.communicator()
         if source is not None:
             settings = load_config(source, allow_auto=True)
             if dtype is None and settings.compute_dtype != torch.float32:
                 self.dtype = settings.compute_dtype
             self.strict = settings.zero_optimization.enable_sanity_checks
+            self.buffers = settings.zero_optimization.stage3_shard_buffers
             self.comm = self.comm.within(
                 settings.zero_optimization.shards_over(self.comm.world_size)
             )
@@ -191,7 +194,7 @@ class Init:
         Returns the groups: one of all its quantized tensors, one for each other parameter."""
         packed = {
             quantized.name: quantized
-            for quantized in quantized_tensors(module)
+            for quantized in quantized_tensors(module, self.buffers)
             if owning_group(quantized.tensor) is None
         }
         tensors = {name: quantized.tensor for name, quantized in packed.items()}
@@ -234,7 +237,7 @@ class Init:
         )
 
     def _make_group(
-        self, names: Sequence[str], params: Sequence[nn.Parameter], **options: Any
+        self, names: Sequence[str], params: Sequence[Any], **options: Any
     ) -> ParamGroup:
         return ParamGroup(
             names[0],

@@ -1,15 +1,16 @@
 """Shards a quantized model while transformers loads it, so that no rank ever holds all of it.
 
 transformers builds no quantized model under `deepspeed.zero.Init`. It builds it on the meta device,
-and its loader assigns one complete parameter after another, in the order of their names. torch
-calls a hook before each assignment: there the parameter is sharded, together with the scales and
+and its loader assigns one complete parameter or buffer after another, in the order of their names.
+torch calls a hook before each assignment: there the tensor is sharded, together with the scales and
 codebooks that decode it. Nothing is patched.
 
 [Note: reads before zero.initialize] A script may do anything with a loaded model: cast its norms,
 generate, resize its embeddings, save it. No hook of an engine gathers for it yet. So a read of a
-sharded parameter gathers its group, and the groups read last stay unsharded. Once others have been
-read, a group is sharded again: with the values that the script has written to it meanwhile, or anew
-if the script has given it other data. All ranks must run such code alike."""
+sharded tensor gathers its group, and the groups read last stay unsharded. Once others have been
+read, or by `zero.initialize`, a group is sharded again: with the values that the script has written
+to it meanwhile, or anew if the script has given it other data. All ranks must run such code alike.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from zero.core.init import Init
 from zero.core.param_group import ParamGroup, State
@@ -33,11 +37,6 @@ from zero.core.sharded_param import owning_group, set_owning_group
 KEPT_AFTER_READS = 8
 
 
-def shard_quantized_models() -> None:
-    """From now on shard every quantized model that `from_pretrained` loads at stage 3."""
-    register_module_parameter_registration_hook(_Loading().parameter_registered)
-
-
 def _stage3_config() -> dict[str, Any] | None:
     """The configuration of the `HfDeepSpeedConfig` that is alive, if it has stage 3."""
     integration = sys.modules.get("transformers.integrations.deepspeed")
@@ -46,21 +45,21 @@ def _stage3_config() -> dict[str, Any] | None:
     return integration.deepspeed_config()
 
 
-def _is_loaded(module: nn.Module, name: str, param: nn.Parameter) -> bool:
-    """Whether a loader is about to assign the complete `param` to `module.name`.
+def _is_loaded(former: torch.Tensor | None, tensor: torch.Tensor, module: nn.Module) -> bool:
+    """Whether a loader is about to assign the complete `tensor` to an attribute of `module`, which
+    was `former`.
 
-    transformers marks a parameter before it puts it in the place of one on the meta device. torchao
+    transformers marks a tensor before it puts it in the place of one on the meta device. torchao
     puts a quantized one in the place of the weight, before transformers marks the module."""
-    if owning_group(param) is not None or isinstance(param, DTensor):
+    if owning_group(tensor) is not None or isinstance(tensor, DTensor):
         return False
-    former = module._parameters.get(name)
     if former is not None and former.is_meta:
-        return hasattr(param, "_is_hf_initialized")
-    return is_quantized(param) and not hasattr(module, "_is_hf_initialized")
+        return hasattr(tensor, "_is_hf_initialized")
+    return is_quantized(tensor) and not hasattr(module, "_is_hf_initialized")
 
 
 class _Loading:
-    """Shards parameters as the loader assigns them, and gathers those that are read before
+    """Shards tensors as the loader assigns them, and gathers those that are read before
     `zero.initialize`.
     """
 
@@ -74,18 +73,40 @@ class _Loading:
         self, module: nn.Module, name: str, param: nn.Parameter | None
     ) -> None:
         """torch calls this before it assigns `param` to `module.name`."""
+        self._registered(module, module._parameters, name, param)
+
+    def buffer_registered(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+        """torch calls this before it assigns `buffer` to `module.name`."""
+        former = module._buffers.get(name)
+        if former is not None and former.is_meta:
+            self._registered(module, module._buffers, name, buffer)
+
+    def _registered(
+        self,
+        module: nn.Module,
+        tensors: dict[str, Any],
+        name: str,
+        tensor: torch.Tensor | None,
+    ) -> None:
         config = _stage3_config()
-        if config is None or param is None or Init.is_active():
+        if config is None or tensor is None or Init.is_active():
             return
-        if param.is_meta:
+        if tensor.is_meta:
             # A quantized model is being built. Threads of transformers would read its checkpoint
-            # much faster than the ranks shard one parameter after another.
+            # much faster than the ranks shard one tensor after another.
             os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
-        elif _is_loaded(module, name, param):
+        elif _is_loaded(tensors.get(name), tensor, module):
             if config is not self._config:
                 self._config, self._init = config, Init(config_dict_or_path=config)
-            module._parameters[name] = param  # as torch does next
+            tensors[name] = tensor  # as torch does next
             self._shard(module)
+
+    def settle(self) -> None:
+        """Shard all again that was read."""
+        for group in list(self._kept):
+            self._shard_again_if_replaced(group)
+        for group in list(self._kept):
+            self._reshard(group)
 
     def _shard(self, module: nn.Module) -> None:
         assert self._init is not None
@@ -139,3 +160,14 @@ def _is_replaced(param: torch.Tensor, view: torch.Tensor) -> bool:
         view.dtype,
         view.shape,
     )
+
+
+_loading = _Loading()
+# Shards again what a script has read of the models loaded so far; all ranks must call it.
+settle = _loading.settle
+
+
+def shard_quantized_models() -> None:
+    """From now on shard every quantized model that `from_pretrained` loads at stage 3."""
+    register_module_parameter_registration_hook(_loading.parameter_registered)
+    register_module_buffer_registration_hook(_loading.buffer_registered)
