@@ -26,10 +26,17 @@ from zero.core.gathering import Gathering
 from zero.core.layout import GroupPlan, plan_groups
 from zero.core.micro_batches import MicroBatches
 from zero.core.param_group import ParamGroup
+from zero.core.quantized_weights import (
+    LEAST_BYTES,
+    is_quantized,
+    quantized_tensors,
+    reachable,
+    wraps_tensors,
+)
 from zero.core.reduction import GradientReducer
 from zero.core.schedule import Residency, Schedule
 from zero.core.secondary_partition import SecondaryPartitionGroup
-from zero.core.sharded_param import cut_of, local
+from zero.core.sharded_param import cut_of, local, owning_group
 from zero.device import is_accelerator
 from zero.errors import UsageError
 from zero.offload.tiers import Tier
@@ -107,9 +114,19 @@ def make_groups(
             f"parameter {odd[0]!r} is complex: keep its real and imaginary part as one real "
             "parameter (torch.view_as_real), and call torch.view_as_complex in forward"
         )
+    _refuse_formats(model)
     # Below stage 3 nothing is gathered for use; a group is what one reduction takes.
     threshold = zero.stage3_param_persistence_threshold if zero.stage == 3 else 0
-    plans = plan_groups(model, threshold, zero.stage3_model_persistence_threshold, group_of)
+    plans = plan_groups(
+        model,
+        threshold,
+        zero.stage3_model_persistence_threshold,
+        group_of,
+        packed_too=zero.stage == 3,
+        buffers=_sharded_buffers(model, zero),
+    )
+    if zero.stage == 3:
+        _keep_formats(model)
     for param in () if dtype is None else model.parameters():
         if param.numel() == 0 and param.is_floating_point():
             param.data = param.data.to(
@@ -133,6 +150,8 @@ def make_groups(
             comm,
             residency,
             dtype=dtype,
+            packed=plan.packed,
+            aliases=plan.aliases,
             tier=tier,
             master_tier=masters if any(param in group_of for param in plan.params) else None,
             param_names=plan.param_names,
@@ -144,6 +163,85 @@ def make_groups(
         )
         for plan, tier in zip(plans, tiers, strict=True)
     ]
+
+
+def _sharded_buffers(model: nn.Module, zero: ZeroConfig) -> bool | None:
+    """Which buffers are sharded, as `quantized_tensors` takes it."""
+    if zero.stage < 3 or zero.stage3_shard_buffers is not None:
+        return zero.stage == 3 and zero.stage3_shard_buffers
+    # transformers says so of the model, which an adapter may wrap.
+    is_quantized = any(getattr(module, "is_quantized", False) is True for module in model.modules())
+    return None if is_quantized else False
+
+
+def _refuse_formats(model: nn.Module) -> None:
+    """Raise UsageError for parameters that cannot be kept as they are."""
+    for name, param in model.named_parameters():
+        if param.requires_grad and wraps_tensors(param):
+            raise UsageError(
+                f"parameter {name!r} is a {type(param).__name__}, whose values are in other "
+                "tensors, so that an optimizer cannot update them in shards: freeze it, and train "
+                "an adapter such as LoRA"
+            )
+        if param.layout is not torch.strided:
+            raise UsageError(
+                f"parameter {name!r} has the layout {param.layout}, which cannot be cut into "
+                "shards: convert it with to_dense()"
+            )
+    for name, module in model.named_modules():
+        meta = getattr(module, "meta", None)
+        if isinstance(meta, Mapping) and meta.get("view_as_float"):
+            raise UsageError(
+                f"layer {name!r} shows its codes as floating-point numbers, which a change of the "
+                "dtype would round: quantize with view_as_float=False"
+            )
+
+
+def _keep_formats(model: nn.Module) -> None:
+    """bitsandbytes' forward in eval mode repacks weights for some CPUs. Sharded ones stay."""
+    for module in cast(Any, model).modules():
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            module.support_avx512bf16_for_cpu = False
+
+
+def describe_quantized(model: nn.Module, settings: Config, ranks: int) -> str:
+    """Lines for the table at the start: what quantized weights take on each rank, and what of them
+    is not sharded. `ranks`: over how many they are cut.
+    """
+    zero = settings.zero_optimization
+    buffers = _sharded_buffers(model, zero)
+    sharded: dict[torch.Tensor, int] = {}
+    whole: dict[torch.Tensor, str] = {}
+    for prefix, module in model.named_modules():
+        params = dict(module.named_parameters(recurse=False))
+        found = quantized_tensors(module, buffers)
+        known = {tensor for each in found for tensor in (each.tensor, *each.aliases)}
+        sharded |= {each.tensor: local(each.tensor).nbytes for each in found}
+        for name, value in (vars(module) | params | module._buffers).items():
+            if isinstance(value, torch.ScriptObject):
+                whole[torch.empty(0)] = f"{prefix}.{name}"
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            for path, tensor in reachable(value, f"{prefix}.{name}".lstrip(".")):
+                is_code = bool(found) or is_quantized(tensor)
+                is_ours = tensor in known or name in params or owning_group(tensor) is not None
+                if is_code and not is_ours and tensor.nbytes >= LEAST_BYTES:
+                    whole[tensor] = path
+    nbytes = sum(sharded.values())
+    if not sharded and not whole:
+        return ""
+    share = f"{-(-nbytes // ranks):,} on each of {ranks} ranks"
+    if zero.stage < 3:
+        share = "all of them on every rank, because only stage 3 shards weights"
+    lines = [f"quantized weights take {nbytes:,} bytes, {share}"] if sharded else []
+    if whole:
+        names, cost = list(whole.values()), sum(tensor.nbytes for tensor in whole)
+        lines.append(
+            f"not sharded: {names[0]!r}"
+            + f" and {len(names) - 1} more" * (len(names) > 1)
+            + f", {cost:,} bytes on every rank"
+        )
+    return "".join(f"\n{line}" for line in lines)
 
 
 def _tiers(plans: Sequence[GroupPlan], settings: Config, comm: Communicator) -> list[Tier]:
@@ -163,12 +261,14 @@ def _tiers(plans: Sequence[GroupPlan], settings: Config, comm: Communicator) -> 
 
 
 def place_buffers(model: nn.Module, comm: Communicator, dtype: torch.dtype | None = None) -> None:
-    """Move buffers to the compute device, with rank 0's values everywhere.
+    """Move buffers that are not sharded to the compute device, with rank 0's values everywhere.
 
     `dtype`: of the floating-point ones; None: they keep theirs.
     """
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
+            if owning_group(buffer) is not None:
+                continue
             placed = buffer.to(comm.device, dtype if buffer.is_floating_point() else None)
             if placed.numel():
                 placed = placed.contiguous()

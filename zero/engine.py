@@ -96,7 +96,12 @@ class ZeroEngine(Accumulation, nn.Module):
         self.comm = comm
         self.config = settings.origin.raw
         if comm.job.rank == 0:
-            announce(settings, build.describe_optimizer(optimizer, settings))
+            ranks = settings.zero_optimization.shards_over(comm.world_size)
+            announce(
+                settings,
+                build.describe_optimizer(optimizer, settings)
+                + build.describe_quantized(model, settings, ranks),
+            )
             for old, new in settings.origin.renamed:
                 logger.warning("%s is an old name of %s", old, new)
         if settings.watchdog_timeout is not None:

@@ -197,9 +197,12 @@ class CompressedCommunicator:
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, group: NamedGroup | None = None
     ) -> Pending:
-        """As `Communicator.all_gather`, but `full` gets rounded values, also this rank's own."""
-        if not (
-            self._weights or (self._frozen_weights and group is not None and not group.trainable)
+        """As `Communicator.all_gather`, but `full` gets rounded values, also this rank's own. Bytes
+        of weights that are codes already are gathered as they are.
+        """
+        is_frozen = group is not None and not group.trainable
+        if not full.is_floating_point() or not (
+            self._weights or (self._frozen_weights and is_frozen)
         ):
             return self._comm.all_gather(full, shard, group)
         ranks, n = self.shard_group, shard.numel()

@@ -89,6 +89,12 @@ class ZeroConfig(Section):
             `from_pretrained` loads.
             - false: `save_model` does not write the complete weights. `zero consolidate` makes them
               from a checkpoint.
+        stage3_shard_buffers: Shard large buffers that no forward changes, as frozen weights are.
+            GPTQ, AWQ and others keep packed weights in buffers. Default: the buffers of quantized
+            layers, if transformers has quantized the model. Not in DeepSpeed.
+            - true: All buffers of at least 2,048 bytes are sharded. A forward that writes to one is
+              an error.
+            - false: Every process has all buffers.
         mics_shard_size: Hybrid sharding (MiCS): shard over groups of this many consecutive
             processes, such as those of one machine. Each group holds all shards, and gradients are
             averaged over the groups. -1 or 0: shard over all processes.
@@ -145,6 +151,7 @@ class ZeroConfig(Section):
     stage3_gather_16bit_weights_on_model_save: bool = key(
         False, needs=_STAGE_3, auto="accelerate's zero3_save_16bit_model"
     )
+    stage3_shard_buffers: bool | None = key(None, needs=_STAGE_3)
     leaf_module: LeafModuleConfig | None = key(None, needs=_STAGE_3)
     mics_shard_size: Annotated[int, Field(ge=-1, le=sys.maxsize), WHOLE] = -1
     zero_hpz_partition_size: Count = key(1, needs=_STAGE_3)

@@ -24,7 +24,7 @@ from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 # The digest is compared in fp64 with its square, so it has few bits.
 _DIGESTS = 1 << 22
 
@@ -134,6 +134,13 @@ class ForwardWrites:
         return True
 
     def _keep(self, group: ParamGroup, written: Sequence[int]) -> None:
+        if group.packed:
+            raise UsageError(
+                f"{group.param_names[written[0]]!r} was changed, and quantized weights and sharded "
+                "buffers must stay as they are: change it between two steps inside of "
+                "zero.GatheredParameters(param, modifier_rank=0), or, if it is a buffer, set "
+                "zero_optimization.stage3_shard_buffers to false"
+            )
         if group.comm.model is not None:
             raise UsageError(
                 f"parameter {group.param_names[written[0]]!r} was changed in place, which cannot "

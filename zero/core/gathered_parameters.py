@@ -78,7 +78,9 @@ class GatheredParameters:
         asked: dict[ParamGroup, set[int]] = {}
         for param in params if enabled else ():
             if (group := owning_group(param)) is not None:
-                asked.setdefault(group, set()).add(group.index[param])
+                # Tensors of a packed group decode each other.
+                indices = range(len(group.params)) if group.packed else [group.index[param]]
+                asked.setdefault(group, set()).update(indices)
         # In order of creation, which is the same on all ranks; that of `params` may not be (HF
         # passes sets).
         self.asked = {

@@ -6,7 +6,8 @@ This file knows nothing of engines, hooks or optimizers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from zero.comm.consistency import require_same
 from zero.config import AioConfig, OffloadConfig, load_config
 from zero.config.load import Source
 from zero.core.param_group import ParamGroup
+from zero.core.quantized_weights import is_quantized, quantized_tensors
 from zero.core.schedule import Residency
 from zero.core.sharded_param import owning_group, written_by
 from zero.errors import UsageError
@@ -97,12 +99,15 @@ class Init:
         if not self.enabled:
             return
         offload, aio, self.strict = OffloadConfig(), AioConfig(), False
+        # Which buffers `shard_loaded` takes, as `quantized_tensors` says.
+        self.buffers: bool | None = None
         self.comm = comm.communicator()
         if source is not None:
             settings = load_config(source, allow_auto=True)
             if dtype is None and settings.compute_dtype != torch.float32:
                 self.dtype = settings.compute_dtype
             self.strict = settings.zero_optimization.enable_sanity_checks
+            self.buffers = settings.zero_optimization.stage3_shard_buffers
             self.comm = self.comm.within(
                 settings.zero_optimization.shards_over(self.comm.world_size)
             )
@@ -122,6 +127,16 @@ class Init:
         self._seen: list[weakref.ref[nn.Module]] = []
         if module is not None:
             self._shard_tree(module)
+
+    @property
+    def shards_nothing(self) -> bool:
+        """Whether each parameter would stay as it is: on one rank, without offload."""
+        return self.comm.shard_group.size == 1 and self.tier == Tier(self.comm.device)
+
+    @staticmethod
+    def is_active() -> bool:
+        """Whether the program is inside of such a context."""
+        return Init._active is not None
 
     def __enter__(self) -> Init:
         if not self.enabled:
@@ -168,7 +183,41 @@ class Init:
             self._shard_own(module)
 
     def _shard_own(self, module: nn.Module) -> None:
+        own = self._ordinary(module)
+        self._require_same(module, own)
+        for name, param in own.items():
+            self._make_group([name], [param], dtype=self.dtype)
+
+    def shard_loaded(self, module: nn.Module) -> list[ParamGroup]:
+        """Shard what `module` itself has, quantized or not, as it is.
+
+        Returns the groups: one of all its quantized tensors, one for each other parameter."""
+        packed = {
+            quantized.name: quantized
+            for quantized in quantized_tensors(module, self.buffers)
+            if owning_group(quantized.tensor) is None
+        }
+        tensors = {name: quantized.tensor for name, quantized in packed.items()}
         own = {
+            name: param
+            for name, param in self._ordinary(module).items()
+            if name not in packed and not is_quantized(param)
+        }
+        self._require_same(module, tensors | own)
+        groups = [
+            self._make_group([name], [param], modules=[module]) for name, param in own.items()
+        ]
+        if packed:
+            options = {
+                "modules": [module],
+                "packed": True,
+                "aliases": {quantized.tensor: quantized.aliases for quantized in packed.values()},
+            }
+            groups.append(self._make_group(list(tensors), list(tensors.values()), **options))
+        return groups
+
+    def _ordinary(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        return {
             name: param
             for name, param in module.named_parameters(recurse=False)
             if owning_group(param) is None
@@ -176,18 +225,27 @@ class Init:
             and param.numel()
             and not param.is_meta
         }
-        if own:
-            shapes = {name: f"{tuple(param.shape)} {param.dtype}" for name, param in own.items()}
-            kind = type(module).__name__
-            require_same(
-                self.comm,
-                {f"parameter {name} of a {kind}": shape for name, shape in shapes.items()},
-            )
-        for name, param in own.items():
-            options = {
-                "dtype": self.dtype,
-                "tier": self.tier,
-                "param_names": [name],
-                "strict": self.strict,
-            }
-            ParamGroup(name, [param], self.comm, self.residency, **options)
+
+    def _require_same(self, module: nn.Module, own: Mapping[str, torch.Tensor]) -> None:
+        if not own:
+            return
+        shapes = {name: f"{tuple(param.shape)} {param.dtype}" for name, param in own.items()}
+        kind = type(module).__name__
+        require_same(
+            self.comm,
+            {f"parameter {name} of a {kind}": shape for name, shape in shapes.items()},
+        )
+
+    def _make_group(
+        self, names: Sequence[str], params: Sequence[Any], **options: Any
+    ) -> ParamGroup:
+        return ParamGroup(
+            names[0],
+            params,
+            self.comm,
+            self.residency,
+            tier=self.tier,
+            param_names=names,
+            strict=self.strict,
+            **options,
+        )

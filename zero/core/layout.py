@@ -24,10 +24,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import nn
 
+from zero.core.quantized_weights import LEAST_BYTES, is_quantized, quantized_tensors
+from zero.core.sharded_param import local
 from zero.errors import UsageError
 from zero.offload.pinned import round_up
 
@@ -124,7 +127,9 @@ class GroupPlan:
     """Which parameters form a group, and the modules whose forward needs them.
 
     `shared` marks a group whose parameters several modules own (tied weights). It is unsharded for
-    each owner's call."""
+    each owner's call. `packed` marks a group of quantized tensors, which are moved as bytes, and of
+    which not all are an `nn.Parameter`; `aliases` are other objects for the same bytes, by the
+    tensor in `params`."""
 
     name: str
     params: list[nn.Parameter] = field(default_factory=list)
@@ -132,6 +137,8 @@ class GroupPlan:
     modules: list[nn.Module] = field(default_factory=list)
     persistent: bool = False
     shared: bool = False
+    packed: bool = False
+    aliases: dict[torch.Tensor, list[torch.Tensor]] = field(default_factory=dict)
 
 
 # Attributes of modules. The functions of `zero.integrations.deepspeed.leaf` and
@@ -229,16 +236,21 @@ def plan_groups(
     persistence_threshold: int,
     model_persistence_threshold: int = sys.maxsize,
     sort_key: Mapping[nn.Parameter, int] | None = None,
+    packed_too: bool = True,
+    buffers: bool | None = False,
 ) -> list[GroupPlan]:
-    """Assign every floating-point parameter of `model` to exactly one group.
+    """Assign every parameter of `model` to exactly one group, and the tensors of quantized layers
+    and large `buffers` (see `quantized_tensors`); those only if `packed_too`.
 
-    A group is uniform in dtype and in `requires_grad`. Parameters of at most
+    A group is uniform in dtype and in `requires_grad`; one of quantized tensors has any dtypes.
+    Parameters without elements are in none. Parameters of at most
     `persistence_threshold` elements go to the persistent groups, up to
-    `model_persistence_threshold` elements in all. Others go to the group of the block that contains
-    all of their owners, else to a stray group of the modules that own them. Experts that are packed
-    into 3-D parameters may be most of the model. So they are a stray group even inside a block,
-    unless it is a leaf. Within a group, parameters with equal `sort_key` (the index of the
-    optimizer's param group) lie next to each other."""
+    `model_persistence_threshold` elements in all. Quantized tensors do so only if they are tiny,
+    because the all-gather of their layer's codes can carry them. Others go to the group of the
+    block that contains all of their owners, else to a stray group of the modules that own them.
+    Experts that are packed into 3-D parameters may be most of the model. So they are a stray group
+    even inside a block, unless it is a leaf. Within a group, parameters with equal `sort_key` (the
+    index of the optimizer's param group) lie next to each other."""
     blocks = find_blocks(model)
     leaves = (module for module in model.modules() if getattr(module, LEAF_FLAG, False))
     in_leaves = {module for leaf in leaves for module in leaf.modules()}
@@ -250,10 +262,17 @@ def plan_groups(
 
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     names: dict[nn.Parameter, str] = {}
+    aliases: dict[torch.Tensor, list[torch.Tensor]] = {}
     module_names: dict[nn.Module, str] = {}
     for module_name, module in model.named_modules():
         module_names[module] = module_name
+        packed = quantized_tensors(module, buffers)
+        aliases |= {each.tensor: each.aliases for each in packed}
+        own = [(each.name, cast(nn.Parameter, each.tensor)) for each in packed]
         for name, param in module.named_parameters(recurse=False):
+            if param not in aliases and not is_quantized(param):
+                own.append((name, param))
+        for name, param in own:
             owners.setdefault(param, []).append(module)
             names.setdefault(param, f"{module_name}.{name}" if module_name else name)
     for module in list(module_names):
@@ -264,14 +283,16 @@ def plan_groups(
     plans: dict[Hashable, GroupPlan] = {}
     persistent = 0
     for param, owned_by in owners.items():
-        if not param.is_floating_point() or param.numel() == 0:
+        is_packed = param in aliases
+        if param.numel() == 0 or (is_packed and not packed_too):
             continue
-        traits = (param.dtype, param.requires_grad)
+        traits = ("packed",) if is_packed else (param.dtype, param.requires_grad)
         homes = {block_of.get(module) for module in owned_by}
         home = next(iter(homes)) if len(homes) == 1 else None
         if (
             param.numel() <= persistence_threshold
             and persistent + param.numel() <= model_persistence_threshold
+            and not (is_packed and local(param).nbytes >= LEAST_BYTES)
         ):
             persistent += param.numel()
             key, plan = ("persistent", traits), GroupPlan("persistent", persistent=True)
@@ -283,7 +304,11 @@ def plan_groups(
         else:
             key = (tuple(owned_by), traits)
             plan = GroupPlan(names[param], modules=list(owned_by), shared=len(owned_by) > 1)
-        plans.setdefault(key, plan).params.append(param)
+        plan = plans.setdefault(key, plan)
+        plan.params.append(param)
+        if is_packed:
+            plan.packed = True
+            plan.aliases[param] = aliases[param]
 
     for plan in plans.values():
         if sort_key is not None:

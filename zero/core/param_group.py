@@ -21,7 +21,7 @@ storage. They are valid again whenever backward unshards the group."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -34,6 +34,7 @@ from zero.comm.communicator import Communicator
 from zero.comm.fingerprint import NamedGroup
 from zero.comm.work import Pending
 from zero.core.layout import GroupLayout
+from zero.core.quantized_weights import wraps_tensors
 from zero.core.schedule import Residency
 from zero.core.sharded_param import (
     ReadHook,
@@ -79,6 +80,8 @@ class ParamGroup(NamedGroup):
         version: counts changes of the values.
         serial: order of creation, equal on all ranks.
         strict: a change of unsharded values that would be lost is an error.
+        packed: the parameters are frozen tensors of any dtypes, and elements of the group are their
+            bytes. Some are no `nn.Parameter`.
         source: the communicator that gathered `full`; it may quantize.
         initial_master: the slice as given, on `master_tier`, for an optimizer; or None.
     """
@@ -99,6 +102,8 @@ class ParamGroup(NamedGroup):
         shared: bool = False,
         replicated: bool = False,
         strict: bool = False,
+        packed: bool = False,
+        aliases: Mapping[torch.Tensor, Sequence[torch.Tensor]] | None = None,
     ):
         self.serial = next(comm.serials)
         self.name = name
@@ -110,12 +115,29 @@ class ParamGroup(NamedGroup):
         self.comm = comm
         self.source = comm
         self.residency = residency
-        self.dtype = dtype or self.params[0].dtype
+        self.packed = packed
+        aliases = aliases or {}
+        self.index = {
+            tensor: i
+            for i, param in enumerate(self.params)
+            for tensor in (param, *aliases.get(param, ()))
+        }
+        self._aliases = [
+            [alias for alias in aliases.get(param, ()) if not wraps_tensors(alias)]
+            for param in self.params
+        ]
+        self.dtype = torch.uint8 if packed else dtype or self.params[0].dtype
         self.trainable = self.params[0].requires_grad
         ranks = comm.shard_group
         self.layout = GroupLayout(
-            [local(param).shape for param in self.params], ranks.size, replicated
+            [
+                torch.Size([local(param).nbytes]) if packed else local(param).shape
+                for param in self.params
+            ],
+            ranks.size,
+            replicated,
         )
+        self._forms = [self._form(param) for param in self.params]
         self.shard_range = self.layout.shard_range(ranks.rank)
         self.pieces = self.layout.pieces(ranks.rank)
         self.tier = self.home = tier or Tier(comm.device)
@@ -125,7 +147,6 @@ class ParamGroup(NamedGroup):
         self.state = State.SHARDED
         self.users = 0
         self.version = 0
-        self.index = {param: i for i, param in enumerate(self.params)}
         # Set by the optimizer that updates the shard; each all-gather waits for its updates.
         self.optimizer_shard: OptimizerShard | None = None
         self._read_hook: ReadHook | None = None
@@ -153,7 +174,7 @@ class ParamGroup(NamedGroup):
             del values
             self.full = torch.empty(self.layout.padded, dtype=self.dtype, device=comm.device)
         self._placeholders = [
-            placeholder(slot.shape, self.dtype, self.full.device) for slot in self.layout.slots
+            placeholder(form.shape, form.dtype, self.full.device) for form in self._forms
         ]
         # Copies of single parameters outside of `full`, by index; shown while the rest is sharded.
         self._single: dict[int, torch.Tensor] = {}
@@ -170,6 +191,9 @@ class ParamGroup(NamedGroup):
         names = ", ".join(self.param_names[:2]) + ", ..." * (len(self.params) > 2)
         return f"group {self.name!r} (parameters {names})"
 
+    def __deepcopy__(self, memo: dict) -> None:
+        """A copy of a tensor, which has copies of its attributes, belongs to no group."""
+
     def describe(self) -> str:
         return (
             f"group {self.name!r} ({self.layout.numel} elements) is {self.state.name} with "
@@ -185,20 +209,25 @@ class ParamGroup(NamedGroup):
 
         Each parameter's former memory is freed before the next one is read. Unless the group is
         persistent, only this rank's slice of the result is valid."""
-        source = self.params[0].dtype
+        source = self.dtype if self.packed else self.params[0].dtype
         full = torch.zeros(self.layout.padded, dtype=source, device=self.comm.device)
         sharded_before = True
-        for param, slot in zip(self.params, self.layout.slots, strict=True):
+        for i, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
             param.grad = None
             former, target = owning_group(param), full.narrow(0, slot.offset, slot.numel)
+            target = self.as_shown(i, target) if self.packed else target
             if former is None:
                 sharded_before = False
-                target.copy_(local(param).detach().reshape(-1))
+                target.copy_(local(param).detach().reshape(target.shape))
             else:
                 former.hand_over(param, target)
-            set_owning_group(param, self)
-            take_over(param, placeholder(slot.shape, source, self.comm.device))
+            nan = placeholder(local(param).shape, param.dtype, self.comm.device)
+            for tensor in (param, *self._aliases[i]):
+                set_owning_group(tensor, self)
+                take_over(tensor, nan)
             _trimmer.freed_elements(slot.numel)
+        for tensor in self.index:
+            set_owning_group(tensor, self)
         if not sharded_before:
             if self.persistent:
                 self.comm.broadcast(full, src=0)
@@ -207,8 +236,8 @@ class ParamGroup(NamedGroup):
         return full
 
     @torch.no_grad()
-    def hand_over(self, param: nn.Parameter, target: torch.Tensor) -> None:
-        """Copy a parameter's values to `target` (1-D), for another group.
+    def hand_over(self, param: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy a parameter's values to `target`, for another group.
 
         The last one frees this group's memory.
         """
@@ -218,7 +247,7 @@ class ParamGroup(NamedGroup):
                 self,
             )
         with self.unsharded():
-            target.copy_(local(param).detach().reshape(-1))
+            target.copy_(local(param).detach().reshape(target.shape))
         self._handed_over += 1
         if self._handed_over < len(self.params):
             return
@@ -230,6 +259,26 @@ class ParamGroup(NamedGroup):
         self.state = State.SHARDED
         self.shard = self.shard.new_empty(0)
         self.full = self.full.new_empty(0)
+
+    def _form(self, param: torch.Tensor) -> torch.Tensor:
+        """What `param` looks like while it shows its values, on the device "meta".
+
+        A packed tensor without gaps keeps its strides, for example of a transposed matrix, because
+        kernels depend on them."""
+        former = owning_group(param)
+        if self.packed and former is not None:
+            return former._forms[former.index[param]]
+        shown = local(param)
+        if self.packed:
+            return torch.empty_like(shown, device="meta")
+        return torch.empty(shown.shape, dtype=self.dtype, device="meta")
+
+    def as_shown(self, index: int, elements: torch.Tensor) -> torch.Tensor:
+        """What parameter number `index` shows: a view of its `elements` (1-D, as in `full`)."""
+        form = self._forms[index]
+        if not self.packed:
+            return elements.view(form.shape)
+        return elements.view(form.dtype).as_strided(form.shape, form.stride())
 
     def _own_slice(self, full: torch.Tensor) -> torch.Tensor:
         return full[slice(*self.shard_range)]
@@ -330,6 +379,11 @@ class ParamGroup(NamedGroup):
                 raise UsageError(
                     f"parameter {self.param_names[i]!r} had shape {tuple(view.shape)} and has got "
                     f"data of shape {tuple(values.shape)}: change shapes before zero.initialize"
+                )
+            if self.packed and values.dtype != view.dtype:
+                raise UsageError(
+                    f"{self.param_names[i]!r} holds codes of {view.dtype} and has got data of "
+                    f"{values.dtype}: change dtypes before zero.initialize"
                 )
             if values.untyped_storage().data_ptr() == view.untyped_storage().data_ptr():
                 raise UsageError(
@@ -499,22 +553,32 @@ class ParamGroup(NamedGroup):
     def _make_views(self) -> None:
         """From the next `_show_values` on, parameters are views of the present `full`."""
         self._views = [
-            self.full.narrow(0, slot.offset, slot.numel).view(slot.shape)
-            for slot in self.layout.slots
+            self.as_shown(index, self.full.narrow(0, slot.offset, slot.numel))
+            for index, slot in enumerate(self.layout.slots)
         ]
 
     def _show_values(self) -> None:
-        for param, view in zip(self.params, self._views, strict=True):
-            if owning_group(param) is self:
-                show(param, view)
+        for i, view in enumerate(self._views):
+            self._show(i, view)
         self._note_versions()
 
     def _hide_values(self) -> None:
         """Show NaN, or a single parameter's copy."""
-        for param, nan in zip(self.params, self._placeholders, strict=True):
-            if owning_group(param) is self:
-                hide(param, nan)
+        for i in range(len(self.params)):
+            self._hide(i)
         self.show_single(self._single)
+
+    def _show(self, index: int, values: torch.Tensor) -> None:
+        if owning_group(self.params[index]) is self:
+            show(self.params[index], values)
+            for alias in self._aliases[index]:
+                show(alias, values)
+
+    def _hide(self, index: int) -> None:
+        if owning_group(self.params[index]) is self:
+            hide(self.params[index], self._placeholders[index])
+            for alias in self._aliases[index]:
+                hide(alias, self._placeholders[index])
 
     # -- reads of sharded parameters
 
@@ -539,7 +603,7 @@ class ParamGroup(NamedGroup):
         shows them.
         """
         self.residency.add(values.numel())
-        self._single[index] = values.view(self.layout.slots[index].shape)
+        self._single[index] = self.as_shown(index, values)
 
     def has_single(self, indices: Iterable[int]) -> bool:
         """Whether each of these parameters is unsharded on its own, outside of `full`."""
@@ -548,14 +612,15 @@ class ParamGroup(NamedGroup):
     def show_single(self, indices: Iterable[int]) -> None:
         """Have these parameters show what they were given by `add_single`."""
         for i in indices:
-            show(self.params[i], self._single[i])
+            self._show(i, self._single[i])
 
     def free_single(self, indices: Iterable[int]) -> None:
         """Undo `add_single` and `show_single`."""
         for i in indices:
-            self.residency.remove(self._single.pop(i).numel())
-            if self.state is not State.UNSHARDED and owning_group(self.params[i]) is self:
-                hide(self.params[i], self._placeholders[i])
+            del self._single[i]
+            self.residency.remove(self.layout.slots[i].numel)
+            if self.state is not State.UNSHARDED:
+                self._hide(i)
 
 
 @contextmanager

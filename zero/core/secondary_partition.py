@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from zero.comm.communicator import Communicator
 from zero.comm.work import Pending
@@ -65,6 +64,6 @@ class SecondaryPartitionGroup(ParamGroup):
         self.second = None
         super().move_weights(tier)
 
-    def hand_over(self, param: nn.Parameter, target: torch.Tensor) -> None:
+    def hand_over(self, param: torch.Tensor, target: torch.Tensor) -> None:
         super().hand_over(param, target)
         self.second = None

@@ -10,6 +10,7 @@ it uses two methods: `before_read`, and `unsharded` for copies."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, NoReturn, Protocol
@@ -32,7 +33,7 @@ def owning_group(param: torch.Tensor) -> ParamGroup | None:
     return getattr(param, "_zero_group", None)
 
 
-def set_owning_group(param: nn.Parameter, group: ParamGroup | None) -> None:
+def set_owning_group(param: torch.Tensor, group: ParamGroup | None) -> None:
     vars(param)["_zero_group"] = group
 
 
@@ -77,13 +78,19 @@ _nan_scalars: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of NaN that has `shape`.
+    """A tensor of NaN, or of the largest integer, that has `shape`.
 
     All placeholders of a dtype and device share one element: never write to it.
     """
     key = (dtype, device)
     if key not in _nan_scalars:
-        _nan_scalars[key] = torch.full((), float("nan"), dtype=dtype, device=device)
+        # Not `torch.full`, which lacks some dtypes of 8 bits. With all bits set a float is NaN.
+        bits = torch.full((dtype.itemsize,), 0xFF, dtype=torch.uint8, device="cpu")
+        if dtype == torch.bool:
+            bits[0] = 1
+        elif dtype.is_signed and not (dtype.is_floating_point or dtype.is_complex):
+            bits[-1] = 0x7F
+        _nan_scalars[key] = bits.view(dtype).view(()).to(device)
     return _nan_scalars[key].expand(shape)
 
 
@@ -191,7 +198,8 @@ class PlaceholderView(torch.Tensor):
             _refuse_access(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        if not _gives_view(func):
+        # `to` gives the tensor itself if it is there already.
+        if not _gives_view(func) or any(result is view for view in views):
             return result
 
         def as_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -240,7 +248,7 @@ class ShardedParameter(nn.Parameter):
         """`param.data = value`. `module.to(device)` assigns what `param.to` has given, which
         changes nothing.
         """
-        if isinstance(value, PlaceholderView) and value.dtype == self.dtype:
+        if value.data_ptr() == self.data_ptr() and value.dtype == self.dtype:
             return
         raise UsageError(
             f"parameter {self.param_name!r} is sharded over the ranks here, so that `param.data` "
@@ -249,34 +257,44 @@ class ShardedParameter(nn.Parameter):
             "change dtypes before zero.initialize"
         )
 
-    def __deepcopy__(self, memo: dict) -> nn.Parameter:
-        """An ordinary parameter with the values.
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        """An ordinary parameter with the values, or a tensor of another class with its attributes.
 
         Its group is unsharded for that: all ranks must copy alike.
         """
         group = owning_group(self)
         assert group is not None
         with group.unsharded():
-            copied = nn.Parameter(
-                self.data.clone(memory_format=torch.contiguous_format), self.requires_grad
-            )
-        memo[id(self)] = copied
-        return copied
+            values = self.data.clone()
+        kind = plain_class(self)
+        if type(values) is not torch.Tensor or kind is nn.Parameter:
+            memo[id(self)] = nn.Parameter(values, self.requires_grad)
+        else:
+            memo[id(self)] = torch.Tensor._make_subclass(kind, values, self.requires_grad)
+            own = {name: value for name, value in vars(self).items() if name != "_zero_group"}
+            vars(memo[id(self)]).update(copy.deepcopy(own, memo))
+        return memo[id(self)]
+
+
+def plain_class(tensor: torch.Tensor) -> type:
+    """The class that `tensor` has while it shows its values."""
+    kind = type(tensor)
+    return kind.__bases__[-1] if issubclass(kind, ShardedParameter) else kind
 
 
 @cache
 def _sharded_class(plain: type) -> type:
+    """Its name is that of `plain`, because PEFT and transformers ask for the name "Params4bit"."""
     return (
         ShardedParameter
         if plain is nn.Parameter
-        else type("ShardedParameter", (ShardedParameter, plain), {})
+        else type(plain.__name__, (ShardedParameter, plain), {})
     )
 
 
-def show(param: nn.Parameter, values: torch.Tensor) -> None:
+def show(param: torch.Tensor, values: torch.Tensor) -> None:
     """Make `values` (the shape of the parameter, or of its local part) what `param` shows."""
-    if isinstance(param, ShardedParameter):
-        param.__class__ = type(param).__bases__[-1]
+    param.__class__ = plain_class(param)
     if local(param) is param:
         param.data = values
     else:
@@ -285,7 +303,7 @@ def show(param: nn.Parameter, values: torch.Tensor) -> None:
         param._local_tensor = values.data  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def take_over(param: nn.Parameter, nan: torch.Tensor) -> None:
+def take_over(param: torch.Tensor, nan: torch.Tensor) -> None:
     """Make an ordinary parameter, whatever device it is on, show the placeholder `nan`.
 
     It must not be in any graph.
@@ -293,14 +311,13 @@ def take_over(param: nn.Parameter, nan: torch.Tensor) -> None:
     if local(param) is param and not torch._has_compatible_shallow_copy_type(param, nan):
         # `param.data` cannot change to a device that torch does not have itself (PrivateUse1). The
         # object stays.
-        fresh = nn.Parameter(nan, param.requires_grad)
-        fresh.__class__ = type(param)
+        fresh = torch.Tensor._make_subclass(type(param), nan, param.requires_grad)
         vars(fresh).update(vars(param))
         torch.utils.swap_tensors(param, fresh)
     show(param, nan)
 
 
-def hide(param: nn.Parameter, nan: torch.Tensor) -> None:
+def hide(param: torch.Tensor, nan: torch.Tensor) -> None:
     """Make `param` show the placeholder `nan`, and notice its reads."""
     show(param, nan)
     param.__class__ = _sharded_class(type(param))

@@ -160,13 +160,22 @@ def test_param_groups_lie_together():
     ]
 
 
-def test_every_floating_point_parameter_is_in_exactly_one_group():
+def test_every_parameter_with_elements_is_in_exactly_one_group():
     model = Model()
     model.counts = nn.Parameter(torch.arange(4), requires_grad=False)
     model.empty = nn.Parameter(torch.empty(0))
-    planned = [param for plan in plan_groups(model, 8) for param in plan.params]
-    expected = [p for p in model.parameters() if p.is_floating_point() and p.numel()]
+    plans = plan_groups(model, 8)
+    planned = [param for plan in plans for param in plan.params]
+    expected = [p for p in model.parameters() if p.numel()]
     assert len(planned) == len(set(planned)) == len(expected) and set(planned) == set(expected)
+    assert [plan.params for plan in plans if plan.packed] == [[model.counts]]
+
+
+def test_below_stage_3_parameters_that_are_not_floating_point_are_left_alone():
+    model = Model()
+    model.counts = nn.Parameter(torch.arange(4), requires_grad=False)
+    planned = [param for plan in plan_groups(model, 0, packed_too=False) for param in plan.params]
+    assert set(planned) == set(model.parameters()) - {model.counts}
 
 
 class PackedExperts(nn.Module):

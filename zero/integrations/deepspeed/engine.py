@@ -30,6 +30,7 @@ from zero.integrations.deepspeed.optimizer import DeepSpeedOptimizer, ParameterO
 from zero.integrations.deepspeed.optimizers import build_optimizer
 from zero.integrations.deepspeed.sequence import share_sequences
 from zero.integrations.deepspeed.tensor import share_model, with_new_parameters
+from zero.integrations.hf import quantized_loading
 from zero.optim.sharded_optimizer import ZeroOptimizer
 from zero.parallel.sequence import MicroBatches, current_group
 
@@ -242,6 +243,7 @@ def initialize(
     if settings.log_level is not None:
         logger.setLevel(settings.log_level)
     world.init_distributed()
+    quantized_loading.settle()
     settings = share_sequences(model, settings, mpu)
     comm, replaced, settings = share_model(model, settings, mesh)
     optimizer, model_parameters = with_new_parameters(optimizer, model_parameters, replaced)

@@ -14,6 +14,7 @@ from zero.comm import world
 from zero.device import accelerator
 from zero.errors import UsageError, end_process_on_exception
 from zero.integrations.deepspeed import finder
+from zero.integrations.hf.quantized_loading import shard_quantized_models
 from zero.integrations.hf.resume import guard_checkpoints
 
 # A folder for PYTHONPATH: every process that looks for DeepSpeed then calls `set_up`.
@@ -69,6 +70,7 @@ def set_up() -> finder.FacadeFinder:
     _say_if_the_real_one_is_installed()
     installed = finder.install()
     guard_checkpoints()
+    shard_quantized_models()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         end_process_on_exception()
     return installed

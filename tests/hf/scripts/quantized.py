@@ -1,0 +1,257 @@
+"""Loads quantized models whole and sharded, and compares what scripts do with them.
+
+`python quantized.py FOLDER` loads each kind once before training arguments exist (whole, as
+transformers does by itself) and once after (sharded). It does the same with both, and trains both
+at stage 3. Each rank writes the results of both to FOLDER/report{rank}.json."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+from zero.core.sharded_param import owning_group
+
+ZERO3 = {
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+}
+LAYERS = 6
+KINDS: dict[str, dict[str, Any]] = {
+    "NF4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "NF4, bf16 storage": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_quant_storage": torch.bfloat16,
+    },
+    "int8": {"load_in_8bit": True},
+}
+SAVED = "NF4, saved"
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that operators have made and that are alive.
+
+    Memory of mapped files is not among them. `peak`: the most so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, weakref.ref] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        given = {_address(tensor) for tensor in _plain_tensors((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for tensor in _plain_tensors(result):
+            if _address(tensor) not in given:
+                storage = tensor.untyped_storage()
+                self.storages[storage._cdata] = weakref.ref(storage)
+        self.peak = max(self.peak, self.now())
+        return result
+
+    def now(self) -> int:
+        alive = {key: storage for key, each in self.storages.items() if (storage := each())}
+        self.storages = {key: self.storages[key] for key in alive}
+        return sum(storage.nbytes() for storage in alive.values())
+
+
+def _plain_tensors(value: object) -> list[torch.Tensor]:
+    leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return [leaf for leaf in leaves if not leaf.is_meta and leaf.layout is torch.strided]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def make_checkpoint(folder: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def load(kind: str, folder: Path) -> tuple[Any, dict[str, int]]:
+    """The model, and the bytes that were alive at the peak of loading and at its end."""
+    quantization = (
+        None if kind == SAVED else {"quantization_config": BitsAndBytesConfig(**KINDS[kind])}
+    )
+    path = folder / ("saved" if kind == SAVED else "model")
+    with LiveBytes() as counter:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, **(quantization or {})
+        )
+        return model, {"peak": counter.peak, "end": counter.now()}
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Of each tensor's bytes."""
+    return {
+        name: hashlib.sha1(
+            tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
+        for name, tensor in tensors.items()
+    }
+
+
+def state(module: nn.Module) -> dict[str, str]:
+    values = module.state_dict().items()
+    return digest({name: value for name, value in values if isinstance(value, torch.Tensor)})
+
+
+def use(model: Any, folder: Path, is_saved_again: bool = True) -> dict[str, Any]:
+    """What scripts do with a model that they have loaded; the results."""
+    ids = torch.arange(12)[None]
+    found = {
+        "footprint": model.get_memory_footprint(),
+        "parameters": model.num_parameters(),
+        "text": str(model),
+        "classes": [type(param).__name__ for _, param in quantized(model)],
+        "state": state(model),
+        "loss in training": model.train()(input_ids=ids, labels=ids).loss.item(),
+    }
+    block = copy.deepcopy(model.model.layers[0])
+    found["copy"] = state(block)
+    found["copy's class"] = type(block.self_attn.q_proj.weight).__name__
+    found["copy is ordinary"] = all(owning_group(param) is None for param in block.parameters())
+    if is_saved_again:
+        model.save_pretrained(folder)
+        file = folder / "model.safetensors"  # written by rank 0 alone, once there are ranks
+        found["saved"] = digest(load_file(file)) if file.exists() else None
+    torch.manual_seed(5)
+    model.resize_token_embeddings(264, mean_resizing=False)
+    found["embeddings"] = digest({"old": model.get_input_embeddings().weight[:256]})
+    found["resized"] = list(model.get_input_embeddings().weight.shape)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2.0)
+        model.model.layers[0].input_layernorm.weight.data.add_(1.0)
+        found["written"] = model(input_ids=ids, labels=ids).loss.item()
+    found["generated"] = model.eval().generate(ids, max_new_tokens=4, do_sample=False).tolist()
+    return found
+
+
+def quantized(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in model.named_parameters() if "_proj.weight" in name]
+
+
+def adapt(model: Any, use_dora: bool = False) -> Any:
+    """Add adapters as PEFT's documentation does it."""
+    model = prepare_model_for_kbit_training(model)
+    torch.manual_seed(0)
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        target_modules="all-linear",
+        init_lora_weights="gaussian",
+        use_dora=use_dora,
+    )
+    return get_peft_model(model, config)
+
+
+def make_arguments(folder: Path) -> TrainingArguments:
+    return TrainingArguments(
+        str(folder / "out"),
+        per_device_train_batch_size=2,
+        max_steps=3,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        deepspeed=ZERO3,
+        learning_rate=1e-2,
+        seed=1,
+        disable_tqdm=True,
+    )
+
+
+def train(model: Any, args: TrainingArguments) -> list[list[float]]:
+    generator = torch.Generator().manual_seed(3)
+    tokens = [torch.randint(0, 256, (16,), generator=generator) for _ in range(16)]
+    data = [{"input_ids": each, "labels": each} for each in tokens]
+    trainer = Trainer(model, args, train_dataset=data)
+    trainer.train()
+    return [
+        [entry["loss"], entry["grad_norm"]]
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
+
+
+def main() -> None:
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    kinds = [*KINDS, SAVED]
+    whole = {kind: load(kind, folder) for kind in kinds}
+
+    def used(kind: str, name: str) -> dict[str, Any]:
+        # transformers 5.23 cannot save a model again that was loaded from packed weights.
+        return use(load(kind, folder)[0], folder / f"{name}{rank}", kind != SAVED)
+
+    used_whole = {kind: used(kind, "whole") for kind in kinds}
+    dora_whole = magnitudes(adapt(load("NF4", folder)[0], use_dora=True))
+
+    report: dict[str, Any] = {}
+    for kind in kinds:
+        args = make_arguments(folder)
+        model, memory = load(kind, folder)
+        loaded = {
+            "is sharded": all(owning_group(param) is not None for param in model.parameters()),
+            "memory": memory,
+            "uses": used(kind, "sharded"),
+            "losses": train(adapt(model), args),
+        }
+        model, memory = whole.pop(kind)
+        args = make_arguments(folder)  # accelerate starts again with them
+        report[kind] = {
+            "largest": max(param.numel() * 4 for param in model.parameters()),
+            "sharded": loaded,
+            "whole": {
+                "memory": memory,
+                "losses": train(adapt(model), args),
+                "uses": used_whole[kind],
+            },
+        }
+    report["DoRA"] = {
+        "whole": dora_whole,
+        "sharded": magnitudes(adapt(load("NF4", folder)[0], use_dora=True)),
+    }
+    (folder / f"report{rank}.json").write_text(json.dumps(report), encoding="utf-8")
+
+
+def magnitudes(model: nn.Module) -> dict[str, str]:
+    return digest({name: p for name, p in model.named_parameters() if "magnitude" in name})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Quantized models that `from_pretrained` loads at stage 3: no rank ever holds all of one, and
+scripts see no difference.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from tests.hf.trainer_runs import SCRIPTS
+from tests.processes import fork_ranks, run
+
+pytest.importorskip("bitsandbytes")
+
+KINDS = ["NF4", "NF4, bf16 storage", "int8", "NF4, saved"]
+WRITE = """
+import sys
+from pathlib import Path
+import quantized
+folder = Path(sys.argv[1])
+quantized.make_checkpoint(folder / "model")
+quantized.load("NF4", folder)[0].save_pretrained(folder / "saved")
+"""
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Of two ranks."""
+    folder = tmp_path_factory.mktemp("quantized")
+    written = run([sys.executable, "-c", WRITE, folder], timeout=120, cwd=SCRIPTS)
+    assert written.returncode == 0, written.stderr
+    done = fork_ranks(SCRIPTS / "quantized.py", folder, nproc=2, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads((folder / f"report{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_rank_holds_more_than_its_share_and_one_parameter(
+    reports: list[dict[str, Any]], kind: str
+) -> None:
+    for report in reports:
+        whole = report[kind]["whole"]["memory"]
+        sharded = report[kind]["sharded"]
+        assert sharded["is sharded"]
+        print(kind, whole, sharded["memory"], report[kind]["largest"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_those_of_a_model_that_was_loaded_whole(
+    reports: list[dict[str, Any]], kind: str
+) -> None:
+    for report in reports:
+        assert report[kind]["sharded"]["losses"] == report[kind]["whole"]["losses"]
+        assert len(report[kind]["whole"]["losses"]) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scripts_see_no_difference_before_training(
+    reports: list[dict[str, Any]], kind: str
+) -> None:
+    for rank, report in enumerate(reports):
+        whole, sharded = report[kind]["whole"]["uses"], report[kind]["sharded"]["uses"]
+        if rank > 0 and "saved" in whole:
+            del whole["saved"], sharded["saved"]
+        assert sharded == whole
+
+
+def test_dora_reads_the_weights_of_a_sharded_model(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert report["DoRA"]["sharded"] == report["DoRA"]["whole"] != {}

@@ -1,0 +1,145 @@
+"""The tensors of a quantized layer: packed weights, and the scales and codebooks that decode them.
+
+Libraries keep them in different places: as integer or float8 parameters (bitsandbytes, FP8), inside
+a tensor subclass (torchao), in attributes of the parameter or of the layer (bitsandbytes'
+`quant_state` and `SCB`, HQQ's `meta`), or as buffers (GPTQ, AWQ). All are frozen, and their bits
+must not change, so the engine moves them as bytes. This file knows nothing of groups' states or of
+communication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zero.core.sharded_param import local, owning_group, plain_class
+
+# Smaller scales, codebooks and buffers stay on every rank.
+LEAST_BYTES = 2048
+
+
+class QuantizedTensor(NamedTuple):
+    """A tensor with bytes of its own, its unique name in the module, and other objects for the same
+    bytes: a second tensor over them, or the subclass that wraps the tensor.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    aliases: list[torch.Tensor]
+
+
+def is_quantized(param: torch.Tensor) -> bool:
+    """Whether the elements of this frozen parameter or buffer are codes: integers of at most 32
+    bits, 8-bit floats, a tensor subclass, or a parameter of a class that carries tensors to decode
+    it. Wider integers are indices, and booleans are masks.
+    """
+    if param.requires_grad or param.is_meta or param.dtype == torch.bool:
+        return False
+    if wraps_tensors(param):
+        return True
+    if param.is_floating_point() or param.is_complex():
+        is_plain = plain_class(param) in (nn.Parameter, torch.Tensor, DTensor)
+        return param.element_size() == 1 or (not is_plain and any(reachable(_public(param))))
+    return param.element_size() <= 4
+
+
+def wraps_tensors(param: torch.Tensor) -> bool:
+    """Whether `param` is of a subclass whose values are in other tensors, such as torchao's."""
+    return is_traceable_wrapper_subclass(param) and not isinstance(param, DTensor)
+
+
+def quantized_tensors(module: nn.Module, buffers: bool | None = False) -> list[QuantizedTensor]:
+    """The tensors of `module` itself that are to be sharded as bytes.
+
+    These are its frozen parameters that are not floating-point. If any of them, or of its large
+    buffers, `is_quantized`, they are also its other frozen parameters but for the bias, and the
+    tensors that its parameters and its own attributes refer to.
+
+    Args:
+        buffers: True for all large buffers, False for none, None for those of quantized layers.
+    """
+    params = dict(module.named_parameters(recurse=False))
+    frozen = {name: param for name, param in params.items() if not param.requires_grad}
+    large = {
+        name: buffer
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffers is not False and buffer.nbytes >= LEAST_BYTES
+    }
+    is_layer = any(map(is_quantized, [*frozen.values(), *large.values()]))
+    sources: dict[str, object] = {
+        name: param
+        for name, param in frozen.items()
+        if not param.is_floating_point() or (is_layer and name != "bias")
+    }
+    if is_layer or buffers:
+        sources |= large
+    if is_layer:
+        sources |= _public(module)
+    wrapped = {
+        inner: param
+        for param in frozen.values()
+        if wraps_tensors(param)
+        for _, inner in reachable(param)
+    }
+    found: dict[object, QuantizedTensor] = {}
+    for name, tensor in reachable(sources):
+        is_param = name in params or tensor in wrapped
+        if tensor.is_meta or tensor.requires_grad or tensor.layout is not torch.strided:
+            continue
+        if tensor.numel() == 0 or (not is_param and local(tensor).nbytes < LEAST_BYTES):
+            continue
+        key = _memory(tensor)
+        if key in found:
+            found[key].aliases.append(tensor)
+        else:
+            found[key] = QuantizedTensor(name, tensor, [])
+        if tensor in wrapped:
+            found[key].aliases.append(wrapped[tensor])
+    return list(found.values())
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    """Equal for tensors that show the same bytes in the same way, sharded or not."""
+    group = owning_group(tensor)
+    if group is not None:
+        return group, group.index[tensor]
+    part = local(tensor)
+    return part.device, part.data_ptr(), part.dtype, part.shape, part.stride()
+
+
+def _public(owner: object) -> dict[str, object]:
+    return {name: value for name, value in vars(owner).items() if not name.startswith("_")}
+
+
+_OPAQUE = (nn.Module, type, FunctionType, MethodType, ModuleType)
+
+
+def reachable(
+    value: object, name: str = "", seen: set[int] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(path, tensor) of the tensors in `value` and in what it refers to, each object once."""
+    seen = set() if seen is None else seen
+    if id(value) in seen or isinstance(value, _OPAQUE):
+        return
+    seen.add(id(value))
+    items: Mapping = {}
+    if isinstance(value, torch.Tensor):
+        if wraps_tensors(value):
+            inner, _ = cast(Any, value).__tensor_flatten__()
+            items = {key: getattr(value, key) for key in inner}
+        else:
+            yield name, value
+            items = _public(value)
+    elif isinstance(value, Mapping):
+        items = value
+    elif isinstance(value, (list, tuple)):
+        items = dict(enumerate(value))
+    elif hasattr(value, "__dict__"):
+        items = _public(value)
+    for key, item in items.items():
+        yield from reachable(item, f"{name}.{key}" if name else str(key), seen)
