@@ -224,6 +224,19 @@ def called_blocks(model: nn.Module) -> list[nn.Module]:
     return [called for block in find_blocks(model) for called in _called(block)]
 
 
+def _prompt_encoders(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters of PEFT's prompt encoders. To save a prompt, PEFT calls them on rank 0 alone,
+    where a gather would wait for the other ranks.
+    """
+    encoders = (getattr(module, "prompt_encoder", None) for module in model.modules())
+    return {
+        param
+        for encoder in encoders
+        if isinstance(encoder, nn.Module)
+        for param in encoder.parameters()
+    }
+
+
 def plan_groups(
     model: nn.Module,
     persistence_threshold: int,
@@ -234,7 +247,7 @@ def plan_groups(
 
     A group is uniform in dtype and in `requires_grad`. Parameters of at most
     `persistence_threshold` elements go to the persistent groups, up to
-    `model_persistence_threshold` elements in all. Others go to the group of the block that contains
+    `model_persistence_threshold` elements in all, as do PEFT's prompts of any size. Others go to the group of the block that contains
     all of their owners, else to a stray group of the modules that own them. Experts that are packed
     into 3-D parameters may be most of the model. So they are a stray group even inside a block,
     unless it is a leaf. Within a group, parameters with equal `sort_key` (the index of the
@@ -262,14 +275,14 @@ def plan_groups(
                 owners[param].append(module)
 
     plans: dict[Hashable, GroupPlan] = {}
-    persistent = 0
+    persistent, prompts = 0, _prompt_encoders(model)
     for param, owned_by in owners.items():
         if not param.is_floating_point() or param.numel() == 0:
             continue
         traits = (param.dtype, param.requires_grad)
         homes = {block_of.get(module) for module in owned_by}
         home = next(iter(homes)) if len(homes) == 1 else None
-        if (
+        if param in prompts or (
             param.numel() <= persistence_threshold
             and persistent + param.numel() <= model_persistence_threshold
         ):

@@ -1,0 +1,174 @@
+"""PEFT's adapters against plain torch: losses, weights and saved adapters, at all stages.
+
+They are equal bit for bit on any CPU: the reference runs the micro-batches of all ranks in turn, so
+that shapes and the order of sums are the same (`train_in_slices`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.dist.training import (
+    Curve,
+    assert_same_training,
+    ds_config,
+    relative,
+    start,
+    together,
+    train_in_slices,
+    train_plain,
+    train_zero,
+)
+from tests.parity.models import batches, build
+from tests.parity.test_fp32 import SMALL
+from tests.processes import run_on
+
+STEPS = 4
+TASKS = {"t5": "SEQ_2_SEQ_LM", "llama": "CAUSAL_LM"}
+LINEAR = {"t5": ["q", "v", "wi", "wo"], "llama": ["q_proj", "v_proj", "down_proj"]}
+
+
+def lora(name: str, **options: Any) -> peft.LoraConfig:
+    options = {"r": 4, "target_modules": LINEAR[name], "init_lora_weights": False} | options
+    return peft.LoraConfig(task_type=TASKS[name], **options)
+
+
+def ia3(name: str) -> peft.IA3Config:
+    return peft.IA3Config(
+        task_type=TASKS[name],
+        target_modules=LINEAR[name],
+        feedforward_modules=[LINEAR[name][-1]],
+        init_ia3_weights=False,
+    )
+
+
+def resized(model: Any) -> None:
+    model.resize_token_embeddings(103, mean_resizing=False)
+
+
+def bf16(model: nn.Module) -> None:
+    model.to(torch.bfloat16)
+
+
+def checkpointed(reentrant: bool) -> Callable[[Any], None]:
+    def apply(model: Any) -> None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+
+    return apply
+
+
+# What is done to the base model, and the adapter's configuration.
+CASES: dict[str, tuple[Callable[[Any], None] | None, Callable[[str], peft.PeftConfig]]] = {
+    "LoRA": (None, lora),
+    "rsLoRA": (None, lambda name: lora(name, use_rslora=True)),
+    "DoRA": (None, lambda name: lora(name, use_dora=True)),
+    "bias": (None, lambda name: lora(name, bias="lora_only")),
+    "IA3": (None, ia3),
+    "prompt": (
+        None,
+        lambda name: peft.PromptTuningConfig(task_type=TASKS[name], num_virtual_tokens=5),
+    ),
+    "prefix": (
+        None,
+        lambda name: peft.PrefixTuningConfig(task_type=TASKS[name], num_virtual_tokens=5),
+    ),
+    "head": (None, lambda name: lora(name, modules_to_save=["lm_head"])),
+    "tokens": (None, lambda name: lora(name, trainable_token_indices=[3, 5, 8])),
+    "resized": (
+        resized,
+        lambda name: lora(
+            name, modules_to_save=["lm_head", "shared" if name == "t5" else "embed_tokens"]
+        ),
+    ),
+    "resized, tokens": (resized, lambda name: lora(name, trainable_token_indices=[97, 98, 102])),
+    "two": (None, lora),
+    "bf16": (bf16, lora),
+    "reentrant": (checkpointed(True), lora),
+    "non-reentrant": (checkpointed(False), lora),
+    "reentrant DoRA": (checkpointed(True), lambda name: lora(name, use_dora=True)),
+}
+
+
+def adapted(name: str, case: str) -> Any:
+    change, config = CASES[case]
+    base = build(name)
+    if change is not None:
+        change(base)
+    torch.manual_seed(4)
+    model = peft.get_peft_model(base, config(name))
+    if case == "two":
+        model.add_adapter("second", config(name))
+        model.base_model.set_adapter(["default", "second"])
+    return model.train()
+
+
+def files_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Tensors of all saved adapters, by file and name."""
+    return {
+        f"{file.relative_to(folder)}/{key}": value
+        for file in sorted(folder.rglob("*.safetensors"))
+        for key, value in load_file(file).items()
+    }
+
+
+Result = tuple[Curve, dict[str, torch.Tensor]]
+
+
+def reference(rank: int, world_size: int, name: str, case: str, count: int, folder: Path) -> Result:
+    model = adapted(name, case)
+    curve = train_in_slices(model, batches(name, STEPS), count)
+    model.save_pretrained(folder / "plain")
+    return curve, files_of(folder / "plain")
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3": SMALL,
+    "nothing persists": SMALL | {"stage3_param_persistence_threshold": 0},
+    "offload": {
+        "stage3_param_persistence_threshold": 0,
+        "offload_param": {"device": "cpu"},
+        "offload_optimizer": {"device": "cpu"},
+    },
+}
+
+
+def sharded(rank: int, world_size: int, name: str, case: str, folder: Path) -> list[Result]:
+    """Train with each of `SETTINGS`, and save as transformers does."""
+    results = []
+    for title, settings in SETTINGS.items():
+        model = adapted(name, case)
+        engine, _ = start(model, ds_config(**settings))
+        curve = train_zero(engine, batches(name, STEPS))
+        state = engine._zero3_consolidated_16bit_state_dict()
+        if rank == 0:
+            model.save_pretrained(folder / title, state_dict=state)
+        torch.distributed.barrier()
+        results.append((curve, files_of(folder / title)))
+    return results
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", TASKS)
+def test_adapters_are_bit_for_bit(name: str, case: str, tmp_path: Path) -> None:
+    ((expected, saved),) = run_on(1, reference, name, case, 2, tmp_path)
+    of_ranks = run_on(2, sharded, name, case, tmp_path)
+    for title, results in zip(SETTINGS, zip(*of_ranks, strict=True), strict=True):
+        found = together([curve for curve, _ in results])
+        try:
+            assert_same_training(found, expected)
+            assert results[0][1].keys() == saved.keys() and saved
+            for key, value in saved.items():
+                assert torch.equal(results[0][1][key], value), key
+        except AssertionError as error:
+            raise AssertionError(title) from error
