@@ -5,6 +5,7 @@ that shapes and the order of sums are the same (`train_in_slices`)."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 from tests.dist.training import (
     Curve,
     assert_same_training,
+    assert_same_weights,
     ds_config,
     relative,
     start,
@@ -29,6 +31,7 @@ from tests.dist.training import (
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.processes import run_on
+from tests.tolerance import rounding
 
 STEPS = 4
 TASKS = {"t5": "SEQ_2_SEQ_LM", "llama": "CAUSAL_LM"}
@@ -172,3 +175,63 @@ def test_adapters_are_bit_for_bit(name: str, case: str, tmp_path: Path) -> None:
                 assert torch.equal(results[0][1][key], value), key
         except AssertionError as error:
             raise AssertionError(title) from error
+
+
+# -- resuming and merging
+
+
+def first_half(
+    rank: int, world_size: int, name: str, case: str, folder: Path
+) -> tuple[Curve, list[str]]:
+    """The curve, and the names of frozen parameters."""
+    model = adapted(name, case)
+    engine, _ = start(model, ds_config(**SETTINGS["nothing persists"]))
+    curve = train_zero(engine, batches(name, STEPS)[: STEPS // 2])
+    engine.save_checkpoint(folder, exclude_frozen_parameters=True)
+    return curve, [key for key, param in model.named_parameters() if not param.requires_grad]
+
+
+def second_half(rank: int, world_size: int, name: str, case: str, folder: Path) -> list[Curve]:
+    """The curve from the checkpoint on, and one without steps, which has the loaded weights."""
+    model = adapted(name, case)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.fill_(0.5)
+    engine, _ = start(model, ds_config(**SETTINGS["nothing persists"]))
+    path, _ = engine.load_checkpoint(folder)
+    assert path is not None
+    loaded = train_zero(engine, [])
+    return [train_zero(engine, batches(name, STEPS)[STEPS // 2 :]), loaded]
+
+
+def whole_run(rank: int, world_size: int, name: str, case: str) -> Curve:
+    return train_plain(adapted(name, case), batches(name, STEPS))
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("llama", "LoRA"),
+        ("t5", "DoRA"),
+        ("t5", "resized"),
+        ("llama", "tokens"),
+        ("llama", "two"),
+        ("t5", "prefix"),
+    ],
+)
+def test_two_processes_are_resumed_as_three_without_the_base(
+    name: str, case: str, tmp_path: Path
+) -> None:
+    curves, ((*frozen,), _) = zip(*run_on(2, first_half, name, case, tmp_path), strict=True)
+    first = together(curves)
+    manifest = json.loads(next(tmp_path.rglob("checkpoint.json")).read_text())
+    assert frozen and not set(manifest["parameters"]) & set(frozen)
+    second, loaded = (
+        together(curves)
+        for curves in zip(*run_on(3, second_half, name, case, tmp_path), strict=True)
+    )
+    assert_same_weights(loaded.weights, first.weights)
+    (expected,) = run_on(1, whole_run, name, case)
+    losses = [*first.mean_losses(), *second.mean_losses()]
+    assert relative(losses, expected.mean_losses()) <= rounding(torch.float32, 100, STEPS)
