@@ -28,10 +28,12 @@ from tests.dist.training import (
     train_plain,
     train_zero,
 )
-from tests.parity.models import batches, build
+from tests.parity.models import ROWS, batches, build
 from tests.parity.test_fp32 import SMALL
+from tests.parity.test_tensor_parallel import build as tensor_parallel_model
 from tests.processes import run_on
 from tests.tolerance import rounding
+from zero.errors import UsageError
 
 STEPS = 4
 TASKS = {"t5": "SEQ_2_SEQ_LM", "llama": "CAUSAL_LM"}
@@ -235,3 +237,89 @@ def test_two_processes_are_resumed_as_three_without_the_base(
     (expected,) = run_on(1, whole_run, name, case)
     losses = [*first.mean_losses(), *second.mean_losses()]
     assert relative(losses, expected.mean_losses()) <= rounding(torch.float32, 100, STEPS)
+
+
+# -- tensor parallelism
+
+
+TP_CASES = {
+    "LoRA": lambda: lora("llama", target_modules="all-linear"),
+    "rsLoRA with biases": lambda: lora(
+        "llama", target_modules=["q_proj", "v_proj"], use_rslora=True, bias="all"
+    ),
+    "two": lambda: lora("llama", target_modules=["q_proj", "o_proj", "lm_head"]),
+    "head": lambda: lora("llama", modules_to_save=["lm_head", "embed_tokens"]),
+    "prompt": CASES["prompt"][1],
+}
+
+
+def tp_model(case: str) -> Any:
+    base = tensor_parallel_model("llama")
+    torch.manual_seed(4)
+    config = TP_CASES[case]("llama") if case == "prompt" else TP_CASES[case]()
+    model = peft.get_peft_model(base, config)
+    if case == "two":
+        model.add_adapter("second", config)
+        model.base_model.set_adapter(["default", "second"])
+    return model.train()
+
+
+def tp_reference(rank: int, world_size: int, folder: Path) -> dict[str, Curve]:
+    found = {}
+    for case in TP_CASES:
+        model = tp_model(case)
+        found[case] = train_plain(model, batches("llama", STEPS))
+        model.save_pretrained(folder / case)
+    return found
+
+
+def tp_trained(rank: int, world_size: int, folder: Path, stage: int) -> dict[str, Curve]:
+    found = {}
+    for case in TP_CASES:
+        config = ds_config(stage=stage, stage3_param_persistence_threshold=0)
+        config["train_micro_batch_size_per_gpu"] = ROWS // (world_size // 2)
+        config["tensor_parallel"] = {"autotp_size": 2}
+        model = tp_model(case)
+        engine, _ = start(model, config)
+        found[case] = train_zero(engine, batches("llama", STEPS))
+        state = engine._zero3_consolidated_16bit_state_dict()
+        if rank == 0:
+            model.save_pretrained(folder / case, state_dict=state)
+        engine.save_checkpoint(folder / f"{case} checkpoint", exclude_frozen_parameters=True)
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(2, 1), (4, 3)])
+def test_tensor_parallelism(ranks: int, stage: int, tmp_path: Path) -> None:
+    (expected,) = run_on(1, tp_reference, tmp_path / "plain")
+    of_ranks = run_on(ranks, tp_trained, tmp_path / "cut", stage)
+    for case, plain in expected.items():
+        for first, second in zip(of_ranks[::2], of_ranks[1::2], strict=True):
+            assert first[case].losses == second[case].losses, case
+            assert first[case].norms == second[case].norms, case
+        found = together([curves[case] for curves in of_ranks[::2]])
+        assert relative(found.mean_losses(), plain.mean_losses()) < 1e-6, case
+        assert relative(found.norms, plain.norms) < 1e-5, case
+        saved, wanted = (files_of(tmp_path / kind / case) for kind in ("cut", "plain"))
+        assert saved.keys() == wanted.keys() and saved
+        for key, value in wanted.items():
+            assert torch.allclose(saved[key], value, rtol=0, atol=1e-5), (case, key)
+
+
+def tp_refused(rank: int, world_size: int, case: str) -> str:
+    config = ds_config() | {"tensor_parallel": {"autotp_size": 2}}
+    base = tensor_parallel_model("llama")
+    model = peft.get_peft_model(base, CASES[case][1]("llama"))
+    with pytest.raises(UsageError) as found:
+        start(model, config)
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [("DoRA", "_proj'"), ("IA3", "_proj'"), ("prefix", "prefix"), ("tokens", "embed_tokens'")],
+)
+def test_adapters_that_cannot_be_sharded_are_refused_by_name(case: str, named: str) -> None:
+    first, second = run_on(2, tp_refused, case)
+    assert first == second and first.startswith("tensor parallelism") and named in first

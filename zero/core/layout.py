@@ -247,11 +247,11 @@ def plan_groups(
 
     A group is uniform in dtype and in `requires_grad`. Parameters of at most
     `persistence_threshold` elements go to the persistent groups, up to
-    `model_persistence_threshold` elements in all, as do PEFT's prompts of any size. Others go to the group of the block that contains
-    all of their owners, else to a stray group of the modules that own them. Experts that are packed
-    into 3-D parameters may be most of the model. So they are a stray group even inside a block,
-    unless it is a leaf. Within a group, parameters with equal `sort_key` (the index of the
-    optimizer's param group) lie next to each other."""
+    `model_persistence_threshold` elements in all, as do PEFT's prompts of any size. Others go to
+    the group of the block that contains all of their owners, else to a stray group of the modules
+    that own them. Experts that are packed into 3-D parameters may be most of the model. So they
+    are a stray group even inside a block, unless it is a leaf. Within a group, parameters with
+    equal `sort_key` (the index of the optimizer's param group) lie next to each other."""
     blocks = find_blocks(model)
     leaves = (module for module in model.modules() if getattr(module, LEAF_FLAG, False))
     in_leaves = {module for leaf in leaves for module in leaf.modules()}
