@@ -1,12 +1,15 @@
-"""Weights for an inference engine. Every rank gets them one by one, in bounded memory; adapters are
-merged on request.
+"""Weights for an inference engine: in bounded memory, with adapters merged.
 
-Adapters are those of PEFT, recognised by their interface: nothing of PEFT is imported. This file
-knows nothing of how weights are gathered."""
+`stream_weights` gives them to every rank one by one. In `GatheredWhenRead`, code that was written
+for a whole model reads them itself.
+
+Adapters are those of PEFT, recognised by their interface: nothing of PEFT is imported."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,6 +17,8 @@ from torch import nn
 
 from zero.checkpoint.export import Weights
 from zero.core.gathered_parameters import GatheredParameters
+from zero.core.param_group import ParamGroup, unsharded
+from zero.core.sharded_param import ReadHook, ShardedParameter, owning_group
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
 
@@ -114,3 +119,160 @@ def _base_name(model: nn.Module, name: str) -> str | None:
             return None
         name = f"{owner}.{rest}"
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+# -- a model that is read block by block
+
+
+class GatheredWhenRead:
+    """Context in which each block of a sharded model is gathered when one of its parameters is
+    read, and resharded when a parameter of another block is.
+
+    Every rank must read the same parameters in the same order, because a read is a collective.
+    Where only some ranks read, use `GatheredParameters`.
+
+    Inside, PEFT's `merge_adapter()` and `unmerge_adapter()` gather nothing: the layers remember
+    what is to be merged, and PEFT merges it into each block that is gathered. What is written to
+    the parameters is lost on exit.
+
+    Args:
+        model: all of its sharded parameters are covered.
+        shapes_only: only names, shapes and dtypes are needed. Nothing is gathered, and the
+            parameters' data has no values.
+    """
+
+    def __init__(self, model: nn.Module, shapes_only: bool = False):
+        self._shapes_only = shapes_only
+        groups = {owning_group(p): None for p in model.parameters() if _is_sharded(p)}
+        self._groups = [group for group in groups if group is not None]
+        # The layers whose merges are deferred, and the group that holds their base weights.
+        self._layers: dict[Any, ParamGroup | None] = {
+            layer: next(iter(_sharded_base(layer)), None)
+            for layer in _merging_layers(model)
+            if shapes_only or _sharded_base(layer)
+        }
+        self._units = _units(self._groups, list(self._layers))
+        self._shown: tuple[ParamGroup, ...] = ()
+        self._merges = False
+        self._gathered = ExitStack()
+        self._hooks: dict[ParamGroup, ReadHook | None] = {}
+        self._merged_before = {layer: list(layer.merged_adapters) for layer in self._layers}
+
+    @staticmethod
+    def serves(model: nn.Module) -> bool:
+        """Whether PEFT can merge the model's adapters when a block is gathered. It must change the
+        values of sharded parameters, and nothing else.
+        """
+        return all(_changes_sharded_only(layer) for layer in _merging_layers(model))
+
+    def __enter__(self) -> None:
+        for group in () if self._shapes_only else self._groups:
+            self._hooks[group] = group.watch_reads(partial(self._before_read, group))
+        for layer in self._layers:
+            layer.__class__ = _deferred_class(type(layer))
+
+    def __exit__(self, *_: object) -> None:
+        for layer, merged in self._merged_before.items():
+            layer.__class__ = type(layer).__bases__[-1]
+            layer.merged_adapters = merged
+        for group, hook in self._hooks.items():
+            group.watch_reads(hook)
+        self._gathered.close()
+
+    def _before_read(self, group: ParamGroup, param: nn.Parameter, func: Callable) -> None:
+        hook = self._hooks[group]
+        if hook is not None:
+            hook(param, func)  # in a forward, the engine gathers the group for itself
+        if not isinstance(param, ShardedParameter):
+            return
+        unit = self._units[group]
+        if not self._merges:  # else the unit that is merged into must stay
+            self._gathered.close()
+            self._shown = unit
+        self._gathered.enter_context(unsharded(unit))
+        for layer, base_group in self._layers.items():
+            if base_group in unit and layer.merged_adapters:
+                self._merge(layer)
+
+    @torch.no_grad()
+    def _merge(self, layer: Any) -> None:
+        """Have PEFT merge what was to be merged into the values that are shown now."""
+        deferred, names = type(layer), layer.merged_adapters
+        caches = dict(getattr(layer, "_caches", {}))
+        layer.__class__ = deferred.__bases__[-1]
+        layer.merged_adapters = list(self._merged_before[layer])
+        self._merges = True
+        try:
+            new = [name for name in names if name not in layer.merged_adapters]
+            layer.merge(layer._zero_safe_merge, new)
+        finally:
+            self._merges = False
+            layer.__class__ = deferred
+            layer.merged_adapters = names
+            if caches or hasattr(layer, "_caches"):
+                layer._caches = caches  # no `unmerge` will use what a merge has left there
+
+
+class _DeferredMerge:
+    """The first base of a layer's class inside of `GatheredWhenRead`."""
+
+    def merge(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        names = self.active_adapters if adapter_names is None else adapter_names
+        self.merged_adapters += [name for name in names if name not in self.merged_adapters]
+        self._zero_safe_merge = safe_merge
+
+    def unmerge(self: Any) -> None:
+        self.merged_adapters.clear()
+
+
+@cache
+def _deferred_class(plain: type) -> type:
+    return type(plain.__name__, (_DeferredMerge, plain), {})
+
+
+def _is_sharded(param: nn.Parameter) -> bool:
+    return isinstance(param, ShardedParameter)
+
+
+def _merging_layers(model: nn.Module) -> list[Any]:
+    # A wrapper of PEFT has its inner module's attributes, but not in its class.
+    return [module for module in model.modules() if hasattr(type(module), "get_base_layer")]
+
+
+def _sharded_base(layer: Any) -> list[ParamGroup]:
+    """The groups of those parameters of a layer's base layer that are sharded."""
+    found = (owning_group(p) for p in layer.get_base_layer().parameters() if _is_sharded(p))
+    return [group for group in found if group is not None]
+
+
+def _changes_sharded_only(layer: Any) -> bool:
+    base = list(layer.get_base_layer().parameters())
+    if not any(map(_is_sharded, base)):
+        return True  # it is merged at once
+    if isinstance(layer.get_base_layer(), nn.MultiheadAttention):
+        return False  # PEFT replaces these parameters
+    biases = getattr(layer, "lora_bias", None)
+    only_weight = biases is not None and not any(biases.values())
+    return all(p.is_floating_point() for p in base) and (only_weight or all(map(_is_sharded, base)))
+
+
+def _units(
+    groups: Sequence[ParamGroup], layers: Sequence[Any]
+) -> dict[ParamGroup, tuple[ParamGroup, ...]]:
+    """The groups that are gathered together, by each of them: those of a block, and those that a
+    merge needs.
+    """
+    units: dict[ParamGroup, tuple[ParamGroup, ...]] = {group: (group,) for group in groups}
+
+    def join(together: Iterable[ParamGroup | None]) -> None:
+        joined = tuple({group: None for part in together if part in units for group in units[part]})
+        units.update(dict.fromkeys(joined, joined))
+
+    of_modules: dict[object, list[ParamGroup]] = {}
+    for group in groups:
+        of_modules.setdefault(tuple(group.modules) or group, []).append(group)
+    for together in of_modules.values():
+        join(together)
+    for layer in layers:
+        join(owning_group(param) for param in layer.parameters())
+    return units

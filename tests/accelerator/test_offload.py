@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+import zero
 from tests.dist.training import Curve, assert_equal, curve_on, ds_config, start, train_zero
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
@@ -125,6 +126,38 @@ def test_states_leave_the_device_and_come_back(device, stage):
     assert run_on(1, relocated, stage, True, **device) == run_on(
         1, relocated, stage, False, **device
     )
+
+
+def frozen_relocated(rank: int, world_size: int, stage: int) -> list[list[float]]:
+    """The memory of a frozen engine (a teacher, a reference model) between calls, in elements."""
+    batch = {name: here(value) for name, value in batches("llama", 1)[0].items()}
+    empty = torch.accelerator.memory_allocated()
+    model = here(build("llama").requires_grad_(False))
+    engine = zero.initialize(
+        model=model, config=ds_config(**SMALL, bf16={"enabled": True}, stage=stage)
+    )[0]
+    engine.eval()
+    found = []
+    for _ in range(2):
+        with torch.no_grad():
+            loss = engine(**batch).loss.item()
+        on_device = torch.accelerator.memory_allocated() - empty
+        engine.offload_states()
+        away = torch.accelerator.memory_allocated() - empty
+        engine.reload_states()
+        found.append([loss, away / on_device])
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_frozen_model_leaves_the_device_and_comes_back(device, stage, world_size):
+    if world_size > 1 and "gpu" in device:
+        pytest.skip("two ranks on one GPU")
+    for first, second in run_on(world_size, frozen_relocated, stage, **device):
+        assert first[0] == second[0]
+        assert max(first[1], second[1]) < 0.01
 
 
 def kept(rank: int, world_size: int, ratio: float) -> tuple[set[str], set[str]]:

@@ -231,6 +231,19 @@ def called_blocks(model: nn.Module) -> list[nn.Module]:
     return [called for block in find_blocks(model) for called in _called(block)]
 
 
+def _prompt_encoders(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters of PEFT's prompt encoders. To save a prompt, PEFT calls them on rank 0 alone,
+    where a gather would wait for the other ranks.
+    """
+    encoders = (getattr(module, "prompt_encoder", None) for module in model.modules())
+    return {
+        param
+        for encoder in encoders
+        if isinstance(encoder, nn.Module)
+        for param in encoder.parameters()
+    }
+
+
 def plan_groups(
     model: nn.Module,
     persistence_threshold: int,
@@ -245,8 +258,8 @@ def plan_groups(
     A group is uniform in dtype and in `requires_grad`; one of quantized tensors has any dtypes.
     Parameters without elements are in none. Parameters of at most
     `persistence_threshold` elements go to the persistent groups, up to
-    `model_persistence_threshold` elements in all. Quantized tensors do so only if they are tiny,
-    because the all-gather of their layer's codes can carry them. Others go to the group of the
+    `model_persistence_threshold` elements in all, as do PEFT's prompts of any size. Quantized
+    tensors do so only if they are tiny, because the all-gather of their layer's codes can carry them. Others go to the group of the
     block that contains all of their owners, else to a stray group of the modules that own them.
     Experts that are packed into 3-D parameters may be most of the model. So they are a stray group
     even inside a block, unless it is a leaf. Within a group, parameters with equal `sort_key` (the
@@ -281,7 +294,7 @@ def plan_groups(
                 owners[param].append(module)
 
     plans: dict[Hashable, GroupPlan] = {}
-    persistent = 0
+    persistent, prompts = 0, _prompt_encoders(model)
     for param, owned_by in owners.items():
         is_packed = param in aliases
         if param.numel() == 0 or (is_packed and not packed_too):
@@ -289,7 +302,7 @@ def plan_groups(
         traits = ("packed",) if is_packed else (param.dtype, param.requires_grad)
         homes = {block_of.get(module) for module in owned_by}
         home = next(iter(homes)) if len(homes) == 1 else None
-        if (
+        if param in prompts or (
             param.numel() <= persistence_threshold
             and persistent + param.numel() <= model_persistence_threshold
             and not (is_packed and local(param).nbytes >= LEAST_BYTES)

@@ -582,9 +582,12 @@ class ParamGroup(NamedGroup):
 
     # -- reads of sharded parameters
 
-    def watch_reads(self, hook: ReadHook | None) -> None:
-        """Call `hook` when a function needs a sharded parameter's values; None removes the hook."""
-        self._read_hook = hook
+    def watch_reads(self, hook: ReadHook | None) -> ReadHook | None:
+        """Call `hook` when a function needs a sharded parameter's values; None removes the hook.
+        Returns the former one.
+        """
+        former, self._read_hook = self._read_hook, hook
+        return former
 
     def before_read(self, param: nn.Parameter, func: Callable) -> None:
         """`func` needs the values of this sharded parameter."""

@@ -203,6 +203,8 @@ class PlaceholderView(torch.Tensor):
             return result
 
         def as_view(tensor: torch.Tensor) -> torch.Tensor:
+            if local(tensor) is not tensor:  # a DTensor cannot be of another class
+                tensor = placeholder(tensor.shape, tensor.dtype, tensor.device)
             view = tensor.detach().as_subclass(PlaceholderView)
             view.param_name = views[0].param_name
             return view

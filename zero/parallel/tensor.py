@@ -165,12 +165,14 @@ def parallelize(
             "torch.distributed.tensor.parallel.parallelize_module on it first, with a mesh of one "
             "dimension"
         )
-    for name, module in planned.named_modules():
-        if hasattr(module, "base_layer"):
-            raise UsageError(
-                f"tensor parallelism: {name!r} has an adapter, which no plan cuts: train without "
-                "adapters"
-            )
+    for module in model.modules():
+        for adapter, config in getattr(module, "peft_config", {}).items():
+            if config.peft_type == "PREFIX_TUNING":
+                raise UsageError(
+                    f"tensor parallelism: adapter {adapter!r} (prefix tuning) has keys and values "
+                    "of all heads, and each rank has some of them: use prompt tuning or LoRA"
+                )
+    plan = _plan_with_adapters(planned, plan)
     check_heads(planned, mesh.size())
     found: dict[nn.Parameter, nn.Parameter] = {}
     before = dict(planned.named_parameters(remove_duplicate=False))
@@ -211,6 +213,55 @@ def _plan_of(model: nn.Module) -> tuple[Any, dict[str, str]]:
             if plan and (found := expand(module, plan)):
                 return module, found
     return model, {}
+
+
+# The styles that shard a linear layer by its outputs, and by its inputs.
+_BY_OUTPUTS = ("colwise", "colwise_gather_output", "colwise_rep")
+_BY_INPUTS = ("rowwise", "rowwise_split_input", "rowwise_rep")
+# The styles that PEFT's trained copy of a module (`modules_to_save`) can have as the module has.
+_OF_COPIES = (*_BY_OUTPUTS, *_BY_INPUTS, "embedding_rowwise", "embedding_colwise")
+
+
+def _plan_with_adapters(planned: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """The styles by name, with those of PEFT's adapters in place of what they are around.
+
+    LoRA computes `base(x) + B(A(x))`. If the outputs of the base layer are sharded, so are those of
+    B, and if its inputs are, so are those of A. The other matrix is whole on every rank, and gets
+    the same gradient there: transformers' styles sum what A gives, and the gradient of what B gets.
+
+    Raises UsageError for adapters that need a whole weight or activation."""
+    found: dict[str, str] = {}
+    modules = dict(planned.named_modules())
+    for name, style in plan.items():
+        module: Any = modules.get(name)
+        kind = type(module).__name__
+        if hasattr(module, "base_layer"):
+            is_lora = hasattr(module, "lora_A") and isinstance(module.base_layer, nn.Linear)
+            if not is_lora or module.lora_variant or style not in _BY_OUTPUTS + _BY_INPUTS:
+                raise _not_sharded(name, style, kind)
+            half = "lora_B" if style in _BY_OUTPUTS else "lora_A"
+            inner = ["base_layer", *(f"{half}.{adapter}" for adapter in getattr(module, half))]
+        elif hasattr(module, "original_module"):
+            if not hasattr(module, "modules_to_save") or style not in _OF_COPIES:
+                raise _not_sharded(name, style, kind)
+            copies = (f"modules_to_save.{adapter}" for adapter in module.modules_to_save)
+            inner = ["original_module", *copies]
+        else:
+            found[name] = style
+            continue
+        for part in (f"{name}.{inside}" for inside in inner):
+            parameters = planned.get_submodule(part).named_parameters(recurse=False)
+            found |= {f"{part}.{parameter}": style for parameter, _ in parameters}
+            found[part] = style
+    return found
+
+
+def _not_sharded(name: str, style: str, kind: str) -> UsageError:
+    return UsageError(
+        f"tensor parallelism: the plan shards {name!r} ({style}), which has an adapter ({kind}) "
+        "that cannot be sharded with it: use LoRA without DoRA on linear layers, leave this module "
+        "out of target_modules, or train without tensor parallelism"
+    )
 
 
 def _steps(

@@ -5,6 +5,7 @@ merged.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 
 import peft
 import pytest
@@ -16,6 +17,7 @@ from tests.dist.toys import BLOCK, WIDTH, toy, toy_batches
 from tests.dist.training import ds_config, start, weights_of
 from tests.processes import run_on
 from zero.core.sharded_param import ShardedParameter
+from zero.streaming import GatheredWhenRead
 
 MODULES = {"target_modules": ["up", "down"], "r": 3, "lora_alpha": 5}
 
@@ -125,6 +127,73 @@ def merging_inside(rank: int, world_size: int, layer_by_layer: bool) -> None:
 @pytest.mark.parametrize("layer_by_layer", [False, True])
 def test_peft_merges_inside_of_gathered_parameters(layer_by_layer):
     run_on(2, merging_inside, layer_by_layer)
+
+
+ADAPTERS = {
+    "LoRA": peft.LoraConfig(**MODULES, init_lora_weights=False),
+    "DoRA": peft.LoraConfig(**MODULES, init_lora_weights=False, use_dora=True),
+    "a bias": peft.LoraConfig(**MODULES, init_lora_weights=False, lora_bias=True),
+    "IA3": peft.IA3Config(
+        target_modules=["up", "down"], feedforward_modules=["down"], init_ia3_weights=False
+    ),
+}
+
+
+def adapted(config: peft.PeftConfig) -> peft.PeftModel:
+    torch.manual_seed(4)
+    model = peft.get_peft_model(toy(), copy.deepcopy(config))
+    model.add_adapter("second", copy.deepcopy(config))
+    model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+def read_block_by_block(rank: int, world_size: int, name: str, threshold: int, safe: bool) -> None:
+    reference = adapted(ADAPTERS[name])
+    before = copy.deepcopy(reference.state_dict())
+    reference.merge_adapter(safe_merge=safe)
+    expected = dict(reference.named_parameters())
+    model = adapted(ADAPTERS[name])
+    engine, _ = start(model, ds_config(stage3_param_persistence_threshold=threshold))
+    layers = [module for module in model.modules() if hasattr(module, "merged_adapters")]
+    kinds = {type(layer) for layer in layers}
+    assert GatheredWhenRead.serves(model) == (threshold == 0 or name in ("LoRA", "DoRA"))
+    if not GatheredWhenRead.serves(model):
+        return
+    with GatheredWhenRead(model, shapes_only=True):
+        model.merge_adapter()
+        for param_name, param in model.named_parameters():
+            assert param.data.shape == expected[param_name].shape
+        model.unmerge_adapter()
+    assert engine.residency.peak == 0, "shapes cost nothing"
+    blocks = Counter()
+    for group in engine.groups:
+        blocks[tuple(group.modules)] += 0 if group.persistent else group.layout.numel
+    for _ in range(2):
+        calls = engine.comm.calls["all_gather"]
+        with GatheredWhenRead(model):
+            model.merge_adapter(safe_merge=safe)
+            assert all(layer.merged_adapters == ["default", "second"] for layer in layers)
+            assert engine.residency.live == 0
+            kept = {param_name: param.data for param_name, param in model.named_parameters()}
+            model.unmerge_adapter()
+        for param_name, value in kept.items():
+            assert torch.equal(value, expected[param_name]), param_name
+        assert engine.comm.calls["all_gather"] - calls == sum(
+            not group.persistent for group in engine.groups
+        )
+        assert engine.residency.peak == max(blocks.values()) and engine.residency.live == 0
+        assert {type(layer) for layer in layers} == kinds
+        assert not any(layer.merged_adapters or layer.__dict__.get("_caches") for layer in layers)
+    for param_name, value in zero.stream_weights(engine):
+        assert torch.equal(value, before[param_name]), param_name
+    engine(**toy_batches(1)[0])  # the engine notices reads again
+
+
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("threshold", [0, 30])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_a_model_is_read_and_merged_block_by_block(name, threshold, safe):
+    run_on(2, read_block_by_block, name, threshold, safe)
 
 
 def order_of_gathers(rank: int, world_size: int) -> None:

@@ -43,7 +43,8 @@ deepspeed.runtime.sequence_parallel.ulysses_sp .sequence TiledMLP UlyssesSPAtten
 deepspeed.runtime.sequence_parallel.ulysses_sp .sequence_loader UlyssesSPDataLoaderAdapter
 deepspeed.runtime.utils .utilities move_to_device
 deepspeed.runtime.zero.offload_config .utilities OffloadDeviceEnum OffloadStateTypeEnum
-deepspeed.runtime.zero.partition_parameters zero GatheredParameters Init
+deepspeed.runtime.zero.partition_parameters .weight_sync GatheredParameters
+deepspeed.runtime.zero.partition_parameters zero Init
 deepspeed.runtime.zero.partition_parameters .labels ZeroParamStatus
 deepspeed.runtime.zero.partition_parameters .accelerator get_accelerator
 deepspeed.runtime.zero.partition_parameters .utilities zero_wrapper_for_fp_tensor_constructor
@@ -74,7 +75,8 @@ deepspeed.utils.zero_to_fp32 .checkpoints get_model_state_file get_optim_files
     convert_zero_checkpoint_to_fp32_state_dict
 deepspeed.utils.zero_to_fp32 zero.checkpoint get_fp32_state_dict_from_zero_checkpoint
     load_state_dict_from_zero_checkpoint
-deepspeed.zero zero GatheredParameters Init register_external_parameter
+deepspeed.zero .weight_sync GatheredParameters
+deepspeed.zero zero Init register_external_parameter
     unregister_external_parameter
 """
 

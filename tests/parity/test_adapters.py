@@ -1,0 +1,325 @@
+"""PEFT's adapters against plain torch: losses, weights and saved adapters, at all stages.
+
+They are equal bit for bit on any CPU: the reference runs the micro-batches of all ranks in turn, so
+that shapes and the order of sums are the same (`train_in_slices`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.dist.training import (
+    Curve,
+    assert_same_training,
+    assert_same_weights,
+    ds_config,
+    relative,
+    start,
+    together,
+    train_in_slices,
+    train_plain,
+    train_zero,
+)
+from tests.parity.models import ROWS, batches, build
+from tests.parity.test_fp32 import SMALL
+from tests.parity.test_tensor_parallel import build as tensor_parallel_model
+from tests.processes import run_on
+from tests.tolerance import rounding
+from zero.errors import UsageError
+
+STEPS = 4
+TASKS = {"t5": "SEQ_2_SEQ_LM", "llama": "CAUSAL_LM"}
+LINEAR = {"t5": ["q", "v", "wi", "wo"], "llama": ["q_proj", "v_proj", "down_proj"]}
+
+
+def lora(name: str, **options: Any) -> peft.LoraConfig:
+    options = {"r": 4, "target_modules": LINEAR[name], "init_lora_weights": False} | options
+    return peft.LoraConfig(task_type=TASKS[name], **options)
+
+
+def ia3(name: str) -> peft.IA3Config:
+    return peft.IA3Config(
+        task_type=TASKS[name],
+        target_modules=LINEAR[name],
+        feedforward_modules=[LINEAR[name][-1]],
+        init_ia3_weights=False,
+    )
+
+
+def resized(model: Any) -> None:
+    model.resize_token_embeddings(103, mean_resizing=False)
+
+
+def bf16(model: nn.Module) -> None:
+    model.to(torch.bfloat16)
+
+
+def checkpointed(reentrant: bool) -> Callable[[Any], None]:
+    def apply(model: Any) -> None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+
+    return apply
+
+
+# What is done to the base model, and the adapter's configuration.
+CASES: dict[str, tuple[Callable[[Any], None] | None, Callable[[str], peft.PeftConfig]]] = {
+    "LoRA": (None, lora),
+    "rsLoRA": (None, lambda name: lora(name, use_rslora=True)),
+    "DoRA": (None, lambda name: lora(name, use_dora=True)),
+    "bias": (None, lambda name: lora(name, bias="lora_only")),
+    "IA3": (None, ia3),
+    "prompt": (
+        None,
+        lambda name: peft.PromptTuningConfig(task_type=TASKS[name], num_virtual_tokens=5),
+    ),
+    "prefix": (
+        None,
+        lambda name: peft.PrefixTuningConfig(task_type=TASKS[name], num_virtual_tokens=5),
+    ),
+    "head": (None, lambda name: lora(name, modules_to_save=["lm_head"])),
+    "tokens": (None, lambda name: lora(name, trainable_token_indices=[3, 5, 8])),
+    "resized": (
+        resized,
+        lambda name: lora(
+            name, modules_to_save=["lm_head", "shared" if name == "t5" else "embed_tokens"]
+        ),
+    ),
+    "resized, tokens": (resized, lambda name: lora(name, trainable_token_indices=[97, 98, 102])),
+    "two": (None, lora),
+    "bf16": (bf16, lora),
+    "reentrant": (checkpointed(True), lora),
+    "non-reentrant": (checkpointed(False), lora),
+    "reentrant DoRA": (checkpointed(True), lambda name: lora(name, use_dora=True)),
+}
+
+
+def adapted(name: str, case: str) -> Any:
+    change, config = CASES[case]
+    base = build(name)
+    if change is not None:
+        change(base)
+    torch.manual_seed(4)
+    model = peft.get_peft_model(base, config(name))
+    if case == "two":
+        model.add_adapter("second", config(name))
+        model.base_model.set_adapter(["default", "second"])
+    return model.train()
+
+
+def files_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Tensors of all saved adapters, by file and name."""
+    return {
+        f"{file.relative_to(folder)}/{key}": value
+        for file in sorted(folder.rglob("*.safetensors"))
+        for key, value in load_file(file).items()
+    }
+
+
+Result = tuple[Curve, dict[str, torch.Tensor]]
+
+
+def reference(rank: int, world_size: int, name: str, case: str, count: int, folder: Path) -> Result:
+    model = adapted(name, case)
+    curve = train_in_slices(model, batches(name, STEPS), count)
+    model.save_pretrained(folder / "plain")
+    return curve, files_of(folder / "plain")
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3": SMALL,
+    "nothing persists": SMALL | {"stage3_param_persistence_threshold": 0},
+    "offload": {
+        "stage3_param_persistence_threshold": 0,
+        "offload_param": {"device": "cpu"},
+        "offload_optimizer": {"device": "cpu"},
+    },
+}
+
+
+def sharded(rank: int, world_size: int, name: str, case: str, folder: Path) -> list[Result]:
+    """Train with each of `SETTINGS`, and save as transformers does."""
+    results = []
+    for title, settings in SETTINGS.items():
+        model = adapted(name, case)
+        engine, _ = start(model, ds_config(**settings))
+        curve = train_zero(engine, batches(name, STEPS))
+        state = engine._zero3_consolidated_16bit_state_dict()
+        if rank == 0:
+            model.save_pretrained(folder / title, state_dict=state)
+        torch.distributed.barrier()
+        results.append((curve, files_of(folder / title)))
+    return results
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", TASKS)
+def test_adapters_are_bit_for_bit(name: str, case: str, tmp_path: Path) -> None:
+    ((expected, saved),) = run_on(1, reference, name, case, 2, tmp_path)
+    of_ranks = run_on(2, sharded, name, case, tmp_path)
+    for title, results in zip(SETTINGS, zip(*of_ranks, strict=True), strict=True):
+        found = together([curve for curve, _ in results])
+        try:
+            assert_same_training(found, expected)
+            assert results[0][1].keys() == saved.keys() and saved
+            for key, value in saved.items():
+                assert torch.equal(results[0][1][key], value), key
+        except AssertionError as error:
+            raise AssertionError(title) from error
+
+
+# -- resuming and merging
+
+
+def first_half(
+    rank: int, world_size: int, name: str, case: str, folder: Path
+) -> tuple[Curve, list[str]]:
+    """The curve, and the names of frozen parameters."""
+    model = adapted(name, case)
+    engine, _ = start(model, ds_config(**SETTINGS["nothing persists"]))
+    curve = train_zero(engine, batches(name, STEPS)[: STEPS // 2])
+    engine.save_checkpoint(folder, exclude_frozen_parameters=True)
+    return curve, [key for key, param in model.named_parameters() if not param.requires_grad]
+
+
+def second_half(rank: int, world_size: int, name: str, case: str, folder: Path) -> list[Curve]:
+    """The curve from the checkpoint on, and one without steps, which has the loaded weights."""
+    model = adapted(name, case)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.fill_(0.5)
+    engine, _ = start(model, ds_config(**SETTINGS["nothing persists"]))
+    path, _ = engine.load_checkpoint(folder)
+    assert path is not None
+    loaded = train_zero(engine, [])
+    return [train_zero(engine, batches(name, STEPS)[STEPS // 2 :]), loaded]
+
+
+def whole_run(rank: int, world_size: int, name: str, case: str) -> Curve:
+    return train_plain(adapted(name, case), batches(name, STEPS))
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("llama", "LoRA"),
+        ("t5", "DoRA"),
+        ("t5", "resized"),
+        ("llama", "tokens"),
+        ("llama", "two"),
+        ("t5", "prefix"),
+    ],
+)
+def test_two_processes_are_resumed_as_three_without_the_base(
+    name: str, case: str, tmp_path: Path
+) -> None:
+    curves, ((*frozen,), _) = zip(*run_on(2, first_half, name, case, tmp_path), strict=True)
+    first = together(curves)
+    manifest = json.loads(next(tmp_path.rglob("checkpoint.json")).read_text())
+    assert frozen and not set(manifest["parameters"]) & set(frozen)
+    second, loaded = (
+        together(curves)
+        for curves in zip(*run_on(3, second_half, name, case, tmp_path), strict=True)
+    )
+    assert_same_weights(loaded.weights, first.weights)
+    (expected,) = run_on(1, whole_run, name, case)
+    losses = [*first.mean_losses(), *second.mean_losses()]
+    assert relative(losses, expected.mean_losses()) <= rounding(torch.float32, 100, STEPS)
+
+
+# -- tensor parallelism
+
+
+TP_CASES = {
+    "LoRA": lambda: lora("llama", target_modules="all-linear"),
+    "rsLoRA with biases": lambda: lora(
+        "llama", target_modules=["q_proj", "v_proj"], use_rslora=True, bias="all"
+    ),
+    "two": lambda: lora("llama", target_modules=["q_proj", "o_proj", "lm_head"]),
+    "head": lambda: lora("llama", modules_to_save=["lm_head", "embed_tokens"]),
+    "prompt": CASES["prompt"][1],
+}
+
+
+def tp_model(case: str) -> Any:
+    base = tensor_parallel_model("llama")
+    torch.manual_seed(4)
+    config = TP_CASES[case]("llama") if case == "prompt" else TP_CASES[case]()
+    model = peft.get_peft_model(base, config)
+    if case == "two":
+        model.add_adapter("second", config)
+        model.base_model.set_adapter(["default", "second"])
+    return model.train()
+
+
+def tp_reference(rank: int, world_size: int, folder: Path) -> dict[str, Curve]:
+    found = {}
+    for case in TP_CASES:
+        model = tp_model(case)
+        found[case] = train_plain(model, batches("llama", STEPS))
+        model.save_pretrained(folder / case)
+    return found
+
+
+def tp_trained(rank: int, world_size: int, folder: Path, stage: int) -> dict[str, Curve]:
+    found = {}
+    for case in TP_CASES:
+        config = ds_config(stage=stage, stage3_param_persistence_threshold=0)
+        config["train_micro_batch_size_per_gpu"] = ROWS // (world_size // 2)
+        config["tensor_parallel"] = {"autotp_size": 2}
+        model = tp_model(case)
+        engine, _ = start(model, config)
+        found[case] = train_zero(engine, batches("llama", STEPS))
+        state = engine._zero3_consolidated_16bit_state_dict()
+        if rank == 0:
+            model.save_pretrained(folder / case, state_dict=state)
+        engine.save_checkpoint(folder / f"{case} checkpoint", exclude_frozen_parameters=True)
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(2, 1), (4, 3)])
+def test_tensor_parallelism(ranks: int, stage: int, tmp_path: Path) -> None:
+    (expected,) = run_on(1, tp_reference, tmp_path / "plain")
+    of_ranks = run_on(ranks, tp_trained, tmp_path / "cut", stage)
+    for case, plain in expected.items():
+        for first, second in zip(of_ranks[::2], of_ranks[1::2], strict=True):
+            assert first[case].losses == second[case].losses, case
+            assert first[case].norms == second[case].norms, case
+        found = together([curves[case] for curves in of_ranks[::2]])
+        assert relative(found.mean_losses(), plain.mean_losses()) < 1e-6, case
+        assert relative(found.norms, plain.norms) < 1e-5, case
+        saved, wanted = (files_of(tmp_path / kind / case) for kind in ("cut", "plain"))
+        assert saved.keys() == wanted.keys() and saved
+        for key, value in wanted.items():
+            assert torch.allclose(saved[key], value, rtol=0, atol=1e-5), (case, key)
+
+
+def tp_refused(rank: int, world_size: int, case: str) -> str:
+    config = ds_config() | {"tensor_parallel": {"autotp_size": 2}}
+    base = tensor_parallel_model("llama")
+    model = peft.get_peft_model(base, CASES[case][1]("llama"))
+    with pytest.raises(UsageError) as found:
+        start(model, config)
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [("DoRA", "_proj'"), ("IA3", "_proj'"), ("prefix", "prefix"), ("tokens", "embed_tokens'")],
+)
+def test_adapters_that_cannot_be_sharded_are_refused_by_name(case: str, named: str) -> None:
+    first, second = run_on(2, tp_refused, case)
+    assert first == second and first.startswith("tensor parallelism") and named in first

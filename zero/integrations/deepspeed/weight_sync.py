@@ -1,0 +1,72 @@
+"""`deepspeed.zero.GatheredParameters`: that of zero, unless TRL sends its weights to a generator.
+
+TRL gathers a whole model with adapters to merge them and to send the weights, and gathers
+everything one more time only to learn names and shapes. Its functions are known to read on every
+rank alike, so these contexts gather block by block, or nothing. This cannot be said of other
+callers: where only rank 0 reads, the other ranks would not take part in the gather."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from zero.core.gathered_parameters import GatheredParameters as EagerGatheredParameters
+from zero.streaming import GatheredWhenRead
+
+# Frames between TRL's function and this one: contextlib's, and that of `gather_params`.
+_DEPTH = 3
+
+
+def GatheredParameters(  # noqa: N802 (DeepSpeed's name)
+    params: nn.Parameter | Iterable[nn.Parameter] | nn.Module,
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> AbstractContextManager[None]:
+    """As `zero.GatheredParameters`. In TRL's synchronization of weights with vLLM, parameters are
+    gathered when they are read, see `zero.streaming.GatheredWhenRead`.
+    """
+    if enabled and modifier_rank is None:
+        for frame in _callers(sys._getframe(1)):
+            context = _of_weight_sync(frame)
+            if context is not None:
+                return context
+    return EagerGatheredParameters(params, modifier_rank, fwd_module, enabled)
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    for _ in range(_DEPTH):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
+
+
+def _of_weight_sync(frame: FrameType) -> AbstractContextManager[None] | None:
+    """The context for this frame, if it is of one of TRL's functions that send weights, and every
+    rank reads what it gathers.
+    """
+    function = frame.f_globals.get("__name__"), frame.f_code.co_name
+    owner: Any = frame.f_locals.get("self")
+    if function == ("trl.generation.vllm_generation", "_iter_named_params"):
+        names_only = owner.mode == "server" and owner._weight_metadata is None
+    elif function == (
+        "trl.experimental.online_dpo.online_dpo_trainer",
+        "_move_model_to_vllm_inner",
+    ):
+        if owner.vllm_mode == "server":  # where rank 0 alone reads
+            return None
+        names_only = False
+    else:
+        return None
+    has_adapters = hasattr(owner.model, "merge_adapter")
+    if names_only and not has_adapters:
+        return nullcontext()
+    if not has_adapters or not GatheredWhenRead.serves(owner.model):
+        return None  # without adapters, each parameter has a context of its own
+    return GatheredWhenRead(owner.model, names_only)
