@@ -17,6 +17,7 @@ from types import FunctionType, ModuleType
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero.core.gathering import Gathering
@@ -106,7 +107,9 @@ class OutsideReads:
         storages = {
             tensor.untyped_storage().data_ptr()
             for tensor in tensors
-            if tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+            if tensor.layout is torch.strided
+            and not is_traceable_wrapper_subclass(tensor)
+            and not is_functorch_wrapped_tensor(tensor)
         }
         for group in groups:
             if group.full.untyped_storage().data_ptr() in storages:

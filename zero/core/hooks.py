@@ -35,6 +35,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
+from zero.core.derivatives import asks_for_other_gradients, in_forward_mode, keeps_graph
 from zero.core.external_access import MissingGradients, OutsideReads, tensors_with_grad
 from zero.core.gathering import Gathering
 from zero.core.micro_batches import MicroBatches
@@ -80,13 +81,19 @@ class _Hook:
     def __init__(self, hook: Callable[..., Any]):
         # torch.compile must not trace it: a module may be compiled with its hooks
         # (`nn.Module.compile`).
-        self._hook = torch.compiler.disable(hook)
+        self._hook = torch.compiler.disable(partial(_call_outside_of_transforms, hook))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._hook(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> Callable[..., None]:
         return _do_nothing
+
+
+def _call_outside_of_transforms(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Inside of torch.func.vmap the engine's own tensors are no batch."""
+    with torch._C._DisableFuncTorch():
+        return function(*args, **kwargs)
 
 
 def _do_nothing(*args: object, **kwargs: object) -> None: ...
@@ -137,7 +144,7 @@ class ModuleHooks:
         # or is named in a warning. Later an expert may get none.
         self._is_first = True
         self._unfrozen: set[ParamGroup] = set()
-        self._backward_is_open = self._has_gradients = False
+        self._backward_is_open = self._is_derivative = self._has_gradients = False
         self._graph_task = -1
         # Groups that are unsharded while their gradients are computed, if their modules are called
         # and return all results. A script may also use their weights in other ways.
@@ -339,8 +346,11 @@ class ModuleHooks:
                 tensor.grad_fn.register_prehook(partial(self._pre_backward, groups))
                 is_hooked = True
         self._called.update(self._hooked.intersection(groups))
-        if not is_hooked and (passed_through or any(group.trainable for group in groups)):
-            # The result is somewhere else: kept on the module, or written into an argument.
+        is_elsewhere = not is_hooked and (
+            passed_through or any(group.trainable for group in groups)
+        )
+        if is_elsewhere or in_forward_mode():
+            # The result is kept on the module, or written into an argument.
             for group in groups:
                 self._reads.hold(group)
 
@@ -350,18 +360,30 @@ class ModuleHooks:
         """Called at each possible start of a backward: a gradient of the root's output, a module's
         or a parameter's.
         """
-        if not self._backward_is_open:
-            self._backward_is_open = self._in_pass = True
-            self._graph_task = torch._C._current_graph_task_id()
-            self._has_gradients = False
-            if (
-                self._awaited > 1 or not self._gathering.in_pass
-            ):  # it belongs to an earlier forward than the last one
-                self._gathering.end_pass()
-                self._record("backward")
-            self._reductions.begin(self.absent)
-            self._reads.begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+        if self._backward_is_open:
+            return
+        self._backward_is_open = True
+        self._reads.begin_backward()
+        trained = (param for group in self.groups if group.trainable for param in group.params)
+        self._is_derivative = asks_for_other_gradients(trained)
+        if self._is_derivative:
+            finish = partial(self._finish_derivative, self._in_pass, keeps_graph())
+            self._in_pass = True
+        else:
+            finish = self._finish_backward
+            self._gradients_begin()
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+    def _gradients_begin(self) -> None:
+        self._in_pass = True
+        self._graph_task = torch._C._current_graph_task_id()
+        self._has_gradients = False
+        if (
+            self._awaited > 1 or not self._gathering.in_pass
+        ):  # it belongs to an earlier forward than the last one
+            self._gathering.end_pass()
+            self._record("backward")
+        self._reductions.begin(self.absent)
 
     def _pre_backward(self, groups: list[ParamGroup], grads: tuple) -> None:
         self._backward_begins()
@@ -370,6 +392,9 @@ class ModuleHooks:
             if not complete and group not in self._in_backward:
                 self._in_backward.add(group)
                 self._gathering.unshard(group)
+            if torch.is_grad_enabled():
+                # No module's call shows when the derivative of this derivative needs the weights.
+                self._reads.hold(group)
 
     def _inputs_done(self, group: ParamGroup, grads: Sequence[torch.Tensor | None]) -> None:
         self._release_from_backward(group)
@@ -377,8 +402,19 @@ class ModuleHooks:
     def gradient_ready(self, group: ParamGroup, index: int) -> None:
         """The gradient of the group's parameter number `index` is complete."""
         self._backward_begins()
+        if self._is_derivative:
+            raise UsageError(
+                f"parameter {group.param_names[index]!r} got a gradient from a backward inside of "
+                "torch.autograd.grad, which asks for others: run the backward of the loss instead"
+            )
         if torch._C._current_graph_task_id() != self._graph_task:
             self._reductions.has_nested_backward = True
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "backward(create_graph=True) keeps a graph in each parameter's `.grad`, which the "
+                "engine takes away: use torch.autograd.grad(loss, parameters, create_graph=True), "
+                "and then call backward without create_graph"
+            )
         if not self._has_gradients:
             self._has_gradients = True
             self._micro_batches.gradients_begin()
@@ -395,11 +431,24 @@ class ModuleHooks:
             self._in_backward.remove(group)
             self._gathering.release(group)
 
-    def _finish_backward(self) -> None:
+    def _close_backward(self) -> None:
         """Autograd has run the whole graph."""
         self._backward_is_open = False
         for group in list(self._in_backward):
             self._release_from_backward(group)
+
+    def _finish_derivative(self, was_in_pass: bool, graph_is_kept: bool) -> None:
+        """The script has taken a derivative itself. What awaits a backward still does, unless its
+        graph is gone.
+        """
+        self._close_backward()
+        self._in_pass = was_in_pass
+        if self._awaited and not self._depth and not graph_is_kept:
+            self._awaited -= 1
+            self._end_pass(has_trained=True)
+
+    def _finish_backward(self) -> None:
+        self._close_backward()
         if not self._ignore_unused:
             self._refuse_unused()
         self._is_first = False
