@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,7 @@ from zero.core.gathering import Gathering
 from zero.core.micro_batches import MicroBatches
 from zero.core.param_group import ParamGroup, State
 from zero.core.reduction import ReductionOrder
+from zero.core.taken_gradients import stand_in, take_back
 from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
@@ -146,6 +147,8 @@ class ModuleHooks:
         self._unfrozen: set[ParamGroup] = set()
         self._backward_is_open = self._is_derivative = self._has_gradients = False
         self._graph_task = -1
+        # Until the first step is over: the parameter that shows a stand-in of its gradient.
+        self._stands_in: nn.Parameter | None = None
         # Groups that are unsharded while their gradients are computed, if their modules are called
         # and return all results. A script may also use their weights in other ways.
         self._called: set[ParamGroup] = set()
@@ -197,6 +200,7 @@ class ModuleHooks:
 
     def remove(self) -> None:
         """Take all hooks off the model."""
+        self._take_back()
         for handle in [*self.forward_hooks, *self.backward_hooks]:
             handle.remove()
         self.forward_hooks.clear()
@@ -264,6 +268,7 @@ class ModuleHooks:
 
     def forget_broken_pass(self) -> None:
         """Release the groups of a forward that had no backward, or that raised an exception."""
+        self._take_back()
         self._release_modules()
         self._release_reads()
         self._awaited = 0
@@ -364,8 +369,7 @@ class ModuleHooks:
             return
         self._backward_is_open = True
         self._reads.begin_backward()
-        trained = (param for group in self.groups if group.trainable for param in group.params)
-        self._is_derivative = asks_for_other_gradients(trained)
+        self._is_derivative = asks_for_other_gradients(self._trained_params())
         if self._is_derivative:
             finish = partial(self._finish_derivative, self._in_pass, keeps_graph())
             self._in_pass = True
@@ -374,7 +378,18 @@ class ModuleHooks:
             self._gradients_begin()
         torch.autograd.Variable._execution_engine.queue_callback(finish)
 
+    def _trained_params(self) -> Iterator[nn.Parameter]:
+        for group in self.groups:
+            if group.trainable:
+                yield from group.params
+
+    def _take_back(self) -> None:
+        if self._stands_in is not None:
+            take_back(self._stands_in)
+            self._stands_in = None
+
     def _gradients_begin(self) -> None:
+        self._take_back()
         self._in_pass = True
         self._graph_task = torch._C._current_graph_task_id()
         self._has_gradients = False
@@ -451,6 +466,8 @@ class ModuleHooks:
         self._close_backward()
         if not self._ignore_unused:
             self._refuse_unused()
+        if self._is_first:
+            self._stands_in = stand_in(self._trained_params())
         self._is_first = False
         self._reductions.finish()
         self._awaited = max(0, self._awaited - 1)
