@@ -20,7 +20,9 @@ Activation checkpointing runs forward code again inside of backward. If it runs 
 again, the group unsharded there stays so for the backward that follows. If it runs inside of the
 hooked module (as in transformers), the group was unsharded before. Autograd's graph does not tell
 which gradients will come, since reentrant checkpointing makes graphs on the way. So a group with a
-parameter that got no gradient stays unsharded to the end of backward."""
+parameter that got no gradient stays unsharded to the end of backward. If it is used by a backward
+inside of the backward, it is released at the end of that one, because a second recomputation must
+gather it on all ranks, whichever gradients they have."""
 
 from __future__ import annotations
 
@@ -36,7 +38,12 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from zero.core.derivatives import asks_for_other_gradients, in_forward_mode, keeps_graph
-from zero.core.external_access import MissingGradients, OutsideReads, tensors_with_grad
+from zero.core.external_access import (
+    MissingGradients,
+    OutsideReads,
+    groups_shown_by,
+    tensors_with_grad,
+)
 from zero.core.gathering import Gathering
 from zero.core.micro_batches import MicroBatches
 from zero.core.param_group import ParamGroup, State
@@ -59,6 +66,17 @@ def _hidden_result(group: ParamGroup, index: int) -> str:
         "Return it, alone or in a tuple, list, dict or dataclass, instead of only keeping it on "
         "the module"
     )
+
+
+def _kept_by(module: nn.Module) -> list[object]:
+    """What scripts have put on the module and on those inside of it: attributes and buffers."""
+    usual = vars(nn.Module())
+    return [
+        value
+        for part in module.modules()
+        for name, value in (*vars(part).items(), *part._buffers.items())
+        if name not in usual
+    ]
 
 
 def _gradient_ready(
@@ -147,6 +165,10 @@ class ModuleHooks:
         self._unfrozen: set[ParamGroup] = set()
         self._backward_is_open = self._is_derivative = self._has_gradients = False
         self._graph_task = -1
+        # Modules whose attributes were searched for views of their weights after their first call.
+        self._searched: set[nn.Module] = set()
+        # The groups that each backward inside of the backward uses, by its graph task.
+        self._nested: dict[int, set[ParamGroup]] = {}
         # Until the first step is over: the parameter that shows a stand-in of its gradient.
         self._stands_in: nn.Parameter | None = None
         # Groups that are unsharded while their gradients are computed, if their modules are called
@@ -277,6 +299,7 @@ class ModuleHooks:
     def _release_modules(self) -> None:
         self._gathering.release_all_but(self._reads.held)
         self._in_backward.clear()
+        self._nested.clear()
         self._reductions.clear()
         self._backward_is_open = False
 
@@ -333,8 +356,14 @@ class ModuleHooks:
         self, groups: list[ParamGroup], module: nn.Module, args: tuple, kwargs: dict, output: object
     ) -> None:
         if not in_backward():
-            self._reads.hold_returned(groups, output)
+            if module not in self._searched:
+                self._searched.add(module)
+                for group in groups_shown_by(_kept_by(module), groups, in_objects=False):
+                    group.has_aliases = True
+            returned = groups_shown_by(output, groups)
             for group in groups:
+                if group.has_aliases or group in returned:
+                    self._reads.hold(group)
                 self._gathering.release(group)
         # The backward of an embedding needs its indices, not its weight.
         if not torch.is_grad_enabled() or type(module).forward is nn.Embedding.forward:
@@ -402,6 +431,14 @@ class ModuleHooks:
 
     def _pre_backward(self, groups: list[ParamGroup], grads: tuple) -> None:
         self._backward_begins()
+        task = torch._C._current_graph_task_id()
+        if task != self._graph_task and not self._is_derivative:
+            if task not in self._nested:
+                self._nested[task] = set()
+                torch.autograd.Variable._execution_engine.queue_callback(
+                    partial(self._finish_nested, task)
+                )
+            self._nested[task].update(groups)
         for group in groups:
             complete = not group.shared and self._reductions.is_complete(group)
             if not complete and group not in self._in_backward:
@@ -437,7 +474,7 @@ class ModuleHooks:
             raise UsageError(_hidden_result(group, index))
         self._missing.has_gradient(group, index)
         if self._reductions.collect(group, index):
-            if not group.shared:
+            if not group.shared and not any(group in used for used in self._nested.values()):
                 self._release_from_backward(group)
             self._reductions.complete(group)
 
@@ -445,6 +482,13 @@ class ModuleHooks:
         if group in self._in_backward:
             self._in_backward.remove(group)
             self._gathering.release(group)
+
+    def _finish_nested(self, task: int) -> None:
+        """A backward inside of the backward is over, on all ranks alike. Its groups may be
+        unsharded again for another one, even if a rank has all of their gradients.
+        """
+        for group in self._nested.pop(task, ()):
+            self._release_from_backward(group)
 
     def _close_backward(self) -> None:
         """Autograd has run the whole graph."""

@@ -78,6 +78,7 @@ class ParamGroup(NamedGroup):
         users: how many callers need the parameters now.
         version: counts changes of the values.
         serial: order of creation, equal on all ranks.
+        has_aliases: a module keeps views of the weights: their memory stays until it lets them go.
         strict: a change of unsharded values that would be lost is an error.
         source: the communicator that gathered `full`; it may quantize.
         initial_master: the slice as given, on `master_tier`, for an optimizer; or None.
@@ -125,6 +126,7 @@ class ParamGroup(NamedGroup):
         self.state = State.SHARDED
         self.users = 0
         self.version = 0
+        self.has_aliases = False
         self.index = {param: i for i, param in enumerate(self.params)}
         # Set by the optimizer that updates the shard; each all-gather waits for its updates.
         self.optimizer_shard: OptimizerShard | None = None
@@ -456,6 +458,10 @@ class ParamGroup(NamedGroup):
             self.wait_for_all_gather()
         if self.state is State.UNSHARDED:
             self._hide_values()
+        if self.has_aliases:
+            self.state = State.GATHERED
+            self.reshard_but_keep_aliases()
+            return
         self._free_storage()
         self.residency.remove(self.layout.numel)
         self.state = State.SHARDED
