@@ -18,8 +18,9 @@ def save(
     latest: bool = True,
     world_size: int = 1,
     version: int = FORMAT_VERSION,
+    **others: object,
 ) -> Path:
-    """Do what `save_checkpoint` does on disk."""
+    """Do what `save_checkpoint` does on disk; `others` are entries of the manifest."""
     folder = folders.begin(save_dir, tag, 100)
     values = torch.full((4,), float(value))
     written = write([Slice.whole("weights/w", values)], folder, DATA_FILE.format(0))
@@ -38,7 +39,7 @@ def save(
         "format": FORMAT, "version": version, "torch": torch.__version__, "time": "now", "tag": tag,
         "world_size": world_size, "random_states": [None] * world_size, "frozen_excluded": False,
         "files": {written["name"]: written["file"]}, "tensors": written["tensors"],
-    }  # fmt: skip
+    } | others  # fmt: skip
     folders.commit(folder, tag, manifest, latest=latest)
     return save_dir / tag
 

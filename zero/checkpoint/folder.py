@@ -195,7 +195,7 @@ def locate(load_dir: Path, tag: str | None) -> Path | None:
     there is none.
 
     `load_dir` may be a checkpoint's own folder. Raises ValueError if the tag, given or from
-    `latest`, has no folder."""
+    `latest`, has no folder. Warns if `latest` names an earlier checkpoint than the last one."""
     if tag is None and (load_dir / MANIFEST).is_file():
         return load_dir
     latest = load_dir / LATEST
@@ -204,11 +204,19 @@ def locate(load_dir: Path, tag: str | None) -> Path | None:
     if not os.path.lexists(latest):
         return next(iter(newest_first([load_dir])), None)
     try:
-        return _folder_of(load_dir, check_tag(disk.read(latest).decode().strip()))
+        folder = _folder_of(load_dir, check_tag(disk.read(latest).decode().strip()))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{latest} is damaged: {error}; name the checkpoint's own folder"
         ) from None
+    for newest in newest_first([load_dir])[:1] if number_of(folder) >= 0 else ():
+        if number_of(newest) > number_of(folder) and os.environ.get("RANK", "0") == "0":
+            logger.warning(
+                "%s names %s, although %s is newer: if you have not saved that with "
+                "save_latest=False, %s is damaged, and you should name the checkpoint to load",
+                *(latest, folder.name, newest.name, LATEST),
+            )
+    return folder
 
 
 def _folder_of(load_dir: Path, tag: str) -> Path:

@@ -15,6 +15,7 @@ import io
 import json
 import logging
 import os
+import pickletools
 import sys
 import time
 import zipfile
@@ -34,7 +35,7 @@ from zero.checkpoint.folder import (
     number_of,
     of_trainer,
 )
-from zero.checkpoint.manifest import DamagedCheckpointError
+from zero.checkpoint.manifest import DamagedCheckpointError, Manifest
 from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
@@ -113,6 +114,8 @@ def check_resumable(folder: Path, world_size: int, sums: bool = True) -> None:
     for name, needed in is_needed.items():
         if needed or os.path.lexists(folder / name):
             _check_archive(folder / name)
+    if os.path.lexists(folder / SCHEDULER):
+        _check_scheduler(folder / SCHEDULER, manifest)
     if sums:
         reader.verify()
 
@@ -184,6 +187,38 @@ def _check_archive(path: Path) -> None:
         raise DamagedCheckpointError(f"{path} is damaged: {error}") from None
     if wrong is not None:
         raise DamagedCheckpointError(f"{path} is damaged: {wrong} in it is not what was written")
+
+
+def _check_scheduler(path: Path, manifest: Manifest) -> None:
+    """`scheduler.pt` is of this checkpoint if it has its learning rates or its number of steps.
+
+    The file is not unpickled, which could execute code: the numbers are read from the pickle's
+    instructions."""
+    with zipfile.ZipFile(io.BytesIO(_read(path))) as archive:
+        pickled = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]
+    instructions = [
+        (opcode.name, argument)
+        for content in pickled
+        for opcode, argument, _ in pickletools.genops(content)
+        if not opcode.name.endswith("PUT")
+    ]
+    arguments = [argument for _, argument in instructions]
+    if "_last_lr" not in arguments or "last_epoch" not in arguments or manifest.optimizer is None:
+        return
+    steps = arguments[arguments.index("last_epoch") + 1]
+    rates = []
+    for name, argument in instructions[arguments.index("_last_lr") + 1 :]:
+        if name == "BINFLOAT":
+            rates.append(argument)
+        elif name not in ("EMPTY_LIST", "MARK"):
+            break
+    expected = [group.get("lr") for group in manifest.optimizer.groups]
+    taken = manifest.global_steps - manifest.skipped_steps
+    if rates and rates != expected and steps not in (taken, manifest.global_steps):
+        raise DamagedCheckpointError(
+            f"{path} is of step {steps}, with the learning rates {rates}, and not of this "
+            f"checkpoint: that is of step {taken}, with {expected}"
+        )
 
 
 _to_seal: tuple[Path, int] | None = None

@@ -17,6 +17,7 @@ from types import FunctionType, ModuleType
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero.core.gathering import Gathering
@@ -79,6 +80,24 @@ def tensors_with_grad(
     return (tensor for tensor in tensors if tensor.requires_grad)
 
 
+def groups_shown_by(
+    value: object, groups: Sequence[ParamGroup], *, in_objects: bool = True
+) -> list[ParamGroup]:
+    """Those of `groups` whose parameters, or views of them, are in `value`: a module may return
+    them, or keep them. `in_objects`: see `tensors_in`.
+    """
+    tensors = [local(tensor) for tensor in tensors_in(value, in_objects=in_objects)]
+    # The result of a collective that is not awaited yet has no storage of its own.
+    storages = {
+        tensor.untyped_storage().data_ptr()
+        for tensor in tensors
+        if tensor.layout is torch.strided
+        and not is_traceable_wrapper_subclass(tensor)
+        and not is_functorch_wrapped_tensor(tensor)
+    }
+    return [group for group in groups if group.full.untyped_storage().data_ptr() in storages]
+
+
 class OutsideReads:
     """Holds the groups of parameters that were read outside of their modules' calls."""
 
@@ -96,21 +115,6 @@ class OutsideReads:
         if group not in self.held:
             self._gathering.unshard(group)
             self.held.add(group)
-
-    def hold_returned(self, groups: Sequence[ParamGroup], output: object) -> None:
-        """Hold those of `groups` whose values are in `output`: a module may return a parameter, or
-        a view of one.
-        """
-        tensors = [local(tensor) for tensor in tensors_in(output, in_objects=True)]
-        # The result of a collective that is not awaited yet has no storage of its own.
-        storages = {
-            tensor.untyped_storage().data_ptr()
-            for tensor in tensors
-            if tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
-        }
-        for group in groups:
-            if group.full.untyped_storage().data_ptr() in storages:
-                self.hold(group)
 
     def begin_backward(self) -> None:
         """Hold all groups that any forward has read this way: the backward may need them at any

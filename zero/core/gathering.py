@@ -10,9 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 
 from zero.comm.communicator import Communicator
+from zero.core.derivatives import in_gradient_transform
 from zero.core.forward_writes import ForwardWrites
 from zero.core.param_group import ParamGroup, State
 from zero.core.schedule import Residency, Schedule
+from zero.errors import UsageError
 
 
 class Gathering:
@@ -79,6 +81,12 @@ class Gathering:
         """
         if group.persistent:
             return
+        if group.state is not State.UNSHARDED and in_gradient_transform():
+            raise UsageError(
+                f"{group} is sharded, and cannot be gathered inside of torch.func.grad, jvp or a "
+                "transform made of these: use torch.autograd.grad, or call the transform inside of "
+                "the module's forward, which has its weights"
+            )
         self._before_use()
         self._comm.watchdog.set_position(group)
         self._comm.clock.progress.advance(len(self._groups))

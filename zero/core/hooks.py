@@ -20,13 +20,15 @@ Activation checkpointing runs forward code again inside of backward. If it runs 
 again, the group unsharded there stays so for the backward that follows. If it runs inside of the
 hooked module (as in transformers), the group was unsharded before. Autograd's graph does not tell
 which gradients will come, since reentrant checkpointing makes graphs on the way. So a group with a
-parameter that got no gradient stays unsharded to the end of backward."""
+parameter that got no gradient stays unsharded to the end of backward. If it is used by a backward
+inside of the backward, it is released at the end of that one, because a second recomputation must
+gather it on all ranks, whichever gradients they have."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,11 +37,18 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from zero.core.external_access import MissingGradients, OutsideReads, tensors_with_grad
+from zero.core.derivatives import asks_for_other_gradients, in_forward_mode, keeps_graph
+from zero.core.external_access import (
+    MissingGradients,
+    OutsideReads,
+    groups_shown_by,
+    tensors_with_grad,
+)
 from zero.core.gathering import Gathering
 from zero.core.micro_batches import MicroBatches
 from zero.core.param_group import ParamGroup, State
 from zero.core.reduction import ReductionOrder
+from zero.core.taken_gradients import stand_in, take_back
 from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
@@ -57,6 +66,17 @@ def _hidden_result(group: ParamGroup, index: int) -> str:
         "Return it, alone or in a tuple, list, dict or dataclass, instead of only keeping it on "
         "the module"
     )
+
+
+def _kept_by(module: nn.Module) -> list[object]:
+    """What scripts have put on the module and on those inside of it: attributes and buffers."""
+    usual = vars(nn.Module())
+    return [
+        value
+        for part in module.modules()
+        for name, value in (*vars(part).items(), *part._buffers.items())
+        if name not in usual
+    ]
 
 
 def _gradient_ready(
@@ -80,13 +100,19 @@ class _Hook:
     def __init__(self, hook: Callable[..., Any]):
         # torch.compile must not trace it: a module may be compiled with its hooks
         # (`nn.Module.compile`).
-        self._hook = torch.compiler.disable(hook)
+        self._hook = torch.compiler.disable(partial(_call_outside_of_transforms, hook))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._hook(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> Callable[..., None]:
         return _do_nothing
+
+
+def _call_outside_of_transforms(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Inside of torch.func.vmap the engine's own tensors are no batch."""
+    with torch._C._DisableFuncTorch():
+        return function(*args, **kwargs)
 
 
 def _do_nothing(*args: object, **kwargs: object) -> None: ...
@@ -137,8 +163,14 @@ class ModuleHooks:
         # or is named in a warning. Later an expert may get none.
         self._is_first = True
         self._unfrozen: set[ParamGroup] = set()
-        self._backward_is_open = self._has_gradients = False
+        self._backward_is_open = self._is_derivative = self._has_gradients = False
         self._graph_task = -1
+        # Modules whose attributes were searched for views of their weights after their first call.
+        self._searched: set[nn.Module] = set()
+        # The groups that each backward inside of the backward uses, by its graph task.
+        self._nested: dict[int, set[ParamGroup]] = {}
+        # Until the first step is over: the parameter that shows a stand-in of its gradient.
+        self._stands_in: nn.Parameter | None = None
         # Groups that are unsharded while their gradients are computed, if their modules are called
         # and return all results. A script may also use their weights in other ways.
         self._called: set[ParamGroup] = set()
@@ -190,6 +222,7 @@ class ModuleHooks:
 
     def remove(self) -> None:
         """Take all hooks off the model."""
+        self._take_back()
         for handle in [*self.forward_hooks, *self.backward_hooks]:
             handle.remove()
         self.forward_hooks.clear()
@@ -257,6 +290,7 @@ class ModuleHooks:
 
     def forget_broken_pass(self) -> None:
         """Release the groups of a forward that had no backward, or that raised an exception."""
+        self._take_back()
         self._release_modules()
         self._release_reads()
         self._awaited = 0
@@ -265,6 +299,7 @@ class ModuleHooks:
     def _release_modules(self) -> None:
         self._gathering.release_all_but(self._reads.held)
         self._in_backward.clear()
+        self._nested.clear()
         self._reductions.clear()
         self._backward_is_open = False
 
@@ -321,8 +356,14 @@ class ModuleHooks:
         self, groups: list[ParamGroup], module: nn.Module, args: tuple, kwargs: dict, output: object
     ) -> None:
         if not in_backward():
-            self._reads.hold_returned(groups, output)
+            if module not in self._searched:
+                self._searched.add(module)
+                for group in groups_shown_by(_kept_by(module), groups, in_objects=False):
+                    group.has_aliases = True
+            returned = groups_shown_by(output, groups)
             for group in groups:
+                if group.has_aliases or group in returned:
+                    self._reads.hold(group)
                 self._gathering.release(group)
         # The backward of an embedding needs its indices, not its weight.
         if not torch.is_grad_enabled() or type(module).forward is nn.Embedding.forward:
@@ -339,8 +380,11 @@ class ModuleHooks:
                 tensor.grad_fn.register_prehook(partial(self._pre_backward, groups))
                 is_hooked = True
         self._called.update(self._hooked.intersection(groups))
-        if not is_hooked and (passed_through or any(group.trainable for group in groups)):
-            # The result is somewhere else: kept on the module, or written into an argument.
+        is_elsewhere = not is_hooked and (
+            passed_through or any(group.trainable for group in groups)
+        )
+        if is_elsewhere or in_forward_mode():
+            # The result is kept on the module, or written into an argument.
             for group in groups:
                 self._reads.hold(group)
 
@@ -350,26 +394,59 @@ class ModuleHooks:
         """Called at each possible start of a backward: a gradient of the root's output, a module's
         or a parameter's.
         """
-        if not self._backward_is_open:
-            self._backward_is_open = self._in_pass = True
-            self._graph_task = torch._C._current_graph_task_id()
-            self._has_gradients = False
-            if (
-                self._awaited > 1 or not self._gathering.in_pass
-            ):  # it belongs to an earlier forward than the last one
-                self._gathering.end_pass()
-                self._record("backward")
-            self._reductions.begin(self.absent)
-            self._reads.begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+        if self._backward_is_open:
+            return
+        self._backward_is_open = True
+        self._reads.begin_backward()
+        self._is_derivative = asks_for_other_gradients(self._trained_params())
+        if self._is_derivative:
+            finish = partial(self._finish_derivative, self._in_pass, keeps_graph())
+            self._in_pass = True
+        else:
+            finish = self._finish_backward
+            self._gradients_begin()
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+    def _trained_params(self) -> Iterator[nn.Parameter]:
+        for group in self.groups:
+            if group.trainable:
+                yield from group.params
+
+    def _take_back(self) -> None:
+        if self._stands_in is not None:
+            take_back(self._stands_in)
+            self._stands_in = None
+
+    def _gradients_begin(self) -> None:
+        self._take_back()
+        self._in_pass = True
+        self._graph_task = torch._C._current_graph_task_id()
+        self._has_gradients = False
+        if (
+            self._awaited > 1 or not self._gathering.in_pass
+        ):  # it belongs to an earlier forward than the last one
+            self._gathering.end_pass()
+            self._record("backward")
+        self._reductions.begin(self.absent)
 
     def _pre_backward(self, groups: list[ParamGroup], grads: tuple) -> None:
         self._backward_begins()
+        task = torch._C._current_graph_task_id()
+        if task != self._graph_task and not self._is_derivative:
+            if task not in self._nested:
+                self._nested[task] = set()
+                torch.autograd.Variable._execution_engine.queue_callback(
+                    partial(self._finish_nested, task)
+                )
+            self._nested[task].update(groups)
         for group in groups:
             complete = not group.shared and self._reductions.is_complete(group)
             if not complete and group not in self._in_backward:
                 self._in_backward.add(group)
                 self._gathering.unshard(group)
+            if torch.is_grad_enabled():
+                # No module's call shows when the derivative of this derivative needs the weights.
+                self._reads.hold(group)
 
     def _inputs_done(self, group: ParamGroup, grads: Sequence[torch.Tensor | None]) -> None:
         self._release_from_backward(group)
@@ -377,8 +454,19 @@ class ModuleHooks:
     def gradient_ready(self, group: ParamGroup, index: int) -> None:
         """The gradient of the group's parameter number `index` is complete."""
         self._backward_begins()
+        if self._is_derivative:
+            raise UsageError(
+                f"parameter {group.param_names[index]!r} got a gradient from a backward inside of "
+                "torch.autograd.grad, which asks for others: run the backward of the loss instead"
+            )
         if torch._C._current_graph_task_id() != self._graph_task:
             self._reductions.has_nested_backward = True
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "backward(create_graph=True) keeps a graph in each parameter's `.grad`, which the "
+                "engine takes away: use torch.autograd.grad(loss, parameters, create_graph=True), "
+                "and then call backward without create_graph"
+            )
         if not self._has_gradients:
             self._has_gradients = True
             self._micro_batches.gradients_begin()
@@ -386,7 +474,7 @@ class ModuleHooks:
             raise UsageError(_hidden_result(group, index))
         self._missing.has_gradient(group, index)
         if self._reductions.collect(group, index):
-            if not group.shared:
+            if not group.shared and not any(group in used for used in self._nested.values()):
                 self._release_from_backward(group)
             self._reductions.complete(group)
 
@@ -395,13 +483,35 @@ class ModuleHooks:
             self._in_backward.remove(group)
             self._gathering.release(group)
 
-    def _finish_backward(self) -> None:
+    def _finish_nested(self, task: int) -> None:
+        """A backward inside of the backward is over, on all ranks alike. Its groups may be
+        unsharded again for another one, even if a rank has all of their gradients.
+        """
+        for group in self._nested.pop(task, ()):
+            self._release_from_backward(group)
+
+    def _close_backward(self) -> None:
         """Autograd has run the whole graph."""
         self._backward_is_open = False
         for group in list(self._in_backward):
             self._release_from_backward(group)
+
+    def _finish_derivative(self, was_in_pass: bool, graph_is_kept: bool) -> None:
+        """The script has taken a derivative itself. What awaits a backward still does, unless its
+        graph is gone.
+        """
+        self._close_backward()
+        self._in_pass = was_in_pass
+        if self._awaited and not self._depth and not graph_is_kept:
+            self._awaited -= 1
+            self._end_pass(has_trained=True)
+
+    def _finish_backward(self) -> None:
+        self._close_backward()
         if not self._ignore_unused:
             self._refuse_unused()
+        if self._is_first:
+            self._stands_in = stand_in(self._trained_params())
         self._is_first = False
         self._reductions.finish()
         self._awaited = max(0, self._awaited - 1)

@@ -259,11 +259,12 @@ def plan_groups(
     Parameters without elements are in none. Parameters of at most
     `persistence_threshold` elements go to the persistent groups, up to
     `model_persistence_threshold` elements in all, as do PEFT's prompts of any size. Quantized
-    tensors do so only if they are tiny, because the all-gather of their layer's codes can carry them. Others go to the group of the
-    block that contains all of their owners, else to a stray group of the modules that own them.
-    Experts that are packed into 3-D parameters may be most of the model. So they are a stray group
-    even inside a block, unless it is a leaf. Within a group, parameters with equal `sort_key` (the
-    index of the optimizer's param group) lie next to each other."""
+    tensors do so only if they are tiny, because the all-gather of their layer's codes can carry
+    them. Others go to the group of the block that contains all of their owners, else to a stray
+    group of the modules that own them. Experts that are packed into 3-D parameters may be most of
+    the model. So they are a stray group even inside a block, unless it is a leaf. Within a group,
+    parameters with equal `sort_key` (the index of the optimizer's param group) lie next to each
+    other."""
     blocks = find_blocks(model)
     leaves = (module for module in model.modules() if getattr(module, LEAF_FLAG, False))
     in_leaves = {module for leaf in leaves for module in leaf.modules()}

@@ -79,6 +79,7 @@ class ParamGroup(NamedGroup):
         users: how many callers need the parameters now.
         version: counts changes of the values.
         serial: order of creation, equal on all ranks.
+        has_aliases: a module keeps views of the weights: their memory stays until it lets them go.
         strict: a change of unsharded values that would be lost is an error.
         packed: the parameters are frozen tensors of any dtypes, and elements of the group are their
             bytes. Some are no `nn.Parameter`.
@@ -147,6 +148,7 @@ class ParamGroup(NamedGroup):
         self.state = State.SHARDED
         self.users = 0
         self.version = 0
+        self.has_aliases = False
         # Set by the optimizer that updates the shard; each all-gather waits for its updates.
         self.optimizer_shard: OptimizerShard | None = None
         self._read_hook: ReadHook | None = None
@@ -510,6 +512,10 @@ class ParamGroup(NamedGroup):
             self.wait_for_all_gather()
         if self.state is State.UNSHARDED:
             self._hide_values()
+        if self.has_aliases:
+            self.state = State.GATHERED
+            self.reshard_but_keep_aliases()
+            return
         self._free_storage()
         self.residency.remove(self.layout.numel)
         self.state = State.SHARDED

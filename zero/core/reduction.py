@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from zero.comm.clock import label
 from zero.comm.communicator import Communicator
@@ -108,6 +109,7 @@ class GradientReducer:
 
     Attributes:
         backwards: how many have ended since the last step.
+        frozen: parameters of the shards that were frozen in all of these, and got no gradient.
         buffered: elements in flat buffers.
     """
 
@@ -139,6 +141,18 @@ class GradientReducer:
         self._in_flight: deque[_Reduction] = deque()
         self._offloading: deque[tuple[OptimizerShard, Pending]] = deque()
         self.buffered = self.backwards = 0
+        self.frozen: set[nn.Parameter] = set()
+
+    def note_frozen(self) -> None:
+        """A backward is over, and its gradients are not forgotten yet."""
+        with torch._C.DisableTorchFunctionSubclass():  # sharded parameters look at each access
+            frozen = {
+                param
+                for group in self._shards
+                for i, param in enumerate(group.params)
+                if not param.requires_grad and i not in self.gradients[group].arrived
+            }
+        self.frozen = self.frozen & frozen if self.backwards else frozen
 
     def end_backward(self) -> None:
         """Wait for all reductions of the backward."""
@@ -188,6 +202,7 @@ class GradientReducer:
         """
         found = [index for index, param in enumerate(group.params) if param.grad is not None]
         for index in found:
+            self.frozen.discard(group.params[index])
             self.collect(group, index)
         if found:
             self.reduce(group, factor=1.0)
@@ -485,6 +500,7 @@ class ReductionOrder:
         """The backward is over: reduce the rest, the same groups in the same order on every rank,
         and wait.
         """
+        self._reducer.note_frozen()
         late = {group for group in self._order[: self._started] if self._reducer.has_pending(group)}
         for group in self._order[self._started :]:
             if group not in self._absent:

@@ -245,6 +245,8 @@ class ZeroOptimizer:
         if self.writes is not None:
             self.writes.between_passes()
         self.reducer.drain()
+        if not self.reducer.backwards:
+            self.reducer.note_frozen()
         for group in self.shards:
             self.reducer.collect_from_script(group)
             self.reducer.complete(group)
@@ -252,8 +254,7 @@ class ZeroOptimizer:
         for act in self.before_norm:
             act()
         self._place()
-        with torch._C.DisableTorchFunctionSubclass():  # sharded parameters look at each access
-            self._frozen = {param for param in self._numbered if not param.requires_grad}
+        self._frozen = self.reducer.frozen
         to_mean = self.gradient_factor
         self.grad_norm = (
             self.comm.watchdog.wait(self._global_norm, "the norm of the gradients") * to_mean

@@ -64,17 +64,6 @@ def gradients(rank: int, world_size: int, stage: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_all_ranks_join_in_the_reduction(stage):
     run_on(2, gradients, stage)
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="The rank whose gradients are complete after the first recomputation reshards the "
-    "block, and gathers it again for the second one. The other rank still has it, so that "
-    "they wait for each other, until the watchdog ends the job and names the block.",
-)
-def test_all_ranks_gather_at_stage_3():
-    run_on(2, gradients, 3)

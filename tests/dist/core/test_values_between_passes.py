@@ -217,20 +217,38 @@ class KeepsView(nn.Linear):
         return super().forward(x)
 
 
-def reads_a_kept_view(rank: int, world_size: int) -> None:
-    model = nn.Sequential(KeepsView(256, 256), nn.Linear(256, 256))
+class KeepsViewsInDict(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = {"rows": [self.weight.data[0]], "all": self.weight.t()}
+        return super().forward(x)
+
+
+def reads_kept_views(rank: int, world_size: int, grad: bool) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(KeepsView(256, 256), KeepsViewsInDict(256, 256), nn.Linear(256, 1))
     config = ds_config(stage3_param_persistence_threshold=0, stage3_max_live_parameters=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = zero.initialize(model=model, optimizer=optimizer, config=config)[0]
-    engine.backward(engine(torch.randn(2, 256)).square().mean())
-    assert model[0].seen.isfinite().all()
+    for _ in range(3):
+        with zero.GatheredParameters(model.parameters()):
+            weights = [layer.weight.detach().clone() for layer in model[:2]]
+
+        def check(weights: list[torch.Tensor] = weights) -> None:
+            assert torch.equal(model[0].seen, weights[0])
+            assert torch.equal(model[1].seen["rows"][0], weights[1][0])
+            assert torch.equal(model[1].seen["all"].detach(), weights[1].t())
+
+        with torch.set_grad_enabled(grad):
+            loss = engine(torch.randn(2, 256)).square().mean()
+        check()
+        if grad:
+            engine.backward(loss)
+            check()
+            engine.step()
+    assert engine.residency.live == 0
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="Resharding frees the memory under a view that a forward has kept, and torch does not "
-    "check a read of it: the process dies.",
-)
-def test_a_view_of_a_weight_that_a_forward_has_kept():
-    run_on(2, reads_a_kept_view)
+@pytest.mark.parametrize("grad", [True, False])
+def test_views_of_a_weight_that_a_forward_has_kept(grad):
+    """They have the values of their forward, after the next step too."""
+    run_on(2, reads_kept_views, grad)

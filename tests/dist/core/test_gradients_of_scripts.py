@@ -1,0 +1,85 @@
+"""Scripts that work on `.grad` themselves, which has no effect: they are told once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from tests.dist.training import ds_config
+from tests.processes import run_on
+
+
+class Messages(logging.Handler):
+    """Keeps the messages of the logger `zero`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        logging.getLogger("zero").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def clips_norm(model: nn.Module) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def scales(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.data.mul_(0.5)
+
+
+def reads_norms(model: nn.Module) -> None:
+    [param.grad.norm() for param in model.parameters() if param.grad is not None]
+
+
+def clears(model: nn.Module) -> None:
+    model.to("cpu")
+    for param in model.parameters():
+        assert param.grad is None or param.grad.shape == param.shape
+    model.zero_grad(set_to_none=False)
+    model.zero_grad()
+
+
+def nothing(model: nn.Module) -> None: ...
+
+
+def train(
+    rank: int, world_size: int, stage: int, work: Callable[[nn.Module], None]
+) -> tuple[list[torch.Tensor], list[str]]:
+    messages = Messages()
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    config = ds_config(stage=stage, stage3_param_persistence_threshold=0)
+    config["gradient_accumulation_steps"] = 2
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(2 * 3):
+        engine.backward(engine(torch.randn(3, 4, generator=generator)).square().mean())
+        work(model)
+        engine.step()
+        assert all(param.grad is None for param in model.parameters()) or engine.global_steps == 0
+    with zero.GatheredParameters(model.parameters()):
+        weights = [param.detach().clone() for param in model.parameters()]
+    return weights, [text for text in messages.texts if "has no effect" in text]
+
+
+@pytest.mark.parametrize("work", [clips_norm, scales, reads_norms, clears])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_work_on_gradients_is_told_once_and_has_no_effect(stage, work):
+    expected = [weights for weights, _ in run_on(2, train, stage, nothing)]
+    for (weights, texts), same in zip(run_on(2, train, stage, work), expected, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(weights, same, strict=True))
+        if work is clears:
+            assert texts == []
+        else:
+            (text,) = texts
+            assert "`gradient_clipping` in the configuration" in text
