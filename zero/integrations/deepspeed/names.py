@@ -50,6 +50,7 @@ deepspeed.runtime.zero.partition_parameters .utilities zero_wrapper_for_fp_tenso
 deepspeed.runtime.zero.partition_parameters torch _orig_torch_arange=arange
 deepspeed.runtime.zero.stage3 .optimizer DeepSpeedZeroOptimizer_Stage3=DeepSpeedOptimizer
 deepspeed.runtime.zero.stage_1_and_2 .optimizer DeepSpeedZeroOptimizer=DeepSpeedOptimizer
+deepspeed.sequence.layer .sequence DistributedAttention
 deepspeed.utils zero.fragments safe_get_full_fp32_param safe_get_full_grad
     safe_get_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad
     safe_get_local_optimizer_state

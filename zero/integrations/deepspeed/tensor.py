@@ -85,14 +85,14 @@ def _parallelize(
 
 
 def share_model(
-    model: nn.Module, settings: Config, mesh: DeviceMesh | None
+    model: nn.Module, settings: Config, mesh: DeviceMesh | None, ranks_of_sample: int = 1
 ) -> tuple[Communicator, Replaced, Config]:
     """The communicator of the ranks that have what this rank has of the model, new parameters by
     those they replace, and the settings as the mesh completes them.
 
     `mesh`, or accelerate's, says which ranks share what; without one, `tensor_parallel.autotp_size`
     or the mesh of the model's DTensors does. A model that is to be sharded and is not is sharded by
-    its plan. All ranks must call it."""
+    its plan. `ranks_of_sample` neighbours read the same samples. All ranks must call it."""
     job = communicator()
     mesh = mesh_of_accelerate() if mesh is None else mesh
     sizes = _sizes(model, settings, mesh, job.world_size)
@@ -112,7 +112,7 @@ def share_model(
         dtype = settings.compute_dtype if sixteen_bit else None
         tensor_parallel.prepare(model, found, job.device, dtype, plan)
     models = groups(sizes, of_data=False)
-    set_parallel_sizes(sizes.get("pp", 1), tp, job.device)
+    set_parallel_sizes(sizes.get("pp", 1), tp, job.device, ranks_of_sample)
     if len(models[0]) == 1:
         return job, replaced, settings
     if settings.sequence_parallel_size > 1:
