@@ -12,11 +12,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 import zero
 from tests.dist.training import ds_config, relative
 from tests.processes import run_on
+from zero.errors import UsageError
+from zero.integrations.deepspeed.finder import FacadeModule
 from zero.parallel.sequence import MicroBatches, current_group
 
 STEPS, ACCUMULATION, ROWS, VOCABULARY = 10, 2, 3, 97
@@ -164,3 +168,105 @@ def test_losses_and_norms_are_those_of_one_process(ranks, cases):
             assert len(found_norms) == STEPS
             assert relative(found_losses, expected) < 1e-6, case
             assert relative(found_norms, norms) < 1e-6, case
+
+
+# -- a model that is not transformers'
+
+
+class Own(nn.Module):
+    """A causal language model whose attention is `DistributedAttention` over `group`, if there is
+    one.
+    """
+
+    def __init__(self, group: Any, heads: int = 4):
+        super().__init__()
+        self.heads = heads
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.inputs = nn.Linear(16, 48)
+        self.outputs = nn.Linear(16, 16)
+        self.head = nn.Linear(16, VOCABULARY)
+        self.attention: Any = self.attend
+        if group is not None:
+            layer = FacadeModule("deepspeed.sequence.layer")
+            self.attention = layer.DistributedAttention(self.attend, group, 2, 1)
+
+    @staticmethod
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> Any:
+        heads = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True, scale=scale)
+        return mixed.transpose(1, 2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        parts = self.inputs(hidden).view(*ids.shape, 3, self.heads, -1).unbind(2)
+        hidden = hidden + self.outputs(self.attention(*parts, scale=0.5).flatten(2))
+        return self.head(hidden)
+
+
+def own_batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(number))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def own_loss(logits: torch.Tensor, labels: torch.Tensor, tokens: int) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.mT, labels, reduction="sum") / tokens
+
+
+def share_own(rank: int, world_size: int, stage: int) -> tuple[list[float], list[float]]:
+    torch.manual_seed(3)
+    group, _ = dist.new_subgroups(2)
+    model = Own(group)
+    engine, *_ = zero.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        config=ds_config(stage=stage, clip=0.3) | {"train_micro_batch_size_per_gpu": 2},
+        mesh_param=(world_size // 2, 2),
+    )
+    groups = FacadeModule("deepspeed.utils.groups")
+    data, piece = divmod(rank, 2)
+    assert groups._get_data_parallel_rank() == data
+    assert groups._get_data_parallel_world_size() == world_size // 2
+    assert groups._get_sequence_parallel_rank() == piece
+    assert dist.get_world_size(engine.seq_parallel_group) == 2
+    assert groups.get_tensor_model_parallel_world_size() == 1
+    assert engine.train_batch_size() == world_size
+    losses, norms = [], []
+    for step in range(STEPS):
+        ids, labels = own_batch(step * world_size // 2 + data)
+        loss = own_loss(engine(ids.chunk(2, 1)[piece]), labels.chunk(2, 1)[piece], ids.numel())
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    with pytest.raises(UsageError, match="2 ranks do not divide dimension 2"):
+        Own(group, heads=1)(ids)
+    with pytest.raises(UsageError, match="whose product is the number of ranks"):
+        zero.initialize(model=Own(group), config=ds_config(), mesh_param=(3, 2))
+    return losses, norms
+
+
+def own_alone(rank: int, world_size: int, groups: int) -> tuple[list[float], list[float]]:
+    torch.manual_seed(3)
+    model = Own(None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses, norms = [], []
+    for step in range(STEPS):
+        batches = [own_batch(step * groups + data) for data in range(groups)]
+        found = [own_loss(model(ids), labels, ids.numel()) for ids, labels in batches]
+        (sum(found) / groups).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(loss.item() for loss in found))
+    return losses, norms
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(2, 1), (4, 3)])
+def test_a_model_with_distributed_attention_trains_as_one_process_does(ranks, stage):
+    shared, (losses, norms) = run_on(ranks, share_own, stage), run_on(1, own_alone, ranks // 2)[0]
+    parts = [found for found, _ in shared]
+    assert relative([sum(step) for step in zip(*parts, strict=True)], losses) < 1e-6
+    assert min(norms) > 0.3, "clipping must be at work"
+    for _, found in shared:
+        assert relative(found, norms) < 1e-6

@@ -1,11 +1,77 @@
 """The sections about tensor and expert parallelism."""
 
-from typing import Annotated
+import re
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field, model_validator
 
 from zero.config.idle import with_idle_keys
-from zero.config.keys import Count, Section, key
+from zero.config.keys import AnyCase, Count, Int, Names, Section, key
+
+
+class LayerSpec(Section):
+    """How the linear layers are divided whose weights have certain names.
+
+    Attributes:
+        patterns: Regular expressions for the beginning of a weight's name, such as
+            `layers.0.up.weight`.
+        partition_type: `column` divides the outputs of a layer, `row` its inputs. `skip`: the layer
+            is not divided.
+        shape: `[n, -1]`: n matrices are packed in the weight, one below the other.
+        partition_dim: The dimension of `shape` that is divided.
+        model_types: Only for models whose `config.model_type` is one of these. Empty: for all.
+        gather_output: Each process gets all outputs of a layer that is divided by `column`.
+        grad_allreduce: The gradients of a layer that is not divided are summed.
+    """
+
+    patterns: Names
+    partition_type: Annotated[Literal["row", "column", "skip"], AnyCase()] = "column"
+    shape: list[Int] | None = None
+    partition_dim: Int | None = None
+    model_types: Names = []
+    gather_output: bool = False
+    grad_allreduce: bool = False
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> "LayerSpec":
+        for pattern in self.patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                message = f"the pattern {pattern!r} is no regular expression: {error}"
+                raise ValueError(message) from None
+        kind = self.partition_type
+        if self.shape is not None and (self.packed is None or kind != "column"):
+            raise ValueError(
+                f"shape {self.shape} with partition_type {kind!r} is not supported, only [n, -1] "
+                "for columns: give the model a linear layer for each part"
+            )
+        if self.gather_output and (kind != "column" or self.shape is not None):
+            raise ValueError("gather_output: only for partition_type 'column' without shape")
+        if self.grad_allreduce and kind != "skip":
+            raise ValueError("grad_allreduce: only for partition_type 'skip'")
+        return self
+
+    @property
+    def packed(self) -> int | None:
+        """How many matrices the weight packs; None for a `shape` that says something else."""
+        shape = [1, -1] if self.shape is None else self.shape
+        number, *others = shape or [None]
+        return number if type(number) is int and number > 0 and others == [-1] else None
+
+
+class PartitionConfig(Section):
+    """How a model is divided that has no plan of its own, or another one than it has.
+
+    Attributes:
+        layer_specs: Objects with `patterns`, `partition_type` (`column`, `row` or `skip`) and
+            others: see `docs/tensor_parallelism.md`. The first one that matches a weight's name
+            counts. Layers that none matches are not divided.
+        use_default_specs: Whether `preset_model` adds others.
+    """
+
+    layer_specs: list[LayerSpec] = Field(default=[], strict=True)
+    use_default_specs: bool = key(True, idle="there are no presets; name all layers in layer_specs")
 
 
 @with_idle_keys("tensor_parallel")
@@ -18,9 +84,11 @@ class TensorParallelConfig(Section):
             parallelism. See `docs/tensor_parallelism.md`.
             - 1: Each process has complete layers: there is no tensor parallelism.
             - N: N neighbouring processes share each layer. See `docs/tensor_parallelism.md`.
+        partition_config: Which layers are divided, and how. Default: the model's own plan.
     """
 
     autotp_size: Annotated[Count, AfterValidator(lambda size: size or 1)] = 1
+    partition_config: PartitionConfig | None = None
 
 
 @with_idle_keys("expert_parallel")

@@ -63,7 +63,8 @@ class ZeroConfig(Section):
               with the same result.
         reduce_bucket_size: Most gradient elements in one reduction, and in all reductions in
             flight. A larger block is reduced by itself.
-        sub_group_size: Number of elements that the optimizer updates at a time. 0: all at once.
+        sub_group_size: Number of elements that the optimizer updates at a time. 0: all at once. A
+            number so small that it would make many tiny updates is raised, up to 65,536.
             - 0: The optimizer updates all elements at once.
             - N: The optimizer updates this many elements at a time.
         elementwise_optimizer: Whether the optimizer updates each element independently of the

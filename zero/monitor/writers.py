@@ -11,7 +11,8 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,7 +77,18 @@ def events(record: Record) -> Iterator[tuple[str, float]]:
             yield f"Train/Samples/{name}", value
 
 
-class CsvFiles:
+class EventWriter(ABC):
+    """Writes each number of a record as an event of its own."""
+
+    def write(self, record: Record) -> None:
+        self.write_events(events(record), record["samples"])
+
+    @abstractmethod
+    def write_events(self, pairs: Iterable[tuple[str, float]], samples: int) -> None:
+        """Write names and numbers, measured after so many samples."""
+
+
+class CsvFiles(EventWriter):
     """One file for each quantity, as DeepSpeed writes them; the step of a row is the number of
     samples so far.
     """
@@ -84,14 +96,14 @@ class CsvFiles:
     def __init__(self, folder: Path):
         self._folder = folder
 
-    def write(self, record: Record) -> None:
-        for name, value in events(record):
+    def write_events(self, pairs: Iterable[tuple[str, float]], samples: int) -> None:
+        for name, value in pairs:
             file = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
             with file.open("a", newline="") as out:
                 rows = csv.writer(out)
                 if out.tell() == 0:  # a run that goes on adds to the file
                     rows.writerow(["step", name.rpartition("/")[2]])
-                rows.writerow([record["samples"], value])
+                rows.writerow([samples, value])
 
 
 class JsonLines:
@@ -108,24 +120,24 @@ class JsonLines:
             out.write(json.dumps(record) + "\n")
 
 
-class TensorBoard:
+class TensorBoard(EventWriter):
     def __init__(self, folder: Path):
         module = _imported("torch.utils.tensorboard", "tensorboard")
         self._writer = module.SummaryWriter(log_dir=str(folder))
 
-    def write(self, record: Record) -> None:
-        for name, value in events(record):
-            self._writer.add_scalar(name, value, record["samples"])
+    def write_events(self, pairs: Iterable[tuple[str, float]], samples: int) -> None:
+        for name, value in pairs:
+            self._writer.add_scalar(name, value, samples)
         self._writer.flush()
 
 
-class Wandb:
+class Wandb(EventWriter):
     def __init__(self, section: Any):
         self._wandb = _imported("wandb", "wandb")
         self._wandb.init(project=section.project, group=section.group, entity=section.team)
 
-    def write(self, record: Record) -> None:
-        self._wandb.log(dict(events(record)), step=record["samples"])
+    def write_events(self, pairs: Iterable[tuple[str, float]], samples: int) -> None:
+        self._wandb.log(dict(pairs), step=samples)
 
 
 _PARTS = (

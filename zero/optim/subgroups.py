@@ -8,6 +8,7 @@ masters or state tensors must do it by `SubGroupState`, which keeps keys and par
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
@@ -19,6 +20,11 @@ from zero.comm.work import Pending
 from zero.core.optimizer_shard import OptimizerShard
 from zero.core.param_group import ParamGroup
 from zero.offload.pinned import HostMemory
+
+# Each sub-group costs a tenth of a millisecond or more in a step. So a shard is split into more
+# sub-groups than this only if they have at least as many elements as the second number says.
+_MANY = 64
+_TINY = 65536
 
 
 @dataclass(eq=False)
@@ -65,9 +71,11 @@ def split_into_sub_groups(
 ) -> Iterator[SubGroup]:
     """Split a master where the param group changes, and into sub-groups of at most `most` elements.
 
-    A run of slots in one group is one sub-group, gaps included: gradients are zero there and stay
-    so. Parameters that are in no group are in no sub-group, and stay as they are."""
+    Where that would make many tiny sub-groups, they are larger than `most`. A run of slots in one
+    group is one sub-group, gaps included: gradients are zero there and stay so. Parameters that
+    are in no group are in no sub-group, and stay as they are."""
     layout, (low, high) = shard.group.layout, shard.group.shard_range
+    most = max(most, min(_TINY, math.ceil((high - low) / _MANY)))
     starts: list[tuple[int, int | None]] = []
     for param, slot in zip(shard.group.params, layout.slots, strict=True):
         index = group_of.get(param)

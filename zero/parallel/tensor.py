@@ -20,6 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from zero.core.sharded_param import owning_group, set_owning_group, show
 from zero.errors import UsageError
 
+# By the names of modules and parameters: transformers' name for a way to shard them.
+Plan = Mapping[str, str]
+
 
 class TPShard:
     """How the parameter `param` is sharded over its mesh: a `zero.core.sharded_param.Cut`."""
@@ -73,12 +76,17 @@ def mesh_in(model: nn.Module) -> DeviceMesh | None:
 
 @torch.no_grad()
 def prepare(
-    model: nn.Module, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype | None
+    model: nn.Module,
+    mesh: DeviceMesh,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    plan: Plan | None = None,
 ) -> None:
     """Get a model with DTensors of `mesh` ready for an engine that computes in `dtype` (None: as
     they are).
 
-    Ordinary parameters and buffers get the values of the mesh's first rank. All ranks must call it.
+    `plan`: by which it was sharded (None: its own). Ordinary parameters and buffers get the values
+    of the mesh's first rank. All ranks must call it.
     """
     if mesh.device_type != device.type:
         raise UsageError(
@@ -95,7 +103,7 @@ def prepare(
         if not isinstance(tensor, DTensor) and owning_group(tensor) is None and tensor.numel():
             of_first = distribute_tensor(tensor.detach().to(device), mesh, [Replicate()])
             tensor.copy_(of_first.to_local())
-    for module in _summed_over_ranks(model):
+    for module in _summed_over_ranks(model, plan):
         # transformers sums these gradients in a hook that it adds in the first forward. It must be
         # there before the engine's, which takes the gradient away.
         with torch.enable_grad():
@@ -149,17 +157,17 @@ def make_mesh(size: int, world_size: int, device: torch.device) -> DeviceMesh:
 
 @torch.no_grad()
 def parallelize(
-    model: nn.Module, mesh: DeviceMesh, whole_experts: bool
+    model: nn.Module, mesh: DeviceMesh, whole_experts: bool, plan: Plan | None = None
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Shard a model over `mesh` by its own plan: transformers' `tp_plan`, or that of any model
-    whose `config` has a `base_model_tp_plan`. Returns the new parameters, by those that they
+    """Shard a model over `mesh` by `plan`, or by its own: transformers' `tp_plan`, or that of any
+    model whose `config` has a `base_model_tp_plan`. Returns the new parameters, by those that they
     replace.
 
     whole_experts: a rank gets some of the experts, and tokens travel to them (expert parallelism).
     Otherwise it gets a part of each. Raises UsageError for a model without a plan, and where the
     mesh does not divide its heads or experts. All ranks must call it."""
-    planned, plan = _plan_of(model)
-    if not plan:
+    planned, styles = _plan_of(model, plan)
+    if plan is None and not styles:
         raise UsageError(
             f"{type(model).__name__} has no tp_plan, and its config no base_model_tp_plan: call "
             "torch.distributed.tensor.parallel.parallelize_module on it first, with a mesh of one "
@@ -176,7 +184,14 @@ def parallelize(
     check_heads(planned, mesh.size())
     found: dict[nn.Parameter, nn.Parameter] = {}
     before = dict(planned.named_parameters(remove_duplicate=False))
-    for name, shard in _steps(planned, plan, mesh, whole_experts):
+    divided = {param for name, param in before.items() if name in styles}
+    for name, param in before.items():
+        if param in divided and name not in styles:
+            raise UsageError(
+                f"tensor parallelism: {name!r} is tied to a weight that the plan names, and the "
+                "plan does not name it: it must name both or neither"
+            )
+    for name, shard in _steps(planned, styles, mesh, whole_experts):
         if (old := before.get(name)) is None:
             shard()
             continue
@@ -193,10 +208,12 @@ def parallelize(
     return found
 
 
-def _plan_of(model: nn.Module) -> tuple[Any, dict[str, str]]:
+def _plan_of(model: nn.Module, plan: Plan | None) -> tuple[Any, Plan]:
     """The module of `model` that has a plan for tensor parallelism, and the styles by the names of
-    its modules and parameters; no styles if there is none.
+    its modules and parameters; no styles if there is none. `plan`, if it is given, is the model's.
     """
+    if plan is not None:
+        return model, plan
     from transformers import PreTrainedModel, __version__
 
     if not hasattr(PreTrainedModel, "_expand_parallel_plan"):
@@ -207,10 +224,10 @@ def _plan_of(model: nn.Module) -> tuple[Any, dict[str, str]]:
         )
     for module in model.modules():
         config = getattr(module, "config", None)
-        for plan in (getattr(module, "tp_plan", None), getattr(config, "base_model_tp_plan", None)):
+        for own in (getattr(module, "tp_plan", None), getattr(config, "base_model_tp_plan", None)):
             # A method of transformers' models, which needs nothing but a module.
             expand: Any = PreTrainedModel._expand_parallel_plan
-            if plan and (found := expand(module, plan)):
+            if own and (found := expand(module, own)):
                 return module, found
     return model, {}
 
@@ -265,7 +282,7 @@ def _not_sharded(name: str, style: str, kind: str) -> UsageError:
 
 
 def _steps(
-    planned: Any, plan: Mapping[str, str], mesh: DeviceMesh, whole_experts: bool
+    planned: Any, plan: Plan, mesh: DeviceMesh, whole_experts: bool
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """The parameters and modules that the plans name, each with what shards it."""
     from transformers.distributed.tensor_parallel import (
@@ -309,7 +326,7 @@ def _plan_of_experts(planned: Any, size: int) -> dict[str, str]:
 
 def check_heads(model: Any, size: int) -> None:
     """Raise UsageError unless `size` ranks can share the model's attention heads evenly."""
-    config = model.config
+    config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, key, None)
@@ -332,9 +349,9 @@ def _take_back(param: nn.Parameter) -> None:
     set_owning_group(param, None)
 
 
-def _summed_over_ranks(model: nn.Module) -> Iterator[nn.Module]:
+def _summed_over_ranks(model: nn.Module, plan: Plan | None) -> Iterator[nn.Module]:
     """The modules whose weights' gradients transformers sums over the ranks of the mesh."""
-    planned, plan = _plan_of(model)
+    planned, plan = _plan_of(model, plan)
     modules = dict(planned.named_modules())
     for name, style in plan.items():
         if style == "replicated_with_grad_allreduce" and name in modules:

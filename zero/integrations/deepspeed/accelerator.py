@@ -7,12 +7,25 @@ own, and nothing to wait for. `zero.comm.world` decides which device the engine 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
+import psutil
 import torch
+
+from zero.comm import world
+from zero.device import CPU, memory_in_use, peak_memory
+
+# What `torch.cpu` does not have. Each may be called with a device.
+_ON_CPU: dict[str, Any] = {
+    **dict.fromkeys(("memory_allocated", "memory_reserved"), lambda *_: memory_in_use(CPU)),
+    **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), lambda *_: peak_memory(CPU)),
+    **dict.fromkeys(("empty_cache", "reset_peak_memory_stats"), lambda *_: None),
+    "manual_seed_all": torch.manual_seed,
+}
 
 
 class Accelerator:
-    """This rank's device, by the few names that others use; `torch.accelerator` has all else."""
+    """This rank's device, by the names that scripts use."""
 
     def device_name(self, device_index: int | str | None = None) -> str:
         """The kind of device ("cuda", "cpu"), or with an index that device ("cuda:1", "cpu")."""
@@ -33,6 +46,33 @@ class Accelerator:
     def device(self, device_index: int | None = None) -> torch.device:
         """This rank's device, or the one with this index; also a context of torch."""
         return torch.device(self.device_name(device_index))
+
+    def communication_backend_name(self) -> str:
+        """The backend of `torch.distributed` for this rank's device."""
+        return world.default_backend(self.device())
+
+    def is_bf16_supported(self) -> bool:
+        """Whether a model can be trained in bf16."""
+        return True
+
+    def is_fp16_supported(self) -> bool:
+        """Whether a model can be trained in fp16."""
+        return True
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes of the device's memory."""
+        if self.device_name() == "cpu":
+            return psutil.virtual_memory().total
+        return torch.get_device_module().get_device_properties(device_index).total_memory
+
+    def __getattr__(self, name: str) -> Any:
+        """torch's function of this name for the kind of device, such as `synchronize`."""
+        if self.device_name() == "cpu" and name in _ON_CPU:
+            return _ON_CPU[name]
+        module = torch.get_device_module(self.device_name())
+        if name.startswith("_") or not hasattr(module, name):
+            raise AttributeError(f"get_accelerator().{name} is not provided by zero")
+        return getattr(module, name)
 
 
 @cache

@@ -71,22 +71,24 @@ def _get_sequence_parallel_rank() -> int:
     return 0 if ranks is None else ranks.rank
 
 
-# With the dimensions "pipeline", "data" and "tensor". None: each rank has all of the model.
+# With the dimensions "pipeline", "data", "sequence" and "tensor". None: each rank has all of the
+# model, and samples of its own.
 _mesh: DeviceMesh | None = None
 _mesh_world: object = None  # the process group of all ranks at that time
 
 
-def set_parallel_sizes(pipeline: int, tensor: int, device: torch.device) -> None:
-    """Note how many stages the model has, and how many ranks share each layer. All ranks must call
-    it.
+def set_parallel_sizes(pipeline: int, tensor: int, device: torch.device, sequence: int = 1) -> None:
+    """Note how many stages the model has, how many ranks share each layer, and how many each
+    sample. All ranks must call it.
     """
     global _mesh, _mesh_world
     everyone = world.get_world_group()
-    ranks = torch.arange(world.get_world_size(), device="cpu").view(pipeline, -1, tensor)
-    if pipeline == tensor == 1:
+    ranks = torch.arange(world.get_world_size(), device="cpu").view(pipeline, -1, sequence, tensor)
+    if pipeline == tensor == sequence == 1:
         _mesh = None
     elif _mesh is None or _mesh_world is not everyone or not torch.equal(_mesh.mesh, ranks):
-        _mesh = DeviceMesh(device.type, ranks, mesh_dim_names=("pipeline", "data", "tensor"))
+        names = ("pipeline", "data", "sequence", "tensor")
+        _mesh = DeviceMesh(device.type, ranks, mesh_dim_names=names)
         _mesh_world = everyone
 
 
@@ -105,7 +107,7 @@ def _get_data_parallel_world_size() -> int:
 
 def _get_model_parallel_group() -> Any:
     """The ranks that share each layer, and work on the same batch."""
-    if _mesh is None:
+    if _mesh is None or _mesh.size(3) == 1:
         raise KeyError("there is no tensor-parallel group: every rank has the whole model")
     return _mesh.get_group("tensor")
 
@@ -115,4 +117,4 @@ def _get_model_parallel_rank() -> int:
 
 
 def _get_model_parallel_world_size() -> int:
-    return 1 if _mesh is None else _mesh.size(2)
+    return 1 if _mesh is None else _mesh.size(3)

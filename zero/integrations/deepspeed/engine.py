@@ -218,6 +218,9 @@ def initialize(
         lr_scheduler: a scheduler of `optimizer`, or a function of the optimizer that makes one.
         training_data: a dataset. The returned dataloader gives micro-batches of this rank's part of
             it, made by `collate_fn`.
+        mesh_param: (data, sequence): that many neighbouring ranks share each sequence. A model of
+            transformers' attends to whole sequences then; another one sees to that itself, as by
+            `DistributedAttention`, and its loader gives all of them the same samples.
         mpu: what `UlyssesSPAttentionHF.register_with_transformers` has returned, for sequence
             parallelism.
         config: the ds_config as path, dict or JSON; `config_params` and `args.deepspeed_config`
@@ -231,9 +234,6 @@ def initialize(
     """
     if model is None:
         raise UsageError("initialize: model is missing")
-    if mesh_param is not None:
-        key = "sequence_parallel_size is a key of the configuration"
-        raise UsageError(f"initialize: not supported: mesh_param; {key}")
     for source in (config, config_params, getattr(args, "deepspeed_config", None)):
         if source is not None:
             settings = load_config(source, command_line=sys.argv)
@@ -244,8 +244,8 @@ def initialize(
         logger.setLevel(settings.log_level)
     world.init_distributed()
     quantized_loading.settle()
-    settings = share_sequences(model, settings, mpu)
-    comm, replaced, settings = share_model(model, settings, mesh)
+    settings, ranks_of_sample = share_sequences(model, settings, mpu, mesh_param)
+    comm, replaced, settings = share_model(model, settings, mesh, ranks_of_sample)
     optimizer, model_parameters = with_new_parameters(optimizer, model_parameters, replaced)
     settings = settings.resolve(comm.world_size)
     settings.zero_optimization.shards_over(comm.world_size)
@@ -256,6 +256,9 @@ def initialize(
     if lr_scheduler is None and settings.scheduler is not None and optimizer is not None:
         lr_scheduler = partial(build_scheduler, settings.scheduler)
     engine = make_engine(model, settings, optimizer, lr_scheduler, comm)
+    averages = settings.gradient_allreduce_op == "mean"
+    if averages and isinstance(engine.optimizer, DeepSpeedOptimizer):
+        engine.optimizer.ranks_summed = ranks_of_sample
     loader = None if training_data is None else _data_loader(training_data, collate_fn, engine)
     return engine, engine.returned_optimizer, loader, engine.lr_scheduler
 
@@ -269,11 +272,15 @@ def _data_loader(
     """
     sampler = None
     if not isinstance(dataset, IterableDataset):
-        sampler = DistributedSampler(dataset, engine.comm.world_size, engine.comm.rank)
+        groups = distributed
+        sampler = DistributedSampler(
+            dataset, groups._get_data_parallel_world_size(), groups._get_data_parallel_rank()
+        )
     loader = DataLoader(
         dataset, engine.train_micro_batch_size_per_gpu(), sampler=sampler, collate_fn=collate_fn
     )
     ranks = current_group()
-    if engine.settings.sequence_parallel_size == 1 or ranks is None:
+    shared = distributed._get_data_parallel_world_size() < engine.comm.world_size
+    if engine.settings.sequence_parallel_size == 1 or ranks is None or shared:
         return loader
     return DataLoader(MicroBatches(loader, ranks), None)

@@ -16,9 +16,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from zero.integrations.deepspeed.names import NAMES, REPORTED_VERSION
+from zero.integrations.deepspeed.names import NAMES, REPORTED_VERSION, instead_of
 
 PACKAGE = "deepspeed"
+
+
+def _missing(full_name: str) -> str:
+    return f"'{full_name}' is not provided by zero{instead_of(full_name)}"
 
 
 class FacadeModule(ModuleType):
@@ -33,12 +37,7 @@ class FacadeModule(ModuleType):
         home, _, attribute = names.get(name, f"{rest}:{name}").partition(":")
         value = getattr(importlib.import_module(home), attribute, None) if home else None
         if value is None:
-            hint = ""
-            if "pipe" in full_name.lower():
-                hint = "; pipelines are in zero.parallel.pipeline, see docs/pipeline_parallelism.md"
-            raise AttributeError(
-                f"'{full_name}' is not provided by zero{hint}", name=name, obj=self
-            )
+            raise AttributeError(_missing(full_name), name=name, obj=self)
         setattr(self, name, value)
         return value
 
@@ -64,11 +63,12 @@ class FacadeFinder(importlib.metadata.DistributionFinder, Loader):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname in NAMES:
-            is_package = any(name.startswith(f"{fullname}.") for name in NAMES)
+            # All are packages: then Python asks here for each missing name of `from ... import`.
             origin = "zero.integrations.deepspeed"
-            return ModuleSpec(fullname, self, origin=origin, is_package=is_package)
+            return ModuleSpec(fullname, self, origin=origin, is_package=True)
         if fullname.startswith(f"{PACKAGE}."):
-            raise ModuleNotFoundError(f"'{fullname}' is not provided by zero", name=fullname)
+            # With the name of the module itself Python would put a message of its own in place.
+            raise ModuleNotFoundError(_missing(fullname), name=PACKAGE)
         return None
 
     def create_module(self, spec: ModuleSpec) -> FacadeModule:

@@ -23,25 +23,33 @@ deepspeed .engine initialize DeepSpeedEngine
 deepspeed .distributed init_distributed
 deepspeed .tensor tp_model_init
 deepspeed .utilities add_config_arguments
+deepspeed .accelerator get_accelerator
+deepspeed .monitoring DeepSpeedConfig
 deepspeed.accelerator .accelerator get_accelerator
 deepspeed.checkpoint.utils .checkpoints clone_tensors_for_torch_save
-deepspeed.checkpointing .utilities configure
+deepspeed.checkpointing .utilities checkpoint configure
 deepspeed.comm .distributed init_distributed is_initialized get_local_rank
 deepspeed.comm zero.monitor log_summary
 deepspeed.comm zero.comm.world get_rank get_world_size get_world_group
 deepspeed.comm torch.distributed *
 deepspeed.git_version_info .names version=REPORTED_VERSION
 deepspeed.launcher.runner .utilities DEEPSPEED_ENVIRONMENT_NAME
+deepspeed.monitor.monitor .monitoring MonitorMaster
 deepspeed.ops.adagrad .optimizers DeepSpeedCPUAdagrad
 deepspeed.ops.adam .optimizers DeepSpeedCPUAdam FusedAdam
 deepspeed.ops.lamb zero.optim.lamb FusedLamb=Lamb
 deepspeed.ops.lion .optimizers DeepSpeedCPULion FusedLion
+deepspeed.profiling.flops_profiler .profiling FlopsProfiler get_model_profile
+deepspeed.profiling.flops_profiler.profiler .profiling FlopsProfiler get_model_profile
 deepspeed.runtime.base_optimizer .optimizer DeepSpeedOptimizer
+deepspeed.runtime.config .monitoring DeepSpeedConfig
+deepspeed.runtime.dataloader .utilities RepeatingLoader
 deepspeed.runtime.engine .engine DeepSpeedEngine
 deepspeed.runtime.lr_schedules .lr_schedules *
 deepspeed.runtime.sequence_parallel.ulysses_sp .sequence TiledMLP UlyssesSPAttentionHF
 deepspeed.runtime.sequence_parallel.ulysses_sp .sequence_loader UlyssesSPDataLoaderAdapter
-deepspeed.runtime.utils .utilities move_to_device
+deepspeed.runtime.utils .utilities move_to_device see_memory_usage set_random_seed
+deepspeed.runtime.utils .gradients CheckOverflow clip_grad_norm_
 deepspeed.runtime.zero.offload_config .utilities OffloadDeviceEnum OffloadStateTypeEnum
 deepspeed.runtime.zero.partition_parameters .weight_sync GatheredParameters
 deepspeed.runtime.zero.partition_parameters zero Init
@@ -51,6 +59,7 @@ deepspeed.runtime.zero.partition_parameters .utilities zero_wrapper_for_fp_tenso
 deepspeed.runtime.zero.partition_parameters torch _orig_torch_arange=arange
 deepspeed.runtime.zero.stage3 .optimizer DeepSpeedZeroOptimizer_Stage3=DeepSpeedOptimizer
 deepspeed.runtime.zero.stage_1_and_2 .optimizer DeepSpeedZeroOptimizer=DeepSpeedOptimizer
+deepspeed.sequence.layer .sequence DistributedAttention
 deepspeed.utils zero.fragments safe_get_full_fp32_param safe_get_full_grad
     safe_get_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad
     safe_get_local_optimizer_state
@@ -59,7 +68,7 @@ deepspeed.utils zero.fragments safe_get_full_fp32_param safe_get_full_grad
     safe_update_full_grad_vectorized
 deepspeed.utils .leaf set_z3_leaf_modules
 deepspeed.utils .distributed is_initialized
-deepspeed.utils .utilities logger
+deepspeed.utils .utilities RepeatingLoader log_dist logger
 deepspeed.utils.groups .distributed _get_data_parallel_group _get_data_parallel_rank
     _get_data_parallel_world_size
     _get_model_parallel_group _get_model_parallel_rank _get_model_parallel_world_size
@@ -70,7 +79,7 @@ deepspeed.utils.groups .distributed _get_data_parallel_group _get_data_parallel_
     get_tensor_model_parallel_rank=_get_model_parallel_rank
     get_tensor_model_parallel_world_size=_get_model_parallel_world_size
     _get_sequence_parallel_group _get_sequence_parallel_rank _get_sequence_parallel_world_size
-deepspeed.utils.logging .utilities logger
+deepspeed.utils.logging .utilities log_dist logger
 deepspeed.utils.zero_to_fp32 .checkpoints get_model_state_file get_optim_files
     convert_zero_checkpoint_to_fp32_state_dict
 deepspeed.utils.zero_to_fp32 zero.checkpoint get_fp32_state_dict_from_zero_checkpoint
@@ -79,6 +88,33 @@ deepspeed.zero .weight_sync GatheredParameters
 deepspeed.zero zero Init register_external_parameter
     unregister_external_parameter
 """
+
+# What to use in place of names that zero does not have. The first entry counts that is a part of
+# the full name.
+_INSTEAD = {
+    "moe": "experts are ordinary modules, or transformers' models with experts, which train at "
+    "every stage; see docs/migration.md, Not available",
+    "pipe": "pipelines are in zero.parallel.pipeline, see docs/pipeline_parallelism.md",
+    "sequence": "see docs/sequence_parallelism.md",
+    "sparse_attention": "take torch.nn.attention.flex_attention",
+    "op_builder": "kernels are compiled when they are first used",
+    "onebit": "take AdamW, and zero_quantized_gradients for smaller messages",
+    "zeroone": "take AdamW, and zero_quantized_gradients for smaller messages",
+    "transformerlayer": "take torch.nn.TransformerEncoderLayer, or a model of transformers",
+    "compression": "take torchao",
+    "data_pipeline": "batches come from the data loader of the script",
+    "elasticity": "torchrun restarts jobs with other numbers of processes",
+    "module_inject": "tensor_parallel.autotp_size in the configuration shares layers",
+    "inference": "zero trains only: save the model, and load it with transformers or vLLM",
+    "fp16": "the engine has masters and loss scaling itself: enable fp16 in the configuration",
+    "compile": "enable compile in the configuration",
+}
+
+
+def instead_of(full_name: str) -> str:
+    """What to use in place of a name that zero does not have, to follow a message; else ""."""
+    name = full_name.lower()
+    return next((f"; {text}" for part, text in _INSTEAD.items() if part in name), "")
 
 
 def _read_table() -> dict[str, dict[str, str]]:

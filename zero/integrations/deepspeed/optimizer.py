@@ -45,6 +45,13 @@ class DeepSpeedOptimizer(ZeroOptimizer):
 
     Attributes:
         parameter_offload: a `ParameterOffload`, set by the engine.
+        ranks_summed: the number of ranks with parts of the same samples, whose gradients are added.
     """
 
     parameter_offload: ParameterOffload
+    ranks_summed = 1
+
+    @property
+    def gradient_factor(self) -> float:
+        """What a stored gradient must be multiplied by: see `ZeroOptimizer.gradient_factor`."""
+        return super().gradient_factor * self.ranks_summed

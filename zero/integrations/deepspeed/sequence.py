@@ -14,7 +14,16 @@ from torch import nn
 from zero.comm import world
 from zero.config import Config
 from zero.errors import UsageError
-from zero.parallel.sequence import SequenceGroup, attach, current_group, detach, make_group, tiled
+from zero.parallel.sequence import (
+    SequenceGroup,
+    all_to_all,
+    attach,
+    current_group,
+    detach,
+    is_shared_already,
+    make_group,
+    tiled,
+)
 
 logger = logging.getLogger("zero")
 
@@ -77,6 +86,64 @@ class UlyssesSPAttentionHF:
         return mpu
 
 
+class DistributedAttention(nn.Module):
+    """Ulysses for any model: `local_attention` works on whole sequences and on some of the heads,
+    and everything around it on a piece of the sequence and on all heads.
+
+    Args:
+        local_attention: a module or a function of query, key, value and further arguments.
+        sequence_process_group: the ranks that share each sequence, in the order of the pieces.
+        scatter_idx: the dimension of the heads.
+        gather_idx: the dimension of the sequence.
+        sp_stream: has no effect.
+    """
+
+    def __init__(
+        self,
+        local_attention: Callable[..., torch.Tensor],
+        sequence_process_group: Any,
+        scatter_idx: int = 2,
+        gather_idx: int = 0,
+        sp_stream: object = None,
+    ):
+        super().__init__()
+        self.local_attn = local_attention
+        self.spg = sequence_process_group
+        self.scatter_idx = scatter_idx
+        self.gather_idx = gather_idx
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch_dim_idx: object = None,
+        rotary_pos_emb: object = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """The attention of this rank's piece; `args` and `kwargs` are passed on.
+
+        `batch_dim_idx` has no effect. Raises UsageError for `rotary_pos_emb`, and if the group's
+        size does not divide the heads.
+        """
+        if rotary_pos_emb is not None:
+            raise UsageError(
+                "DistributedAttention: rotary_pos_emb is not supported: turn query and key before"
+            )
+        if is_shared_already():
+            raise UsageError(
+                "DistributedAttention: the sequences of this model are shared already; make it "
+                "before initialize, which then leaves the sharing to it"
+            )
+        whole = [
+            all_to_all(tensor, self.spg, self.scatter_idx, self.gather_idx)
+            for tensor in (query, key, value)
+        ]
+        mixed = self.local_attn(*whole, *args, **kwargs)
+        return all_to_all(mixed, self.spg, self.gather_idx, self.scatter_idx)
+
+
 class TiledMLP:
     """DeepSpeed's name for `zero.parallel.sequence.tiled`: `fn(self, x)` for parts of x along its
     last dimension but one.
@@ -95,12 +162,21 @@ class TiledMLP:
         return tiled(lambda part: fn(self, part), x, tiles=shards, dim=-2)
 
 
-def share_sequences(model: nn.Module, settings: Config, mpu: Any = None) -> Config:
-    """Attach the model to the group of `mpu`, or of `sequence_parallel_size`.
+def share_sequences(
+    model: nn.Module, settings: Config, mpu: Any = None, mesh_param: Any = None
+) -> tuple[Config, int]:
+    """Attach the model to the group of `mpu`, of `mesh_param` or of `sequence_parallel_size`.
 
-    Returns the settings with that size.
+    Returns the settings with that size; and the number of neighbouring ranks that read the same
+    samples. These are more than one where the model itself shares sequences: it is not one of
+    transformers', or has a `DistributedAttention`.
     """
     size = settings.sequence_parallel_size
+    shares_itself = any(isinstance(module, DistributedAttention) for module in model.modules())
+    if mesh_param is not None:
+        size = _size_in(mesh_param, settings)
+        of_transformers = hasattr(getattr(model, "config", None), "get_text_config")
+        shares_itself = shares_itself or not of_transformers
     if mpu is not None:
         if not hasattr(mpu, "get_sequence_parallel_world_size"):
             missing = "get_sequence_parallel_world_size: no other mpu is supported"
@@ -113,8 +189,30 @@ def share_sequences(model: nn.Module, settings: Config, mpu: Any = None) -> Conf
     detach(model)
     if size > 1:
         _warn_of_replicas()
-        attach(model, make_group(size), in_eval=getattr(mpu, "in_eval", True))
-    return settings.model_copy(update={"sequence_parallel_size": size})
+        ranks = make_group(size)
+        if not shares_itself:
+            attach(model, ranks, in_eval=getattr(mpu, "in_eval", True))
+    settings = settings.model_copy(update={"sequence_parallel_size": size})
+    return settings, size if shares_itself else 1
+
+
+def _size_in(mesh_param: Any, settings: Config) -> int:
+    """The number of ranks that share a sequence in DeepSpeed's `mesh_param`."""
+    ranks, given = world.get_world_size(), settings.sequence_parallel_size
+    try:
+        data, size = map(int, mesh_param)
+    except (TypeError, ValueError):
+        data = size = 0
+    if size < 1 or data * size != ranks:
+        raise UsageError(
+            f"initialize: mesh_param is {mesh_param}; it must be (data, sequence), two numbers "
+            f"whose product is the number of ranks, {ranks}"
+        )
+    if given not in (1, size):
+        raise UsageError(
+            f"sequence_parallel_size is {given}, and mesh_param {mesh_param}: delete one of them"
+        )
+    return size
 
 
 def _warn_of_replicas() -> None:

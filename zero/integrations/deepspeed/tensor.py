@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero.comm import world
 from zero.comm.communicator import Communicator, communicator
 from zero.comm.mesh import groups, mesh_of_accelerate, sizes_of
-from zero.config import Config
+from zero.config import Config, load_config
 from zero.errors import UsageError
+from zero.integrations.deepspeed import partition
 from zero.integrations.deepspeed.distributed import set_parallel_sizes
 from zero.parallel import tensor as tensor_parallel
 
@@ -29,21 +30,31 @@ def tp_model_init(
     config: Any = None,
     **_ignored: object,
 ) -> nn.Module:
-    """Shard a transformers model over `tp_size` neighbouring ranks by its own plan, in place, and
-    return it.
+    """Shard a model over `tp_size` neighbouring ranks by its own plan, or by `partition_config`, in
+    place, and return it.
 
-    Of `config`, the Trainer's dict, the section `expert_parallel` counts; `initialize` checks it.
-    The engine, not `dtype`, gives the parameters their dtype. All ranks must call it."""
+    `config` is the Trainer's dict. The engine, not `dtype`, gives the parameters their dtype. All
+    ranks must call it."""
     world.init_distributed()
-    experts = config.get("expert_parallel", {}) if isinstance(config, dict) else {}
-    whole_experts = experts.get("enabled") is True and experts.get("autoep_size") == tp_size
-    _parallelize(model, tp_size, None, whole_experts)
+    settings = load_config(config if isinstance(config, dict) else {}, allow_auto=True)
+    whole_experts = settings.expert_parallel.size == tp_size > 1
+    _parallelize(model, tp_size, None, whole_experts, _plan(model, settings, tp_size))
     set_parallel_sizes(1, tp_size, communicator().device)
     return model
 
 
+def _plan(model: nn.Module, settings: Config, size: int) -> tensor_parallel.Plan | None:
+    """The plan that `partition_config` makes; None for the model's own."""
+    config = settings.tensor_parallel.partition_config
+    return None if config is None or size == 1 else partition.plan_of(model, config, size)
+
+
 def _parallelize(
-    model: nn.Module, size: int, mesh: Any, whole_experts: bool
+    model: nn.Module,
+    size: int,
+    mesh: Any,
+    whole_experts: bool,
+    plan: tensor_parallel.Plan | None,
 ) -> tuple[Any, Replaced]:
     """Shard `model` over `size` neighbouring ranks, unless it has DTensors already.
 
@@ -56,7 +67,9 @@ def _parallelize(
             found = tensor_parallel.make_mesh(size, comm.world_size, comm.device)
         else:
             found = mesh["tp"]
-        replaced = tensor_parallel.parallelize(model, found, whole_experts)
+        replaced = tensor_parallel.parallelize(model, found, whole_experts, plan)
+        if plan is not None:
+            partition.divide_sizes(model, plan, size)
     elif whole_experts and not any(
         getattr(module, "_is_expert_parallel", False) for module in model.modules()
     ):
@@ -72,14 +85,14 @@ def _parallelize(
 
 
 def share_model(
-    model: nn.Module, settings: Config, mesh: DeviceMesh | None
+    model: nn.Module, settings: Config, mesh: DeviceMesh | None, ranks_of_sample: int = 1
 ) -> tuple[Communicator, Replaced, Config]:
     """The communicator of the ranks that have what this rank has of the model, new parameters by
     those they replace, and the settings as the mesh completes them.
 
     `mesh`, or accelerate's, says which ranks share what; without one, `tensor_parallel.autotp_size`
     or the mesh of the model's DTensors does. A model that is to be sharded and is not is sharded by
-    its plan. All ranks must call it."""
+    its plan. `ranks_of_sample` neighbours read the same samples. All ranks must call it."""
     job = communicator()
     mesh = mesh_of_accelerate() if mesh is None else mesh
     sizes = _sizes(model, settings, mesh, job.world_size)
@@ -92,13 +105,14 @@ def share_model(
             f"can share experts; set tensor_parallel.autotp_size to {ep}, or delete the section: "
             "experts are sharded anyway, as all else"
         )
-    found, replaced = _parallelize(model, tp, mesh, whole_experts=ep > 1)
+    plan = _plan(model, settings, tp)
+    found, replaced = _parallelize(model, tp, mesh, ep > 1, plan)
     if found is not None:
         sixteen_bit = settings.fp16.enabled or settings.bf16.enabled
         dtype = settings.compute_dtype if sixteen_bit else None
-        tensor_parallel.prepare(model, found, job.device, dtype)
+        tensor_parallel.prepare(model, found, job.device, dtype, plan)
     models = groups(sizes, of_data=False)
-    set_parallel_sizes(sizes.get("pp", 1), tp, job.device)
+    set_parallel_sizes(sizes.get("pp", 1), tp, job.device, ranks_of_sample)
     if len(models[0]) == 1:
         return job, replaced, settings
     if settings.sequence_parallel_size > 1:

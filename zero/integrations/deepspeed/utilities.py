@@ -5,14 +5,19 @@ use.
 from __future__ import annotations
 
 import logging
+import random
 from argparse import ArgumentParser
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from zero.comm import world
+from zero.device import memory_in_use, peak_memory
 from zero.optim.placement import STATES
 
 # The logger whose level transformers sets from `--log_level` when a training starts.
@@ -46,6 +51,50 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 def move_to_device(item: Any, device: torch.device | str) -> Any:
     """`item` with every tensor in nested lists, tuples and dicts moved to `device`."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), item)
+
+
+class RepeatingLoader:
+    """An iterator over `loader` that begins again at its end."""
+
+    def __init__(self, loader: Iterable):
+        self.loader = loader
+        self._batches = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = iter(self.loader)
+            return next(self._batches)
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log `message` on the given ranks; on all without ranks, or with a -1 among them."""
+    if not ranks or -1 in ranks or world.get_rank() in ranks:
+        logger.log(level, "[rank %d] %s", world.get_rank(), message)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log, with `force`, how much memory of the device this process uses, and used at most."""
+    if force and world.get_rank() == 0:
+        device = world.compute_device()
+        now, most = memory_in_use(device) / 2**30, peak_memory(device) / 2**30
+        logger.info("%s: %.2f GiB in use on %s, %.2f GiB at most", message, now, device, most)
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed the random numbers of Python, NumPy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def checkpoint(function: Callable, *args: object) -> object:
+    """Run `function(*args)` and keep nothing but `args` for backward, which runs it again."""
+    return torch_checkpoint(function, *args, use_reentrant=False)
 
 
 def configure(*args: object, **settings: object) -> None:

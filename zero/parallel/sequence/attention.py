@@ -39,7 +39,7 @@ class _Whole(NamedTuple):
     documents: torch.Tensor | None  # the number of the packed sequence that a token belongs to
 
 
-_forward: _Whole | None = None
+_forward: _Whole | None = None  # of a model that `attach` was called with
 _models: WeakKeyDictionary[nn.Module, _Model] = WeakKeyDictionary()  # by each of their modules
 _cores: dict[str, Callable | None] = {}
 
@@ -138,6 +138,11 @@ def attach(model: nn.Module, ranks: SequenceGroup, in_eval: bool = True) -> None
         _models[module] = known
         if implementation := getattr(getattr(module, "config", None), "_attn_implementation", None):
             _wrap(implementation)
+
+
+def is_shared_already() -> bool:
+    """Whether the forward in progress is one of a model that `attach` was called with."""
+    return _forward is not None
 
 
 def detach(model: nn.Module) -> None:

@@ -51,7 +51,7 @@ class SequenceGroup:
 
         `scatter_dim` becomes `size` times shorter, `gather_dim` as much longer. The gradient takes
         the way back."""
-        return _AllToAll.apply(tensor, self, scatter_dim, gather_dim)
+        return all_to_all(tensor, self.group, scatter_dim, gather_dim)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """(batch, piece) of every rank as (batch, sequence). Without a gradient."""
@@ -102,15 +102,28 @@ class SequenceGroup:
         return scaled + (value - scaled.detach())
 
 
+def all_to_all(tensor: torch.Tensor, group: Any, scatter_dim: int, gather_dim: int) -> torch.Tensor:
+    """`SequenceGroup.all_to_all` over any process group.
+
+    Raises UsageError if its size does not divide `scatter_dim`."""
+    size, parts = tensor.shape[scatter_dim], dist.get_world_size(group)
+    if size % parts:
+        raise UsageError(
+            f"sequence parallelism: {parts} ranks do not divide dimension {scatter_dim} of a "
+            f"tensor of shape {tuple(tensor.shape)}"
+        )
+    return _AllToAll.apply(tensor, group, scatter_dim, gather_dim)
+
+
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, ranks: SequenceGroup, scatter_dim: int, gather_dim: int
+        ctx: Any, tensor: torch.Tensor, group: Any, scatter_dim: int, gather_dim: int
     ) -> torch.Tensor:
-        ctx.way_back = (ranks, gather_dim, scatter_dim)
-        sent = torch.stack(tensor.chunk(ranks.size, dim=scatter_dim))
+        ctx.way_back = (group, gather_dim, scatter_dim)
+        sent = torch.stack(tensor.chunk(dist.get_world_size(group), dim=scatter_dim))
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=ranks.group)
+        dist.all_to_all_single(received, sent, group=group)
         return torch.cat(received.unbind(), dim=gather_dim)
 
     @staticmethod

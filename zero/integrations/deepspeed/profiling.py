@@ -1,0 +1,165 @@
+"""DeepSpeed's flops profiler. torch's `FlopCounterMode` counts.
+
+It counts products of matrices, convolutions and attention, two operations for a multiplication with
+an addition. DeepSpeed counts activations and norms too, so its numbers are a little larger. What
+runs backward while a profile is open counts as well."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from zero.errors import UsageError
+
+_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"))
+
+
+def number_to_string(number: float, unit: str = "") -> str:
+    """Such as "1.25 G" and the unit."""
+    for size, name in _UNITS:
+        if number >= size:
+            return f"{number / size:.2f} {name}{unit}"
+    return f"{number:.2f} {unit}".rstrip()
+
+
+def _refuse(ignored: Any) -> None:
+    if ignored:
+        raise UsageError("flops profiler: modules cannot be left out; pass none to ignore")
+
+
+class FlopsProfiler:
+    """Counts the operations of `model` between `start_profile` and `stop_profile`.
+
+    `ds_engine` and `recompute_fwd_factor` have no effect."""
+
+    def __init__(
+        self, model: nn.Module, ds_engine: object = None, recompute_fwd_factor: float = 0.0
+    ):
+        self.model = model
+        self.started = False
+        self.reset_profile()
+
+    def reset_profile(self) -> None:
+        """Forget what was counted."""
+        self._counter = FlopCounterMode(display=False, depth=999)
+        self._seconds = 0.0
+
+    def start_profile(self, ignore_list: list | None = None) -> None:
+        """Count from now on."""
+        _refuse(ignore_list)
+        self.reset_profile()
+        self._counter.__enter__()
+        self._start = time.perf_counter()
+        self.started = True
+
+    def stop_profile(self) -> None:
+        """Count no more."""
+        if self.started:
+            self.started = False
+            self._seconds = time.perf_counter() - self._start
+            self._counter.__exit__(None, None, None)
+
+    def end_profile(self) -> None:
+        """Count no more, and forget what was counted."""
+        self.stop_profile()
+        self.reset_profile()
+
+    def get_total_flops(self, as_string: bool = False) -> Any:
+        """Floating-point operations."""
+        total = self._counter.get_total_flops()
+        return number_to_string(total, "FLOPS") if as_string else total
+
+    def get_total_macs(self, as_string: bool = False) -> Any:
+        """Multiplications with an addition: half as many."""
+        total = self._counter.get_total_flops() // 2
+        return number_to_string(total, "MACs") if as_string else total
+
+    def get_total_duration(self, as_string: bool = False) -> Any:
+        """Seconds from `start_profile` to `stop_profile`."""
+        return f"{self._seconds:.4g} s" if as_string else self._seconds
+
+    def get_total_params(self, as_string: bool = False) -> Any:
+        """The model's parameters, whole ones if they are sharded."""
+        total = sum(param.numel() for param in self.model.parameters())
+        return number_to_string(total) if as_string else total
+
+    def print_model_profile(
+        self,
+        profile_step: int = 1,
+        module_depth: int = -1,
+        top_modules: int = 1,
+        detailed: bool = True,
+        output_file: str | None = None,
+    ) -> None:
+        """Print the totals, and with `detailed` a table of the modules down to `module_depth`.
+
+        `top_modules` has no effect."""
+        parts = [
+            f"floating-point operations at step {profile_step}: {self.get_total_flops(True)}",
+            f"multiplications with an addition: {self.get_total_macs(True)}",
+            f"parameters: {self.get_total_params(True)}",
+            f"seconds: {self.get_total_duration():.4g}",
+        ]
+        if detailed:
+            parts.append(self._counter.get_table(999 if module_depth < 0 else module_depth))
+        text = "\n".join(parts)
+        if output_file is None:
+            print(text, file=sys.stdout, flush=True)
+        else:
+            with open(output_file, "w", encoding="utf-8") as out:
+                out.write(text + "\n")
+
+
+def get_model_profile(
+    model: nn.Module,
+    input_shape: tuple[int, ...] | None = None,
+    args: Any = (),
+    kwargs: Any = None,
+    print_profile: bool = True,
+    detailed: bool = True,
+    module_depth: int = -1,
+    top_modules: int = 1,
+    warm_up: int = 1,
+    as_string: bool = True,
+    output_file: str | None = None,
+    ignore_modules: list | None = None,
+    mode: str = "forward",
+) -> tuple[Any, Any, Any]:
+    """Operations, multiplications with an addition, and parameters of one forward, or of one
+    `generate` (`mode`).
+
+    Args:
+        input_shape: of one tensor of the parameters' dtype, instead of `args`.
+        warm_up: how often to run before.
+
+    The model is in evaluation mode afterwards. Raises UsageError without inputs.
+    """
+    _refuse(ignore_modules)
+    args, kwargs = tuple(args or ()), dict(kwargs or {})
+    if input_shape is not None:
+        param = next(model.parameters(), torch.empty(0))
+        args = (torch.ones(input_shape, dtype=param.dtype, device=param.device),)
+    if not args and not kwargs:
+        raise UsageError("get_model_profile: give input_shape, args or kwargs")
+    call: Any = model.generate if mode == "generate" else model
+    model.eval()
+    for _ in range(warm_up):
+        call(*args, **kwargs)
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    try:
+        call(*args, **kwargs)
+    finally:
+        profiler.stop_profile()
+    if print_profile:
+        profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
+    flops, macs = profiler.get_total_flops(), profiler.get_total_macs()
+    params = profiler.get_total_params()
+    if not as_string:
+        return flops, macs, params
+    return number_to_string(flops), number_to_string(macs, "MACs"), number_to_string(params)
