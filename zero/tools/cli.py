@@ -74,7 +74,6 @@ import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -93,7 +92,7 @@ from zero.tools.arguments import (
 )
 from zero.tools.doctor.command import doctor
 from zero.tools.estimate.question import Question, model_folder, with_batch
-from zero.tools.estimate.traffic import Speeds
+from zero.tools.estimate.speeds import DEVICES, GIVEN, chosen
 from zero.tools.explain import explain, explain_as_json
 from zero.tools.launch import launch, run_aside
 from zero.tools.profile.command import memory, trace
@@ -216,12 +215,14 @@ def _estimate(arguments: list[str]) -> None:
     add("--checkpointing", action="store_true", help="with gradient checkpointing")
     add("--device-memory", type=gibibytes, metavar="GIB", help=device)
     add("--host-memory", type=gibibytes, metavar="GIB", help=host)
-    for name, speed in asdict(Speeds()).items():
+    add("--speeds", type=Path, metavar="FILE", help="written by zero doctor --speeds")
+    add("--device", metavar="NAMES", help=f"speeds by the makers: {', '.join(DEVICES)}")
+    for name in GIVEN:
         unit = "TFLOP/s" if name == "compute" else "GB/s"
-        says = f"of one process; assumed: {speed:g}"
-        add(f"--{name}-speed", type=above_zero, default=speed, metavar=unit, help=says)
+        add(f"--{name}-speed", type=above_zero, metavar=unit, help="of one process")
     options = parser.parse_args(arguments)
-    speeds = Speeds(**{name: getattr(options, f"{name}_speed") for name in asdict(Speeds())})
+    given = {name: getattr(options, f"{name}_speed") for name in GIVEN}
+    speeds = chosen(options.speeds, options.device, given)
     if options.batch and not options.seq:
         parser.error("--batch needs --seq, the tokens of a sequence")
     given = {"device": options.device_memory, "host": options.host_memory}

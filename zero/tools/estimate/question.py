@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zero.config import Config
 from zero.errors import UsageError
-from zero.tools.estimate.traffic import Speeds
+from zero.tools.estimate.speeds import Speeds
 
 
 @dataclass(frozen=True)

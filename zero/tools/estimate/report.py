@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import transformers
@@ -68,7 +68,11 @@ class _Answer:
             "pinned": pinned(found, self.config),
             "traffic": found.traffic.links,
             "operations": found.traffic.operations,
-            "host_memory_of_updates": found.traffic.updated,
+            "host_memory_of_updates": found.traffic.update.on_host,
+            "speeds": asdict(self.question.speeds),
+            "parts_of_a_step": found.traffic.parts(
+                self.question.speeds, self.config.compute_dtype.itemsize
+            ),
             "seconds": found.seconds,
             "tokens_per_second": found.tokens_per_second,
             "without_checkpointing": None if both[False] is None else _brief(both[False]),
