@@ -22,11 +22,11 @@ Starts a script on all GPUs of this machine, or over ssh on the machines of Deep
 Runs the first steps on zero and on plain torch, and names the first loss, gradient or parameter
 that differs by more than rounding.
 
-       zero doctor [--folder F]
+       zero doctor [--folder F] [--speeds]
        torchrun --nproc_per_node N -m zero doctor
 
 Checks versions, devices, memory, compiler and disk of this machine; under torchrun also the links
-between all ranks.
+between all ranks. With --speeds, measures what `estimate` and `plan` need to predict times.
 
        zero trace [--step N] [--out F] SCRIPT.py|LAUNCHER|-m MODULE ARGS...
 
@@ -53,6 +53,11 @@ for memory or speed.
 
 Says what each process will hold, what it moves in a step and how long that takes, without starting
 anything. Where it does not fit: what to change, the fastest first.
+
+       zero plan MODEL --device-memory GIB [--host-memory GIB] [--world N] [--out ds_config.json]
+
+Writes the fastest configuration with which a training fits, says what each key does, and names the
+next ones.
 
        zero inspect CHECKPOINT
        zero consolidate CHECKPOINT OUT [--dtype fp16|bf16|fp32] [--max-file-size GB]
@@ -88,6 +93,7 @@ from zero.tools.arguments import (
     check_command,
     count,
     gibibytes,
+    output_file,
     program,
 )
 from zero.tools.doctor.command import doctor
@@ -203,15 +209,56 @@ def _estimate(arguments: list[str]) -> None:
         "models/t5-3b --ds-config ds.json --world 8 --batch 4 --seq 512 --device-memory 24G",
         json="the estimate",
     )
+    add = parser.add_argument
+    add("--ds-config", required=True, help="the file ds_config.json, or the YAML of accelerate")
+    _add_question(parser, 0, 0)
+    options = parser.parse_args(arguments)
+    if options.batch and not options.seq:
+        parser.error("--batch needs --seq, the tokens of a sequence")
+    question, limits = _asked(options)
+    settings = load_config(options.ds_config, allow_auto=True)
+    config, question = with_batch(settings, options.ds_config, question)
+    with Working("estimate: following one step on fake tensors; large models take a minute"):
+        from zero.tools.estimate.report import report  # transformers takes seconds to import
+
+        text = report(options.model, config, question, limits, options.json)
+    print(text)
+
+
+def _plan(arguments: list[str]) -> None:
+    parser = Parser(
+        "plan",
+        "Write the fastest configuration with which a training fits, and say why.",
+        "models/llama-8b --device-memory 24G --host-memory 64G",
+        json="the configuration",
+    )
+    out = "the file to write; default: ds_config.json"
+    parser.add_argument("--out", type=output_file, default=Path("ds_config.json"), help=out)
+    _add_question(parser, 1, 2048)
+    options = parser.parse_args(arguments)
+    if options.device_memory is None:
+        parser.error("name the --device-memory, such as 24G")
+    question, limits = _asked(options)
+    with Working("plan: following steps on fake tensors; large models take minutes"):
+        from zero.tools.estimate.plan import plan  # transformers takes seconds to import
+
+        text = plan(options.model, question, limits, options.out, options.json)
+    print(text)
+
+
+def _add_question(parser: Parser, batch: int, length: int) -> None:
+    """Options of what is estimated, with these sequences of a micro-batch and these tokens of a
+    sequence if they are not given; 0: they follow from the file, or activations are left out.
+    """
     remedies = "what does not fit gets remedies, ordered by predicted time"
     device, host = f"of one device: 24 or 24G; {remedies}", "of the host for one process, likewise"
-    tokens = "tokens of a sequence; without it no activations"
+    sequences = f"sequences of a micro-batch; default: {batch or 'that of the file'}"
+    tokens = f"tokens of a sequence; default: {length or 'none, then no activations'}"
     add = parser.add_argument
     add("model", help="the model's folder with config.json; weights are not read")
-    add("--ds-config", required=True, help="the file ds_config.json, or the YAML of accelerate")
     add("--world", type=count, default=1, metavar="N", help="number of processes (1)")
-    add("--batch", type=count, default=0, help="sequences of a micro-batch; default: the file's")
-    add("--seq", type=count, default=0, help=tokens)
+    add("--batch", type=count, default=batch, help=sequences)
+    add("--seq", type=count, default=length, help=tokens)
     add("--checkpointing", action="store_true", help="with gradient checkpointing")
     add("--device-memory", type=gibibytes, metavar="GIB", help=device)
     add("--host-memory", type=gibibytes, metavar="GIB", help=host)
@@ -220,22 +267,17 @@ def _estimate(arguments: list[str]) -> None:
     for name in GIVEN:
         unit = "TFLOP/s" if name == "compute" else "GB/s"
         add(f"--{name}-speed", type=above_zero, metavar=unit, help="of one process")
-    options = parser.parse_args(arguments)
+
+
+def _asked(options: Namespace) -> tuple[Question, dict[str, int]]:
+    """The question, and bytes of memory by place, where a limit is given."""
     given = {name: getattr(options, f"{name}_speed") for name in GIVEN}
     speeds = chosen(options.speeds, options.device, given)
-    if options.batch and not options.seq:
-        parser.error("--batch needs --seq, the tokens of a sequence")
-    given = {"device": options.device_memory, "host": options.host_memory}
-    limits = {place: int(memory * 2**30) for place, memory in given.items() if memory is not None}
+    memory = {"device": options.device_memory, "host": options.host_memory}
+    limits = {place: int(size * 2**30) for place, size in memory.items() if size is not None}
     model_folder(options.model)
-    question = Question(options.world, options.batch, options.seq, options.checkpointing, speeds)
-    settings = load_config(options.ds_config, allow_auto=True)
-    config, question = with_batch(settings, options.ds_config, question)
-    with Working("estimate: following one step on fake tensors; large models take a minute"):
-        from zero.tools.estimate.report import report  # transformers takes seconds to import
-
-        text = report(options.model, config, question, limits, options.json)
-    print(text)
+    sizes = options.world, options.batch, options.seq
+    return Question(*sizes, options.checkpointing, speeds), limits
 
 
 def _inspect(arguments: list[str]) -> None:
@@ -277,6 +319,7 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "inspect": _inspect,
     "launch": launch,
     "memory": memory,
+    "plan": _plan,
     "report": report,
     "trace": trace,
     "verify": verify,
