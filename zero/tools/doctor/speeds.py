@@ -9,6 +9,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def _measured(device: torch.device, folder: Path) -> Iterator[tuple[str, float]]
         host = torch.ones(VALUES, dtype=torch.uint8, pin_memory=True)
         there = torch.empty_like(host, device=device)
         for name, target, source in (("to_device", there, host), ("from_device", host, there)):
-            copy = lambda t=target, s=source: t.copy_(s, non_blocking=True)  # noqa: E731
+            copy = partial(target.copy_, source, non_blocking=True)
             yield name, VALUES / _seconds(copy, device) / GIGA
     yield from _file(folder)
     yield "memory", UPDATED * ELEMENTS / _update(coded=False) / GIGA
@@ -60,7 +61,7 @@ def _measured(device: torch.device, folder: Path) -> Iterator[tuple[str, float]]
     if dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
         part = torch.ones(VALUES // ranks, dtype=torch.uint8, device=device)
         whole = torch.empty(part.numel() * ranks, dtype=torch.uint8, device=device)
-        gather = lambda: dist.all_gather_into_tensor(whole, part)  # noqa: E731
+        gather = partial(dist.all_gather_into_tensor, whole, part)
         # As many tries on each rank: a collective that one leaves out would block the others.
         yield "network", part.nbytes * (ranks - 1) / _seconds(gather, device, limit=0) / GIGA
 
@@ -107,11 +108,18 @@ def _update(coded: bool) -> float:
     moments = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS)
     state = adam8bit.encode(*moments) if coded else moments
     out = torch.empty_like(grad)
-    numbers = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
-
-    def step() -> None:
-        adam_cpu.adam(master, grad, *state, out, step=10, **numbers, decoupled=True, factor=1.0)
-
+    step = partial(
+        adam_cpu.adam,
+        *(master, grad, *state, out),
+        step=10,
+        lr=1e-3,
+        beta1=0.9,
+        beta2=0.999,
+        eps=1e-8,
+        weight_decay=0.01,
+        decoupled=True,
+        factor=1.0,
+    )
     return _seconds(step, torch.device("cpu"))
 
 

@@ -16,7 +16,7 @@ orders on which ranks agree. The numbers are the engine's own counters (`zero/co
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -108,7 +108,7 @@ class Traffic:
         rates = {NETWORK: speeds.network, READ: speeds.disk_read, WRITTEN: speeds.disk_written}
         if speeds.has_accelerator:
             rates |= {IN: speeds.to_device, OUT: speeds.from_device}
-        moved: Counter[str] = Counter()
+        moved: defaultdict[str, float] = defaultdict(float)
         for link, rate in rates.items():
             for cause, nbytes in self.links[link].items():
                 in_update = link in (READ, WRITTEN) and cause == self.update.cause
