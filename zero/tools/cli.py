@@ -254,11 +254,13 @@ def _add_question(parser: Parser, batch: int, length: int) -> None:
     device, host = f"of one device: 24 or 24G; {remedies}", "of the host for one process, likewise"
     sequences = f"sequences of a micro-batch; default: {batch or 'that of the file'}"
     tokens = f"tokens of a sequence; default: {length or 'none, then no activations'}"
+    adapter = "train an adapter alone: its folder (PEFT), or a rank: LoRA of all linear layers"
     add = parser.add_argument
     add("model", help="the model's folder with config.json; weights are not read")
     add("--world", type=count, default=1, metavar="N", help="number of processes (1)")
     add("--batch", type=count, default=batch, help=sequences)
     add("--seq", type=count, default=length, help=tokens)
+    add("--adapter", default="", metavar="A", help=adapter)
     add("--checkpointing", action="store_true", help="with gradient checkpointing")
     add("--device-memory", type=gibibytes, metavar="GIB", help=device)
     add("--host-memory", type=gibibytes, metavar="GIB", help=host)
@@ -277,7 +279,7 @@ def _asked(options: Namespace) -> tuple[Question, dict[str, int]]:
     limits = {place: int(size * 2**30) for place, size in memory.items() if size is not None}
     model_folder(options.model)
     sizes = options.world, options.batch, options.seq
-    return Question(*sizes, options.checkpointing, speeds), limits
+    return Question(*sizes, options.checkpointing, speeds, options.adapter), limits
 
 
 def _inspect(arguments: list[str]) -> None:

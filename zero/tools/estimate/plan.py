@@ -30,7 +30,8 @@ def plan(
 
     Raises UsageError if nothing fits.
     """
-    model, config = build(read_config(source), load_config(START).compute_dtype), load_config(START)
+    config = load_config(START)
+    model = build(read_config(source), config.compute_dtype, question.adapter)
     found = remedies(model, config, question, limits)
     if not found:
         sizes = " and ".join(f"{size(most)} of {place} memory" for place, most in limits.items())

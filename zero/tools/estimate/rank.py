@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +26,7 @@ from zero.engine import ZeroEngine
 from zero.errors import UsageError
 from zero.integrations.deepspeed.optimizers import build_optimizer
 from zero.optim.sharded_optimizer import ZeroOptimizer
+from zero.tools.estimate.adapters import elements
 from zero.tools.estimate.machine import DEVICE, DISK, HOST, Memory, imitated
 from zero.tools.estimate.model import enable_checkpointing, micro_batch, without_values
 from zero.tools.estimate.parts import (
@@ -33,6 +34,7 @@ from zero.tools.estimate.parts import (
     GATHERED,
     GRADIENTS,
     MASTERS,
+    PARAMETERS,
     STATE,
     UPDATES,
     labelled,
@@ -145,18 +147,22 @@ def _of_rank(
     second = config.zero_optimization.zero_hpz_partition_size
     of_machine = second if second and second > 1 else question.world_size
     logger, level = logging.getLogger("zero"), logging.getLogger("zero").level
-    model = without_values(model)
+    model, count = without_values(model), elements(model)
     logger.setLevel(logging.ERROR)
     try:
         with imitated(memory, rank, question.world_size, of_machine), labelled(memory):
             if question.checkpointing and question.batch:
                 enable_checkpointing(model)
+            memory.part = PARAMETERS
+            for tensor in _whole_tensors(model):
+                memory.note(tensor)
+            memory.part = ACTIVATIONS
             optimizer = build_optimizer(run, None, None, model)
             if optimizer is None:
                 optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
             engine = ZeroEngine(model.train(), run, optimizer)
             engine.comm.clock.shows = False
-            found = _followed(engine, config, question, memory)
+            found = _followed(engine, config, question, memory, count)
             owns = _owns_tensors(engine) and question.world_size > 1
             engine.destroy()
             return found, owns
@@ -164,7 +170,17 @@ def _of_rank(
         logger.setLevel(level)
 
 
-def _followed(engine: ZeroEngine, config: Config, question: Question, memory: Memory) -> Estimate:
+def _whole_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Codes of quantized weights and their scales. They are as large on each rank, unless the
+    engine takes them over.
+    """
+    yield from (param for param in model.parameters() if not param.is_floating_point())
+    yield from (buffer for buffer in model.buffers() if not buffer.is_floating_point())
+
+
+def _followed(
+    engine: ZeroEngine, config: Config, question: Question, memory: Memory, elements: int
+) -> Estimate:
     """Run two steps; the second one is what counts."""
     loss = micro_batch(engine, question)
     memory.forget_peaks()
@@ -172,7 +188,7 @@ def _followed(engine: ZeroEngine, config: Config, question: Question, memory: Me
     memory.forget_most()
     moved = _step(engine, loss, memory)
     steps = config.gradient_accumulation_steps or 1
-    found = Estimate(sum(group.layout.numel for group in engine.groups))
+    found = Estimate(elements)
     found.tokens = engine.comm.world_size * question.batch * question.length * steps
     found.activations = memory.most[DEVICE, ACTIVATIONS] if question.batch else 0
     found.traffic = Traffic.of(moved, steps)

@@ -30,7 +30,7 @@ def report(
     """
     shape = read_config(source)
     config = fill_in(config, shape)
-    model = build(shape, config.compute_dtype)
+    model = build(shape, config.compute_dtype, question.adapter)
     found, other, better, unneeded = estimate(model, config, question), None, [], None
     if can_checkpoint(model, question):
         other = estimate(model, config, replace(question, checkpointing=not question.checkpointing))
