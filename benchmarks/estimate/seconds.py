@@ -1,4 +1,5 @@
-"""Seconds of a step by `zero estimate`, beside measured ones: on an H100, and on this machine.
+"""Seconds of a step by `zero estimate`, beside measured ones: on an H100 (with memory), and on this
+machine.
 
     python -m benchmarks.estimate.seconds
     python -m benchmarks.estimate.seconds --only h100
@@ -30,6 +31,7 @@ from benchmarks.offload.worker import MODELS, VARIANTS
 from benchmarks.scaling.timeline import shape_of
 from zero.config import load_config
 from zero.tools.arguments import count
+from zero.tools.estimate.machine import DEVICE, HOST
 from zero.tools.estimate.model import build
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import Estimate, estimate
@@ -57,7 +59,9 @@ def llama_1b() -> transformers.PretrainedConfig:
 
 
 class Run(NamedTuple):
-    """A run that was measured: on one process, in bf16, with fp32 masters."""
+    """A run that was measured: on one process, in bf16, with fp32 masters. Memory is in GB (1e9
+    bytes), in host memory with the Python process.
+    """
 
     name: str
     section: dict[str, Any]
@@ -65,6 +69,8 @@ class Run(NamedTuple):
     length: int
     checkpointing: bool
     seconds: float
+    device: float
+    host: float | None = None
 
     def predicted(self, speeds: Speeds) -> Estimate:
         shape = llama_1b() if self.name.startswith("Llama 1B") else shape_of(SHAPES[self.name[:5]])
@@ -75,9 +81,9 @@ class Run(NamedTuple):
 
 SHAPES = {"T5-3B": "t5-3b", "Llama": "llama-8b"}
 ON_H100 = (
-    Run("Llama 1B, stage 1", {"stage": 1}, 4, 2048, False, 0.207),
-    Run("Llama 1B, stage 3", {"stage": 3}, 4, 2048, False, 0.198),
-    Run("Llama 1B, all in host memory", BOTH, 4, 2048, False, 0.534),
+    Run("Llama 1B, stage 1", {"stage": 1}, 4, 2048, False, 0.207, 44.4),
+    Run("Llama 1B, stage 3", {"stage": 3}, 4, 2048, False, 0.198, 44.4),
+    Run("Llama 1B, all in host memory", BOTH, 4, 2048, False, 0.534, 28.2, 21.2),
     Run(
         "Llama 1B, optimizer in host memory",
         {"stage": 3, "offload_optimizer": CPU},
@@ -85,24 +91,27 @@ ON_H100 = (
         2048,
         False,
         0.579,
+        29.5,
+        19.5,
     ),
-    Run("T5-3B, all in host memory", BOTH, 8, 512, False, 1.036),
-    Run("T5-3B, all in host memory, 8-bit moments", BOTH | CODED, 8, 512, False, 1.303),
-    Run("Llama 8B, all in host memory, 8-bit moments", BOTH | CODED, 4, 2048, True, 3.10),
+    Run("T5-3B, all in host memory", BOTH, 8, 512, False, 1.036, 41.0, 47.2),
+    Run("T5-3B, the same, 8-bit moments", BOTH | CODED, 8, 512, False, 1.303, 41.0, 30.2),
+    Run(
+        "Llama 8B, all in host memory, 8-bit moments", BOTH | CODED, 4, 2048, True, 3.10, 16.1, 82.0
+    ),
 )
 
 
 def on_h100() -> list[dict[str, Any]]:
-    speeds = of_device("h100")
-    return [
-        {
-            "machine": "h100",
-            "run": run.name,
-            "predicted": run.predicted(speeds).seconds,
-            "measured": run.seconds,
-        }
-        for run in ON_H100
-    ]
+    speeds, rows = of_device("h100"), []
+    for run in ON_H100:
+        found = run.predicted(speeds)
+        row = {"machine": "h100", "run": run.name}
+        row |= {"predicted": found.seconds, "measured": run.seconds}
+        for place, measured in ((DEVICE, run.device), (HOST, run.host)):
+            row[place] = (found.total(place) / 1e9, measured)
+        rows.append(row)
+    return rows
 
 
 def here(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -141,16 +150,16 @@ def predicted(variant: str, folder: str, speeds: Speeds, args: argparse.Namespac
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| machine | run | predicted, s | measured, s | predicted / measured |",
-        "|---|---|---|---|---|",
-    ]
+    """Predicted / measured: seconds, and GB where they were measured."""
+    lines = ["| machine | run | step, s | ratio | device, GB | host, GB |", "|---" * 6 + "|"]
     for row in rows:
-        name = {"h100": "H100", "here": "this one"}[row["machine"]]
-        times = f"{row['predicted']:.3f} | {row['measured']:.3f}"
-        lines.append(
-            f"| {name} | {row['run']} | {times} | {row['predicted'] / row['measured']:.2f} |"
-        )
+        predicted, measured = row["predicted"], row["measured"]
+        cells = [{"h100": "H100", "here": "this one"}[row["machine"]], row["run"]]
+        cells += [f"{predicted:.3f} / {measured:.3f}", f"{predicted / measured:.2f}"]
+        for place in (DEVICE, HOST):
+            there, taken = row.get(place, (0.0, None))
+            cells.append("" if taken is None else f"{there:.1f} / {taken:.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

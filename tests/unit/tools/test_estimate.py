@@ -446,8 +446,7 @@ def test_what_cannot_fit_is_tried_once(monkeypatch):
     asked = Counter[tuple[str, int]]()
 
     def counted_estimate(model: Any, config: Any, question: Question) -> Estimate:
-        stage = config.zero_optimization
-        asked[repr(stage), question.batch] += 1
+        asked[repr((config.zero_optimization, config.bf16)), question.batch] += 1
         return estimate(model, config, question)
 
     monkeypatch.setattr(remedies_of_estimate, "estimate", counted_estimate)
@@ -491,7 +490,7 @@ def test_a_plan_fits_and_is_the_fastest(plan, ask, tmp_path):
     limits = ["--device-memory", "40M", "--host-memory", "140M"]
     found = json.loads(plan(shape, *limits, "--json"))
     keys = json.loads((tmp_path / "planned.json").read_text())
-    assert found["configuration"] == keys and len(found["found"]) == 3
+    assert found["configuration"] == keys and 2 <= len(found["found"]) <= 3
     section, others = keys.pop("zero_optimization"), keys
     again = ask(shape, section, "--seq", "16", "--json", *limits, **others)
     assert again["fits"]
