@@ -1,4 +1,4 @@
-"""`zero estimate` beside what ranks really take, on 37 cases.
+"""`zero estimate` beside what ranks really take, on 40 cases.
 
     python -m benchmarks.estimate
     python -m benchmarks.estimate --only 3 10
@@ -16,7 +16,7 @@ import tempfile
 from typing import Any
 
 from benchmarks.arguments import Parser
-from benchmarks.estimate.worker import measure, shape_of
+from benchmarks.estimate.worker import LORA, RANK, measure, shape_of
 from tests.processes import run_on
 from zero.config import load_config
 from zero.tools.estimate.machine import DEVICE, DISK, HOST
@@ -47,6 +47,9 @@ SECOND = {"zero_hpz_partition_size": 2}
 # Model, keys of zero_optimization, other sections, batch, tokens, gradient checkpointing.
 Case = tuple[str, dict[str, Any], dict[str, Any], int, int, bool]
 CASES: list[Case] = [
+    ("llama-lora", {"stage": 2}, BF16, 2, 128, False),
+    ("llama-lora", {"stage": 3, **SMALL}, BF16, 2, 128, True),
+    ("t5-lora", {"stage": 3, **SMALL, "offload_param": CPU}, BF16, 2, 64, False),
     ("t5", {"stage": 0}, {}, 4, 128, False),
     ("llama", {"stage": 0}, BF16, 1, 32, False),
     ("gpt2", {"stage": 2}, BF16, 1, 32, False),
@@ -155,7 +158,8 @@ def run(case: Case) -> dict[str, Any]:
 def _run(case: Case, settings: dict[str, Any]) -> dict[str, Any]:
     name, _, _, batch, length, checkpointing = case
     config = load_config(settings)
-    model = build(shape_of(name), config.compute_dtype)
+    adapter = RANK if name.endswith(LORA) else ""
+    model = build(shape_of(name), config.compute_dtype, adapter)
     ranks = RANKS * (config.zero_optimization.zero_hpz_partition_size or 1)  # two machines
     found = estimate(model, config, Question(ranks, batch, length, checkpointing))
     measured = run_on(

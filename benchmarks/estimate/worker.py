@@ -12,9 +12,12 @@ import zero
 from tests.accelerator import device
 from zero.monitor.memory_usage import DEVICE, DISK, HOST, bytes_by_kind
 from zero.offload import tiers
+from zero.tools.estimate.adapters import add_adapter
 from zero.tools.estimate.model import class_of, enable_checkpointing
 
 STEPS = 3
+# The end of a model's name: an adapter of this rank is trained.
+LORA, RANK = "-lora", "8"
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": (
         "T5",
@@ -58,7 +61,7 @@ def shape_of(name: str) -> transformers.PretrainedConfig:
     """The model's configuration, without fused attention: each device has another kernel for
     that.
     """
-    kind, sizes = SIZES[name]
+    kind, sizes = SIZES[name.removesuffix(LORA)]
     config = getattr(transformers, f"{kind}Config")(**sizes)
     config._attn_implementation = "eager"
     return config
@@ -82,6 +85,8 @@ def measure(
         os.environ["LOCAL_WORLD_SIZE"] = str(size)  # second shards are within a machine
     config = shape_of(name)
     model = class_of(config)[0](config)
+    if name.endswith(LORA):
+        add_adapter(model, RANK)
     if checkpointing:
         enable_checkpointing(model)
     engine = zero.initialize(model=model, config=settings)[0]

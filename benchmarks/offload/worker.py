@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -112,27 +113,38 @@ def initialized(package: Any, model: nn.Module, config: dict[str, Any]) -> tuple
     return train_step, engine
 
 
-def ours(parameters: str, optimizer: str, coded: bool = False, **settings: Any) -> Callable:
-    """This engine with these devices for parameters and optimizer state.
+def section(
+    folder: str, parameters: str, optimizer: str, coded: bool = False, **settings: Any
+) -> dict[str, Any]:
+    """`zero_optimization` of a variant of this engine: devices for parameters and optimizer state.
 
-    `coded`: 8-bit moments. `settings`: of `offload_optimizer`.
+    Args:
+        coded: 8-bit moments.
+        settings: of `offload_optimizer`.
     """
+    path = {"nvme_path": folder}
+    return {
+        # With the default limit the whole model would stay in host memory.
+        "offload_param": {"device": parameters, **path, "max_in_cpu": 0},
+        "offload_optimizer": {"device": optimizer, **path, **settings},
+        "sub_group_size": 50_000_000,
+        "zero_quantized_moments": coded,
+    }
 
-    def build(model: nn.Module, args: argparse.Namespace) -> tuple[TrainStep, Any]:
-        # imported here, because DeepSpeed's environment may lack packages that it needs
-        import zero
 
-        path = {"nvme_path": str(args.folder)}
-        away = {
-            # With the default limit the whole model would stay in host memory.
-            "offload_param": {"device": parameters, **path, "max_in_cpu": 0},
-            "offload_optimizer": {"device": optimizer, **path, **settings},
-            "sub_group_size": 50_000_000,
-            "zero_quantized_moments": coded,
-        }
-        return initialized(zero, model, ds_config(args, away))
+def ours(
+    model: nn.Module, args: argparse.Namespace, section: Callable[[str], dict[str, Any]]
+) -> tuple[TrainStep, Any]:
+    """This engine with a section `zero_optimization`, which is made for a folder."""
+    # imported here, because DeepSpeed's environment may lack packages that it needs
+    import zero
 
-    return build
+    return initialized(zero, model, ds_config(args, section(str(args.folder))))
+
+
+def variant(*devices: str, **settings: Any) -> partial:
+    """`ours` with the `section` of these devices and settings."""
+    return partial(ours, section=lambda folder: section(folder, *devices, **settings))
 
 
 def deepspeed(model: nn.Module, args: argparse.Namespace) -> tuple[TrainStep, None]:
@@ -184,15 +196,15 @@ def fsdp2(model: nn.Module, args: argparse.Namespace) -> tuple[TrainStep, None]:
 
 
 VARIANTS = {
-    "no offload": ours("none", "none"),
-    "cpu": ours("cpu", "cpu"),
-    "cpu, 8-bit": ours("cpu", "cpu", coded=True),
-    "cpu, half": ours("cpu", "cpu", ratio=0.5),
-    "nvme": ours("nvme", "nvme", overlap_step=False),
-    "nvme, behind": ours(
+    "no offload": variant("none", "none"),
+    "cpu": variant("cpu", "cpu"),
+    "cpu, 8-bit": variant("cpu", "cpu", coded=True),
+    "cpu, half": variant("cpu", "cpu", ratio=0.5),
+    "nvme": variant("nvme", "nvme", overlap_step=False),
+    "nvme, behind": variant(
         "nvme", "nvme", overlap_step=True, pipeline_read=True, pipeline_write=True
     ),
-    "nvme, 8-bit": ours(
+    "nvme, 8-bit": variant(
         "nvme", "nvme", coded=True, overlap_step=True, pipeline_read=True, pipeline_write=True
     ),
     "fsdp2": fsdp2,

@@ -96,7 +96,8 @@ def predictions(name: str, args: argparse.Namespace) -> Rows:
         )
         for ranks in args.ranks:
             each = of_ranks(ranks)
-            times = predict(make_groups(model, each, ranks), program, each, machine_of(args), ranks)
+            machine = machine_of(args, each)
+            times = predict(make_groups(model, each, ranks), program, each, machine, ranks)
             question = Question(ranks, args.batch, args.seq, not args.no_checkpointing)
             memory = estimate(fake, each, question)
             places = {place: memory.total(place) for place in (DEVICE, HOST)}
@@ -381,7 +382,8 @@ def main() -> None:
     if args.check:
         print(f"{OF_THE_CHECK}\n\n{table_of_check(rows)}")
         return
-    print(f"machine: {machine_of(args)}\n\n{table(rows)}\n\nwritten: {args.output}")
+    config = load_config(str(args.ds_config), allow_auto=True)
+    print(f"machine: {machine_of(args, config)}\n\n{table(rows)}\n\nwritten: {args.output}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ import json
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from zero.tools.arguments import above_zero, count
 from zero.tools.estimate.machine import DEVICE, DISK, HOST
 from zero.tools.estimate.model import read_config
 from zero.tools.estimate.rank import fill_in
-from zero.tools.estimate.traffic import Speeds
+from zero.tools.estimate.speeds import DEVICES, Speeds, chosen
 
 ASSUMPTIONS = """\
 assumptions
@@ -55,6 +56,10 @@ assumptions
   next forward."""
 
 
+# Bytes of host memory that an update of one element by Adam reads and writes, in 16-bit training.
+ADAM_BYTES = 28
+
+
 @dataclass(frozen=True)
 class Machine:
     """Speeds, each of one direction. The help of the command line says what each one is."""
@@ -72,19 +77,35 @@ class Machine:
     latency_within: float = field(default=2e-6, metadata={"help": "seconds a hop within a node"})
     latency_between: float = field(default=8e-6, metadata={"help": "seconds a hop between nodes"})
     pcie: float = field(
-        default=Speeds.host * 1e9, metadata={"help": "bytes/s between a device and host memory"}
+        default=Speeds.to_device * 1e9,
+        metadata={"help": "bytes/s between a device and host memory"},
     )
     disk: float = field(
-        default=Speeds.disk * 1e9, metadata={"help": "bytes/s of a rank's share of the disk"}
+        default=Speeds.disk_written * 1e9,
+        metadata={"help": "bytes/s of a rank's share of the disk"},
     )
     host_adam: float = field(
-        default=4e8,
+        default=Speeds.memory * 1e9 / ADAM_BYTES,
         metadata={"help": "elements/s that a rank's share of the CPU updates"},
     )
     device_memory_bandwidth: float = field(
-        default=2e12, metadata={"help": "bytes/s of the device's memory"}
+        default=Speeds.device_memory * 1e9, metadata={"help": "bytes/s of the device's memory"}
     )
     direct: bool = False
+
+    @classmethod
+    def of(cls, speeds: Speeds, itemsize: int) -> Machine:
+        """With the speeds of `zero estimate`; what these lack is assumed. `itemsize`: of the
+        model's dtype.
+        """
+        return cls(
+            flops=(speeds.compute if itemsize < 4 else speeds.compute_fp32) * 1e12,
+            between=8 * speeds.network * 1e9,
+            pcie=min(speeds.to_device, speeds.from_device) * 1e9,
+            disk=min(speeds.disk_read, speeds.disk_written) * 1e9,
+            host_adam=speeds.memory * 1e9 / ADAM_BYTES,
+            device_memory_bandwidth=speeds.device_memory * 1e9,
+        )
 
     def collective(self, nbytes: float, ranks: int, stride: int = 1) -> float:
         """Seconds of an all-gather or reduce-scatter of groups of `ranks`, which are `stride`
@@ -418,18 +439,20 @@ def shape_of(name: str) -> transformers.PretrainedConfig:
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each speed of a `Machine`, and those of the batch."""
+    """Add options for the speeds of a `Machine`, and those of the batch."""
+    parser.add_argument(
+        "--speeds", type=Path, metavar="FILE", help="speeds by zero doctor --speeds"
+    )
+    parser.add_argument(
+        "--device", metavar="NAMES", help=f"speeds by the makers: {', '.join(DEVICES)}"
+    )
     for each in fields(Machine):
         if each.metadata:
-            kind = {
-                "type": count if each.type == "int" else above_zero,
-                "metavar": "X",
-                "default": each.default,
-            }
             parser.add_argument(
                 f"--{each.name.replace('_', '-')}",
-                **kind,
-                help=f"{each.metadata['help']}; %(default)g",
+                type=count if each.type == "int" else above_zero,
+                metavar="X",
+                help=f"{each.metadata['help']}; assumed: {each.default:g}",
             )
     parser.add_argument(
         "--direct",
@@ -444,8 +467,14 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
-def machine_of(args: argparse.Namespace) -> Machine:
-    return Machine(**{each.name: getattr(args, each.name) for each in fields(Machine)})
+def machine_of(args: argparse.Namespace, config: Config) -> Machine:
+    """The machine of the chosen speeds, but for those that are given. UsageError for a file or a
+    device that is not known.
+    """
+    speeds = chosen(args.speeds, args.device, {})
+    given = {each.name: getattr(args, each.name) for each in fields(Machine)}
+    changed = {name: value for name, value in given.items() if value is not None}
+    return replace(Machine.of(speeds, config.compute_dtype.itemsize), **changed)
 
 
 def main() -> None:
@@ -463,16 +492,17 @@ def main() -> None:
         model, program = rehearse_meta(
             shape, config, args.batch, args.seq, not args.no_checkpointing
         )
+        machine = machine_of(args, config)
     except UsageError as error:
         parser.error(str(error))
     found = {
-        ranks: predict(make_groups(model, config, ranks), program, config, machine_of(args), ranks)
+        ranks: predict(make_groups(model, config, ranks), program, config, machine, ranks)
         for ranks in args.ranks
     }
     if args.json:
         print(json.dumps(found, indent=2))
         return
-    print(ASSUMPTIONS, f"machine: {machine_of(args)}", "", sep="\n")
+    print(ASSUMPTIONS, f"machine: {machine}", "", sep="\n")
     for ranks, times in found.items():
         print(
             f"{args.model} on {ranks} ranks: {times['step']:.3f} s a step, computing "

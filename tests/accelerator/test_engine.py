@@ -339,8 +339,12 @@ def out_of_memory(rank: int, world_size: int) -> list[float]:
     for number, batch in enumerate(data_on_device()):
         if number == 2:
             device.set_limit(torch.accelerator.memory_allocated() + 30_000)
-            with pytest.raises(torch.OutOfMemoryError):
+            with pytest.raises(torch.OutOfMemoryError, match="sim out of memory") as raised:
                 step(engine, [batch])
+            # activations are there, and what the engine keeps
+            explained = str(raised.value).splitlines()[-1]
+            assert "activations and temporary tensors" in explained and "optimizer" in explained
+            assert "Try first: " in explained and "zero estimate MODEL" in explained
             device.set_limit(total)
             engine.zero_grad()
         losses += step(engine, [batch])

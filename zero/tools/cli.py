@@ -22,11 +22,11 @@ Starts a script on all GPUs of this machine, or over ssh on the machines of Deep
 Runs the first steps on zero and on plain torch, and names the first loss, gradient or parameter
 that differs by more than rounding.
 
-       zero doctor [--folder F]
+       zero doctor [--folder F] [--speeds]
        torchrun --nproc_per_node N -m zero doctor
 
 Checks versions, devices, memory, compiler and disk of this machine; under torchrun also the links
-between all ranks.
+between all ranks. With --speeds, measures what `estimate` and `plan` need to predict times.
 
        zero trace [--step N] [--out F] SCRIPT.py|LAUNCHER|-m MODULE ARGS...
 
@@ -54,6 +54,11 @@ for memory or speed.
 Says what each process will hold, what it moves in a step and how long that takes, without starting
 anything. Where it does not fit: what to change, the fastest first.
 
+       zero plan MODEL --device-memory GIB [--host-memory GIB] [--world N] [--out ds_config.json]
+
+Writes the fastest configuration with which a training fits, says what each key does, and names the
+next ones.
+
        zero inspect CHECKPOINT
        zero consolidate CHECKPOINT OUT [--dtype fp16|bf16|fp32] [--max-file-size GB]
 
@@ -74,7 +79,6 @@ import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -89,11 +93,12 @@ from zero.tools.arguments import (
     check_command,
     count,
     gibibytes,
+    output_file,
     program,
 )
 from zero.tools.doctor.command import doctor
 from zero.tools.estimate.question import Question, model_folder, with_batch
-from zero.tools.estimate.traffic import Speeds
+from zero.tools.estimate.speeds import DEVICES, GIVEN, chosen
 from zero.tools.explain import explain, explain_as_json
 from zero.tools.launch import launch, run_aside
 from zero.tools.profile.command import memory, trace
@@ -204,30 +209,13 @@ def _estimate(arguments: list[str]) -> None:
         "models/t5-3b --ds-config ds.json --world 8 --batch 4 --seq 512 --device-memory 24G",
         json="the estimate",
     )
-    remedies = "what does not fit gets remedies, ordered by predicted time"
-    device, host = f"of one device: 24 or 24G; {remedies}", "of the host for one process, likewise"
-    tokens = "tokens of a sequence; without it no activations"
     add = parser.add_argument
-    add("model", help="the model's folder with config.json; weights are not read")
     add("--ds-config", required=True, help="the file ds_config.json, or the YAML of accelerate")
-    add("--world", type=count, default=1, metavar="N", help="number of processes (1)")
-    add("--batch", type=count, default=0, help="sequences of a micro-batch; default: the file's")
-    add("--seq", type=count, default=0, help=tokens)
-    add("--checkpointing", action="store_true", help="with gradient checkpointing")
-    add("--device-memory", type=gibibytes, metavar="GIB", help=device)
-    add("--host-memory", type=gibibytes, metavar="GIB", help=host)
-    for name, speed in asdict(Speeds()).items():
-        unit = "TFLOP/s" if name == "compute" else "GB/s"
-        says = f"of one process; assumed: {speed:g}"
-        add(f"--{name}-speed", type=above_zero, default=speed, metavar=unit, help=says)
+    _add_question(parser, 0, 0)
     options = parser.parse_args(arguments)
-    speeds = Speeds(**{name: getattr(options, f"{name}_speed") for name in asdict(Speeds())})
     if options.batch and not options.seq:
         parser.error("--batch needs --seq, the tokens of a sequence")
-    given = {"device": options.device_memory, "host": options.host_memory}
-    limits = {place: int(memory * 2**30) for place, memory in given.items() if memory is not None}
-    model_folder(options.model)
-    question = Question(options.world, options.batch, options.seq, options.checkpointing, speeds)
+    question, limits = _asked(options)
     settings = load_config(options.ds_config, allow_auto=True)
     config, question = with_batch(settings, options.ds_config, question)
     with Working("estimate: following one step on fake tensors; large models take a minute"):
@@ -235,6 +223,63 @@ def _estimate(arguments: list[str]) -> None:
 
         text = report(options.model, config, question, limits, options.json)
     print(text)
+
+
+def _plan(arguments: list[str]) -> None:
+    parser = Parser(
+        "plan",
+        "Write the fastest configuration with which a training fits, and say why.",
+        "models/llama-8b --device-memory 24G --host-memory 64G",
+        json="the configuration",
+    )
+    out = "the file to write; default: ds_config.json"
+    parser.add_argument("--out", type=output_file, default=Path("ds_config.json"), help=out)
+    _add_question(parser, 1, 2048)
+    options = parser.parse_args(arguments)
+    if options.device_memory is None:
+        parser.error("name the --device-memory, such as 24G")
+    question, limits = _asked(options)
+    with Working("plan: following steps on fake tensors; large models take minutes"):
+        from zero.tools.estimate.plan import plan  # transformers takes seconds to import
+
+        text = plan(options.model, question, limits, options.out, options.json)
+    print(text)
+
+
+def _add_question(parser: Parser, batch: int, length: int) -> None:
+    """Options of what is estimated, with these sequences of a micro-batch and these tokens of a
+    sequence if they are not given; 0: they follow from the file, or activations are left out.
+    """
+    remedies = "what does not fit gets remedies, ordered by predicted time"
+    device, host = f"of one device: 24 or 24G; {remedies}", "of the host for one process, likewise"
+    sequences = f"sequences of a micro-batch; default: {batch or 'that of the file'}"
+    tokens = f"tokens of a sequence; default: {length or 'none, then no activations'}"
+    adapter = "train an adapter alone: its folder (PEFT), or a rank: LoRA of all linear layers"
+    add = parser.add_argument
+    add("model", help="the model's folder with config.json; weights are not read")
+    add("--world", type=count, default=1, metavar="N", help="number of processes (1)")
+    add("--batch", type=count, default=batch, help=sequences)
+    add("--seq", type=count, default=length, help=tokens)
+    add("--adapter", default="", metavar="A", help=adapter)
+    add("--checkpointing", action="store_true", help="with gradient checkpointing")
+    add("--device-memory", type=gibibytes, metavar="GIB", help=device)
+    add("--host-memory", type=gibibytes, metavar="GIB", help=host)
+    add("--speeds", type=Path, metavar="FILE", help="written by zero doctor --speeds")
+    add("--device", metavar="NAMES", help=f"speeds by the makers: {', '.join(DEVICES)}")
+    for name in GIVEN:
+        unit = "TFLOP/s" if name == "compute" else "GB/s"
+        add(f"--{name}-speed", type=above_zero, metavar=unit, help="of one process")
+
+
+def _asked(options: Namespace) -> tuple[Question, dict[str, int]]:
+    """The question, and bytes of memory by place, where a limit is given."""
+    given = {name: getattr(options, f"{name}_speed") for name in GIVEN}
+    speeds = chosen(options.speeds, options.device, given)
+    memory = {"device": options.device_memory, "host": options.host_memory}
+    limits = {place: int(size * 2**30) for place, size in memory.items() if size is not None}
+    model_folder(options.model)
+    sizes = options.world, options.batch, options.seq
+    return Question(*sizes, options.checkpointing, speeds, options.adapter), limits
 
 
 def _inspect(arguments: list[str]) -> None:
@@ -276,6 +321,7 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "inspect": _inspect,
     "launch": launch,
     "memory": memory,
+    "plan": _plan,
     "report": report,
     "trace": trace,
     "verify": verify,

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from zero.tools.cli import main
-from zero.tools.doctor import checks, links
+from zero.tools.doctor import checks, links, speeds
 from zero.tools.doctor.checks import FAILS, OK, SLOW
+from zero.tools.estimate.speeds import read
 
 ROOT = Path(__file__).parents[3]
 
@@ -57,6 +58,28 @@ def test_a_machine_without_a_compiler_is_slow(monkeypatch):
     found = check.finding()
     assert found[1:3] == (SLOW, "no-compiler cannot build the Adam kernel")
     assert "name one in CXX" in found.remedy
+
+
+def test_speeds_are_measured_and_written(capsys, tmp_path, monkeypatch):
+    for name, value in {"SECONDS": 0.0, "VALUES": 1 << 16, "ELEMENTS": 1 << 10}.items():
+        monkeypatch.setattr(speeds, name, value)
+    file = tmp_path / "new" / "speeds.json"
+    code, text = doctor(capsys, "--speeds", str(file), "--folder", str(tmp_path))
+    found, written = read(file), json.loads(file.read_text())["speeds"]
+    assert code == 0 and found.source.startswith("measured by 1 process on ")
+    assert not found.has_accelerator and "network" not in written
+    assert "network" in text and "(assumed)" in text and str(file) in text
+    measured = ("compute", "compute_fp32", "device_memory", "disk_read", "disk_written", "memory")
+    assert all(f"{name.replace('_', ' '):<16}" in text and written[name] > 0 for name in measured)
+    code, text = doctor(capsys, "--json", "--speeds", str(file), "--folder", str(tmp_path))
+    assert json.loads(text)["speeds"].keys() == vars(found).keys()
+
+
+def test_the_slowest_rank_counts(tmp_path):
+    ranks = [{"memory": 3.0, "has_accelerator": True}, {"memory": 2.0, "has_accelerator": True}]
+    speeds.write(tmp_path / "speeds.json", ranks, "a device")
+    found = read(tmp_path / "speeds.json")
+    assert found.memory == 2.0 and "by 2 processes" in found.source
 
 
 def test_a_full_disk_fails(monkeypatch, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +12,24 @@ import pytest
 import torch
 import transformers
 
+from benchmarks.estimate.seconds import ON_H100
 from zero.config import load_config
 from zero.tools.cli import main
+from zero.tools.estimate import remedies as remedies_of_estimate
+from zero.tools.estimate.machine import _calls
 from zero.tools.estimate.model import build, class_of
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import Estimate, estimate
-from zero.tools.estimate.remedies import Remedy, _undominated
+from zero.tools.estimate.remedies import Remedy, _undominated, remedies
 from zero.tools.estimate.report import _times
+from zero.tools.estimate.speeds import default_file, of_device, read
+
+
+@pytest.fixture(autouse=True)
+def no_measured_speeds(tmp_path, monkeypatch):
+    """Whatever this machine's user has measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
+
 
 SIZES = {
     "hidden_size": 64,
@@ -314,14 +326,71 @@ def test_speeds_can_be_given(ask):
     }
     shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
     options = ["--batch", "2", "--seq", "8"]
-    slow = ask(shape, section, *options, "--json")
-    fast = ask(shape, section, *options, "--disk-speed", "5", "--json")
+    section["offload_optimizer"]["overlap_step"] = False
+    slow, fast = (
+        ask(shape, section, *options, "--disk-speed", speed, "--json") for speed in ("1", "5")
+    )
     links = slow["traffic"]
     disk = sum(sum(links[link].values()) for link in ("disk read", "disk written"))
     assert slow["seconds"] - fast["seconds"] == pytest.approx(disk * (1 - 1 / 5) / 1e9)
     assert slow["tokens_per_second"] == pytest.approx(16 / slow["seconds"])
+    assert slow["seconds"] == pytest.approx(sum(slow["parts_of_a_step"].values()))
     text = ask(shape, section, *options, "--disk-speed", "5", "--memory-speed", "50")
-    assert "disk 5 GB/s, memory 50 GB/s" in text and " tokens/s" in text
+    assert "disk read 5, disk written 5, memory 50" in text and " tokens/s" in text
+
+
+def test_what_the_configuration_lets_overlap_is_not_added(ask):
+    shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
+    options = ["--batch", "2", "--seq", "8", "--json"]
+
+    def seconds(**settings: Any) -> float:
+        offload = {"device": "nvme", "nvme_path": "/tmp", **settings}
+        return ask(shape, {"stage": 3, "offload_optimizer": offload}, *options)["seconds"]
+
+    in_step, late = seconds(overlap_step=False), seconds(overlap_step=True)
+    assert seconds(overlap_step=True, pipeline_read=True) < late < in_step
+
+
+def test_speeds_come_from_a_file_a_device_or_the_usual_place(ask, tmp_path, monkeypatch, capsys):
+    def source(*options: str) -> str:
+        return ask(llama(), {"stage": 3}, "--json", *options)["speeds"]["source"]
+
+    assert source() == "assumed, an H100"
+    usual = tmp_path / "cache" / "zero" / "speeds.json"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert default_file() == usual
+    usual.parent.mkdir(parents=True)
+    usual.write_text('{"speeds": {"memory": 3.5, "source": "measured"}}')
+    assert source() == "measured" and read(usual).memory == 3.5
+    other = tmp_path / "other.json"
+    other.write_text('{"speeds": {"source": "elsewhere"}}')
+    assert source("--speeds", str(other)) == "elsewhere"
+    assert "makers of rtx4090" in source("--device", "RTX 4090")
+    for content in ('{"speeds": {"disc": 1}}', '{"speeds": {"memory": 0}}', "{}", "nothing"):
+        other.write_text(content)
+        error = refusal(capsys, source, "--speeds", str(other))
+        assert f"--speeds {other}: " in error
+    assert "expected some of rtx3090" in refusal(capsys, source, "--device", "rtx")
+
+
+def test_a_named_link_replaces_the_one_of_the_device():
+    card = of_device("rtx4090")
+    slower = of_device("nvme3, rtx4090, pcie3")
+    assert (slower.compute, slower.device_memory) == (card.compute, card.device_memory)
+    assert slower.to_device == card.to_device / 2
+    assert slower.disk_read < of_device("nvme5").disk_read
+    faster = [of_device(name).compute for name in ("rtx3090", "rtx4090", "rtx5090", "a100", "h100")]
+    assert faster == sorted(faster) and of_device("b200").compute > faster[-1]
+
+
+def test_without_an_accelerator_nothing_is_copied(ask, tmp_path):
+    cpu = {"device": "cpu"}
+    both = {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu}
+    file = tmp_path / "speeds.json"
+    file.write_text('{"speeds": {"has_accelerator": false}}')
+    found = ask(llama(), both, "--json", "--speeds", str(file))
+    assert sum(found["traffic"]["host to device"].values()) > 0
+    assert "host to device" not in found["parts_of_a_step"]
 
 
 def test_an_update_on_the_host_takes_the_time_of_the_bytes_that_it_moves(ask):
@@ -335,33 +404,9 @@ def test_an_update_on_the_host_takes_the_time_of_the_bytes_that_it_moves(ask):
     assert coded["host_memory_of_updates"] == pytest.approx(16 * found["elements"], rel=0.02)
 
 
-# Runs on one H100 (benchmarks/RESULTS.md): seconds of a step.
-MEASURED = {
-    "T5-3B": (
-        transformers.T5Config(
-            d_model=1024, d_ff=16384, d_kv=128, num_heads=32, num_layers=24, vocab_size=32128,
-            decoder_start_token_id=0, architectures=["T5ForConditionalGeneration"],
-        ), {}, 8, 512, False, 1.04,
-    ),
-    "Llama 8B": (
-        transformers.LlamaConfig(
-            hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-            num_attention_heads=32, num_key_value_heads=8, vocab_size=128256,
-            architectures=["LlamaForCausalLM"],
-        ), {"zero_quantized_moments": True}, 4, 2048, True, 3.10,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MEASURED)
-def test_predicted_seconds_are_near_those_of_a_gpu(name):
-    shape, section, batch, length, checkpointing, seconds = MEASURED[name]
-    cpu = {"device": "cpu"}
-    both = {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu}
-    settings = {"bf16": {"enabled": True}, "zero_optimization": both | section}
-    question = Question(1, batch, length, checkpointing)
-    found = estimate(build(shape, torch.bfloat16), load_config(settings), question)
-    assert seconds / 1.5 < found.seconds < seconds * 1.5
+@pytest.mark.parametrize("run", ON_H100, ids=lambda run: run.name)
+def test_predicted_seconds_are_near_those_of_a_gpu(run):
+    assert run.seconds / 1.5 < run.predicted(of_device("h100")).seconds < run.seconds * 1.5
 
 
 def test_offload_that_is_not_needed_is_named(ask):
@@ -395,6 +440,72 @@ def test_less_precise_states_are_a_remedy_where_nothing_else_in_memory_is_enough
     assert "(the price: the optimizer's moments have 8 bits" in ask(shape, {"stage": 3}, *limits)
     enough = ask(shape, {"stage": 3}, "--json", "--device-memory", "40M")["remedies"]
     assert enough and not any(each["price"] for each in enough)
+
+
+def test_what_cannot_fit_is_tried_once(monkeypatch):
+    asked = Counter[tuple[str, int]]()
+
+    def counted_estimate(model: Any, config: Any, question: Question) -> Estimate:
+        asked[repr((config.zero_optimization, config.bf16)), question.batch] += 1
+        return estimate(model, config, question)
+
+    monkeypatch.setattr(remedies_of_estimate, "estimate", counted_estimate)
+    shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
+    question = Question(1, 8, 16, True)
+    config = load_config({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}})
+    model = build(shape, torch.bfloat16)
+    assert remedies(model, config, question, {"device": 1 << 20}) == []
+    # With the smallest micro-batch alone, and each change once.
+    assert {batch for _, batch in asked} == {1} and max(asked.values()) == 1
+
+
+def test_an_estimate_does_not_depend_on_those_before():
+    shape, config = llama(), load_config({"zero_optimization": {"stage": 3}})
+
+    def found(checkpointing: bool) -> Estimate:
+        return estimate(build(shape, torch.float32), config, Question(2, 2, 8, checkpointing))
+
+    _calls.clear()
+    first = found(False)
+    found(True)
+    again = found(False)
+    assert (again.parts, again.traffic) == (first.parts, first.traffic)
+
+
+@pytest.fixture
+def plan(tmp_path, capsys) -> Callable[..., str]:
+    """Call `zero plan` for a model's configuration. Returns what it prints."""
+
+    def call(shape: transformers.PretrainedConfig, *options: str) -> str:
+        shape.save_pretrained(tmp_path / "model")
+        out = str(tmp_path / "planned.json")
+        main(["plan", str(tmp_path / "model"), "--seq", "16", "--out", out, *options])
+        return capsys.readouterr().out
+
+    return call
+
+
+def test_a_plan_fits_and_is_the_fastest(plan, ask, tmp_path):
+    shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
+    limits = ["--device-memory", "40M", "--host-memory", "140M"]
+    found = json.loads(plan(shape, *limits, "--json"))
+    keys = json.loads((tmp_path / "planned.json").read_text())
+    assert found["configuration"] == keys and 2 <= len(found["found"]) <= 3
+    section, others = keys.pop("zero_optimization"), keys
+    again = ask(shape, section, "--seq", "16", "--json", *limits, **others)
+    assert again["fits"]
+    assert f"{again['tokens_per_second']:.3g}"[:3] in found["found"][0].replace(",", "")
+    text = plan(shape, *limits)
+    assert "The next ones:" in text and "zero_optimization.stage = 3" in text
+    assert "--per_device_train_batch_size 1 --gradient_accumulation_steps 1" in text
+    everything = json.loads(plan(shape, "--device-memory", "1G", "--json"))["configuration"]
+    assert everything["zero_optimization"] == {"stage": 0}
+
+
+def test_a_plan_that_is_impossible_is_refused(plan, capsys):
+    error = refusal(capsys, plan, llama(), "--device-memory", "0.1M", "--host-memory", "0.1M")
+    assert "does not fit with" in error
+    assert "--device-memory" in refusal(capsys, plan, llama())
 
 
 def test_states_without_masters_are_estimated_on_the_device(ask):

@@ -31,6 +31,7 @@ from zero.integrations.deepspeed.optimizers import build_optimizer
 from zero.integrations.deepspeed.sequence import share_sequences
 from zero.integrations.deepspeed.tensor import share_model, with_new_parameters
 from zero.integrations.hf import quantized_loading
+from zero.monitor.out_of_memory import explained
 from zero.optim.sharded_optimizer import ZeroOptimizer
 from zero.parallel.sequence import MicroBatches, current_group
 
@@ -52,6 +53,18 @@ class DeepSpeedEngine(ZeroEngine):
             self.monitor = monitor.make(self)
         self._accumulate_hooks = _accumulate_hooks(model)
 
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """`ZeroEngine.forward`; as in backward and step, a lack of memory is explained."""
+        with explained(self):
+            return super().forward(*args, **kwargs)
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        """`ZeroEngine.backward`."""
+        with explained(self):
+            return super().backward(loss, retain_graph, scale_wrt_gas)
+
     def step(self) -> None:
         """`ZeroEngine.step`; the first one warns of hooks that come too late to have an effect."""
         earlier, self._accumulate_hooks = self._accumulate_hooks, None
@@ -63,7 +76,8 @@ class DeepSpeedEngine(ZeroEngine):
                     name,
                 )
                 break
-        super().step()
+        with explained(self):
+            super().step()
 
     @property
     def device(self) -> torch.device:

@@ -137,16 +137,22 @@ def _device() -> str:
         if shutil.which("nvidia-smi") and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
             build = f"install a CUDA build of torch, or a driver for CUDA {torch.version.cuda}"
             raise Fault("torch sees no GPU", remedy=f"there is a driver: {build}")
-        return f"none: training runs on {os.cpu_count()} CPU cores"
+        return f"none: training runs on {device_name(CPU)}"
     number = torch.accelerator.device_count()
     memory = torch.accelerator.get_memory_info(device)[1] / 2**30
-    module = torch.get_device_module(device)
-    name = module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
-    found = f"{number} x {name}, {memory:.0f} GiB"
+    found = f"{number} x {device_name(device)}, {memory:.0f} GiB"
     if _ranks() > number:
         remedy = f"start at most {number} ranks on this machine"
         raise Fault(f"{found} for {_ranks()} ranks", remedy=remedy)
     return found
+
+
+def device_name(device: torch.device) -> str:
+    """The accelerator's name, or how many cores there are."""
+    if not is_accelerator(device):
+        return f"{os.cpu_count()} CPU cores"
+    module = torch.get_device_module(device)
+    return module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
 
 
 def _ranks() -> int:

@@ -7,14 +7,16 @@ from __future__ import annotations
 import json
 import os
 import socket
+from argparse import Namespace
 from datetime import timedelta
 from pathlib import Path
 
 from zero.comm.communicator import Communicator, communicator
-from zero.comm.world import init_distributed
+from zero.comm.world import compute_device, init_distributed
 from zero.tools.arguments import Parser, Working
-from zero.tools.doctor import checks, links
-from zero.tools.doctor.checks import FAILS, LEAST, OK, Finding
+from zero.tools.doctor import checks, links, speeds
+from zero.tools.doctor.checks import FAILS, LEAST, OK, Finding, device_name
+from zero.tools.estimate.speeds import default_file, read
 
 # Ranks that do not reach each other are found after this time.
 CONNECTING = timedelta(seconds=60)
@@ -32,8 +34,20 @@ def doctor(arguments: list[str]) -> int:
     )
     disk = "measure the disk of this folder, for offload to files"
     parser.add_argument("--folder", type=Path, help=disk)
+    parser.add_argument(
+        "--speeds",
+        nargs="?",
+        type=Path,
+        const=default_file(),
+        metavar="FILE",
+        help="measure the speeds on which the times of zero estimate rest, and write them to FILE; "
+        f"default: {default_file()}, where zero estimate looks by itself",
+    )
     options = parser.parse_args(arguments)
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if options.speeds is not None:
+        return _speeds(options, is_alone)
+    if is_alone:
         with Working("doctor: looking at this machine"):
             machines = {"": list(checks.findings(options.folder))}
         return _show(machines, [], 1, options.json)
@@ -56,6 +70,27 @@ def doctor(arguments: list[str]) -> int:
     code = _show(machines, measured, comm.world_size, options.json, prints=comm.rank == 0)
     comm.exchange("done")  # rank 0 holds the store: it may not end before the others are done
     return code
+
+
+def _speeds(options: Namespace, is_alone: bool) -> int:
+    """Measure the speeds of this machine, write and print them."""
+    folder = options.folder or Path.cwd()
+    if not is_alone:
+        init_distributed(timeout=CONNECTING)
+    comm = None if is_alone else communicator()
+    device = compute_device() if comm is None else comm.device
+    with Working("doctor: measuring matrix products, copies, disk and updates, about 20 s"):
+        here = speeds.measure(device, folder)
+    measured = [here] if comm is None else comm.exchange(here)
+    if comm is None or comm.rank == 0:
+        speeds.write(options.speeds, measured, device_name(device))
+        found = read(options.speeds)
+        print(
+            json.dumps({"file": str(options.speeds), "speeds": vars(found)}, indent=2)
+            if options.json
+            else f"{speeds.table(found, here)}\n{found.source}; written to {options.speeds}"
+        )
+    return 0
 
 
 def _machines(comm: Communicator, folder: Path | None) -> dict[str, list[Finding]]:

@@ -19,14 +19,14 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from zero import device as zero_device
 from zero.comm import communicator, traffic, watchdog, world
@@ -48,6 +48,7 @@ COMPUTED = 1 << 12
 
 _aten = torch.ops.aten
 _FILLS = (_aten.zeros.default, _aten.ones.default, _aten.full.default)
+_WITH_VALUES = (_aten._local_scalar_dense.default,)
 
 
 class Memory(TorchDispatchMode):
@@ -59,7 +60,8 @@ class Memory(TorchDispatchMode):
         fullest: by place, the parts at the fullest moment so far.
         part: what is allocated now belongs to it.
         cause: of what is moved now.
-        operations: floating-point ones so far.
+        operations: floating-point ones of matrix products so far.
+        touched: bytes that all other operations on the device have read and written so far.
         moved: bytes so far by (link, cause).
     """
 
@@ -69,7 +71,7 @@ class Memory(TorchDispatchMode):
         self.live: Counter[tuple[str, str]] = Counter()
         self.most: Counter[tuple[str, str]] = Counter()
         self.fullest: dict[str, dict[str, int]] = {DEVICE: {}, HOST: {}, DISK: {}}
-        self.operations = 0
+        self.operations = self.touched = 0
         self.moved: Counter[tuple[str, str]] = Counter()
         self._totals: Counter[str] = Counter()
         self._peaks: Counter[str] = Counter()
@@ -144,18 +146,31 @@ class Memory(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        is_pinned = kwargs.pop("pin_memory", False)
-        out = self._call(func, args, kwargs)
-        self.operations += operations(func, args, kwargs, out)
-        before, self.part = self.part, "activations" if is_pinned else self.part
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
+        if func.is_view:
+            out = func(*args, **kwargs)
+            for leaf in _tensors(out):
                 self.note(leaf)
+            return out
+        is_pinned = kwargs.pop("pin_memory", False)
+        key = _key_of(func, args, kwargs)
+        call = _calls.get(key) if key is not None else None
+        if call is not None:
+            out = args[0] if call.returns_input else _like(call.outputs)
+        else:
+            out = self._call(func, args, kwargs)
+            call = _Call.of(func, args, kwargs, out)
+            if key is not None and call.is_complete:
+                _calls[key] = call
+        self.operations += call.operations
+        self.touched += call.touched
+        before, self.part = self.part, "activations" if is_pinned else self.part
+        for leaf in _tensors(out):
+            self.note(leaf)
         self.part = before
         return out
 
     def _call(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = list(_tensors((args, kwargs)))
         if func is _aten._local_scalar_dense.default and _is_on_device(args[0]):
             return 0.0 if args[0].is_floating_point() else 0
         if func is _aten._to_copy.default and args[0].numel() <= COMPUTED:
@@ -172,7 +187,7 @@ class Memory(TorchDispatchMode):
         leaves = on_device and target is not None and torch.device(target).type == "cpu"
         is_large = any(not _is_on_device(each) and each.numel() > COMPUTED for each in tensors)
         mixed = on_device and not all(map(_is_on_device, tensors)) and func._schema.is_mutable
-        if func.is_view or not (leaves or is_large or mixed):
+        if not (leaves or is_large or mixed):
             return func(*args, **kwargs)
         return self._skip(func, args, kwargs, torch.device(target) if target else None)
 
@@ -186,7 +201,7 @@ class Memory(TorchDispatchMode):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     return value
             return kwargs["out"]
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        given = list(_tensors((args, kwargs)))
         target = target or next((each.device for each in given if each.dim()), given[0].device)
         args, kwargs = tree_map_only(torch.Tensor, _shape_on_device, (args, kwargs))
         if kwargs.get("device") is not None:
@@ -209,6 +224,106 @@ class Memory(TorchDispatchMode):
         if values is None or values.numel() != source.numel():
             values = torch.zeros(source.shape, dtype=source.dtype)
         return values.reshape(source.shape).to(kwargs.get("dtype") or source.dtype)
+
+
+# -- calls that were seen before
+#
+# A step has thousands of calls, and a few dozen different ones: layers are alike, and so are the
+# steps of two configurations. Torch derives the shapes of a call once.
+
+
+class _Call(NamedTuple):
+    """What a call on device tensors makes.
+
+    Attributes:
+        outputs: shape, stride and dtype in the place of each tensor.
+        returns_input: whether it writes into its first argument and returns that.
+        operations: floating-point ones, if it is a matrix product.
+        touched: bytes read and written, if it is none.
+        is_complete: whether the next such call need not be made.
+    """
+
+    outputs: Any
+    returns_input: bool
+    operations: int
+    touched: int
+    is_complete: bool
+
+    @classmethod
+    def of(cls, func: Any, args: tuple, kwargs: dict, out: Any) -> _Call:
+        inputs, made = list(_tensors((args, kwargs))), list(_tensors(out))
+        count, touched = operations(func, args, kwargs, out), 0
+        if not count and func.namespace == "aten":
+            moved = [*inputs, *made] if inputs or func in _FILLS else []
+            touched = sum(each.nbytes for each in moved if _is_on_device(each))
+        aliases = [each.alias_info for each in func._schema.returns]
+        returns_input = len(aliases) == 1 and bool(args) and out is args[0]
+        is_new = not (func._schema.is_mutable or any(aliases)) and all(map(_is_whole, made))
+        is_complete = is_new or (func._schema.is_mutable and (returns_input or not aliases))
+        outputs = _shapes(out if is_new else None)
+        return cls(outputs, returns_input, count, touched, is_complete)
+
+
+_calls: dict[Any, _Call] = {}
+
+
+def _key_of(func: Any, args: tuple, kwargs: dict) -> Any:
+    """What the call's result depends on. None: it has to be made, because it changes a shape, or a
+    tensor in it is not on the device.
+    """
+    if func.namespace != "aten" or torch.Tag.inplace_view in func.tags:
+        return None
+    device = kwargs.get("device") or (META if next(_tensors(args), None) is not None else "cpu")
+    if torch.device(device).type != META.type or "out" in kwargs or func in _WITH_VALUES:
+        return None
+    try:
+        return func, _shapes(args), tuple((name, _shapes(kwargs[name])) for name in kwargs)
+    except ValueError:
+        return None
+
+
+def _shapes(value: Any) -> Any:
+    """The value with the shape, stride and dtype of each tensor in its place. ValueError for a
+    tensor in host memory.
+    """
+    if isinstance(value, torch.Tensor):
+        if not _is_on_device(value):
+            raise ValueError("a tensor in host memory")
+        return _Shape(value.shape, value.stride(), value.dtype)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_shapes, value))
+    return type(value), value  # 1, 1.0 and True are equal, but make other dtypes
+
+
+class _Shape(NamedTuple):
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _like(shapes: Any) -> Any:
+    """New tensors of these shapes."""
+    if isinstance(shapes, _Shape):
+        return torch.empty_strided(*shapes[:2], dtype=shapes.dtype, device=META)
+    if shapes and isinstance(shapes[0], type):
+        return shapes[1]
+    return tuple(map(_like, shapes))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in the arguments or results of a call."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is on the device, and all of its storage."""
+    return _is_on_device(tensor) and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _is_on_device(tensor: torch.Tensor) -> bool:

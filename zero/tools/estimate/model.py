@@ -23,6 +23,7 @@ from transformers.initialization import no_init_weights
 
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
+from zero.tools.estimate.adapters import add_adapter, quantization_of, quantize
 from zero.tools.estimate.machine import META, Memory
 from zero.tools.estimate.question import Question, model_folder
 
@@ -122,24 +123,37 @@ def class_of(
     )
 
 
-def build(config: transformers.PretrainedConfig, dtype: torch.dtype) -> nn.Module:
-    """The model on the meta device, of this dtype.
+def build(
+    config: transformers.PretrainedConfig, dtype: torch.dtype, adapter: str = ""
+) -> nn.Module:
+    """The model on the meta device, of this dtype, with an adapter if one is named.
 
     Raises UsageError for one whose constructor refuses the configuration, or asks for values.
     """
     kind, _ = class_of(config)
+    quantization = quantization_of(config)
+    if quantization and not adapter:
+        raise UsageError(
+            "config.json: quantized weights (quantization_config) are frozen; name the adapter "
+            "that is trained with --adapter, for example --adapter 16 for LoRA of that rank"
+        )
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         # `init_weights` ties parameters, too.
         with META, Memory(""), no_init_weights():
             model = kind(config)
-        model.tie_weights()
+            model.tie_weights()
+            if quantization:
+                quantize(model, quantization)
     except Exception as error:  # of any kind: the constructor is somebody else's
         why = " ".join(str(error).split())[:200]
         raise UsageError(f"config.json: {kind.__name__} cannot be built with it: {why}") from error
     finally:
         torch.set_default_dtype(before)
+    if adapter:
+        with META, Memory(""):
+            add_adapter(model, adapter)
     if (numel := sum(param.numel() for param in model.parameters())) > MOST_PARAMETERS:
         raise UsageError(f"config.json: {numel:.1e} parameters; a size in it must be wrong")
     return model.train()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zero.config import Config
 from zero.errors import UsageError
-from zero.tools.estimate.traffic import Speeds
+from zero.tools.estimate.speeds import Speeds
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Question:
     """What is estimated.
 
     `batch` and `length` are of one micro-batch on one rank; 0: activations are left out. `speeds`
-    are assumed.
+    are of the machine. `adapter`: its folder or rank, as `add_adapter` takes it.
     """
 
     world_size: int
@@ -26,6 +26,7 @@ class Question:
     length: int = 0
     checkpointing: bool = False
     speeds: Speeds = Speeds()  # noqa: RUF009 (it is frozen)
+    adapter: str = ""
 
 
 def model_folder(source: str) -> Path:
@@ -37,8 +38,8 @@ def model_folder(source: str) -> Path:
     folder = folder.parent if folder.name == "config.json" else folder
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise UsageError(
-            f"{source}: an adapter (adapter_config.json) is not estimated: give its base model's "
-            "folder"
+            f"{source}: this is an adapter (adapter_config.json): give its base model's folder, "
+            f"and --adapter {source}"
         )
     if not (folder / "config.json").is_file():
         hint = ""

@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 import transformers
 from torch import nn
 
+from zero.build import overlaps_step
 from zero.config import Config
+from zero.config.offload import OffloadOptimizerConfig
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
 from zero.integrations.deepspeed.optimizers import build_optimizer
 from zero.optim.sharded_optimizer import ZeroOptimizer
+from zero.tools.estimate.adapters import elements
 from zero.tools.estimate.machine import DEVICE, DISK, HOST, Memory, imitated
 from zero.tools.estimate.model import enable_checkpointing, micro_batch, without_values
 from zero.tools.estimate.parts import (
@@ -31,11 +34,13 @@ from zero.tools.estimate.parts import (
     GATHERED,
     GRADIENTS,
     MASTERS,
+    PARAMETERS,
     STATE,
+    UPDATES,
     labelled,
 )
 from zero.tools.estimate.question import Question
-from zero.tools.estimate.traffic import Traffic
+from zero.tools.estimate.traffic import MicroBatch, Traffic, Update
 
 # Micro-batches that are followed: all between the first and the last are alike.
 FOLLOWED = 3
@@ -54,7 +59,7 @@ class Estimate:
         tokens: of all ranks in an optimizer step; 0: unknown.
         activations: at their most, which need not be the fullest moment.
         traffic: what the rank moves in the step.
-        seconds: of the step, if nothing overlaps.
+        seconds: of the step: see `Traffic.seconds`.
     """
 
     elements: int
@@ -114,7 +119,7 @@ def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
     fullest = max([found, *others], key=lambda each: each.total(DEVICE))
     for each in [found, *others]:
         fullest.traffic.widen(each.traffic)
-    fullest.seconds = fullest.traffic.seconds(question.speeds)
+    fullest.seconds = fullest.traffic.seconds(question.speeds, config.compute_dtype.itemsize)
     return fullest
 
 
@@ -142,18 +147,22 @@ def _of_rank(
     second = config.zero_optimization.zero_hpz_partition_size
     of_machine = second if second and second > 1 else question.world_size
     logger, level = logging.getLogger("zero"), logging.getLogger("zero").level
-    model = without_values(model)
+    model, count = without_values(model), elements(model)
     logger.setLevel(logging.ERROR)
     try:
         with imitated(memory, rank, question.world_size, of_machine), labelled(memory):
             if question.checkpointing and question.batch:
                 enable_checkpointing(model)
+            memory.part = PARAMETERS
+            for tensor in _whole_tensors(model):
+                memory.note(tensor)
+            memory.part = ACTIVATIONS
             optimizer = build_optimizer(run, None, None, model)
             if optimizer is None:
                 optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
             engine = ZeroEngine(model.train(), run, optimizer)
             engine.comm.clock.shows = False
-            found = _followed(engine, config, question, memory)
+            found = _followed(engine, config, question, memory, count)
             owns = _owns_tensors(engine) and question.world_size > 1
             engine.destroy()
             return found, owns
@@ -161,7 +170,17 @@ def _of_rank(
         logger.setLevel(level)
 
 
-def _followed(engine: ZeroEngine, config: Config, question: Question, memory: Memory) -> Estimate:
+def _whole_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Codes of quantized weights and their scales. They are as large on each rank, unless the
+    engine takes them over.
+    """
+    yield from (param for param in model.parameters() if not param.is_floating_point())
+    yield from (buffer for buffer in model.buffers() if not buffer.is_floating_point())
+
+
+def _followed(
+    engine: ZeroEngine, config: Config, question: Question, memory: Memory, elements: int
+) -> Estimate:
     """Run two steps; the second one is what counts."""
     loss = micro_batch(engine, question)
     memory.forget_peaks()
@@ -169,12 +188,12 @@ def _followed(engine: ZeroEngine, config: Config, question: Question, memory: Me
     memory.forget_most()
     moved = _step(engine, loss, memory)
     steps = config.gradient_accumulation_steps or 1
-    found = Estimate(sum(group.layout.numel for group in engine.groups))
+    found = Estimate(elements)
     found.tokens = engine.comm.world_size * question.batch * question.length * steps
     found.activations = memory.most[DEVICE, ACTIVATIONS] if question.batch else 0
     found.traffic = Traffic.of(moved, steps)
-    if engine.optimizer is not None and not _owns_tensors(engine):
-        found.traffic.updated = _updated(engine, engine.optimizer, memory)
+    if engine.optimizer is not None:
+        found.traffic.update = _update(engine, engine.optimizer, config, memory)
     if question.batch:
         found.parts = memory.fullest
     else:
@@ -190,22 +209,37 @@ def _followed(engine: ZeroEngine, config: Config, question: Question, memory: Me
     return found
 
 
-def _updated(engine: ZeroEngine, optimizer: ZeroOptimizer, memory: Memory) -> int:
-    """Bytes of host memory that the updates of offloaded shards read and write: gradients are read,
-    masters and state both read and written, and so are weights that are masters; others are
-    written. What is in files passes through host memory.
+def _update(engine: ZeroEngine, optimizer: ZeroOptimizer, config: Config, memory: Memory) -> Update:
+    """Bytes of memory that updates read and write: gradients are read, masters and state both read
+    and written, and so are weights that are masters; others are written. What is in files passes
+    through host memory. Owned tensors are updated by operations on the device.
     """
-
-    def most(part: str) -> int:
-        return memory.most[HOST, part] + memory.most[DISK, part]
-
-    offloaded = [shard for shard in optimizer.shards.values() if shard.is_offloaded]
-    item = engine.settings.compute_dtype.itemsize
-    weights = sum(
-        shard.group.layout.shard_numel * item * (2 if shard.shares_weights else 1)
-        for shard in offloaded
+    zero = config.zero_optimization
+    offload = zero.offload_optimizer or OffloadOptimizerConfig()
+    update = Update(
+        has_8_bit_moments=zero.zero_quantized_moments,
+        is_late=overlaps_step(offload, torch.device("cuda")),
+        is_pipelined=offload.pipeline_read,
+        cause=UPDATES,
     )
-    return weights + most(GRADIENTS) + 2 * most(MASTERS) + 2 * most(STATE)
+    if _owns_tensors(engine):
+        update.on_device = memory.touched
+        return update
+
+    def passes(places: tuple[str, ...], is_offloaded: bool) -> int:
+        item = engine.settings.compute_dtype.itemsize
+        found = sum(
+            shard.group.layout.shard_numel * item * (2 if shard.shares_weights else 1)
+            for shard in optimizer.shards.values()
+            if shard.is_offloaded == is_offloaded
+        )
+        for part, times in ((GRADIENTS, 1), (MASTERS, 2), (STATE, 2)):
+            found += times * sum(memory.most[place, part] for place in places)
+        return found
+
+    update.on_host = passes((HOST, DISK), True)
+    update.on_device = passes((DEVICE,), False)
+    return update
 
 
 def _owns_tensors(engine: ZeroEngine) -> bool:
@@ -213,17 +247,15 @@ def _owns_tensors(engine: ZeroEngine) -> bool:
     return engine.optimizer is not None and engine.optimizer.whole is not None
 
 
-Moved = tuple[Counter[tuple[str, str]], int]
-
-
-def _step(engine: ZeroEngine, loss: Callable[[], torch.Tensor], memory: Memory) -> list[Moved]:
-    """Run a step. Returns what each micro-batch has moved and computed; the last one has the
-    optimizer's part.
-    """
-    found: list[Moved] = []
+def _step(engine: ZeroEngine, loss: Callable[[], torch.Tensor], memory: Memory) -> list[MicroBatch]:
+    """Run a step. Returns what each micro-batch has moved and computed."""
+    found: list[MicroBatch] = []
     for _ in range(engine.settings.gradient_accumulation_steps or 1):
-        memory.moved, memory.operations = Counter(), 0
-        engine.backward(loss())
+        memory.moved, memory.operations, memory.touched = Counter(), 0, 0
+        value = loss()
+        forward = memory.operations
+        engine.backward(value)
+        touched, memory.touched = memory.touched, 0
         engine.step()
-        found.append((memory.moved, memory.operations))
+        found.append(MicroBatch(memory.moved, memory.operations, forward, touched))
     return found

@@ -7,7 +7,7 @@ A slower change is named, too, if it needs less memory or fewer settings than al
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -25,6 +25,8 @@ from zero.tools.estimate.rank import Estimate, estimate
 MOST, LESS = 5, 0.9
 # Steps of `ratio` between nothing and all of the optimizer.
 RATIOS = 20
+# Activations of twice the micro-batch are at least twice as many over this.
+GROWTH = 1.2
 NO_OFFLOAD = {"device": "none"}
 
 
@@ -55,6 +57,11 @@ class Change(NamedTuple):
             for key in keys
         )
 
+    @property
+    def divides(self) -> bool:
+        """Whether a part of the optimizer may stay on the device."""
+        return self.keys.get("offload_optimizer", NO_OFFLOAD) != NO_OFFLOAD and not self.price
+
     def with_ratio(self, ratio: float) -> Change:
         optimizer = self.keys["offload_optimizer"] | {"ratio": ratio}
         keys = self.keys | {"offload_optimizer": optimizer}
@@ -62,14 +69,16 @@ class Change(NamedTuple):
 
 
 class Remedy(NamedTuple):
-    """A change in words, what is estimated with it, how many settings it changes, and what it
-    costs beside time.
+    """A change in words, what is estimated with it, how many settings it changes, what it costs
+    beside time, and its keys with the micro-batch and the checkpointing that it was tried with.
     """
 
     words: str
     found: Estimate
     settings: int
     price: str = ""
+    change: Change = Change("", {})
+    question: Question = Question(1)
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -92,12 +101,11 @@ def remedies(
     Stage, offload and its ratio are changed, with and without gradient checkpointing, and with
     micro-batches of half the size, a quarter and so on. The step keeps its number of sequences.
     Less precise states are tried where nothing else in memory is enough."""
-    exact = list(_changes(config.zero_optimization, HOST in limits))
-    found = list(_enough(model, config, question, limits, exact))
+    search = _Search(model, config, question, limits)
+    found = list(search.enough(_changes(config.zero_optimization, HOST in limits)))
     best = _undominated(found, limits)
     if not any(remedy.found.total(DISK) == 0 for remedy in found):
-        found = list(_enough(model, config, question, limits, list(_less_precise(config))))
-        best += _undominated(found, limits)
+        best += _undominated(list(search.enough(_less_precise(config))), limits)
     return sorted(best, key=lambda remedy: remedy.rank)
 
 
@@ -121,40 +129,117 @@ def faster(
     return None
 
 
-def _enough(
-    model: nn.Module,
-    config: Config,
-    question: Question,
-    limits: Mapping[str, int],
-    changes: Sequence[Change],
-) -> Iterator[Remedy]:
-    """Those of the changes after which there is room, each with the largest micro-batch for which
-    there is.
-    """
-    modes = {question.checkpointing, question.checkpointing or can_checkpoint(model, question)}
-    for checkpointing in sorted(modes):
-        left = list(changes)
-        for batch in _halves(question.batch):
-            words, prices, given = [], [], config
-            if batch != question.batch:
-                steps = (config.gradient_accumulation_steps or 1) * question.batch // batch
-                given = config.model_copy(update={"gradient_accumulation_steps": steps})
-                words.append(f"micro-batch {batch}, gradient_accumulation_steps {steps}")
-            if checkpointing and not question.checkpointing:
-                words.append("gradient checkpointing")
-                prices.append("activations are computed twice")
-            asked = replace(question, batch=batch, checkpointing=checkpointing)
-            for change in left.copy():
-                for tried, result in _tried(model, given, asked, limits, change):
-                    if fits(result, limits):
-                        yield Remedy(
-                            " and ".join(filter(None, [tried.words, *words])),
-                            result,
-                            tried.settings(config) + len(words),
-                            ", ".join(filter(None, [tried.price, *prices])),
-                        )
-                        if tried is change:  # with smaller micro-batches it would be slower
-                            left.remove(change)
+class _Search:
+    """Looks for room among changes, micro-batches and both ways of gradient checkpointing."""
+
+    def __init__(
+        self, model: nn.Module, config: Config, question: Question, limits: Mapping[str, int]
+    ):
+        self._model = model
+        self._config = config
+        self._question = question
+        self._limits = limits
+        self._estimates: dict[tuple[str, int, bool], Estimate | None] = {}
+
+    def enough(self, changes: Iterable[Change]) -> Iterator[Remedy]:
+        """Those of the changes after which there is room, each with the largest micro-batch for
+        which there is. What takes too much with the smallest one is tried no further.
+        """
+        asked = self._question
+        batches = list(_halves(asked.batch))
+        least = asked.checkpointing or can_checkpoint(self._model, asked)
+        for change in changes:
+            if not self._may_fit(change, batches[-1], batches[-1], least):
+                continue
+            for checkpointing in sorted({asked.checkpointing, least}):
+                for batch in batches:
+                    if not self._may_fit(change, batch, batches[-1], checkpointing):
+                        continue
+                    fitting = list(self._with_room(change, batch, checkpointing))
+                    yield from fitting
+                    if any(remedy.change is change for remedy in fitting):
+                        break  # with smaller micro-batches it would be slower
+
+    def _may_fit(self, change: Change, batch: int, smallest: int, checkpointing: bool) -> bool:
+        """Whether it is worth an estimate, judged by the one with the smallest micro-batch:
+        activations grow with the micro-batch. A part of the optimizer may move back from host
+        memory to the device, where it takes as much.
+        """
+        found = self._estimate(change, smallest, checkpointing)
+        if found is None:
+            return False
+        excess = max(0, found.total(HOST) - self._limits.get(HOST, math.inf))
+        if excess and not change.divides:
+            return False
+        growth = (batch / smallest - 1) * found.activations if smallest else 0
+        most = self._limits.get(DEVICE, math.inf)
+        return found.total(DEVICE) + excess + growth / GROWTH <= most
+
+    def _with_room(self, change: Change, batch: int, checkpointing: bool) -> Iterator[Remedy]:
+        for tried in self._tried(change, batch, checkpointing):
+            found = self._estimate(tried, batch, checkpointing)
+            if found is not None and fits(found, self._limits):
+                yield self._remedy(tried, found, batch, checkpointing)
+
+    def _tried(self, change: Change, batch: int, checkpointing: bool) -> Iterator[Change]:
+        """The change, and if it offloads the optimizer the smallest `ratio` above 0 with which the
+        device has room.
+        """
+        most = self._limits.get(DEVICE, 0)
+
+        def used(part: int) -> float:
+            """Bytes of the device with this part of the optimizer offloaded, of `RATIOS`."""
+            tried = change if part == RATIOS else change.with_ratio(part / RATIOS)
+            found = self._estimate(tried, batch, checkpointing)
+            return math.inf if found is None else found.total(DEVICE)
+
+        yield change
+        if not change.divides or used(RATIOS) > most or used(0) <= most:
+            return
+        # Nearly a line, but for whole blocks: look first where that would meet the limit.
+        part = math.ceil(RATIOS * (used(0) - most) / (used(0) - used(RATIOS)))
+        while used(part) > most:
+            part += 1
+        while used(part - 1) <= most:
+            part -= 1
+        if part < RATIOS:
+            yield change.with_ratio(part / RATIOS)
+
+    def _estimate(self, change: Change, batch: int, checkpointing: bool) -> Estimate | None:
+        """None: the engine refuses the change together with other keys."""
+        key = change.words, batch, checkpointing
+        if key not in self._estimates:
+            question = replace(self._question, batch=batch, checkpointing=checkpointing)
+            given = self._config.model_copy(
+                update={"gradient_accumulation_steps": self._steps(batch)}
+            )
+            try:
+                self._estimates[key] = estimate(self._model, change.applied(given), question)
+            except UsageError:
+                self._estimates[key] = None
+        return self._estimates[key]
+
+    def _steps(self, batch: int) -> int | None:
+        """Micro-batches of a step, which keeps its number of sequences."""
+        steps, asked = self._config.gradient_accumulation_steps, self._question.batch
+        return steps if batch == asked else (steps or 1) * asked // batch
+
+    def _remedy(self, change: Change, found: Estimate, batch: int, checkpointing: bool) -> Remedy:
+        words, prices = [change.words], [change.price]
+        if batch != self._question.batch:
+            steps = self._steps(batch)
+            words.append(f"micro-batch {batch}, gradient_accumulation_steps {steps}")
+        if checkpointing and not self._question.checkpointing:
+            words.append("gradient checkpointing")
+            prices.append("activations are computed twice")
+        return Remedy(
+            " and ".join(filter(None, words)),
+            found,
+            change.settings(self._config) + len(words) - 1,
+            ", ".join(filter(None, prices)),
+            change,
+            replace(self._question, batch=batch, checkpointing=checkpointing),
+        )
 
 
 def can_checkpoint(model: nn.Module, question: Question) -> bool:
@@ -228,38 +313,6 @@ def _section(zero: ZeroConfig, device: str) -> dict[str, Any]:
         known = [each.nvme_path for each in (zero.offload_optimizer, zero.offload_param) if each]
         section["nvme_path"] = next(filter(None, known), ".")
     return section
-
-
-def _tried(
-    model: nn.Module, config: Config, question: Question, limits: Mapping[str, int], change: Change
-) -> Iterator[tuple[Change, Estimate]]:
-    """The change, and if it offloads the optimizer the smallest `ratio` above 0 with which the
-    device has room.
-    """
-
-    def asked(each: Change) -> Estimate:
-        return estimate(model, each.applied(config), question)
-
-    try:
-        found = asked(change)
-    except UsageError:  # the engine refuses this together with other keys
-        return
-    yield change, found
-    most = limits.get(DEVICE, 0)
-    divides = change.keys.get("offload_optimizer", NO_OFFLOAD) != NO_OFFLOAD
-    if not divides or change.price or found.total(DEVICE) > most:
-        return
-    if asked(change.with_ratio(0)).total(DEVICE) <= most:
-        return
-    low, high = 0, RATIOS
-    while high - low > 1:
-        middle = (low + high) // 2
-        if asked(change.with_ratio(middle / RATIOS)).total(DEVICE) <= most:
-            high = middle
-        else:
-            low = middle
-    if high < RATIOS:
-        yield (best := change.with_ratio(high / RATIOS)), asked(best)
 
 
 def _undominated(found: Sequence[Remedy], limits: Mapping[str, int]) -> list[Remedy]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import transformers
@@ -30,7 +30,7 @@ def report(
     """
     shape = read_config(source)
     config = fill_in(config, shape)
-    model = build(shape, config.compute_dtype)
+    model = build(shape, config.compute_dtype, question.adapter)
     found, other, better, unneeded = estimate(model, config, question), None, [], None
     if can_checkpoint(model, question):
         other = estimate(model, config, replace(question, checkpointing=not question.checkpointing))
@@ -68,7 +68,11 @@ class _Answer:
             "pinned": pinned(found, self.config),
             "traffic": found.traffic.links,
             "operations": found.traffic.operations,
-            "host_memory_of_updates": found.traffic.updated,
+            "host_memory_of_updates": found.traffic.update.on_host,
+            "speeds": asdict(self.question.speeds),
+            "parts_of_a_step": found.traffic.parts(
+                self.question.speeds, self.config.compute_dtype.itemsize
+            ),
             "seconds": found.seconds,
             "tokens_per_second": found.tokens_per_second,
             "without_checkpointing": None if both[False] is None else _brief(both[False]),
@@ -95,7 +99,7 @@ class _Answer:
         if host := found.total(HOST):
             locked = pinned(found, self.config)
             lines.append(
-                f"Of the host memory {_size(locked)} are pinned, and {_size(host - locked)} are "
+                f"Of the host memory {size(locked)} are pinned, and {size(host - locked)} are "
                 "pageable."
             )
         if moved := _table(found.traffic.links):
@@ -114,8 +118,8 @@ class _Answer:
     def _other_way(self, other: Estimate) -> str:
         found, word = self.found, "Without" if self.question.checkpointing else "With"
         pairs = [
-            (_size(other.total(DEVICE)), _size(found.total(DEVICE)), "{} on the device"),
-            (_size(other.activations), _size(found.activations), "activations at most {}"),
+            (size(other.total(DEVICE)), size(found.total(DEVICE)), "{} on the device"),
+            (size(other.activations), size(found.activations), "activations at most {}"),
         ]
         texts = [
             words.format(there if there == here else f"{there} instead of {here}")
@@ -132,10 +136,10 @@ class _Answer:
             if (parts := self.found.parts[place]) and self.found.total(place) > most:
                 largest = max(parts, key=lambda part: parts[part])
                 lines.append(
-                    f"This does not fit {_PLACES[place]} of {_size(most)}; the largest part: "
+                    f"This does not fit {_PLACES[place]} of {size(most)}; the largest part: "
                     f"{largest}."
                 )
-        lines += [f"  fits with {_described(each)}" for each in self.better]
+        lines += [f"  fits with {described(each)}" for each in self.better]
         if not self.better:
             words = "no change of stage, offload, micro-batch or checkpointing is enough"
             lines.append(f"  {words}: take shorter sequences, or more ranks")
@@ -143,14 +147,14 @@ class _Answer:
 
     def _fits(self) -> list[str]:
         sizes = " and ".join(
-            f"{_PLACES[place]} of {_size(most)}" for place, most in self.limits.items()
+            f"{_PLACES[place]} of {size(most)}" for place, most in self.limits.items()
         )
         lines = [f"This fits {sizes}{'' if self.question.batch else ', without activations'}."]
         if self.unneeded is not None:
-            without, most = self.unneeded.found, _size(self.limits[DEVICE])
+            without, most = self.unneeded.found, size(self.limits[DEVICE])
             lines.append(
-                f"The {self.unneeded.words} is not needed: {_size(self.found.total(DEVICE))} of "
-                f"{most} are in use. Without it {_size(without.total(DEVICE))} are, and a step "
+                f"The {self.unneeded.words} is not needed: {size(self.found.total(DEVICE))} of "
+                f"{most} are in use. Without it {size(without.total(DEVICE))} are, and a step "
                 f"takes {_times(without, self.found)}."
             )
         return lines
@@ -179,22 +183,24 @@ def _brief(found: Estimate) -> dict[str, Any]:
     }
 
 
-def _described(remedy: Remedy) -> str:
-    found, sizes = remedy.found, [_size(remedy.found.total(DEVICE))]
+def described(remedy: Remedy) -> str:
+    """What is changed, what that takes, and its price."""
+    found, sizes = remedy.found, [size(remedy.found.total(DEVICE))]
     for place, words in ((HOST, "of host memory"), (DISK, "on disk")):
         if nbytes := found.total(place):
-            sizes.append(f"{_size(nbytes)} {words}")
+            sizes.append(f"{size(nbytes)} {words}")
     price = f" (the price: {remedy.price})" if remedy.price else ""
-    return f"{remedy.words}: {' and '.join(sizes)}, {_time(found)}{price}"
+    words = remedy.words or "nothing offloaded or sharded"
+    return f"{words}: {' and '.join(sizes)}, {_time(found)}{price}"
 
 
 def _table(parts: Mapping[str, Mapping[str, int]]) -> list[str]:
     lines = []
     for place, of_place in parts.items():
         if of_place:
-            lines.append(f"  {place:<16}{_size(sum(of_place.values())):>12}")
+            lines.append(f"  {place:<16}{size(sum(of_place.values())):>12}")
             lines += [
-                f"    {part:<38}{_size(nbytes):>12}"
+                f"    {part:<38}{size(nbytes):>12}"
                 for part, nbytes in sorted(of_place.items(), key=lambda p: -p[1])
             ]
     return lines
@@ -222,5 +228,5 @@ def _rounded(number: float, digits: int) -> str:
     return f"{round(number, places):,.{max(places, 0)}f}"
 
 
-def _size(nbytes: int) -> str:
+def size(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.2f} MiB"

@@ -1,5 +1,5 @@
-"""What one rank moves in an optimizer step over each link, and the seconds that this takes on links
-of given speeds.
+"""What one rank moves in an optimizer step over each link, and the seconds that this takes on a
+machine of given speeds.
 
 [Note: traffic]
 network
@@ -16,60 +16,75 @@ orders on which ranks agree. The numbers are the engine's own counters (`zero/co
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from zero.comm.traffic import LINKS, NETWORK, READ, WRITTEN
+from zero.comm.traffic import IN, LINKS, NETWORK, OUT, READ, WRITTEN
+from zero.tools.estimate.speeds import Speeds
 
 
-@dataclass(frozen=True)
-class Speeds:
-    """What one rank has of each link, in GB/s of one direction, and of its device's compute, in
-    TFLOP/s. All of it is assumed unless the user gives it.
+class MicroBatch(NamedTuple):
+    """What one micro-batch has moved and computed; the last one of a step has the optimizer's part.
 
     Attributes:
-        host: of copies between device and host memory.
-        memory: of host memory, which the updates of an offloaded optimizer read and write; what
-            sixteen cores of a server with DDR5 reach.
+        moved: bytes by link and cause.
+        operations: of matrix products, floating-point ones. `forward`: those of the forward.
+        touched: bytes that all other operations of forward and backward read and write.
     """
 
-    network: float = 25.0
-    host: float = 20.0
-    disk: float = 1.0
-    memory: float = 200.0
-    compute: float = 400.0
+    moved: Counter[tuple[str, str]]
+    operations: int
+    forward: int
+    touched: int
 
-    def __str__(self) -> str:
-        *links, compute = asdict(self).items()
-        words = ", ".join(f"{name} {speed:g} GB/s" for name, speed in links)
-        return f"assumed: nothing overlaps; {words}, {compute[0]} {compute[1]:g} TFLOP/s"
+
+@dataclass
+class Update:
+    """How the optimizer's states are updated.
+
+    Attributes:
+        on_host: bytes of host memory that updates by the CPU read and write. `on_device`: likewise.
+        has_8_bit_moments: whether the CPU decodes and codes moments.
+        is_late: whether updates by the CPU run during the next forward.
+        is_pipelined: whether files are read and written beside them.
+        cause: of the traffic with files that belongs to it.
+    """
+
+    on_host: int = 0
+    on_device: int = 0
+    has_8_bit_moments: bool = False
+    is_late: bool = False
+    is_pipelined: bool = False
+    cause: str = ""
 
 
 @dataclass
 class Traffic:
-    """Bytes by link and cause; bytes of host memory that updates by the CPU read and write;
-    floating-point operations (0: unknown).
+    """Bytes by link and cause; floating-point operations (0: unknown), those of the first forward;
+    bytes of device memory that other operations read and write.
     """
 
     links: dict[str, Counter[str]] = field(
         default_factory=lambda: {link: Counter() for link in LINKS}
     )
-    updated: int = 0
+    update: Update = field(default_factory=Update)
     operations: int = 0
+    forward: int = 0
+    touched: int = 0
 
     @classmethod
-    def of(
-        cls, micro_batches: Sequence[tuple[Counter[tuple[str, str]], int]], steps: int
-    ) -> Traffic:
+    def of(cls, micro_batches: Sequence[MicroBatch], steps: int) -> Traffic:
         """The traffic of a step of `steps` micro-batches, of which the first, a middle one and the
         last were followed.
         """
-        found = cls()
-        for number, (moved, operations) in enumerate(micro_batches):
+        found = cls(forward=micro_batches[0].forward)
+        for number, each in enumerate(micro_batches):
             times = steps - 2 if number == 1 and steps > 2 else 1
-            found.operations += times * operations
-            for (link, cause), nbytes in moved.items():
+            found.operations += times * each.operations
+            found.touched += times * each.touched
+            for (link, cause), nbytes in each.moved.items():
                 if link in found.links and nbytes:
                     found.links[link][cause] += times * nbytes
         return found
@@ -79,10 +94,45 @@ class Traffic:
         for link, causes in other.links.items():
             self.links[link] |= causes
 
-    def seconds(self, speeds: Speeds) -> float:
-        """Of the step, if nothing overlaps."""
-        of_link = {NETWORK: speeds.network, READ: speeds.disk, WRITTEN: speeds.disk}
-        moved = self.updated / speeds.memory
-        for link, causes in self.links.items():
-            moved += causes.total() / of_link.get(link, speeds.host)
-        return moved / 1e9 + self.operations / speeds.compute / 1e12
+    def seconds(self, speeds: Speeds, itemsize: int) -> float:
+        """Of the step, if nothing overlaps but updates that the configuration lets overlap.
+
+        Args:
+            itemsize: bytes of an element in the model's dtype.
+        """
+        parts = self.parts(speeds, itemsize)
+        return sum(parts.values()) - self._hidden(parts, speeds)
+
+    def parts(self, speeds: Speeds, itemsize: int) -> dict[str, float]:
+        """Seconds of each part of the step, by its name."""
+        rates = {NETWORK: speeds.network, READ: speeds.disk_read, WRITTEN: speeds.disk_written}
+        if speeds.has_accelerator:
+            rates |= {IN: speeds.to_device, OUT: speeds.from_device}
+        moved: defaultdict[str, float] = defaultdict(float)
+        for link, rate in rates.items():
+            for cause, nbytes in self.links[link].items():
+                in_update = link in (READ, WRITTEN) and cause == self.update.cause
+                moved["files of the update" if in_update else link] += nbytes / rate / 1e9
+        compute = speeds.compute if itemsize < 4 else speeds.compute_fp32
+        coded = self.update.has_8_bit_moments
+        on_host = self.update.on_host / (speeds.memory_8_bit if coded else speeds.memory)
+        on_device = self.update.on_device / speeds.device_memory
+        return {
+            "matrix products": self.operations / compute / 1e12,
+            "other operations": self.touched / speeds.device_memory / 1e9,
+            "update on the device": on_device / 1e9,
+            "update on the host": on_host / 1e9,
+            **moved,
+        }
+
+    def _hidden(self, parts: dict[str, float], speeds: Speeds) -> float:
+        """Seconds of the update that lie beside something else. Without an accelerator forward and
+        update share the cores, so that only files do.
+        """
+        update, files = parts["update on the host"], parts.get("files of the update", 0.0)
+        hidden = min(update, files) if self.update.is_pipelined else 0.0
+        if self.update.is_late:
+            compute = parts["matrix products"] + parts["other operations"]
+            forward = compute * self.forward / max(1, self.operations)
+            hidden += min(forward, (update if speeds.has_accelerator else 0.0) + files - hidden)
+        return hidden

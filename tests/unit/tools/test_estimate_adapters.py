@@ -1,0 +1,112 @@
+"""`zero estimate` of adapters on bases that may be quantized."""
+
+from __future__ import annotations
+
+import json
+
+import bitsandbytes
+import peft
+import pytest
+import torch
+import transformers
+from bitsandbytes import functional
+from torch import nn
+
+from zero.config import load_config
+from zero.errors import UsageError
+from zero.tools.estimate.adapters import QuantizedLinear, packed_bytes
+from zero.tools.estimate.model import build
+from zero.tools.estimate.question import Question, model_folder
+from zero.tools.estimate.rank import Estimate, estimate
+
+ROWS, COLUMNS, LAYERS = 256, 128, 2
+FOUR_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+EIGHT_BITS = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+
+
+def llama(**others: object) -> transformers.PretrainedConfig:
+    return transformers.LlamaConfig(
+        hidden_size=COLUMNS,
+        intermediate_size=ROWS,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=512,
+        architectures=["LlamaForCausalLM"],
+        **others,
+    )
+
+
+def found(shape: transformers.PretrainedConfig, adapter: str, stage: int = 1) -> Estimate:
+    settings = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+    model = build(shape, torch.bfloat16, adapter)
+    return estimate(model, load_config(settings), Question(1, 1, 16))
+
+
+@pytest.mark.parametrize("doubly", [False, True])
+def test_the_bytes_of_4_bits_are_those_of_bitsandbytes(doubly):
+    weight = torch.randn(ROWS, COLUMNS)
+    codes, state = functional.quantize_4bit(weight, compress_statistics=doubly, quant_type="nf4")
+    scales = state.absmax.nbytes + (state.state2.absmax.nbytes if doubly else 0)
+    quantization = {"load_in_4bit": True, "bnb_4bit_use_double_quant": doubly}
+    assert packed_bytes(weight, quantization) == (codes.nbytes, scales)
+
+
+def test_the_bytes_of_8_bits_are_those_of_bitsandbytes():
+    weight = torch.randn(ROWS, COLUMNS)
+    layer = bitsandbytes.nn.Int8Params(weight, requires_grad=False).to("cpu")
+    codes, scales, _ = functional.int8_vectorwise_quant(weight.half())
+    assert packed_bytes(weight, {"load_in_8bit": True}) == (codes.nbytes, scales.nbytes)
+    assert layer.shape == weight.shape
+
+
+@pytest.mark.parametrize("quantization", [FOUR_BITS, EIGHT_BITS])
+def test_a_quantized_base_takes_the_bytes_of_its_codes(quantization):
+    plain, packed = found(llama(), "8"), found(llama(quantization_config=quantization), "8")
+    assert packed.elements == plain.elements
+    linear = LAYERS * (4 * COLUMNS * COLUMNS + 3 * ROWS * COLUMNS)
+    weights = [
+        *[torch.empty(COLUMNS, COLUMNS)] * 4,
+        *[torch.empty(ROWS, COLUMNS)] * 2,
+        torch.empty(COLUMNS, ROWS),
+    ]
+    codes = LAYERS * sum(sum(packed_bytes(weight, quantization)) for weight in weights)
+    saved = plain.parts["device"]["parameters"] - packed.parts["device"]["parameters"]
+    assert saved == pytest.approx(2 * linear - codes, rel=0.01)
+    # The same adapter is trained, and as many products are computed.
+    assert packed.parts["device"]["optimizer state"] == plain.parts["device"]["optimizer state"]
+    assert packed.traffic.operations == plain.traffic.operations
+
+
+def test_the_head_and_named_layers_are_not_quantized():
+    section = FOUR_BITS | {"llm_int8_skip_modules": ["down_proj"]}
+    model = build(llama(quantization_config=section), torch.bfloat16, "4")
+    layers = {name: module for name, module in model.named_modules() if "lora" not in name}
+    kinds = {
+        name.removesuffix(".base_layer"): isinstance(layer, QuantizedLinear)
+        for name, layer in layers.items()
+        if isinstance(layer, nn.Linear)
+    }
+    assert not kinds["lm_head"] and not kinds["model.layers.0.mlp.down_proj"]
+    assert kinds["model.layers.0.mlp.up_proj"] and kinds["model.layers.1.self_attn.q_proj"]
+
+
+def test_an_adapter_comes_from_pefts_file(tmp_path):
+    peft.LoraConfig(r=8, target_modules=["q_proj"]).save_pretrained(tmp_path)
+    base = found(llama(), str(tmp_path))
+    trained = LAYERS * 8 * 2 * COLUMNS
+    assert base.parts["device"]["optimizer state"] == pytest.approx(8 * trained, rel=0.02)
+    assert found(llama(), str(tmp_path / "adapter_config.json")).parts == base.parts
+    with pytest.raises(UsageError, match="--adapter"):
+        model_folder(str(tmp_path))
+    values = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(values | {"target_modules": ["no"]}))
+    with pytest.raises(UsageError, match="--adapter .*no"):
+        found(llama(), str(tmp_path))
+
+
+def test_what_is_not_estimated_is_refused():
+    with pytest.raises(UsageError, match="--adapter 16"):
+        found(llama(quantization_config=FOUR_BITS), "")
+    with pytest.raises(UsageError, match="gptq"):
+        found(llama(quantization_config={"quant_method": "gptq", "bits": 4}), "8")

@@ -1,0 +1,147 @@
+"""Measures the speeds on which the seconds of `zero estimate` rest, all ranks at the same time:
+what they share is then shared as in a training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zero.device import is_accelerator, synchronize
+from zero.offload.nvme import ScratchFile
+from zero.optim import adam8bit, adam_cpu
+from zero.tools.estimate.speeds import Speeds
+
+# Of what is measured, the fastest of the tries within this time: what else runs here is not meant.
+SECONDS, LEAST_TRIES = 1.5, 3
+MATRIX = 4096  # rows and columns on an accelerator
+MATRIX_ON_HOST = 768
+VALUES = 64 << 20  # bytes of a tensor that is copied, sent, or written to a file
+ELEMENTS = 16 << 20  # of a sub-group that is updated
+# Bytes that an update of one element moves: a 16-bit gradient is read, master and moments are read
+# and written, 16-bit weights are written. Moments are fp32, or codes with a scale for each block.
+UPDATED = 28
+UPDATED_8_BIT = 2 + 2 * 4 + 2 * 2 + 2
+# Units: TFLOP/s for matrix products, GB/s for the rest.
+TERA, GIGA = 1e12, 1e9
+
+
+def measure(device: torch.device, folder: Path) -> dict[str, Any]:
+    """The fields of `Speeds` that can be measured here, of this rank.
+
+    Args:
+        folder: for the file of a training with nvme offload.
+    """
+    found = {name: round(speed, 4) for name, speed in _measured(device, folder)}
+    return found | {"has_accelerator": is_accelerator(device)}
+
+
+def _measured(device: torch.device, folder: Path) -> Iterator[tuple[str, float]]:
+    yield "compute", _matrix_products(device, torch.bfloat16)
+    yield "compute_fp32", _matrix_products(device, torch.float32)
+    yield "device_memory", _memory(device)
+    if is_accelerator(device):
+        host = torch.ones(VALUES, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty_like(host, device=device)
+        for name, target, source in (("to_device", there, host), ("from_device", host, there)):
+            copy = partial(target.copy_, source, non_blocking=True)
+            yield name, VALUES / _seconds(copy, device) / GIGA
+    yield from _file(folder)
+    yield "memory", UPDATED * ELEMENTS / _update(coded=False) / GIGA
+    yield "memory_8_bit", UPDATED_8_BIT * ELEMENTS / _update(coded=True) / GIGA
+    if dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
+        part = torch.ones(VALUES // ranks, dtype=torch.uint8, device=device)
+        whole = torch.empty(part.numel() * ranks, dtype=torch.uint8, device=device)
+        gather = partial(dist.all_gather_into_tensor, whole, part)
+        # As many tries on each rank: a collective that one leaves out would block the others.
+        yield "network", part.nbytes * (ranks - 1) / _seconds(gather, device, limit=0) / GIGA
+
+
+def _seconds(run: Callable[[], object], device: torch.device, limit: float = SECONDS) -> float:
+    """Of the fastest of the tries within `limit` seconds, at least three after a first one."""
+    run()
+    tries: list[float] = []
+    while len(tries) < LEAST_TRIES or sum(tries) < limit:
+        synchronize(device)
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        tries.append(time.perf_counter() - start)
+    return min(tries)
+
+
+def _matrix_products(device: torch.device, dtype: torch.dtype) -> float:
+    size = MATRIX if is_accelerator(device) else MATRIX_ON_HOST
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / _seconds(lambda: a @ b, device) / TERA
+
+
+def _memory(device: torch.device) -> float:
+    """As an elementwise operation has it: two tensors are read, and one is written."""
+    a, b, out = (torch.ones(VALUES // 4, device=device) for _ in range(3))
+    return 3 * a.nbytes / _seconds(lambda: torch.add(a, b, out=out), device) / GIGA
+
+
+def _file(folder: Path) -> Iterator[tuple[str, float]]:
+    file = ScratchFile(folder)
+    try:
+        place, host = file.empty(4 * VALUES, torch.uint8), torch.ones(4 * VALUES, dtype=torch.uint8)
+        for name, move in (("disk_written", file.write), ("disk_read", file.read)):
+            seconds = _seconds(lambda move=move: move(place, host).wait(), torch.device("cpu"))
+            yield name, host.nbytes / seconds / GIGA
+    finally:
+        file.close()
+
+
+def _update(coded: bool) -> float:
+    """Seconds of an update of `ELEMENTS` elements by Adam on the CPU."""
+    master, grad = torch.ones(ELEMENTS), torch.ones(ELEMENTS, dtype=torch.bfloat16)
+    moments = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS)
+    state = adam8bit.encode(*moments) if coded else moments
+    out = torch.empty_like(grad)
+    step = partial(
+        adam_cpu.adam,
+        *(master, grad, *state, out),
+        step=10,
+        lr=1e-3,
+        beta1=0.9,
+        beta2=0.999,
+        eps=1e-8,
+        weight_decay=0.01,
+        decoupled=True,
+        factor=1.0,
+    )
+    return _seconds(step, torch.device("cpu"))
+
+
+def write(file: Path, measured: list[dict[str, Any]], device: str) -> None:
+    """Write what all ranks have measured; the slowest one counts."""
+    slowest = {name: min(each[name] for each in measured) for name in measured[0]}
+    source = (
+        f"measured by {len(measured)} process{'es' if len(measured) > 1 else ''} on "
+        f"{platform.node()}, {device}, {time.strftime('%Y-%m-%d')}"
+    )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f"{file.name}.{os.getpid()}")
+    partial.write_text(json.dumps({"speeds": slowest | {"source": source}}, indent=2) + "\n")
+    os.replace(partial, file)
+
+
+def table(speeds: Speeds, measured: dict[str, Any]) -> str:
+    """A line for each speed, and whether it was measured."""
+    lines = []
+    for name, speed in vars(speeds).items():
+        if isinstance(speed, float):
+            unit = "TFLOP/s" if name.startswith("compute") else "GB/s"
+            note = "" if name in measured else "  (assumed)"
+            lines.append(f"  {name.replace('_', ' '):<16}{speed:>10.4g} {unit}{note}")
+    return "\n".join(lines)

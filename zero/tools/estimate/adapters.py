@@ -1,0 +1,134 @@
+"""Models of which an adapter is trained, for `zero estimate`: PEFT's, on a base that may be
+quantized by bitsandbytes.
+
+[Note: bytes of quantized weights]
+Of a weight with n elements, in the linear layers but the head:
+
+    load_in_4bit    n / 2 codes, and a scale for each 64 elements, which takes 4 bytes, or
+                    1 + 4 / 256 with bnb_4bit_use_double_quant
+    load_in_8bit    n codes, and 4 bytes for each row
+
+A layer decodes its weight for each use, so that it is there in the model's dtype for that time, and
+in the backward again. Everything else has the model's dtype."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional
+
+from zero.errors import UsageError
+
+# Elements that share a scale, and scales that share one.
+BLOCK, NESTED = 64, 256
+
+
+def quantization_of(config: transformers.PretrainedConfig) -> dict[str, Any]:
+    """The section `quantization_config`; empty if the weights are not quantized.
+
+    UsageError for another library than bitsandbytes.
+    """
+    given = getattr(config, "quantization_config", None) or {}
+    found = given if isinstance(given, dict) else given.to_dict()
+    if found and found.get("quant_method", "bitsandbytes") != "bitsandbytes":
+        raise UsageError(
+            f"config.json: quantization_config has quant_method {found['quant_method']!r}, and "
+            "only bitsandbytes is estimated: without the section, the model is estimated as one "
+            "that is not quantized"
+        )
+    return found if found.get("load_in_4bit") or found.get("load_in_8bit") else {}
+
+
+def packed_bytes(weight: torch.Tensor, quantization: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of the codes of a weight (rows x columns), and of their scales."""
+    if not quantization.get("load_in_4bit"):
+        return weight.numel(), 4 * weight.shape[0]
+    blocks = math.ceil(weight.numel() / BLOCK)
+    if not quantization.get("bnb_4bit_use_double_quant"):
+        return weight.numel() // 2, 4 * blocks
+    return weight.numel() // 2, blocks + 4 * math.ceil(blocks / NESTED)
+
+
+class QuantizedLinear(nn.Linear):
+    """A frozen layer with codes in the place of its weight, of a layer on the meta device."""
+
+    def __init__(self, layer: nn.Linear, quantization: dict[str, Any]):
+        nn.Module.__init__(self)
+        self.in_features = layer.in_features
+        self.out_features = layer.out_features
+        codes, scales = packed_bytes(layer.weight, quantization)
+        device = layer.weight.device
+        packed = torch.empty(codes, dtype=torch.uint8, device=device)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.register_buffer("scales", torch.empty(scales, dtype=torch.uint8, device=device))
+        self.bias = layer.bias
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        product = _Product.apply(input, self.weight, self.out_features)
+        return product if self.bias is None else product + self.bias
+
+
+class _Product(torch.autograd.Function):
+    """Keeps the codes for the backward, and not the weight that is decoded from them."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, codes: torch.Tensor, rows: int) -> torch.Tensor:
+        ctx.save_for_backward(codes)
+        ctx.shape = rows, values.shape[-1]
+        return functional.linear(values, codes.new_empty(ctx.shape, dtype=values.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (codes,) = ctx.saved_tensors
+        return gradient @ codes.new_empty(ctx.shape, dtype=gradient.dtype), None, None
+
+
+def quantize(model: Any, quantization: dict[str, Any]) -> None:
+    """Put quantized layers in the place of linear ones, as transformers does when it loads them."""
+    kept = quantization.get("llm_int8_skip_modules") or []
+    head = model.get_output_embeddings()
+    for name, layer in list(model.named_modules()):
+        if type(layer) is nn.Linear and layer is not head and not any(k in name for k in kept):
+            model.set_submodule(name, QuantizedLinear(layer, quantization))
+    model.is_quantized = True
+
+
+def elements(model: nn.Module) -> int:
+    """Elements of all parameters; of a quantized weight those that its codes stand for."""
+    packed = sum(
+        layer.in_features * layer.out_features - layer.weight.numel()
+        for layer in model.modules()
+        if isinstance(layer, QuantizedLinear)
+    )
+    return packed + sum(param.numel() for param in model.parameters())
+
+
+def add_adapter(model: Any, adapter: str) -> None:
+    """Add PEFT's adapter to a transformers model, all else of which is frozen.
+
+    Args:
+        adapter: the folder with adapter_config.json, that file, or a rank: then LoRA of all linear
+            layers but the head.
+
+    UsageError if it cannot be read, or does not fit the model.
+    """
+    try:
+        model.add_adapter(_adapter_config(adapter))
+    except Exception as error:  # of any kind: the file is somebody else's
+        raise UsageError(f"--adapter {adapter}: {' '.join(str(error).split())[:200]}") from error
+
+
+def _adapter_config(adapter: str) -> peft.PeftConfig:
+    if adapter.isdecimal():
+        return peft.LoraConfig(r=int(adapter), target_modules="all-linear", lora_dropout=0.0)
+    file = Path(adapter)
+    file = file / "adapter_config.json" if file.is_dir() else file
+    kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[json.loads(file.read_text())["peft_type"]]
+    return kind.from_pretrained(str(file.parent))
