@@ -180,7 +180,7 @@ def parallelize(
                     f"tensor parallelism: adapter {adapter!r} (prefix tuning) has keys and values "
                     "of all heads, and each rank has some of them: use prompt tuning or LoRA"
                 )
-    plan = _plan_with_adapters(planned, plan)
+    styles = _plan_with_adapters(planned, styles)
     check_heads(planned, mesh.size())
     found: dict[nn.Parameter, nn.Parameter] = {}
     before = dict(planned.named_parameters(remove_duplicate=False))
@@ -218,8 +218,8 @@ def _plan_of(model: nn.Module, plan: Plan | None) -> tuple[Any, Plan]:
 
     if not hasattr(PreTrainedModel, "_expand_parallel_plan"):
         raise UsageError(
-            "tensor parallelism: sharding a model by its plan needs transformers 5.23 or newer, and "
-            f"this is {__version__}; older ones can train a model that "
+            "tensor parallelism: sharding a model by its plan needs transformers 5.23 or newer, "
+            f"and this is {__version__}; older ones can train a model that "
             "torch.distributed.tensor.parallel.parallelize_module has sharded"
         )
     for module in model.modules():
