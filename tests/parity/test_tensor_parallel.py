@@ -106,7 +106,7 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = 4
         self.head_size = 4
-        self.packed = nn.Linear(16, 3 * 16, bias=False)
+        self.packed = nn.Linear(16, 3 * 16)
         self.scale = nn.RMSNorm(4)
         self.out = nn.Linear(16, 16)
 
@@ -115,7 +115,7 @@ class Attention(nn.Module):
         heads = self.packed(hidden).view(batch, length, 3, self.num_heads, self.head_size)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(
-            self.scale(query), key, value, is_causal=True
+            self.scale(query), self.scale(key), value, is_causal=True
         )
         return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
 
@@ -141,7 +141,7 @@ SPECS = {
     "use_default_specs": False,
     "layer_specs": [
         {"patterns": [r"layers\.\d+\.out\.weight$"], "partition_type": "row"},
-        {"patterns": [r".*\.packed\.weight$"], "shape": [3, -1], "partition_dim": 0},
+        {"patterns": [r".*\.packed\.weight$"], "shape": ((16,) * 3, -1), "partition_dim": 0},
         {"patterns": [r".*\.scale\.weight$"], "partition_type": "skip", "grad_allreduce": True},
         {"patterns": ["lm_head"], "partition_type": "column", "gather_output": True},
     ],
@@ -391,7 +391,7 @@ def refused(rank: int, world_size: int) -> list[str]:
         *[
             message(build("specified"), tensor_parallel=dividing(*specs))
             for specs in (
-                [{"patterns": ["lm_head"], "shape": [2, -1]}],
+                [{"patterns": ["lm_head"], "shape": [5, -1]}],
                 [{"patterns": ["embedding"]}],
                 [{"patterns": ["nothing"]}],
                 [{"patterns": ["lm_head"], "model_types": ["llama"]}],
@@ -416,7 +416,7 @@ def test_refusals_name_the_numbers():
         "the dimensions are ('tp', 'shard')",
         "sequence_parallel_size is 2, and the mesh {'shard': 1, 'tp': 2}: give one",
         "Planned's plan has the style 'column' for 'wide.weight'; transformers has",
-        "'lm_head' packs 2 matrices and has a bias",
+        "'lm_head' has 97 outputs, which 5 matrices on 2 ranks do not divide",
         "'embedding' is of class Embedding, and only torch.nn.Linear can be divided",
         "no pattern matches a weight of Specified, whose first ones are embedding.weight",
         "no pattern matches a weight of Specified",

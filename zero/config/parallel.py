@@ -1,12 +1,19 @@
 """The sections about tensor and expert parallelism."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from zero.config.idle import with_idle_keys
 from zero.config.keys import AnyCase, Count, Int, Names, Section, key
+
+_NUMBERS = {"type": "array", "items": {"type": "integer"}}
+
+
+def _as_lists(shape: Any) -> Any:
+    """A shape in Python's tuples as JSON would have it."""
+    return [_as_lists(part) for part in shape] if isinstance(shape, tuple | list) else shape
 
 
 class LayerSpec(Section):
@@ -17,7 +24,8 @@ class LayerSpec(Section):
             `layers.0.up.weight`.
         partition_type: `column` divides the outputs of a layer, `row` its inputs. `skip`: the layer
             is not divided.
-        shape: `[n, -1]`: n matrices are packed in the weight, one below the other.
+        shape: `[n, -1]`: n matrices of the same size are packed in the weight, one below the
+            other. `[[a, a], -1]` gives their sizes.
         partition_dim: The dimension of `shape` that is divided.
         model_types: Only for models whose `config.model_type` is one of these. Empty: for all.
         gather_output: Each process gets all outputs of a layer that is divided by `column`.
@@ -26,7 +34,9 @@ class LayerSpec(Section):
 
     patterns: Names
     partition_type: Annotated[Literal["row", "column", "skip"], AnyCase()] = "column"
-    shape: list[Int] | None = None
+    shape: Annotated[
+        list[Int | list[Int]] | None, BeforeValidator(_as_lists), WithJsonSchema(_NUMBERS)
+    ] = None
     partition_dim: Int | None = None
     model_types: Names = []
     gather_output: bool = False
@@ -43,8 +53,8 @@ class LayerSpec(Section):
         kind = self.partition_type
         if self.shape is not None and (self.packed is None or kind != "column"):
             raise ValueError(
-                f"shape {self.shape} with partition_type {kind!r} is not supported, only [n, -1] "
-                "for columns: give the model a linear layer for each part"
+                f"shape {self.shape} with partition_type {kind!r} is not supported, only n equal "
+                "matrices, [n, -1], for columns: give the model a linear layer for each part"
             )
         if self.gather_output and (kind != "column" or self.shape is not None):
             raise ValueError("gather_output: only for partition_type 'column' without shape")
@@ -55,9 +65,10 @@ class LayerSpec(Section):
     @property
     def packed(self) -> int | None:
         """How many matrices the weight packs; None for a `shape` that says something else."""
-        shape = [1, -1] if self.shape is None else self.shape
-        number, *others = shape or [None]
-        return number if type(number) is int and number > 0 and others == [-1] else None
+        number, *others = [1, -1] if self.shape is None else self.shape or [0]
+        if isinstance(number, list):
+            number = len(number) if len(set(number)) == 1 else 0
+        return number if number > 0 and others == [-1] else None
 
 
 class PartitionConfig(Section):

@@ -109,7 +109,11 @@ def _output_dir(config: Config) -> str | None:
 def _show(value: Any) -> str:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    return "-" if value is None else json.dumps(value, default=str)
+    return "-" if value is None else json.dumps(value, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump(exclude_unset=True) if isinstance(value, Section) else str(value)
 
 
 def report(config: Config, everything: bool = True) -> str:

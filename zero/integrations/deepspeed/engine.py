@@ -42,6 +42,8 @@ class DeepSpeedEngine(ZeroEngine):
     """`ZeroEngine` with DeepSpeed's names for its settings and its place. Made by `initialize`."""
 
     optimizer_class = DeepSpeedOptimizer
+    # Of the dataset that `initialize` was given.
+    training_dataloader: DataLoader | None = None
     # How many such hooks each parameter had when the engine was made, until the first step.
     _accumulate_hooks: dict[str, int] | None = None
 
@@ -90,6 +92,11 @@ class DeepSpeedEngine(ZeroEngine):
         return self.comm.job.rank
 
     @property
+    def local_rank(self) -> int:
+        """This rank's number on its host."""
+        return distributed.get_local_rank()
+
+    @property
     def world_size(self) -> int:
         """The number of ranks."""
         return self.comm.job.world_size
@@ -100,6 +107,11 @@ class DeepSpeedEngine(ZeroEngine):
     def mp_world_size(self) -> int:
         """The number of ranks that share each layer."""
         return distributed._get_model_parallel_world_size()
+
+    @property
+    def dp_world_size(self) -> int:
+        """The number of ranks with batches of their own."""
+        return distributed._get_data_parallel_world_size()
 
     @property
     def data_parallel_group(self) -> Any:
@@ -134,6 +146,15 @@ class DeepSpeedEngine(ZeroEngine):
 
     def autotp_size(self) -> int:
         return self.settings.tensor_parallel.autotp_size
+
+    def fp16_enabled(self) -> bool:
+        return self.settings.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        return self.settings.bf16.enabled
+
+    def gradient_clipping(self) -> float:
+        return self.settings.gradient_clipping
 
     def train_batch_size(self) -> int:
         return self.settings.train_batch_size
@@ -273,7 +294,9 @@ def initialize(
     averages = settings.gradient_allreduce_op == "mean"
     if averages and isinstance(engine.optimizer, DeepSpeedOptimizer):
         engine.optimizer.ranks_summed = ranks_of_sample
-    loader = None if training_data is None else _data_loader(training_data, collate_fn, engine)
+    if training_data is not None:
+        engine.training_dataloader = _data_loader(training_data, collate_fn, engine)
+    loader = engine.training_dataloader
     return engine, engine.returned_optimizer, loader, engine.lr_scheduler
 
 

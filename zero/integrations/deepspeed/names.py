@@ -34,6 +34,7 @@ deepspeed.comm zero.comm.world get_rank get_world_size get_world_group
 deepspeed.comm torch.distributed *
 deepspeed.git_version_info .names version=REPORTED_VERSION
 deepspeed.launcher.runner .utilities DEEPSPEED_ENVIRONMENT_NAME
+deepspeed.moe.utils .utilities split_params_into_different_moe_groups_for_optimizer
 deepspeed.monitor.monitor .monitoring MonitorMaster
 deepspeed.ops.adagrad .optimizers DeepSpeedCPUAdagrad
 deepspeed.ops.adam .optimizers DeepSpeedCPUAdam FusedAdam

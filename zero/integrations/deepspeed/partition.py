@@ -7,6 +7,9 @@ import re
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from zero.config.parallel import LayerSpec, PartitionConfig
 from zero.errors import UsageError
@@ -81,11 +84,6 @@ def _style(name: str, module: nn.Module, spec: LayerSpec, size: int) -> str:
     packed = spec.packed or 1
     if packed == 1:
         return "colwise_gather_output" if spec.gather_output else "colwise"
-    if module.bias is not None:
-        raise UsageError(
-            f"{_KEY}: {name!r} packs {packed} matrices and has a bias, which cannot be divided: "
-            "give the model a linear layer for each of them"
-        )
     if module.out_features % (packed * size):
         raise UsageError(
             f"{_KEY}: {name!r} has {module.out_features} outputs, which {packed} matrices on "
@@ -97,10 +95,20 @@ def _style(name: str, module: nn.Module, spec: LayerSpec, size: int) -> str:
 def _packed_style(packed: int) -> str:
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, PackedColwiseParallel
 
+    class Packed(PackedColwiseParallel):
+        """transformers' style, which divides a bias as if it were not packed."""
+
+        def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+            whole = module._parameters[param]
+            if whole is not None:
+                placement = _StridedShard(0, split_factor=packed)
+                part = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+                module._parameters[param] = nn.Parameter(part, whole.requires_grad)
+
     styles: Any = ALL_PARALLEL_STYLES
-    name = "packed_colwise" if packed == 2 else f"packed_colwise_{packed}"
+    name = f"packed_colwise_of_{packed}"
     if name not in styles:
-        styles.register(name, PackedColwiseParallel(split_factor=packed))
+        styles.register(name, Packed(split_factor=packed))
     return name
 
 

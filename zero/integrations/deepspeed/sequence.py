@@ -177,10 +177,9 @@ def share_sequences(
         size = _size_in(mesh_param, settings)
         of_transformers = hasattr(getattr(model, "config", None), "get_text_config")
         shares_itself = shares_itself or not of_transformers
-    if mpu is not None:
-        if not hasattr(mpu, "get_sequence_parallel_world_size"):
-            missing = "get_sequence_parallel_world_size: no other mpu is supported"
-            raise UsageError(f"initialize: mpu has no {missing}")
+    if mpu is not None and not hasattr(mpu, "get_sequence_parallel_world_size"):
+        _check_tensor_parallel(mpu, settings)
+    elif mpu is not None:
         of_mpu = mpu.get_sequence_parallel_world_size()
         if size not in (1, of_mpu):
             message = f"is {size}, and the mpu's is {of_mpu}; delete it"
@@ -194,6 +193,22 @@ def share_sequences(
             attach(model, ranks, in_eval=getattr(mpu, "in_eval", True))
     settings = settings.model_copy(update={"sequence_parallel_size": size})
     return settings, size if shares_itself else 1
+
+
+def _check_tensor_parallel(mpu: Any, settings: Config) -> None:
+    """Raise UsageError unless `mpu` has the same tensor-parallel groups as the configuration."""
+    size = settings.tensor_parallel.autotp_size
+    if not hasattr(mpu, "get_model_parallel_group"):
+        missing = "get_sequence_parallel_world_size nor get_model_parallel_group"
+        raise UsageError(f"initialize: mpu has neither {missing}: it is not supported")
+    ranks = torch.distributed.get_process_group_ranks(mpu.get_model_parallel_group())
+    first = world.get_rank() // size * size
+    if ranks != list(range(first, first + size)):
+        raise UsageError(
+            f"initialize: mpu shares the model over the ranks {ranks}, and "
+            f"tensor_parallel.autotp_size is {size}: it must be {len(ranks)}, and its ranks "
+            "neighbours; the model is cut by tensor_parallel"
+        )
 
 
 def _size_in(mesh_param: Any, settings: Config) -> int:

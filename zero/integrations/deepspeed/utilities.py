@@ -92,6 +92,13 @@ def set_random_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: dict | Sequence[dict], max_group_size: int | None = None
+) -> list[dict]:
+    """The param groups as they are, in a list: zero has no parameters that are experts' alone."""
+    return [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+
+
 def checkpoint(function: Callable, *args: object) -> object:
     """Run `function(*args)` and keep nothing but `args` for backward, which runs it again."""
     return torch_checkpoint(function, *args, use_reentrant=False)
