@@ -18,6 +18,7 @@ worlds and model groups."""
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -141,17 +142,20 @@ def init_distributed(
 
 
 def become_world_of_one() -> list[str]:
-    """Set the variables a launcher would have set for a single process; port 0 lets the store
-    choose a free one.
+    """Set the variables a launcher would have set for a single process, with a free port.
 
-    Returns the names of those that were not set.
+    Commands such as `llamafactory-cli` pass their environment's port on to torchrun, whose ranks
+    would wait without end if it were 0. Returns the names of those that were not set.
     """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     defaults = {
         "RANK": 0,
         "LOCAL_RANK": 0,
         "WORLD_SIZE": 1,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": 0,
+        "MASTER_PORT": port,
     }
     missing = [name for name in defaults if name not in os.environ]
     os.environ.update({name: str(defaults[name]) for name in missing})

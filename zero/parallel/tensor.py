@@ -218,9 +218,9 @@ def _plan_of(model: nn.Module, plan: Plan | None) -> tuple[Any, Plan]:
 
     if not hasattr(PreTrainedModel, "_expand_parallel_plan"):
         raise UsageError(
-            "tensor parallelism: sharding a model by its plan needs transformers 5.23 or newer, "
-            f"and this is {__version__}; older ones can train a model that "
-            "torch.distributed.tensor.parallel.parallelize_module has sharded"
+            "tensor parallelism: sharding a model by its plan needs transformers 5.23 or newer; "
+            f"this is {__version__}. Call torch.distributed.tensor.parallel.parallelize_module on "
+            "the model first"
         )
     for module in model.modules():
         config = getattr(module, "config", None)

@@ -1,7 +1,10 @@
-"""What is asked of a default process group that the script has made."""
+"""What is asked of a default process group that the script has made, and the variables of a process
+without a launcher.
+"""
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -22,3 +25,12 @@ def test_a_group_in_python_has_the_default_timeout(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("DEEPSPEED_TIMEOUT", "7")
     monkeypatch.setattr(world.dist, "group", SimpleNamespace(WORLD=PythonGroup()))
     assert world.group_timeout() == timedelta(minutes=7)
+
+
+def test_a_process_alone_has_a_port_that_a_launcher_it_starts_can_use(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """`llamafactory-cli` gives it to torchrun."""
+    monkeypatch.setattr(os, "environ", {"RANK": "0"})
+    assert world.become_world_of_one() == ["LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    assert int(os.environ["MASTER_PORT"]) > 0
