@@ -282,7 +282,7 @@ class ParamGroup(NamedGroup):
     def as_shown(self, index: int, elements: torch.Tensor) -> torch.Tensor:
         """What parameter number `index` shows: a view of its `elements` (1-D, as in `full`)."""
         shape, dtype, stride = self._forms[index]
-        if stride is None:
+        if stride is None:  # the elements may have another dtype than the group
             return elements.view(shape)
         return elements.view(dtype).as_strided(shape, stride)
 
