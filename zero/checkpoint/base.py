@@ -6,7 +6,7 @@ ranks, nor on where the bytes lie."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from zero.engine import ZeroEngine
 
 # By layer: its bytes, and their sum.
-Sums = dict[str, tuple[int, int]]
+Sums = Mapping[str, Sequence[int]]
 
 # For each group: the version of its values, and the sum of each parameter's bytes in the shard.
 _sums: WeakKeyDictionary[ParamGroup, tuple[int, list[int]]] = WeakKeyDictionary()
@@ -42,7 +42,7 @@ def sums_of_rank(engine: ZeroEngine) -> Sums:
     """This rank's part of the sums: of its shards, and on rank 0 of what is not sharded.
 
     Nothing if the model is split over a model group."""
-    found: Sums = {}
+    found: dict[str, tuple[int, int]] = {}
     if engine.comm.model is not None:
         return found
     for name, tensors in base_layers(engine.module).items():
@@ -62,7 +62,7 @@ def total(of_ranks: Sequence[Sums]) -> Sums:
 def require_same_base(stored: Sums, here: Sums) -> None:
     """Raise UsageError, which names a layer, if the model has another base than the checkpoint."""
     for name in sorted(stored.keys() | here.keys()):
-        if stored.get(name) != here.get(name):
+        if list(stored.get(name, ())) != list(here.get(name, ())):
             raise UsageError(
                 f"the quantized layer {name!r} of the model is not the one that the checkpoint was "
                 "trained with: load the same base and quantize it in the same way, or take the "

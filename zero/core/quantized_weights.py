@@ -43,8 +43,9 @@ def is_quantized(param: torch.Tensor) -> bool:
         return False
     if wraps_tensors(param):
         return True
-    if plain_class(param) not in (nn.Parameter, torch.Tensor, DTensor):
-        return any(True for _ in reachable(_public(param)))
+    is_plain = plain_class(param) in (nn.Parameter, torch.Tensor, DTensor)
+    if not is_plain and any(True for _ in reachable(_public(param))):
+        return True
     if param.is_floating_point():
         return param.element_size() == 1
     is_integer = not (param.is_complex() or param.dtype == torch.bool)

@@ -175,7 +175,7 @@ def steps(engine: Any, dtype: torch.dtype = torch.float32) -> list[float]:
 
 
 def trained(rank: int, world_size: int, settings: dict, dtype: torch.dtype) -> Any:
-    model, engine = start(settings)
+    _, engine = start(settings)
     losses = steps(engine, dtype)
     groups = [group for group in engine.groups if group.packed]
     held = sum(group.full.nbytes if group.persistent else group.shard.nbytes for group in groups)
@@ -284,9 +284,8 @@ def sharded(rank: int, world_size: int) -> dict[str, bool]:
     layer = copied.layers[1]
     found["copy has bits"] = all(torch.equal(*pair) for pair in layer.pairs)
     found["copy has its own attributes"] = layer.base.weight.state is layer.base.state
-    found["copy is ordinary"] = not any(
-        owning_group(each.tensor) for layer in copied.layers for each in tensors_of(layer.base)
-    )
+    frozen = [each.tensor for layer in copied.layers for each in tensors_of(layer.base)]
+    found["copy is ordinary"] = not any(map(owning_group, frozen))
 
     engine.offload_states()
     engine.reload_states()
