@@ -102,9 +102,7 @@ class Weights:
         self.comm = comm
         self.dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
         self.plain = {
-            name: value.detach()
-            for name, value in plain_tensors(model).items()
-            if not (exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad)
+            name: value.detach() for name, value in plain_tensors(model, exclude_frozen).items()
         }
         self.specs = [
             TensorSpec(name, param.shape, self._dtype(group.dtype))
