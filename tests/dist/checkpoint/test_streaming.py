@@ -204,6 +204,45 @@ def test_a_model_is_read_and_merged_block_by_block(name, threshold, safe):
     run_on(2, read_block_by_block, name, threshold, safe)
 
 
+def unloaded(rank: int, world_size: int, name: str) -> None:
+    expected = adapted(ADAPTERS[name]).merge_and_unload().state_dict()
+    model = adapted(ADAPTERS[name])
+    engine, _ = start(model, ds_config(stage3_param_persistence_threshold=0))
+    with GatheredWhenRead(model):
+        merged = model.merge_and_unload()
+        assert engine.residency.live == 0
+        found = {key: param.data.clone() for key, param in merged.named_parameters()}
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+    assert engine.residency.peak <= 2 * (4 * BLOCK), "one block with its adapters"
+
+
+@pytest.mark.parametrize("name", ["LoRA", "DoRA", "a trained head"])
+def test_a_model_is_unloaded_block_by_block(name):
+    run_on(2, unloaded, name)
+
+
+def interrupted(rank: int, world_size: int) -> None:
+    """After an error in the context, everything is as before it."""
+    model = adapted(ADAPTERS["LoRA"])
+    engine, _ = start(model, ds_config(stage3_param_persistence_threshold=0))
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(RuntimeError, match="on purpose"), GatheredWhenRead(model):
+        model.merge_adapter()
+        assert model.base_model.model.blocks[0].up.base_layer.weight.sum().isfinite()
+        raise RuntimeError("on purpose")
+    assert kinds == [type(module) for module in model.modules()]
+    assert engine.residency.live == 0
+    assert not any(getattr(module, "merged_adapters", None) for module in model.modules())
+    with pytest.raises(ValueError, match="GatheredParameters"):
+        model.base_model.model.blocks[0].up.base_layer.weight.sum()
+
+
+def test_an_error_leaves_the_model_as_it_was():
+    run_on(2, interrupted)
+
+
 def order_of_gathers(rank: int, world_size: int) -> None:
     """A list of parameters costs one all-gather for each group.
 
