@@ -158,9 +158,18 @@ class GatheredWhenRead:
         model: all of its sharded parameters are covered.
         shapes_only: only names, shapes and dtypes are needed. Nothing is gathered, and the
             parameters' data has no values.
+
+    Raises:
+        ValueError: a merge of the model's adapters would change more than sharded weights.
     """
 
     def __init__(self, model: nn.Module, shapes_only: bool = False):
+        if not shapes_only and (layer := _not_served(model)) is not None:
+            raise UsageError(
+                f"GatheredWhenRead: a merge of the adapter of {layer!r} replaces quantized weights "
+                "or changes weights that are not sharded, so that it cannot wait for a read: use "
+                "zero.GatheredParameters(model.parameters())"
+            )
         self._shapes_only = shapes_only
         groups = {owning_group(p): None for p in model.parameters() if _is_sharded(p)}
         self._groups = [group for group in groups if group is not None]
@@ -171,7 +180,6 @@ class GatheredWhenRead:
             if shapes_only or _sharded_base(layer)
         }
         self._units = _units(self._groups, list(self._layers))
-        self._shown: tuple[ParamGroup, ...] = ()
         self._merges = False
         self._gathered = ExitStack()
         self._hooks: dict[ParamGroup, ReadHook | None] = {}
@@ -182,7 +190,7 @@ class GatheredWhenRead:
         """Whether PEFT can merge the model's adapters when a block is gathered. It must change the
         values of sharded parameters, and nothing else.
         """
-        return all(_changes_sharded_only(layer) for layer in _merging_layers(model))
+        return _not_served(model) is None
 
     def __enter__(self) -> None:
         for group in () if self._shapes_only else self._groups:
@@ -194,6 +202,7 @@ class GatheredWhenRead:
         for layer, merged in self._merged_before.items():
             layer.__class__ = type(layer).__bases__[-1]
             layer.merged_adapters = merged
+            vars(layer).pop("_zero_safe_merge", None)
         for group, hook in self._hooks.items():
             group.watch_reads(hook)
         self._gathered.close()
@@ -207,7 +216,6 @@ class GatheredWhenRead:
         unit = self._units[group]
         if not self._merges:  # else the unit that is merged into must stay
             self._gathered.close()
-            self._shown = unit
         self._gathered.enter_context(unsharded(unit))
         for layer, base_group in self._layers.items():
             if base_group in unit and layer.merged_adapters:
@@ -250,15 +258,27 @@ def _is_sharded(param: nn.Parameter) -> bool:
     return isinstance(param, ShardedParameter)
 
 
-def _merging_layers(model: nn.Module) -> list[Any]:
+def _is_merging(module: nn.Module) -> bool:
     # A wrapper of PEFT has its inner module's attributes, but not in its class.
-    return [module for module in model.modules() if hasattr(type(module), "get_base_layer")]
+    return hasattr(type(module), "get_base_layer")
+
+
+def _merging_layers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if _is_merging(module)]
 
 
 def _sharded_base(layer: Any) -> list[ParamGroup]:
     """The groups of those parameters of a layer's base layer that are sharded."""
     found = (owning_group(p) for p in layer.get_base_layer().parameters() if _is_sharded(p))
     return [group for group in found if group is not None]
+
+
+def _not_served(model: nn.Module) -> str | None:
+    """The name of the first layer whose merge `GatheredWhenRead` cannot put off, or None."""
+    for name, module in model.named_modules():
+        if _is_merging(module) and not _changes_sharded_only(module):
+            return name
+    return None
 
 
 def _changes_sharded_only(layer: Any) -> bool:
