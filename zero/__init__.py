@@ -10,7 +10,7 @@ from zero.core.layout import register_external_parameter, unregister_external_pa
 from zero.engine import ZeroEngine
 from zero.integrations.deepspeed import labels, leaf
 from zero.integrations.deepspeed.engine import initialize
-from zero.streaming import stream_weights
+from zero.streaming import GatheredWhenRead, stream_weights
 
 __version__ = "0.1.0"
 
@@ -18,6 +18,7 @@ labels.register()
 
 __all__ = [
     "GatheredParameters",
+    "GatheredWhenRead",
     "Init",
     "ZeroEngine",
     "fragments",

@@ -8,7 +8,7 @@ Adapters are those of PEFT, recognised by their interface: nothing of PEFT is im
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -18,7 +18,14 @@ from torch import nn
 from zero.checkpoint.export import Weights
 from zero.core.gathered_parameters import GatheredParameters
 from zero.core.param_group import ParamGroup, unsharded
-from zero.core.sharded_param import ReadHook, ShardedParameter, owning_group
+from zero.core.sharded_param import (
+    ReadHook,
+    ShardedParameter,
+    hide,
+    owning_group,
+    placeholder,
+    show,
+)
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
 
@@ -40,67 +47,76 @@ def stream_weights(
         dtype: of floating-point weights: a torch dtype, "fp16", "bf16" or "fp32"; None: the one
             they are trained in.
         max_bytes: of the two buffers in all; more where a single weight is larger than half of it.
-        merge_adapters: add active PEFT adapters to their base weights, under the base model's
-            names, instead of passing both. Whole adapters (not their base weights) are gathered for
-            that time, beyond `max_bytes`.
+        merge_adapters: have PEFT merge its active adapters into their base weights, under the base
+            model's names, instead of passing both. Whole adapters (not their base weights) are
+            gathered for that time, beyond `max_bytes`.
 
     Raises:
-        ValueError: for a dtype of another name, or an adapter whose merged weight is not a sum
-            (DoRA, IA3).
+        ValueError: for a dtype of another name.
     """
     if not merge_adapters:
         yield from Weights(engine.module, engine.groups, engine.comm, dtype).stream(max_bytes)
         return
-    layers = _adapter_layers(engine.module)
-    kept_apart = {
-        f"{name}.{key}": param
-        for name, layer in layers.items()
-        for key, param in layer.named_parameters()
-        if not key.startswith("base_layer.")
-    }
+    if engine.comm.model is not None:
+        raise UsageError(
+            "stream_weights: merge_adapters=True needs whole adapters, and tensor parallelism cuts "
+            "them: save the adapter, and merge it into the base model in one process"
+        )
+    params = dict(engine.module.named_parameters(remove_duplicate=False))
+    layers_of: dict[nn.Parameter, list[Any]] = {}
+    adapters: dict[nn.Parameter, None] = {}
+    for layer in _merging_layers(engine.module):
+        for param in layer.get_base_layer().parameters():
+            layers_of.setdefault(param, []).append(layer)
+        adapters |= dict.fromkeys(layer.parameters())
+    kept_apart = adapters.keys() - layers_of.keys()
     target = Weights(engine.module, engine.groups, engine.comm, dtype).dtype
-    with torch.no_grad(), GatheredParameters(kept_apart.values()):
+    with torch.no_grad(), GatheredParameters(kept_apart):
         for name, value in Weights(engine.module, engine.groups, engine.comm).stream(max_bytes):
-            if name in kept_apart or (base_name := _base_name(engine.module, name)) is None:
+            param, base_name = params.get(name), _base_name(engine.module, name)
+            if base_name is None or param in kept_apart:
                 continue
-            owner, _, kind = name.rpartition(".base_layer.")
-            if owner in layers and kind == "weight":
-                value = _merged(layers[owner], value)
+            if param is not None and param in layers_of:
+                value = _merged(layers_of[param], param, value)
             yield (
                 base_name,
                 value.to(target) if target is not None and value.is_floating_point() else value,
             )
 
 
-def _adapter_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers that have a base layer and adapters.
-
-    Raises UsageError where a sum does not merge them.
+def _merged(layers: Sequence[Any], param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+    """What PEFT makes of the base layer's parameter `param` if it has this value. The base layer's
+    others are zeros meanwhile: nothing is merged into one by way of another.
     """
-    layers: dict[str, Any] = {
-        name: module for name, module in model.named_modules() if hasattr(module, "base_layer")
-    }
-    for name, layer in layers.items():
-        biased = any(getattr(layer, "lora_bias", {}).values())
-        if not hasattr(layer, "get_delta_weight") or getattr(layer, "lora_variant", None) or biased:
-            raise UsageError(
-                f"stream_weights: the adapter of {name!r} ({type(layer).__name__}) is not a sum "
-                "with its base weight: "
-                "call merge_adapter() inside GatheredParameters(model.parameters()), or pass "
-                "merge_adapters=False"
-            )
-    return layers
+    base = list(dict.fromkeys(p for layer in layers for p in layer.get_base_layer().parameters()))
+    former = {other: None if _is_sharded(other) else other.data for other in base}
+    for other in base:
+        zeros = torch.zeros_like(other, device=value.device)
+        show(other, value.clone() if other is param else zeros)
+    try:
+        for layer in layers:
+            if not getattr(layer, "disable_adapters", False):
+                with _merge_undone(layer):
+                    layer.merge()
+        return param.data
+    finally:
+        for other, data in former.items():
+            if data is None:
+                hide(other, placeholder(other.shape, other.dtype, value.device))
+            else:
+                other.data = data
 
 
-def _merged(layer: Any, base: torch.Tensor) -> torch.Tensor:
-    if getattr(layer, "disable_adapters", False):
-        return base
-    own = {adapter for names in layer.adapter_layer_names for adapter in getattr(layer, names)}
-    merged = base.clone()
-    for adapter in layer.active_adapters:
-        if adapter in own and adapter not in layer.merged_adapters:
-            merged += layer.get_delta_weight(adapter)
-    return merged
+@contextmanager
+def _merge_undone(layer: Any) -> Iterator[None]:
+    """For a `layer.merge()`, of whose result the layer shall know nothing afterwards."""
+    merged, caches = list(layer.merged_adapters), dict(getattr(layer, "_caches", {}))
+    try:
+        yield
+    finally:
+        layer.merged_adapters = merged
+        if hasattr(layer, "_caches"):
+            layer._caches = caches
 
 
 def _base_name(model: nn.Module, name: str) -> str | None:
@@ -109,8 +125,10 @@ def _base_name(model: nn.Module, name: str) -> str | None:
     None if a trained copy (PEFT's `modules_to_save`) stands in for it.
     """
     owner, _, rest = name.partition(".original_module.")
-    if rest and getattr(model.get_submodule(owner), "modules_to_save", None):
-        return None
+    if rest:
+        if getattr(model.get_submodule(owner), "modules_to_save", None):
+            return None
+        name = f"{owner}.{rest}"  # some of its rows are trained
     owner, _, rest = name.partition(".modules_to_save.")
     if rest:
         copy, _, rest = rest.partition(".")
@@ -118,7 +136,8 @@ def _base_name(model: nn.Module, name: str) -> str | None:
         if copy not in wrapper.active_adapters:
             return None
         name = f"{owner}.{rest}"
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    name = name.removeprefix("base_model.model.").replace(".token_adapter.", ".")
+    return name.replace(".base_layer.", ".")
 
 
 # -- a model that is read block by block
@@ -139,9 +158,18 @@ class GatheredWhenRead:
         model: all of its sharded parameters are covered.
         shapes_only: only names, shapes and dtypes are needed. Nothing is gathered, and the
             parameters' data has no values.
+
+    Raises:
+        ValueError: a merge of the model's adapters would change more than sharded weights.
     """
 
     def __init__(self, model: nn.Module, shapes_only: bool = False):
+        if not shapes_only and (layer := _not_served(model)) is not None:
+            raise UsageError(
+                f"GatheredWhenRead: a merge of the adapter of {layer!r} replaces quantized weights "
+                "or changes weights that are not sharded, so that it cannot wait for a read: use "
+                "zero.GatheredParameters(model.parameters())"
+            )
         self._shapes_only = shapes_only
         groups = {owning_group(p): None for p in model.parameters() if _is_sharded(p)}
         self._groups = [group for group in groups if group is not None]
@@ -152,7 +180,6 @@ class GatheredWhenRead:
             if shapes_only or _sharded_base(layer)
         }
         self._units = _units(self._groups, list(self._layers))
-        self._shown: tuple[ParamGroup, ...] = ()
         self._merges = False
         self._gathered = ExitStack()
         self._hooks: dict[ParamGroup, ReadHook | None] = {}
@@ -163,7 +190,7 @@ class GatheredWhenRead:
         """Whether PEFT can merge the model's adapters when a block is gathered. It must change the
         values of sharded parameters, and nothing else.
         """
-        return all(_changes_sharded_only(layer) for layer in _merging_layers(model))
+        return _not_served(model) is None
 
     def __enter__(self) -> None:
         for group in () if self._shapes_only else self._groups:
@@ -175,6 +202,7 @@ class GatheredWhenRead:
         for layer, merged in self._merged_before.items():
             layer.__class__ = type(layer).__bases__[-1]
             layer.merged_adapters = merged
+            vars(layer).pop("_zero_safe_merge", None)
         for group, hook in self._hooks.items():
             group.watch_reads(hook)
         self._gathered.close()
@@ -188,7 +216,6 @@ class GatheredWhenRead:
         unit = self._units[group]
         if not self._merges:  # else the unit that is merged into must stay
             self._gathered.close()
-            self._shown = unit
         self._gathered.enter_context(unsharded(unit))
         for layer, base_group in self._layers.items():
             if base_group in unit and layer.merged_adapters:
@@ -198,19 +225,16 @@ class GatheredWhenRead:
     def _merge(self, layer: Any) -> None:
         """Have PEFT merge what was to be merged into the values that are shown now."""
         deferred, names = type(layer), layer.merged_adapters
-        caches = dict(getattr(layer, "_caches", {}))
         layer.__class__ = deferred.__bases__[-1]
-        layer.merged_adapters = list(self._merged_before[layer])
         self._merges = True
         try:
-            new = [name for name in names if name not in layer.merged_adapters]
-            layer.merge(layer._zero_safe_merge, new)
+            with _merge_undone(layer):
+                layer.merged_adapters = list(self._merged_before[layer])
+                new = [name for name in names if name not in layer.merged_adapters]
+                layer.merge(layer._zero_safe_merge, new)
         finally:
             self._merges = False
             layer.__class__ = deferred
-            layer.merged_adapters = names
-            if caches or hasattr(layer, "_caches"):
-                layer._caches = caches  # no `unmerge` will use what a merge has left there
 
 
 class _DeferredMerge:
@@ -234,15 +258,27 @@ def _is_sharded(param: nn.Parameter) -> bool:
     return isinstance(param, ShardedParameter)
 
 
-def _merging_layers(model: nn.Module) -> list[Any]:
+def _is_merging(module: nn.Module) -> bool:
     # A wrapper of PEFT has its inner module's attributes, but not in its class.
-    return [module for module in model.modules() if hasattr(type(module), "get_base_layer")]
+    return hasattr(type(module), "get_base_layer")
+
+
+def _merging_layers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if _is_merging(module)]
 
 
 def _sharded_base(layer: Any) -> list[ParamGroup]:
     """The groups of those parameters of a layer's base layer that are sharded."""
     found = (owning_group(p) for p in layer.get_base_layer().parameters() if _is_sharded(p))
     return [group for group in found if group is not None]
+
+
+def _not_served(model: nn.Module) -> str | None:
+    """The name of the first layer whose merge `GatheredWhenRead` cannot put off, or None."""
+    for name, module in model.named_modules():
+        if _is_merging(module) and not _changes_sharded_only(module):
+            return name
+    return None
 
 
 def _changes_sharded_only(layer: Any) -> bool:

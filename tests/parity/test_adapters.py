@@ -62,6 +62,19 @@ def bf16(model: nn.Module) -> None:
     model.to(torch.bfloat16)
 
 
+def quantized(model: Any) -> None:
+    """Make linear layers those of bitsandbytes, with weights in NF4."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    for module in list(model.modules()):
+        for name, layer in list(module.named_children()):
+            if isinstance(layer, nn.Linear) and name in ("q", "v", "wi"):
+                sizes = layer.in_features, layer.out_features
+                packed = bitsandbytes.nn.Linear4bit(*sizes, bias=False, quant_type="nf4")
+                packed.load_state_dict(layer.state_dict())
+                setattr(module, name, packed.to("cpu"))
+    model.is_loaded_in_4bit = True
+
+
 def checkpointed(reentrant: bool) -> Callable[[Any], None]:
     def apply(model: Any) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -71,7 +84,9 @@ def checkpointed(reentrant: bool) -> Callable[[Any], None]:
 
 
 # What is done to the base model, and the adapter's configuration.
-CASES: dict[str, tuple[Callable[[Any], None] | None, Callable[[str], peft.PeftConfig]]] = {
+Case = tuple[Callable[[Any], None] | None, Callable[[str], peft.PeftConfig]]
+NF4: Case = (quantized, lora)
+CASES: dict[str, Case] = {
     "LoRA": (None, lora),
     "rsLoRA": (None, lambda name: lora(name, use_rslora=True)),
     "DoRA": (None, lambda name: lora(name, use_dora=True)),
@@ -103,7 +118,7 @@ CASES: dict[str, tuple[Callable[[Any], None] | None, Callable[[str], peft.PeftCo
 
 
 def adapted(name: str, case: str) -> Any:
-    change, config = CASES[case]
+    change, config = NF4 if case == "NF4" else CASES[case]
     base = build(name)
     if change is not None:
         change(base)
@@ -220,6 +235,7 @@ def whole_run(rank: int, world_size: int, name: str, case: str) -> Curve:
         ("llama", "tokens"),
         ("llama", "two"),
         ("t5", "prefix"),
+        ("t5", "NF4"),
     ],
 )
 def test_two_processes_are_resumed_as_three_without_the_base(
@@ -228,7 +244,8 @@ def test_two_processes_are_resumed_as_three_without_the_base(
     curves, ((*frozen,), _) = zip(*run_on(2, first_half, name, case, tmp_path), strict=True)
     first = together(curves)
     manifest = json.loads(next(tmp_path.rglob("checkpoint.json")).read_text())
-    assert frozen and not set(manifest["parameters"]) & set(frozen)
+    stored = {*manifest["parameters"], *manifest["plain"]}
+    assert frozen and not [name for name in stored if name.startswith(tuple(frozen))]
     second, loaded = (
         together(curves)
         for curves in zip(*run_on(3, second_half, name, case, tmp_path), strict=True)

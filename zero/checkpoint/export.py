@@ -108,8 +108,7 @@ class Weights:
         }
         self.plain = {
             name: value.detach()
-            for name, value in plain_tensors(model, with_base=True).items()
-            if not (exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad)
+            for name, value in plain_tensors(model, exclude_frozen, with_base=True).items()
         }
         self.specs = [
             TensorSpec(name, param.shape, param.dtype if group.packed else self._dtype(group.dtype))

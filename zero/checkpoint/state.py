@@ -74,7 +74,7 @@ def describe_engine(engine: ZeroEngine, client_state: dict, exclude_frozen: bool
         "tied": tied_names(engine.module),
         "plain": {
             name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
-            for name, value in plain_tensors(engine.module).items()
+            for name, value in plain_tensors(engine.module, exclude_frozen).items()
         },
         "optimizer": None,
         "hf_config": model_config(engine.module),
@@ -156,16 +156,30 @@ def weights(engine: ZeroEngine, exclude_frozen: bool = False) -> Iterator[Slice]
             yield Slice(key, slot.numel, piece.inside, values)
 
 
-def plain_tensors(model: nn.Module, with_base: bool = False) -> dict[str, torch.Tensor]:
-    """Persistent buffers and parameters that are not sharded: the same on all ranks. `with_base`:
-    also those of a quantized base.
-    """
+def plain_tensors(
+    model: nn.Module, exclude_frozen: bool = False, with_base: bool = False
+) -> dict[str, torch.Tensor]:
+    """Persistent buffers and parameters that are not sharded: the same on all ranks.
+
+    `exclude_frozen`: without frozen parameters, and without what quantized layers add to their
+    state dicts (scales and codes, which are neither parameters nor buffers). `with_base`: also
+    those of a quantized base."""
     layers = {} if with_base else base_layers(model)
     base = {id(tensor) for tensors in layers.values() for tensor in tensors}
-    return {
+    found = {
         name: value
         for name, value in model.state_dict(keep_vars=True).items()
         if isinstance(value, torch.Tensor) and owning_group(value) is None and id(value) not in base
+    }
+    if not exclude_frozen:
+        return found
+    params = model.named_parameters(remove_duplicate=False)
+    kept = {name for name, param in params if param.requires_grad}
+    kept.update(name for name, _ in model.named_buffers(remove_duplicate=False))
+    return {
+        name: value
+        for name, value in found.items()
+        if name in kept or name.endswith("_extra_state")
     }
 
 

@@ -209,10 +209,10 @@ class _Save:
 
     def all_slices(self, writers: dict[str, int]) -> list[Slice]:
         """What this rank writes, with those plain tensors that no other rank writes."""
-        plain = state.plain_tensors(self._engine.module).items()
+        plain = state.plain_tensors(self._engine.module, self.description["frozen_excluded"])
         return self._slices + [
             Slice.whole(f"plain/{name}", value.contiguous())
-            for name, value in plain
+            for name, value in plain.items()
             if writers.get(name, 0) == self._rank
         ]
 
@@ -403,8 +403,11 @@ def _names_to_load(
                 f"parameter {name!r} has shape {stored[name]} in the checkpoint and {here[name]} "
                 "in the model"
             )
-    frozen = {name for name, entry in state.parameters(engine).items() if not entry["trainable"]}
-    optional = frozen if manifest.frozen_excluded else set()
+    optional: set[str] = set()
+    if manifest.frozen_excluded:
+        stored_if_trained = state.parameters(engine, exclude_frozen=True)
+        stored_always = state.plain_tensors(engine.module, exclude_frozen=True)
+        optional = here.keys() - stored_if_trained.keys() - stored_always.keys()
     missing = sorted(here.keys() - common - optional)
     unexpected = sorted(stored.keys() - common - set(elsewhere))
     if strict and (missing or unexpected):

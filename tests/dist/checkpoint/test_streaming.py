@@ -58,41 +58,6 @@ def with_adapters(**options: object) -> peft.PeftModel:
     return model
 
 
-def merged(rank: int, world_size: int, stage: int, options: dict) -> None:
-    expected = with_adapters(**options).merge_and_unload().state_dict()
-    engine, _ = start(
-        with_adapters(**options), ds_config(stage=stage, stage3_param_persistence_threshold=30)
-    )
-    found = {
-        name: value.clone()
-        for name, value in zero.stream_weights(engine, None, 2000, merge_adapters=True)
-    }
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-    apart = dict(zero.stream_weights(engine))
-    assert sum("lora_" in name for name in apart) == 16
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize(
-    "options", [{}, {"modules_to_save": ["head"]}], ids=["LoRA", "a trained head"]
-)
-def test_adapters_are_merged_as_peft_merges_them(stage, options):
-    run_on(2, merged, stage, options)
-
-
-def dora(rank: int, world_size: int) -> str:
-    engine, _ = start(with_adapters(use_dora=True), ds_config())
-    with pytest.raises(ValueError, match="is not a sum with its base weight") as raised:
-        next(zero.stream_weights(engine, merge_adapters=True))
-    return str(raised.value)
-
-
-def test_an_adapter_that_is_no_sum_is_refused_by_name():
-    assert "blocks.0.up" in run_on(1, dora)[0]
-
-
 def merging_inside(rank: int, world_size: int, layer_by_layer: bool) -> None:
     """Call PEFT's own merge and unmerge inside of `GatheredParameters`.
 
@@ -133,18 +98,61 @@ ADAPTERS = {
     "LoRA": peft.LoraConfig(**MODULES, init_lora_weights=False),
     "DoRA": peft.LoraConfig(**MODULES, init_lora_weights=False, use_dora=True),
     "a bias": peft.LoraConfig(**MODULES, init_lora_weights=False, lora_bias=True),
+    "a trained head": peft.LoraConfig(**MODULES, init_lora_weights=False, modules_to_save=["head"]),
+    "tokens": peft.LoraConfig(
+        **MODULES, init_lora_weights=False, trainable_token_indices={"stem": [1, 3]}
+    ),
     "IA3": peft.IA3Config(
         target_modules=["up", "down"], feedforward_modules=["down"], init_ia3_weights=False
     ),
 }
 
 
-def adapted(config: peft.PeftConfig) -> peft.PeftModel:
+def adapted(config: peft.PeftConfig, tied: bool = False) -> peft.PeftModel:
+    """A model with two active adapters, or one if that trains copies or tokens."""
     torch.manual_seed(4)
-    model = peft.get_peft_model(toy(), copy.deepcopy(config))
-    model.add_adapter("second", copy.deepcopy(config))
-    model.base_model.set_adapter(["default", "second"])
+    model = peft.get_peft_model(toy(tied=tied), copy.deepcopy(config))
+    if not getattr(config, "modules_to_save", None) and name_of(config) != "tokens":
+        model.add_adapter("second", copy.deepcopy(config))
+        model.base_model.set_adapter(["default", "second"])
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "trainable_tokens_delta" in name:
+                param.normal_()
     return model
+
+
+def name_of(config: peft.PeftConfig) -> str:
+    return next(name for name, known in ADAPTERS.items() if known is config)
+
+
+def streamed_merged(rank: int, world_size: int, name: str, stage: int, tied: bool) -> None:
+    expected = adapted(ADAPTERS[name], tied).merge_and_unload().state_dict()
+    if tied:
+        del expected["head.weight"]  # the same as stem.weight
+    model = adapted(ADAPTERS[name], tied)
+    before = copy.deepcopy(model.state_dict())
+    engine, _ = start(model, ds_config(stage=stage, stage3_param_persistence_threshold=30))
+    for _ in range(2):
+        found = {
+            name: value.clone()
+            for name, value in zero.stream_weights(engine, None, 2000, merge_adapters=True)
+        }
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert torch.equal(found[key], value), key
+    for key, value in zero.stream_weights(engine):
+        assert torch.equal(value, before[key]), key
+    half = dict(zero.stream_weights(engine, "bf16", merge_adapters=True))
+    assert all(value.dtype == torch.bfloat16 for value in half.values())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "tied"), [*((name, False) for name in ADAPTERS), ("LoRA", True), ("tokens", True)]
+)
+def test_adapters_are_merged_as_peft_merges_them(name, stage, tied):
+    run_on(2, streamed_merged, name, stage, tied)
 
 
 def read_block_by_block(rank: int, world_size: int, name: str, threshold: int, safe: bool) -> None:
@@ -154,10 +162,12 @@ def read_block_by_block(rank: int, world_size: int, name: str, threshold: int, s
     expected = dict(reference.named_parameters())
     model = adapted(ADAPTERS[name])
     engine, _ = start(model, ds_config(stage3_param_persistence_threshold=threshold))
-    layers = [module for module in model.modules() if hasattr(module, "merged_adapters")]
+    layers = [module for module in model.modules() if hasattr(type(module), "get_base_layer")]
     kinds = {type(layer) for layer in layers}
-    assert GatheredWhenRead.serves(model) == (threshold == 0 or name in ("LoRA", "DoRA"))
+    assert GatheredWhenRead.serves(model) == (threshold == 0 or name not in ("a bias", "IA3"))
     if not GatheredWhenRead.serves(model):
+        with pytest.raises(ValueError, match=r"blocks.0.up.*not sharded"):
+            GatheredWhenRead(model)
         return
     with GatheredWhenRead(model, shapes_only=True):
         model.merge_adapter()
@@ -172,7 +182,7 @@ def read_block_by_block(rank: int, world_size: int, name: str, threshold: int, s
         calls = engine.comm.calls["all_gather"]
         with GatheredWhenRead(model):
             model.merge_adapter(safe_merge=safe)
-            assert all(layer.merged_adapters == ["default", "second"] for layer in layers)
+            assert all(layer.merged_adapters == layer.active_adapters for layer in layers)
             assert engine.residency.live == 0
             kept = {param_name: param.data for param_name, param in model.named_parameters()}
             model.unmerge_adapter()
@@ -194,6 +204,45 @@ def read_block_by_block(rank: int, world_size: int, name: str, threshold: int, s
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_a_model_is_read_and_merged_block_by_block(name, threshold, safe):
     run_on(2, read_block_by_block, name, threshold, safe)
+
+
+def unloaded(rank: int, world_size: int, name: str) -> None:
+    expected = adapted(ADAPTERS[name]).merge_and_unload().state_dict()
+    model = adapted(ADAPTERS[name])
+    engine, _ = start(model, ds_config(stage3_param_persistence_threshold=0))
+    with GatheredWhenRead(model):
+        merged = model.merge_and_unload()
+        assert engine.residency.live == 0
+        found = {key: param.data.clone() for key, param in merged.named_parameters()}
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+    assert engine.residency.peak <= 2 * (4 * BLOCK), "one block with its adapters"
+
+
+@pytest.mark.parametrize("name", ["LoRA", "DoRA", "a trained head"])
+def test_a_model_is_unloaded_block_by_block(name):
+    run_on(2, unloaded, name)
+
+
+def interrupted(rank: int, world_size: int) -> None:
+    """After an error in the context, everything is as before it."""
+    model = adapted(ADAPTERS["LoRA"])
+    engine, _ = start(model, ds_config(stage3_param_persistence_threshold=0))
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(RuntimeError, match="on purpose"), GatheredWhenRead(model):
+        model.merge_adapter()
+        assert model.base_model.model.blocks[0].up.base_layer.weight.sum().isfinite()
+        raise RuntimeError("on purpose")
+    assert kinds == [type(module) for module in model.modules()]
+    assert engine.residency.live == 0
+    assert not any(getattr(module, "merged_adapters", None) for module in model.modules())
+    with pytest.raises(ValueError, match="GatheredParameters"):
+        model.base_model.model.blocks[0].up.base_layer.weight.sum()
+
+
+def test_an_error_leaves_the_model_as_it_was():
+    run_on(2, interrupted)
 
 
 def order_of_gathers(rank: int, world_size: int) -> None:

@@ -53,20 +53,21 @@ def _of_weight_sync(frame: FrameType) -> AbstractContextManager[None] | None:
     """
     function = frame.f_globals.get("__name__"), frame.f_code.co_name
     owner: Any = frame.f_locals.get("self")
+    names_only = False
     if function == ("trl.generation.vllm_generation", "_iter_named_params"):
-        names_only = owner.mode == "server" and owner._weight_metadata is None
+        # A release of TRL that has no such attribute gets all values.
+        is_first = getattr(owner, "_weight_metadata", ()) is None
+        names_only = is_first and getattr(owner, "mode", None) == "server"
     elif function == (
         "trl.experimental.online_dpo.online_dpo_trainer",
         "_move_model_to_vllm_inner",
     ):
-        if owner.vllm_mode == "server":  # where rank 0 alone reads
-            return None
-        names_only = False
+        if getattr(owner, "vllm_mode", None) != "colocate":
+            return None  # rank 0 alone reads
     else:
         return None
-    has_adapters = hasattr(owner.model, "merge_adapter")
-    if names_only and not has_adapters:
-        return nullcontext()
-    if not has_adapters or not GatheredWhenRead.serves(owner.model):
-        return None  # without adapters, each parameter has a context of its own
-    return GatheredWhenRead(owner.model, names_only)
+    model = getattr(owner, "model", None)
+    if not isinstance(model, nn.Module) or not hasattr(model, "merge_adapter"):
+        # Without adapters, each parameter has a context of its own.
+        return nullcontext() if names_only else None
+    return GatheredWhenRead(model, names_only) if GatheredWhenRead.serves(model) else None
