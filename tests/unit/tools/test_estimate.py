@@ -489,21 +489,18 @@ def plan(tmp_path, capsys) -> Callable[..., str]:
 def test_a_plan_fits_and_is_the_fastest(plan, ask, tmp_path):
     shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
     limits = ["--device-memory", "40M", "--host-memory", "140M"]
-    found = json.loads(plan(shape, *limits, "--json"))
-    keys = json.loads((tmp_path / "planned.json").read_text())
-    assert found["configuration"] == keys and 2 <= len(found["found"]) <= 3
-    section, others = keys.pop("zero_optimization"), keys
-    again = ask(shape, section, "--seq", "16", "--json", *limits, **others)
-    assert again["fits"]
-    shown = re.search(r"([\d,]+) tokens/s", found["found"][0])
-    assert shown and float(shown[1].replace(",", "")) == pytest.approx(
-        again["tokens_per_second"], rel=0.01
-    )
     text = plan(shape, *limits)
-    assert "The next ones:" in text and "zero_optimization.stage = 3" in text
+    keys = json.loads((tmp_path / "planned.json").read_text())
+    section = keys.pop("zero_optimization")
+    again = ask(shape, section, "--seq", "16", "--json", *limits, **keys)
+    assert again["fits"]
+    first, second = (float(n.replace(",", "")) for n in re.findall(r"([\d,]+) tokens/s", text)[:2])
+    assert first == pytest.approx(again["tokens_per_second"], rel=0.01) and first >= second
+    assert "The next ones:" in text and f"zero_optimization.stage = {section['stage']}" in text
     assert "--per_device_train_batch_size 1 --gradient_accumulation_steps 1" in text
-    everything = json.loads(plan(shape, "--device-memory", "1G", "--json"))["configuration"]
-    assert everything["zero_optimization"] == {"stage": 0}
+    found = json.loads(plan(shape, "--device-memory", "1G", "--json"))
+    assert found["configuration"]["zero_optimization"] == {"stage": 0}
+    assert found["configuration"] == json.loads((tmp_path / "planned.json").read_text())
 
 
 def test_a_plan_that_is_impossible_is_refused(plan, capsys):
