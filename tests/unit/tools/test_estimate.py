@@ -17,7 +17,7 @@ from benchmarks.estimate.seconds import ON_H100
 from zero.config import load_config
 from zero.tools.cli import main
 from zero.tools.estimate import remedies as remedies_of_estimate
-from zero.tools.estimate.machine import _calls
+from zero.tools.estimate.calls import known_calls
 from zero.tools.estimate.model import build, class_of
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import Estimate, estimate
@@ -466,7 +466,7 @@ def test_an_estimate_does_not_depend_on_those_before():
     def found(checkpointing: bool) -> Estimate:
         return estimate(build(shape, torch.float32), config, Question(2, 2, 8, checkpointing))
 
-    _calls.clear()
+    known_calls.clear()
     first = found(False)
     found(True)
     again = found(False)
