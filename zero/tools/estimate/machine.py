@@ -24,6 +24,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
@@ -151,6 +152,8 @@ class Memory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        if DTensor in types:  # it calls again, with the parts of this rank
+            return NotImplemented
         kwargs = dict(kwargs or {})
         if func.is_view:
             out = func(*args, **kwargs)
@@ -340,6 +343,8 @@ def imitated(memory: Memory, rank: int, ranks: int, of_machine: int) -> Iterator
             for module in [each for key, each in sys.modules.items() if key.startswith("zero.")]:
                 for key in [key for key, value in vars(module).items() if value is original]:
                     stack.enter_context(mock.patch.object(module, key, substitute))
+        # A mesh looks for the module of its kind of device.
+        stack.enter_context(mock.patch.object(torch, META.type, torch.cpu, create=True))
         # Tensors of tiers are counted as tensors, unlike those in buffers that are used again.
         of_tier = mock.patch.object(tiers, "new_block", lambda size, pin: new_block(size, False))
         stack.enter_context(of_tier)
