@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -458,6 +459,41 @@ def test_what_cannot_fit_is_tried_once(monkeypatch):
     assert remedies(model, config, question, {"device": 1 << 20}) == []
     # With the smallest micro-batch alone, and each change once.
     assert {batch for _, batch in asked} == {1} and max(asked.values()) == 1
+
+
+def test_tensor_parallelism_shares_weights_and_products():
+    whole, half = (
+        estimate(
+            build(llama(), torch.bfloat16),
+            load_config(
+                {
+                    "bf16": {"enabled": True},
+                    "zero_optimization": {"stage": 0},
+                    "tensor_parallel": {"autotp_size": size},
+                }
+            ),
+            Question(2, BATCH, LENGTH),
+        )
+        for size in (1, 2)
+    )
+    assert half.traffic.operations == whole.traffic.operations / 2
+    for part in ("parameters", "masters", "optimizer state"):
+        # norms are whole
+        assert half.parts["device"][part] == pytest.approx(
+            whole.parts["device"][part] / 2, rel=0.01
+        )
+    assert (whole.tokens, half.tokens) == (2 * BATCH * LENGTH, BATCH * LENGTH)
+
+
+def test_experts_of_single_processes_are_refused(ask, capsys):
+    sizes = {"num_local_experts": 4, "architectures": ["MixtralForCausalLM"]}
+    shape = transformers.MixtralConfig(**SIZES | HEADS | sizes)
+    sections = {
+        "tensor_parallel": {"autotp_size": 2},
+        "expert_parallel": {"enabled": True, "autoep_size": 2},
+    }
+    call = partial(ask, shape, {"stage": 1}, "--world", "2", **sections)
+    assert "expert_parallel.autoep_size" in refusal(capsys, call)
 
 
 def test_an_estimate_does_not_depend_on_those_before():
