@@ -1,6 +1,6 @@
 """Single calls of torch on a device that computes nothing: what they make, and what they cost.
 
-A step has thousands of calls, and a few dozen different ones: layers are alike, and so are the
+A step has thousands of calls, and some hundred different ones: layers are alike, and so are the
 steps of two configurations. So torch derives the shapes of a call once."""
 
 from __future__ import annotations
