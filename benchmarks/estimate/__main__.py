@@ -1,4 +1,4 @@
-"""`zero estimate` beside what ranks really take, on 40 cases.
+"""`zero estimate` beside what ranks really take, on 42 cases.
 
     python -m benchmarks.estimate
     python -m benchmarks.estimate --only 3 10
@@ -34,6 +34,7 @@ NVME = {"device": "nvme"}
 FILES = NVME | {"max_in_cpu": 0}
 PIPELINE = {"pipeline_read": True, "pipeline_write": True}
 BF16 = {"bf16": {"enabled": True}}
+TENSOR = {"tensor_parallel": {"autotp_size": 2}}
 TWO = {"gradient_accumulation_steps": 2}
 ON_HOST = {"activation_checkpointing": {"cpu_checkpointing": True}}
 CODED_WEIGHTS, CODED_GRADIENTS = (
@@ -47,6 +48,8 @@ SECOND = {"zero_hpz_partition_size": 2}
 # Model, keys of zero_optimization, other sections, batch, tokens, gradient checkpointing.
 Case = tuple[str, dict[str, Any], dict[str, Any], int, int, bool]
 CASES: list[Case] = [
+    ("llama", {"stage": 1}, BF16 | TENSOR, 2, 128, False),
+    ("llama", {"stage": 3, **SMALL}, BF16 | TENSOR, 2, 128, True),
     ("llama-lora", {"stage": 2}, BF16, 2, 128, False),
     ("llama-lora", {"stage": 3, **SMALL}, BF16, 2, 128, True),
     ("t5-lora", {"stage": 3, **SMALL, "offload_param": CPU}, BF16, 2, 64, False),
@@ -205,6 +208,7 @@ def describe(case: Case) -> str:
         for key, value in section.items()
         if value is True
     ]
+    words += ["tensor parallelism over 2"] * ("tensor_parallel" in others)
     words += ["4 bits"] * ("zero_quantized_gradient_bits" in section)
     words += ["second shards"] * ("zero_hpz_partition_size" in section)
     return ", ".join(words)

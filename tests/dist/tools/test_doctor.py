@@ -20,3 +20,13 @@ def test_ranks_measure_all_links():
     assert "for each of 3 ranks" in next(
         each["found"] for each in found["findings"] if each["check"] == "host memory"
     )
+
+
+def test_all_ranks_measure_speeds_and_one_writes_them(tmp_path):
+    file = tmp_path / "speeds.json"
+    options = "--json", "--speeds", str(file), "--folder", str(tmp_path)
+    done = fork_ranks("-m", "zero", "doctor", *options, nproc=2, timeout=240, imported="zero")
+    assert done.returncode == 0, done.stdout + done.stderr
+    speeds = json.loads(file.read_text())["speeds"]
+    assert json.loads(done.stdout)["speeds"] | speeds == json.loads(done.stdout)["speeds"]
+    assert speeds["network"] > 0 and "by 2 processes" in speeds["source"]

@@ -90,6 +90,8 @@ def _speeds(options: Namespace, is_alone: bool) -> int:
             if options.json
             else f"{speeds.table(found, here)}\n{found.source}; written to {options.speeds}"
         )
+    if comm is not None:
+        comm.exchange("done")  # rank 0 holds the store
     return 0
 
 

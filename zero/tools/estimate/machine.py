@@ -19,11 +19,12 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
@@ -35,9 +36,17 @@ from zero.comm.traffic import READ, WRITTEN
 from zero.config import AioConfig, table
 from zero.offload import nvme, pinned, tiers
 from zero.optim import adam_cpu, rounding
-from zero.tools.estimate.operations import operations
+from zero.tools.estimate.calls import (
+    FILLS,
+    META,
+    Call,
+    is_on_device,
+    key_of,
+    known_calls,
+    like,
+    tensors_in,
+)
 
-META = torch.device("meta")
 DEVICE, HOST, DISK = "device", "host", "disk"
 # Parts of host memory: buffers for transfers.
 PINNED, PAGEABLE = "buffers, pinned", "buffers, pageable"
@@ -47,8 +56,6 @@ IN_BUFFER = "in a buffer"
 COMPUTED = 1 << 12
 
 _aten = torch.ops.aten
-_FILLS = (_aten.zeros.default, _aten.ones.default, _aten.full.default)
-_WITH_VALUES = (_aten._local_scalar_dense.default,)
 
 
 class Memory(TorchDispatchMode):
@@ -107,7 +114,7 @@ class Memory(TorchDispatchMode):
         """Count the tensor's storage, unless it is known. Without a place, by its device."""
         storage = tensor.untyped_storage()
         if (key := storage._cdata) not in self._known:
-            place = place or (DEVICE if _is_on_device(tensor) else HOST)
+            place = place or (DEVICE if is_on_device(tensor) else HOST)
             nbytes = 0 if place == IN_BUFFER else storage.nbytes()
             self._known[key] = (place, self.part, nbytes)
             self.add(place, self.part, nbytes)
@@ -145,33 +152,35 @@ class Memory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        if DTensor in types:  # it calls again, with the parts of this rank
+            return NotImplemented
         kwargs = dict(kwargs or {})
         if func.is_view:
             out = func(*args, **kwargs)
-            for leaf in _tensors(out):
+            for leaf in tensors_in(out):
                 self.note(leaf)
             return out
         is_pinned = kwargs.pop("pin_memory", False)
-        key = _key_of(func, args, kwargs)
-        call = _calls.get(key) if key is not None else None
+        key = key_of(func, args, kwargs)
+        call = known_calls.get(key) if key is not None else None
         if call is not None:
-            out = args[0] if call.returns_input else _like(call.outputs)
+            out = args[0] if call.returns_input else like(call.outputs)
         else:
             out = self._call(func, args, kwargs)
-            call = _Call.of(func, args, kwargs, out)
+            call = Call.of(func, args, kwargs, out)
             if key is not None and call.is_complete:
-                _calls[key] = call
+                known_calls[key] = call
         self.operations += call.operations
         self.touched += call.touched
         before, self.part = self.part, "activations" if is_pinned else self.part
-        for leaf in _tensors(out):
+        for leaf in tensors_in(out):
             self.note(leaf)
         self.part = before
         return out
 
     def _call(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        tensors = list(_tensors((args, kwargs)))
-        if func is _aten._local_scalar_dense.default and _is_on_device(args[0]):
+        tensors = list(tensors_in((args, kwargs)))
+        if func is _aten._local_scalar_dense.default and is_on_device(args[0]):
             return 0.0 if args[0].is_floating_point() else 0
         if func is _aten._to_copy.default and args[0].numel() <= COMPUTED:
             return self._copy_small(func, args[0], kwargs)
@@ -179,14 +188,14 @@ class Memory(TorchDispatchMode):
             # torch's formula for shapes takes bf16 alone
             narrow = (each.bfloat16() for each in args[:2])
             return func(*narrow, *args[2:], **kwargs).to(args[0].dtype)
-        if func in _FILLS and torch.device(kwargs.get("device") or "cpu").type == "cpu":
+        if func in FILLS and torch.device(kwargs.get("device") or "cpu").type == "cpu":
             shape = func(*args, **kwargs | {"device": META})
             return func(*args, **kwargs) if shape.numel() <= COMPUTED else _on_host(shape)
-        on_device = any(map(_is_on_device, tensors))
+        on_device = any(map(is_on_device, tensors))
         target = kwargs.get("device")
         leaves = on_device and target is not None and torch.device(target).type == "cpu"
-        is_large = any(not _is_on_device(each) and each.numel() > COMPUTED for each in tensors)
-        mixed = on_device and not all(map(_is_on_device, tensors)) and func._schema.is_mutable
+        is_large = any(not is_on_device(each) and each.numel() > COMPUTED for each in tensors)
+        mixed = on_device and not all(map(is_on_device, tensors)) and func._schema.is_mutable
         if not (leaves or is_large or mixed):
             return func(*args, **kwargs)
         return self._skip(func, args, kwargs, torch.device(target) if target else None)
@@ -201,7 +210,7 @@ class Memory(TorchDispatchMode):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     return value
             return kwargs["out"]
-        given = list(_tensors((args, kwargs)))
+        given = list(tensors_in((args, kwargs)))
         target = target or next((each.device for each in given if each.dim()), given[0].device)
         args, kwargs = tree_map_only(torch.Tensor, _shape_on_device, (args, kwargs))
         if kwargs.get("device") is not None:
@@ -212,9 +221,9 @@ class Memory(TorchDispatchMode):
     def _copy_small(self, func: Any, source: torch.Tensor, kwargs: dict) -> torch.Tensor:
         """A copy of a small tensor, which keeps its values over a stay on the device."""
         target = torch.device(kwargs.get("device") or source.device)
-        if not _is_on_device(source):
+        if not is_on_device(source):
             out = func(source, **kwargs)
-            if _is_on_device(out):
+            if is_on_device(out):
                 self.note(out)
                 self._values[out.untyped_storage()._cdata] = source.detach().clone()
             return out
@@ -226,112 +235,8 @@ class Memory(TorchDispatchMode):
         return values.reshape(source.shape).to(kwargs.get("dtype") or source.dtype)
 
 
-# -- calls that were seen before
-#
-# A step has thousands of calls, and a few dozen different ones: layers are alike, and so are the
-# steps of two configurations. Torch derives the shapes of a call once.
-
-
-class _Call(NamedTuple):
-    """What a call on device tensors makes.
-
-    Attributes:
-        outputs: shape, stride and dtype in the place of each tensor.
-        returns_input: whether it writes into its first argument and returns that.
-        operations: floating-point ones, if it is a matrix product.
-        touched: bytes read and written, if it is none.
-        is_complete: whether the next such call need not be made.
-    """
-
-    outputs: Any
-    returns_input: bool
-    operations: int
-    touched: int
-    is_complete: bool
-
-    @classmethod
-    def of(cls, func: Any, args: tuple, kwargs: dict, out: Any) -> _Call:
-        inputs, made = list(_tensors((args, kwargs))), list(_tensors(out))
-        count, touched = operations(func, args, kwargs, out), 0
-        if not count and func.namespace == "aten":
-            moved = [*inputs, *made] if inputs or func in _FILLS else []
-            touched = sum(each.nbytes for each in moved if _is_on_device(each))
-        aliases = [each.alias_info for each in func._schema.returns]
-        returns_input = len(aliases) == 1 and bool(args) and out is args[0]
-        is_new = not (func._schema.is_mutable or any(aliases)) and all(map(_is_whole, made))
-        is_complete = is_new or (func._schema.is_mutable and (returns_input or not aliases))
-        outputs = _shapes(out if is_new else None)
-        return cls(outputs, returns_input, count, touched, is_complete)
-
-
-_calls: dict[Any, _Call] = {}
-
-
-def _key_of(func: Any, args: tuple, kwargs: dict) -> Any:
-    """What the call's result depends on. None: it has to be made, because it changes a shape, or a
-    tensor in it is not on the device.
-    """
-    if func.namespace != "aten" or torch.Tag.inplace_view in func.tags:
-        return None
-    device = kwargs.get("device") or (META if next(_tensors(args), None) is not None else "cpu")
-    if torch.device(device).type != META.type or "out" in kwargs or func in _WITH_VALUES:
-        return None
-    try:
-        return func, _shapes(args), tuple((name, _shapes(kwargs[name])) for name in kwargs)
-    except ValueError:
-        return None
-
-
-def _shapes(value: Any) -> Any:
-    """The value with the shape, stride and dtype of each tensor in its place. ValueError for a
-    tensor in host memory.
-    """
-    if isinstance(value, torch.Tensor):
-        if not _is_on_device(value):
-            raise ValueError("a tensor in host memory")
-        return _Shape(value.shape, value.stride(), value.dtype)
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_shapes, value))
-    return type(value), value  # 1, 1.0 and True are equal, but make other dtypes
-
-
-class _Shape(NamedTuple):
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _like(shapes: Any) -> Any:
-    """New tensors of these shapes."""
-    if isinstance(shapes, _Shape):
-        return torch.empty_strided(*shapes[:2], dtype=shapes.dtype, device=META)
-    if shapes and isinstance(shapes[0], type):
-        return shapes[1]
-    return tuple(map(_like, shapes))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in the arguments or results of a call."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
-def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is on the device, and all of its storage."""
-    return _is_on_device(tensor) and tensor.nbytes == tensor.untyped_storage().nbytes()
-
-
-def _is_on_device(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == META.type
-
-
 def _shape_on_device(tensor: torch.Tensor) -> torch.Tensor:
-    if _is_on_device(tensor):
+    if is_on_device(tensor):
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
 
@@ -438,6 +343,8 @@ def imitated(memory: Memory, rank: int, ranks: int, of_machine: int) -> Iterator
             for module in [each for key, each in sys.modules.items() if key.startswith("zero.")]:
                 for key in [key for key, value in vars(module).items() if value is original]:
                     stack.enter_context(mock.patch.object(module, key, substitute))
+        # A mesh looks for the module of its kind of device.
+        stack.enter_context(mock.patch.object(torch, META.type, torch.cpu, create=True))
         # Tensors of tiers are counted as tensors, unlike those in buffers that are used again.
         of_tier = mock.patch.object(tiers, "new_block", lambda size, pin: new_block(size, False))
         stack.enter_context(of_tier)

@@ -24,7 +24,8 @@ from transformers.initialization import no_init_weights
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
 from zero.tools.estimate.adapters import add_adapter, quantization_of, quantize
-from zero.tools.estimate.machine import META, Memory
+from zero.tools.estimate.calls import META
+from zero.tools.estimate.machine import Memory
 from zero.tools.estimate.question import Question, model_folder
 
 # Of integers in `config.json`, by the end of the key; larger ones are mistakes.

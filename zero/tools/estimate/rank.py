@@ -25,6 +25,7 @@ from zero.config.offload import OffloadOptimizerConfig
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
 from zero.integrations.deepspeed.optimizers import build_optimizer
+from zero.integrations.deepspeed.tensor import share_model
 from zero.optim.sharded_optimizer import ZeroOptimizer
 from zero.tools.estimate.adapters import elements
 from zero.tools.estimate.machine import DEVICE, DISK, HOST, Memory, imitated
@@ -108,10 +109,11 @@ def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
 
     Raises UsageError for a model whose forward needs other inputs than token ids, if activations
     are asked for."""
-    if config.tensor_parallel.autotp_size > 1:
+    if config.expert_parallel.size > 1:
         raise UsageError(
-            "tensor_parallel.autotp_size: memory with tensor parallelism is not estimated; set it "
-            "to 1"
+            "expert_parallel.autoep_size: how many tokens travel between processes depends on "
+            "their values, so that it is not estimated. Without the section each process has a "
+            "part of each expert, and holds as much"
         )
     found, owns = _of_rank(model, config, question, 0)
     ranks = min(question.world_size, OWNERS) if owns else 1
@@ -157,10 +159,12 @@ def _of_rank(
             for tensor in _whole_tensors(model):
                 memory.note(tensor)
             memory.part = ACTIVATIONS
+            comm, whole, run = share_model(model, run, None)
+            whole.clear()  # the parameters as they were
             optimizer = build_optimizer(run, None, None, model)
             if optimizer is None:
                 optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
-            engine = ZeroEngine(model.train(), run, optimizer)
+            engine = ZeroEngine(model.train(), run, optimizer, comm=comm)
             engine.comm.clock.shows = False
             found = _followed(engine, config, question, memory, count)
             owns = _owns_tensors(engine) and question.world_size > 1

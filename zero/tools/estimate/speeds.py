@@ -144,7 +144,7 @@ GIVEN = {
     "network": ("network",),
     "host": ("to_device", "from_device"),
     "disk": ("disk_read", "disk_written"),
-    "memory": ("memory", "memory_8_bit"),
+    "memory": ("memory",),
     "compute": ("compute", "compute_fp32"),
 }
 
@@ -159,4 +159,4 @@ def chosen(file: Path | None, device: str | None, given: Mapping[str, float | No
     for name, speed in given.items():
         if speed is not None:
             speeds = replace(speeds, **dict.fromkeys(GIVEN[name], speed))
-    return speeds
+    return replace(speeds, memory_8_bit=min(speeds.memory_8_bit, speeds.memory))

@@ -1,0 +1,136 @@
+"""Single calls of torch on a device that computes nothing: what they make, and what they cost.
+
+A step has thousands of calls, and some hundred different ones: layers are alike, and so are the
+steps of two configurations. So torch derives the shapes of a call once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+META = torch.device("meta")
+
+_aten = torch.ops.aten
+FILLS = (_aten.zeros.default, _aten.ones.default, _aten.full.default)
+# Torch's formulas, and those that it lacks: fused attention on CPUs, where a causal mask saves
+# nothing, and experts.
+_FORMULAS = flop_registry | {
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_, **__: (
+        4 * q.numel() * k.shape[-2]
+    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, *_, **__: (
+        10 * q.numel() * k.shape[-2]
+    ),
+    _aten._grouped_mm: lambda a, b, *_, **__: 2 * a.numel() * b.shape[-1],
+}
+
+
+def operations(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
+    """Floating-point operations of one call: matrix products count, all others are 0."""
+    formula = _FORMULAS.get(getattr(func, "overloadpacket", func))
+    return 0 if formula is None else formula(*args, **kwargs, out_val=out)
+
+
+class Call(NamedTuple):
+    """What a call on device tensors makes.
+
+    Attributes:
+        outputs: shape, stride and dtype in the place of each tensor.
+        returns_input: whether it writes into its first argument and returns that.
+        operations: floating-point ones, if it is a matrix product.
+        touched: bytes read and written, if it is none.
+        is_complete: whether the next such call need not be made.
+    """
+
+    outputs: Any
+    returns_input: bool
+    operations: int
+    touched: int
+    is_complete: bool
+
+    @classmethod
+    def of(cls, func: Any, args: tuple, kwargs: dict, out: Any) -> Call:
+        inputs, made = list(tensors_in((args, kwargs))), list(tensors_in(out))
+        count, touched = operations(func, args, kwargs, out), 0
+        if not count and func.namespace == "aten":
+            moved = [*inputs, *made] if inputs or func in FILLS else []
+            touched = sum(each.nbytes for each in moved if is_on_device(each))
+        aliases = [each.alias_info for each in func._schema.returns]
+        returns_input = len(aliases) == 1 and bool(args) and out is args[0]
+        is_new = not (func._schema.is_mutable or any(aliases)) and all(map(_is_whole, made))
+        is_complete = is_new or (func._schema.is_mutable and (returns_input or not aliases))
+        outputs = _shapes(out if is_new else None)
+        return cls(outputs, returns_input, count, touched, is_complete)
+
+
+known_calls: dict[Any, Call] = {}
+
+
+def key_of(func: Any, args: tuple, kwargs: dict) -> Any:
+    """What the call's result depends on. None: it has to be made, because it changes a shape, or a
+    tensor in it is not on the device.
+    """
+    if func.namespace != "aten" or torch.Tag.inplace_view in func.tags:
+        return None
+    device = kwargs.get("device") or (META if next(tensors_in(args), None) is not None else "cpu")
+    if (
+        torch.device(device).type != META.type
+        or "out" in kwargs
+        or func is _aten._local_scalar_dense.default
+    ):
+        return None
+    try:
+        return func, _shapes(args), tuple((name, _shapes(kwargs[name])) for name in kwargs)
+    except ValueError:
+        return None
+
+
+def _shapes(value: Any) -> Any:
+    """The value with the shape, stride and dtype of each tensor in its place. ValueError for a
+    tensor in host memory.
+    """
+    if isinstance(value, torch.Tensor):
+        if not is_on_device(value):
+            raise ValueError("a tensor in host memory")
+        return _Shape(value.shape, value.stride(), value.dtype)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_shapes, value))
+    return type(value), value  # 1, 1.0 and True are equal, but make other dtypes
+
+
+class _Shape(NamedTuple):
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def like(shapes: Any) -> Any:
+    """New tensors of these shapes."""
+    if isinstance(shapes, _Shape):
+        return torch.empty_strided(*shapes[:2], dtype=shapes.dtype, device=META)
+    if shapes and isinstance(shapes[0], type):
+        return shapes[1]
+    return tuple(map(like, shapes))
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in the arguments or results of a call."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is on the device, and all of its storage."""
+    return is_on_device(tensor) and tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def is_on_device(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == META.type
