@@ -166,6 +166,7 @@ class ZeroEngine(Accumulation, nn.Module):
             self.optimizer.writes = writes
             writes.end_of_step()
         self.lr_scheduler = build.make_scheduler(lr_scheduler, optimizer)
+        self.comm.watchdog.has_engine = True
         if settings.compile.enabled:
             self.compile(settings.compile.backend, settings.compile.kwargs)
 

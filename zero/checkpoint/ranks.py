@@ -5,8 +5,6 @@ of their own. If one rank fails, all raise the same error.
 from __future__ import annotations
 
 import json
-import logging
-import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -16,16 +14,11 @@ import torch.distributed as dist
 
 from zero.checkpoint.manifest import DamagedCheckpointError
 from zero.comm.communicator import Communicator
-from zero.comm.watchdog import Watchdog
+from zero.comm.watchdog import LONE, Watchdog, tells_if_alone
 from zero.comm.world import default_timeout
 from zero.errors import UsageError
 
 T = TypeVar("T")
-
-logger = logging.getLogger("zero")
-
-# Seconds after which a rank says that it is waiting for the others.
-LONE = 10.0
 
 _connections: WeakKeyDictionary[Communicator, dist.ProcessGroupGloo] = WeakKeyDictionary()
 # The errors that every rank raises as the kind they are; others become a RuntimeError.
@@ -75,17 +68,11 @@ class Ranks:
 
         A rank that waits for `LONE` seconds says so. The first call makes connections.
         """
-        text = "%s: rank %d has been waiting for the other ranks: every rank must call this"
-        notice = threading.Timer(LONE, logger.warning, (text, what, comm.rank))
-        notice.daemon = True
-        notice.start()
-        try:
+        with tells_if_alone(comm.rank, what, LONE):
             if comm not in _connections:
                 _connections[comm] = connect(comm, what)
             ranks = cls(_connections[comm], what, comm.watchdog)
             ranks.any(False)
-        finally:
-            notice.cancel()
         return ranks
 
     def exchange(self, act: Callable[[], object], conclude: Callable[[list[Any]], T]) -> T:

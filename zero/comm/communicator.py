@@ -37,7 +37,7 @@ from zero.comm.clock import Clock
 from zero.comm.fingerprint import CollectiveOrder, MessageTags, NamedGroup, explain
 from zero.comm.observer import begin
 from zero.comm.traffic import note_copy, send, send_natively
-from zero.comm.watchdog import Watchdog, end_with_launcher
+from zero.comm.watchdog import Watchdog, end_with_launcher, names_lone_setup
 from zero.comm.work import Pending
 from zero.comm.world import (
     Group,
@@ -94,7 +94,8 @@ class Communicator(ABC):
         weakref.finalize(self, self.watchdog.stop)
         self.model: Communicator | None = None
         self._split: dict[str, Communicator] = {}
-        self._join([range(size)], None)
+        with names_lone_setup(rank):
+            self._join([range(size)], None)
 
     # -- ranks
 

@@ -9,18 +9,25 @@ store says so and ends too. This file knows nothing of groups or collectives."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+logger = logging.getLogger("zero")
+
+# Seconds after which a rank says that it is waiting for the others.
+LONE = 10.0
 
 # Seconds that the other ranks have to answer an alarm.
 GRACE = 10.0
@@ -29,6 +36,12 @@ ADVICE = (
     "zero.leaf.set_z3_leaf_modules(model, [TheirParent]) before zero.initialize."
 )
 GONE = "A rank that does not answer is on a machine that is gone, or behind a link that is down."
+# What ranks must do alike, after their first engine was made and before it.
+_ALIKE = "all ranks need the same number of batches and of forward calls"
+_LOADS_ALIKE = (
+    "all ranks must create and load the model, by from_pretrained or in zero.Init, and call "
+    "zero.initialize; not rank 0 alone"
+)
 _SILENT = "does not answer"
 _ALARM = "zero_watchdog/alarm"
 _BETWEEN_GROUPS = "an exchange between groups"
@@ -51,6 +64,8 @@ class _Wait(NamedTuple):
 class Watchdog:
     """Watches the waits of one rank until `stop`; `timeout` in seconds.
 
+    `has_engine`: an engine was made, so that what follows is training.
+
     `mark`, for an accelerator, whose collectives do not block the host: called in the thread, it
     returns a function that says whether the device has done all that it had been given."""
 
@@ -64,6 +79,7 @@ class Watchdog:
         self.rank = rank
         self.world_size = world_size
         self.timeout = timeout
+        self.has_engine = False
         self._position: Callable[[], object] = lambda: "no module yet"
         self._waiting: _Wait | None = None
         # When the main thread started something the last time.
@@ -141,8 +157,8 @@ class Watchdog:
         )
         return (
             f"rank {self.rank} lost the connection while it waited at {what or _BETWEEN_GROUPS}: "
-            f"{who}. If no rank has an error of its own: all ranks need the same number of batches "
-            "and of forward calls"
+            f"{who}. If no rank has an error of its own: "
+            f"{_ALIKE if self.has_engine else _LOADS_ALIKE}"
         )
 
     def _has_ended(self, rank: int) -> bool:
@@ -240,6 +256,33 @@ class Watchdog:
     @staticmethod
     def _key(rank: int) -> str:
         return f"zero_watchdog/rank{rank}"
+
+
+@contextmanager
+def tells_if_alone(rank: int, what: str, seconds: float) -> Iterator[None]:
+    """Context of what every rank must do: a rank that waits for others for `seconds` says so."""
+    text = "%s: rank %d has been waiting for the other ranks: every rank must call this"
+    notice = threading.Timer(seconds, logger.warning, (text, what, rank))
+    notice.daemon = True
+    notice.start()
+    try:
+        yield
+    finally:
+        notice.cancel()
+
+
+@contextmanager
+def names_lone_setup(rank: int) -> Iterator[None]:
+    """Context in which the ranks meet for the first time. Raises RuntimeError if others stay away,
+    as they do if a script loads its model on rank 0 alone.
+    """
+    try:
+        with tells_if_alone(rank, "connecting the ranks, for a model or an engine", LONE):
+            yield
+    except dist.DistStoreError as error:
+        raise RuntimeError(
+            f"rank {rank} has waited in vain for the other ranks: {_LOADS_ALIKE}"
+        ) from error
 
 
 def _say(text: str) -> None:

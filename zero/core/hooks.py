@@ -453,6 +453,11 @@ class ModuleHooks:
 
     def gradient_ready(self, group: ParamGroup, index: int) -> None:
         """The gradient of the group's parameter number `index` is complete."""
+        param = group.params[index]
+        if param is self._stands_in:
+            # No hook has run before, so that the gradient was added to the stand-in, to zeros.
+            assert param.grad is not None
+            param.grad = param.grad.as_subclass(torch.Tensor)
         self._backward_begins()
         if self._is_derivative:
             raise UsageError(

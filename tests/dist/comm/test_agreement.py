@@ -201,3 +201,29 @@ def test_uneven_numbers_of_batches_are_named(tmp_path):
     assert done.returncode == 1
     assert "rank 1 lost the connection while it waited at group" in done.stderr
     assert "rank 0 has ended its work" in done.stderr and "same number of batches" in done.stderr
+
+
+LONE_LOAD = """
+import sys, zero
+from tests.dist.toys import toy
+from zero.comm import watchdog
+watchdog.LONE = 1.0
+zero.comm.world.init_distributed()
+if sys.argv[1] == "second model":
+    zero.comm.communicator.communicator()
+if zero.comm.world.dist.get_rank() == 0:
+    with zero.Init():
+        toy()
+"""
+
+
+@pytest.mark.parametrize("which", ["first model", "second model"])
+def test_a_model_that_rank_0_loads_alone_is_named(which, tmp_path):
+    script = tmp_path / "lone.py"
+    script.write_text(LONE_LOAD)
+    done = torchrun(script, which, nproc=2, timeout=120, env={"DEEPSPEED_TIMEOUT": "0.1"})
+    assert done.returncode == 1
+    assert "all ranks must create and load the model" in done.stderr, done.stderr
+    assert "number of batches" not in done.stderr
+    if which == "first model":
+        assert "rank 0 has been waiting for the other ranks" in done.stderr
