@@ -15,6 +15,8 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero.comm.communicator import Communicator
 from zero.comm.consistency import flat, hyper_parameters, require_same, versions
@@ -107,6 +109,12 @@ def make_groups(
             f"parameter {odd[0]!r} is complex: keep its real and imaginary part as one real "
             "parameter (torch.view_as_real), and call torch.view_as_complex in forward"
         )
+    for name, param in model.named_parameters():
+        if is_traceable_wrapper_subclass(param) and not isinstance(param, DTensor):
+            raise UsageError(
+                f"parameter {name!r} is a {type(param).__name__}, which cannot be sharded: "
+                "leave its module out of the quantization"
+            )
     # Below stage 3 nothing is gathered for use; a group is what one reduction takes.
     threshold = zero.stage3_param_persistence_threshold if zero.stage == 3 else 0
     plans = plan_groups(model, threshold, zero.stage3_model_persistence_threshold, group_of)

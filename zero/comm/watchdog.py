@@ -141,8 +141,8 @@ class Watchdog:
         )
         return (
             f"rank {self.rank} lost the connection while it waited at {what or _BETWEEN_GROUPS}: "
-            f"{who}. If no rank has an error of its own: all ranks need the same number of batches "
-            "and of forward calls"
+            f"{who}. If no rank has an error of its own: all ranks must build and load the model, "
+            "and they need the same number of batches and of forward calls"
         )
 
     def _has_ended(self, rank: int) -> bool:
