@@ -132,6 +132,20 @@ def test_complex_parameters_are_refused():
     run_on(1, complex_is_refused)
 
 
+def quantized_is_refused(rank: int, world_size: int) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda module, name: name == "0")
+    with pytest.raises(UsageError, match=r"'0\.weight' is a \w+, which cannot be sharded"):
+        engine_of(model, 3)
+
+
+def test_weights_that_torchao_has_quantized_are_refused_by_name():
+    pytest.importorskip("torchao")
+    run_on(1, quantized_is_refused)
+
+
 def is_accepted(rank: int, world_size: int) -> None:
     for alias in (frozen_twins, tied, one_allocation, columns, listed, recomputed):
         model = Pair()

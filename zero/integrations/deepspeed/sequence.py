@@ -199,8 +199,8 @@ def _check_tensor_parallel(mpu: Any, settings: Config) -> None:
     """Raise UsageError unless `mpu` has the same tensor-parallel groups as the configuration."""
     size = settings.tensor_parallel.autotp_size
     if not hasattr(mpu, "get_model_parallel_group"):
-        missing = "get_sequence_parallel_world_size nor get_model_parallel_group"
-        raise UsageError(f"initialize: mpu has neither {missing}: it is not supported")
+        missing = "get_sequence_parallel_world_size and no get_model_parallel_group"
+        raise UsageError(f"initialize: mpu has no {missing}: no other mpu is supported")
     ranks = torch.distributed.get_process_group_ranks(mpu.get_model_parallel_group())
     first = world.get_rank() // size * size
     if ranks != list(range(first, first + size)):
