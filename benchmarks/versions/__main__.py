@@ -51,7 +51,7 @@ OLDEST = (
 # What the tests need beside zero's own dependencies; newest releases that go with the others.
 COMMON = (
     "psutil", "pydantic", "safetensors", "xxhash", "jinja2", "rich", "peft", "datasets", "babel",
-    "schedulefree", "pytest", "pytest-timeout", "hypothesis",
+    "schedulefree", "pillow", "pytest", "pytest-timeout", "hypothesis",
 )  # fmt: skip
 
 SETS = {
@@ -103,9 +103,9 @@ class Corner:
 
 
 CORNERS = [
-    Corner("oldest of all", "3.10", "2.8.0", "4.57.6", "1.7.0", OLDEST),
+    Corner("oldest of all", "3.10", "2.11.0", "4.57.6", "1.7.0", OLDEST),
     Corner("oldest", "3.11", "2.13.0", "4.57.6", "1.7.0", OLDEST),
-    Corner("5.0", "3.12", "2.10.0", "5.0.0", "1.9.0"),
+    Corner("5.0", "3.12", "2.12.1", "5.0.0", "1.9.0"),
     Corner("LLaMA-Factory", "3.11", "2.13.0", "5.6.0", "1.11.0", ("peft==0.18.1",)),
     Corner("axolotl", "3.11", "2.13.0", "5.16.1", "1.13.0", ("peft==0.20.0",)),
     Corner("5.17", "3.11", "2.13.0", "5.17.0", "1.14.0"),

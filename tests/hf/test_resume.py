@@ -152,7 +152,7 @@ def test_same_number_of_ranks_goes_on_bit_for_bit(name, straight, resumed):
     assert resumed[name]["random"] == reference["random"]
 
 
-@SAME_BATCHES
+@needs("transformers", "5.6", "resumed on other ranks in a later epoch, it takes other batches")
 @pytest.mark.parametrize("nproc", [1, 3])
 def test_another_number_of_ranks_goes_on(nproc, straight, tmp_path):
     name = "the Trainer's own"
