@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compatibility.__main__ import SCRIPTS, command, find, measure, train, write_inputs
+from benchmarks.compatibility.__main__ import (
+    SCRIPTS,
+    Script,
+    command,
+    find,
+    measure,
+    train,
+    write_inputs,
+)
 
 pytest.importorskip("trl")
 
@@ -25,9 +33,21 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_script_has_the_losses_and_weights_of_ddp(data: Path, name: str, method: str) -> None:
     """Train, evaluate, save and load. GRPO generates, and has a reference model (beta 0.1)."""
-    script = dataclasses.replace(SCRIPTS[name], resumes=False)
+    compare(data, dataclasses.replace(SCRIPTS[name], resumes=False), method)
+
+
+@pytest.mark.parametrize("flag", ["--load_in_4bit", "--load_in_8bit"])
+def test_sft_on_a_quantized_model_has_the_losses_and_adapters_of_ddp(data: Path, flag: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    script = SCRIPTS["trl/sft"]
+    arguments = f"{script.arguments} {flag}"
+    compare(data, dataclasses.replace(script, arguments=arguments, resumes=False), "LoRA", flag)
+
+
+def compare(data: Path, script: Script, method: str, flag: str = "") -> None:
+    """Run the script under DDP and at stage 3."""
     file = find(script, [])
-    reference = data / f"{file.stem}_{method}"
+    reference = data / f"{file.stem}_{method}{flag}"
     train(command(script, file, data, method, None, reference), reference)
     out = reference.with_name(f"{reference.name}_3")
     row = measure(script, command(script, file, data, method, 3, out), out, reference)
