@@ -29,6 +29,7 @@ from zero.core.param_group import ParamGroup
 from zero.core.quantized_weights import (
     LEAST_BYTES,
     is_quantized,
+    keeps_codes_in_buffers,
     quantized_tensors,
     reachable,
     wraps_tensors,
@@ -169,9 +170,7 @@ def _sharded_buffers(model: nn.Module, zero: ZeroConfig) -> bool | None:
     """Which buffers are sharded, as `quantized_tensors` takes it."""
     if zero.stage < 3 or zero.stage3_shard_buffers is not None:
         return zero.stage == 3 and zero.stage3_shard_buffers
-    # transformers says so of the model, which an adapter may wrap.
-    is_quantized = any(getattr(module, "is_quantized", False) is True for module in model.modules())
-    return None if is_quantized else False
+    return None if keeps_codes_in_buffers(model) else False
 
 
 def _refuse_formats(model: nn.Module) -> None:
@@ -223,9 +222,9 @@ def describe_quantized(model: nn.Module, settings: Config, ranks: int) -> str:
             if name in ("_parameters", "_buffers", "_modules"):
                 continue
             for path, tensor in reachable(value, f"{prefix}.{name}".lstrip(".")):
-                is_code = bool(found) or is_quantized(tensor)
-                is_ours = tensor in known or name in params or owning_group(tensor) is not None
-                if is_code and not is_ours and tensor.nbytes >= LEAST_BYTES:
+                is_sharded = tensor in known or (name in params and tensor.is_floating_point())
+                is_code = bool(found) or is_quantized(tensor) or name in params
+                if is_code and not is_sharded and local(tensor).nbytes >= LEAST_BYTES:
                     whole[tensor] = path
     nbytes = sum(sharded.values())
     if not sharded and not whole:

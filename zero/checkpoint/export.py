@@ -34,6 +34,7 @@ from zero.comm.work import Pending
 from zero.core.gathered_parameters import gather_range
 from zero.core.layout import PIPELINE_PLACE
 from zero.core.param_group import ParamGroup
+from zero.core.quantized_weights import wraps_tensors
 from zero.core.sharded_param import ShardedParameter, cut_of, local, owning_group
 from zero.errors import UsageError
 from zero.optim.sharded_optimizer import precise_values
@@ -101,15 +102,20 @@ class Weights:
             )
         self.comm = comm
         self.dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
+        self.names = {
+            group: _stored_names(model, group) if group.packed else group.param_names
+            for group in self.groups
+        }
         self.plain = {
             name: value.detach()
-            for name, value in plain_tensors(model).items()
+            for name, value in plain_tensors(model, with_base=True).items()
             if not (exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad)
         }
         self.specs = [
-            TensorSpec(name, param.shape, self._dtype(group.dtype))
+            TensorSpec(name, param.shape, param.dtype if group.packed else self._dtype(group.dtype))
             for group in self.groups
-            for name, param in zip(group.param_names, group.params, strict=True)
+            for name, param in zip(self.names[group], group.params, strict=True)
+            if name is not None
         ] + [
             TensorSpec(name, value.shape, self._dtype(value.dtype))
             for name, value in self.plain.items()
@@ -155,10 +161,12 @@ class Weights:
             values, pending = following
             following = next(gathers, None)  # under way while this one is handed out
             pending.wait()
-            slots, params = group.layout.slots[which], group.params[which]
-            for name, slot, param in zip(group.param_names[which], slots, params, strict=True):
-                value = values[slot.offset - start : slot.end - start].view(slot.shape)
-                cut = cut_of(param)
+            for i in range(*which.indices(len(group.params))):
+                slot, name = group.layout.slots[i], self.names[group][i]
+                if name is None:
+                    continue
+                value = group.as_shown(i, values[slot.offset - start : slot.end - start])
+                cut = cut_of(group.params[i])
                 yield name, value if cut is None else cut.gather(value)
         for name, value in self.plain.items():
             yield name, value.to(self._dtype(value.dtype))
@@ -194,6 +202,22 @@ class Weights:
         else:
             own.copy_(source)
         return into, self.comm.all_gather(into, own)
+
+
+def _stored_names(model: nn.Module, group: ParamGroup) -> list[str | None]:
+    """How `model.state_dict()` names the tensors of a packed group, which may be attributes; None
+    for those that it lacks.
+    """
+    names: dict[int, str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor) and owning_group(value) is group:
+            if wraps_tensors(value):
+                raise UsageError(
+                    f"parameter {name!r} is a {type(value).__name__}, which cannot be saved from "
+                    "shards: save the trained weights alone, with exclude_frozen_parameters=True"
+                )
+            names[group.index[value]] = name
+    return [names.get(i) for i in range(len(group.params))]
 
 
 def save_16bit_model(
@@ -242,9 +266,10 @@ def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, Any
     for group in weights.groups:
         copies: _Copies = []
         _copies[group] = group.version, copies
-        for name, param in zip(group.param_names, group.params, strict=True):
+        for name, param in zip(weights.names[group], group.params, strict=True):
             on_meta = functools.partial(torch.empty, param.shape, dtype=group.dtype, device="meta")
-            copies.append(on_meta if found is None else weakref.ref(found[name]))
+            copy = None if found is None or name is None else found[name]
+            copies.append(on_meta if copy is None else weakref.ref(copy))
     if found is None:
         return None
     found |= {name: found[first] for name, first in tied_names(model).items() if first in found}

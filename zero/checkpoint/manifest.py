@@ -142,6 +142,7 @@ class Manifest(_Part):
     parameters: dict[str, Value]
     plain: dict[str, Value]
     tied: dict[str, str]
+    base: dict[str, tuple[Count, Count]] = {}
     optimizer: OptimizerState | None
     files: dict[FileName, File]
     tensors: dict[str, StoredTensor]

@@ -203,7 +203,8 @@ def load_state_dict_from_zero_checkpoint(
         RuntimeError: the names or shapes differ.
     """
     reader = open_at(checkpoint_dir, tag)
-    model.cpu().load_state_dict(_state_dict(reader), strict=not reader.manifest.frozen_excluded)
+    is_whole = not (reader.manifest.frozen_excluded or reader.manifest.base)
+    model.cpu().load_state_dict(_state_dict(reader), strict=is_whole)
     return model
 
 

@@ -6,6 +6,8 @@
     optimizer/KEY/NAME/N   one of another shape, such as sums over the rows of a matrix
     plain/NAME             a buffer, or a parameter that is not sharded
 
+Quantized weights are not stored; see `zero.checkpoint.base`.
+
 The first two kinds are stored as slices of flattened tensors, each by the rank that holds it. The
 others are stored as a whole. See `zero.checkpoint.files`."""
 
@@ -24,6 +26,7 @@ import numpy
 import torch
 from torch import nn
 
+from zero.checkpoint.base import base_layers
 from zero.checkpoint.files import CheckpointReader, Slice, name_in
 from zero.checkpoint.manifest import FORMAT, FORMAT_VERSION, Manifest, OptimizerState
 from zero.checkpoint.values import decode, describe, dtype_name, encode, rebuild
@@ -113,8 +116,10 @@ def slices_to_store(engine: ZeroEngine, exclude_frozen: bool) -> tuple[list[Slic
 
 
 def named_params(engine: ZeroEngine) -> Iterator[tuple[str, nn.Parameter, ParamGroup]]:
-    """All sharded parameters, with their names and the groups that hold their values."""
-    for group in engine.groups:
+    """All sharded parameters but those of a quantized base, with their names and the groups that
+    hold their values.
+    """
+    for group in (group for group in engine.groups if not group.packed):
         for name, param in zip(group.param_names, group.params, strict=True):
             yield name, param, group
 
@@ -143,7 +148,7 @@ def parameters(engine: ZeroEngine, exclude_frozen: bool = False) -> dict[str, di
 def weights(engine: ZeroEngine, exclude_frozen: bool = False) -> Iterator[Slice]:
     """This rank's slices of all sharded parameters, as views."""
     for group in engine.groups:
-        if exclude_frozen and not group.trainable:
+        if group.packed or (exclude_frozen and not group.trainable):
             continue
         for piece in group.pieces:
             values = precise_values(group)[piece.start : piece.start + piece.numel]
@@ -151,12 +156,16 @@ def weights(engine: ZeroEngine, exclude_frozen: bool = False) -> Iterator[Slice]
             yield Slice(key, slot.numel, piece.inside, values)
 
 
-def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Persistent buffers and parameters that are not sharded: the same on all ranks."""
+def plain_tensors(model: nn.Module, with_base: bool = False) -> dict[str, torch.Tensor]:
+    """Persistent buffers and parameters that are not sharded: the same on all ranks. `with_base`:
+    also those of a quantized base.
+    """
+    layers = {} if with_base else base_layers(model)
+    base = {id(tensor) for tensors in layers.values() for tensor in tensors}
     return {
         name: value
         for name, value in model.state_dict(keep_vars=True).items()
-        if isinstance(value, torch.Tensor) and owning_group(value) is None
+        if isinstance(value, torch.Tensor) and owning_group(value) is None and id(value) not in base
     }
 
 

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zero.checkpoint import base, resumable, state
 from zero.checkpoint import folder as folders
-from zero.checkpoint import resumable, state
 from zero.checkpoint.background import BackgroundSaves, wait_for_background_saves
 from zero.checkpoint.files import CheckpointReader, Slice, name_in, open_checkpoint, write
 from zero.checkpoint.manifest import DATA_FILE, MANIFEST, DamagedCheckpointError, Manifest
@@ -156,6 +156,7 @@ class _Save:
             "bytes": sum(each.values.nbytes + _BYTES_PER_SLICE for each in self._slices),
             "state": kinds,
             "random_states": state.random_states(engine.comm.device),
+            "base": base.sums_of_rank(engine),
             "model": {key: self.description[key] for key in different},
         }
 
@@ -168,6 +169,8 @@ class _Save:
         tag = self._agreed_tag([each["tag"] for each in of_ranks])
         description["tag"] = tag
         description["random_states"] = [each["random_states"] for each in of_ranks]
+        if of_base := base.total([each["base"] for each in of_ranks]):
+            description["base"] = of_base
         for rank, of_rank in enumerate(of_ranks):
             for key, entries in of_rank["model"].items():
                 description[key] = entries | description[key]
@@ -281,11 +284,12 @@ def load_checkpoint(
     source, here = Path(load_dir), _shapes(engine)
     is_split = engine.comm.model is not None
     found = ranks.exchange(
-        lambda: list(here) if is_split else [],
+        lambda: {"names": list(here) if is_split else [], "base": base.sums_of_rank(engine)},
         lambda of_ranks: {
             "folder": resumable.locate_tag(source, tag),
             "has_random_states": any(source.glob("rng_state*.pth")),
-            "elsewhere": sorted(set().union(*of_ranks)),
+            "elsewhere": sorted(set().union(*(each["names"] for each in of_ranks))),
+            "base": base.total([each["base"] for each in of_ranks]),
         },
     )
     if found["folder"] is None:
@@ -298,6 +302,8 @@ def load_checkpoint(
     def check() -> tuple[CheckpointReader, set[str]]:
         reader = _open(engine, source, folder)
         names = _names_to_load(engine, reader.manifest, load_module_strict, found["elsewhere"])
+        if not load_module_only and not is_split:
+            base.require_same_base(reader.manifest.base, found["base"])
         if optimizer is not None:
             _check_optimizer(engine, optimizer, reader.manifest)
         return reader, names

@@ -239,8 +239,8 @@ def plan_groups(
     packed_too: bool = True,
     buffers: bool | None = False,
 ) -> list[GroupPlan]:
-    """Assign every parameter of `model` to exactly one group, and the tensors of quantized layers
-    and large `buffers` (see `quantized_tensors`); those only if `packed_too`.
+    """Assign every floating-point parameter of `model` to exactly one group, and the tensors of
+    quantized layers and large `buffers` (see `quantized_tensors`); those only if `packed_too`.
 
     A group is uniform in dtype and in `requires_grad`; one of quantized tensors has any dtypes.
     Parameters without elements are in none. Parameters of at most
@@ -270,7 +270,7 @@ def plan_groups(
         aliases |= {each.tensor: each.aliases for each in packed}
         own = [(each.name, cast(nn.Parameter, each.tensor)) for each in packed]
         for name, param in module.named_parameters(recurse=False):
-            if param not in aliases and not is_quantized(param):
+            if param not in aliases and param.is_floating_point() and not is_quantized(param):
                 own.append((name, param))
         for name, param in own:
             owners.setdefault(param, []).append(module)

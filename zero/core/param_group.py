@@ -24,7 +24,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -64,6 +64,16 @@ class State(Enum):
     GATHERING = "the all-gather into `full` is under way; parameters show NaN"
     GATHERED = "`full` has the values, which are not in use; parameters show NaN"
     UNSHARDED = "`full` has the values; parameters are views of it"
+
+
+class _Form(NamedTuple):
+    """What a parameter looks like while it shows its values. A packed one keeps its strides, for
+    example those of a transposed matrix, because kernels depend on them.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    stride: tuple[int, ...] | None = None
 
 
 class ParamGroup(NamedGroup):
@@ -260,25 +270,21 @@ class ParamGroup(NamedGroup):
         self.shard = self.shard.new_empty(0)
         self.full = self.full.new_empty(0)
 
-    def _form(self, param: torch.Tensor) -> torch.Tensor:
-        """What `param` looks like while it shows its values, on the device "meta".
-
-        A packed tensor without gaps keeps its strides, for example of a transposed matrix, because
-        kernels depend on them."""
-        former = owning_group(param)
-        if self.packed and former is not None:
+    def _form(self, param: torch.Tensor) -> _Form:
+        shown, former = local(param), owning_group(param)
+        if not self.packed:
+            return _Form(shown.shape, self.dtype)
+        if former is not None:
             return former._forms[former.index[param]]
-        shown = local(param)
-        if self.packed:
-            return torch.empty_like(shown, device="meta")
-        return torch.empty(shown.shape, dtype=self.dtype, device="meta")
+        # `empty_like` keeps strides without gaps.
+        return _Form(shown.shape, shown.dtype, torch.empty_like(shown, device="meta").stride())
 
     def as_shown(self, index: int, elements: torch.Tensor) -> torch.Tensor:
         """What parameter number `index` shows: a view of its `elements` (1-D, as in `full`)."""
-        form = self._forms[index]
-        if not self.packed:
-            return elements.view(form.shape)
-        return elements.view(form.dtype).as_strided(form.shape, form.stride())
+        shape, dtype, stride = self._forms[index]
+        if stride is None:  # the elements may have another dtype than the group
+            return elements.view(shape)
+        return elements.view(dtype).as_strided(shape, stride)
 
     def _own_slice(self, full: torch.Tensor) -> torch.Tensor:
         return full[slice(*self.shard_range)]

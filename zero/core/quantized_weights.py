@@ -34,18 +34,22 @@ class QuantizedTensor(NamedTuple):
 
 
 def is_quantized(param: torch.Tensor) -> bool:
-    """Whether the elements of this frozen parameter or buffer are codes: integers of at most 32
-    bits, 8-bit floats, a tensor subclass, or a parameter of a class that carries tensors to decode
-    it. Wider integers are indices, and booleans are masks.
-    """
-    if param.requires_grad or param.is_meta or param.dtype == torch.bool:
+    """Whether the elements of this frozen parameter or buffer are codes.
+
+    They are if its class wraps tensors or carries those that decode it, if they are 8-bit floats,
+    or if they are many integers of at most 32 bits. Wider integers are indices, and a few may be
+    counters."""
+    if param.requires_grad or param.is_meta:
         return False
     if wraps_tensors(param):
         return True
-    if param.is_floating_point() or param.is_complex():
-        is_plain = plain_class(param) in (nn.Parameter, torch.Tensor, DTensor)
-        return param.element_size() == 1 or (not is_plain and any(reachable(_public(param))))
-    return param.element_size() <= 4
+    is_plain = plain_class(param) in (nn.Parameter, torch.Tensor, DTensor)
+    if not is_plain and any(True for _ in reachable(_public(param))):
+        return True
+    if param.is_floating_point():
+        return param.element_size() == 1
+    is_integer = not (param.is_complex() or param.dtype == torch.bool)
+    return is_integer and param.element_size() <= 4 and local(param).nbytes >= LEAST_BYTES
 
 
 def wraps_tensors(param: torch.Tensor) -> bool:
@@ -53,15 +57,21 @@ def wraps_tensors(param: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(param) and not isinstance(param, DTensor)
 
 
+def keeps_codes_in_buffers(model: nn.Module) -> bool:
+    """Whether transformers has quantized the model, which an adapter may wrap."""
+    return any(getattr(module, "is_quantized", False) is True for module in model.modules())
+
+
 def quantized_tensors(module: nn.Module, buffers: bool | None = False) -> list[QuantizedTensor]:
     """The tensors of `module` itself that are to be sharded as bytes.
 
-    These are its frozen parameters that are not floating-point. If any of them, or of its large
-    buffers, `is_quantized`, they are also its other frozen parameters but for the bias, and the
-    tensors that its parameters and its own attributes refer to.
+    There are none unless one of its frozen parameters or large buffers `is_quantized`. Then they
+    are all of its frozen parameters but the bias, its large buffers, and the tensors that its
+    parameters and its own attributes refer to.
 
     Args:
-        buffers: True for all large buffers, False for none, None for those of quantized layers.
+        buffers: True for the large buffers of every module, False for none, None for those of
+            quantized layers.
     """
     params = dict(module.named_parameters(recurse=False))
     frozen = {name: param for name, param in params.items() if not param.requires_grad}
@@ -71,15 +81,12 @@ def quantized_tensors(module: nn.Module, buffers: bool | None = False) -> list[Q
         if buffers is not False and buffer.nbytes >= LEAST_BYTES
     }
     is_layer = any(map(is_quantized, [*frozen.values(), *large.values()]))
-    sources: dict[str, object] = {
-        name: param
-        for name, param in frozen.items()
-        if not param.is_floating_point() or (is_layer and name != "bias")
-    }
+    sources: dict[str, object] = {}
+    if is_layer:
+        sources |= {name: param for name, param in frozen.items() if name != "bias"}
+        sources |= _public(module)
     if is_layer or buffers:
         sources |= large
-    if is_layer:
-        sources |= _public(module)
     wrapped = {
         inner: param
         for param in frozen.values()

@@ -308,9 +308,10 @@ def take_over(param: torch.Tensor, nan: torch.Tensor) -> None:
 
     It must not be in any graph.
     """
-    if local(param) is param and not torch._has_compatible_shallow_copy_type(param, nan):
-        # `param.data` cannot change to a device that torch does not have itself (PrivateUse1). The
-        # object stays.
+    fits = torch._has_compatible_shallow_copy_type(param, nan) and not param.is_inference()
+    if local(param) is param and not fits:
+        # `param.data` cannot change to a device that torch does not have itself (PrivateUse1), and
+        # a tensor of the inference mode counts no writes. The object stays.
         fresh = torch.Tensor._make_subclass(type(param), nan, param.requires_grad)
         vars(fresh).update(vars(param))
         torch.utils.swap_tensors(param, fresh)

@@ -160,22 +160,25 @@ def test_param_groups_lie_together():
     ]
 
 
-def test_every_parameter_with_elements_is_in_exactly_one_group():
+def test_every_parameter_of_floats_or_codes_is_in_exactly_one_group():
     model = Model()
     model.counts = nn.Parameter(torch.arange(4), requires_grad=False)
+    codes = nn.Parameter(torch.zeros(64, 32, dtype=torch.uint8), requires_grad=False)
+    model.blocks[0].codes = codes
     model.empty = nn.Parameter(torch.empty(0))
     plans = plan_groups(model, 8)
     planned = [param for plan in plans for param in plan.params]
-    expected = [p for p in model.parameters() if p.numel()]
+    expected = [p for p in model.parameters() if p.numel() and p is not model.counts]
     assert len(planned) == len(set(planned)) == len(expected) and set(planned) == set(expected)
-    assert [plan.params for plan in plans if plan.packed] == [[model.counts]]
+    assert [plan.params for plan in plans if plan.packed] == [[codes]]
 
 
-def test_below_stage_3_parameters_that_are_not_floating_point_are_left_alone():
+def test_below_stage_3_codes_are_left_alone():
     model = Model()
-    model.counts = nn.Parameter(torch.arange(4), requires_grad=False)
+    codes = nn.Parameter(torch.zeros(64, 32, dtype=torch.uint8), requires_grad=False)
+    model.blocks[0].codes = codes
     planned = [param for plan in plan_groups(model, 0, packed_too=False) for param in plan.params]
-    assert set(planned) == set(model.parameters()) - {model.counts}
+    assert set(planned) == set(model.parameters()) - {codes}
 
 
 class PackedExperts(nn.Module):

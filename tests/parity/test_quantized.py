@@ -1,0 +1,248 @@
+"""LoRA on a quantized base: the losses of one process in plain torch, on any number of ranks, and
+each rank holds its share of the base.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from tests.processes import run_on
+from zero.core.quantized_weights import quantized_tensors
+
+STEPS, BATCH = 4, 6
+
+KINDS = {
+    "nf4": "bitsandbytes",
+    "nf4 in bf16, nested": "bitsandbytes",
+    "fp4": "bitsandbytes",
+    "int8": "bitsandbytes",
+    "int8 by torchao": "torchao",
+    "int4 by HQQ": "hqq",
+}
+
+
+def needs(kind: str) -> Any:
+    library = KINDS[kind]
+    missing = importlib.util.find_spec(library) is None
+    return pytest.param(kind, marks=pytest.mark.skipif(missing, reason=f"needs {library}"))
+
+
+def quantization(kind: str) -> Any:
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    if kind == "int8 by torchao":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        return TorchAoConfig(Int8WeightOnlyConfig())
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind[:3],
+        bnb_4bit_use_double_quant="nested" in kind,
+        bnb_4bit_quant_storage=torch.bfloat16 if "bf16" in kind else torch.uint8,
+    )
+
+
+def saved_base(folder: Path, seed: int = 0) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def with_adapter(base: Path, kind: str) -> nn.Module:
+    """The quantized model with LoRA on all linear layers."""
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from transformers import AutoModelForCausalLM
+
+    if KINDS[kind] == "hqq":
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        quantize_by_hqq(model)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            base, quantization_config=quantization(kind), dtype=torch.float32
+        )
+        checkpoints = "nested" in kind
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpoints)
+    torch.manual_seed(0)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    lora = LoraConfig(
+        task_type="CAUSAL_LM", target_modules=targets, init_lora_weights="gaussian", r=4
+    )
+    return get_peft_model(model, lora)
+
+
+def quantize_by_hqq(model: nn.Module) -> None:
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
+
+    for block in model.model.layers:
+        for owner in (block.self_attn, block.mlp):
+            for name, linear in list(owner.named_children()):
+                if isinstance(linear, nn.Linear):
+                    settings = BaseQuantizeConfig(nbits=4, group_size=64)
+                    layer = HQQLinear(linear, settings, compute_dtype=torch.float32, device="cpu")
+                    layer.W_q.requires_grad_(False)
+                    setattr(owner, name, layer)
+
+
+def batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, 128, (BATCH, 16), generator=generator) for _ in range(STEPS)]
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def plain(base: Path, kind: str) -> list[float]:
+    model = with_adapter(base, kind).train()
+    optimizer = torch.optim.AdamW(trainable(model), lr=1e-2, weight_decay=0.0)
+    losses = []
+    for ids in batches():
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trainable(model), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def settings(world_size: int, **section: object) -> dict:
+    return {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": BATCH // world_size,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0} | section,
+    }
+
+
+def engine_on(base: Path, kind: str, world_size: int, **section: object) -> Any:
+    model = with_adapter(base, kind).train()
+    config = settings(world_size, **section)
+    return zero.initialize(model=model, model_parameters=trainable(model), config=config)[0]
+
+
+def steps(engine: Any, rank: int, world_size: int, which: slice = slice(None)) -> list[float]:
+    losses = []
+    for ids in batches()[which]:
+        part = ids.chunk(world_size)[rank]
+        with torch.no_grad():  # bitsandbytes repacks weights here on some CPUs
+            engine.eval()
+            engine(input_ids=part, labels=part)
+            engine.train()
+        loss = engine(input_ids=part, labels=part).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(rank: int, world_size: int, base: Path, kind: str, section: dict) -> Any:
+    engine = engine_on(base, kind, world_size, **section)
+    losses = steps(engine, rank, world_size)
+    packed = [group for group in engine.groups if group.packed]
+    held = sum(group.shard.nbytes for group in packed)
+    # Scales too small to be worth a slot may stay; no weights do.
+    whole = sum(
+        each.tensor.numel() * each.tensor.element_size()
+        for module in engine.module.modules()
+        for each in quantized_tensors(module)
+    )
+    return losses, held, whole
+
+
+def mean(runs: list[Any]) -> list[float]:
+    return [sum(of_ranks) / len(runs) for of_ranks in zip(*(run[0] for run in runs), strict=True)]
+
+
+@pytest.mark.parametrize("kind", map(needs, KINDS))
+def test_losses_are_those_of_one_process_and_each_rank_holds_its_share(kind, tmp_path):
+    base = saved_base(tmp_path)
+    [expected] = run_on(1, in_plain_torch, base, kind)
+    weights = 2 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 256)
+    for world_size in (1, 2, 3):
+        runs = run_on(world_size, trained, base, kind, {})
+        assert mean(runs) == pytest.approx(expected, rel=1e-6)
+        for _, held, whole in runs:
+            assert whole >= weights * (1 if "int8" in kind else 0.5)
+            assert whole / world_size <= held <= whole / world_size + 4096
+
+
+def in_plain_torch(rank: int, world_size: int, base: Path, kind: str) -> list[float]:
+    return plain(base, kind)
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("kind", [needs("nf4 in bf16, nested"), needs("int8")])
+def test_an_offloaded_base_gives_the_same_losses(kind, device, tmp_path):
+    base = saved_base(tmp_path / "base")
+    offload = {"device": device}
+    if device == "nvme":
+        offload["nvme_path"] = str(tmp_path)
+    expected = run_on(2, trained, base, kind, {})
+    found = run_on(2, trained, base, kind, {"offload_param": offload})
+    assert [run[0] for run in found] == [run[0] for run in expected]
+
+
+def saves(rank: int, world_size: int, base: Path, folder: Path, kind: str) -> list[float]:
+    engine = engine_on(base, kind, world_size)
+    steps(engine, rank, world_size, slice(2))
+    engine.save_checkpoint(str(folder))
+    return steps(engine, rank, world_size, slice(2, None))
+
+
+def resumes(rank: int, world_size: int, base: Path, folder: Path, kind: str) -> Any:
+    engine = engine_on(base, kind, world_size)
+    try:
+        engine.load_checkpoint(str(folder), load_module_strict=False)
+    except ValueError as error:
+        return str(error)
+    return steps(engine, rank, world_size, slice(2, None))
+
+
+@pytest.mark.parametrize("kind", map(needs, ["nf4", "int8", "int8 by torchao"]))
+def test_resuming_on_other_ranks_and_only_on_the_same_base(kind, tmp_path):
+    base, other = saved_base(tmp_path / "base"), saved_base(tmp_path / "other", seed=1)
+    folder = tmp_path / "checkpoints"
+    expected = mean([(run,) for run in run_on(2, saves, base, folder, kind)])
+    runs = run_on(3, resumes, base, folder, kind)
+    assert not any(isinstance(run, str) for run in runs), runs
+    resumed = mean([(run,) for run in runs])
+    assert resumed == pytest.approx(expected, rel=1e-6)
+    [message] = run_on(1, resumes, other, folder, kind)
+    assert "quantized layer 'base_model.model.model.layers.0" in message
+    # The adapters' masters and moments, the frozen embeddings and no layer.
+    stored = sum(path.stat().st_size for path in folder.rglob("rank*.safetensors"))
+    assert stored < 400_000
+
+
+def exports(rank: int, world_size: int, base: Path, folder: Path) -> bool:
+    engine = engine_on(base, "nf4", world_size, stage3_gather_16bit_weights_on_model_save=True)
+    expected = with_adapter(base, "nf4").state_dict()
+    state = engine._zero3_consolidated_16bit_state_dict()
+    return state is None or all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("kind", [needs("nf4")])
+def test_a_consolidated_state_dict_has_the_names_and_bits_of_plain_torch(kind, tmp_path):
+    assert all(run_on(2, exports, saved_base(tmp_path), tmp_path))
