@@ -98,12 +98,12 @@ def quantized_tensors(module: nn.Module, buffers: bool | None = False) -> list[Q
         is_param = name in params or tensor in wrapped
         if tensor.is_meta or tensor.requires_grad or tensor.layout is not torch.strided:
             continue
-        if tensor.numel() == 0 or (not is_param and local(tensor).nbytes < LEAST_BYTES):
+        if tensor.numel() == 0:
             continue
         key = _memory(tensor)
         if key in found:
             found[key].aliases.append(tensor)
-        else:
+        elif is_param or local(tensor).nbytes >= LEAST_BYTES:
             found[key] = QuantizedTensor(name, tensor, [])
         if tensor in wrapped:
             found[key].aliases.append(wrapped[tensor])

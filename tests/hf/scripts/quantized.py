@@ -55,9 +55,9 @@ SAVED = "NF4, saved"
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operators have made and that are alive.
+    """Counts the bytes of all storages that operators have allocated and that are alive.
 
-    Memory of mapped files is not among them. `peak`: the most so far."""
+    Memory of a mapped file, such as a checkpoint, is not among them. `peak`: the most so far."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,6 +68,7 @@ class LiveBytes(TorchDispatchMode):
         self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         given = {_address(tensor) for tensor in _plain_tensors((args, kwargs))}
+        given |= {arg._cdata for arg in args if isinstance(arg, torch.UntypedStorage)}
         result = func(*args, **(kwargs or {}))
         for tensor in _plain_tensors(result):
             if _address(tensor) not in given:
@@ -129,8 +130,12 @@ def digest(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def state(module: nn.Module) -> dict[str, str]:
+    return digest(state_tensors(module))
+
+
+def state_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     values = module.state_dict().items()
-    return digest({name: value for name, value in values if isinstance(value, torch.Tensor)})
+    return {name: value for name, value in values if isinstance(value, torch.Tensor)}
 
 
 def use(model: Any, folder: Path, is_saved_again: bool = True) -> dict[str, Any]:
@@ -234,7 +239,8 @@ def main() -> None:
         model, memory = whole.pop(kind)
         args = make_arguments(folder)  # accelerate starts again with them
         report[kind] = {
-            "largest": max(param.numel() * 4 for param in model.parameters()),
+            "bytes": sum(tensor.nbytes for tensor in state_tensors(model).values()),
+            "largest": max(param.nbytes for param in model.parameters()),
             "sharded": loaded,
             "whole": {
                 "memory": memory,
