@@ -115,8 +115,8 @@ def _as_code(text: str) -> str:
 def _linked(text: str) -> str:
     """Make links of the names of other pages."""
     return re.sub(
-        r"`?docs/(\w+)\.md`?",
-        lambda page: f"[{page[1].replace('_', ' ').capitalize()}]({page[1]}.md)",
+        r"`?docs/([\w-]+)\.md`?",
+        lambda page: f"[{page[1].replace('-', ' ').capitalize()}]({page[1]}.md)",
         text,
     )
 

@@ -15,9 +15,9 @@ class TensorParallelConfig(Section):
 
     Attributes:
         autotp_size: Number of neighbouring processes that share each layer. 0 or 1: no tensor
-            parallelism. See `docs/tensor_parallelism.md`.
+            parallelism. See `docs/tensor-parallelism.md`.
             - 1: Each process has complete layers: there is no tensor parallelism.
-            - N: N neighbouring processes share each layer. See `docs/tensor_parallelism.md`.
+            - N: N neighbouring processes share each layer. See `docs/tensor-parallelism.md`.
     """
 
     autotp_size: Annotated[Count, AfterValidator(lambda size: size or 1)] = 1
@@ -30,7 +30,7 @@ class ExpertParallelConfig(Section):
     Each token is sent to the processes that hold its experts.
 
     Attributes:
-        enabled: Divide the experts over these processes. See `docs/tensor_parallelism.md`.
+        enabled: Divide the experts over these processes. See `docs/tensor-parallelism.md`.
         autoep_size: Number of processes that share the experts. Must equal
             `tensor_parallel.autotp_size`.
     """

@@ -35,7 +35,7 @@ class FacadeModule(ModuleType):
         if value is None:
             hint = ""
             if "pipe" in full_name.lower():
-                hint = "; pipelines are in zero.parallel.pipeline, see docs/pipeline_parallelism.md"
+                hint = "; pipelines are in zero.parallel.pipeline, see docs/pipeline-parallelism.md"
             raise AttributeError(
                 f"'{full_name}' is not provided by zero{hint}", name=name, obj=self
             )
