@@ -1,8 +1,9 @@
 """Generates documentation from the code: `python -m docs.generate`. A unit test fails if it must be
 run again.
 
-It writes `configuration.md`, with all keys of the configuration, and the picture of the folders in
-`architecture.md`."""
+It writes `configuration.md`, with all keys of the configuration; the picture of the folders in
+`architecture.md`; the README's table of pages, which follows the `nav` of `mkdocs.yml`; and
+`index.md`, the start page of the site, from the README."""
 
 import inspect
 import json
@@ -20,6 +21,7 @@ from zero.config.optim import SCHEDULE_KEYS, SchedulerParams
 from zero.config.settings import Config
 
 FOLDER = Path(__file__).parent
+_README = FOLDER.parent / "README.md"
 # How the page writes what a key needs.
 _NEEDS = {"enabled": "`enabled`", "device nvme": '`"device": "nvme"`'}
 BEGIN, END = "<!-- made by docs/generate.py -->\n", "<!-- end of what is made -->\n"
@@ -200,11 +202,69 @@ def architecture(page: str) -> str:
     return before + BEGIN + "\n" + picture() + "\n" + END + rest.split(END)[1]
 
 
+# What a reader wants who opens a section of the site.
+_GOALS = {
+    "Start": "install zero, make a first run, or move from DeepSpeed or FSDP",
+    "Recipes": "copy a command for a given model and machine",
+    "Train": "configure a run, choose an optimizer, or write your own loop",
+    "Scale": "fit a larger model, or use more GPUs and machines",
+    "Keep": "save, resume and export",
+    "Fix": "find out why a run fails, hangs, is slow or does not converge",
+    "Know": "look up results, limits, numerics, security and terms",
+    "Inside": "read or change the code",
+}
+
+
+def sections() -> dict[str, list[str]]:
+    """Return the pages of each section of the site, from the `nav` of `mkdocs.yml`."""
+    text = (FOLDER.parent / "mkdocs.yml").read_text(encoding="utf-8")
+    pages: dict[str, list[str]] = {}
+    for line in text.partition("\nnav:\n")[2].splitlines():
+        name = line.strip().removeprefix("- ")
+        if name.endswith(":"):
+            pages[name.removesuffix(":")] = []
+        elif pages:
+            pages[next(reversed(pages))].append(name)
+    return pages
+
+
+def _title(page: str) -> str:
+    return (FOLDER / page).read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+
+
+def table_of_pages() -> str:
+    """Return the README's table of all pages."""
+    rows = ["| you want to | pages |", "|---|---|"]
+    for section, pages in sections().items():
+        links = ", ".join(f"[{_title(page)}](docs/{page})" for page in pages)
+        rows.append(f"| {_GOALS[section]} | {links} |")
+    return "\n".join(rows) + "\n"
+
+
+def readme(page: str) -> str:
+    """Return the README with the current table of pages."""
+    before, rest = page.split(BEGIN)
+    return before + BEGIN + "\n" + table_of_pages() + "\n" + END + rest.split(END)[1]
+
+
+def start_page(page: str) -> str:
+    """Return the start page of the site, made from the README.
+
+    Links to files outside of `docs/`, which the site does not have, become plain text.
+    """
+    page = page.partition("\n<!-- not on the site -->")[0]
+    page = page.replace(BEGIN, "").replace(END, "").replace("](docs/", "](")
+    outside = r"\[([^]]+)\]\((?:\w+/README\.md|[A-Z]+(?:\.md)?)\)"
+    return re.sub(r"\n{3,}", "\n\n", re.sub(outside, r"\1", page))
+
+
 def main() -> None:
-    """Write both pages."""
+    """Write all generated parts."""
     (FOLDER / "configuration.md").write_text(reference(), encoding="utf-8")
-    path = FOLDER / "architecture.md"
-    path.write_text(architecture(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for path, change in ((FOLDER / "architecture.md", architecture), (_README, readme)):
+        path.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
+    start = start_page(_README.read_text(encoding="utf-8"))
+    (FOLDER / "index.md").write_text(start, encoding="utf-8")
 
 
 if __name__ == "__main__":
