@@ -29,32 +29,35 @@ BEGIN, END = "<!-- made by docs/generate.py -->\n", "<!-- end of what is made --
 _HEAD = """\
 # Configuration
 
-This page lists every key of the configuration file, which is DeepSpeed's `ds_config.json`.
-`configs/ds_config_zero3.json` is a complete example. To see what the keys of your own file do, what
-`"auto"` becomes and which keys have no effect, run `zero explain FILE`. It also takes the YAML file
-of `accelerate config`.
+zero reads DeepSpeed's configuration file, usually called `ds_config.json`. Most runs need only a
+few keys: the batch sizes (usually `"auto"`), `bf16` or `fp16`, `zero_optimization.stage`, and the
+two offload sections if the model does not fit without them. `configs/` has complete files to start
+from.
 
-Most files need only a few keys: the batch sizes (usually `"auto"`), `bf16` or `fp16`,
-`zero_optimization.stage`, and the two offload sections if the model does not fit without them.
+This page describes every key. For your own file, `zero explain FILE` prints what each of its keys
+does, what `"auto"` becomes, and which keys have no effect. It also takes the YAML file of
+`accelerate config`.
 
-How the file is read:
+When the file is read:
 
 - A misspelt or contradictory key is an error before any model is built. The message names the key,
   its place and the nearest valid key.
-- An unknown key that resembles no valid key is ignored at the top level, and in any section if it
-  begins with `_`, `//`, `#` or `comment`. One line names the ignored keys.
-- A dotted key (`"zero_optimization.stage": 3`) means the nested key. If both are given with
-  different values, a file is refused; in a dict that you pass, the dotted key wins.
-- Letter case does not matter in words such as `"SUM"`.
-- `"auto"` is replaced by transformers or accelerate. The tables name the argument that it is taken
-  from. For all other keys `"auto"` is an error.
-- If [Hjson](https://hjson.github.io) is installed, comments and missing quotes are accepted.
+- Notes are skipped: an unknown key in any section that begins with `_`, `//`, `#` or `comment`. At
+  the top level and in the monitoring sections, so is any unknown key that resembles no valid one.
+  A line names the keys that were skipped.
+- A dotted key, such as `"zero_optimization.stage": 3`, stands for the nested one. If a file gives
+  both with different values, it is refused; in a dict that you pass, the dotted key wins.
+- Words such as `"SUM"` may be written in any letter case.
+- `"auto"` is replaced by transformers or accelerate, by the argument that the tables name. For a
+  key without such an argument, `"auto"` is an error.
+- If [Hjson](https://hjson.github.io) is installed, the file may have comments, and quotes may be
+  left out.
 
-At the start of a run, rank 0 prints `gradient_clipping` and the keys that are not at their
-defaults: the given value, the effective value, where it came from and, if the key has no effect,
-the reason. The complete list is in `zero_config.txt` in the folder of `--output_dir`.
+At the start of a run, rank 0 prints `gradient_clipping` and all keys that are not at their
+defaults: the value you gave, the value that is used, where it came from and, if the key has no
+effect, the reason. The complete list is in `zero_config.txt` in the folder of `--output_dir`.
 
-In the tables, an empty default means that the key is not set. The page is generated from
+An empty default in the tables means that the key is not set. The page is generated from
 `zero/config/` by `python -m docs.generate`.
 """
 

@@ -10,13 +10,13 @@ from zero.config.keys import Count, Section, key
 
 @with_idle_keys("tensor_parallel")
 class TensorParallelConfig(Section):
-    """Tensor parallelism: neighbouring processes each hold a part of every layer, and work on the
-    same batch.
+    """Tensor parallelism: neighbouring processes each hold a part of every layer, and work
+    together on the same batch.
 
     Attributes:
-        autotp_size: Number of neighbouring processes that share each layer. 0 or 1: no tensor
+        autotp_size: How many neighbouring processes share each layer. 0 or 1: no tensor
             parallelism. See `docs/tensor-parallelism.md`.
-            - 1: Each process has complete layers: there is no tensor parallelism.
+            - 1: Each process has complete layers, so there is no tensor parallelism.
             - N: N neighbouring processes share each layer. See `docs/tensor-parallelism.md`.
     """
 
@@ -25,14 +25,13 @@ class TensorParallelConfig(Section):
 
 @with_idle_keys("expert_parallel")
 class ExpertParallelConfig(Section):
-    """Expert parallelism: the processes that share layers each hold some of the experts.
-
-    Each token is sent to the processes that hold its experts.
+    """Expert parallelism: each of the processes that share layers holds some of the experts, and
+    each token is sent to the processes that hold the experts it needs.
 
     Attributes:
-        enabled: Divide the experts over these processes. See `docs/tensor-parallelism.md`.
-        autoep_size: Number of processes that share the experts. Must equal
-            `tensor_parallel.autotp_size`.
+        enabled: Divide the experts over the processes that share layers. See
+            `docs/tensor-parallelism.md`.
+        autoep_size: How many processes share the experts. Must equal `tensor_parallel.autotp_size`.
     """
 
     enabled: bool = False
