@@ -255,7 +255,7 @@ def slice_experts(
         raise UsageError(
             f"zero_optimization.stage3_max_live_parameters is {limit}, and {cut} has "
             f"{cut.layout.numel} elements: "
-            "experts that tensor parallelism has cut cannot run in slices"
+            "experts that tensor parallelism has sharded cannot run in slices"
         )
     if not found:
         return []
@@ -326,8 +326,8 @@ def make_optimizer(
     elementwise, cut = updates_elements(inner, settings), next(filter(cut_of, known), None)
     if cut is not None and not elementwise:
         raise UsageError(
-            f"optimizer {type(inner).__name__} updates whole tensors, and tensor parallelism cuts "
-            "them, such as one of "
+            f"optimizer {type(inner).__name__} updates whole tensors, but tensor parallelism "
+            "shards some of them, such as one of "
             f"shape {tuple(cut.shape)}: take an element-wise optimizer, such as AdamW"
         )
     zero, bf16 = settings.zero_optimization, settings.bf16

@@ -293,7 +293,7 @@ class ZeroEngine(Accumulation, nn.Module):
         for group in self.groups:
             if group.is_in_use and not group.persistent:
                 raise UsageError(
-                    f"{group} is shown by GatheredParameters: leave that context before {before}"
+                    f"{group} is gathered by GatheredParameters: leave that context before {before}"
                 )
 
     def zero_grad(self, set_to_none: bool = True) -> None:

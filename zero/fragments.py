@@ -83,9 +83,8 @@ class ParameterState:
     def _refuse_local(self) -> None:
         if self._whole is not None:
             raise UsageError(
-                f"optimizer state {self.kind!r} of {self._whole.name} is not cut: it lives on the "
-                "rank that owns the "
-                "parameter; take the function for the full state"
+                f"optimizer state {self.kind!r} of {self._whole.name} is not sharded: it is "
+                "whole on the rank that owns the parameter; use the function for the full state"
             )
 
     def _refuse_unknown(self) -> None:

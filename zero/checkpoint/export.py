@@ -290,11 +290,11 @@ def _show_copies(
 @functools.cache  # once
 def _warn_of_placeholders() -> None:
     logger.warning(
-        "state_dict() of a model that is sharded over ranks has NaN for its weights: to save it "
-        "use the trainer's "
-        "save_model(), accelerate's save_pretrained(..., "
-        "state_dict=accelerator.get_state_dict(model)) on every rank, "
-        "or engine.save_16bit_model(), to look at it zero.GatheredParameters(model.parameters())"
+        "the state_dict() of a model that is sharded over ranks has placeholders without values. "
+        "To save the model, use the trainer's save_model(), accelerate's save_pretrained(..., "
+        "state_dict=accelerator.get_state_dict(model)) on every rank, or "
+        "engine.save_16bit_model(); to look at its values, "
+        "zero.GatheredParameters(model.parameters())"
     )
 
 

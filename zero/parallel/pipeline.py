@@ -263,7 +263,7 @@ class Pipeline:
         place = getattr(engine.module, PIPELINE_PLACE, None)
         if not isinstance(place, Place):
             call = "zero.parallel.pipeline.split before zero.initialize"
-            raise UsageError(f"Pipeline: the model was not cut: call {call}")
+            raise UsageError(f"Pipeline: the model has not been split: call {call}")
         self.engine = engine
         self._place = place
         self._loss = loss

@@ -55,7 +55,7 @@ def mesh_in(model: nn.Module) -> DeviceMesh | None:
         if isinstance(module, FSDPModule):
             kind = type(module).__name__
             raise UsageError(
-                f"fully_shard has sharded {kind}: leave that to ZeRO (without fsdp_size)"
+                f"fully_shard has sharded {kind}: let ZeRO do that, and leave out fsdp_size"
             )
     found: DeviceMesh | None = None
     for name, param in model.named_parameters():
@@ -66,8 +66,8 @@ def mesh_in(model: nn.Module) -> DeviceMesh | None:
         # transformers makes one more mesh for experts, of the same ranks
         if mesh.ndim > 1 or not torch.equal(mesh.mesh, found.mesh):
             raise UsageError(
-                f"parameter {name!r} is a DTensor of {mesh}: cut the model over one mesh of one "
-                "dimension, such as mesh['tp']; ZeRO shards over the other ranks"
+                f"parameter {name!r} is a DTensor of {mesh}: shard the model over a single mesh "
+                "of one dimension, such as mesh['tp']; ZeRO shards over the other ranks"
             )
     return found
 
@@ -169,8 +169,8 @@ def parallelize(
     for name, module in planned.named_modules():
         if hasattr(module, "base_layer"):
             raise UsageError(
-                f"tensor parallelism: {name!r} has an adapter, which no plan cuts: train without "
-                "adapters"
+                f"tensor parallelism: {name!r} has an adapter, and no plan says how to shard "
+                "adapters: train without them"
             )
     check_heads(planned, mesh.size())
     found: dict[nn.Parameter, nn.Parameter] = {}

@@ -65,8 +65,8 @@ def _parallelize(
     first = world.get_rank() // size * size
     if found is not None and found.mesh.tolist() != list(range(first, first + size)):
         raise UsageError(
-            f"tensor parallelism: the model is cut over the ranks {found.mesh.tolist()}, and "
-            f"{size} neighbouring ranks are asked for, the first one a multiple of that"
+            f"tensor parallelism: the model is sharded over the ranks {found.mesh.tolist()}, but "
+            f"it needs {size} neighbouring ranks, the first of which is a multiple of {size}"
         )
     return found, replaced
 
@@ -90,7 +90,7 @@ def share_model(
         raise UsageError(
             f"expert_parallel.autoep_size is {ep}, and {tp} processes share each layer: only these "
             f"can share experts; set tensor_parallel.autotp_size to {ep}, or delete the section: "
-            "experts are sharded anyway, as all else"
+            "experts are then sharded like all other parameters"
         )
     found, replaced = _parallelize(model, tp, mesh, whole_experts=ep > 1)
     if found is not None:

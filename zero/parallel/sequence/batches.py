@@ -81,7 +81,7 @@ class MicroBatches(IterableDataset):
                 continue
             if value.shape[:2] != ids.shape[:2]:
                 raise UsageError(
-                    f"sequence parallelism: {key!r} of shape {tuple(value.shape)} cannot be cut "
+                    f"sequence parallelism: {key!r} of shape {tuple(value.shape)} cannot be split "
                     "along the sequence: "
                     f"'input_ids' is {tuple(ids.shape)}; leave it out of the batch"
                 )

@@ -209,8 +209,8 @@ class PlainEngine(DeepSpeedEngine):
     ):
         if comm is not None and comm.model is not None:
             raise UsageError(
-                "zero verify: a model that is cut over ranks cannot be compared: run it without a "
-                "mesh"
+                "zero verify: a model that a mesh divides over ranks cannot be compared: run it "
+                "without the mesh"
             )
         comm = communicator()
         resolved = settings.resolve(comm.world_size)
