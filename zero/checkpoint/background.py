@@ -157,8 +157,9 @@ def check_background_save(engine: ZeroEngine) -> None:
 
 
 def wait_for_background_saves() -> None:
-    """Until all asynchronous saves of this process are complete; raises an error of theirs, the
-    same on all ranks.
+    """Wait until all asynchronous saves of this process are complete.
+
+    If one of them has failed, raises its error, the same on all ranks.
     """
     for saves in list(_of_engine.values()):
         saves.wait()

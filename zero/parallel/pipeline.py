@@ -151,15 +151,18 @@ def _dimension(mesh: DeviceMesh) -> int:
 
 
 def split(model: Any, mesh: DeviceMesh, stages_per_rank: int = 1) -> Any:
-    """Take from `model` what other ranks have; call it before `zero.initialize`, which gets the
-    same mesh.
+    """Divide a model into pipeline stages, and drop the layers of other ranks' stages.
 
-    The layers are cut into as many equal stages as the mesh's dimension `pp` has ranks, times
-    `stages_per_rank`. Rank r of P has the stages r, r + P, ... The first stage has the embedding
-    too, the last one the norm and the head.
+    Call it before `zero.initialize`, and pass the same mesh to both. The number of stages is the
+    size of the mesh's dimension `pp`, times `stages_per_rank`; all have the same number of layers.
+    Of P ranks, rank r has the stages r, r + P, and so on. The first stage also has the embedding,
+    the last one the final norm and the head.
 
-    Raises UsageError if the model has no plan for pipelines or does more than that says, if its
-    layers do not divide, or if it was built under `Init`."""
+    Raises:
+        ValueError: if the model has no plan for pipelines, or changes hidden states outside of the
+            modules of its plan; if its layers cannot be divided equally; or if it was built under
+            `Init`.
+    """
     for name, param in model.named_parameters():
         if owning_group(param) is not None:
             raise UsageError(
@@ -236,15 +239,17 @@ def count_next_tokens(labels: torch.Tensor) -> torch.Tensor:
 
 
 class Pipeline:
-    """Trains an engine's model, which `split` has cut, by one of torch's schedules.
+    """Trains a model that `split` has divided into stages, with one of torch's schedules.
 
     Args:
-        engine: made with the same mesh. Its `gradient_accumulation_steps` is the number of
-            micro-batches of a schedule, of `train_micro_batch_size_per_gpu` rows each.
-        length: of all sequences.
-        schedule: one of torch's classes with full backwards: `ScheduleGPipe`, `Schedule1F1B`,
-            `ScheduleInterleaved1F1B`.
-        loss: from logits and labels to the sum over what `count` counts in the labels.
+        engine: the engine of the model, made with the same mesh. A schedule has
+            `gradient_accumulation_steps` micro-batches of `train_micro_batch_size_per_gpu` rows.
+        length: the length of all sequences.
+        schedule: one of torch's classes `ScheduleGPipe`, `Schedule1F1B` and
+            `ScheduleInterleaved1F1B`, which do not split the backward pass.
+        loss: a function that returns the sum of the losses from logits and labels. Default: the
+            cross-entropy of the next tokens.
+        count: a function that returns the number of these losses from the labels.
 
     Attributes:
         stages: torch's stages on this rank.
@@ -278,7 +283,7 @@ class Pipeline:
         if self._micro_batches < place.ranks:
             raise UsageError(
                 f"Pipeline: gradient_accumulation_steps is {self._micro_batches}; a pipeline of "
-                f"{place.ranks} ranks needs as many micro-batches at least"
+                f"{place.ranks} ranks needs at least as many micro-batches"
             )
         self._absent = {stage: self._absent_from(stage) for stage in place.own}
         self.is_first = 0 in place.own
