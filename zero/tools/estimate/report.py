@@ -85,17 +85,17 @@ class _Answer:
         lines, (kind, is_named), found = [], class_of(self.shape), self.found
         if not is_named:
             lines.append(
-                "architectures names no class of transformers; by its model_type this is a "
+                "architectures names no class of transformers; by its model_type, this is a "
                 f"{kind.__name__}"
             )
         world = self.question.world_size
-        ranks = "1 rank, which" if world == 1 else f"{world} ranks, each of them"
+        ranks = "1 rank, which" if world == 1 else f"{world} ranks, each of which"
         lines.append(f"{source}: {found.elements:,} parameters, {ranks} holds at most:")
         lines += _table(found.parts)
         if host := found.total(HOST):
             locked = pinned(found, self.config)
             lines.append(
-                f"Of the host memory {_size(locked)} are pinned, and {_size(host - locked)} are "
+                f"Of the host memory, {_size(locked)} are pinned, and {_size(host - locked)} are "
                 "pageable."
             )
         if moved := _table(found.traffic.links):
@@ -150,8 +150,8 @@ class _Answer:
             without, most = self.unneeded.found, _size(self.limits[DEVICE])
             lines.append(
                 f"The {self.unneeded.words} is not needed: {_size(self.found.total(DEVICE))} of "
-                f"{most} are in use. Without it {_size(without.total(DEVICE))} are, and a step "
-                f"takes {_times(without, self.found)}."
+                f"{most} are in use. Without it, {_size(without.total(DEVICE))} would be in use, and "
+                f"a step would take {_times(without, self.found)}."
             )
         return lines
 
