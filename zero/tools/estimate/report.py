@@ -150,8 +150,8 @@ class _Answer:
             without, most = self.unneeded.found, _size(self.limits[DEVICE])
             lines.append(
                 f"The {self.unneeded.words} is not needed: {_size(self.found.total(DEVICE))} of "
-                f"{most} are in use. Without it, {_size(without.total(DEVICE))} would be in use, and "
-                f"a step would take {_times(without, self.found)}."
+                f"{most} are in use. Without it, {_size(without.total(DEVICE))} would be in use, "
+                f"and a step would take {_times(without, self.found)}."
             )
         return lines
 
