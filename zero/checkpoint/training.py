@@ -267,8 +267,8 @@ def load_checkpoint(
         load_module_only: whether to load the weights alone.
 
     Returns:
-        The checkpoint's folder and your `client_state`, or `(None, {})` if you give no tag and
-        there is no checkpoint.
+        The checkpoint's folder, or None if you give no tag and there is no checkpoint.
+        Your `client_state`, or an empty dict if there is none.
 
     Raises:
         ValueError: if a file is damaged, if the checkpoint does not fit this model or optimizer, or

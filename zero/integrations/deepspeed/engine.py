@@ -205,9 +205,8 @@ def initialize(
     config_params: Any = None,
     mesh: DeviceMesh | None = None,
 ) -> tuple[DeepSpeedEngine, Any, DataLoader | None, Any]:
-    """Shard a model, and return an engine that trains it.
-
-    Has the interface of `deepspeed.initialize`.
+    """Shard a model, and return an engine that trains it. This is the interface of
+    `deepspeed.initialize`.
 
     Args:
         model: the model, an ordinary one or one that was built under `Init`. Its parameters are
@@ -229,8 +228,10 @@ def initialize(
             `autotp_size`). Default: the mesh of accelerate's `ParallelismConfig`.
 
     Returns:
-        The engine, the optimizer, the data loader (None without `training_data`) and the
-        learning-rate scheduler (None if there is none).
+        The engine.
+        The optimizer, or None if there is none.
+        The data loader, or None without `training_data`.
+        The learning-rate scheduler, or None if there is none.
 
     Raises:
         ValueError: for a wrong configuration, or an argument that is not supported. The message
