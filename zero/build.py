@@ -1,4 +1,4 @@
-"""From settings to the parts of an engine: groups, schedule, reducer, placement.
+"""Builds the parts of an engine from its settings: groups, schedule, reducer, placement.
 
 This file decides what the configuration's keys mean for each part. `make_groups` shards the model,
 and `place_buffers` broadcasts its buffers. Nothing is trained here. This file knows nothing of

@@ -1,4 +1,4 @@
-"""Checkpoints written while training goes on (`"checkpoint": {"async_save": true}`).
+"""Writes checkpoints while training continues (`"checkpoint": {"async_save": true}`).
 
 save_checkpoint   waits for the save before -> copies this rank's slices to host memory -> starts a
                   thread

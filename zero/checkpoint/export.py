@@ -1,5 +1,5 @@
-"""The whole model of a running engine, made from the shards: one weight after the other in bounded
-memory, a model folder, or a state dict.
+"""Exports the whole model of a running engine from its shards: weight by weight in bounded memory,
+as a model folder, or as a state dict.
 
 This file knows nothing of training: neither hooks nor gradients.
 """

@@ -1,4 +1,5 @@
-"""Tensors in files: safetensors headers, and the slices of a checkpoint, in one file for each rank.
+"""Tensors in files: the headers of safetensors files, and the slices of a checkpoint, one file per
+rank.
 
 [Note: slices] A checkpoint knows nothing of a run's groups and sub-groups. It knows a tensor by its
 parameter's name, and values by their position in the flattened tensor. Each rank writes the slices

@@ -1,4 +1,5 @@
-"""Checkpoint folders on disk: made visible by one rename, found again after a crash.
+"""Checkpoint folders on disk, which become visible by a single rename and are found again after a
+crash.
 
 [Note: life of a checkpoint folder]
     .saving-TAG-X   being written; readers ignore it. The next save removes it if it is left over.

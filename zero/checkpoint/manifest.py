@@ -1,4 +1,4 @@
-"""`checkpoint.json`: what a checkpoint holds and where.
+"""`checkpoint.json`, which says what a checkpoint contains, and where.
 
 Its types are checked before anything else reads it.
 """

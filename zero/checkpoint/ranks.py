@@ -1,5 +1,5 @@
-"""What the ranks of a job tell each other about a checkpoint: small JSON values, over connections
-of their own. If one rank fails, all raise the same error.
+"""Lets the ranks of a job exchange small JSON values about a checkpoint, over connections of their
+own. If one rank fails, all raise the same error.
 """
 
 from __future__ import annotations

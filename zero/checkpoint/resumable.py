@@ -1,5 +1,5 @@
-"""Which checkpoints can be loaded: those with correct checksums, and the Trainer's folders that are
-complete.
+"""Finds the checkpoints that can be loaded: those with correct checksums, and the Trainer's folders
+that are complete.
 
 [Note: the Trainer's folders] The Trainer fills `checkpoint-N` in its own order: the model, the
 engine's checkpoint, `scheduler.pt`, random states of each rank, `trainer_state.json`. It does not

@@ -1,5 +1,5 @@
-"""Training checkpoints: written by any number of ranks, safe against crashes, read by any other
-number of ranks.
+"""Saves and loads training checkpoints. A save is safe against crashes, and a checkpoint loads on
+any number of ranks.
 
     save   every rank says what it has -> rank 0 cleans up and makes a hidden folder
            every rank writes its slices -> rank 0 writes `checkpoint.json`, renames the folder and

@@ -1,4 +1,4 @@
-"""The network interface by which gloo connects machines.
+"""Chooses the network interface over which gloo connects machines.
 
 gloo listens on the address that the machine's own name has. On many machines /etc/hosts says that
 this is 127.0.1.1, or the address of a network that other machines do not reach. Then the job hangs

@@ -1,5 +1,5 @@
-"""Weights and gradients travel as 8-bit (gradients also 4-bit) integers with a scale for each block
-of values.
+"""Sends weights and gradients as 8-bit integers (gradients also as 4-bit ones), with a scale for
+each block of values.
 
 After ZeRO++ (arXiv 2306.10209): its quantized weight communication (qwZ) and quantized gradient
 communication (qgZ). This file knows nothing of groups, but that they may be frozen. Of the engine,

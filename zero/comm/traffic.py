@@ -1,4 +1,4 @@
-"""Bytes that this process has moved over each link so far, and how long its disk was busy.
+"""Counts the bytes that this process has moved over each link, and how long its disk was busy.
 
 `zero/tools/estimate/traffic.py` predicts the same numbers; its note says what is counted. This file
 knows nothing of steps."""

@@ -1,4 +1,4 @@
-"""Ends a job whose ranks block each other, and says where each of them is.
+"""Ends a job whose ranks block each other, and reports where each of them is.
 
 Ranks that take different paths through a model wait for messages that never come. The timeout of
 the process group (30 minutes) would end them with a message about sockets. A thread in each rank

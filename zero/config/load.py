@@ -1,5 +1,6 @@
-"""`load_config`: reads a configuration from any accepted source, checks it, and explains each
-mistake in one line."""
+"""`load_config` reads a configuration from any accepted source, checks it, and explains each
+mistake in one line.
+"""
 
 import base64
 import binascii

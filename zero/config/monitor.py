@@ -1,4 +1,4 @@
-"""Sections about what is measured and written while training."""
+"""The sections about measurements during training."""
 
 from zero.config.idle import with_idle_keys
 from zero.config.keys import Int, Names, Positive, Section, key

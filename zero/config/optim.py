@@ -1,4 +1,4 @@
-"""The ``optimizer`` and ``scheduler`` sections: which kinds there are, and the settings of each.
+"""The sections ``optimizer`` and ``scheduler``: the types that there are, and the settings of each.
 
 ``params`` is one section with the settings of all kinds, so that the message about a misspelt key
 can name the right one. ``contradictions`` names the settings that the chosen kind does not have.

@@ -1,5 +1,5 @@
-"""Model FLOPs utilization (MFU): what a model computes for each token, and the most that a device
-can compute.
+"""Model FLOPs utilization (MFU): the operations that a model needs per token, and the most that a
+device can do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Where each step's numbers go: CSV files, TensorBoard, Weights & Biases, JSON lines, the terminal.
+"""Writes the numbers of each step to CSV files, TensorBoard, Weights & Biases, JSON lines or the
+terminal.
 
 A writer gets a record: numbers by name, or by name in groups. It does not know how they were
 measured."""

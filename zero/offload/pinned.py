@@ -1,5 +1,4 @@
-"""Host buffers for direct I/O and for an accelerator: page-aligned, pinned if possible, used again
-and again.
+"""Host buffers for direct I/O and for an accelerator: page-aligned, pinned if possible, and reused.
 
 This file knows nothing of files.
 """

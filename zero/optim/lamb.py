@@ -1,5 +1,6 @@
-"""LAMB, which `"type": "Lamb"` of the configuration names. With a ratio that is always 1 it is
-Adam, which then can leave the bias as it is. It updates whole tensors."""
+"""LAMB, for `"type": "Lamb"`. With a ratio that is always 1 it is Adam, which can then leave the
+bias uncorrected. It updates whole tensors.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which groups' optimizer state is offloaded, and which stays on the compute device
-(`offload_optimizer.ratio`); the names of the states that a script may move itself.
+"""Decides which groups' optimizer state is offloaded and which stays on the compute device
+(`offload_optimizer.ratio`). Also has the names of the states that a script may move itself.
 
 This file decides; it moves nothing. A number is the fraction that is offloaded. With "auto"
 everything is offloaded at first. After some steps have shown how much memory training takes, as

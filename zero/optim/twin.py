@@ -1,4 +1,4 @@
-"""A second object of the user's optimizer, for calls that must leave no trace in the first one.
+"""A second object of the user's optimizer, for calls that must not change the first one.
 
 There is no way to copy an optimizer of any class, so a twin is made without a constructor. It
 shares the settings, hooks and state of the original unless it gets others."""

@@ -1,5 +1,5 @@
-"""What an update computes: one sub-group's new values from its gradient and the hyper-parameters of
-the step.
+"""Computes an update: the new values of one sub-group from its gradient and the step's
+hyperparameters.
 
 This file does not know where new values are stored, nor which ranks there are.
 """

@@ -1,5 +1,5 @@
-"""Pipeline parallelism: a rank has some layers of the model, and one engine trains them over the
-ranks that share them.
+"""Pipeline parallelism: each rank has some layers of the model, and one engine trains them over the
+ranks that have the same layers.
 
 torch's schedules (GPipe, 1F1B, interleaved 1F1B) say which micro-batch runs when. The engine sees
 forwards and backwards of a model that lacks layers. All parameters keep the names that they have in

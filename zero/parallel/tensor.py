@@ -1,5 +1,5 @@
-"""Tensor parallelism: models whose parameters are `DTensor`s, each rank of a model group having a
-shard of each layer.
+"""Tensor parallelism: models whose parameters are `DTensor`s, so that each rank of a model group
+has a shard of each layer.
 
 torch and transformers shard the layers and add up what the shards compute. This file gets such a
 model ready for an engine, which sees the local shards alone, and shards an ordinary model by its

@@ -1,5 +1,5 @@
-"""Command lines of the command `zero`: what cannot be read, or cannot start, is one line and exit
-code 2.
+"""Parses the command lines of `zero`. If something cannot be read or started, it prints one line
+and exits with code 2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`zero explain`: what each key of a configuration file does, in sentences.
+"""`zero explain` says in sentences what each key of a configuration file does.
 
 The sentences come from the declarations of the keys. Nothing is built and nothing is measured.
 """

@@ -1,4 +1,4 @@
-"""`zero launch`: a script on every GPU of one machine, or of the machines in a hostfile.
+"""`zero launch` starts a script on every GPU of one machine, or of the machines in a hostfile.
 
 It starts torchrun on each machine, over ssh. The hostfile and the options are DeepSpeed's. This
 file imports nothing of the engine: it runs on the machine from which jobs are started."""

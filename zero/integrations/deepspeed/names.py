@@ -1,5 +1,5 @@
 """The names under `deepspeed` that Hugging Face libraries, Lightning and the frameworks on top of
-them import, and what each of them is here (counted in docs/compatibility.md, "Names").
+them import, and what stands for each of them here (counted in docs/compatibility.md, "Names").
 
 A name that is not listed is an error that says so: a clear message is better than a stub that does
 nothing. This file does not import what it lists. `finder` resolves a name when it is first used.

@@ -1,5 +1,5 @@
-"""DeepSpeed's optimizer classes, with torch's numerics, and the choice of a class by the section
-`optimizer`.
+"""DeepSpeed's optimizer classes, with torch's numerics, and the optimizer that the section
+`optimizer` asks for.
 
 accelerate puts these classes in the place of a user's optimizer that is offloaded to the CPU.
 Scripts that were written for DeepSpeed make them too. The engine treats them as any other torch

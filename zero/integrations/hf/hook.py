@@ -1,4 +1,4 @@
-"""`enable()`: make transformers and accelerate find zero where they look for DeepSpeed.
+"""`enable()` makes transformers and accelerate find zero where they look for DeepSpeed.
 
 It sets up the process: environment variables, the import hook, the handling of exceptions. It knows
 nothing of the engine."""

@@ -1,4 +1,7 @@
-"""From the batches of each rank's data loader to pieces of sequences. This file knows no model."""
+"""Splits the batches of each rank's data loader into parts of sequences.
+
+This file knows no model.
+"""
 
 from __future__ import annotations
 

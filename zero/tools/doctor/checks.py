@@ -1,4 +1,4 @@
-"""What a training needs of one machine, and whether it is there.
+"""The checks of one machine: is everything there that training needs?
 
 This file knows nothing of other ranks.
 """

@@ -1,4 +1,4 @@
-"""To which part memory belongs, and what causes traffic, while a method of the engine runs.
+"""Attributes memory to its part, and traffic to its cause, while a method of the engine runs.
 
 Of the estimate, this file alone knows the engine's methods by name.
 """

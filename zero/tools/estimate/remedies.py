@@ -1,5 +1,5 @@
-"""What to change where a training does not fit, or where it fits without its offload, for `zero
-estimate`: the change with the fastest step comes first.
+"""Finds changes for a training run that does not fit, or that would fit without its offload. The
+change with the fastest step comes first.
 
 A slower change is named, too, if it needs less memory or fewer settings than all that are faster.
 """

@@ -1,4 +1,4 @@
-"""`zero estimate`: what a training will take, as text or as a JSON object."""
+"""Prints what `zero estimate` has predicted, as text or as a JSON object."""
 
 from __future__ import annotations
 

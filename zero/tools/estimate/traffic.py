@@ -1,5 +1,5 @@
-"""What one rank moves in an optimizer step over each link, and the seconds that this takes on links
-of given speeds.
+"""Counts what a rank moves over each link in an optimizer step, and computes how many seconds that
+takes.
 
 [Note: traffic]
 network

@@ -1,4 +1,4 @@
-"""In a process of the user's script: one step as events of Chrome's trace format.
+"""Runs in a process of the user's script: records one step as events of Chrome's trace format.
 
 torch's profiler sees the device and all threads, with the labels of `zero.comm.clock.label`. What
 is in flight beside them is told by the engine's observer.

@@ -1,4 +1,4 @@
-"""The reference of `zero verify`: plain torch in the place of the engine. Each rank holds the whole
+"""The reference of `zero verify`: plain torch in place of the engine. Each rank holds the whole
 model.
 
 It has the configuration, the count of micro-batches and DeepSpeed's names in common with the
