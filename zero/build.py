@@ -381,8 +381,8 @@ def _state_dtype(
 
 
 def updates_elements(optimizer: torch.optim.Optimizer, settings: Config) -> bool:
-    """Whether shards of the optimizer's state may be cut at any element: as the user says, else as
-    the class says.
+    """Whether the optimizer's state may be split at any element. The configuration decides, or
+    else the optimizer's class.
     """
     told = settings.zero_optimization.elementwise_optimizer
     return is_elementwise(optimizer) if told is None else told

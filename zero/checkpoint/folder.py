@@ -192,8 +192,8 @@ def abandon(folder: Path) -> None:
 
 
 def locate(load_dir: Path, tag: str | None) -> Path | None:
-    """The folder of checkpoint `tag` in `load_dir`, without a tag that of the newest one; None if
-    there is none.
+    """Find the folder of checkpoint `tag` in `load_dir`, or without a tag the latest one. Returns
+    None if there is none.
 
     `load_dir` may be a checkpoint's own folder. Raises ValueError if the tag, given or from
     `latest`, has no folder."""

@@ -36,8 +36,8 @@ _ERRORS = {
 
 
 def connect(comm: Communicator, what: str) -> dist.ProcessGroupGloo:
-    """New gloo connections among all ranks, besides those of training; every rank must call it at
-    the same time.
+    """Create gloo connections among all ranks, separate from the ones used for training. All ranks
+    must call it together.
 
     The watchdog covers the wait, because a rank may die before it connects; `what` names the action
     in its message. The connections are not registered with torch.distributed: a script may destroy

@@ -19,8 +19,8 @@ _ADDRESS, _MET = "zero_interface/address", "zero_interface/met"
 
 
 def is_known() -> bool:
-    """Whether nothing is to be found out: the user has named an interface, or all ranks are on one
-    machine.
+    """Whether no interface has to be chosen, because the user has named one, or because all ranks
+    are on one machine.
     """
     ranks = [os.environ.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
     return VARIABLE in os.environ or ranks[0] in (None, "1", ranks[1])

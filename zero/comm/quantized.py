@@ -56,10 +56,10 @@ def message_bytes(numel: int, bits: int) -> int:
 
 
 def machine_size(machines: Sequence[object]) -> int:
-    """How many consecutive ranks share a machine; 1 if that differs.
+    """How many consecutive ranks share a machine, or 1 if machines differ in that.
 
     Args:
-        machines: that of each rank, in order.
+        machines: the machine of each rank, in order.
     """
     size = machines.count(machines[0])
     same = [

@@ -247,9 +247,9 @@ def _say(text: str) -> None:
 
 
 def end_with_launcher() -> None:
-    """End this process when torchrun, which started it, is killed.
+    """End this process when the torchrun that started it is killed.
 
-    Otherwise it would go on training.
+    Otherwise it would continue to train.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(

@@ -174,7 +174,7 @@ class ZeroConfig(Section):
         return None
 
     def shards_over(self, world_size: int) -> int:
-        """The number of ranks over which a group is cut.
+        """The number of ranks over which a group is sharded.
 
         Raises UsageError if the world cannot be divided into the groups of `mics_shard_size` or of
         hpZ."""
@@ -194,10 +194,10 @@ class ZeroConfig(Section):
         return mics if mics > 0 else world_size
 
     def second_shards_over(self, world_size: int) -> int:
-        """The number of ranks over which hpZ cuts a group's second shard; 0 if there is none.
+        """The number of ranks over which hpZ keeps a group's second shard, or 0 if there is none.
 
-        Below stage 3 every rank holds all parameters on its device, and in a single group the first
-        shard serves."""
+        Below stage 3 there is none, because every rank has all parameters on its device. If the
+        group contains all ranks, the first shard serves the purpose."""
         size = self.zero_hpz_partition_size
         return size if self.stage == 3 and 1 < size < world_size else 0
 

@@ -126,6 +126,6 @@ def _of_weights(module: nn.Module) -> int:
 
 
 def _numel(param: nn.Parameter) -> int:
-    """Elements on this rank before ZeRO cuts them."""
+    """The number of elements on this rank before ZeRO shards them."""
     group = owning_group(param)
     return local(param).numel() if group is None else group.layout.slots[group.index[param]].numel

@@ -96,9 +96,9 @@ class CsvFiles:
 
 
 class JsonLines:
-    """`steps.jsonl`: one record a line.
+    """Writes `steps.jsonl`, with one record per line.
 
-    A run that goes on adds to the file. The first record of a start has "run".
+    A run that is resumed appends to the file. The first record after each start has "run".
     """
 
     def __init__(self, folder: Path):

@@ -17,8 +17,9 @@ class Lamb(torch.optim.Optimizer):
         update = exp_avg / (sqrt(exp_avg_sq) + eps) + weight_decay * param
         param -= lr * correction * ratio * update
 
-    The ratio is 1 where one of the norms is 0. `correction` is that of the bias, 1 without
-    `bias_correction`. With `adam_w_mode=False` the decay is a term of the gradient instead.
+    The ratio is 1 if one of the norms is 0. `correction` corrects the bias of the moments, and is 1
+    without `bias_correction`. With `adam_w_mode=False`, weight decay is added to the gradient
+    instead.
 
     State: `step`; `exp_avg` and `exp_avg_sq`, of the parameter's shape and dtype.
     """

@@ -46,9 +46,9 @@ class Placement:
     """Decides for each group where its optimizer's part lives.
 
     Args:
-        groups: in the model's order, which is taken for that of a forward.
+        groups: the groups in the model's order, which is assumed to be the order of a forward.
         device_tier: the compute device.
-        offload_tier: where state is offloaded to.
+        offload_tier: the place to which state is offloaded.
         ratio: the fraction to offload, from 0 to 1, or "auto".
 
     Groups stay on the device from the first one on, as long as they fit: nothing can hide the

@@ -18,7 +18,7 @@ _NOT_COUNTED = {"_step_count", "_opt_called", "param_groups", "params", "state"}
 
 
 def twin_of(optimizer: torch.optim.Optimizer, **attributes: object) -> torch.optim.Optimizer:
-    """An optimizer of the same class, with these attributes in the place of the original's."""
+    """An optimizer of the same class, with these attributes instead of the original's."""
     twin = object.__new__(type(optimizer))
     twin.__dict__ |= optimizer.__dict__ | attributes
     twin.__dict__.pop("step", None)  # torch's schedulers put a counting one there

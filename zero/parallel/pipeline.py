@@ -44,13 +44,14 @@ class _Elsewhere(nn.Module):
 
 
 class Place:
-    """What one rank has of a model of `count` stages: those of the numbers `own`.
+    """The stages of one rank, of a model that is divided into `count` stages.
 
     Attributes:
         is_tied: whether the embedding is also the weight of the head, which another rank has.
         stage_of: the stage of each module that only one stage has, by name.
-        switches: for each own stage, (parent module, child's name, module) of each of them: the
-            module itself, or one in its place.
+        own: the numbers of this rank's stages.
+        switches: for each own stage, a (parent module, child's name, module) for each module that
+            only one stage has: the module itself, or a placeholder.
     """
 
     def __init__(self, model: Any, rank: int, ranks: int, per_rank: int):
@@ -181,8 +182,8 @@ def split(model: Any, mesh: DeviceMesh, stages_per_rank: int = 1) -> Any:
         for name in [name for name in place.stage_of if model.get_submodule(name) is embedding]:
             del place.stage_of[name]
     place.prune(model)
-    # transformers cuts modules over `tp` by their names, and those that are elsewhere cannot be
-    # cut.
+    # transformers shards modules over `tp` by their names, which is impossible for modules that are
+    # on other ranks.
     model._tp_plan = {
         name: style
         for name, style in (model._tp_plan or {}).items()
@@ -332,7 +333,7 @@ class Pipeline:
             weight._zero_is_copy = is_copy(weight) or not self.is_first
             owner = owning_group(weight)
             assert owner is not None, "the engine has taken over all parameters"
-            # In a group of its own the weight is cut in the same way on both stages.
+            # In a group of its own, the weight is sharded in the same way on both stages.
             place = owner.layout.slots[owner.index[weight]], owner.layout.padded
             places: list[object] = [None] * dist.get_world_size(group)
             dist.all_gather_object(places, place, group=group)

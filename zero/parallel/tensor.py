@@ -152,13 +152,13 @@ def make_mesh(size: int, world_size: int, device: torch.device) -> DeviceMesh:
 def parallelize(
     model: nn.Module, mesh: DeviceMesh, whole_experts: bool
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Shard a model over `mesh` by its own plan: transformers' `tp_plan`, or that of any model
-    whose `config` has a `base_model_tp_plan`. Returns the new parameters, by those that they
-    replace.
+    """Shard a model over `mesh` by its own plan: transformers' `tp_plan`, or the
+    `base_model_tp_plan` in the `config` of any model. Returns a dict from the old parameters to the
+    new ones.
 
-    whole_experts: a rank gets some of the experts, and tokens travel to them (expert parallelism).
-    Otherwise it gets a part of each. Raises UsageError for a model without a plan, and where the
-    mesh does not divide its heads or experts. All ranks must call it."""
+    With `whole_experts`, a rank gets some of the experts, and tokens are sent to them (expert
+    parallelism). Otherwise it gets a part of every expert. Raises UsageError if the model has no
+    plan, or if the mesh does not divide its heads or experts. All ranks must call it."""
     planned, plan = _plan_of(model)
     if not plan:
         raise UsageError(

@@ -60,7 +60,7 @@ def _parallelize(
     elif whole_experts and not any(
         getattr(module, "_is_expert_parallel", False) for module in model.modules()
     ):
-        message = "the model is cut already, and each process has a part of each expert"
+        message = "the model is already sharded, and each process has a part of each expert"
         raise UsageError(f"expert_parallel: {message}")
     first = world.get_rank() // size * size
     if found is not None and found.mesh.tolist() != list(range(first, first + size)):
@@ -78,8 +78,8 @@ def share_model(
     those they replace, and the settings as the mesh completes them.
 
     `mesh`, or accelerate's, says which ranks share what; without one, `tensor_parallel.autotp_size`
-    or the mesh of the model's DTensors does. A model that is to be sharded and is not is sharded by
-    its plan. All ranks must call it."""
+    or the mesh of the model's DTensors does. If the model is not sharded yet, it is sharded by its
+    plan. All ranks must call it."""
     job = communicator()
     mesh = mesh_of_accelerate() if mesh is None else mesh
     sizes = _sizes(model, settings, mesh, job.world_size)

@@ -24,8 +24,8 @@ _DERIVED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
 
 class MicroBatches(IterableDataset):
-    """Each batch of each rank's loader, cut along the sequence: every rank of the group gets its
-    piece of it.
+    """Splits each batch of each rank's loader along the sequence, so that every rank of the group
+    gets a part of it.
 
     One batch of every rank's loader makes `ranks.size` micro-batches here: the first is the batch
     of the group's first rank, and so on. An epoch ends where the first loader ends.

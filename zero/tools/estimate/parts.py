@@ -113,7 +113,7 @@ _METHODS = (
 
 @contextlib.contextmanager
 def labelled(memory: Memory) -> Iterator[None]:
-    """Context in which `memory` is told of the parts and causes."""
+    """A context in which `memory` learns which part or cause it is counting for."""
     with contextlib.ExitStack() as stack:
         for each in _METHODS:
             stack.enter_context(mock.patch.object(each.owner, each.method, _told(memory, each)))
