@@ -386,8 +386,8 @@ class ZeroEngine(Accumulation, nn.Module):
         save_dtype: torch.dtype | str | None = None,
         max_file_bytes: int = 5 * 10**9,
     ) -> bool:
-        """Write the whole model to safetensors files in `save_dir`, in bounded memory. Every rank
-        must call it.
+        """Write the whole model to safetensors files in `save_dir`, with `config.json` if it has a
+        config. This takes bounded memory. Every rank must call it.
 
         At stage 3 this needs `stage3_gather_16bit_weights_on_model_save`. Without it, nothing is
         written, and the call returns False.
