@@ -374,7 +374,7 @@ class CheckpointReader:
                 left = left[count:]
             if xxhash.xxh3_64_hexdigest(memory) != entry.sums[number]:
                 raise DamagedCheckpointError(
-                    f"{path} is damaged: its checksum is not that of what was written"
+                    f"{path} is damaged: its checksum does not match its content"
                 )
             for target in wanted.get(number, ()):
                 target.take(block, begin)

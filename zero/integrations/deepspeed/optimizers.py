@@ -71,7 +71,7 @@ def _refuse_groups_of_another(params: Params) -> None:
         if other or ("maximize" in group and "amsgrad" not in group):
             raise UsageError(
                 "DeepSpeedCPUAdam got the param groups of another optimizer "
-                f"({', '.join(other) or 'no amsgrad'}): accelerate puts Adam in the place of an "
+                f"({', '.join(other) or 'no amsgrad'}): accelerate puts Adam in place of an "
                 "optimizer that is offloaded. To keep yours, set zero_force_ds_cpu_optimizer to "
                 "false in the configuration"
             )

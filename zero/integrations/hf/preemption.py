@@ -58,7 +58,7 @@ class SaveOnSigterm(TrainerCallback):
             folder = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
             print(
                 f"zero: SIGTERM: stopped after step {state.global_step}; the checkpoint {folder} "
-                "is complete; the same command goes on from there",
+                "is complete; the same command continues from there",
                 file=sys.stderr,
                 flush=True,
             )
