@@ -366,7 +366,7 @@ def _check_data(given: argparse.Namespace) -> None:
 def _check_folder(argument: str, name: str | None) -> None:
     """Check that a local folder holds a model, configuration or tokenizer.
 
-    Other names are those of the hub.
+    Other names belong to the hub.
     """
     if not name:
         return
