@@ -69,7 +69,8 @@ class Batch:
 
     @classmethod
     def of(cls, inputs: Mapping[str, Any], shifted: bool) -> Batch:
-        """Make a batch from `inputs`. As in transformers, `labels` are -100 where there is no target.
+        """Make a batch from `inputs`. As in transformers, a label of -100 means that there is no
+        target.
 
         If the teacher has another tokenizer, `teacher_input_ids` and `teacher_attention_mask` are
         the same text in its tokens. `teacher_positions` (batch, length) has for each label the
