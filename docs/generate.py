@@ -213,7 +213,7 @@ _GOALS = {
     "Scale": "fit a larger model, or use more GPUs and machines",
     "Keep": "save, resume and export",
     "Fix": "find out why a run fails, hangs, is slow or does not converge",
-    "Know": "look up results, limits, numerics, security and terms",
+    "Know": "look up results, limits, numerics and terms",
     "Inside": "read or change the code",
 }
 
