@@ -1,8 +1,8 @@
-"""Gives every rank the weights of a model one by one, in bounded memory, for example to pass them
-to an inference engine. Adapters are merged on request.
+"""Weights for an inference engine. Every rank gets them one by one, in bounded memory; adapters are
+merged on request.
 
-PEFT's adapters are recognised by their interface, so PEFT is not imported. This file knows nothing
-of how weights are gathered."""
+Adapters are those of PEFT, recognised by their interface: nothing of PEFT is imported. This file
+knows nothing of how weights are gathered."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def stream_weights(
     max_bytes: int = 1 << 30,
     merge_adapters: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over all weights of a sharded model, yielding the name and the full tensor of each.
+    """Pass over all weights: (name, tensor on the compute device) for each, the next ones being
+    gathered meanwhile.
 
-    The tensors are on the compute device, and the next ones are gathered in the meantime. All ranks
-    must iterate together, and stop at the same weight. Do not change a tensor, and do not use it
-    after you have asked for the next one. Tied weights are yielded once, under their first name.
-    Persistent buffers come last.
+    All ranks must iterate at the same time, and stop at the same weight. A tensor is valid until
+    the next one is asked for and must not be changed. Tied weights come once, under their first
+    name. Persistent buffers come last.
 
     Args:
-        dtype: dtype of floating-point weights: a torch dtype, "fp16", "bf16" or "fp32". Default:
-            the one in which they are trained.
-        max_bytes: size of the two buffers together. It is exceeded if a single weight is larger
-            than half of it.
-        merge_adapters: add active PEFT adapters to their base weights, and yield only the sums,
-            under the base model's names. The adapters, but not their base weights, then stay
-            gathered until the iteration ends, in addition to `max_bytes`.
+        dtype: of floating-point weights: a torch dtype, "fp16", "bf16" or "fp32"; None: the one
+            they are trained in.
+        max_bytes: of the two buffers in all; more where a single weight is larger than half of it.
+        merge_adapters: add active PEFT adapters to their base weights, under the base model's
+            names, instead of passing both. Whole adapters (not their base weights) are gathered for
+            that time, beyond `max_bytes`.
 
     Raises:
-        ValueError: for an unknown dtype, or for an adapter that is not merged by a sum (DoRA, IA3).
+        ValueError: for a dtype of another name, or an adapter whose merged weight is not a sum
+            (DoRA, IA3).
     """
     if not merge_adapters:
         yield from Weights(engine.module, engine.groups, engine.comm, dtype).stream(max_bytes)
@@ -70,7 +70,7 @@ def stream_weights(
 def _adapter_layers(model: nn.Module) -> dict[str, Any]:
     """The layers that have a base layer and adapters.
 
-    Raises UsageError if a sum does not merge them.
+    Raises UsageError where a sum does not merge them.
     """
     layers: dict[str, Any] = {
         name: module for name, module in model.named_modules() if hasattr(module, "base_layer")

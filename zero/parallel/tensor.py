@@ -1,5 +1,5 @@
-"""Tensor parallelism: models whose parameters are `DTensor`s, so that each rank of a model group
-has a shard of each layer.
+"""Tensor parallelism: models whose parameters are `DTensor`s, each rank of a model group having a
+shard of each layer.
 
 torch and transformers shard the layers and add up what the shards compute. This file gets such a
 model ready for an engine, which sees the local shards alone, and shards an ordinary model by its
@@ -55,7 +55,7 @@ def mesh_in(model: nn.Module) -> DeviceMesh | None:
         if isinstance(module, FSDPModule):
             kind = type(module).__name__
             raise UsageError(
-                f"fully_shard has sharded {kind}: let ZeRO do that, and leave out fsdp_size"
+                f"fully_shard has sharded {kind}: leave that to ZeRO (without fsdp_size)"
             )
     found: DeviceMesh | None = None
     for name, param in model.named_parameters():
@@ -66,8 +66,8 @@ def mesh_in(model: nn.Module) -> DeviceMesh | None:
         # transformers makes one more mesh for experts, of the same ranks
         if mesh.ndim > 1 or not torch.equal(mesh.mesh, found.mesh):
             raise UsageError(
-                f"parameter {name!r} is a DTensor of {mesh}: shard the model over a single mesh "
-                "of one dimension, such as mesh['tp']; ZeRO shards over the other ranks"
+                f"parameter {name!r} is a DTensor of {mesh}: cut the model over one mesh of one "
+                "dimension, such as mesh['tp']; ZeRO shards over the other ranks"
             )
     return found
 
@@ -152,13 +152,13 @@ def make_mesh(size: int, world_size: int, device: torch.device) -> DeviceMesh:
 def parallelize(
     model: nn.Module, mesh: DeviceMesh, whole_experts: bool
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Shard a model over `mesh` by its own plan: transformers' `tp_plan`, or the
-    `base_model_tp_plan` in the `config` of any model. Returns a dict from the old parameters to the
-    new ones.
+    """Shard a model over `mesh` by its own plan: transformers' `tp_plan`, or that of any model
+    whose `config` has a `base_model_tp_plan`. Returns the new parameters, by those that they
+    replace.
 
-    With `whole_experts`, a rank gets some of the experts, and tokens are sent to them (expert
-    parallelism). Otherwise it gets a part of every expert. Raises UsageError if the model has no
-    plan, or if the mesh does not divide its heads or experts. All ranks must call it."""
+    whole_experts: a rank gets some of the experts, and tokens travel to them (expert parallelism).
+    Otherwise it gets a part of each. Raises UsageError for a model without a plan, and where the
+    mesh does not divide its heads or experts. All ranks must call it."""
     planned, plan = _plan_of(model)
     if not plan:
         raise UsageError(
@@ -169,8 +169,8 @@ def parallelize(
     for name, module in planned.named_modules():
         if hasattr(module, "base_layer"):
             raise UsageError(
-                f"tensor parallelism: {name!r} has an adapter, and no plan says how to shard "
-                "adapters: train without them"
+                f"tensor parallelism: {name!r} has an adapter, which no plan cuts: train without "
+                "adapters"
             )
     check_heads(planned, mesh.size())
     found: dict[nn.Parameter, nn.Parameter] = {}

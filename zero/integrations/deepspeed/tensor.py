@@ -78,8 +78,8 @@ def share_model(
     those they replace, and the settings as the mesh completes them.
 
     `mesh`, or accelerate's, says which ranks share what; without one, `tensor_parallel.autotp_size`
-    or the mesh of the model's DTensors does. If the model is not sharded yet, it is sharded by its
-    plan. All ranks must call it."""
+    or the mesh of the model's DTensors does. A model that is to be sharded and is not is sharded by
+    its plan. All ranks must call it."""
     job = communicator()
     mesh = mesh_of_accelerate() if mesh is None else mesh
     sizes = _sizes(model, settings, mesh, job.world_size)

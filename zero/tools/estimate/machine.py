@@ -54,12 +54,12 @@ class Memory(TorchDispatchMode):
     """Counts the bytes of all storages from the operation that makes them until they are freed.
 
     Attributes:
-        live: the bytes that exist now, by (place, part).
-        most: the largest value of each of these so far.
-        fullest: by place, the parts at the moment with the highest memory use so far.
-        part: the part to which new allocations belong.
-        cause: the cause of what is being moved.
-        operations: the number of floating-point operations so far.
+        live: bytes now, by (place, part).
+        most: of each of these, the most so far.
+        fullest: by place, the parts at the fullest moment so far.
+        part: what is allocated now belongs to it.
+        cause: of what is moved now.
+        operations: floating-point ones so far.
         moved: bytes so far by (link, cause).
     """
 

@@ -95,7 +95,7 @@ class _Answer:
         if host := found.total(HOST):
             locked = pinned(found, self.config)
             lines.append(
-                f"Of the host memory, {_size(locked)} are pinned, and {_size(host - locked)} are "
+                f"Of the host memory {_size(locked)} are pinned, and {_size(host - locked)} are "
                 "pageable."
             )
         if moved := _table(found.traffic.links):
@@ -150,8 +150,8 @@ class _Answer:
             without, most = self.unneeded.found, _size(self.limits[DEVICE])
             lines.append(
                 f"The {self.unneeded.words} is not needed: {_size(self.found.total(DEVICE))} of "
-                f"{most} are in use. Without it, {_size(without.total(DEVICE))} would be in use, "
-                f"and a step would take {_times(without, self.found)}."
+                f"{most} are in use. Without it {_size(without.total(DEVICE))} are, and a step "
+                f"takes {_times(without, self.found)}."
             )
         return lines
 

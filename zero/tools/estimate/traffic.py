@@ -1,5 +1,5 @@
-"""Counts what a rank moves over each link in an optimizer step, and computes how many seconds that
-takes.
+"""What one rank moves in an optimizer step over each link, and the seconds that this takes on links
+of given speeds.
 
 [Note: traffic]
 network
