@@ -335,7 +335,7 @@ def test_an_update_on_the_host_takes_the_time_of_the_bytes_that_it_moves(ask):
     assert coded["host_memory_of_updates"] == pytest.approx(16 * found["elements"], rel=0.02)
 
 
-# Runs on one H100 (docs/results.md): seconds of a step.
+# Runs on one H100 (benchmarks/RESULTS.md): seconds of a step.
 MEASURED = {
     "T5-3B": (
         transformers.T5Config(
