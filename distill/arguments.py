@@ -25,24 +25,25 @@ class ModelArguments:
     model_name_or_path: str | None = field(
         default=None,
         metadata={
-            "help": "Student: a model folder or hub name. Without model, teacher and data: a "
-            "demonstration."
+            "help": "Student: a model folder or hub name. Without model, teacher and data, a "
+            "demonstration runs."
         },
     )
     student_config: str | None = field(
         default=None,
         metadata={
-            "help": "Configuration (folder, JSON file, hub name) of a student to make from scratch."
+            "help": "Configuration (folder, JSON file or hub name) of a student that starts "
+            "from scratch."
         },
     )
     init_student_from_teacher: str | None = field(
         default=None,
-        metadata={"help": "Make the student of these layers of the teacher, such as 0,5,11."},
+        metadata={"help": "Build the student from these layers of the teacher, such as 0,5,11."},
     )
     tokenizer_name: str | None = field(
         default=None,
         metadata={
-            "help": "The student's tokenizer. Default: that of its model, else the teacher's."
+            "help": "The student's tokenizer. Default: its model's, otherwise the teacher's."
         },
     )
 
@@ -67,8 +68,8 @@ class DataArguments:
     source_column: str | None = field(
         default=None,
         metadata={
-            "help": "Key of the text that an encoder-decoder model reads. Dots for nested keys: "
-            "translation.en."
+            "help": "Key of the text that an encoder-decoder model reads. A dot leads into a "
+            "nested object: translation.en."
         },
     )
     target_column: str | None = field(
@@ -82,12 +83,14 @@ class DataArguments:
         },
     )
     max_length: int = field(
-        default=512, metadata={"help": "Tokens of a block. Without packing: limit of an example."}
+        default=512,
+        metadata={"help": "Number of tokens in a block, or without packing in an example."},
     )
     packing: bool = field(
         default=True,
         metadata={
-            "help": "Fill blocks with several examples that do not see each other (causal models)."
+            "help": "Pack several examples, which cannot attend to each other, into a block "
+            "(causal models)."
         },
     )
     max_train_tokens: int | None = field(
@@ -107,7 +110,7 @@ class DataArguments:
         },
     )
     overwrite_output_dir: bool = field(
-        default=False, metadata={"help": "Write into a folder that has files in it."}
+        default=False, metadata={"help": "Allow an output folder that contains files."}
     )
 
 

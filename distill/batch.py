@@ -69,7 +69,7 @@ class Batch:
 
     @classmethod
     def of(cls, inputs: Mapping[str, Any], shifted: bool) -> Batch:
-        """Make a batch of `inputs`. `labels` are those of transformers: -100 where there is no
+        """Make a batch from `inputs`. As in transformers, a label of -100 means that there is no
         target.
 
         If the teacher has another tokenizer, `teacher_input_ids` and `teacher_attention_mask` are

@@ -203,8 +203,8 @@ class TeacherCache:
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy `tensor` to `device`. The host does not wait, because pinned memory can be copied while
-    it goes on.
+    """Copy `tensor` to `device`. The host does not wait, because pinned memory is copied in the
+    background.
     """
     if device.type == "cpu":
         return tensor

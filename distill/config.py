@@ -1,5 +1,5 @@
-"""`DistillationConfig`: the Trainer's arguments and those of distillation, checked before anything
-is loaded.
+"""`DistillationConfig`: the arguments of the Trainer and of distillation, which are checked before
+anything is loaded.
 """
 
 from __future__ import annotations

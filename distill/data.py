@@ -209,7 +209,7 @@ def encode(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase) -> d
 def pack(
     examples: Iterable[Mapping[str, list[int]]], length: int, pad: int
 ) -> list[dict[str, list[int]]]:
-    """Fill blocks of `length` tokens with one example after another. An example is cut where a
+    """Fill blocks of `length` tokens with one example after another. An example is split where a
     block ends.
 
     `position_ids` start at 0 in each example, so models see where it begins. The first token of an

@@ -1,4 +1,4 @@
-"""Losses inside of the models: on hidden states after learned projections, and on attention
+"""Losses inside the models: on hidden states after learned projections, and on attention
 relations (MiniLM).
 """
 

@@ -29,7 +29,7 @@ PROJECTIONS = "distillation"
 
 
 class LayerLosses:
-    """Compares hidden states and attention relations of a student with those of its teacher.
+    """Compares the hidden states and attention relations of a student with its teacher's.
 
     Attributes: matches_hidden: whether hidden states are compared. If so, the student has got the
     projections as its submodule `PROJECTIONS`. teacher_recorder, teacher_layers: what the teacher

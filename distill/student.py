@@ -1,4 +1,4 @@
-"""Students from a configuration, or made of some layers of the teacher."""
+"""Creates students from a configuration, or from some layers of the teacher."""
 
 from __future__ import annotations
 

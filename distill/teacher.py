@@ -35,8 +35,8 @@ def load_model(name: str, **options: object) -> PreTrainedModel:
 
 
 def teacher_ds_config(args: DistillationConfig, teacher: PreTrainedModel) -> dict:
-    """Return the teacher's ds_config: that of `--teacher_deepspeed`, else the student's stage and
-    precision.
+    """Return the teacher's ds_config: the file of `--teacher_deepspeed`, or one with the student's
+    stage and precision.
 
     It has no optimizer. At stage 3 the default offloads the parameters, and prefetches one group
     while one is in use. So at most two parameter groups are gathered at a time, besides persistent

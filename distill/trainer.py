@@ -42,7 +42,7 @@ from translation.tokenizer import pad_token_id, token_id
 class DistillationTrainer(Seq2SeqTrainer):
     """Trains `model` to predict its data and to agree with `teacher_model`. Both may be sharded.
 
-    Args: those of `Seq2SeqTrainer`, and
+    Args: the arguments of `Seq2SeqTrainer`, and
         teacher_model: a causal or encoder-decoder language model. Default:
         `args.teacher_model_name_or_path` is loaded.
             No teacher is needed with a teacher cache, or with `kd_alpha` 0 (plain training).

@@ -1,8 +1,9 @@
 """Generates documentation from the code: `python -m docs.generate`. A unit test fails if it must be
 run again.
 
-It writes `configuration.md`, with all keys of the configuration, and the picture of the folders in
-`architecture.md`."""
+It writes `configuration.md`, with all keys of the configuration; the picture of the folders in
+`architecture.md`; the README's table of pages, which follows the `nav` of `mkdocs.yml`; and
+`index.md`, the start page of the site, from the README."""
 
 import inspect
 import json
@@ -20,6 +21,7 @@ from zero.config.optim import SCHEDULE_KEYS, SchedulerParams
 from zero.config.settings import Config
 
 FOLDER = Path(__file__).parent
+_README = FOLDER.parent / "README.md"
 # How the page writes what a key needs.
 _NEEDS = {"enabled": "`enabled`", "device nvme": '`"device": "nvme"`'}
 BEGIN, END = "<!-- made by docs/generate.py -->\n", "<!-- end of what is made -->\n"
@@ -27,32 +29,35 @@ BEGIN, END = "<!-- made by docs/generate.py -->\n", "<!-- end of what is made --
 _HEAD = """\
 # Configuration
 
-This page lists every key of the configuration file, which is DeepSpeed's `ds_config.json`.
-`configs/ds_config_zero3.json` is a complete example. To see what the keys of your own file do, what
-`"auto"` becomes and which keys have no effect, run `zero explain FILE`. It also takes the YAML file
-of `accelerate config`.
+zero reads DeepSpeed's configuration file, usually called `ds_config.json`. Most runs need only a
+few keys: the batch sizes (usually `"auto"`), `bf16` or `fp16`, `zero_optimization.stage`, and the
+two offload sections if the model does not fit without them. `configs/` has complete files to start
+from.
 
-Most files need only a few keys: the batch sizes (usually `"auto"`), `bf16` or `fp16`,
-`zero_optimization.stage`, and the two offload sections if the model does not fit without them.
+This page describes every key. For your own file, `zero explain FILE` prints what each of its keys
+does, what `"auto"` becomes, and which keys have no effect. It also takes the YAML file of
+`accelerate config`.
 
-How the file is read:
+When the file is read:
 
 - A misspelt or contradictory key is an error before any model is built. The message names the key,
   its place and the nearest valid key.
-- An unknown key that resembles no valid key is ignored at the top level, and in any section if it
-  begins with `_`, `//`, `#` or `comment`. One line names the ignored keys.
-- A dotted key (`"zero_optimization.stage": 3`) means the nested key. If both are given with
-  different values, a file is refused; in a dict that you pass, the dotted key wins.
-- Letter case does not matter in words such as `"SUM"`.
-- `"auto"` is replaced by transformers or accelerate. The tables name the argument that it is taken
-  from. For all other keys `"auto"` is an error.
-- If [Hjson](https://hjson.github.io) is installed, comments and missing quotes are accepted.
+- Notes are skipped: an unknown key in any section that begins with `_`, `//`, `#` or `comment`. At
+  the top level and in the monitoring sections, so is any unknown key that resembles no valid one.
+  A line names the keys that were skipped.
+- A dotted key, such as `"zero_optimization.stage": 3`, stands for the nested one. If a file gives
+  both with different values, it is refused; in a dict that you pass, the dotted key wins.
+- Words such as `"SUM"` may be written in any letter case.
+- `"auto"` is replaced by transformers or accelerate, by the argument that the tables name. For a
+  key without such an argument, `"auto"` is an error.
+- If [Hjson](https://hjson.github.io) is installed, the file may have comments, and quotes may be
+  left out.
 
-At the start of a run, rank 0 prints `gradient_clipping` and the keys that are not at their
-defaults: the given value, the effective value, where it came from and, if the key has no effect,
-the reason. The complete list is in `zero_config.txt` in the folder of `--output_dir`.
+At the start of a run, rank 0 prints `gradient_clipping` and all keys that are not at their
+defaults: the value you gave, the value that is used, where it came from and, if the key has no
+effect, the reason. The complete list is in `zero_config.txt` in the folder of `--output_dir`.
 
-In the tables, an empty default means that the key is not set. The page is generated from
+An empty default in the tables means that the key is not set. The page is generated from
 `zero/config/` by `python -m docs.generate`.
 """
 
@@ -115,8 +120,8 @@ def _as_code(text: str) -> str:
 def _linked(text: str) -> str:
     """Make links of the names of other pages."""
     return re.sub(
-        r"`?docs/(\w+)\.md`?",
-        lambda page: f"[{page[1].replace('_', ' ').capitalize()}]({page[1]}.md)",
+        r"`?docs/([\w-]+)\.md`?",
+        lambda page: f"[{page[1].replace('-', ' ').capitalize()}]({page[1]}.md)",
         text,
     )
 
@@ -200,11 +205,69 @@ def architecture(page: str) -> str:
     return before + BEGIN + "\n" + picture() + "\n" + END + rest.split(END)[1]
 
 
+# What a reader wants who opens a section of the site.
+_GOALS = {
+    "Start": "install zero, make a first run, or move from DeepSpeed or FSDP",
+    "Recipes": "copy a command for a given model and machine",
+    "Train": "configure a run, choose an optimizer, or write your own loop",
+    "Scale": "fit a larger model, or use more GPUs and machines",
+    "Keep": "save, resume and export",
+    "Fix": "find out why a run fails, hangs, is slow or does not converge",
+    "Know": "look up results, limits, numerics and terms",
+    "Inside": "read or change the code",
+}
+
+
+def sections() -> dict[str, list[str]]:
+    """Return the pages of each section of the site, from the `nav` of `mkdocs.yml`."""
+    text = (FOLDER.parent / "mkdocs.yml").read_text(encoding="utf-8")
+    pages: dict[str, list[str]] = {}
+    for line in text.partition("\nnav:\n")[2].splitlines():
+        name = line.strip().removeprefix("- ")
+        if name.endswith(":"):
+            pages[name.removesuffix(":")] = []
+        elif pages:
+            pages[next(reversed(pages))].append(name)
+    return pages
+
+
+def _title(page: str) -> str:
+    return (FOLDER / page).read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+
+
+def table_of_pages() -> str:
+    """Return the README's table of all pages."""
+    rows = ["| you want to | pages |", "|---|---|"]
+    for section, pages in sections().items():
+        links = ", ".join(f"[{_title(page)}](docs/{page})" for page in pages)
+        rows.append(f"| {_GOALS[section]} | {links} |")
+    return "\n".join(rows) + "\n"
+
+
+def readme(page: str) -> str:
+    """Return the README with the current table of pages."""
+    before, rest = page.split(BEGIN)
+    return before + BEGIN + "\n" + table_of_pages() + "\n" + END + rest.split(END)[1]
+
+
+def start_page(page: str) -> str:
+    """Return the start page of the site, made from the README.
+
+    Links to files outside of `docs/`, which the site does not have, become plain text.
+    """
+    page = page.partition("\n<!-- not on the site -->")[0]
+    page = page.replace(BEGIN, "").replace(END, "").replace("](docs/", "](")
+    outside = r"\[([^]]+)\]\((?:\w+/README\.md|[A-Z]+(?:\.md)?)\)"
+    return re.sub(r"\n{3,}", "\n\n", re.sub(outside, r"\1", page))
+
+
 def main() -> None:
-    """Write both pages."""
+    """Write all generated parts."""
     (FOLDER / "configuration.md").write_text(reference(), encoding="utf-8")
-    path = FOLDER / "architecture.md"
-    path.write_text(architecture(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for path, change in ((FOLDER / "architecture.md", architecture), (_README, readme)):
+        path.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
+    start = start_page(_README.read_text(encoding="utf-8"))
+    (FOLDER / "index.md").write_text(start, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -30,12 +30,13 @@ class ModelArguments:
 
     model_name_or_path: str | None = field(
         default=None,
-        metadata={"help": "Model folder or hub name. Default: a small T5 is made from scratch."},
+        metadata={"help": "Model folder or hub name. Default: a small T5 is trained from scratch."},
     )
     config_name: str | None = field(
         default=None,
         metadata={
-            "help": "Configuration folder or hub name. Without a model: train it from scratch."
+            "help": "Configuration folder or hub name. Without a model, one with this "
+            "configuration is trained from scratch."
         },
     )
     tokenizer_name: str | None = field(
@@ -90,10 +91,10 @@ class DataTrainingArguments:
         metadata={"help": "Number of processes that tokenize. Default: no extra process."},
     )
     max_source_length: int = field(
-        default=128, metadata={"help": "Longer sources are cut to this many tokens."}
+        default=128, metadata={"help": "Longer sources are truncated to this many tokens."}
     )
     max_target_length: int = field(
-        default=128, metadata={"help": "Longer targets are cut to this many tokens."}
+        default=128, metadata={"help": "Longer targets are truncated to this many tokens."}
     )
     val_max_target_length: int | None = field(
         default=None,
@@ -126,11 +127,11 @@ class DataTrainingArguments:
     )
     forced_bos_token: str | None = field(
         default=None,
-        metadata={"help": "First token to generate. For multilingual models: the target language."},
+        metadata={"help": "First token to generate. For multilingual models, the target language."},
     )
     overwrite_output_dir: bool = field(
         default=False,
-        metadata={"help": "Train from the start, also if the output folder has files in it."},
+        metadata={"help": "Train from the beginning, even if the output folder contains files."},
     )
 
 
@@ -365,7 +366,7 @@ def _check_data(given: argparse.Namespace) -> None:
 def _check_folder(argument: str, name: str | None) -> None:
     """Check that a local folder holds a model, configuration or tokenizer.
 
-    Other names are those of the hub.
+    Other names belong to the hub.
     """
     if not name:
         return

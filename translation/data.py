@@ -1,6 +1,4 @@
-"""From raw records to batches: load each split, cut it to its number of samples, and tokenize
-it.
-"""
+"""From raw records to batches: loads each split, takes its first samples, and tokenizes them."""
 
 import datasets
 from datasets import Dataset, DatasetDict
@@ -35,8 +33,8 @@ def load_splits(
     model_args: ModelArguments,
     training_args: Seq2SeqTrainingArguments,
 ) -> dict[str, Dataset]:
-    """Load the splits that the stages need, as columns `source` and `target`, cut to
-    `--max_*_samples`.
+    """Load the splits that the stages need, as columns `source` and `target`, with at most
+    `--max_*_samples` records.
 
     Raises:
         InputError: a split is missing or empty, or a record does not have both languages.

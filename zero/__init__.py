@@ -1,6 +1,7 @@
 """A ZeRO engine on `torch.distributed` alone.
 
-See `zero.hf.enable` for use under transformers and accelerate.
+In a training loop of your own, begin with `initialize`. Under transformers and accelerate, start
+the script with `zero run`, or see `zero.hf.enable`.
 """
 
 from zero import fragments

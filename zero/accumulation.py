@@ -1,4 +1,4 @@
-"""What a script calls to say where a step ends, and when gradients are reduced.
+"""The calls by which a script says where a step ends, and when gradients are reduced.
 
 The state is in `zero.core.micro_batches`. This file knows nothing of groups or of the optimizer.
 """
@@ -36,7 +36,7 @@ class Accumulation:
 
     @property
     def micro_steps(self) -> int:
-        """Calls of `step()`."""
+        """The number of calls of `step()` so far."""
         return self.micro_batches.count
 
     @micro_steps.setter
@@ -44,20 +44,18 @@ class Accumulation:
         self.micro_batches.count = count
 
     def managed_gradient_accumulation(self) -> bool:
-        """Whether the engine counts micro-batches; else the script's call of `step()` ends the
+        """Whether the engine counts micro-batches. If not, each call of `step()` ends the
         accumulation.
         """
         return self.micro_batches.managed
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is known to be the last one before the parameters are
-        updated.
-        """
+        """Whether the current micro-batch is the last one before the parameters are updated."""
         return self.micro_batches.is_last
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide by hand, from now on, whether the current micro-batch is the last one of a
-        step.
+        """Set whether the current micro-batch is the last one of a step. From now on the engine
+        no longer counts micro-batches itself.
         """
         if not self.managed_gradient_accumulation():
             raise UsageError(
@@ -75,9 +73,9 @@ class Accumulation:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context of micro-batches whose gradients stay on their rank.
+        """A context in which gradients are not reduced over the ranks, at stages 0 and 1.
 
-        `step()` belongs after it (stages 0 and 1).
+        Leave it before you call `step()`.
         """
         stage = self.settings.zero_optimization.stage
         if stage >= 2:
@@ -99,11 +97,11 @@ class Accumulation:
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Context of a step's backwards whose gradients are reduced once, at its end (stages 1 to
-        3).
+        """A context in which the gradients of several backward passes are reduced only once, when
+        the context ends, at stages 1 to 3.
 
-        Until then each rank holds whole gradients, as at stage 1; `step()` belongs after it. A
-        boundary that the script sets inside is undone at its end."""
+        Until then each rank holds full gradients, as at stage 1. Leave the context before you call
+        `step()`. A boundary that is set inside is reset when the context ends."""
         if not self.managed_gradient_accumulation():
             raise UsageError(
                 "coalesce_grad_reduction: managed_gradient_accumulation is false, so that step() "

@@ -1,4 +1,4 @@
-"""From settings to the parts of an engine: groups, schedule, reducer, placement.
+"""Builds the parts of an engine from its settings: groups, schedule, reducer, placement.
 
 This file decides what the configuration's keys mean for each part. `make_groups` shards the model,
 and `place_buffers` broadcasts its buffers. Nothing is trained here. This file knows nothing of
@@ -354,7 +354,7 @@ def slice_experts(
         raise UsageError(
             f"zero_optimization.stage3_max_live_parameters is {limit}, and {cut} has "
             f"{cut.layout.numel} elements: "
-            "experts that tensor parallelism has cut cannot run in slices"
+            "experts that tensor parallelism has sharded cannot run in slices"
         )
     if not found:
         return []
@@ -425,8 +425,8 @@ def make_optimizer(
     elementwise, cut = updates_elements(inner, settings), next(filter(cut_of, known), None)
     if cut is not None and not elementwise:
         raise UsageError(
-            f"optimizer {type(inner).__name__} updates whole tensors, and tensor parallelism cuts "
-            "them, such as one of "
+            f"optimizer {type(inner).__name__} updates whole tensors, but tensor parallelism "
+            "shards some of them, such as one of "
             f"shape {tuple(cut.shape)}: take an element-wise optimizer, such as AdamW"
         )
     zero, bf16 = settings.zero_optimization, settings.bf16
@@ -480,8 +480,8 @@ def _state_dtype(
 
 
 def updates_elements(optimizer: torch.optim.Optimizer, settings: Config) -> bool:
-    """Whether shards of the optimizer's state may be cut at any element: as the user says, else as
-    the class says.
+    """Whether the optimizer's state may be split at any element. The configuration decides, or
+    else the optimizer's class.
     """
     told = settings.zero_optimization.elementwise_optimizer
     return is_elementwise(optimizer) if told is None else told

@@ -51,30 +51,30 @@ _engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ZeroEngine]] = (
 
 
 class ZeroEngine(Accumulation, nn.Module):
-    """A model whose optimizer state (stage 1), gradients (2) and parameters (3) are sharded over
-    all ranks.
+    """A model whose optimizer state (from stage 1 on), gradients (from stage 2 on) and parameters
+    (at stage 3) are sharded over all ranks.
 
-    Use it as the model; call `backward(loss)` and `step()` for each micro-batch. `zero.initialize`
-    makes it, and acts on the sections `optimizer`, `scheduler`, `leaf_module`,
-    `sequence_parallel_size`, `log_level` and the monitors.
+    Call it like the model, and call `backward(loss)` and `step()` for each micro-batch. You get an
+    engine from `zero.initialize`, which also handles the sections `optimizer`, `scheduler`,
+    `leaf_module` and `sequence_parallel_size`, `log_level` and the monitors.
 
     Args:
-        optimizer: one over the model's parameters, or None.
-        lr_scheduler: a scheduler of that optimizer, or a function of the optimizer that makes one,
+        optimizer: an optimizer over the model's parameters, or None.
+        lr_scheduler: a scheduler of that optimizer, a function that makes one from the optimizer,
             or None.
-        comm: of the ranks that share this model; default: all.
+        comm: the communicator of the ranks that share this model. Default: all ranks.
 
     Attributes:
-        module: the user's model.
+        module: your model.
         optimizer: a `ZeroOptimizer`, or None.
-        lr_scheduler: stepped after each step that was taken, or None.
-        config: the user's configuration as a dict.
+        lr_scheduler: the scheduler, which advances after each step that was not skipped, or None.
+        config: your configuration as a dict.
         global_steps, micro_steps, skipped_steps, global_samples: counters.
         throughput: samples per second.
-        residency: gathered elements, now and at their peak.
-        activations: `HostActivations` if `cpu_checkpointing` moves them, or None.
+        residency: the number of gathered elements, now and at its peak.
+        activations: `HostActivations` if `cpu_checkpointing` is on, or None.
         is_compiled: whether `compile` was called.
-        monitor: is told of each step, or None.
+        monitor: the object that records each step, or None.
     """
 
     optimizer_class = ZeroOptimizer
@@ -198,15 +198,16 @@ class ZeroEngine(Accumulation, nn.Module):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """Run backward for one micro-batch and reduce the gradients.
+        """Run the backward pass of one micro-batch, and reduce the gradients.
 
-        `loss.backward()` does the same, but for the loss scaling that fp16 needs; see `scale`.
+        `loss.backward()` does the same, except for the loss scaling that fp16 needs: see `scale`.
 
         Args:
             loss: a scalar, the mean over this rank's micro-batch.
-            scale_wrt_gas: divide it by `gradient_accumulation_steps`.
+            scale_wrt_gas: whether to divide the loss by `gradient_accumulation_steps`.
 
-        Returns the loss so divided.
+        Returns:
+            The loss, divided if `scale_wrt_gas` is true.
         """
         steps = self.settings.gradient_accumulation_steps
         if scale_wrt_gas and steps > 1:
@@ -225,11 +226,12 @@ class ZeroEngine(Accumulation, nn.Module):
         return loss
 
     def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
-        """The loss times the present loss scale, for a script that calls `backward()` on it.
+        """Return the loss multiplied by the current loss scale, so that you can call `backward()`
+        on it yourself.
 
-        Accumulation needs no factor: gradients of a backward that the script runs are divided by
-        `gradient_accumulation_steps` when they are collected. `retain_graph` is there for
-        compatibility."""
+        Do not divide the loss by `gradient_accumulation_steps`: if you run the backward pass
+        yourself, the gradients are divided when they reach the parameters. `retain_graph` is
+        accepted for compatibility."""
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise UsageError(
                 f"the loss must be a scalar tensor with a gradient function, got {loss!r:.80}"
@@ -243,8 +245,8 @@ class ZeroEngine(Accumulation, nn.Module):
         return loss if self.scaler is None else loss.float() * self.scaler.scale
 
     def step(self) -> None:
-        """Finish a micro-batch; at the accumulation boundary update the parameters and the learning
-        rate.
+        """End a micro-batch. After the last one of a step, update the parameters and advance the
+        learning-rate schedule.
         """
         if self.optimizer is None:
             raise UsageError(
@@ -299,28 +301,28 @@ class ZeroEngine(Accumulation, nn.Module):
         for group in self.groups:
             if group.is_in_use and not group.persistent:
                 raise UsageError(
-                    f"{group} is shown by GatheredParameters: leave that context before {before}"
+                    f"{group} is gathered by GatheredParameters: leave that context before {before}"
                 )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the accumulated gradients."""
+        """Discard the accumulated gradients. `step` does this too, so you rarely need it."""
         self.reducer.clear()
 
     def set_progress(
         self, global_steps: int, micro_steps: int, skipped_steps: int, global_samples: int
     ) -> None:
-        """Go on counting from here, as a checkpoint says."""
+        """Continue to count from these numbers, which come from a checkpoint."""
         self.global_steps = global_steps
         self.micro_steps = micro_steps
         self.skipped_steps = skipped_steps
         self.global_samples = global_samples
 
     def was_step_applied(self) -> bool:
-        """Whether the last call of `step()` changed the parameters."""
+        """Whether the last call of `step()` updated the parameters."""
         return self._step_applied
 
     def get_global_grad_norm(self) -> float | None:
-        """2-norm over all parameters of the last step's mean gradient, before clipping; None
+        """The 2-norm of the last step's gradient over all parameters, before clipping, or None
         before the first step.
         """
         return None if self.optimizer is None else self.optimizer.grad_norm
@@ -338,14 +340,15 @@ class ZeroEngine(Accumulation, nn.Module):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move training state to host memory between two steps; `reload_states` must follow before
-        the next forward.
+        """Move training state to host memory between two steps, for example to make room for text
+        generation. Call `reload_states` before the next forward.
 
         Args:
-            include: names of `zero.optim.placement.STATES`; None: all.
+            include: what to move, by the names in `zero.optim.placement.STATES`. Default:
+                everything.
             device: "cpu", or "none", which moves nothing.
-            pin_memory: into page-locked memory.
-            non_blocking: accepted for compatibility; copies are waited for.
+            pin_memory: whether to use page-locked memory.
+            non_blocking: accepted for compatibility. The call returns when all copies are done.
         """
         if device != "cpu":
             if device == "none":
@@ -368,7 +371,7 @@ class ZeroEngine(Accumulation, nn.Module):
         empty_cache(self.comm.device)  # so that the script can use the freed memory
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move back what `offload_states` has moved."""
+        """Move the state that `offload_states` has moved back to the device."""
         self._move_states(self.micro_batches.offloaded, Tier(self.comm.device))
         self.micro_batches.offloaded = set()
 
@@ -389,8 +392,18 @@ class ZeroEngine(Accumulation, nn.Module):
         save_dtype: torch.dtype | str | None = None,
         max_file_bytes: int = 5 * 10**9,
     ) -> bool:
-        """Stream the weights to safetensors files, as `zero.checkpoint.export.save_16bit_model`
-        does. Returns False if the setting forbids it.
+        """Write the whole model to safetensors files in `save_dir`, with `config.json` if it has a
+        config. This takes bounded memory. Every rank must call it.
+
+        At stage 3 this needs `stage3_gather_16bit_weights_on_model_save`. Without it, nothing is
+        written, and the call returns False.
+
+        Args:
+            save_filename: the name of the file. A large model is split into several.
+            exclude_frozen_parameters: whether to leave out parameters that are not trained.
+            save_dtype: dtype of the weights, such as "bf16". Default: the one in which they are
+                trained.
+            max_file_bytes: the largest size of a file.
         """
         zero = self.settings.zero_optimization
         if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
@@ -444,7 +457,7 @@ class ZeroEngine(Accumulation, nn.Module):
         )
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until all asynchronous saves are complete; raises an error of theirs."""
+        """Wait until all asynchronous saves are complete. If one has failed, raise its error."""
         checkpoint.wait_for_background_saves()
 
     # -- module behaviour
@@ -458,8 +471,8 @@ class ZeroEngine(Accumulation, nn.Module):
             return getattr(self.module, name)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> ZeroEngine:
-        """`to`, `half`, `cuda` and the like: allowed if they change nothing: the shards have their
-        place already.
+        """Called by `to`, `half`, `cuda` and the like, which are allowed only if they change
+        nothing, because dtype and device come from the configuration.
         """
         for dtype in {group.dtype for group in self.groups}:
             before = placeholder(torch.Size([1]), dtype, self.comm.device)
@@ -476,11 +489,12 @@ class ZeroEngine(Accumulation, nn.Module):
     def compile(
         self, backend: str | Callable = "inductor", compile_kwargs: dict | None = None
     ) -> None:
-        """Compile each block by `torch.compile`, at every stage. A model without blocks is compiled
-        as a whole.
+        """Compile each block with `torch.compile`, at every stage. A model without blocks is
+        compiled as a whole.
 
-        Blocks of one class share their graphs. So what differs between them, such as transformers'
-        cache of keys and values, costs a graph each: train with `use_cache=False`."""
+        Blocks of the same class share a graph. Anything that differs between them, such as
+        transformers' cache of keys and values, takes a graph for each block, so train with
+        `use_cache=False`."""
         if isinstance(backend, str) and backend not in torch.compiler.list_backends(
             exclude_tags=()
         ):
@@ -495,7 +509,9 @@ class ZeroEngine(Accumulation, nn.Module):
         self.is_compiled = True
 
     def destroy(self) -> None:
-        """Take the hooks off the model and free what is gathered; parameters stay sharded."""
+        """Remove the hooks from the model, and free gathered parameters and optimizer state. The
+        parameters stay sharded.
+        """
         if self.monitor is not None:
             self.monitor.close()
             self.monitor = None

@@ -1,5 +1,5 @@
-"""The exception for a user's mistake, and how a process that failed ends: one rank prints the
-error.
+"""The exception for a user's mistake, and how a failed process ends, so that only one rank prints
+the error.
 
 Also the release of DeepSpeed that zero follows. This file knows nothing else of the project.
 """

@@ -1,19 +1,20 @@
-"""DeepSpeed's `safe_*` functions, which read and write a sharded parameter's fp32 value, gradient
-and optimizer state.
+"""Reads and writes the fp32 value, the gradient and the optimizer state of a sharded parameter,
+by the functions that DeepSpeed calls `safe_*`.
 
     safe_get_full_fp32_param(param)              safe_set_full_fp32_param(param, value)
     safe_get_full_grad(param)                    safe_set_full_grad(param, value)
     safe_get_full_optimizer_state(param, key)    safe_set_full_optimizer_state(param, value, key)
 
-*full*: the whole parameter, in its shape. Every rank must call, and gets (or gives) the same.
-*local* in the place of *full*: this rank's part, 1-D and possibly empty, in the layout of
-`param.ds_tensor`. Nothing is sent, except that a parameter follows its new fp32 value: every rank
-must call `safe_set_local_fp32_param`.
+A *full* function reads or writes the whole parameter, in its shape. Every rank must call it; all
+get the same value, and all must give the same one. The functions with *local* in place of *full*
+read or write this rank's part only: a 1-D tensor, possibly empty, in the layout of
+`param.ds_tensor`. They send nothing, with one exception: every rank must call
+`safe_set_local_fp32_param`, because the parameter itself changes with its fp32 value.
 
-The result is an fp32 copy, or None for a parameter that no engine's optimizer trains. A gradient is
-also None before the first backward of a step and after the step. It is the mean over ranks, before
-clipping, without the loss scale. The key of an optimizer state is torch's name of it, such as
-"exp_avg"."""
+The functions that read return an fp32 copy, or None for a parameter that no engine's optimizer
+trains. A gradient is also None before the first backward pass of a step and after the step. It is
+the mean over the ranks, before clipping and without the loss scale. The key of an optimizer state
+is torch's name for it, such as "exp_avg"."""
 
 from __future__ import annotations
 
@@ -83,9 +84,8 @@ class ParameterState:
     def _refuse_local(self) -> None:
         if self._whole is not None:
             raise UsageError(
-                f"optimizer state {self.kind!r} of {self._whole.name} is not cut: it lives on the "
-                "rank that owns the "
-                "parameter; take the function for the full state"
+                f"optimizer state {self.kind!r} of {self._whole.name} is not sharded: it is "
+                "whole on the rank that owns the parameter; use the function for the full state"
             )
 
     def _refuse_unknown(self) -> None:
@@ -141,7 +141,7 @@ class ParameterState:
 
     @torch.no_grad()
     def read_local(self) -> torch.Tensor | None:
-        """This rank's part, 1-D and possibly empty, as an fp32 copy; None where nothing exists."""
+        """An fp32 copy of this rank's part, 1-D and possibly empty, or None if nothing exists."""
         self._refuse_local()
         if not self.exists:
             return None
@@ -155,7 +155,7 @@ class ParameterState:
 
     @torch.no_grad()
     def read_full(self) -> torch.Tensor | None:
-        """All of it, in the parameter's shape, as an fp32 copy, or None where nothing exists.
+        """An fp32 copy of all of it, in the parameter's shape, or None if nothing exists.
 
         Every rank must call it.
         """
@@ -251,24 +251,28 @@ safe_get_full_grad, safe_get_local_grad, safe_set_full_grad, safe_set_local_grad
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """The whole parameter's state named `optim_state_key`, or None. Every rank must call it."""
     return ParameterState(param, optim_state_key).read_full()
 
 
 def safe_get_local_optimizer_state(
     param: nn.Parameter, optim_state_key: str
 ) -> torch.Tensor | None:
+    """This rank's part of the state named `optim_state_key`, or None."""
     return ParameterState(param, optim_state_key).read_local()
 
 
 def safe_set_full_optimizer_state(
     param: nn.Parameter, value: torch.Tensor, optim_state_key: str
 ) -> None:
+    """Write the whole parameter's state named `optim_state_key`. Every rank must call it."""
     ParameterState(param, optim_state_key).write_full(value)
 
 
 def safe_set_local_optimizer_state(
     param: nn.Parameter, value: torch.Tensor, optim_state_key: str
 ) -> None:
+    """Write this rank's part of the state named `optim_state_key`."""
     ParameterState(param, optim_state_key).write_local(value)
 
 
@@ -278,7 +282,7 @@ def safe_update_full_grad_vectorized(
 ) -> None:
     """Replace each accumulated gradient by `update_func(gradient, param)`.
 
-    Every rank must make the same call.
+    Every rank must call it, with the same parameters.
     """
     for param in param_list:
         gradient = safe_get_full_grad(param)

@@ -1,4 +1,4 @@
-"""For Hugging Face libraries: call `zero.hf.enable()` before you import them."""
+"""Switches zero on for Hugging Face libraries: call `zero.hf.enable()` before you import them."""
 
 from zero.integrations.hf.hook import STARTUP, enable
 

@@ -4,7 +4,7 @@ machine.
     python -m benchmarks.estimate.seconds
     python -m benchmarks.estimate.seconds --only h100
 
-Those of the H100 were measured once (`benchmarks/RESULTS.md`); they are predicted with the speeds
+Those of the H100 were measured once (`docs/results.md`); they are predicted with the speeds
 that its maker gives, and with what is assumed of its host. On this machine, the speeds are measured
 by `zero doctor --speeds`, then the variants of `benchmarks.offload` run, one after another and each
 in a process of its own. Both take the fastest of several tries, because other jobs may use the

@@ -36,5 +36,10 @@ def test_trace_of_a_device(tmp_path: Path):
         for event in events
         if event["name"] == "thread_name"
     }
-    assert names >= {"all-gathers in flight", "reductions in flight", "copies", "late updates"}
+    assert names >= {
+        "all-gathers in flight",
+        "reductions in flight",
+        "copies",
+        "background updates",
+    }
     test_trace.assert_nested(events)

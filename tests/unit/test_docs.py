@@ -23,6 +23,16 @@ def test_the_picture_of_the_folders_is_current():
     assert page == generate.architecture(page), REMEDY
 
 
+def test_the_readme_lists_every_page_and_the_site_begins_with_it():
+    readme = read("README.md")
+    assert readme == generate.readme(readme), REMEDY
+    assert read("docs/index.md") == generate.start_page(readme), REMEDY
+    pages = [page for pages in generate.sections().values() for page in pages]
+    assert sorted([*pages, "index.md"]) == sorted(
+        path.name for path in (ROOT / "docs").glob("*.md")
+    )
+
+
 def test_the_picture_has_every_layer_once():
     layers = generate.layers()
     names = [name for layer in layers for name in layer]

@@ -1,4 +1,4 @@
-"""Training checkpoints: what scripts and the engine call.
+"""Training checkpoints: the functions that scripts and the engine call.
 
 The modules say what each of them does.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints written while training goes on (`"checkpoint": {"async_save": true}`).
+"""Writes checkpoints while training continues (`"checkpoint": {"async_save": true}`).
 
 save_checkpoint   waits for the save before -> copies this rank's slices to host memory -> starts a
                   thread
@@ -157,8 +157,9 @@ def check_background_save(engine: ZeroEngine) -> None:
 
 
 def wait_for_background_saves() -> None:
-    """Until all asynchronous saves of this process are complete; raises an error of theirs, the
-    same on all ranks.
+    """Wait until all asynchronous saves of this process are complete.
+
+    If one of them has failed, raises its error, the same on all ranks.
     """
     for saves in list(_of_engine.values()):
         saves.wait()

@@ -1,4 +1,4 @@
-"""Durable writes of files and folders, which follow no symbolic link; the lock of a folder.
+"""Writes files and folders durably, without following symbolic links, and locks folders.
 
 A file is synced before its name appears. Its folder is synced afterwards.
 """

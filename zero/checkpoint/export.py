@@ -1,5 +1,5 @@
-"""The whole model of a running engine, made from the shards: one weight after the other in bounded
-memory, a model folder, or a state dict.
+"""Exports the whole model of a running engine from its shards: weight by weight in bounded memory,
+as a model folder, or as a state dict.
 
 This file knows nothing of training: neither hooks nor gradients.
 """
@@ -229,9 +229,9 @@ def save_16bit_model(
     """Write `weights` as safetensors to `folder`, and `config.json` if the model has one; every
     rank must call it.
 
-    A model of more than `max_file_bytes` is cut into several files with an index. The pickle files
-    that DeepSpeed writes under names like `pytorch_model.bin` cannot be streamed: another name
-    becomes `model.safetensors`.
+    A model of more than `max_file_bytes` is split into several files with an index. The pickle
+    files that DeepSpeed writes under names like `pytorch_model.bin` cannot be streamed, so such a
+    name is replaced by `model.safetensors`.
 
     Raises OSError, on every rank, if the disk has no space for it.
     """
@@ -250,10 +250,10 @@ def save_16bit_model(
 
 
 def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, Any] | None:
-    """The model's state dict on rank 0, and None on all other ranks; tied weights are one tensor
-    under each name.
+    """Return the model's state dict on rank 0, and None on all other ranks. Tied weights are the
+    same tensor under each of their names.
 
-    The tensors are in a temporary file, see `on_disk`: a rank needs no memory but that of two
+    The tensors are in a temporary file (see `on_disk`), so that a rank only needs memory for two
     gathered groups. Every rank must call it. Raises OSError, on every rank, if the disk has no
     space for it."""
     names = [spec.name for spec in weights.specs]
@@ -314,11 +314,11 @@ def _show_copies(
 @functools.cache  # once
 def _warn_of_placeholders() -> None:
     logger.warning(
-        "state_dict() of a model that is sharded over ranks has NaN for its weights: to save it "
-        "use the trainer's "
-        "save_model(), accelerate's save_pretrained(..., "
-        "state_dict=accelerator.get_state_dict(model)) on every rank, "
-        "or engine.save_16bit_model(), to look at it zero.GatheredParameters(model.parameters())"
+        "the state_dict() of a model that is sharded over ranks has placeholders without values. "
+        "To save the model, use the trainer's save_model(), accelerate's save_pretrained(..., "
+        "state_dict=accelerator.get_state_dict(model)) on every rank, or "
+        "engine.save_16bit_model(); to look at its values, "
+        "zero.GatheredParameters(model.parameters())"
     )
 
 
@@ -326,9 +326,9 @@ def copied_state_dict(state: Mapping[str, torch.Tensor], rank: int) -> dict[str,
     """A copy of a state dict in host memory, for stages 0 to 2, where every rank has all weights,
     or its parts of them.
 
-    On rank 0, which saves it, the copy lies in a temporary file, as at stage 3. Other ranks get the
-    values themselves. One tensor under several names stays one tensor. All ranks must call it if
-    tensors are cut over ranks."""
+    On rank 0, which saves it, the copy is in a temporary file, as at stage 3. Other ranks get the
+    values themselves. A tensor that has several names stays a single tensor. If tensors are sharded
+    over ranks, all ranks must call it."""
     first: dict[object, str] = {}
     same_as = {
         name: first.setdefault(

@@ -1,4 +1,5 @@
-"""Tensors in files: safetensors headers, and the slices of a checkpoint, in one file for each rank.
+"""Tensors in files: the headers of safetensors files, and the slices of a checkpoint, one file per
+rank.
 
 [Note: slices] A checkpoint knows nothing of a run's groups and sub-groups. It knows a tensor by its
 parameter's name, and values by their position in the flattened tensor. Each rank writes the slices
@@ -373,7 +374,7 @@ class CheckpointReader:
                 left = left[count:]
             if xxhash.xxh3_64_hexdigest(memory) != entry.sums[number]:
                 raise DamagedCheckpointError(
-                    f"{path} is damaged: its checksum is not that of what was written"
+                    f"{path} is damaged: its checksum does not match its content"
                 )
             for target in wanted.get(number, ()):
                 target.take(block, begin)

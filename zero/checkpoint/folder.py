@@ -1,4 +1,5 @@
-"""Checkpoint folders on disk: made visible by one rename, found again after a crash.
+"""Checkpoint folders on disk, which become visible by a single rename and are found again after a
+crash.
 
 [Note: life of a checkpoint folder]
     .saving-TAG-X   being written; readers ignore it. The next save removes it if it is left over.
@@ -191,8 +192,8 @@ def abandon(folder: Path) -> None:
 
 
 def locate(load_dir: Path, tag: str | None) -> Path | None:
-    """The folder of checkpoint `tag` in `load_dir`, without a tag that of the newest one; None if
-    there is none.
+    """Find the folder of checkpoint `tag` in `load_dir`, or without a tag the latest one. Returns
+    None if there is none.
 
     `load_dir` may be a checkpoint's own folder. Raises ValueError if the tag, given or from
     `latest`, has no folder. Warns if `latest` names an earlier checkpoint than the last one."""

@@ -1,4 +1,4 @@
-"""`checkpoint.json`: what a checkpoint holds and where.
+"""`checkpoint.json`, which says what a checkpoint contains, and where.
 
 Its types are checked before anything else reads it.
 """
@@ -214,12 +214,12 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpointError(f"{path} is damaged: {error}") from None
     version = content.get("version") if isinstance(content, dict) else None
     if type(version) is int and version != FORMAT_VERSION:
-        text = "go on from it, or consolidate it, with the version of zero that wrote it"
+        text = "resume from it, or consolidate it, with the version of zero that wrote it"
         raise ValueError(
-            f"{path}: format version {version}, this program reads {FORMAT_VERSION} alone; {text}"
+            f"{path}: format version {version}, this version reads only {FORMAT_VERSION}; {text}"
         )
     if not isinstance(content, dict) or content.pop("checksum", None) != _checksum(content):
-        raise DamagedCheckpointError(f"{path} is damaged: its checksum is not that of its content")
+        raise DamagedCheckpointError(f"{path} is damaged: its checksum does not match its content")
     try:
         return Manifest.model_validate(content)
     except ValidationError as error:

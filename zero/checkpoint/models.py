@@ -1,5 +1,5 @@
-"""Whole models in files: how a model folder for `from_pretrained` is written part by part, and what
-can be done with a checkpoint in one process without an engine.
+"""Whole models in files: writes a model folder for `from_pretrained` part by part, and reads a
+checkpoint in a single process without an engine.
 
 What is read of a checkpoint is verified as it is read. `consolidate` holds no more of the model in
 memory than `PART` elements, or one parameter that was split over ranks."""

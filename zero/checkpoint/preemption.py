@@ -16,8 +16,10 @@ EXIT_CODE = 128 + signal.SIGTERM
 
 
 class SigtermWatch:
-    """From now on SIGTERM no longer ends this process; ask `seen` after each step, save, and exit
-    with `EXIT_CODE`.
+    """Notices SIGTERM, so that a loop of your own can save before it ends.
+
+    While it exists, SIGTERM no longer ends this process. Call `seen` after each step; if it returns
+    true, save, and exit with `EXIT_CODE`.
 
         watch = SigtermWatch()
         for batch in batches:
@@ -28,10 +30,10 @@ class SigtermWatch:
                 engine.wait_for_checkpoint()
                 sys.exit(EXIT_CODE)
 
-    Made in the main thread of every rank, once the ranks are connected.
+    Create it in the main thread of every rank, after `initialize`.
 
     Attributes:
-        received: whether SIGTERM has come to this rank; another rank may not know of it yet.
+        received: whether this rank has got SIGTERM. Other ranks may not know of it yet.
     """
 
     def __init__(self) -> None:
@@ -43,11 +45,11 @@ class SigtermWatch:
         self.received = True
 
     def seen(self) -> bool:
-        """Whether SIGTERM has come to any rank; every rank must ask at the same time and gets the
-        same answer.
+        """Whether any rank has got SIGTERM. All ranks must call it together, and get the same
+        answer.
         """
         return self._ranks.any(self.received)
 
     def close(self) -> None:
-        """Restore the former handler of SIGTERM."""
+        """Restore the previous handler of SIGTERM."""
         signal.signal(signal.SIGTERM, self._former)

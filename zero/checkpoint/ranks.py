@@ -1,5 +1,5 @@
-"""What the ranks of a job tell each other about a checkpoint: small JSON values, over connections
-of their own. If one rank fails, all raise the same error.
+"""Lets the ranks of a job exchange small JSON values about a checkpoint, over connections of their
+own. If one rank fails, all raise the same error.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _ERRORS = {
 
 
 def connect(comm: Communicator, what: str) -> dist.ProcessGroupGloo:
-    """New gloo connections among all ranks, besides those of training; every rank must call it at
-    the same time.
+    """Create gloo connections among all ranks, separate from the ones used for training. All ranks
+    must call it together.
 
     The watchdog covers the wait, because a rank may die before it connects; `what` names the action
     in its message. The connections are not registered with torch.distributed: a script may destroy

@@ -1,5 +1,5 @@
-"""Which checkpoints can be loaded: those with correct checksums, and the Trainer's folders that are
-complete.
+"""Finds the checkpoints that can be loaded: those with correct checksums, and the Trainer's folders
+that are complete.
 
 [Note: the Trainer's folders] The Trainer fills `checkpoint-N` in its own order: the model, the
 engine's checkpoint, `scheduler.pt`, random states of each rank, `trainer_state.json`. It does not
@@ -66,7 +66,7 @@ def _first(check: Callable[[Path], None], candidates: Iterable[Path]) -> Path | 
             check(candidate)
         except (ValueError, OSError) as error:
             if os.environ.get("RANK", "0") == "0":
-                logger.warning("%s is passed over: %s", candidate, error)
+                logger.warning("skipping %s: %s", candidate, error)
         else:
             return candidate
     return None
@@ -295,10 +295,14 @@ def seal() -> None:
 
 
 def find_resumable(output_dir: str | os.PathLike) -> Path | None:
-    """The newest of the Trainer's folders in `output_dir` to resume from, `checkpoint-N`, or None.
+    """Find the newest `checkpoint-N` in `output_dir` from which a Trainer can resume.
 
-    Every file that this number of ranks reads is there and whole. Incomplete and damaged folders
-    are skipped, with a line for each."""
+    All files that this number of ranks will read must exist and be intact. Rank 0 logs the reason
+    for each folder that is skipped.
+
+    Returns:
+        The folder, or None if there is none.
+    """
     return _first(
         lambda folder: check_resumable(folder, _world_size()), of_trainer(Path(output_dir))
     )

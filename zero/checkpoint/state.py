@@ -1,4 +1,4 @@
-"""Which state of an engine goes into a checkpoint, under which names, and how it is restored.
+"""Decides which state of an engine goes into a checkpoint and under which names, and restores it.
 
     weights/NAME           fp32 master of a trainable parameter (its 16-bit weights are that,
                            rounded), else the weights

@@ -1,5 +1,5 @@
-"""Training checkpoints: written by any number of ranks, safe against crashes, read by any other
-number of ranks.
+"""Saves and loads training checkpoints. A save is safe against crashes, and a checkpoint loads on
+any number of ranks.
 
     save   every rank says what it has -> rank 0 cleans up and makes a hidden folder
            every rank writes its slices -> rank 0 writes `checkpoint.json`, renames the folder and
@@ -65,23 +65,26 @@ def save_checkpoint(
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
 ) -> bool:
-    """Write the training state to `save_dir/tag`; every rank must call it. Returns True.
+    """Write the training state to `save_dir/tag`. Every rank must call it.
+
+    With `checkpoint.async_save` it returns before the checkpoint is complete.
 
     Args:
-        tag: name of the folder; default `global_stepN`. A checkpoint of that name is replaced;
-            other files in its folder stay.
-        client_state: a dict of the caller's, returned by `load_checkpoint`: numbers, strings,
-            containers, tensors.
-        save_latest: make it the one that is loaded when no tag is given.
-        exclude_frozen_parameters: leave out the weights of parameters that are not trained.
+        tag: the name of the folder. Default: `global_stepN`. If the folder contains a checkpoint,
+            that is replaced; other files in it stay.
+        client_state: a dict of your own, which `load_checkpoint` returns. It may contain numbers,
+            strings, tensors, and lists, tuples and dicts of these.
+        save_latest: whether this checkpoint is loaded when no tag is given.
+        exclude_frozen_parameters: whether to leave out the weights of parameters that are not
+            trained.
 
-    With `checkpoint.async_save` it returns before the checkpoint is written; see
-    `zero.checkpoint.background`.
+    Returns:
+        True.
 
     Raises:
-        OSError: the disk is full or the folder cannot be written to.
-        ValueError: for a bad tag or a value that cannot be stored. Every rank raises it. The former
-            checkpoints are still there.
+        OSError: if the disk is full or the folder cannot be written to.
+        ValueError: for a bad tag, or a value that cannot be stored. All ranks raise the error, and
+            earlier checkpoints are still there.
     """
     if save_dir is None or not os.fspath(save_dir):
         raise UsageError(f"save_checkpoint: save_dir is {save_dir!r}; name the folder to save to")
@@ -251,28 +254,30 @@ def load_checkpoint(
     load_module_only: bool = False,
     custom_load_fn: Callable | None = None,
 ) -> tuple[str | None, dict]:
-    """Restore what `save_checkpoint` wrote, on any number of ranks; every rank must call it.
+    """Restore a checkpoint of `save_checkpoint`, on any number of ranks. Every rank must call it.
+
+    Random states are restored only if the number of ranks is the same, and not if the folder also
+    contains those of the Trainer, which restores them itself.
 
     Args:
         load_dir: the `save_dir` of the save, or the checkpoint's own folder.
-        tag: which one; default: the latest.
-        load_module_strict: the names of the parameters must be the same; else those in common are
-            loaded.
-        load_optimizer_states: also the optimizer's state, hyperparameters and loss scale.
-        load_lr_scheduler_states: also the learning-rate scheduler.
-        load_module_only: nothing but the weights.
+        tag: which checkpoint to load. Default: the latest.
+        load_module_strict: whether the model must have the same parameters as the checkpoint. If
+            not, the parameters that both have are loaded.
+        load_optimizer_states: whether to load the optimizer's state and hyperparameters, and the
+            loss scale.
+        load_lr_scheduler_states: whether to load the learning-rate scheduler.
+        load_module_only: whether to load the weights alone.
 
-    Random states are restored where the world size is the same, unless the folder holds those of
-    the Trainer, which restores them itself at the right moment.
-
-    Returns the checkpoint's folder and the client state; (None, {}) if no tag is given and there is
-    no checkpoint.
+    Returns:
+        The checkpoint's folder, or None if you give no tag and there is no checkpoint.
+        Your `client_state`, or an empty dict if there is none.
 
     Raises:
-        ValueError: on every rank, for a damaged file (named, with the newest earlier intact
-            checkpoint), a checkpoint that does not fit this model or optimizer, or
-            `custom_load_fn`.
-        OSError: files cannot be read.
+        ValueError: if a file is damaged, if the checkpoint does not fit this model or optimizer, or
+            if `custom_load_fn` is given. All ranks raise it. For a damaged file it also names the
+            newest earlier checkpoint that is intact.
+        OSError: if files cannot be read.
     """
     if custom_load_fn is not None:
         raise UsageError(

@@ -1,5 +1,5 @@
-"""Python values as JSON and back, exactly, without pickle: the parts of a training state that are
-no large tensors.
+"""Converts Python values to JSON and back, exactly and without pickle: the parts of a training
+state that are not large tensors.
 
 None, bool, int, float, str, lists and dicts with string keys are JSON's own. Everything else is an
 object with the one key `KIND` that names its type and what describes it. Floats survive bit for

@@ -1,4 +1,6 @@
-"""Process groups, collectives, and what watches them; `init_distributed` is DeepSpeed's name."""
+"""Process groups, collectives, and the code that watches them. `init_distributed` has DeepSpeed's
+name.
+"""
 
 from zero.comm.world import init_distributed
 

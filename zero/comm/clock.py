@@ -1,5 +1,5 @@
-"""Where the time of a step goes: seconds in each phase, and those spent waiting. Progress of slow
-phases.
+"""Measures where the time of a step goes: the seconds of each phase, and those spent waiting. Also
+reports the progress of slow phases.
 
 This file knows nothing of what is timed.
 """

@@ -142,9 +142,9 @@ class Communicator(ABC):
     def split(
         self, worlds: Sequence[Sequence[int]], models: Sequence[Sequence[int]]
     ) -> Communicator:
-        """The same job, cut into these worlds and model groups.
+        """Return a communicator for the same job, divided into these worlds and model groups.
 
-        All must call it. Counters and clock are shared.
+        All ranks must call it. Counters and clock are shared.
         """
         if (key := str((worlds, models))) not in self._split:
             self._split[key] = world = copy.copy(self)

@@ -1,5 +1,5 @@
-"""Compares what must be equal on all ranks. A difference is an error, before the ranks train
-different weights.
+"""Compares values that must be equal on all ranks, so that a difference is an error before the
+ranks train different weights.
 
 The input is a dict of facts, {key: text}. One small reduction compares a digest of them. Only if it
 differs, the ranks exchange the facts themselves, to name the rank, the key and the values. This

@@ -1,4 +1,5 @@
-"""The order of one rank's collectives, to be compared with the other ranks' before each update.
+"""Hashes the order of a rank's collectives, which is compared with the other ranks' before each
+update.
 
 NCCL, and whatever is made like it, matches the operations of a communicator by their order alone.
 Ranks that run different modules get each other's values then: nothing fails, and no host waits. So

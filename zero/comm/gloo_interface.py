@@ -1,4 +1,4 @@
-"""The network interface by which gloo connects machines.
+"""Chooses the network interface over which gloo connects machines.
 
 gloo listens on the address that the machine's own name has. On many machines /etc/hosts says that
 this is 127.0.1.1, or the address of a network that other machines do not reach. Then the job hangs
@@ -19,8 +19,8 @@ _ADDRESS, _MET = "zero_interface/address", "zero_interface/met"
 
 
 def is_known() -> bool:
-    """Whether nothing is to be found out: the user has named an interface, or all ranks are on one
-    machine.
+    """Whether no interface has to be chosen, because the user has named one, or because all ranks
+    are on one machine.
     """
     ranks = [os.environ.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
     return VARIABLE in os.environ or ranks[0] in (None, "1", ranks[1])

@@ -1,4 +1,4 @@
-"""What a `torch.distributed.device_mesh.DeviceMesh` says: which ranks share what. Nothing is
+"""Reads from a `torch.distributed.device_mesh.DeviceMesh` which ranks share what. Nothing is
 communicated.
 
 [Note: dimensions]

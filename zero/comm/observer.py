@@ -1,4 +1,5 @@
-"""Who is told of collectives, and of copies between host memory and the compute device.
+"""Reports collectives, and copies between host memory and the compute device, to those who want to
+know.
 
 In an ordinary run nobody is, and nothing is measured. `comms_logger` (zero/monitor/collectives.py)
 and `zero trace` set an observer for their time. Reads and writes of files are not reported here:

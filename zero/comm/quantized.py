@@ -1,5 +1,5 @@
-"""Weights and gradients travel as 8-bit (gradients also 4-bit) integers with a scale for each block
-of values.
+"""Sends weights and gradients as 8-bit integers (gradients also as 4-bit ones), with a scale for
+each block of values.
 
 After ZeRO++ (arXiv 2306.10209): its quantized weight communication (qwZ) and quantized gradient
 communication (qgZ). This file knows nothing of groups, but that they may be frozen. Of the engine,
@@ -56,10 +56,10 @@ def message_bytes(numel: int, bits: int) -> int:
 
 
 def machine_size(machines: Sequence[object]) -> int:
-    """How many consecutive ranks share a machine; 1 if that differs.
+    """How many consecutive ranks share a machine, or 1 if machines differ in that.
 
     Args:
-        machines: that of each rank, in order.
+        machines: the machine of each rank, in order.
     """
     size = machines.count(machines[0])
     same = [

@@ -1,4 +1,4 @@
-"""Bytes that this process has moved over each link so far, and how long its disk was busy.
+"""Counts the bytes that this process has moved over each link, and how long its disk was busy.
 
 `zero/tools/estimate/traffic.py` predicts the same numbers; its note says what is counted. This file
 knows nothing of steps."""
@@ -58,7 +58,7 @@ def send_natively(name: str, nbytes: int, group: Group) -> None:
     """`send`, for an accelerator's collective with a full buffer of `nbytes`: each place gets an
     equal part of it.
 
-    Other collectives than those of weights and gradients do not count.
+    Only the collectives on weights and gradients count.
     """
     if times := _TIMES.get(name):
         part = times * nbytes // group.size

@@ -1,4 +1,4 @@
-"""Ends a job whose ranks block each other, and says where each of them is.
+"""Ends a job whose ranks block each other, and reports where each of them is.
 
 Ranks that take different paths through a model wait for messages that never come. The timeout of
 the process group (30 minutes) would end them with a message about sockets. A thread in each rank
@@ -290,9 +290,9 @@ def _say(text: str) -> None:
 
 
 def end_with_launcher() -> None:
-    """End this process when torchrun, which started it, is killed.
+    """End this process when the torchrun that started it is killed.
 
-    Otherwise it would go on training.
+    Otherwise it would continue to train.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(

@@ -1,4 +1,5 @@
-"""The job's default process group: made here if the script has not, and asked about its ranks.
+"""The job's default process group: creates it if the script has not done so, and answers questions
+about its ranks.
 
 Also which device this rank computes on, and groups of ranks by number. This file knows no
 collective.

@@ -1,5 +1,6 @@
-"""The keys of DeepSpeed without effect, as fields of the sections that they belong to; those that
-DeepSpeed has removed; and old names. `idle_keys.json` lists them."""
+"""The keys of DeepSpeed that have no effect here, as fields of their sections; the keys that
+DeepSpeed has removed; and old names. `idle_keys.json` lists them.
+"""
 
 import json
 from collections.abc import Callable, Iterator

@@ -1,5 +1,6 @@
-"""`load_config`: reads a configuration from any accepted source, checks it, and explains each
-mistake in one line."""
+"""`load_config` reads a configuration from any accepted source, checks it, and explains each
+mistake in one line.
+"""
 
 import base64
 import binascii
@@ -41,17 +42,17 @@ def load_config(
     """Read and check a DeepSpeed configuration.
 
     Args:
-        source: path of a JSON file, a dict (left unchanged), a JSON string, or a JSON string in
+        source: the path of a JSON file, a dict (which is not changed), JSON text, or JSON text in
             URL-safe base64.
-        allow_auto: accept "auto" where transformers and accelerate fill it in later; the key then
-            has its default (batch sizes: None). Without it, "auto" is an error where DeepSpeed has
-            no default to fall back on.
-        command_line: the words that started the script. Its option `--output_dir` names the folder
-            for the table at the start: see :mod:`zero.config.table`.
+        allow_auto: whether to accept "auto" for keys that transformers or accelerate fill in later.
+            They have their defaults until then (batch sizes: None). Otherwise "auto" is an error
+            for keys that have no default in DeepSpeed.
+        command_line: the words that started the script. If `--output_dir` is among them, the list
+            of all keys is written to that folder at the start of a run.
 
     Raises:
-        ValueError: one line for each thing wrong, naming file, dotted key, what was expected and
-        the nearest key.
+        ValueError: if something is wrong. The message has a line for each wrong key, with the file,
+            the key, what was expected, and the nearest valid key.
     """
     place, raw = read(source)
     data = _copied(raw)

@@ -1,4 +1,4 @@
-"""Sections about what is measured and written while training."""
+"""The sections about measurements during training."""
 
 from zero.config.idle import with_idle_keys
 from zero.config.keys import Int, Names, Positive, Section, key
@@ -15,8 +15,8 @@ class FilesConfig(Measured):
 
     Attributes:
         enabled: Write the metrics of each step to files.
-        output_path: Folder for the files. Empty: the working directory.
-        job_name: Name of the subfolder of `output_path`.
+        output_path: The folder for the files. Default: the working directory.
+        job_name: The subfolder of `output_path` for this run.
     """
 
     enabled: bool = False
@@ -25,30 +25,30 @@ class FilesConfig(Measured):
 
 
 class TensorBoardConfig(FilesConfig):
-    """The metrics of each step for TensorBoard. Needs the package `tensorboard`."""
+    """Writes the metrics of each step for TensorBoard. Needs the package `tensorboard`."""
 
 
 class CsvMonitorConfig(FilesConfig):
-    """The metrics of each step as CSV files, one for each metric, with the columns `step` and the
-    metric's name.
+    """Writes the metrics of each step to CSV files: one file per metric, with the columns `step`
+    and the metric's name.
     """
 
 
 class JsonMonitorConfig(FilesConfig):
-    """The metrics of each step as one JSON object per line, in `steps.jsonl`.
+    """Writes the metrics of each step to `steps.jsonl`, one JSON object per line.
 
     Not in DeepSpeed.
     """
 
 
 class WandbConfig(Measured):
-    """The metrics of each step for Weights & Biases. Needs the package `wandb`.
+    """Sends the metrics of each step to Weights & Biases. Needs the package `wandb`.
 
     Attributes:
         enabled: Send the metrics of each step.
-        group: Name of the group of runs.
-        team: Name of the team (wandb's `entity`).
-        project: Name of the project.
+        group: The name of the group of runs.
+        team: The name of the team (wandb's `entity`).
+        project: The name of the project.
     """
 
     enabled: bool = False
@@ -58,14 +58,14 @@ class WandbConfig(Measured):
 
 
 class CommsLoggerConfig(Measured):
-    """A table of the engine's collectives by kind and message size. Rank 0 prints it at the end,
-    and when `deepspeed.comm.log_summary()` is called.
+    """Times the engine's collectives. Rank 0 prints a table by kind and message size at the end of
+    the process, and whenever `deepspeed.comm.log_summary()` is called.
 
     Attributes:
         enabled: Time the engine's collectives. On a GPU the host then waits for each of them.
-        verbose: Print each collective when it ends.
-        prof_all: Time all collectives. `false`: only those in `prof_ops`.
-        prof_ops: Kinds of collectives, such as `all_gather`.
+        verbose: Print a line for each collective when it ends.
+        prof_all: Time all collectives. With `false`, only those in `prof_ops`.
+        prof_ops: The kinds of collectives to time, such as `all_gather`.
         debug: Add rows for each parameter group.
     """
 
@@ -78,13 +78,13 @@ class CommsLoggerConfig(Measured):
 
 @with_idle_keys("flops_profiler")
 class FlopsProfilerConfig(Measured):
-    """Floating-point operations of one step, counted by `torch.utils.flop_counter` on rank 0.
+    """Counts the floating-point operations of one step on rank 0, by `torch.utils.flop_counter`.
 
     Attributes:
         enabled: Count the operations of step `profile_step`, and print a table by module.
-        profile_step: The optimizer step that is counted.
-        module_depth: Depth of the modules in the table. -1: all.
-        output_file: File for the table. Default: stderr.
+        profile_step: The optimizer step to count.
+        module_depth: How deep the table goes into nested modules. -1: all modules.
+        output_file: The file for the table. Default: stderr.
     """
 
     enabled: bool = False

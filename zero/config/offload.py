@@ -24,12 +24,12 @@ class OffloadConfig(Section):
 
     Attributes:
         device: `cpu` offloads to host memory, `nvme` to files in the folder `nvme_path`.
-        pin_memory: Page-lock host memory for the GPU. If the system's limit forbids it, one line
-            says so.
-            - false: Host memory is not page-locked: a GPU waits for its copies, and they are
-              slower.
-        nvme_path: Folder on a fast disk, which is created if it is missing. It may differ between
-            machines.
+        pin_memory: Page-lock host memory, so that copies to and from the GPU overlap with
+            computation. If the system does not allow it, one line says so.
+            - false: Host memory is not page-locked, so copies are slower and the GPU waits for
+              them.
+        nvme_path: A folder on a fast disk, which is created if it does not exist. It may differ
+            between machines.
     """
 
     device: Device = key("none", auto=_ACCELERATE)
@@ -47,20 +47,21 @@ class OffloadConfig(Section):
 
 
 class OffloadParamConfig(OffloadConfig):
-    """Where the shards of the weights are kept. This section has an effect only at stage 3.
+    """Where the shards of the weights are kept. Only stage 3 shards the weights, so this section
+    has no effect at other stages.
 
     Attributes:
         device: `cpu` offloads to host memory, `nvme` to files in the folder `nvme_path`.
-            - none: Nothing is offloaded: the shards of the weights stay on the device.
+            - none: The shards of the weights stay on the device.
             - cpu: On a GPU, the shards of the weights are kept in host memory.
             - nvme: The shards of the weights are kept in files in the folder `nvme_path`.
-        buffer_count: With `buffer_size`: their product is the number of elements that are read from
+        buffer_count: `buffer_count` x `buffer_size` is the number of elements that are read from
             files before they are used.
             - N: N x `buffer_size` elements are read before they are used.
-        buffer_size: In elements; see `buffer_count`.
+        buffer_size: A number of elements: see `buffer_count`.
             - N: `buffer_count` times this many elements are read before they are used.
-        max_in_cpu: At most this many elements of each process stay in host memory; the rest is kept
-            in files.
+        max_in_cpu: Each process keeps at most this many elements of its weights in host memory, and
+            the rest in files.
     """
 
     device: Device = key("none", auto=_ACCELERATE)
@@ -71,21 +72,22 @@ class OffloadParamConfig(OffloadConfig):
 
 @with_idle_keys("zero_optimization.offload_optimizer")
 class OffloadOptimizerConfig(OffloadConfig):
-    """Where gradients, fp32 masters and optimizer state are kept.
-
-    This section needs stage 1 or higher.
+    """Where gradients, fp32 master weights and optimizer state are kept. It needs stage 1 or
+    higher.
 
     Attributes:
         device: `cpu` offloads to host memory, `nvme` to files in the folder `nvme_path`.
-            - none: Nothing is offloaded: gradients, fp32 masters and optimizer state stay on the
-              device.
-            - cpu: On a GPU, gradients, fp32 masters and optimizer state are kept in host memory.
-            - nvme: Gradients, fp32 masters and optimizer state are kept in files in the folder
-              `nvme_path`.
-        pipeline_read: Read the next sub-group while one is being updated.
-        pipeline_write: Write the previous sub-group while the next one is being updated.
-        ratio: Fraction of the optimizer state that is offloaded. `"auto"` (not in DeepSpeed)
-            offloads only as much as needed to keep a tenth of device memory (at least 1 GiB) free.
+            - none: Gradients, fp32 master weights and optimizer state stay on the device.
+            - cpu: On a GPU, gradients, fp32 master weights and optimizer state are kept in host
+              memory.
+            - nvme: Gradients, fp32 master weights and optimizer state are kept in files in the
+              folder `nvme_path`.
+        pipeline_read: Read the next sub-group from the file while the current one is being updated.
+        pipeline_write: Write the previous sub-group to the file while the current one is being
+            updated.
+        ratio: The fraction of the optimizer state that is offloaded. With `"auto"`, which DeepSpeed
+            does not have, only as much is offloaded as it takes to keep a tenth of device memory
+            (at least 1 GiB) free.
             - 1: All of the optimizer state is offloaded.
             - auto: Only as much is offloaded as needed to keep a tenth of device memory (at least 1
               GiB) free.
@@ -103,13 +105,12 @@ class OffloadOptimizerConfig(OffloadConfig):
 
 @with_idle_keys("aio")
 class AioConfig(Section):
-    """How files are read and written. This section has an effect only if something is offloaded to
-    `nvme`.
+    """How files are read and written, if something is offloaded to `nvme`.
 
     Attributes:
-        block_size: Size of a block in bytes.
-        queue_depth: Number of blocks that are read or written at the same time.
-        thread_count: Number of threads that read and write.
+        block_size: The size in bytes of the blocks in which files are read and written.
+        queue_depth: How many blocks are read or written at the same time.
+        thread_count: How many threads read and write.
     """
 
     block_size: Positive = key(1 << 20, unit="bytes")

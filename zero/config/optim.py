@@ -1,4 +1,4 @@
-"""The ``optimizer`` and ``scheduler`` sections: which kinds there are, and the settings of each.
+"""The sections ``optimizer`` and ``scheduler``: the types that there are, and the settings of each.
 
 ``params`` is one section with the settings of all kinds, so that the message about a misspelt key
 can name the right one. ``contradictions`` names the settings that the chosen kind does not have.
@@ -136,30 +136,31 @@ _Factors = Annotated[tuple[float, float], Field(strict=False), AfterValidator(_i
 
 @with_idle_keys("optimizer.params")
 class OptimizerParams(Settings):
-    """Keyword arguments of the optimizer. A setting that the chosen type does not have is an error.
+    """The arguments of the optimizer. A setting that the chosen type does not have is an error.
 
-    A setting that you leave out has the optimizer's own default. That is torch's, except that
-    `weight_decay` of Adam and AdamW is 0, as in DeepSpeed.
+    For a setting that you leave out, torch's default is used, except that `weight_decay` of Adam
+    and AdamW is 0 by default, as in DeepSpeed.
 
     Attributes:
-        lr: Learning rate.
-        weight_decay: Weight decay.
-        betas: Decay rates of Adam's or Lion's moments.
-        eps: Added to the denominator of the update.
-        foreach: Use torch's implementation over lists of tensors.
-        fused: Use torch's fused implementation. Default of Adam and AdamW on a GPU: true.
+        lr: The learning rate.
+        weight_decay: The weight decay.
+        betas: The decay rates of the moments of Adam, Lion or LAMB.
+        eps: The number added to the denominator of the update.
+        foreach: Use torch's implementation that works on lists of tensors.
+        fused: Use torch's fused implementation. Default for Adam and AdamW on a GPU: true.
         maximize: Maximize the loss.
-        adam_w_mode: Adam, AdamW, Muon: decouple weight decay from the gradient. Always true for
-            AdamW.
-        torch_adam: Adam, AdamW: use torch's own class and defaults.
-        bias_correction: Adam, AdamW, Lamb: correct the bias of the moments in the first steps.
+        adam_w_mode: For Adam, AdamW and Muon: apply weight decay to the weights rather than to the
+            gradient. Always true for AdamW.
+        torch_adam: For Adam and AdamW: use torch's own class, with its defaults.
+        bias_correction: For Adam, AdamW and Lamb: correct the bias that the moments have in the
+            first steps, because they start at 0.
             - false: The moments, which start at 0, are not corrected. Adam then updates each tensor
               as a whole, on the process that owns it.
-        amsgrad: Adam, AdamW: divide by the largest second moment so far.
-        max_coeff: Lamb: the largest ratio of the norms of a weight and its update.
-        min_coeff: Lamb: the smallest such ratio.
-        muon_lr: Muon: learning rate of the matrices. Default: lr, or 0.02.
-        adam_lr: Muon: learning rate of all other parameters. Default: lr, or 3e-4.
+        amsgrad: For Adam and AdamW: divide by the largest second moment so far.
+        max_coeff: For Lamb: the upper limit of the ratio of the weight's norm to the update's norm.
+        min_coeff: For Lamb: the lower limit of this ratio.
+        muon_lr: For Muon: the learning rate of the matrices. Default: `lr`, or 0.02.
+        adam_lr: For Muon: the learning rate of all other parameters. Default: `lr`, or 3e-4.
         momentum: For SGD, RMSprop, Muon.
         dampening: For SGD.
         nesterov: For SGD.
@@ -172,8 +173,8 @@ class OptimizerParams(Settings):
         rho: For Adadelta.
         lambd: For ASGD.
         t0: For ASGD.
-        etas: Rprop: factors of decrease and increase.
-        step_sizes: Rprop: smallest and largest step.
+        etas: For Rprop: the factors by which a step size shrinks and grows.
+        step_sizes: For Rprop: the smallest and the largest step size.
     """
 
     lr: NonNegative | None = key(None, auto="learning_rate")
@@ -211,9 +212,8 @@ class OptimizerParams(Settings):
 
 @with_idle_keys("optimizer")
 class OptimizerConfig(Section):
-    """The optimizer.
-
-    Without this section, the Trainer's own optimizer is used, or the one that the script passes.
+    """The optimizer. Without this section, the Trainer's own optimizer is used, or the one that
+    the script passes.
 
     Attributes:
         type: One of Adam, AdamW, SGD, Adagrad, Lion, RMSprop, NAdam, RAdam, Adamax, Adadelta, ASGD,
@@ -242,39 +242,38 @@ class OptimizerConfig(Section):
 
 
 class SchedulerParams(Settings):
-    """Settings of the schedule. A setting that the chosen type does not have is an error. Rates are
-    per step.
+    """The arguments of the schedule. A setting that the chosen type does not have is an error.
 
     Attributes:
-        last_batch_iteration: Step to continue from.
-        warmup_num_steps: Number of steps of the warm-up.
-        warmup_type: Shape of the warm-up.
+        last_batch_iteration: The step from which the schedule continues. -1: from the beginning.
+        warmup_num_steps: How many steps the warm-up takes.
+        warmup_type: How the rate rises during the warm-up.
             - log: The rate rises with the logarithm of the step.
             - linear: The rate rises linearly.
-        warmup_min_lr: Rate at the start.
-        warmup_max_lr: Rate after the warm-up. Default: the optimizer's; WarmupDecayLR: 0.001.
-        total_num_steps: Number of steps until the end of the decay. Required.
-        warmup_min_ratio: Rate at the start, as a fraction of the optimizer's rate.
-        cos_min_ratio: Rate at the end, as a fraction of the optimizer's rate.
-        lr_range_test_min_lr: Rate at the start.
-        lr_range_test_step_size: Number of steps in one interval.
-        lr_range_test_step_rate: What one interval adds to the rate, as a fraction of the first
+        warmup_min_lr: The rate at the start.
+        warmup_max_lr: The rate after the warm-up. Default: the optimizer's; for WarmupDecayLR
+            0.001.
+        total_num_steps: The step at which the decay ends. Required.
+        warmup_min_ratio: The rate at the start, as a fraction of the optimizer's rate.
+        cos_min_ratio: The rate at the end, as a fraction of the optimizer's rate.
+        lr_range_test_min_lr: The rate at the start.
+        lr_range_test_step_size: How many steps one interval has.
+        lr_range_test_step_rate: How much the rate grows in one interval, as a fraction of the first
             rate.
-        lr_range_test_staircase: The rate rises only at the end of each interval.
-        cycle_min_lr: Lowest rate. Required.
-        cycle_max_lr: Highest rate. Required.
-        decay_lr_rate: Decay of the rate after the cycle, per `decay_step_size` steps.
-        cycle_first_step_size: Number of steps in which the rate rises.
-        cycle_second_step_size: Number of steps in which the rate falls. Default: as many as for the
-            rise.
-        cycle_first_stair_count: Number of stairs in the rise. 0: a straight line.
-        cycle_second_stair_count: Number of stairs in the fall. Default: as many as in the rise.
-        decay_step_size: Number of steps in one interval of the decay. 0: no decay.
-        cycle_momentum: Vary the first of the optimizer's `betas` against the rate: it falls when
-            the rate rises. The second is 0.99.
-        cycle_min_mom: Lowest momentum.
-        cycle_max_mom: Highest momentum.
-        decay_mom_rate: Growth of the momentum after the cycle.
+        lr_range_test_staircase: Raise the rate only at the end of each interval.
+        cycle_min_lr: The lowest rate. Required.
+        cycle_max_lr: The highest rate. Required.
+        decay_lr_rate: How much the rate decays after the cycle, per `decay_step_size` steps.
+        cycle_first_step_size: For how many steps the rate rises.
+        cycle_second_step_size: For how many steps the rate falls. Default: as many as it rises.
+        cycle_first_stair_count: In how many stairs the rate rises. 0: in a straight line.
+        cycle_second_stair_count: In how many stairs the rate falls. Default: as many as it rises.
+        decay_step_size: How many steps one interval of the decay has. 0: no decay.
+        cycle_momentum: Vary the first of the optimizer's `betas` as well, in the opposite direction
+            of the rate. The second is set to 0.99.
+        cycle_min_mom: The lowest momentum.
+        cycle_max_mom: The highest momentum.
+        decay_mom_rate: How much the momentum grows after the cycle.
     """
 
     last_batch_iteration: Annotated[int, Field(ge=-1), WHOLE] = -1
@@ -358,9 +357,8 @@ def _exceeds(low: Any, high: Any) -> bool:
 
 
 class SchedulerConfig(Section):
-    """The learning-rate schedule, with DeepSpeed's formulas.
-
-    Without this section, the Trainer's own schedule is used.
+    """The learning-rate schedule, with DeepSpeed's formulas. Without this section, the Trainer's
+    own schedule is used.
 
     Attributes:
         type: The schedule, in any letter case.

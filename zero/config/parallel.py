@@ -76,7 +76,7 @@ class PartitionConfig(Section):
 
     Attributes:
         layer_specs: Objects with `patterns`, `partition_type` (`column`, `row` or `skip`) and
-            others: see `docs/tensor_parallelism.md`. The first one that matches a weight's name
+            others: see `docs/tensor-parallelism.md`. The first one that matches a weight's name
             counts. Layers that none matches are not divided.
         use_default_specs: Whether `preset_model` adds others.
     """
@@ -87,14 +87,14 @@ class PartitionConfig(Section):
 
 @with_idle_keys("tensor_parallel")
 class TensorParallelConfig(Section):
-    """Tensor parallelism: neighbouring processes each hold a part of every layer, and work on the
-    same batch.
+    """Tensor parallelism: neighbouring processes each hold a part of every layer, and work
+    together on the same batch.
 
     Attributes:
-        autotp_size: Number of neighbouring processes that share each layer. 0 or 1: no tensor
-            parallelism. See `docs/tensor_parallelism.md`.
-            - 1: Each process has complete layers: there is no tensor parallelism.
-            - N: N neighbouring processes share each layer. See `docs/tensor_parallelism.md`.
+        autotp_size: How many neighbouring processes share each layer. 0 or 1: no tensor
+            parallelism. See `docs/tensor-parallelism.md`.
+            - 1: Each process has complete layers, so there is no tensor parallelism.
+            - N: N neighbouring processes share each layer. See `docs/tensor-parallelism.md`.
         partition_config: Which layers are divided, and how. Default: the model's own plan.
     """
 
@@ -104,14 +104,13 @@ class TensorParallelConfig(Section):
 
 @with_idle_keys("expert_parallel")
 class ExpertParallelConfig(Section):
-    """Expert parallelism: the processes that share layers each hold some of the experts.
-
-    Each token is sent to the processes that hold its experts.
+    """Expert parallelism: each of the processes that share layers holds some of the experts, and
+    each token is sent to the processes that hold the experts it needs.
 
     Attributes:
-        enabled: Divide the experts over these processes. See `docs/tensor_parallelism.md`.
-        autoep_size: Number of processes that share the experts. Must equal
-            `tensor_parallel.autotp_size`.
+        enabled: Divide the experts over the processes that share layers. See
+            `docs/tensor-parallelism.md`.
+        autoep_size: How many processes share the experts. Must equal `tensor_parallel.autotp_size`.
     """
 
     enabled: bool = False

@@ -19,26 +19,26 @@ class SixteenBit(Section):
 class FP16Config(SixteenBit):
     """Training in float16. The other keys have an effect only if `enabled` is true.
 
-    The loss is multiplied by a scale, so that small gradients do not become 0. A dynamic scale is
-    halved at overflows, and doubled after a number of good steps. If an overflow happens at the
-    smallest scale, the run ends and names the parameter.
+    The loss is multiplied by a scale, because small gradients would become 0 in float16. A dynamic
+    scale is halved when gradients overflow, and doubled after a number of good steps. If gradients
+    overflow even at the smallest scale, the run ends and names the parameter.
 
     Attributes:
-        enabled: Parameters and computation are in float16, masters and moments in fp32.
-        loss_scale: 0: a dynamic scale. Any other number is a fixed scale, with which the keys below
+        enabled: Compute in float16, with fp32 master weights and moments.
+        loss_scale: 0 selects a dynamic scale. Any other number is a fixed scale, and the keys below
             have no effect.
-            - 0: The loss is multiplied by a scale that falls at overflows and rises after good
-              steps.
+            - 0: The loss is multiplied by a scale that falls when gradients overflow and rises
+              after good steps.
             - N: The loss is always multiplied by N. The other keys of the scale have no effect.
-        initial_scale_power: The first scale is 2 to this power.
-        loss_scale_window: Number of steps without overflow after which the scale is doubled.
+        initial_scale_power: The first scale is 2 to the power of this number.
+        loss_scale_window: After this many steps without an overflow, the scale is doubled.
             - N: After N steps without overflow the scale is doubled.
-        hysteresis: Number of overflows that it takes to halve the scale; each further one halves it
-            again. The count is reset when the scale doubles. Default at stage 0: 1.
+        hysteresis: How many overflows it takes to halve the scale. From then on, each further
+            overflow halves it again, until it has been doubled. Default at stage 0: 1.
             - 1: Each overflow halves the scale.
-            - N: From overflow number N on, each one halves the scale. The count is reset when the
-              scale doubles.
-        consecutive_hysteresis: Also reset the count of overflows after each good step.
+            - N: From the Nth overflow on, each one halves the scale. The count is reset when the
+              scale is doubled.
+        consecutive_hysteresis: Count only consecutive overflows: each good step resets the count.
         min_loss_scale: The smallest scale.
             - N: The scale is never below N. An overflow there ends the run.
     """
@@ -78,15 +78,16 @@ class BF16Config(SixteenBit):
     """Training in bfloat16. The other keys have an effect only if `enabled` is true.
 
     Attributes:
-        enabled: Parameters and computation are in bfloat16.
-        check_grad_overflow: Skip a step whose gradients are not finite.
+        enabled: Compute in bfloat16, with fp32 master weights unless
+            `bf16_master_weights_and_grads` is set.
+        check_grad_overflow: Skip a step if its gradients are not finite.
             - true: A step whose gradients are not finite is skipped.
             - false: A step is taken even if its gradients are not finite.
-        bf16_master_weights_and_grads: Keep no fp32 masters: updates are rounded to bf16
-            stochastically, and gradients are summed in bf16.
-        bf16_optimizer_states: Keep the moments in bf16 too. Only without masters, and for
-            element-wise optimizers.
-        rounding_seed: Seed of the stochastic rounding. Not in DeepSpeed.
+        bf16_master_weights_and_grads: Keep no fp32 master weights, and sum gradients in bf16.
+            Updates are then rounded to bf16 stochastically. See `docs/optimizers.md`.
+        bf16_optimizer_states: Keep the moments in bf16 as well. This needs
+            `bf16_master_weights_and_grads` and an element-wise optimizer.
+        rounding_seed: The seed of the stochastic rounding. Not in DeepSpeed.
     """
 
     enabled: bool = key(False, auto="bf16")
@@ -112,9 +113,10 @@ class DataTypesConfig(Section):
     """Dtypes of gradients and buffers.
 
     Attributes:
-        grad_accum_dtype: Dtype in which gradients are summed over micro-batches and kept for the
-            step. Default: fp32, or 16 bits for a 16-bit gradient that is not accumulated.
-        buffer_dtype: Dtype of floating-point buffers. Default: the one they are loaded with.
+        grad_accum_dtype: The dtype in which gradients are summed over micro-batches and kept until
+            the step. Default: fp32, except that a 16-bit gradient to which nothing is added stays
+            in 16 bits.
+        buffer_dtype: The dtype of floating-point buffers. Default: the one they were loaded with.
     """
 
     grad_accum_dtype: DType = None

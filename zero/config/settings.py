@@ -32,11 +32,12 @@ from zero.errors import UsageError
 
 @with_idle_keys("activation_checkpointing")
 class ActivationCheckpointingConfig(Section):
-    """Where activations are kept between forward and backward.
+    """Where activations are kept between the forward and the backward pass.
 
     Attributes:
-        cpu_checkpointing: On a GPU, keep activations in host memory. Each tensor is stored once.
-            Use gradient checkpointing as well.
+        cpu_checkpointing: Keep activations in host memory instead of on the GPU until backward
+            needs them. Combine it with gradient checkpointing, so that fewer of them have to be
+            copied.
     """
 
     cpu_checkpointing: bool = False
@@ -47,8 +48,8 @@ class CheckpointConfig(Section):
     """How checkpoints are saved.
 
     Attributes:
-        async_save: Training continues while a checkpoint is being written. Not in DeepSpeed.
-        tag_validation: What happens if ranks save under different tags.
+        async_save: Continue training while a checkpoint is being written. Not in DeepSpeed.
+        tag_validation: What happens if ranks pass different tags to `save_checkpoint`.
             - Ignore: Ranks may save under different tags.
             - Warn: A warning is printed if ranks save under different tags.
             - Fail: It is an error if ranks save under different tags.
@@ -105,53 +106,54 @@ class Config(Section):
     """Made by :func:`zero.config.load_config`, which also checks keys against each other.
 
     Attributes:
-        train_batch_size: Global batch: the samples of one optimizer step, over all processes. It is
-            micro-batch x accumulation x the number of processes that have batches of their own. Set
-            one or two of the three batch keys; the others are computed.
+        train_batch_size: Global batch: the number of samples in one optimizer step, over all
+            processes. It is micro-batch x accumulation x the number of processes that have batches
+            of their own. Set one or two of the three batch keys, and the others are computed.
             - N: A step takes N samples.
-        train_micro_batch_size_per_gpu: Micro-batch: the samples of one forward pass on one process.
+        train_micro_batch_size_per_gpu: Micro-batch: the number of samples in one forward pass on
+            one process.
             - N: The micro-batch of one forward pass on one process has N samples.
         gradient_accumulation_steps: Number of micro-batches in one optimizer step.
             - 1: Each micro-batch is a step.
             - N: N micro-batches make one step.
-        data_parallel_size: Not needed. If given, it must equal the number of processes that have
-            batches of their own.
+        data_parallel_size: Not needed, because it is computed. If given, it must equal the number
+            of processes that have batches of their own.
         sequence_parallel_size: Number of neighbouring processes that share each sequence (Ulysses).
             The Trainer's `ParallelismConfig` sets it.
             - 1: Each process has sequences of its own.
             - N: N neighbouring processes share each sequence (Ulysses).
-        managed_gradient_accumulation: The engine counts micro-batches, and updates the parameters
-            after the last one of a step. `false`: each call of `step()` updates them, however many
-            backward passes came before.
+        managed_gradient_accumulation: Whether the engine counts micro-batches, and updates the
+            parameters only after the last one of a step. With `false`, each call of `step()`
+            updates them, however many backward passes came before.
             - true: The engine counts micro-batches: `step()` updates the parameters after the last
               one of a step.
             - false: Each call of `step()` updates the parameters, however many backward passes came
               before.
-        gradient_clipping: Gradients are scaled down if their global L2 norm exceeds this number. 0:
-            no clipping.
+        gradient_clipping: The largest global L2 norm of the gradients. If the norm is larger, all
+            gradients are scaled down to it. 0 switches clipping off.
             - 0: Gradients are not clipped.
             - N: Gradients are scaled down if their global L2 norm exceeds N.
-        log_level: Level of the logger `zero`.
-        steps_per_print: Interval, in steps, at which rank 0 prints a line of metrics. Default:
-            never.
+        log_level: The level of the logger `zero`.
+        steps_per_print: Rank 0 prints a line of metrics every so many steps. Default: never.
             - N: Rank 0 prints a line of metrics every N steps. The Trainer switches this off.
-        wall_clock_breakdown: Rank 0 prints how many seconds of each step were spent in forward,
-            backward, step and waiting.
-        memory_breakdown: Rank 0 prints after each step how much memory the engine uses, by place
+        wall_clock_breakdown: Print after each step how many seconds rank 0 spent in forward,
+            backward and step, and how many of them it waited.
+        memory_breakdown: Print after each step how much memory the engine uses on rank 0, by place
             and kind.
-        watchdog_timeout: Seconds of waiting after which ranks that block each other are named and
-            the job ends. Default: 0.8 of the process group's timeout. Not in DeepSpeed.
-        communication_data_type: Dtype in which gradients are reduced across ranks. NCCL also sums
-            in this dtype; gloo sums in fp32. Default: the dtype of the parameters; at stages 0 and
-            1 with accumulation, `grad_accum_dtype`.
+        watchdog_timeout: If ranks wait for each other for this many seconds, the job ends and says
+            which rank waits where. Default: 0.8 of the process group's timeout. Not in DeepSpeed.
+        communication_data_type: The dtype in which gradients are sent and reduced. (gloo sums them
+            in fp32 whatever their dtype.) Default: the dtype of the parameters; at stages 0 and 1
+            with accumulation, `grad_accum_dtype`.
         gradient_allreduce_op: Whether gradients are averaged or summed over the processes.
             - N: The gradients of all processes are reduced by their N.
-        zero_allow_untested_optimizer: Accept an optimizer object of any class. `false`, DeepSpeed's
-            default: refuse one that is neither torch's nor DeepSpeed's.
+        zero_allow_untested_optimizer: Whether an optimizer object of any class is accepted. With
+            `false`, DeepSpeed's default, it must be one of torch's or DeepSpeed's.
             - true: An optimizer object of any class is accepted.
             - false: An optimizer object that is neither torch's nor DeepSpeed's is refused.
-        zero_force_ds_cpu_optimizer: If the file sets `true`, an offloaded optimizer object must be
-            a `DeepSpeedCPUAdam` or similar.
+        zero_force_ds_cpu_optimizer: With `true` in the file, an offloaded optimizer object must be
+            a `DeepSpeedCPUAdam` or similar, by which accelerate replaces yours. With `false`, it
+            keeps yours.
             - true: An offloaded optimizer object must be a `DeepSpeedCPUAdam` or similar, which
               accelerate puts in the place of yours.
             - false: An offloaded optimizer object of any class is accepted, and accelerate keeps

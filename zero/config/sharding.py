@@ -13,13 +13,14 @@ from zero.errors import UsageError
 
 
 class LeafModuleConfig(Section):
-    """Modules whose parameters are all gathered together, for models in which ranks may run
-    different submodules.
+    """Modules whose parameters are all gathered together.
+
+    Mark a module here if ranks may run different submodules of it, such as a mixture of experts.
 
     Attributes:
-        classes: Class names of such modules, with or without the module path.
-        names: Names of such modules in the model.
-        name_suffixes: Suffixes of such names.
+        classes: Class names of these modules, with or without the module path.
+        names: Names of these modules within the model.
+        name_suffixes: Endings of such names.
     """
 
     classes: Names = []
@@ -40,54 +41,55 @@ class ZeroConfig(Section):
     """The ZeRO stage, and how parameters and gradients are sharded and communicated.
 
     A *block* is a part of the model whose parameters are gathered together, such as a transformer
-    layer. Sizes are numbers of elements. Keys that begin with `stage3_` keep DeepSpeed's names.
+    layer. Sizes are numbers of elements, not bytes.
 
     Attributes:
-        stage: What is sharded over the processes. 0: nothing. 1: the optimizer state. 2: gradients
-            too. 3: parameters too.
+        stage: What is sharded over the processes. 0: nothing. 1: the optimizer state. 2: the
+            gradients too. 3: the parameters too.
             - 0: Every process holds the whole model, its gradients and its optimizer state.
             - 1: Each process holds a part of the optimizer state, and updates that part of the
               parameters.
             - 2: Each process holds a part of gradients and optimizer state. Parameters are whole
               everywhere.
             - 3: Each process holds a part of everything. A block is gathered for its forward and
-              its backward.
-        contiguous_gradients: Copy gradients to the block's flat buffer in chunks of 2^26 elements.
-            `false`: copy them once all gradients of the block are ready.
+              for its backward pass.
+        contiguous_gradients: When gradients are copied to the block's flat buffer. `true`: as soon
+            as 2^26 elements are ready. `false`: once all gradients of the block are ready.
             - true: Gradients are copied to their block's flat buffer in chunks of 2^26 elements.
             - false: Gradients are copied to their block's flat buffer once all of them are ready.
-        overlap_comm: Reduce gradients while the backward pass continues. `false`: wait for each
-            reduction at once. Default: true at stage 3.
+        overlap_comm: Reduce gradients in the background while the backward pass continues. With
+            `false`, the backward pass waits for each reduction. Default: true at stage 3.
             - true: Gradients are reduced while the backward pass continues.
-            - false: Backward waits for each reduction of gradients: slower on several processes,
-              with the same result.
-        reduce_bucket_size: Most gradient elements in one reduction, and in all reductions in
-            flight. A larger block is reduced by itself.
-        sub_group_size: Number of elements that the optimizer updates at a time. 0: all at once. A
-            number so small that it would make many tiny updates is raised, up to 65,536.
+            - false: The backward pass waits for each reduction of gradients. This is slower on
+              several processes, and gives the same result.
+        reduce_bucket_size: The largest number of gradient elements in one reduction, and in all
+            reductions that run at the same time. A block that is larger is reduced by itself.
+        sub_group_size: How many elements the optimizer updates at a time. 0: all at once. A number
+            so small that it would make many tiny updates is raised, up to 65,536.
             - 0: The optimizer updates all elements at once.
             - N: The optimizer updates this many elements at a time.
         elementwise_optimizer: Whether the optimizer updates each element independently of the
-            others. `true`: its state is sharded like the weights. `false`: each tensor is updated
-            as a whole, on the process that owns it. Default: true for classes that are known to be
-            element-wise, else false. Not in DeepSpeed.
-        stage3_prefetch_bucket_size: Most elements that are gathered before they are used. 0: none.
-            - 0: Nothing is gathered before it is used: each block waits for its parameters.
-            - N: At most this many elements are gathered before they are used.
-        stage3_param_persistence_threshold: Parameters of at most this many elements are not
-            sharded: they stay whole on every process.
-        stage3_model_persistence_threshold: Most elements that these small parameters may have in
-            total.
-        stage3_max_live_parameters: Most elements that are gathered at a time. A block that is
-            needed is always gathered, but blocks are gathered ahead, or stay gathered after their
-            use, only within this limit.
-        stage3_max_reuse_distance: Keep a gathered block if fewer elements than this are used before
-            it is needed again. 0: free each block after its use.
+            others. If so, its state is sharded like the weights; otherwise each tensor is updated
+            as a whole, on the process that owns it. Set this for a class that zero does not know.
+            Default: true for known element-wise classes, else false. Not in DeepSpeed.
+        stage3_prefetch_bucket_size: How many elements may be gathered before they are used. 0:
+            none.
+            - 0: Nothing is gathered ahead, so each block waits for its parameters.
+            - N: At most this many elements are gathered ahead of their use.
+        stage3_param_persistence_threshold: Parameters with at most this many elements are not
+            sharded. They stay whole on every process, because gathering many small tensors is slow.
+        stage3_model_persistence_threshold: The largest number of elements that these small
+            parameters may have together.
+        stage3_max_live_parameters: The largest number of elements that are gathered at a time. A
+            block is always gathered when it is needed, but blocks are gathered ahead, or kept after
+            their use, only within this limit.
+        stage3_max_reuse_distance: A gathered block is kept if it is needed again before this many
+            other elements have been used. 0: free each block after its use.
             - 0: Each block is freed after its use, and gathered again.
-            - N: A gathered block is kept if fewer elements than this are used before it is needed
-              again.
-        stage3_gather_16bit_weights_on_model_save: `save_model` writes the complete weights, which
-            `from_pretrained` loads.
+            - N: A gathered block is kept if it is needed again before this many other elements
+              have been used.
+        stage3_gather_16bit_weights_on_model_save: Let `save_model` gather the weights and write the
+            complete model, which `from_pretrained` can load.
             - false: `save_model` does not write the complete weights. `zero consolidate` makes them
               from a checkpoint.
         stage3_shard_buffers: Shard large buffers that no forward changes, as frozen weights are.
@@ -97,32 +99,35 @@ class ZeroConfig(Section):
               an error.
             - false: Every process has all buffers.
         mics_shard_size: Hybrid sharding (MiCS): shard over groups of this many consecutive
-            processes, such as those of one machine. Each group holds all shards, and gradients are
-            averaged over the groups. -1 or 0: shard over all processes.
-            - -1: Shards are spread over all processes.
-            - 0: Shards are spread over all processes.
-        zero_hpz_partition_size: A second shard of the 16-bit weights (ZeRO++ hpZ) within groups of
-            this many consecutive processes. After the first all-gather of a step, all others stay
-            within a group. 0, 1 or the number of processes: no second shard.
+            processes, such as those of one machine, instead of over all of them. Each group then
+            holds all shards, and gradients are averaged over the groups. -1 or 0: shard over all
+            processes.
+            - -1: Everything is sharded over all processes.
+            - 0: Everything is sharded over all processes.
+        zero_hpz_partition_size: Keep a second shard of the 16-bit weights (ZeRO++ hpZ) within
+            groups of this many consecutive processes, such as those of one machine. The first
+            all-gather of a step then runs among all processes, and all others within a group. 0, 1
+            or the number of processes: no second shard.
             - 0: There is no second shard of the weights.
             - 1: There is no second shard of the weights.
-        ignore_unused_parameters: A parameter may have no gradient in a step. `false`: that is an
-            error.
+        ignore_unused_parameters: Accept parameters that get no gradient in a step. With `false`,
+            they are an error.
             - true: A parameter may have no gradient in a step.
             - false: A parameter without a gradient is an error.
-        zero_quantized_weights: Gather parameters as 8-bit integers, with a scale for every 256
-            values. Masters and saved weights stay exact. See `docs/compression.md`.
-        zero_quantized_nontrainable_weights: The same for frozen parameters only. Unlike in
-            DeepSpeed, the shards keep their dtype.
-        zero_quantized_gradients: Send gradients as integers, with a scale for every 256 values.
-            They are summed in fp32.
-        zero_quantized_gradient_bits: Bits of these integers: 8 or 4. Not in DeepSpeed, which always
-            sends 4.
+        zero_quantized_weights: Send weights as 8-bit integers, with a scale for every 256 values,
+            when they are gathered. Master weights and saved weights stay exact. See
+            `docs/compression.md`.
+        zero_quantized_nontrainable_weights: Do so for frozen parameters only. Unlike in DeepSpeed,
+            their shards keep their dtype.
+        zero_quantized_gradients: Send gradients as integers, with a scale for every 256 values, and
+            sum them in fp32.
+        zero_quantized_gradient_bits: The number of bits of these integers. Not in DeepSpeed, which
+            always sends 4.
         zero_quantized_moments: Store Adam's and AdamW's moments as 8-bit codes, with an fp32 scale
             for every 256 values: 2.03 bytes per parameter instead of 8. See `docs/optimizers.md`.
             Not in DeepSpeed.
-        enable_sanity_checks: Changing parameters inside `GatheredParameters(modifier_rank=None)` is
-            an error, because the change would be lost.
+        enable_sanity_checks: Raise an error if parameters are changed inside
+            `GatheredParameters(modifier_rank=None)`, because the change would be lost.
     """
 
     stage: Annotated[int, Field(ge=0, le=3), WHOLE] = key(0, auto="accelerate's zero_stage")
@@ -177,7 +182,7 @@ class ZeroConfig(Section):
         return None
 
     def shards_over(self, world_size: int) -> int:
-        """The number of ranks over which a group is cut.
+        """The number of ranks over which a group is sharded.
 
         Raises UsageError if the world cannot be divided into the groups of `mics_shard_size` or of
         hpZ."""
@@ -197,10 +202,10 @@ class ZeroConfig(Section):
         return mics if mics > 0 else world_size
 
     def second_shards_over(self, world_size: int) -> int:
-        """The number of ranks over which hpZ cuts a group's second shard; 0 if there is none.
+        """The number of ranks over which hpZ keeps a group's second shard, or 0 if there is none.
 
-        Below stage 3 every rank holds all parameters on its device, and in a single group the first
-        shard serves."""
+        Below stage 3 there is none, because every rank has all parameters on its device. If the
+        group contains all ranks, the first shard serves the purpose."""
         size = self.zero_hpz_partition_size
         return size if self.stage == 3 and 1 < size < world_size else 0
 

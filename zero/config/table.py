@@ -1,5 +1,5 @@
-"""The table at the start of a run: each key's given and effective value, where it came from, and
-whether it acts.
+"""Prints the table at the start of a run: each key's given and effective value, where it came from,
+and whether it has an effect.
 
 It knows the sections only through what their keys declare. The command line of the script names
 the folder for the whole table (`--output_dir`).

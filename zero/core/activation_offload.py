@@ -77,8 +77,8 @@ class HostActivations:
     """Makes contexts in which saved tensors of `device` live on the host; counts `moved_bytes`.
 
     Args:
-        groups: their unsharded buffers are not copied.
-        keep: makes the copy of a region.
+        groups: the groups whose unsharded buffers are not copied.
+        keep: a function that copies a region of memory.
     """
 
     def __init__(

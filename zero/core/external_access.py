@@ -5,8 +5,8 @@ This file knows nothing of modules or of the order of reductions.
 [Note: reads] A parameter may be read in another module's forward (`self.embedding.weight`), in a
 loss after the model's forward, or may be returned by its module. Its group is then unsharded and
 stays so until as many backwards have ended as there were forwards, because it is unknown which
-backward still needs it. Between passes such a read shows NaN: a rank may read alone, and an
-all-gather would wait for the others."""
+backward still needs it. Between passes such a read is an error, because a rank may read
+alone, and its all-gather would wait for the others."""
 
 from __future__ import annotations
 

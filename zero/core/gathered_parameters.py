@@ -52,16 +52,18 @@ def _gather_single(group: ParamGroup, indices: Iterable[int]) -> Pending:
 
 
 class GatheredParameters:
-    """Context in which sharded parameters show their full values on every rank.
+    """A context in which sharded parameters have their full values on every rank.
+
+    All ranks must enter it, with the same parameters.
 
     Args:
-        params: a parameter, an iterable of them, or a module; ordinary parameters among them are
-            left alone.
-        modifier_rank: the rank whose changes all ranks get on exit; None: the values are only read,
-            and changes are lost with a warning, or a RuntimeError with
-            `zero_optimization.enable_sanity_checks`.
-        fwd_module: accepted for compatibility; its hooks gather whatever a forward uses.
-        enabled: False makes the context do nothing.
+        params: a parameter, several parameters, or a module, whose parameters are gathered.
+            Ordinary parameters among them are left alone.
+        modifier_rank: the rank whose changes all ranks receive when the context ends. With None you
+            may only read: changes are lost, with a warning, or with a RuntimeError if
+            `zero_optimization.enable_sanity_checks` is set.
+        fwd_module: accepted for compatibility. Whatever a forward uses is gathered anyway.
+        enabled: whether the context does anything.
     """
 
     def __init__(

@@ -95,7 +95,7 @@ class MicroBatches:
             self._divided = None
             logger.warning(
                 "the script runs backward() after engine.backward(loss) in one micro-batch. If it "
-                "goes on with gradients of that loss, they are divided by "
+                "continues with gradients of that loss, they are divided by "
                 "gradient_accumulation_steps twice: call engine.scale(loss).backward() instead of "
                 "engine.backward(loss)"
             )

@@ -94,12 +94,12 @@ class GradientReducer:
 
     Args:
         shards: where the reduced gradients go, one for each trainable group.
-        bucket_size: most elements in one reduction and in all reductions in flight.
-        overlap: reductions run while backward goes on, else each is waited for at once.
-        contiguous: gradients are copied to the flat buffer when `MOST_APART` elements wait, else
-            when the group has all.
-        dtype: in which gradients travel; None: that of the parameters, and for sums of
-            micro-batches `sum_dtype`.
+        bucket_size: the most elements in one reduction, and in all reductions in flight.
+        overlap: whether backward continues during a reduction, or waits for it at once.
+        contiguous: whether gradients are copied to the flat buffer when `MOST_APART` elements are
+            ready, or only when the group has all of them.
+        dtype: the dtype in which gradients are sent. None: the dtype of the parameters, or
+            `sum_dtype` for sums of micro-batches.
         sum_dtype: in which the result is kept, and summed over micro-batches.
         narrow: a result to which nothing is added stays in the dtype of the reduction, which loses
             nothing.
@@ -198,7 +198,8 @@ class GradientReducer:
         """Before a step: take gradients that the script itself has put on parameters, the same ones
         on all ranks.
 
-        They are added to those of backwards. With a loss scale they must be scaled as those are.
+        They are added to the gradients of backward passes. With a loss scale, they must be scaled
+        like those.
         """
         found = [index for index, param in enumerate(group.params) if param.grad is not None]
         for index in found:
@@ -208,8 +209,8 @@ class GradientReducer:
             self.reduce(group, factor=1.0)
 
     def reduce(self, group: ParamGroup, factor: float | None = None) -> None:
-        """Start reducing what was collected for `group`, times `factor`: by default that of the
-        current backward. Parameters without a gradient count as zero.
+        """Start to reduce the collected gradients of `group` times `factor`, by default the factor
+        of the current backward. Parameters without a gradient count as zero.
         """
         factor = self._micro_batches.factor if factor is None else factor
         entry = self.gradients[group]

@@ -1,4 +1,4 @@
-"""Each step's numbers: loss, norm, time by phase and wait, memory, communication.
+"""The numbers of each step: loss, norm, time by phase and wait, memory, communication.
 
 Measured, gathered and written.
 """

@@ -64,7 +64,7 @@ class CollectiveLog:
 
     def begin(self, operation: Operation) -> Callable[[], None]:
         name = operation.name
-        # DeepSpeed's names go on: `all_gather_into_tensor`.
+        # DeepSpeed's names are longer: `all_gather_into_tensor`.
         wanted = self._section.prof_all or any(
             given.startswith(name) for given in self._section.prof_ops
         )

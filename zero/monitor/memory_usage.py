@@ -1,4 +1,4 @@
-"""What an engine holds now on this rank: bytes by place and by kind."""
+"""Counts the bytes that an engine holds on this rank, by place and kind."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Model FLOPs utilization (MFU): what a model computes for each token, and the most that a device
-can compute.
+"""Model FLOPs utilization (MFU): the operations that a model needs per token, and the most that a
+device can do.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _of_weights(module: nn.Module) -> int:
 
 
 def _numel(param: nn.Parameter) -> int:
-    """Elements on this rank before ZeRO cuts them."""
+    """The number of elements on this rank before ZeRO shards them."""
     group = owning_group(param)
     if group is None or group.packed:
         return local(param).numel()

@@ -143,8 +143,8 @@ class Monitor:
         return Totals(Counter(comm.elements), Counter(comm.bytes), Counter(traffic.MOVED), busy)
 
     def count_tokens(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Count the tokens, padding included, of what a model of language is given: those of
-        `input_ids`, and of a decoder. Also the operations that they take.
+        """Count the tokens that a language model gets, padding included, in `input_ids` and for a
+        decoder, and the operations that they take.
         """
         ids = kwargs.get("input_ids", args[0] if args else None)
         if not isinstance(ids, torch.Tensor) or not torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""What a run is: its effective configuration and its environment.
+"""Describes a run by its effective configuration and its environment.
 
 Nothing secret: no arguments, no tokens.
 """

@@ -1,4 +1,5 @@
-"""Where each step's numbers go: CSV files, TensorBoard, Weights & Biases, JSON lines, the terminal.
+"""Writes the numbers of each step to CSV files, TensorBoard, Weights & Biases, JSON lines or the
+terminal.
 
 A writer gets a record: numbers by name, or by name in groups. It does not know how they were
 measured."""
@@ -107,9 +108,9 @@ class CsvFiles(EventWriter):
 
 
 class JsonLines:
-    """`steps.jsonl`: one record a line.
+    """Writes `steps.jsonl`, with one record per line.
 
-    A run that goes on adds to the file. The first record of a start has "run".
+    A run that is resumed appends to the file. The first record after each start has "run".
     """
 
     def __init__(self, folder: Path):

@@ -1,4 +1,4 @@
-"""Tensors that live in a file without a name. For Linux.
+"""Tensors in a file that has no name, on Linux.
 
 ScratchFile.empty  a tensor mapped onto a region of the file: any code may use it, through the page
                    cache

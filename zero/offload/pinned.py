@@ -1,5 +1,4 @@
-"""Host buffers for direct I/O and for an accelerator: page-aligned, pinned if possible, used again
-and again.
+"""Host buffers for direct I/O and for an accelerator: page-aligned, pinned if possible, and reused.
 
 This file knows nothing of files.
 """
@@ -81,9 +80,9 @@ def new_block(size: int, pin: bool) -> memoryview:
         address = torch.frombuffer(block, dtype=torch.uint8).data_ptr()
         code = device.pin(address, size)
         if code == 0:
-            # A forked process (a worker of a DataLoader) would share the pages. The next write by
-            # this one would then go to a copy, and the accelerator would go on reading the old
-            # page.
+            # A forked process, such as a worker of a DataLoader, would share the pages. The next
+            # write of this process would then go to a copy, while the accelerator would continue
+            # to read the old page.
             memory.madvise(mmap.MADV_DONTFORK)
             index = torch.accelerator.current_device_index()
             weakref.finalize(block, device.unpin, address, memory, index).atexit = False

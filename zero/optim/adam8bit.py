@@ -94,7 +94,7 @@ def turn(step: int) -> int:
 
 
 def _thresholds(step: Step, shift: int, device: torch.device) -> torch.Tensor | float:
-    """What is added to the codes of a block, fp32, before the fraction is cut off."""
+    """The fp32 numbers that are added to the codes of a block before they are truncated."""
     if step is None:
         return 0.5
     # The host does not wait for the copy.

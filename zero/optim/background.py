@@ -1,4 +1,4 @@
-"""When sub-groups are updated, and how those in files are read and written for it.
+"""Decides when sub-groups are updated, and reads and writes those in files.
 
 This file does not know what an update computes.
 

@@ -1,5 +1,5 @@
-"""Which optimizers are element-wise, so that shards can cut their state; what Adagrad needs for it;
-Lion.
+"""Knows which optimizers are element-wise, so that their state can be sharded like the weights.
+Also has what Adagrad needs for that, and Lion.
 
 Shards cut rows and matrices at any element. So the update of an element may depend only on that
 element's history. All other optimizers get whole tensors (`zero.optim.whole_tensor`), which is

@@ -1,5 +1,6 @@
-"""LAMB, which `"type": "Lamb"` of the configuration names. With a ratio that is always 1 it is
-Adam, which then can leave the bias as it is. It updates whole tensors."""
+"""LAMB, for `"type": "Lamb"`. With a ratio that is always 1 it is Adam, which can then leave the
+bias uncorrected. It updates whole tensors.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ class Lamb(torch.optim.Optimizer):
         update = exp_avg / (sqrt(exp_avg_sq) + eps) + weight_decay * param
         param -= lr * correction * ratio * update
 
-    The ratio is 1 where one of the norms is 0. `correction` is that of the bias, 1 without
-    `bias_correction`. With `adam_w_mode=False` the decay is a term of the gradient instead.
+    The ratio is 1 if one of the norms is 0. `correction` corrects the bias of the moments, and is 1
+    without `bias_correction`. With `adam_w_mode=False`, weight decay is added to the gradient
+    instead.
 
     State: `step`; `exp_avg` and `exp_avg_sq`, of the parameter's shape and dtype.
     """

@@ -1,5 +1,5 @@
-"""Loss scaling for float16: the factor on the loss, and how it reacts to overflows. Pure Python,
-equal on all ranks.
+"""Loss scaling for float16: the scale, and how it reacts to overflows. Pure Python, equal on all
+ranks.
 
 The rules are those of DeepSpeed 0.19.8 (``runtime/fp16/loss_scaler.py``). The caller multiplies the
 loss by :attr:`LossScaler.scale` and finds out whether any rank's gradient is not finite. If so, it

@@ -35,10 +35,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """Steps param groups whose `use_muon` is true by `torch.optim.Muon`, the others by Adam.
 
     Args:
-        groups: dicts with `params`, `use_muon` and settings of the class in question.
-        decoupled_weight_decay: the others are stepped by AdamW.
+        groups: dicts with `params`, `use_muon` and settings of Muon or AdamW.
+        decoupled_weight_decay: whether AdamW, rather than Adam, updates the other parameters.
 
-    The state is that of the two classes.
+    Each parameter has the state of the class that updates it.
 
     Raises:
         UsageError: a group has no `use_muon`.
@@ -152,8 +152,8 @@ def split_groups(
     Adam.
 
     Args:
-        names: of the parameters.
-        muon, adam: settings of the two kinds of groups, which those of a group itself override.
+        names: the names of the parameters.
+        muon, adam: the settings of the two kinds of groups. A group's own settings take precedence.
     """
     for group in groups:
         for use_muon, settings, keys in ((True, muon, MUON_DEFAULTS), (False, adam, ADAM_DEFAULTS)):

@@ -1,5 +1,5 @@
-"""Which groups' optimizer state is offloaded, and which stays on the compute device
-(`offload_optimizer.ratio`); the names of the states that a script may move itself.
+"""Decides which groups' optimizer state is offloaded and which stays on the compute device
+(`offload_optimizer.ratio`). Also has the names of the states that a script may move itself.
 
 This file decides; it moves nothing. A number is the fraction that is offloaded. With "auto"
 everything is offloaded at first. After some steps have shown how much memory training takes, as
@@ -46,9 +46,9 @@ class Placement:
     """Decides for each group where its optimizer's part lives.
 
     Args:
-        groups: in the model's order, which is taken for that of a forward.
+        groups: the groups in the model's order, which is assumed to be the order of a forward.
         device_tier: the compute device.
-        offload_tier: where state is offloaded to.
+        offload_tier: the place to which state is offloaded.
         ratio: the fraction to offload, from 0 to 1, or "auto".
 
     Groups stay on the device from the first one on, as long as they fit: nothing can hide the

@@ -1,5 +1,5 @@
-"""Which rank updates which whole tensor, how the tensors come together on their owners for a step,
-and how their new values go back to the shards.
+"""Decides which rank updates which whole tensor, sends the tensors to their owners for a step, and
+their new values back to the shards.
 
     start            gradients and masters go from the shards to the owners (8 bytes an element)
     wait             the owner has whole gradients and masters, in fp32

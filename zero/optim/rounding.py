@@ -36,9 +36,9 @@ class StochasticRounding:
         self._step = 0
 
     def begin_step(self) -> None:
-        """The values of a new step come now.
+        """Begin a new step.
 
-        Late updates of a step go on while the engine counts the next one.
+        Background updates of a step may still run while the engine counts the next one.
         """
         self._step = self._steps()
 

@@ -451,8 +451,8 @@ class ZeroOptimizer:
         """Forget the accumulated gradients."""
         self.reducer.clear()
         for shard in self.shards.values():
-            # A device keeps freed memory at hand, and the next forward can use it. Late updates,
-            # which still read their gradients, are of shards on the host.
+            # Memory that is freed on a device can be used by the next forward. Background updates,
+            # which still read their gradients, only concern shards on the host.
             if is_accelerator(shard.tier.device):
                 shard.free_gradient()
 

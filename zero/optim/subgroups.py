@@ -1,5 +1,5 @@
-"""Sub-groups: the pieces of the masters that the optimizer sees as its parameters, and its state
-for each.
+"""Sub-groups: the parts of the masters that the optimizer sees as its parameters, and its state for
+each.
 
 This file does not know when or how sub-groups are updated.
 

@@ -1,4 +1,4 @@
-"""A second object of the user's optimizer, for calls that must leave no trace in the first one.
+"""A second object of the user's optimizer, for calls that must not change the first one.
 
 There is no way to copy an optimizer of any class, so a twin is made without a constructor. It
 shares the settings, hooks and state of the original unless it gets others."""
@@ -18,7 +18,7 @@ _NOT_COUNTED = {"_step_count", "_opt_called", "param_groups", "params", "state"}
 
 
 def twin_of(optimizer: torch.optim.Optimizer, **attributes: object) -> torch.optim.Optimizer:
-    """An optimizer of the same class, with these attributes in the place of the original's."""
+    """An optimizer of the same class, with these attributes instead of the original's."""
     twin = object.__new__(type(optimizer))
     twin.__dict__ |= optimizer.__dict__ | attributes
     twin.__dict__.pop("step", None)  # torch's schedulers put a counting one there

@@ -1,5 +1,5 @@
-"""What an update computes: one sub-group's new values from its gradient and the hyper-parameters of
-the step.
+"""Computes an update: the new values of one sub-group from its gradient and the step's
+hyperparameters.
 
 This file does not know where new values are stored, nor which ranks there are.
 """
@@ -110,11 +110,11 @@ class SubGroupUpdate:
 
     @contextmanager
     def _frozen_parts_kept(self, values: SubGroupInMemory) -> Iterator[None]:
-        """Context of an update after which frozen parts have the masters and the state from before
-        it.
+        """A context for an update, after which frozen parts have their previous masters and state
+        again.
 
-        The update is made in any case, even if all is frozen: counts of steps go on, so that they
-        are equal in all sub-groups. A checkpoint that is loaded into other sub-groups needs that.
+        The update is made even if everything is frozen, so that step counts stay equal in all
+        sub-groups. A checkpoint that is loaded into other sub-groups needs that.
         """
         numel = values.sub_group.master.numel()
         kept = []

@@ -108,8 +108,8 @@ class WholeTensorState:
         self._replace_params()
 
     def _replace_params(self) -> None:
-        """Give the optimizer the whole tensors in the place of the model's parameters, with the
-        state they have.
+        """Replace the model's parameters in the optimizer by the whole tensors, together with
+        their state.
         """
         of_param = self.of_param
         for key, value in vars(self._optimizer).items():
@@ -186,8 +186,8 @@ class WholeTensorState:
         self, method: str, factor: float = 1.0, frozen: Collection[WholeTensor] = ()
     ) -> list[dict[str, str]]:
         """Call the optimizer's `method` for the tensors of all groups, with their gradients times
-        `factor`; those of `frozen` tensors are withheld. Returns what is counted after each call;
-        the last one is the optimizer's own.
+        `factor`, except those of `frozen` tensors. Returns the optimizer's counters after each
+        call; the last ones are its own.
         """
         together = [shard for shard in self._of_shard if not shard.is_offloaded]
         alone = [[shard] for shard in self._of_shard if shard.is_offloaded]

@@ -58,9 +58,9 @@ class SlicedExperts:
     installed.
 
     Args:
-        group: for which `can_be_sliced`.
-        most: elements of a slice, but at least one expert.
-        gathering: is told when a slice is about to be gathered.
+        group: a group for which `can_be_sliced` is true.
+        most: the largest number of elements in a slice, which has at least one expert.
+        gathering: notified when a slice is about to be gathered.
     """
 
     module: Any
@@ -88,7 +88,7 @@ class SlicedExperts:
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """The names are those of the forward in transformers."""
+        """Run the experts. The arguments have the names that transformers gives them."""
         ranges = self._ranges(top_k_index)
         return self._run(ranges, hidden_states, top_k_index, top_k_weights, *self.params)
 
@@ -155,7 +155,7 @@ class SlicedExperts:
     ) -> torch.Tensor:
         """What the experts from `first` to `end` add to the output.
 
-        `inputs` are those of the module's forward.
+        `inputs` are the inputs of the module's forward.
         """
         hidden, index, weights = inputs
         there = (index >= first) & (index < end)

@@ -1,5 +1,5 @@
-"""Pipeline parallelism: a rank has some layers of the model, and one engine trains them over the
-ranks that share them.
+"""Pipeline parallelism: each rank has some layers of the model, and one engine trains them over the
+ranks that have the same layers.
 
 torch's schedules (GPipe, 1F1B, interleaved 1F1B) say which micro-batch runs when. The engine sees
 forwards and backwards of a model that lacks layers. All parameters keep the names that they have in
@@ -44,13 +44,14 @@ class _Elsewhere(nn.Module):
 
 
 class Place:
-    """What one rank has of a model of `count` stages: those of the numbers `own`.
+    """The stages of one rank, of a model that is divided into `count` stages.
 
     Attributes:
         is_tied: whether the embedding is also the weight of the head, which another rank has.
         stage_of: the stage of each module that only one stage has, by name.
-        switches: for each own stage, (parent module, child's name, module) of each of them: the
-            module itself, or one in its place.
+        own: the numbers of this rank's stages.
+        switches: for each own stage, a (parent module, child's name, module) for each module that
+            only one stage has: the module itself, or a placeholder.
     """
 
     def __init__(self, model: Any, rank: int, ranks: int, per_rank: int):
@@ -151,15 +152,18 @@ def _dimension(mesh: DeviceMesh) -> int:
 
 
 def split(model: Any, mesh: DeviceMesh, stages_per_rank: int = 1) -> Any:
-    """Take from `model` what other ranks have; call it before `zero.initialize`, which gets the
-    same mesh.
+    """Divide a model into pipeline stages, and drop the layers of other ranks' stages.
 
-    The layers are cut into as many equal stages as the mesh's dimension `pp` has ranks, times
-    `stages_per_rank`. Rank r of P has the stages r, r + P, ... The first stage has the embedding
-    too, the last one the norm and the head.
+    Call it before `zero.initialize`, and pass the same mesh to both. The number of stages is the
+    size of the mesh's dimension `pp`, times `stages_per_rank`; all have the same number of layers.
+    Of P ranks, rank r has the stages r, r + P, and so on. The first stage also has the embedding,
+    the last one the final norm and the head.
 
-    Raises UsageError if the model has no plan for pipelines or does more than that says, if its
-    layers do not divide, or if it was built under `Init`."""
+    Raises:
+        ValueError: if the model has no plan for pipelines, or changes hidden states outside of the
+            modules of its plan; if its layers cannot be divided equally; or if it was built under
+            `Init`.
+    """
     for name, param in model.named_parameters():
         if owning_group(param) is not None:
             raise UsageError(
@@ -178,8 +182,8 @@ def split(model: Any, mesh: DeviceMesh, stages_per_rank: int = 1) -> Any:
         for name in [name for name in place.stage_of if model.get_submodule(name) is embedding]:
             del place.stage_of[name]
     place.prune(model)
-    # transformers cuts modules over `tp` by their names, and those that are elsewhere cannot be
-    # cut.
+    # transformers shards modules over `tp` by their names, which is impossible for modules that are
+    # on other ranks.
     model._tp_plan = {
         name: style
         for name, style in (model._tp_plan or {}).items()
@@ -236,15 +240,17 @@ def count_next_tokens(labels: torch.Tensor) -> torch.Tensor:
 
 
 class Pipeline:
-    """Trains an engine's model, which `split` has cut, by one of torch's schedules.
+    """Trains a model that `split` has divided into stages, with one of torch's schedules.
 
     Args:
-        engine: made with the same mesh. Its `gradient_accumulation_steps` is the number of
-            micro-batches of a schedule, of `train_micro_batch_size_per_gpu` rows each.
-        length: of all sequences.
-        schedule: one of torch's classes with full backwards: `ScheduleGPipe`, `Schedule1F1B`,
-            `ScheduleInterleaved1F1B`.
-        loss: from logits and labels to the sum over what `count` counts in the labels.
+        engine: the engine of the model, made with the same mesh. A schedule has
+            `gradient_accumulation_steps` micro-batches of `train_micro_batch_size_per_gpu` rows.
+        length: the length of all sequences.
+        schedule: one of torch's classes `ScheduleGPipe`, `Schedule1F1B` and
+            `ScheduleInterleaved1F1B`, which do not split the backward pass.
+        loss: a function that returns the sum of the losses from logits and labels. Default: the
+            cross-entropy of the next tokens.
+        count: a function that returns the number of these losses from the labels.
 
     Attributes:
         stages: torch's stages on this rank.
@@ -263,7 +269,7 @@ class Pipeline:
         place = getattr(engine.module, PIPELINE_PLACE, None)
         if not isinstance(place, Place):
             call = "zero.parallel.pipeline.split before zero.initialize"
-            raise UsageError(f"Pipeline: the model was not cut: call {call}")
+            raise UsageError(f"Pipeline: the model has not been split: call {call}")
         self.engine = engine
         self._place = place
         self._loss = loss
@@ -278,7 +284,7 @@ class Pipeline:
         if self._micro_batches < place.ranks:
             raise UsageError(
                 f"Pipeline: gradient_accumulation_steps is {self._micro_batches}; a pipeline of "
-                f"{place.ranks} ranks needs as many micro-batches at least"
+                f"{place.ranks} ranks needs at least as many micro-batches"
             )
         self._absent = {stage: self._absent_from(stage) for stage in place.own}
         self.is_first = 0 in place.own
@@ -327,7 +333,7 @@ class Pipeline:
             weight._zero_is_copy = is_copy(weight) or not self.is_first
             owner = owning_group(weight)
             assert owner is not None, "the engine has taken over all parameters"
-            # In a group of its own the weight is cut in the same way on both stages.
+            # In a group of its own, the weight is sharded in the same way on both stages.
             place = owner.layout.slots[owner.index[weight]], owner.layout.padded
             places: list[object] = [None] * dist.get_world_size(group)
             dist.all_gather_object(places, place, group=group)

@@ -1,5 +1,5 @@
-"""Command lines of the command `zero`: what cannot be read, or cannot start, is one line and exit
-code 2.
+"""Parses the command lines of `zero`. If something cannot be read or started, it prints one line
+and exits with code 2.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Parser(ArgumentParser):
 
 
 class Working:
-    """Shows on stderr that a long step goes on: on a terminal a line with its time, else each new
-    text of `show`.
+    """Shows on stderr that a long step is running: on a terminal as a line with the elapsed time,
+    otherwise by printing each new text of `show`.
     """
 
     def __init__(self, text: str):
@@ -163,10 +163,10 @@ def _configurations(arguments: list[str]) -> Iterator[str]:
 
 
 def output_file(text: str, folder: Path | None = None) -> Path:
-    """The type of an option: a file that can be written. It is checked before the work, and not
-    made yet.
+    """The type of an option that names a file to write. The file is checked before the work
+    begins, but not created yet.
 
-    folder: must be writable; default: that of the file.
+    `folder` must be writable. Default: the folder of the file.
     """
     path = Path(text)
     if path.is_dir():

@@ -2,57 +2,58 @@
        zero run LAUNCHER ARGS...
        zero run -m MODULE ARGS...
 
-Runs a script as python would, or any command (torchrun, accelerate launch, trl) or module, with
-zero under the name `deepspeed` in it and in all python processes that it starts. The file given by
---deepspeed, --deepspeed_config or --deepspeed_config_file in ARGS is checked first, before
-anything is started. With --json before the script, all that it prints goes to stderr, and its exit
-code, seconds and memory to stdout.
+Runs a script, a module or any command, such as torchrun, accelerate launch or trl. In it, and in
+all Python processes that it starts, `import deepspeed` imports zero. The configuration that ARGS
+name (--deepspeed, --deepspeed_config or --deepspeed_config_file) is checked before anything starts.
+With --json before the script, everything that it prints goes to stderr; exit code, seconds and
+memory go to stdout.
 
        zero hook
 
-Prints a folder for PYTHONPATH. With it there, every python process finds zero under that name.
-This is for jobs to which only environment variables can be given.
+Prints a folder to put into PYTHONPATH, which has the same effect. Use it for jobs in which you
+can only set environment variables.
 
        zero launch [--hostfile FILE] SCRIPT.py ARGS...
 
-Starts a script on all GPUs of this machine, or over ssh on the machines of DeepSpeed's hostfile.
+Starts a script on all GPUs of this machine, or over ssh on the machines of a hostfile, which has
+DeepSpeed's format.
 
        zero verify [--steps N] SCRIPT.py|LAUNCHER|-m MODULE ARGS...
 
-Runs the first steps on zero and on plain torch, and names the first loss, gradient or parameter
-that differs by more than rounding.
+Runs the first steps of a script on zero and on plain torch, and names the first loss, gradient or
+parameter that differs by more than rounding.
 
        zero doctor [--folder F] [--speeds]
        torchrun --nproc_per_node N -m zero doctor
 
-Checks versions, devices, memory, compiler and disk of this machine; under torchrun also the links
-between all ranks. With --speeds, measures what `estimate` and `plan` need to predict times.
+Checks versions, devices, memory, compiler and disk of this machine, and prints a remedy for each
+fault. Under torchrun it also measures the links between the ranks. With --speeds it measures what
+`estimate` and `plan` need to predict times.
 
        zero trace [--step N] [--out F] SCRIPT.py|LAUNCHER|-m MODULE ARGS...
 
-Runs a script to one step and writes that step as a trace for https://ui.perfetto.dev: compute,
-communication, copies, files and late updates of all ranks.
+Runs a script up to one step, and writes a trace of that step for https://ui.perfetto.dev. It shows
+computation, communication, copies, files and background updates of all ranks.
 
        zero memory [--step N] [--out F.png] SCRIPT.py|LAUNCHER|-m MODULE ARGS...
 
-Runs a script to one step and draws the memory in it by kind: parameters, gradients, optimizer,
-activations, buffers.
+Runs a script up to one step, and draws how much memory parameters, gradients, optimizer state,
+activations and buffers take during that step.
 
        zero report RUN [RUN2] [--out F.html]
 
-Makes one HTML page of what `json_monitor` wrote: loss, time, waits, memory, communication,
-configuration, warnings.
+Makes an HTML page from the records of `json_monitor`: loss, time, waits, memory, communication,
+configuration and warnings of one run, or of two side by side.
 
        zero explain CONFIG
 
-Says what each key of a configuration does, which keys have no effect and why, and what to change
-for memory or speed.
+Says what each key of a configuration does, and which keys have no effect and why.
 
        zero estimate MODEL --ds-config CONFIG --world N [--batch B --seq S] [--device-memory GIB]
        [--host-memory GIB]
 
-Says what each process will hold, what it moves in a step and how long that takes, without starting
-anything. Where it does not fit: what to change, the fastest first.
+Predicts how much memory each process will need, what it moves in a step, and how long a step
+takes. No GPU is needed. If the run does not fit, it says what to change, fastest first.
 
        zero plan MODEL --device-memory GIB [--host-memory GIB] [--world N] [--out ds_config.json]
 
@@ -62,12 +63,13 @@ next ones.
        zero inspect CHECKPOINT
        zero consolidate CHECKPOINT OUT [--dtype fp16|bf16|fp32] [--max-file-size GB]
 
-`inspect` shows what a training checkpoint holds, and verifies its checksums. `consolidate` makes a
-model folder of it, which `from_pretrained` loads.
-CHECKPOINT is a folder such as output/checkpoint-500, or the one named global_step... in it.
+`inspect` shows what a training checkpoint contains, and verifies its checksums. `consolidate` turns
+it into a model folder for `from_pretrained`. CHECKPOINT is a folder such as output/checkpoint-500,
+or the folder global_step... inside it.
 
-Each command has an example under --help, and prints a JSON object with --json. A mistake is one
-line and exit code 2. Where the command `zero` is not installed, `python -m zero` is the same.
+`zero COMMAND --help` has all options and an example. With --json, a command prints a JSON object.
+A mistake gives one line and exit code 2. If the command `zero` is not installed, use
+`python -m zero`.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ from zero.tools.report.command import report
 from zero.tools.verify.command import verify
 
 USAGE = f"{__doc__}"  # what `zero --help` prints
-CHECKPOINT = "the checkpoint's folder, or the one it lies in"
+CHECKPOINT = "folder of the checkpoint, or the folder that contains it"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -197,7 +199,7 @@ def _explain(arguments: list[str]) -> None:
         "configs/ds_config_zero3.json",
     )
     parser = Parser("explain", description, example, json="it")
-    parser.add_argument("config", help="the file ds_config.json, or the YAML of accelerate")
+    parser.add_argument("config", help="ds_config.json, or the YAML file of accelerate")
     options = parser.parse_args(arguments)
     print(explain_as_json(options.config) if options.json else explain(options.config))
 
@@ -205,7 +207,8 @@ def _explain(arguments: list[str]) -> None:
 def _estimate(arguments: list[str]) -> None:
     parser = Parser(
         "estimate",
-        "Say what each process will hold, and what it moves in a step over each link.",
+        "Predict how much memory each process will need, what it moves in a step over each link, "
+        "and how long a step takes.",
         "models/t5-3b --ds-config ds.json --world 8 --batch 4 --seq 512 --device-memory 24G",
         json="the estimate",
     )
@@ -283,7 +286,7 @@ def _asked(options: Namespace) -> tuple[Question, dict[str, int]]:
 
 
 def _inspect(arguments: list[str]) -> None:
-    description, example = "Show what a training checkpoint holds.", "output/checkpoint-500"
+    description, example = "Show what a training checkpoint contains.", "output/checkpoint-500"
     parser = Parser("inspect", description, example, json="it")
     parser.add_argument("checkpoint", help=CHECKPOINT)
     options = parser.parse_args(arguments)
@@ -294,11 +297,11 @@ def _inspect(arguments: list[str]) -> None:
 def _consolidate(arguments: list[str]) -> None:
     parser = Parser(
         "consolidate",
-        "Make a model folder for from_pretrained of a checkpoint.",
+        "Turn a checkpoint into a model folder for from_pretrained.",
         "output/checkpoint-500 model --dtype bf16",
         json="the written files",
     )
-    dtypes = "of the weights; default: the one they are trained in"
+    dtypes = "dtype of the weights; default: the one in which they are trained"
     most = MAX_FILE_BYTES / 1e9
     parser.add_argument("checkpoint", help=CHECKPOINT)
     parser.add_argument("out", help="the folder to write to")

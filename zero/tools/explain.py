@@ -1,4 +1,4 @@
-"""`zero explain`: what each key of a configuration file does, in sentences.
+"""`zero explain` says in sentences what each key of a configuration file does.
 
 The sentences come from the declarations of the keys. Nothing is built and nothing is measured.
 """
@@ -199,7 +199,7 @@ def _summary(config: Config) -> str:
     waiting = [name for name in ("fp16", "bf16") if f"{name}.enabled" in auto]
     chosen = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else ""
     if waiting and not chosen:
-        parts.append(f"{' or '.join(waiting)} if the Trainer is told so")
+        parts.append(f"{' or '.join(waiting)} if the Trainer's arguments say so")
     else:
         parts.append(f"{chosen or 'fp32'} compute")
     return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""`zero launch`: a script on every GPU of one machine, or of the machines in a hostfile.
+"""`zero launch` starts a script on every GPU of one machine, or of the machines in a hostfile.
 
 It starts torchrun on each machine, over ssh. The hostfile and the options are DeepSpeed's. This
 file imports nothing of the engine: it runs on the machine from which jobs are started."""
@@ -90,8 +90,8 @@ def launch(arguments: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         "launch",
-        "Start a script on all GPUs of this machine, or on the machines of a hostfile, over ssh. "
-        "With --json, the ranks print to stderr.",
+        "Start a script on all GPUs of this machine, or over ssh on the machines of a hostfile. "
+        "With --json, what the ranks print goes to stderr.",
         '--hostfile hosts --include "node1@node2:0,2" train.py --deepspeed ds_config.json',
         json="exit codes and seconds at the end",
     )
@@ -99,15 +99,15 @@ def _parser() -> Parser:
     add("-H", "--hostfile", help=f"lines `NAME slots=N`; default: {DEFAULT_HOSTFILE} if it exists")
     chosen = "hosts and slots to use: NAME[:SLOT,SLOT-SLOT][@NAME...]"
     add("-i", "--include", default="", help=chosen)
-    add("-e", "--exclude", default="", help="those not to use, written in the same way")
-    add("--num_nodes", type=count, help="use the first so many hosts")
-    add("--num_gpus", type=count, help="use the first so many slots of each host")
-    add("--master_addr", help="address of the first host, as all hosts see it; default: its name")
+    add("-e", "--exclude", default="", help="hosts and slots not to use, in the same form")
+    add("--num_nodes", type=count, help="use only the first NUM_NODES hosts")
+    add("--num_gpus", type=count, help="use only the first NUM_GPUS slots per host")
+    add("--master_addr", help="address at which all hosts reach the first one; default: its name")
     add("--master_port", type=port, default=29500, help="a free port on the first host (29500)")
     add("--ssh_port", "--ssh-port", type=port, help="port of ssh on all hosts")
-    add("--elastic_training", action="store_true", help="go on with the hosts that are left")
-    add("--min_elastic_nodes", type=count, default=1, help="fewest hosts to go on with (1)")
-    add("--module", action="store_true", help="the script is a module's name, as for `python -m`")
+    add("--elastic_training", action="store_true", help="if a host is lost, restart on the others")
+    add("--min_elastic_nodes", type=count, default=1, help="stop if fewer hosts are left (1)")
+    add("--module", action="store_true", help="SCRIPT is the name of a module, as in `python -m`")
     parser.add_command()
     return parser
 

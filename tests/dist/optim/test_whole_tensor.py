@@ -412,7 +412,7 @@ def fragments(rank: int, world_size: int, stage: int) -> dict:
         safe_get_full_optimizer_state(param, "momentum_buffer"),
         optimizer.whole.of_param[param].is_own,
     )
-    with pytest.raises(UsageError, match=f"momentum_buffer.* of {name} is not cut"):
+    with pytest.raises(UsageError, match=f"momentum_buffer.* of {name} is not sharded"):
         safe_get_local_optimizer_state(param, "momentum_buffer")
     safe_set_full_optimizer_state(param, before + 1, "momentum_buffer")
     assert torch.equal(safe_get_full_optimizer_state(param, "momentum_buffer"), before + 1)

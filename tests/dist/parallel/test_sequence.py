@@ -331,7 +331,7 @@ def test_mistakes_are_named():
         "T5ForConditionalGeneration, which has an encoder and a decoder",
         "layers of type ['linear_attention']",
         "mpu has no get_sequence_parallel_world_size",
-        "'scores' of shape (2, 4) cannot be cut along the sequence: 'input_ids' is (2, 8)",
+        "'scores' of shape (2, 4) cannot be split along the sequence: 'input_ids' is (2, 8)",
         "a batch needs 'input_ids'",
         "attention_mask of shape (2, 16) does not belong to a piece of shape (2, 8)",
         "LlamaForCausalLM has called none of transformers' attention functions",

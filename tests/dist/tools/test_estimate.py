@@ -356,7 +356,7 @@ def test_the_command(tmp_path, capsys):
     ]
     main(["estimate", *asked])
     text = capsys.readouterr().out
-    assert "4 ranks, each of them holds at most" in text and "activations" in text
+    assert "4 ranks, each of which holds at most" in text and "activations" in text
     assert "moves in a step (micro-batches: 2)" in text and "network" in text
     main(["estimate", *asked, "--device-memory", "24G"])
     assert "This fits on a device of 24.00 GiB" in capsys.readouterr().out

@@ -136,7 +136,7 @@ def test_a_step_of_two_ranks(tmp_path: Path):
             "reductions in flight",
             "other collectives",
         }
-        assert found >= expected | {"file reads", "file writes", "late updates"}
+        assert found >= expected | {"file reads", "file writes", "background updates"}
         assert seconds[rank]["phases"] > 0
     of_track = defaultdict(list)
     for event in events:
@@ -152,7 +152,7 @@ def test_a_step_of_two_ranks(tmp_path: Path):
     assert all(event["args"]["elements"] >= WIDTH * WIDTH for event in gathers)
     assert {event["name"] for event in of_track[0, "reductions in flight"]} >= WEIGHTS
     assert any(event["name"] == "aten::addmm" for event in of_track[0, "compute"])
-    updates = [event for event in of_track[0, "late updates"] if event["name"] in WEIGHTS]
+    updates = [event for event in of_track[0, "background updates"] if event["name"] in WEIGHTS]
     # Some of the step before may be over when the recording begins, and some of this step may come
     # after its end.
     assert updates

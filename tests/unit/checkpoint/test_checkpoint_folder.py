@@ -258,7 +258,7 @@ def test_another_format_is_not_damage(version, tmp_path, monkeypatch):
     save(tmp_path, "global_step1", version=version)
     monkeypatch.undo()
     with pytest.raises(
-        ValueError, match=f"format version {version}, this program reads 2 alone; go on from it"
+        ValueError, match=f"format version {version}, this version reads only 2; resume from it"
     ):
         load(tmp_path)
 

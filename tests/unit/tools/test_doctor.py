@@ -95,7 +95,7 @@ def test_a_folder_that_is_missing_is_refused(capsys, tmp_path):
     assert ended.value.code == 2
     assert (
         capsys.readouterr().err
-        == f"zero: doctor: --folder {tmp_path / 'none'}: this is no folder\n"
+        == f"zero: doctor: --folder {tmp_path / 'none'}: it is not a folder\n"
     )
 
 

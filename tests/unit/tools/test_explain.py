@@ -77,7 +77,7 @@ VALUES = [
     (
         zero3(overlap_comm=False),
         "zero_optimization.overlap_comm",
-        "Backward waits for each reduction",
+        "The backward pass waits for each",
     ),
     (
         zero3(offload_param={"device": "none"}),
@@ -115,7 +115,11 @@ VALUES = [
         "fp16.loss_scale",
         "always multiplied by 128.",
     ),
-    ({"wall_clock_breakdown": False}, "wall_clock_breakdown", "Off. If true: Rank 0 prints"),
+    (
+        {"wall_clock_breakdown": False},
+        "wall_clock_breakdown",
+        "Off. If true: Print after each step",
+    ),
     ({"gradient_clipping": 0}, "gradient_clipping", "Gradients are not clipped."),
     ({"scheduler": {"type": "WarmupLR", "params": {}}}, "scheduler.type", "then stays."),
     (
@@ -161,7 +165,10 @@ def test_a_file_of_accelerate_names_the_configuration_or_has_its_keys(tmp_path):
 def test_a_power_that_fp16_would_refuse_is_explained_while_fp16_is_open(tmp_path):
     config = {"fp16": {"enabled": "auto", "initial_scale_power": 10**15}}
     text = explained(config, tmp_path)[1]["fp16.initial_scale_power"]["text"]
-    assert text == "The first scale is 2 to this power. Acts if fp16.enabled becomes true."
+    assert (
+        text
+        == "The first scale is 2 to the power of this number. Acts if fp16.enabled becomes true."
+    )
 
 
 def test_whose_optimizer_is_offloaded_is_said_for_both_values(tmp_path):

@@ -1,5 +1,5 @@
-"""What `deepspeed.accelerator.get_accelerator()` returns: the device that this rank computes on, by
-DeepSpeed's names.
+"""The object that `deepspeed.accelerator.get_accelerator()` returns: this rank's compute device,
+under DeepSpeed's names.
 
 That is torch's accelerator, or the CPU if torch sees none. A CPU has no index, no memory of its
 own, and nothing to wait for. `zero.comm.world` decides which device the engine takes."""

@@ -24,9 +24,7 @@ def init_distributed(dist_backend: str | None = None, **kwargs: Any) -> None:
 
 
 def is_initialized() -> bool:
-    """`zero.comm.world.is_initialized`; if it is true, accelerate goes on without a call of
-    `init_distributed`.
-    """
+    """Whether there is a process group. If so, accelerate does not call `init_distributed`."""
     initialized = world.is_initialized()
     if initialized:
         _tell_accelerate_the_backend()

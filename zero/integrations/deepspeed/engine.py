@@ -115,7 +115,7 @@ class DeepSpeedEngine(ZeroEngine):
 
     @property
     def data_parallel_group(self) -> Any:
-        """The ranks with batches of their own that have what this one has of the model."""
+        """The ranks that have the same part of the model as this one, and other batches."""
         return distributed._get_data_parallel_group()
 
     @property
@@ -189,7 +189,7 @@ class DeepSpeedEngine(ZeroEngine):
         self.reshard()
 
     def loss_scale(self) -> float:
-        """The present factor on the loss; 1 without fp16."""
+        """The current loss scale, or 1 without fp16."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def get_lr(self) -> list[float]:
@@ -241,31 +241,41 @@ def initialize(
     config_params: Any = None,
     mesh: DeviceMesh | None = None,
 ) -> tuple[DeepSpeedEngine, Any, DataLoader | None, Any]:
-    """Shard `model` and return (engine, optimizer, dataloader, lr_scheduler), as
-    `deepspeed.initialize` does.
+    """Shard a model, and return an engine that trains it. This is the interface of
+    `deepspeed.initialize`.
 
     Args:
-        model: the model, ordinary or built under `Init`; its parameters are sharded in place.
-        optimizer: a torch optimizer over its parameters, or a function of the parameters that makes
-            one; it takes precedence over the configuration's `optimizer`.
-        model_parameters: parameters or param groups for the configured optimizer; default: all that
-            require grad.
-        lr_scheduler: a scheduler of `optimizer`, or a function of the optimizer that makes one.
-        training_data: a dataset. The returned dataloader gives micro-batches of this rank's part of
-            it, made by `collate_fn`.
+        model: the model, an ordinary one or one that was built under `Init`. Its parameters are
+            sharded in place.
+        optimizer: a torch optimizer over the model's parameters, or a function that makes one from
+            the parameters. It takes precedence over the section `optimizer` of the configuration.
+        model_parameters: parameters or param groups for the optimizer of the configuration.
+            Default: all parameters that require gradients.
+        lr_scheduler: a scheduler of `optimizer`, or a function that makes one from the optimizer.
+        training_data: a dataset, from which the returned data loader yields micro-batches. Each
+            rank gets a part of its own.
+        collate_fn: makes a micro-batch from samples of `training_data`.
         mesh_param: (data, sequence): that many neighbouring ranks share each sequence. A model of
-            transformers' attends to whole sequences then; another one sees to that itself, as by
-            `DistributedAttention`, and its loader gives all of them the same samples.
-        mpu: what `UlyssesSPAttentionHF.register_with_transformers` has returned, for sequence
-            parallelism.
-        config: the ds_config as path, dict or JSON; `config_params` and `args.deepspeed_config`
-            mean the same.
+            transformers then attends to whole sequences. Any other model has to see to that itself,
+            for example by `DistributedAttention`, and its loader gives all of them the same
+            samples.
+        mpu: for sequence parallelism, the result of
+            `UlyssesSPAttentionHF.register_with_transformers`.
+        config: the configuration as a path, a dict or JSON text. `config_params` and
+            `args.deepspeed_config` have the same meaning.
         mesh: a `DeviceMesh` with some of the dimensions `pp` (see `zero.parallel.pipeline`),
-            `replicate`, `shard` (its size is `mics_shard_size`) and `tp` (`autotp_size`). Default:
-            that of accelerate's `ParallelismConfig`.
+            `replicate`, `shard` (the same as `mics_shard_size`) and `tp` (the same as
+            `autotp_size`). Default: the mesh of accelerate's `ParallelismConfig`.
+
+    Returns:
+        The engine.
+        The optimizer, or None if there is none.
+        The data loader, or None without `training_data`.
+        The learning-rate scheduler, or None if there is none.
 
     Raises:
-        ValueError: for a bad configuration or an argument that is not supported, by name.
+        ValueError: for a wrong configuration, or an argument that is not supported. The message
+            names the key or argument.
     """
     if model is None:
         raise UsageError("initialize: model is missing")

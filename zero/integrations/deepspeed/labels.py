@@ -1,4 +1,5 @@
-"""The attributes by which scripts know a sharded parameter: `ds_status`, `ds_tensor` and the like.
+"""The attributes by which scripts recognize a sharded parameter, such as `ds_status` and
+`ds_tensor`.
 
 The engine sets and reads none of them. They are properties of torch's tensors, computed from the
 parameter's group whenever a script reads them. A tensor without a group does not have them:

@@ -1,9 +1,9 @@
-"""DeepSpeed's functions for leaf modules: modules that are gathered as a whole.
+"""Marks leaf modules, whose parameters are always gathered together. The functions are DeepSpeed's.
 
-A module whose forward chooses among its children (a mixture of experts) must be a leaf if ranks may
-choose differently, because all ranks must take part in an all-gather. Transformer blocks are whole
-groups anyway. Leaves are for modules outside of them, and for models that do not name their blocks.
-Call these functions before `initialize`.
+If the forward of a module chooses among its children, as a mixture of experts does, and ranks may
+choose differently, mark the module as a leaf, because all ranks must take part in each all-gather.
+Transformer blocks are gathered as a whole anyway, so you need leaves only outside of them, and in
+models that do not name their blocks. Call these functions before `initialize`.
 
 A leaf is a module with the attribute `zero.core.layout.LEAF_FLAG`. This file knows nothing else of
 how groups are made."""
@@ -22,9 +22,10 @@ from zero.errors import UsageError
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Make all instances of these classes (or of classes with these names) leaves; return them.
+    """Mark all instances of these classes, or of classes with these names, as leaves.
 
-    Raises ValueError if there are none.
+    Returns the marked modules. Raises ValueError if there are none, unless `raise_if_not_found` is
+    false.
     """
 
     def is_one(module: nn.Module) -> bool:

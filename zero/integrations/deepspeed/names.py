@@ -1,5 +1,5 @@
 """The names under `deepspeed` that Hugging Face libraries, Lightning and the frameworks on top of
-them import, and what each of them is here (counted in docs/compatibility.md, "Names").
+them import, and what stands for each of them here (counted in docs/compatibility.md, "Names").
 
 A name that is not listed is an error that says so: a clear message is better than a stub that does
 nothing. This file does not import what it lists. `finder` resolves a name when it is first used.
@@ -95,8 +95,8 @@ deepspeed.zero zero Init register_external_parameter
 _INSTEAD = {
     "moe": "experts are ordinary modules, or transformers' models with experts, which train at "
     "every stage; see docs/migration.md, Not available",
-    "pipe": "pipelines are in zero.parallel.pipeline, see docs/pipeline_parallelism.md",
-    "sequence": "see docs/sequence_parallelism.md",
+    "pipe": "pipelines are in zero.parallel.pipeline, see docs/pipeline-parallelism.md",
+    "sequence": "see docs/sequence-parallelism.md",
     "sparse_attention": "take torch.nn.attention.flex_attention",
     "op_builder": "kernels are compiled when they are first used",
     "onebit": "take AdamW, and zero_quantized_gradients for smaller messages",

@@ -1,5 +1,5 @@
-"""DeepSpeed's optimizer classes, with torch's numerics, and the choice of a class by the section
-`optimizer`.
+"""DeepSpeed's optimizer classes, with torch's numerics, and the optimizer that the section
+`optimizer` asks for.
 
 accelerate puts these classes in the place of a user's optimizer that is offloaded to the CPU.
 Scripts that were written for DeepSpeed make them too. The engine treats them as any other torch
@@ -71,7 +71,7 @@ def _refuse_groups_of_another(params: Params) -> None:
         if other or ("maximize" in group and "amsgrad" not in group):
             raise UsageError(
                 "DeepSpeedCPUAdam got the param groups of another optimizer "
-                f"({', '.join(other) or 'no amsgrad'}): accelerate puts Adam in the place of an "
+                f"({', '.join(other) or 'no amsgrad'}): accelerate puts Adam in place of an "
                 "optimizer that is offloaded. To keep yours, set zero_force_ds_cpu_optimizer to "
                 "false in the configuration"
             )

@@ -231,8 +231,8 @@ def _size_in(mesh_param: Any, settings: Config) -> int:
 
 
 def _warn_of_replicas() -> None:
-    """accelerate makes no mesh of a `ParallelismConfig` with `sp_size`: nothing would tell the
-    engine of replicas.
+    """Warn that replicas have no effect: accelerate creates no mesh from a `ParallelismConfig` with
+    `sp_size`, so the engine does not learn of them.
     """
     state = sys.modules.get("accelerate.state")
     if state is None or not state.is_initialized() or world.get_rank() > 0:

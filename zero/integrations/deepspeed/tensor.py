@@ -73,13 +73,13 @@ def _parallelize(
     elif whole_experts and not any(
         getattr(module, "_is_expert_parallel", False) for module in model.modules()
     ):
-        message = "the model is cut already, and each process has a part of each expert"
+        message = "the model is already sharded, and each process has a part of each expert"
         raise UsageError(f"expert_parallel: {message}")
     first = world.get_rank() // size * size
     if found is not None and found.mesh.tolist() != list(range(first, first + size)):
         raise UsageError(
-            f"tensor parallelism: the model is cut over the ranks {found.mesh.tolist()}, and "
-            f"{size} neighbouring ranks are asked for, the first one a multiple of that"
+            f"tensor parallelism: the model is sharded over the ranks {found.mesh.tolist()}, but "
+            f"it needs {size} neighbouring ranks, the first of which is a multiple of {size}"
         )
     return found, replaced
 
@@ -103,7 +103,7 @@ def share_model(
         raise UsageError(
             f"expert_parallel.autoep_size is {ep}, and {tp} processes share each layer: only these "
             f"can share experts; set tensor_parallel.autotp_size to {ep}, or delete the section: "
-            "experts are sharded anyway, as all else"
+            "experts are then sharded like all other parameters"
         )
     plan = _plan(model, settings, tp)
     found, replaced = _parallelize(model, tp, mesh, ep > 1, plan)

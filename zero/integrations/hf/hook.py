@@ -1,4 +1,4 @@
-"""`enable()`: make transformers and accelerate find zero where they look for DeepSpeed.
+"""`enable()` makes transformers and accelerate find zero where they look for DeepSpeed.
 
 It sets up the process: environment variables, the import hook, the handling of exceptions. It knows
 nothing of the engine."""
@@ -26,23 +26,26 @@ _LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 
 
 def enable() -> None:
-    """Make the name `deepspeed` mean zero in this process, for transformers, accelerate and every
-    other importer.
+    """Make `import deepspeed` import zero in this process, so that transformers, accelerate and
+    other libraries use zero where they would use DeepSpeed.
 
-    Call it before transformers or accelerate are imported; a second call does nothing. It also
+    Call it before you import transformers or accelerate. A second call does nothing. It also
 
-    - makes a script started by plain `python` the only rank: it sets the variables that a launcher
-      would set. A script that imports Lightning is left alone, because Lightning starts the other
-      ranks itself;
-    - has accelerate use the CPU on a machine without a CUDA device;
-    - sets aside what a killed run left incomplete, before transformers looks for the last
-      checkpoint;
-    - ends a rank's process when an exception reaches the top of its main thread in a job of several
-      ranks, so that the launcher stops the others; if several ranks fail, one prints the exception.
+    - sets the variables that a launcher would set, if the script was started by plain `python`, so
+      that the script trains as the only rank. (Not in a script that imports Lightning, which starts
+      the other ranks itself);
+    - makes accelerate use the CPU on a machine without a CUDA device;
+    - moves incomplete checkpoints of a killed run out of the way before transformers looks for the
+      last one;
+    - ends the process when an exception reaches the top of its main thread in a job of several
+      ranks, so that the launcher stops the others. If several ranks fail, only one of them prints
+      its exception.
 
-    Raises `RuntimeError` if it comes too late: after transformers' or accelerate's integration was
-    imported, or after the real DeepSpeed was. Raises `ValueError` where `ACCELERATE_USE_CPU` is set
-    on a machine with a GPU."""
+    Raises:
+        RuntimeError: if it is called too late, after transformers' or accelerate's integration or
+            the real DeepSpeed was imported.
+        ValueError: if `ACCELERATE_USE_CPU` is set on a machine with a GPU.
+    """
     if finder.is_installed():
         return
     if finder.PACKAGE in sys.modules:

@@ -1,5 +1,5 @@
-"""A Trainer that gets SIGTERM saves a checkpoint before it ends, so that the same command goes on
-where it stopped.
+"""Lets a Trainer save a checkpoint when it gets SIGTERM, so that the same command can continue from
+there.
 
 trainer.add_callback(SaveOnSigterm())
 trainer.train(resume_from_checkpoint=find_resumable(args.output_dir))
@@ -19,12 +19,11 @@ from zero.checkpoint.preemption import EXIT_CODE, SigtermWatch
 
 
 class SaveOnSigterm(TrainerCallback):
-    """When SIGTERM comes to any rank while training, all save a checkpoint of the step at hand and
-    exit (code 143).
+    """A callback for the Trainer that saves a checkpoint and stops when any rank gets SIGTERM.
 
-    It is one of the Trainer's own checkpoints, like every other one. A scheduler must leave time
-    for one step and one save before it kills the job. Under torchrun, `--shutdown-timeout` sets the
-    seconds (30)."""
+    The current step is finished first. The checkpoint is an ordinary one of the Trainer, and all
+    ranks exit with code 143. Your scheduler must leave enough time for one step and one save before
+    it kills the job; under torchrun, `--shutdown-timeout` sets how many seconds (default: 30)."""
 
     def __init__(self) -> None:
         self.watch: SigtermWatch | None = None
@@ -59,7 +58,7 @@ class SaveOnSigterm(TrainerCallback):
             folder = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
             print(
                 f"zero: SIGTERM: stopped after step {state.global_step}; the checkpoint {folder} "
-                "is complete; the same command goes on from there",
+                "is complete; the same command continues from there",
                 file=sys.stderr,
                 flush=True,
             )

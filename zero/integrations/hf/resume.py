@@ -1,5 +1,5 @@
-"""`resume_from_checkpoint=True` after a kill: the Trainer takes the newest folder, whether it is
-complete or not.
+"""Makes `resume_from_checkpoint=True` work after a kill: the Trainer takes the newest folder,
+whether it is complete or not.
 
 The Trainer has no callback at these moments. But the interpreter calls an audit hook (PEP 578)
 before it lists or makes a folder, or opens a file. So this file renames incomplete folders of a

@@ -1,4 +1,5 @@
-"""Compiles the kernel of Adam on host memory on first use, and keeps it in a folder of the user.
+"""Compiles the kernel of Adam on host memory when it is first used, and keeps it in a folder of the
+user.
 
 It takes a C++ compiler alone: no ninja, no headers of torch or Python, no CUDA toolkit. This file
 does not know what the kernel computes."""

@@ -154,7 +154,7 @@ def detach(model: nn.Module) -> None:
 
 
 def _wrap(implementation: str) -> None:
-    """Register the functions here in place of those of that name, once."""
+    """Register the functions of this file in place of transformers' own of that name, once."""
     if implementation in _cores:
         return
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS

@@ -1,4 +1,7 @@
-"""From the batches of each rank's data loader to pieces of sequences. This file knows no model."""
+"""Splits the batches of each rank's data loader into parts of sequences.
+
+This file knows no model.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ _DERIVED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
 
 class MicroBatches(IterableDataset):
-    """Each batch of each rank's loader, cut along the sequence: every rank of the group gets its
-    piece of it.
+    """Splits each batch of each rank's loader along the sequence, so that every rank of the group
+    gets a part of it.
 
     One batch of every rank's loader makes `ranks.size` micro-batches here: the first is the batch
     of the group's first rank, and so on. An epoch ends where the first loader ends.
@@ -81,7 +84,7 @@ class MicroBatches(IterableDataset):
                 continue
             if value.shape[:2] != ids.shape[:2]:
                 raise UsageError(
-                    f"sequence parallelism: {key!r} of shape {tuple(value.shape)} cannot be cut "
+                    f"sequence parallelism: {key!r} of shape {tuple(value.shape)} cannot be split "
                     "along the sequence: "
                     f"'input_ids' is {tuple(ids.shape)}; leave it out of the batch"
                 )

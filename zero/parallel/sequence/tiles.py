@@ -1,4 +1,4 @@
-"""Layers that work on one token at a time, computed for a tile of the tokens after another.
+"""Runs layers that work on one token at a time on a part of the tokens after another.
 
 [Note: what is held] A long sequence's largest tensors are those inside of an MLP, (tokens,
 intermediate size), and the logits, (tokens, vocabulary). In forward nothing of a tile is kept but

@@ -1,4 +1,4 @@
-"""`zero doctor`: whether a machine, and the links between ranks, are fit to train on.
+"""`zero doctor` checks whether a machine, and the links between ranks, are fit for training.
 
 Each fault has a remedy.
 """

@@ -1,4 +1,4 @@
-"""What a training needs of one machine, and whether it is there.
+"""The checks of one machine: is everything there that training needs?
 
 This file knows nothing of other ranks.
 """
@@ -87,7 +87,7 @@ def findings(folder: Path | None) -> Iterator[Finding]:
     Raises UsageError for a folder that is missing.
     """
     if folder is not None and not folder.is_dir():
-        raise UsageError(f"doctor: --folder {folder}: this is no folder")
+        raise UsageError(f"doctor: --folder {folder}: it is not a folder")
     checks = _checks()
     if folder is not None:
         checks.append(Check("disk", partial(_disk, folder), "name a folder on another disk"))
@@ -109,7 +109,7 @@ def _checks() -> list[Check]:
         Check(
             "shared memory",
             partial(_shared_memory, Path("/dev/shm")),
-            "docker run --shm-size=8g, or delete what lies there",
+            "docker run --shm-size=8g, or delete files there",
         ),
         Check("host memory", _memory, "end other processes, start fewer ranks, or raise the limit"),
         Check(

@@ -1,4 +1,4 @@
-"""Latency and bandwidth between each two ranks, measured by messages that go there and back."""
+"""Measures latency and bandwidth between each pair of ranks, by messages that go there and back."""
 
 from __future__ import annotations
 

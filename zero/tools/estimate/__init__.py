@@ -1,1 +1,1 @@
-"""`zero estimate`: what a rank will hold and move in a step, before anything is started."""
+"""`zero estimate` predicts what a rank will hold and move in a step, before anything is started."""

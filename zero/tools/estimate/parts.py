@@ -1,4 +1,4 @@
-"""To which part memory belongs, and what causes traffic, while a method of the engine runs.
+"""Attributes memory to its part, and traffic to its cause, while a method of the engine runs.
 
 Of the estimate, this file alone knows the engine's methods by name.
 """
@@ -113,7 +113,7 @@ _METHODS = (
 
 @contextlib.contextmanager
 def labelled(memory: Memory) -> Iterator[None]:
-    """Context in which `memory` is told of the parts and causes."""
+    """A context in which `memory` learns which part or cause it is counting for."""
     with contextlib.ExitStack() as stack:
         for each in _METHODS:
             stack.enter_context(mock.patch.object(each.owner, each.method, _told(memory, each)))

@@ -1,4 +1,4 @@
-"""What is asked of `zero estimate`, and the mistakes in it that are found before transformers is
+"""The question to `zero estimate`, and the mistakes in it that can be found before transformers is
 imported.
 """
 

@@ -1,5 +1,5 @@
-"""What a training will take on each rank, memory and traffic, before anything is started: for `zero
-estimate`.
+"""Predicts what a training run takes on each rank, in memory and traffic, before anything is
+started.
 
 The engine itself runs two steps, as one of many ranks, on a machine that computes nothing
 (`zero/tools/estimate/machine.py`). So each key, tier and optimizer has the effect that it has in a

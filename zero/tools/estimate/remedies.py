@@ -1,5 +1,5 @@
-"""What to change where a training does not fit, or where it fits without its offload, for `zero
-estimate`: the change with the fastest step comes first.
+"""Finds changes for a training run that does not fit, or that would fit without its offload. The
+change with the fastest step comes first.
 
 A slower change is named, too, if it needs less memory or fewer settings than all that are faster.
 """
@@ -20,8 +20,8 @@ from zero.tools.estimate.machine import DEVICE, DISK, HOST
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import Estimate, estimate
 
-# At most so many remedies are named, of which those with fewer settings come first. What is named
-# for its memory has at most this part of that of the others.
+# The largest number of remedies that are named. A slower one is named for its memory only if it
+# needs at most this fraction of the memory of the others.
 MOST, LESS = 5, 0.9
 # Steps of `ratio` between nothing and all of the optimizer.
 RATIOS = 20

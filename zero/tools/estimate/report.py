@@ -1,4 +1,4 @@
-"""`zero estimate`: what a training will take, as text or as a JSON object."""
+"""Prints what `zero estimate` has predicted, as text or as a JSON object."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ class _Answer:
         lines, (kind, is_named), found = [], class_of(self.shape), self.found
         if not is_named:
             lines.append(
-                "architectures names no class of transformers; by its model_type this is a "
+                "architectures names no class of transformers; by its model_type, this is a "
                 f"{kind.__name__}"
             )
         world = self.question.world_size
-        ranks = "1 rank, which" if world == 1 else f"{world} ranks, each of them"
+        ranks = "1 rank, which" if world == 1 else f"{world} ranks, each of which"
         lines.append(f"{source}: {found.elements:,} parameters, {ranks} holds at most:")
         lines += _table(found.parts)
         if host := found.total(HOST):

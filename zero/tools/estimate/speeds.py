@@ -15,7 +15,7 @@ from pathlib import Path
 from zero.errors import UsageError
 
 # What a training reaches of the figures of makers: of matrix products as H100s run them
-# (benchmarks/RESULTS.md), of memory, of PCIe, and of an NVMe drive that writes for a long time.
+# (docs/results.md), of memory, of PCIe, and of an NVMe drive that writes for a long time.
 REACHED_COMPUTE, REACHED_MEMORY, REACHED_PCIE, REACHED_DISK = 0.5, 0.8, 0.8, 0.7
 
 

@@ -1,5 +1,4 @@
-"""Bounded runs of the user's own script: `zero trace` and `zero memory`, and what `zero verify`
-shares with them.
+"""Runs the user's own script for a few steps, for `zero trace`, `zero memory` and `zero verify`.
 
 Nothing here is imported by an ordinary run.
 """

@@ -1,4 +1,5 @@
-"""In a process of the user's script: follow the first engine for some steps, then end the process.
+"""Runs in a process of the user's script: follows the first engine for some steps, then ends the
+process.
 
 The process also ends before the script saves anything: the user's own checkpoints and logs stay as
 they are."""

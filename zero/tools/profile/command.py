@@ -95,7 +95,7 @@ def _options(
 ) -> Namespace:
     command = parser.prog.removeprefix("zero ")
     parser.add_argument(
-        "--step", type=count, default=5, help="the optimizer step that is recorded, from 1 on (5)"
+        "--step", type=count, default=5, help="the optimizer step to record, counted from 1 (5)"
     )
     parser.add_argument(
         "--out", type=output_file, default=out, metavar="F", help=f"{about} ({out})"

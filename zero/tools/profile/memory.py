@@ -1,4 +1,5 @@
-"""In a process of the user's script: what memory holds during one step, by place and kind.
+"""Runs in a process of the user's script: records what memory contains during one step, by place
+and kind.
 
 What the engine keeps is counted by walking over it. What else torch allocates in the meantime is
 seen by a dispatch mode: storages that live on are activations, unless the code that moves gradients

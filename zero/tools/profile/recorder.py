@@ -1,4 +1,4 @@
-"""Starts what the environment asks a process of the user's script to record."""
+"""Starts the recording that the environment asks for, in a process of the user's script."""
 
 from __future__ import annotations
 

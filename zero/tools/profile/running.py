@@ -1,4 +1,4 @@
-"""Run the user's command as `zero run` does, with variables that tell its processes what to
+"""Runs the user's command as `zero run` does, with variables that tell its processes what to
 record.
 """
 

@@ -1,4 +1,4 @@
-"""In a process of the user's script: one step as events of Chrome's trace format.
+"""Runs in a process of the user's script: records one step as events of Chrome's trace format.
 
 torch's profiler sees the device and all threads, with the labels of `zero.comm.clock.label`. What
 is in flight beside them is told by the engine's observer.
@@ -30,7 +30,7 @@ from zero.tools.profile.bounded_run import RecordedStep
 PHASES, WAITS, COMPUTE = "phases", "waits", "compute"
 GATHERS, REDUCTIONS, OTHERS = "all-gathers in flight", "reductions in flight", "other collectives"
 COPIES, READS, WRITES = "copies", "file reads", "file writes"
-UPDATES, LATE, MESSAGES = "updates in the step", "late updates", "messages"
+UPDATES, LATE, MESSAGES = "updates in the step", "background updates", "messages"
 # In these, one may end later than what began after it.
 OVERLAPPING = (GATHERS, REDUCTIONS, OTHERS, COPIES, READS, WRITES, UPDATES, LATE, MESSAGES)
 _FROM_THE_TOP = (PHASES, WAITS, COMPUTE, *OVERLAPPING)

@@ -1,3 +1,3 @@
-"""`zero report`: what `json_monitor` wrote about one run or two, as one HTML page without
-network.
+"""`zero report` makes an HTML page, which needs no network, from what `json_monitor` wrote about
+one run or two.
 """

@@ -15,14 +15,14 @@ def report(arguments: list[str]) -> int:
     """Run `zero report ARGUMENTS`. Returns the exit code."""
     parser = Parser(
         "report",
-        "Make one HTML page, which needs no network, of what json_monitor wrote about a run, or of "
-        "two side by side.",
+        "Make an HTML page, which needs no network, from the records of json_monitor about one "
+        "run, or about two runs side by side.",
         "output/run1 output/run2 --out report.html",
         json="the summaries",
     )
-    is_run = "the folder of json_monitor, or its file steps.jsonl"
+    is_run = "folder of json_monitor, or its file steps.jsonl"
     parser.add_argument("run", type=Path, help=is_run)
-    parser.add_argument("other", type=Path, nargs="?", help="a second run, to be compared with")
+    parser.add_argument("other", type=Path, nargs="?", help="a second run to compare with")
     out = "report.html"
     parser.add_argument(
         "--out", type=output_file, default=out, metavar="F", help=f"the page ({out})"

@@ -1,4 +1,4 @@
-"""What the page shows, for the template `page.html.jinja` beside this file."""
+"""Computes what the page shows, for the template `page.html.jinja`."""
 
 from __future__ import annotations
 

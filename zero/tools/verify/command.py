@@ -34,12 +34,14 @@ def verify(arguments: list[str]) -> int:
         "verify",
         "Run the first steps of a script on the engine and on plain torch, and compare losses, "
         "gradients, settings, optimizer states and updated parameters. A third run measures "
-        "rounding. The plain runs hold the whole model on each process.",
+        "rounding. In the runs on plain torch, each process holds the whole model.",
         "--steps 3 torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
         json="the result",
     )
-    parser.add_argument("--steps", type=count, default=3, help="optimizer steps to compare (3)")
-    kept = "keep the recordings here; with Adam they take 48 bytes a parameter and step"
+    parser.add_argument(
+        "--steps", type=count, default=3, help="number of optimizer steps to compare (3)"
+    )
+    kept = "keep the recordings in this folder; with Adam, 48 bytes per parameter and step"
     parser.add_argument("--folder", type=Path, help=kept)
     parser.add_command()
     options = parser.parse(arguments)

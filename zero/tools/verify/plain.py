@@ -1,4 +1,4 @@
-"""The reference of `zero verify`: plain torch in the place of the engine. Each rank holds the whole
+"""The reference of `zero verify`: plain torch in place of the engine. Each rank holds the whole
 model.
 
 It has the configuration, the count of micro-batches and DeepSpeed's names in common with the
@@ -209,8 +209,8 @@ class PlainEngine(DeepSpeedEngine):
     ):
         if comm is not None and comm.model is not None:
             raise UsageError(
-                "zero verify: a model that is cut over ranks cannot be compared: run it without a "
-                "mesh"
+                "zero verify: a model that a mesh divides over ranks cannot be compared: run it "
+                "without the mesh"
             )
         comm = communicator()
         resolved = settings.resolve(comm.world_size)

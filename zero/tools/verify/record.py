@@ -1,5 +1,5 @@
-"""In a process of the user's script: write down what an engine computes in its first steps, then
-end the process.
+"""Runs in a process of the user's script: records what an engine computes in its first steps, then
+ends the process.
 
 `zero verify` starts the script once for each of `MODES`, with these environment variables. This
 file does not compare anything."""
