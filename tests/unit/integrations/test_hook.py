@@ -117,7 +117,7 @@ def test_missing_name_is_an_error_that_says_so(tmp_path):
         text = "'deepspeed.inference' is not provided by zero"
         with pytest.raises(ModuleNotFoundError, match=text):
             import deepspeed.inference
-        with pytest.raises(ModuleNotFoundError, match="'deepspeed.moe.layer' .* experts are ordinary"):
+        with pytest.raises(ModuleNotFoundError, match="deepspeed.moe.layer' .* experts are"):
             from deepspeed.moe.layer import MoE
         with pytest.raises(ImportError, match="OneBitAdam' is not provided by zero; take AdamW"):
             from deepspeed.ops.adam import OneBitAdam
