@@ -227,13 +227,11 @@ def describe_quantized(model: nn.Module, settings: Config, ranks: int) -> str:
                 if is_code and not is_sharded and local(tensor).nbytes >= LEAST_BYTES:
                     whole[tensor] = path
     nbytes = sum(sharded.values())
-    if not sharded and not whole:
-        return ""
     share = f"{-(-nbytes // ranks):,} on each of {ranks} ranks"
     if zero.stage < 3:
         share = "all of them on every rank, because only stage 3 shards weights"
     lines = [f"quantized weights take {nbytes:,} bytes, {share}"] if sharded else []
-    if whole:
+    if whole and zero.stage == 3:
         names, cost = list(whole.values()), sum(tensor.nbytes for tensor in whole)
         lines.append(
             f"not sharded: {names[0]!r}"

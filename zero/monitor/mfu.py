@@ -13,6 +13,7 @@ from torch import nn
 
 from zero.comm.communicator import Communicator
 from zero.core.layout import packs_experts
+from zero.core.quantized_weights import is_quantized
 from zero.core.sharded_param import local, owning_group
 from zero.device import is_accelerator
 from zero.engine import ZeroEngine
@@ -121,11 +122,16 @@ def _active(chosen: int | None, model: Communicator | None, module: nn.Module) -
 
 
 def _of_weights(module: nn.Module) -> int:
-    own = module.parameters(recurse=False)
+    own = list(module.parameters(recurse=False))
+    if any(map(is_quantized, own)) and isinstance(module, nn.Linear):
+        # Two codes of 4 bits are one element of the parameter, and scales are parameters, too.
+        return _FROZEN * module.in_features * module.out_features
     return sum((_TRAINED if param.requires_grad else _FROZEN) * _numel(param) for param in own)
 
 
 def _numel(param: nn.Parameter) -> int:
     """Elements on this rank before ZeRO cuts them."""
     group = owning_group(param)
-    return local(param).numel() if group is None else group.layout.slots[group.index[param]].numel
+    if group is None or group.packed:
+        return local(param).numel()
+    return group.layout.slots[group.index[param]].numel

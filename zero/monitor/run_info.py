@@ -26,7 +26,8 @@ _VARIABLES = ("NCCL_", "GLOO_", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORC
 def describe_run(engine: ZeroEngine) -> dict[str, Any]:
     """For the first record: "configuration" (rows of the table at the start), "environment",
     "memory" (bytes held by rank 0 after the first step, by place and kind), "parameters" (their
-    number). Late updates are waited for, because the first one makes the optimizer's state."""
+    number; a quantized base counts as its bytes). Late updates are waited for, because the first
+    one makes the optimizer's state."""
     if engine.optimizer is not None:
         engine.optimizer.wait()
     return {

@@ -1,0 +1,63 @@
+"""What the table at the start says of quantized weights, and which formats are refused."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from zero.build import _refuse_formats, describe_quantized
+from zero.errors import UsageError
+
+
+def described(model, stage=3, shard_buffers=None, ranks=2):
+    section = SimpleNamespace(stage=stage, stage3_shard_buffers=shard_buffers)
+    return describe_quantized(model, SimpleNamespace(zero_optimization=section), ranks)
+
+
+def frozen(*shape, dtype=torch.uint8):
+    return nn.Parameter(torch.zeros(*shape, dtype=dtype), requires_grad=False)
+
+
+def quantized():
+    model = nn.Module()
+    model.layer = nn.Module()
+    model.layer.weight = frozen(64, 64)
+    return model
+
+
+def test_the_table_says_what_each_rank_holds():
+    assert (
+        described(quantized()) == "\nquantized weights take 4,096 bytes, 2,048 on each of 2 ranks"
+    )
+    assert "all of them on every rank, because only stage 3" in described(quantized(), stage=2)
+    assert described(nn.Linear(64, 64)) == ""
+
+
+def test_the_table_names_what_is_not_sharded():
+    model = quantized()
+    model.layer._scales = torch.zeros(64, 64)
+    assert "\nnot sharded: 'layer._scales', 16,384 bytes on every rank" in described(model)
+    model = nn.Linear(2, 2)
+    model.indices = frozen(1024, dtype=torch.int64)
+    assert described(model) == "\nnot sharded: 'indices', 8,192 bytes on every rank"
+
+
+def test_buffers_of_codes_are_sharded_if_transformers_has_quantized_the_model():
+    model = nn.Module()
+    model.register_buffer("qweight", torch.zeros(64, 64, dtype=torch.int32))
+    assert "not sharded: 'qweight'" in described(model)
+    model.is_quantized = True
+    assert "take 16,384 bytes, 8,192 on each" in described(model)
+    assert "not sharded: 'qweight'" in described(model, shard_buffers=False)
+
+
+def test_formats_that_would_be_wrong_are_refused_by_name():
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.eye(4).to_sparse(), requires_grad=False)
+    with pytest.raises(UsageError, match=r"'weight' has the layout torch.sparse_coo"):
+        _refuse_formats(model)
+    model = nn.ModuleDict({"layer": nn.Module()})
+    model["layer"].meta = {"view_as_float": True}
+    with pytest.raises(UsageError, match=r"layer 'layer' shows its codes .* view_as_float=False"):
+        _refuse_formats(model)
