@@ -175,7 +175,7 @@ def mean(runs: list[Any]) -> list[float]:
     return [sum(of_ranks) / len(runs) for of_ranks in zip(*(run[0] for run in runs), strict=True)]
 
 
-@pytest.mark.parametrize("kind", map(needs, KINDS))
+@pytest.mark.parametrize("kind", [needs(kind) for kind in KINDS])
 def test_losses_are_those_of_one_process_and_each_rank_holds_its_share(kind, tmp_path):
     base = saved_base(tmp_path)
     [expected] = run_on(1, in_plain_torch, base, kind)
@@ -220,7 +220,7 @@ def resumes(rank: int, world_size: int, base: Path, folder: Path, kind: str) -> 
     return steps(engine, rank, world_size, slice(2, None))
 
 
-@pytest.mark.parametrize("kind", map(needs, ["nf4", "int8", "int8 by torchao"]))
+@pytest.mark.parametrize("kind", [needs(kind) for kind in ("nf4", "int8", "int8 by torchao")])
 def test_resuming_on_other_ranks_and_only_on_the_same_base(kind, tmp_path):
     base, other = saved_base(tmp_path / "base"), saved_base(tmp_path / "other", seed=1)
     folder = tmp_path / "checkpoints"
