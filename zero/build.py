@@ -21,7 +21,6 @@ from zero.comm.consistency import flat, hyper_parameters, require_same, versions
 from zero.comm.quantized import CompressedCommunicator, machine_size
 from zero.comm.world import ranks_of_machine
 from zero.config import Config, OffloadOptimizerConfig, ZeroConfig
-from zero.core.aliases import refuse_aliases
 from zero.core.gathering import Gathering
 from zero.core.layout import GroupPlan, plan_groups
 from zero.core.micro_batches import MicroBatches
@@ -32,7 +31,6 @@ from zero.core.quantized_weights import (
     keeps_codes_in_buffers,
     quantized_tensors,
     reachable,
-    wraps_tensors,
 )
 from zero.core.reduction import GradientReducer
 from zero.core.schedule import Residency, Schedule
@@ -40,6 +38,7 @@ from zero.core.secondary_partition import SecondaryPartitionGroup
 from zero.core.sharded_param import cut_of, local, owning_group
 from zero.device import is_accelerator
 from zero.errors import UsageError
+from zero.model_checks import check_model, refuse_doubles
 from zero.offload.tiers import Tier
 from zero.optim.adam_cpu import has_adams_moments
 from zero.optim.elementwise import is_elementwise
@@ -95,27 +94,11 @@ def make_groups(
 
     Those of one param group (`group_of`) lie next to each other in a group.
     """
-    if empty := next((name for name, param in model.named_parameters() if param.is_meta), None):
-        raise UsageError(
-            f"parameter {empty!r} is on the meta device and has no values: load them, or use "
-            "zero.Init"
-        )
-    refuse_aliases(model)
+    check_model(model)
     zero = settings.zero_optimization
     dtype = settings.compute_dtype if settings.fp16.enabled or settings.bf16.enabled else None
-    doubles = [
-        n for n, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float64
-    ]
-    if doubles and dtype is None:
-        raise UsageError(
-            f"parameter {doubles[0]!r} is float64, and masters are fp32: call model.float() first"
-        )
-    if odd := [n for n, p in model.named_parameters() if p.requires_grad and p.is_complex()]:
-        raise UsageError(
-            f"parameter {odd[0]!r} is complex: keep its real and imaginary part as one real "
-            "parameter (torch.view_as_real), and call torch.view_as_complex in forward"
-        )
-    _refuse_formats(model)
+    if dtype is None:
+        refuse_doubles(model)
     # Below stage 3 nothing is gathered for use; a group is what one reduction takes.
     threshold = zero.stage3_param_persistence_threshold if zero.stage == 3 else 0
     plans = plan_groups(
@@ -171,29 +154,6 @@ def _sharded_buffers(model: nn.Module, zero: ZeroConfig) -> bool | None:
     if zero.stage < 3 or zero.stage3_shard_buffers is not None:
         return zero.stage == 3 and zero.stage3_shard_buffers
     return None if keeps_codes_in_buffers(model) else False
-
-
-def _refuse_formats(model: nn.Module) -> None:
-    """Raise UsageError for parameters that cannot be kept as they are."""
-    for name, param in model.named_parameters():
-        if param.requires_grad and wraps_tensors(param):
-            raise UsageError(
-                f"parameter {name!r} is a {type(param).__name__}, whose values are in other "
-                "tensors, so that an optimizer cannot update them in shards: freeze it, and train "
-                "an adapter such as LoRA"
-            )
-        if param.layout is not torch.strided:
-            raise UsageError(
-                f"parameter {name!r} has the layout {param.layout}, which cannot be cut into "
-                "shards: convert it with to_dense()"
-            )
-    for name, module in model.named_modules():
-        meta = getattr(module, "meta", None)
-        if isinstance(meta, Mapping) and meta.get("view_as_float"):
-            raise UsageError(
-                f"layer {name!r} shows its codes as floating-point numbers, which a change of the "
-                "dtype would round: quantize with view_as_float=False"
-            )
 
 
 def _keep_formats(model: nn.Module) -> None:

@@ -1,12 +1,12 @@
-"""Parameters that share memory with other tensors of the model, which the engine would separate.
+"""Refuses models that the engine would train wrongly, before any work, by the parameter's name.
 
-The engine moves the values of each parameter to memory of its own. A tied parameter is one object
-under several names and stays one. Two parameters over the same memory, or a cached view of a
-parameter, would silently have different values from then on."""
+[Note: aliases] The engine moves the values of each parameter to memory of its own. A tied parameter
+is one object under several names and stays one. Two parameters over the same memory, or a cached
+view of a parameter, would silently have different values from then on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from zero.core.quantized_weights import wraps_tensors
 from zero.core.sharded_param import owning_group
 from zero.errors import UsageError
 
@@ -29,7 +30,58 @@ class _Span(NamedTuple):
     tensor: torch.Tensor
 
 
-def refuse_aliases(model: nn.Module) -> None:
+def check_model(model: nn.Module) -> None:
+    """Raise UsageError for parameters without values, in a format that cannot be kept, or that
+    share memory with other tensors.
+    """
+    for name, param in model.named_parameters():
+        if param.is_meta:
+            raise UsageError(
+                f"parameter {name!r} is on the meta device and has no values: load them, or use "
+                "zero.Init"
+            )
+    _refuse_formats(model)
+    _refuse_aliases(model)
+
+
+def refuse_doubles(model: nn.Module) -> None:
+    """Raise UsageError for a trainable float64 parameter."""
+    for name, param in model.named_parameters():
+        if param.requires_grad and param.dtype == torch.float64:
+            raise UsageError(
+                f"parameter {name!r} is float64, and masters are fp32: call model.float() first"
+            )
+
+
+def _refuse_formats(model: nn.Module) -> None:
+    """Raise UsageError for parameters that cannot be kept as they are."""
+    for name, param in model.named_parameters():
+        if param.requires_grad and param.is_complex():
+            raise UsageError(
+                f"parameter {name!r} is complex: keep its real and imaginary part as one real "
+                "parameter (torch.view_as_real), and call torch.view_as_complex in forward"
+            )
+        if param.requires_grad and wraps_tensors(param):
+            raise UsageError(
+                f"parameter {name!r} is a {type(param).__name__}, whose values are in other "
+                "tensors, so that an optimizer cannot update them in shards: freeze it, and train "
+                "an adapter such as LoRA"
+            )
+        if param.layout is not torch.strided:
+            raise UsageError(
+                f"parameter {name!r} has the layout {param.layout}, which cannot be cut into "
+                "shards: convert it with to_dense()"
+            )
+    for name, module in model.named_modules():
+        meta = getattr(module, "meta", None)
+        if isinstance(meta, Mapping) and meta.get("view_as_float"):
+            raise UsageError(
+                f"layer {name!r} shows its codes as floating-point numbers, which a change of the "
+                "dtype would round: quantize with view_as_float=False"
+            )
+
+
+def _refuse_aliases(model: nn.Module) -> None:
     """Raise UsageError if a trainable parameter shares memory with another parameter, with a
     buffer, or with a tensor kept on a module.
 
