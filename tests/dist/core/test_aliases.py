@@ -137,11 +137,12 @@ def quantized_is_refused(rank: int, world_size: int) -> None:
 
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda module, name: name == "0")
-    with pytest.raises(UsageError, match=r"'0\.weight' is a \w+, which cannot be sharded"):
+    model[0].weight.requires_grad_()
+    with pytest.raises(UsageError, match=r"'0\.weight' is a \w+, whose values are in other"):
         engine_of(model, 3)
 
 
-def test_weights_that_torchao_has_quantized_are_refused_by_name():
+def test_trained_weights_that_torchao_has_quantized_are_refused_by_name():
     pytest.importorskip("torchao")
     run_on(1, quantized_is_refused)
 
