@@ -98,6 +98,7 @@ class RehearsedGroup(CountedGroup):
         self.params = plan.params
         self.param_names = plan.param_names
         self.shared = plan.shared
+        self.has_aliases = False
         self.trainable = plan.params[0].requires_grad
         self.full = torch.empty(1)
         self.program: Program | None = None
@@ -135,6 +136,9 @@ class RehearsedReducer:
     def collect(self, group: RehearsedGroup, index: int) -> None:
         group.params[index].grad = None
         self.gradients[group].parts[index] = None
+
+    def note_frozen(self) -> None:
+        """Do nothing: no parameter is frozen while steps are rehearsed."""
 
     def has_pending(self, group: RehearsedGroup) -> bool:
         return bool(self.gradients[group].parts)
