@@ -135,8 +135,8 @@ INDIRECT = {"_post_accumulate_grad_hooks"}
 # zero sets these, and transformers the last one, on modules that its plans have sharded.
 MARKS = {"_opt_called", "_is_expert_parallel"}
 # Attributes that objects get while a job runs, and the tests that notice their change:
-# transformers' mark of a loaded tensor (tests/hf/test_quantized_loading.py), PEFT's cache of a layer
-# (tests/dist/checkpoint/test_streaming.py), TRL's list of names (tests/hf/test_weight_sync.py).
+# transformers' mark of a loaded tensor (tests/hf/test_quantized_loading.py), PEFT's cache of a
+# layer (tests/dist/checkpoint/test_streaming.py), TRL's list of names (tests/hf/test_weight_sync.py).
 OF_RUNNING_JOBS = {"_is_hf_initialized", "_caches", "_weight_metadata"}
 
 

@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BeforeValidator, WithJsonSchema, model_validator
 
 from zero.config.idle import with_idle_keys
 from zero.config.keys import AnyCase, Count, Int, Names, Section, key
@@ -81,7 +81,7 @@ class PartitionConfig(Section):
         use_default_specs: Whether `preset_model` adds others.
     """
 
-    layer_specs: list[LayerSpec] = Field(default=[], strict=True)
+    layer_specs: list[LayerSpec] = []
     use_default_specs: bool = key(True, idle="there are no presets; name all layers in layer_specs")
 
 
