@@ -134,9 +134,9 @@ PUBLIC = {"_asdict", "_replace", "_exit", "_getframe", "_current_frames", "_fiel
 INDIRECT = {"_post_accumulate_grad_hooks"}
 # zero sets these, and transformers the last one, on modules that its plans have sharded.
 MARKS = {"_opt_called", "_is_expert_parallel"}
-# Attributes that objects get while a job runs, and the tests that notice their change:
-# transformers' mark of a loaded tensor (tests/hf/test_quantized_loading.py), PEFT's cache of a
-# layer (tests/dist/checkpoint/test_streaming.py), TRL's list of names (tests/hf/test_weight_sync.py).
+# Attributes that objects get while a job runs: transformers' mark of a loaded tensor, PEFT's cache
+# of a layer, and TRL's list of names. A change is noticed by tests/hf/test_quantized_loading.py,
+# tests/dist/checkpoint/test_streaming.py and tests/hf/test_weight_sync.py.
 OF_RUNNING_JOBS = {"_is_hf_initialized", "_caches", "_weight_metadata"}
 
 
