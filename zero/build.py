@@ -173,10 +173,11 @@ def describe_quantized(model: nn.Module, settings: Config, ranks: int) -> str:
     whole: dict[torch.Tensor, str] = {}
     for prefix, module in model.named_modules():
         params = dict(module.named_parameters(recurse=False))
+        own_buffers = dict(module.named_buffers(recurse=False))
         found = quantized_tensors(module, buffers)
         known = {tensor for each in found for tensor in (each.tensor, *each.aliases)}
         sharded |= {each.tensor: local(each.tensor).nbytes for each in found}
-        for name, value in (vars(module) | params | module._buffers).items():
+        for name, value in (vars(module) | params | own_buffers).items():
             if isinstance(value, torch.ScriptObject):
                 whole[torch.empty(0)] = f"{prefix}.{name}"
             if name in ("_parameters", "_buffers", "_modules"):
