@@ -167,8 +167,9 @@ class GatheredWhenRead:
         if not shapes_only and (layer := _not_served(model)) is not None:
             raise UsageError(
                 f"GatheredWhenRead: a merge of the adapter of {layer!r} replaces quantized weights "
-                "or changes weights that are not sharded, so that it cannot wait for a read: use "
-                "zero.GatheredParameters(model.parameters())"
+                "or changes weights that are not sharded, so that it cannot wait for a read. In "
+                "zero.GatheredParameters(model.parameters()) it can be merged, but each merge "
+                "rounds quantized weights: better merge a saved adapter into a 16-bit base"
             )
         self._shapes_only = shapes_only
         groups = {owning_group(p): None for p in model.parameters() if _is_sharded(p)}

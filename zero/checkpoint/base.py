@@ -66,7 +66,7 @@ def require_same_base(stored: Sums, here: Sums) -> None:
             raise UsageError(
                 f"the quantized layer {name!r} of the model is not the one that the checkpoint was "
                 "trained with: load the same base and quantize it in the same way, or take the "
-                "trained weights alone with load_module_only=True"
+                "trained weights alone with engine.load_checkpoint(load_module_only=True)"
             )
 
 

@@ -203,9 +203,13 @@ def load_state_dict_from_zero_checkpoint(
         RuntimeError: the names or shapes differ.
     """
     reader = open_at(checkpoint_dir, tag)
-    is_whole = not (reader.manifest.frozen_excluded or reader.manifest.base)
-    model.cpu().load_state_dict(_state_dict(reader), strict=is_whole)
+    model.cpu().load_state_dict(_state_dict(reader), strict=_is_whole(reader))
     return model
+
+
+def _is_whole(reader: CheckpointReader) -> bool:
+    """Whether the checkpoint has all weights of its model, frozen ones too."""
+    return not (reader.manifest.frozen_excluded or reader.manifest.base)
 
 
 def consolidate(
@@ -226,14 +230,22 @@ def consolidate(
         max_file_bytes: a new file begins where one would become larger, unless a single tensor is.
         progress: show a bar on stderr.
 
-    Returns the files written. Raises ValueError for a damaged or missing checkpoint or a folder
-    that already holds a model, OSError where the disk cannot take it; nothing is left half-written
+    Returns the files written. Raises ValueError for a damaged or missing checkpoint, for one
+    without frozen weights, and for a folder that already holds a model, OSError where the disk
+    cannot take it; nothing is left half-written
     under a final name."""
     if existing := sorted(path.name for path in Path(out).glob("model*.safetensors*")):
         raise UsageError(
             f"{out} already holds a model ({existing[0]}); choose another folder or remove it"
         )
     reader = open_at(checkpoint)
+    if not _is_whole(reader):
+        raise UsageError(
+            f"{checkpoint} holds the trained weights without the frozen ones, as the Trainer's "
+            "checkpoints of adapters do, so that no complete model can be written from it: load "
+            "the base model, and on it the adapter that is saved beside the checkpoint "
+            "(PeftModel.from_pretrained)"
+        )
     tensors = _model_tensors(reader, dtype)
 
     def parts() -> Iterator[torch.Tensor]:

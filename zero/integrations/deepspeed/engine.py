@@ -199,7 +199,10 @@ class DeepSpeedEngine(ZeroEngine):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict | None:
-        if not self.zero_gather_16bit_weights_on_model_save():
+        # What is trained beside a frozen model, such as an adapter, is small. Without it, the
+        # Trainer would save an adapter that has no weights.
+        is_part = exclude_frozen_parameters and not all(group.trainable for group in self.groups)
+        if not (is_part or self.zero_gather_16bit_weights_on_model_save()):
             raise ValueError(
                 "zero_optimization.stage3_gather_16bit_weights_on_model_save is false: set it to "
                 "true to save a model"

@@ -44,6 +44,8 @@ def doctor(arguments: list[str]) -> int:
         f"default: {default_file()}, where zero estimate looks by itself",
     )
     options = parser.parse_args(arguments)
+    if options.folder is not None and not options.folder.is_dir():
+        parser.error(f"--folder {options.folder}: there is no such folder; make it first")
     is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     if options.speeds is not None:
         return _speeds(options, is_alone)

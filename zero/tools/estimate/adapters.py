@@ -126,9 +126,14 @@ def add_adapter(model: Any, adapter: str) -> None:
 
 
 def _adapter_config(adapter: str) -> peft.PeftConfig:
-    if adapter.isdecimal():
+    if adapter.isdecimal() and int(adapter) > 0:
         return peft.LoraConfig(r=int(adapter), target_modules="all-linear", lora_dropout=0.0)
     file = Path(adapter)
     file = file / "adapter_config.json" if file.is_dir() else file
+    if not file.is_file():
+        raise UsageError(
+            "there is no such file: give PEFT's folder with adapter_config.json, or the rank of "
+            "LoRA, a number above 0"
+        )
     kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[json.loads(file.read_text())["peft_type"]]
     return kind.from_pretrained(str(file.parent))
