@@ -101,7 +101,7 @@ def refused(rank: int, world_size: int) -> None:
     assert engine.micro_batches.offloaded == set()
     with (
         zero.GatheredParameters(list(engine.parameters())),
-        pytest.raises(UsageError, match="is shown"),
+        pytest.raises(UsageError, match="is gathered by"),
     ):
         engine.offload_states()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from zero.comm.communicator import Communicator, communicator
 from zero.comm.world import compute_device, init_distributed
+from zero.errors import UsageError
 from zero.tools.arguments import Parser, Working
 from zero.tools.doctor import checks, links, speeds
 from zero.tools.doctor.checks import FAILS, LEAST, OK, Finding, device_name
@@ -45,7 +46,7 @@ def doctor(arguments: list[str]) -> int:
     )
     options = parser.parse_args(arguments)
     if options.folder is not None and not options.folder.is_dir():
-        parser.error(f"--folder {options.folder}: there is no such folder; make it first")
+        raise UsageError(f"doctor: --folder {options.folder}: it is not a folder")
     is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     if options.speeds is not None:
         return _speeds(options, is_alone)

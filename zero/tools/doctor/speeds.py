@@ -66,8 +66,12 @@ def _measured(device: torch.device, folder: Path) -> Iterator[tuple[str, float]]
         yield "network", part.nbytes * (ranks - 1) / _seconds(gather, device, limit=0) / GIGA
 
 
-def _seconds(run: Callable[[], object], device: torch.device, limit: float = SECONDS) -> float:
-    """Of the fastest of the tries within `limit` seconds, at least three after a first one."""
+def _seconds(run: Callable[[], object], device: torch.device, limit: float | None = None) -> float:
+    """Of the fastest of the tries within `limit` seconds, at least three after a first one.
+
+    limit: None: `SECONDS`.
+    """
+    limit = SECONDS if limit is None else limit
     run()
     tries: list[float] = []
     while len(tries) < LEAST_TRIES or sum(tries) < limit:
