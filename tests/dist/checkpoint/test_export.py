@@ -81,7 +81,10 @@ def test_a_copy_of_a_state_dict_keeps_ties_and_values():
 def unfrozen(rank: int, world_size: int) -> tuple[set, set]:
     model = variant("frozen encoder")
     frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
-    engine, _ = start(model, ds_config(stage3_param_persistence_threshold=40))
+    settings = {"stage3_gather_16bit_weights_on_model_save": False}  # it is about whole models
+    engine, _ = start(model, ds_config(stage3_param_persistence_threshold=40, **settings))
+    with pytest.raises(ValueError, match="gather_16bit_weights_on_model_save is false"):
+        engine._zero3_consolidated_16bit_state_dict()
     return frozen, set(
         engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True) or ()
     )
