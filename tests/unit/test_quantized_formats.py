@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from zero.build import _refuse_formats, describe_quantized
+from zero.build import describe_quantized
 from zero.errors import UsageError
+from zero.model_checks import check_model
 
 
 def described(model, stage=3, shard_buffers=None, ranks=2):
@@ -56,8 +57,8 @@ def test_formats_that_would_be_wrong_are_refused_by_name():
     model = nn.Module()
     model.weight = nn.Parameter(torch.eye(4).to_sparse(), requires_grad=False)
     with pytest.raises(UsageError, match=r"'weight' has the layout torch.sparse_coo"):
-        _refuse_formats(model)
+        check_model(model)
     model = nn.ModuleDict({"layer": nn.Module()})
     model["layer"].meta = {"view_as_float": True}
     with pytest.raises(UsageError, match=r"layer 'layer' shows its codes .* view_as_float=False"):
-        _refuse_formats(model)
+        check_model(model)

@@ -217,6 +217,8 @@ def start_with(folder: Path, ssh: str, **variables: str) -> Iterator[subprocess.
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=REPOSITORY,
+        # Tests that run in the background of a shell inherit that SIGINT is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         try:
             yield process
