@@ -1,8 +1,8 @@
 """The quantized base of a model, which is not written into checkpoints: what identifies it, so that
 training does not go on upon another one.
 
-Each layer's bytes are summed, by each rank over its shards. The sums do not depend on the number of
-ranks, nor on where the bytes lie."""
+Each layer's bytes are summed, each times its position, by each rank over its shards. The sums do
+not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 # By layer: its bytes, and their sum.
 Sums = Mapping[str, Sequence[int]]
+
+# So many bytes are summed at a time: as 64-bit integers they take eight times the memory.
+CHUNK = 1 << 20
+# Sums are kept modulo this number, because those of 64-bit integers wrap around.
+MODULUS = 1 << 53
 
 # For each group: the version of its values, and the sum of each parameter's bytes in the shard.
 _sums: WeakKeyDictionary[ParamGroup, tuple[int, list[int]]] = WeakKeyDictionary()
@@ -54,7 +59,7 @@ def sums_of_rank(engine: ZeroEngine) -> Sums:
 def total(of_ranks: Sequence[Sums]) -> Sums:
     """The sums over all ranks."""
     return {
-        name: (nbytes, sum(sums[name][1] for sums in of_ranks))
+        name: (nbytes, sum(sums[name][1] for sums in of_ranks) % MODULUS)
         for name, (nbytes, _) in of_ranks[0].items()
     }
 
@@ -73,17 +78,29 @@ def require_same_base(stored: Sums, here: Sums) -> None:
 def _sum_of_rank(engine: ZeroEngine, tensor: torch.Tensor) -> int:
     group = owning_group(tensor)
     if group is None:
-        return _sum(tensor.detach().contiguous().view(-1)) if engine.comm.job.rank == 0 else 0
+        return (
+            positional_sum(tensor.detach().contiguous().view(-1), 0)
+            if engine.comm.job.rank == 0
+            else 0
+        )
     if engine.comm.replicate_group.rank > 0:  # another rank has the same shard
         return 0
     version, sums = _sums.get(group, (None, []))
     if version != group.version:
         sums = [0] * len(group.params)
         for piece in group.pieces:
-            sums[piece.slot] += _sum(group.shard[piece.start : piece.start + piece.numel])
+            values = group.shard[piece.start : piece.start + piece.numel]
+            sums[piece.slot] += positional_sum(values, piece.inside * values.element_size())
         _sums[group] = group.version, sums
     return sums[group.index[tensor]]
 
 
-def _sum(values: torch.Tensor) -> int:
-    return int(values.view(torch.uint8).sum(dtype=torch.int64))
+def positional_sum(values: torch.Tensor, position: int) -> int:
+    """Over the bytes of `values`, of which the first is at `position` of its tensor."""
+    total = 0
+    for part in values.view(torch.uint8).split(CHUNK):
+        end = position + part.numel()
+        weights = torch.arange(position + 1, end + 1, device=part.device)
+        total += int((part * weights).sum())
+        position = end
+    return total

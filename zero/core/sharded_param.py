@@ -172,6 +172,14 @@ def _refuse_access(func: Callable, args: tuple, kwargs: dict) -> NoReturn:
     )
 
 
+def _repr(self: PlaceholderView | ShardedParameter, *, tensor_contents: object = None) -> str:
+    """Without values, because those of an integer placeholder would look like weights."""
+    return (
+        f"{type(self).__name__}({self.param_name!r}, sharded over the ranks, "
+        f"shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
+    )
+
+
 class PlaceholderView(torch.Tensor):
     """A view of a placeholder, such as `param.data` or `param.detach()` of a sharded parameter.
 
@@ -183,6 +191,7 @@ class PlaceholderView(torch.Tensor):
     """
 
     param_name: str
+    __repr__ = _repr
 
     @classmethod
     def __torch_function__(
@@ -218,6 +227,8 @@ class ShardedParameter(nn.Parameter):
 
     A function that needs them tells its group first.
     """
+
+    __repr__ = _repr
 
     @classmethod
     def __torch_function__(
