@@ -21,7 +21,6 @@ from zero.comm.clock import Throughput
 from zero.comm.communicator import Communicator, communicator
 from zero.config import Config
 from zero.config.table import announce
-from zero.core.activation_offload import HostActivations
 from zero.core.forward_writes import ForwardWrites
 from zero.core.gathering import Gathering
 from zero.core.hooks import ModuleHooks
@@ -32,6 +31,7 @@ from zero.core.schedule import Residency
 from zero.core.sharded_param import ShardedParameter, placeholder
 from zero.device import empty_cache, is_accelerator, synchronize
 from zero.errors import UsageError
+from zero.offload.activations import HostActivations
 from zero.offload.tiers import Tier
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import WEIGHTS, states_named
@@ -148,7 +148,7 @@ class ZeroEngine(Accumulation, nn.Module):
         offloaded = settings.activation_checkpointing.cpu_checkpointing and is_accelerator(
             self.comm.device
         )
-        self.activations = HostActivations(self.comm.device, self.groups) if offloaded else None
+        self.activations = HostActivations(self.comm.device) if offloaded else None
         self.scaler = LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None
         self.optimizer: ZeroOptimizer | None = None
         if optimizer is not None:
@@ -192,7 +192,7 @@ class ZeroEngine(Accumulation, nn.Module):
         with self.comm.clock.phase("forward"):
             if self.activations is None or not torch.is_grad_enabled():
                 return self.module(*args, **kwargs)
-            with self.activations.context():
+            with self.activations.context(group.full for group in self.groups):
                 return self.module(*args, **kwargs)
 
     def backward(

@@ -21,7 +21,7 @@ import zero
 from benchmarks.launch import report
 from benchmarks.models import T5_42M, build_t5, synthetic_batches
 from benchmarks.stages.worker import STAGES, PeakMemory, let_go, state_bytes
-from zero.core.activation_offload import HostActivations
+from zero.offload.activations import HostActivations
 from zero.parallel.pipeline import Pipeline, split
 
 INPUTS, BATCH, LR, SEED = 1000, 32, 1e-3, 1
@@ -211,7 +211,7 @@ def activations(args: argparse.Namespace) -> Rows:
                 loss = model(inputs).square().mean()
             loss.backward()
             row[way] = found["saved"]
-        moved = HostActivations(CPU, [])
+        moved = HostActivations(CPU)
         # On a CPU the engine does not use it. It is told that the weights need not be moved, as the
         # engine's groups do.
         moved._is_parameter = partial(

@@ -15,8 +15,8 @@ import torch
 
 from tests.accelerator import device
 from tests.processes import run_on
-from zero.core import activation_offload
-from zero.core.activation_offload import HostActivations
+from zero.offload import activations
+from zero.offload.activations import HostActivations
 
 ROWS, WIDTH = 8, 16
 
@@ -34,13 +34,13 @@ def outputs(tripled: torch.Tensor) -> list[torch.Tensor]:
 
 
 def shared(rank: int, world_size: int) -> None:
-    activation_offload.MIN_BYTES = 1
+    activations.MIN_BYTES = 1
     x = torch.randn(ROWS, WIDTH, device=device.NAME, requires_grad=True)
     hidden = 2 * x
     expected = [hidden.sin(), hidden.t().cos(), *outputs(hidden * 3)]
     (gradient,) = torch.autograd.grad(sum(each.sum() for each in expected), x)
     del expected, hidden
-    moved, used = HostActivations(x.device, []), torch.accelerator.memory_allocated()
+    moved, used = HostActivations(x.device), torch.accelerator.memory_allocated()
     for goes_back in (True, False):
         with moved.context():
             hidden = 2 * x
@@ -87,9 +87,9 @@ def test_tensors_of_other_kinds_keep_their_values(function):
         ROWS * WIDTH, dtype=torch.complex64, generator=torch.Generator().manual_seed(2)
     )
     gradients = []
-    for context in (contextlib.nullcontext(), HostActivations(torch.device("cpu"), []).context()):
+    for context in (contextlib.nullcontext(), HostActivations(torch.device("cpu")).context()):
         w = weight.clone().requires_grad_()
-        with mock.patch.object(activation_offload, "MIN_BYTES", 1), context:
+        with mock.patch.object(activations, "MIN_BYTES", 1), context:
             loss = function(w)
         gradients.append(torch.autograd.grad(loss, w)[0])
     assert torch.equal(*gradients)

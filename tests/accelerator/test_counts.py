@@ -29,8 +29,7 @@ from tests.processes import run_on
 from zero.comm import traffic
 from zero.comm.traffic import IN, NETWORK, OUT
 from zero.config import load_config
-from zero.core import activation_offload
-from zero.offload import pinned, tiers
+from zero.offload import activations, pinned, tiers
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import estimate
 
@@ -148,14 +147,14 @@ class Counts:
 
 
 def fifth_step(
-    rank: int, world_size: int, sections: dict[str, Any], least: int = activation_offload.MIN_BYTES
+    rank: int, world_size: int, sections: dict[str, Any], least: int = activations.MIN_BYTES
 ) -> Counts:
     """Count the fifth step: after backwards 1, 2, 4, 8, ... the ranks also agree on the order of
     reductions.
 
     Args: least: bytes of the smallest activation that goes to the host.
     """
-    activation_offload.MIN_BYTES = least
+    activations.MIN_BYTES = least
     torch.manual_seed(0)
     engine, _ = start(Model().to(device.NAME), ds_config(**EVERY_UNIT, **sections))
     batch = {
@@ -282,7 +281,7 @@ def test_each_activation_goes_to_the_host_once_and_comes_back_once():
         copied = {
             where: nbytes
             for (file, where), nbytes in found.copied.items()
-            if file == "core/activation_offload.py"
+            if file == "offload/activations.py"
         }
         assert copied == {"cpu": saved, device.NAME: saved}
         assert found.moved[IN] == found.moved[OUT] == saved

@@ -47,10 +47,9 @@ from tests.tolerance import rounding
 from zero.checkpoint.background import wait_for_background_saves
 from zero.comm import communicator as comm
 from zero.comm import world
-from zero.core import activation_offload
 from zero.core.optimizer_shard import OptimizerShard
 from zero.device import new_stream
-from zero.offload import pinned, tiers
+from zero.offload import activations, pinned, tiers
 from zero.optim.sharded_optimizer import NonFiniteGradientError
 
 STEPS = 5
@@ -370,7 +369,7 @@ def test_memory_that_torch_pins_gives_the_same_bits(tmp_path):
 
 
 def even_the_smallest() -> None:
-    activation_offload.MIN_BYTES = 1
+    activations.MIN_BYTES = 1
 
 
 def test_activations_on_the_host_change_nothing(tmp_path):

@@ -15,11 +15,11 @@ from tests.dist.training import ds_config, step
 from tests.parity import test_pipeline as pipeline
 from tests.parity import test_tensor_parallel as tensor
 from tests.processes import run_on
-from zero.core import activation_offload
+from zero.offload import activations
 
 
 def on_device(rank: int, world_size: int, train: Callable, *args: Any) -> Any:
-    activation_offload.MIN_BYTES = 1
+    activations.MIN_BYTES = 1
     found = train(rank, world_size, *args)
     used = [torch.accelerator.max_memory_allocated(number) > 0 for number in range(2)]
     assert used == [number == rank % 2 for number in range(2)], (

@@ -17,9 +17,9 @@ from tests.dist.training import ds_config
 from tests.processes import run_on
 from tests.tolerance import assert_close
 from zero import fragments
-from zero.core.activation_offload import MIN_BYTES, HostActivations
 from zero.errors import UsageError
 from zero.integrations.deepspeed.labels import ZeroParamStatus
+from zero.offload.activations import MIN_BYTES, HostActivations
 
 WIDTH, ROWS, LR = 8, 4, 1e-2
 # The inner lengths of two layers, forward and backward, and the sums over rows and micro-batches.
@@ -384,7 +384,7 @@ def activations_on_the_host(rank: int, world_size: int) -> None:
     for moved in (False, True):
         engine = engine_of(build(Wide))
         # The engine does this on a GPU only.
-        engine.activations = HostActivations(engine.device, engine.groups) if moved else None
+        engine.activations = HostActivations(engine.device) if moved else None
         loss = engine(batch)
         alive.append(sum(reference() is not None for reference in engine.module.seen))
         engine.backward(loss)

@@ -5,13 +5,13 @@ engine's forward is copied to host memory, pinned if there is a GPU, and back wh
 it. (With gradient checkpointing those are the inputs of the checkpointed blocks and little else.)
 Operations that save the same memory share the copies. So values, strides and gradients stay the
 same. The host waits for no copy: copies are among the kernels of the stream that saves. Views of
-unsharded parameters are not copied: the schedule decides about their memory. The other keys of the
-section cut or pack activations over model-parallel ranks. This file knows nothing of hooks or
+weights are not copied: the core decides about their memory. The other keys of the section cut or
+pack activations over model-parallel ranks. This file knows nothing of groups, hooks or
 gathering."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -22,7 +22,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero.comm.traffic import note_copy
-from zero.core.param_group import ParamGroup
 from zero.device import compute_stream, is_accelerator
 
 # Smaller tensors (scalars, statistics of norms) are not worth a transfer.
@@ -74,30 +73,18 @@ class _PackedParts(NamedTuple):
 
 
 class HostActivations:
-    """Makes contexts in which saved tensors of `device` live on the host; counts `moved_bytes`.
+    """Makes contexts in which saved tensors of `device` live on the host; counts `moved_bytes`."""
 
-    Args:
-        groups: the groups whose unsharded buffers are not copied.
-        keep: a function that copies a region of memory.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        groups: Sequence[ParamGroup],
-        keep: Callable[[torch.Tensor], _Kept] = _Kept,
-    ):
+    def __init__(self, device: torch.device):
         self.device = device
-        self.groups = groups
-        self._keep = keep
         self.moved_bytes = 0
         self._weights: set[int] = set()
         self._kept: WeakValueDictionary[tuple, _Kept] = WeakValueDictionary()
 
     @contextmanager
-    def context(self) -> Iterator[None]:
-        """For one forward; backward may come after it."""
-        self._weights = {group.full.untyped_storage()._cdata for group in self.groups}
+    def context(self, weights: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+        """For one forward; backward may come after it. `weights`: buffers that are not copied."""
+        self._weights = {buffer.untyped_storage()._cdata for buffer in weights}
         self._kept = (
             WeakValueDictionary()
         )  # between forwards memory may change without a new version
@@ -113,7 +100,7 @@ class HostActivations:
         is_wrapper = bool(is_traceable_wrapper_subclass(tensor))
         if tensor.device != self.device or not (is_wrapper or _is_plain(tensor)):
             return tensor
-        if tensor.nbytes < MIN_BYTES or self._is_parameter(tensor):
+        if tensor.nbytes < MIN_BYTES or self._is_weight(tensor):
             return tensor
         tensor, versions = tensor.detach(), (*versions, tensor._version)
         if is_wrapper:
@@ -143,7 +130,7 @@ class HostActivations:
         )
         key = *key, region.dtype, lazy, versions, stream
         if (kept := self._kept.get(key)) is None:
-            self._kept[key] = kept = self._keep(region)
+            self._kept[key] = kept = _Kept(region)
             self.moved_bytes += region.nbytes
         return _Packed(kept, tensor.shape, tensor.stride() if is_dense else None)
 
@@ -158,11 +145,9 @@ class HostActivations:
             return packed.kind.__tensor_unflatten__(parts, packed.rest, packed.shape, packed.stride)
         return packed
 
-    def _is_parameter(self, tensor: torch.Tensor) -> bool:
-        return (
-            isinstance(tensor, torch.nn.Parameter)
-            or tensor.untyped_storage()._cdata in self._weights
-        )
+    def _is_weight(self, tensor: torch.Tensor) -> bool:
+        is_shown = tensor.untyped_storage()._cdata in self._weights
+        return is_shown or isinstance(tensor, torch.nn.Parameter)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
