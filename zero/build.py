@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, cast
@@ -129,19 +130,12 @@ def make_groups(
     )
     return [
         make(
-            plan.name,
-            plan.params,
+            replace(plan, persistent=plan.persistent or zero.stage < 3),
             comm,
             residency,
             dtype=dtype,
-            packed=plan.packed,
-            aliases=plan.aliases,
             tier=tier,
             master_tier=masters if any(param in group_of for param in plan.params) else None,
-            param_names=plan.param_names,
-            modules=plan.modules,
-            persistent=plan.persistent or zero.stage < 3,
-            shared=plan.shared,
             replicated=zero.stage == 0,
             strict=zero.enable_sanity_checks,
         )

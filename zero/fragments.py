@@ -74,7 +74,8 @@ class ParameterState:
     def _has_values(self) -> bool:
         if self.kind == GRADIENT:
             reducer = self.optimizer.reducer
-            return reducer.is_fresh(self.group) or reducer.carried(self.group) is not None
+            gradients = reducer.gradients[self.group]
+            return gradients.is_fresh or gradients.carried is not None
         if self._whole is not None:
             return self._owned is not None
         return self.kind == FP32 or any(
@@ -110,7 +111,7 @@ class ParameterState:
         out = torch.empty(group.layout.shard_numel, dtype=torch.float32, device=waiting.device)
         exchange = group.comm.reduce if group.layout.replicated else group.comm.reduce_scatter
         exchange(out, waiting.clone(), accumulate=False, max_numel=waiting.numel()).wait()
-        if self.optimizer.reducer.is_fresh(group) and reduced is not None:
+        if self.optimizer.reducer.gradients[group].is_fresh and reduced is not None:
             # Micro-batches of `coalesce_grad_reduction` are reduced already.
             out.add_(reduced.to(out.device))
         return out
@@ -200,7 +201,7 @@ class ParameterState:
                 f"expected {self.piece.numel} elements for this rank's part, got {value.numel()}"
             )
         if self.kind == GRADIENT:
-            self._shard.forget_norm(self.piece.start)
+            self._shard.norms.pop(self.piece.start, None)
             self._shard.widen_gradient(self.optimizer.reducer.sum_dtype)
         for start, place in self._places(self.piece, writes=True):
             place.copy_(value.reshape(-1)[start : start + place.numel()].float() / self._factor)

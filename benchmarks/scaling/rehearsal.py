@@ -140,11 +140,8 @@ class RehearsedReducer:
     def note_frozen(self) -> None:
         """Do nothing: no parameter is frozen while steps are rehearsed."""
 
-    def has_pending(self, group: RehearsedGroup) -> bool:
-        return bool(self.gradients[group].parts)
-
     def reduce(self, group: RehearsedGroup) -> None:
-        self.gradients[group].forget_parts()
+        self.gradients[group].parts = {}
         if self._micro_batches.reduces_now or not self._deferred:
             self._program.add("reduce", group.number)
 

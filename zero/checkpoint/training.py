@@ -186,7 +186,7 @@ class _Save:
         nbytes = sum(each["bytes"] for each in of_ranks) + len(json.dumps(description))
         for entry in description["plain"].values():
             nbytes += math.prod(entry["shape"]) * dtype_of(entry["dtype"]).itemsize
-        if any(self._engine.reducer.is_fresh(group) for group in self._engine.groups):
+        if any(each.is_fresh for each in self._engine.reducer.gradients.values()):
             text = "gradients of an unfinished accumulation are not part of the checkpoint %s"
             logger.warning(text, tag)
         folder = folders.begin(self._save_dir, tag, nbytes)

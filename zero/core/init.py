@@ -6,8 +6,8 @@ This file knows nothing of engines, hooks or optimizers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import cast
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from zero.comm import communicator as comm
 from zero.comm.consistency import require_same
 from zero.config import AioConfig, OffloadConfig, load_config
 from zero.config.load import Source
+from zero.core.layout import GroupPlan
 from zero.core.param_group import ParamGroup
 from zero.core.quantized_weights import is_quantized, quantized_tensors
 from zero.core.schedule import Residency
@@ -186,7 +187,7 @@ class Init:
         own = self._ordinary(module)
         self._require_same(module, own)
         for name, param in own.items():
-            self._make_group([name], [param], dtype=self.dtype)
+            self._make_group(GroupPlan(name, [param], [name]), self.dtype)
 
     def shard_loaded(self, module: nn.Module) -> list[ParamGroup]:
         """Shard what `module` itself has, quantized or not, as it is.
@@ -204,17 +205,13 @@ class Init:
             if name not in packed and not is_quantized(param)
         }
         self._require_same(module, tensors | own)
-        groups = [
-            self._make_group([name], [param], modules=[module]) for name, param in own.items()
-        ]
+        plans = [GroupPlan(name, [param], [name], [module]) for name, param in own.items()]
         if packed:
-            options = {
-                "modules": [module],
-                "packed": True,
-                "aliases": {quantized.tensor: quantized.aliases for quantized in packed.values()},
-            }
-            groups.append(self._make_group(list(tensors), list(tensors.values()), **options))
-        return groups
+            names, values = list(tensors), cast(list[nn.Parameter], list(tensors.values()))
+            aliases = {quantized.tensor: quantized.aliases for quantized in packed.values()}
+            plan = GroupPlan(names[0], values, names, [module], packed=True, aliases=aliases)
+            plans.append(plan)
+        return [self._make_group(plan) for plan in plans]
 
     def _ordinary(self, module: nn.Module) -> dict[str, nn.Parameter]:
         return {
@@ -236,16 +233,6 @@ class Init:
             {f"parameter {name} of a {kind}": shape for name, shape in shapes.items()},
         )
 
-    def _make_group(
-        self, names: Sequence[str], params: Sequence[Any], **options: Any
-    ) -> ParamGroup:
-        return ParamGroup(
-            names[0],
-            params,
-            self.comm,
-            self.residency,
-            tier=self.tier,
-            param_names=names,
-            strict=self.strict,
-            **options,
-        )
+    def _make_group(self, plan: GroupPlan, dtype: torch.dtype | None = None) -> ParamGroup:
+        place = {"tier": self.tier, "strict": self.strict}
+        return ParamGroup(plan, self.comm, self.residency, dtype=dtype, **place)

@@ -186,32 +186,20 @@ def packs_experts(module: nn.Module) -> bool:
     )
 
 
-def block_classes(model: nn.Module) -> set[str]:
-    """Class names a model declares as indivisible, as HF models do in `_no_split_modules`."""
-    return {
-        name
-        for module in model.modules()
-        for name in (getattr(module, "_no_split_modules", None) or ())
-    }
-
-
 def find_blocks(model: nn.Module) -> dict[nn.Module, str]:
     """The outermost modules to gather as a whole: leaves, those the model names, else the children
     of `ModuleList`s.
     """
-    classes, blocks = block_classes(model), {}
+    declared = (getattr(module, "_no_split_modules", None) or () for module in model.modules())
+    classes, blocks = set().union(*declared), {}  # of HF models
 
     def visit(module: nn.Module, name: str, in_list: bool) -> None:
-        declared = type(module).__name__ in classes
-        if getattr(module, LEAF_FLAG, False) or (name and (declared or (in_list and not classes))):
+        is_one = type(module).__name__ in classes if classes else in_list
+        if getattr(module, LEAF_FLAG, False) or (name and is_one):
             blocks[module] = name
             return
         for child_name, child in module.named_children():
-            visit(
-                child,
-                f"{name}.{child_name}" if name else child_name,
-                isinstance(module, nn.ModuleList),
-            )
+            visit(child, f"{name}.{child_name}".lstrip("."), isinstance(module, nn.ModuleList))
 
     visit(model, "", False)
     return blocks
@@ -311,10 +299,8 @@ def plan_groups(
             persistent += param.numel()
             key, plan = ("persistent", traits), GroupPlan("persistent", persistent=True)
         elif home is not None:
-            key, plan = (
-                (home, traits),
-                GroupPlan(blocks[home] or "the whole model", modules=_called(home)),
-            )
+            key = (home, traits)
+            plan = GroupPlan(blocks[home] or "the whole model", modules=_called(home))
         else:
             key = (tuple(owned_by), traits)
             plan = GroupPlan(names[param], modules=list(owned_by), shared=len(owned_by) > 1)

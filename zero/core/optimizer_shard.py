@@ -32,6 +32,9 @@ class OptimizerShard:
         sub_groups_left: pieces of the master that the last step has still to update, and
             update_end: the end of their update on the device, or None; whoever updates masters
             keeps both (`zero.optim.background`).
+        norms: 2-norms (scalars) of the pieces of an offloaded gradient, by the piece's start. They
+            are computed on the compute device before the gradient leaves it.
+        writes: the last update is complete when these are.
     """
 
     def __init__(self, group: ParamGroup, tier: Tier):
@@ -40,13 +43,11 @@ class OptimizerShard:
         # Nobody asks for it before `make_master`, nor after `free`.
         self.master: torch.Tensor = None  # pyright: ignore[reportAttributeAccessIssue]
         self.grad: torch.Tensor | None = None
-        # 2-norms of the pieces of an offloaded gradient, by the piece's start. They are computed on
-        # the compute device before the gradient leaves it.
-        self._norms: dict[int, torch.Tensor] = {}
+        self.norms: dict[int, torch.Tensor] = {}
         self.sub_groups_left = 0
         self.update_end: torch.Event | None = None
         self._wait_for_update: Callable[[OptimizerShard], None] | None = None
-        self._writes: list[Pending] = []
+        self.writes: list[Pending] = []
 
     @property
     def is_offloaded(self) -> bool:
@@ -89,7 +90,7 @@ class OptimizerShard:
         self.group.optimizer_shard = None
         self.master = None  # pyright: ignore[reportAttributeAccessIssue]
         self.grad = None
-        self._writes.clear()
+        self.writes.clear()
 
     @torch.no_grad()
     def round_into_shard(self, start: int, values: torch.Tensor) -> Pending:
@@ -151,9 +152,8 @@ class OptimizerShard:
             return Pending()
         if starts := [piece.start for piece in self.group.pieces]:
             parts = [values[piece.start : piece.start + piece.numel] for piece in self.group.pieces]
-            self._norms.update(
-                zip(starts, torch._foreach_norm(parts, dtype=torch.float32), strict=True)
-            )
+            norms = torch._foreach_norm(parts, dtype=torch.float32)
+            self.norms.update(zip(starts, norms, strict=True))
         if self.grad is None or self.grad.dtype != values.dtype:
             self.grad = self.tier.empty(values.numel(), values.dtype)
         return self.tier.store(self.grad, values)
@@ -165,23 +165,6 @@ class OptimizerShard:
         if self.grad is not None and self.grad.dtype != dtype:
             self.grad = self.tier.keep(self.grad, dtype)
 
-    def known_norm(self, start: int) -> torch.Tensor | None:
-        """2-norm (a scalar) of the gradient piece that begins at `start`, if it was taken before
-        the gradient left.
-        """
-        return self._norms.get(start)
-
-    def forget_norm(self, start: int) -> None:
-        """The piece that begins at `start` has been changed since its norm was taken."""
-        self._norms.pop(start, None)
-
-    def end_cycle(self) -> None:
-        """The gradient has been used; the next one is written over it."""
-        self._norms.clear()
-
-    def free_gradient(self) -> None:
-        self.grad = None
-
     # -- late updates
 
     def is_ready(self) -> bool:
@@ -192,17 +175,9 @@ class OptimizerShard:
         """Block until the last step's update is computed and written."""
         if self._wait_for_update is not None:
             self._wait_for_update(self)
-        writes, self._writes = self._writes, []
+        writes, self.writes = self.writes, []
         for each in writes:
             each.wait()
-
-    def add_write(self, write: Pending) -> None:
-        """The last update is complete when `write` is."""
-        self._writes.append(write)
-
-    def forget_writes(self) -> None:
-        """Do not wait for the writes in flight: they failed, or their result is not needed."""
-        self._writes.clear()
 
     # -- moves
 
@@ -215,17 +190,11 @@ class OptimizerShard:
         shared, master = self.shares_weights, self.master
         self.move_gradient(tier)
         if not self.group.persistent:
-            self.group.move_weights(
-                tier if tier == Tier(self.group.comm.device) else self.group.home
-            )
+            is_device = tier == Tier(self.group.comm.device)
+            self.group.move_weights(tier if is_device else self.group.home)
         self.master = self.group.shard if shared and self.group.tier == tier else tier.keep(master)
         self.tier = tier
 
     def move_gradient(self, tier: Tier) -> None:
         if self.grad is not None:
             self.grad = tier.keep(self.grad)
-
-    def move_master(self, tier: Tier) -> None:
-        """Move the master to `tier`, unless it is the shard itself."""
-        if not self.shares_weights:
-            self.master = tier.keep(self.master)

@@ -21,7 +21,7 @@ storage. They are valid again whenever backward unshards the group."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,7 +33,7 @@ from zero.comm.clock import label
 from zero.comm.communicator import Communicator
 from zero.comm.fingerprint import NamedGroup
 from zero.comm.work import Pending
-from zero.core.layout import GroupLayout
+from zero.core.layout import GroupLayout, GroupPlan
 from zero.core.quantized_weights import wraps_tensors
 from zero.core.schedule import Residency
 from zero.core.sharded_param import (
@@ -99,43 +99,33 @@ class ParamGroup(NamedGroup):
 
     def __init__(
         self,
-        name: str,
-        params: Sequence[nn.Parameter],
+        plan: GroupPlan,
         comm: Communicator,
         residency: Residency,
         *,
         dtype: torch.dtype | None = None,
         tier: Tier | None = None,
         master_tier: Tier | None = None,
-        param_names: Sequence[str] = (),
-        modules: Sequence[nn.Module] = (),
-        persistent: bool = False,
-        shared: bool = False,
         replicated: bool = False,
         strict: bool = False,
-        packed: bool = False,
-        aliases: Mapping[torch.Tensor, Sequence[torch.Tensor]] | None = None,
     ):
         self.serial = next(comm.serials)
-        self.name = name
-        self.params = list(params)
-        self.param_names = list(param_names)
-        self.modules = list(modules)
-        self.shared = shared
+        self.name = plan.name
+        self.params = plan.params
+        self.param_names = plan.param_names
+        self.modules = plan.modules
+        self.shared = plan.shared
+        self.packed = packed = plan.packed
         self.strict = strict
         self.comm = comm
         self.source = comm
         self.residency = residency
-        self.packed = packed
-        aliases = aliases or {}
+        aliases = [plan.aliases.get(param, []) for param in self.params]
         self.index = {
-            tensor: i
-            for i, param in enumerate(self.params)
-            for tensor in (param, *aliases.get(param, ()))
+            tensor: i for i, param in enumerate(self.params) for tensor in (param, *aliases[i])
         }
         self._aliases = [
-            [alias for alias in aliases.get(param, ()) if not wraps_tensors(alias)]
-            for param in self.params
+            [alias for alias in of_param if not wraps_tensors(alias)] for of_param in aliases
         ]
         self.dtype = torch.uint8 if packed else dtype or self.params[0].dtype
         self.trainable = self.params[0].requires_grad
@@ -154,7 +144,7 @@ class ParamGroup(NamedGroup):
         self.tier = self.home = tier or Tier(comm.device)
         on_device = self.tier == Tier(comm.device)
         # One rank whose shard already lies on the compute device has nothing to gather.
-        self.persistent = persistent or (ranks.size == 1 and on_device)
+        self.persistent = plan.persistent or (ranks.size == 1 and on_device)
         self.state = State.SHARDED
         self.users = 0
         self.version = 0

@@ -81,12 +81,6 @@ class GroupGradients:
     carried: torch.Tensor | None = None
     is_fresh: bool = False
 
-    def forget_parts(self) -> None:
-        """The gradients of this backward are reduced, or of no use."""
-        self.parts = {}
-        self.flat = None
-        self.apart = 0
-
 
 class GradientReducer:
     """Collects each group's gradients in one flat buffer, reduces it over ranks and adds it to the
@@ -168,9 +162,7 @@ class GradientReducer:
         if grad.is_sparse:
             grad = grad.to_dense()
         entry = self.gradients[group]
-        if (
-            index in entry.parts
-        ):  # a second one comes from reentrant checkpointing of shared weights
+        if index in entry.parts:  # a second one: reentrant checkpointing of shared weights
             earlier = entry.parts[index]
             if earlier is None and entry.flat is not None:
                 earlier = self._place(group, entry.flat, index)
@@ -187,9 +179,8 @@ class GradientReducer:
             entry.flat = self._flat(group)
         apart = {index: grad for index, grad in entry.parts.items() if grad is not None}
         if apart:
-            torch._foreach_copy_(
-                [self._place(group, entry.flat, index) for index in apart], list(apart.values())
-            )
+            places = [self._place(group, entry.flat, index) for index in apart]
+            torch._foreach_copy_(places, list(apart.values()))
         entry.parts.update(dict.fromkeys(apart))
         entry.apart = 0
         return entry.flat
@@ -224,7 +215,9 @@ class GradientReducer:
             torch._foreach_zero_(zeros)
         if factor != 1.0:
             flat.mul_(factor)
-        entry.forget_parts()  # a sum takes the place of its buffer
+        entry.parts = {}
+        entry.flat = None  # a sum takes the place of its buffer
+        entry.apart = 0
         if self.deferred:
             if entry.carried is not None:
                 self.buffered -= flat.numel()
@@ -238,8 +231,7 @@ class GradientReducer:
     def _start_carried(self, group: ParamGroup) -> None:
         """Reduce the sum over micro-batches."""
         entry = self.gradients[group]
-        if entry.carried is not None:
-            carried = entry.carried
+        if (carried := entry.carried) is not None:
             entry.carried = None
             self._start(group, carried)
 
@@ -253,23 +245,21 @@ class GradientReducer:
         dtype = self._kept_dtype(flat.dtype, accumulate)
         if accumulate:
             # The sum so far may not be complete, or not be written to its tier yet.
-            self._finish_all_of(shard)
+            while any(each.shard is shard for each in self._in_flight):
+                self._wait_oldest()
+            while any(each is shard for each, _ in self._offloading):
+                self._wait_for_offload()
             shard.widen_gradient(dtype)
-        if (
-            self.comm.world_size == 1
-            and flat.dtype == dtype
-            and not (shard.is_offloaded and accumulate)
-        ):
+        is_result = self.comm.world_size == 1 and flat.dtype == dtype
+        if is_result and not (shard.is_offloaded and accumulate):
             # A world of one has nothing to exchange: the flat buffer is the result.
             if accumulate:
                 assert shard.grad is not None
                 flat = shard.grad.add_(flat)
             self._finish(_Reduction(shard, flat.numel(), flat, Pending()))
             return
-        while (
-            self._in_flight
-            and sum(each.numel for each in self._in_flight) + flat.numel() > self.bucket_size
-        ):
+        room = self.bucket_size - flat.numel()
+        while self._in_flight and sum(each.numel for each in self._in_flight) > room:
             self._wait_oldest()
         out = shard.reduction_target(dtype, accumulate)
         exchange = self.comm.reduce if group.layout.replicated else self.comm.reduce_scatter
@@ -283,12 +273,6 @@ class GradientReducer:
         if self.narrow and not accumulate and self._micro_batches.reduces_now:
             return min(reduced, self.sum_dtype, key=lambda dtype: dtype.itemsize)
         return self.sum_dtype
-
-    def _finish_all_of(self, shard: OptimizerShard) -> None:
-        while any(each.shard is shard for each in self._in_flight):
-            self._wait_oldest()
-        while any(each is shard for each, _ in self._offloading):
-            self._wait_for_offload()
 
     def _wait_oldest(self) -> None:
         self._finish(self._in_flight.popleft())
@@ -317,14 +301,6 @@ class GradientReducer:
     def keeps_on_rank(self) -> bool:
         """Whether `reduce` only adds to this rank's sum: a later micro-batch is reduced with it."""
         return self.deferred and not self._micro_batches.reduces_now
-
-    def has_pending(self, group: ParamGroup) -> bool:
-        """Whether gradients of `group` were collected but not reduced."""
-        return bool(self.gradients[group].parts)
-
-    def is_fresh(self, group: ParamGroup) -> bool:
-        """Whether the group's shard holds a gradient of the current accumulation cycle."""
-        return self.gradients[group].is_fresh
 
     def carried(self, group: ParamGroup) -> torch.Tensor | None:
         """This rank's sum over micro-batches, of the size of `group.full`, that waits for the last
@@ -375,10 +351,10 @@ class GradientReducer:
         """Forget all gradients; the next ones are written over them."""
         self.drain()
         for group, shard in self._shards.items():
-            shard.end_cycle()
+            shard.norms.clear()
             if self.deferred and self.gradients[group].is_fresh:
                 # until the last micro-batch, `carried` has the sum of this rank's gradients
-                shard.free_gradient()
+                shard.grad = None
             self.gradients[group] = GroupGradients()
         self.buffered = self.backwards = 0
 
@@ -386,7 +362,7 @@ class GradientReducer:
         """Forget all gradients, and free their memory."""
         self.clear()
         for shard in self._shards.values():
-            shard.free_gradient()
+            shard.grad = None
 
     def _flat(self, group: ParamGroup) -> torch.Tensor:
         self.buffered += group.layout.padded
@@ -448,12 +424,11 @@ class ReductionOrder:
         before that start now.
         """
         if self._is_open:
-            if self._places is not None and self._has_places:
-                while (
-                    self._started < len(self._order)
-                    and self._places[self._order[self._started]] <= self._uses
-                ):
-                    self._start_next()
+            places = self._places if self._has_places else None
+            while places is not None and self._started < len(self._order):
+                if places[self._order[self._started]] > self._uses:
+                    break
+                self._start_next()
             self._uses += 1
 
     def collect(self, group: ParamGroup, index: int) -> bool:
@@ -490,11 +465,9 @@ class ReductionOrder:
     def missing(self) -> Iterator[str]:
         """Names of the trainable parameters without a gradient in this backward."""
         for group in (group for group in self._order if group not in self._absent):
+            arrived = self._reducer.gradients[group].arrived
             for i, name in enumerate(group.param_names):
-                if (
-                    group.params[i].requires_grad
-                    and i not in self._reducer.gradients[group].arrived
-                ):
+                if group.params[i].requires_grad and i not in arrived:
                     yield name
 
     def finish(self) -> None:
@@ -502,7 +475,8 @@ class ReductionOrder:
         and wait.
         """
         self._reducer.note_frozen()
-        late = {group for group in self._order[: self._started] if self._reducer.has_pending(group)}
+        started, gradients = self._order[: self._started], self._reducer.gradients
+        late = {group for group in started if gradients[group].parts}
         for group in self._order[self._started :]:
             if group not in self._absent:
                 self._reducer.reduce(group)
@@ -529,16 +503,12 @@ class ReductionOrder:
         """After backward 1, 2, 4, 8, ...: take over rank 0's order and places. See the notes."""
         self._backwards += 1
         if self._comm.world_size > 1 and self._backwards & (self._backwards - 1) == 0:
-            places = {
-                group: place for group, place in self._complete.items() if group not in self._last
-            }
+            places = {group: n for group, n in self._complete.items() if group not in self._last}
             rest = [group for group in self._order if group not in places]
             places |= {group: sys.maxsize if group in self._last else self._uses for group in rest}
             numbers = {group: i for i, group in enumerate(self._groups)}
-            told = torch.tensor(
-                [[numbers[group], place] for group, place in places.items()],
-                device=self._comm.device,
-            )
+            pairs = [[numbers[group], place] for group, place in places.items()]
+            told = torch.tensor(pairs, device=self._comm.device)
             self._comm.broadcast(told, src=0)
             self._places = {self._groups[i]: place for i, place in told.tolist()}
             self._order = list(self._places)

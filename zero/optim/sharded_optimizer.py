@@ -323,7 +323,7 @@ class ZeroOptimizer:
             logger.warning("the last update was not finished: %s", error)
         self._updates.drop()
         for shard in self.shards.values():
-            shard.forget_writes()
+            shard.writes.clear()
 
     def free(self) -> None:
         """Free masters and gradients: the groups have no optimizer any more."""
@@ -433,8 +433,8 @@ class ZeroOptimizer:
             if GRADIENTS in names:
                 shard.move_gradient(tier)
                 self.reducer.move_carried([group], tier)
-            if MASTERS in names:
-                shard.move_master(tier)
+            if MASTERS in names and not shard.shares_weights:
+                shard.master = tier.keep(shard.master)
             if MOMENTS in names:
                 self._move_state(shard, tier)
         self._state.follow_masters()
@@ -454,7 +454,7 @@ class ZeroOptimizer:
             # Memory that is freed on a device can be used by the next forward. Background updates,
             # which still read their gradients, only concern shards on the host.
             if is_accelerator(shard.tier.device):
-                shard.free_gradient()
+                shard.grad = None
 
     # -- norm
 
@@ -520,7 +520,7 @@ class ZeroOptimizer:
 
     def _norms_of_pieces(self) -> list[torch.Tensor]:
         """2-norms of this rank's pieces of gradients, scalars on the compute device."""
-        norms = [shard.known_norm(start) for _, shard, start, _ in self._pieces]
+        norms = [shard.norms.get(start) for _, shard, start, _ in self._pieces]
         unknown = [
             shard.grad[start:end]
             for (_, shard, start, end), norm in zip(self._pieces, norms, strict=True)

@@ -175,7 +175,7 @@ class SubGroupInMemory:
             stored[key] = place
         self.sub_group.put_state(stored)
         result = Pending(writes)
-        shard.add_write(result)
+        shard.writes.append(result)
         return result
 
 

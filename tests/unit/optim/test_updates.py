@@ -26,12 +26,10 @@ class Shard:
         self.group = SimpleNamespace(tier=self.tier, name=name)
         self.sub_groups_left = 0
         self.update_end = None
+        self.writes = []
 
     def round_into_shard(self, start, values):
         return Pending()
-
-    def add_write(self, write):
-        write.wait()
 
 
 @pytest.fixture
