@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node, get_gradient_edge
@@ -21,19 +20,15 @@ def asks_for_other_gradients(params: Iterable[torch.Tensor]) -> bool:
 
     A backward of a loss that does not depend on `params` is none of these: other ranks, whose loss
     does, count on this one."""
+    is_reached = torch._C._will_engine_execute_node
     try:
         return not (
-            any(_is_reached(_accumulator(param)) for param in params if param.requires_grad)
-            or all(_is_reached(leaf) for leaf in _leaves(torch._C._current_autograd_node()))
+            any(is_reached(_accumulator(param)) for param in params if param.requires_grad)
+            or all(map(is_reached, _leaves(torch._C._current_autograd_node())))
         )
     except RuntimeError:
         # torch does not answer for a leaf whose gradient `torch.autograd.grad` returns.
         return True
-
-
-def keeps_graph() -> bool:
-    """Whether the backward that calls this from a hook leaves its graph for another one."""
-    return _get_current_graph_task_keep_graph()
 
 
 def in_gradient_transform() -> bool:
@@ -46,10 +41,6 @@ def in_gradient_transform() -> bool:
 def in_forward_mode() -> bool:
     """Whether the graph gets derivatives of forward mode, whose nodes no output shows."""
     return forward_ad._current_level >= 0
-
-
-def _is_reached(node: Node) -> bool:
-    return torch._C._will_engine_execute_node(node)
 
 
 def _accumulator(param: torch.Tensor) -> Node:

@@ -11,9 +11,10 @@ alone, and its all-gather would wait for the others."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from types import FunctionType, ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,16 +29,13 @@ logger = logging.getLogger("zero")
 
 
 def tensors_in(
-    value: object, *, in_objects: bool = False, known: Collection[int] = ()
+    value: object, in_objects: bool = False, known: set[int] | None = None
 ) -> Iterator[torch.Tensor]:
     """The tensors in a nest of tuples, lists, sets, mappings and dataclasses.
 
-    `in_objects`: also those in attributes of any other object, but for modules and those whose
-    `id` is in `known`."""
-    return _tensors_in(value, in_objects, set(known))
-
-
-def _tensors_in(value: object, in_objects: bool, known: set[int]) -> Iterator[torch.Tensor]:
+    `in_objects`: also those in attributes of any other object, but for modules. `known`: the `id`
+    of each object that is not looked into, to which those are added that are."""
+    known = set() if known is None else known
     items: Iterable[object]
     if isinstance(value, torch.Tensor):
         yield value
@@ -56,7 +54,7 @@ def _tensors_in(value: object, in_objects: bool, known: set[int]) -> Iterator[to
         return
     known.add(id(value))
     for item in items:
-        yield from _tensors_in(item, in_objects, known)
+        yield from tensors_in(item, in_objects, known)
 
 
 _WITHOUT_RESULTS = (str, bytes, int, float, type(None), type, nn.Module, FunctionType, ModuleType)
@@ -72,12 +70,9 @@ def _attributes(value: object) -> list[object]:
     return [*kept, *getattr(value, "__dict__", {}).values()]
 
 
-def tensors_with_grad(
-    value: object, *, in_objects: bool = False, known: Collection[int] = ()
-) -> Iterator[torch.Tensor]:
+def tensors_with_grad(value: object, **options: Any) -> Iterator[torch.Tensor]:
     """Those of `tensors_in` that require grad."""
-    tensors = tensors_in(value, in_objects=in_objects, known=known)
-    return (tensor for tensor in tensors if tensor.requires_grad)
+    return (tensor for tensor in tensors_in(value, **options) if tensor.requires_grad)
 
 
 def groups_shown_by(
@@ -131,30 +126,18 @@ class OutsideReads:
 
 class MissingGradients:
     """Warns once of each trainable parameter that a training forward read and that got no
-    gradient.
+    gradient: parameter number i of a group for each (group, i) that is left in `waiting`.
     """
 
     def __init__(self) -> None:
-        self._waiting: set[tuple[ParamGroup, int]] = set()
+        self.waiting: set[tuple[ParamGroup, int]] = set()
         self._told: set[str] = set()
-
-    def was_read(self, group: ParamGroup, index: int) -> None:
-        self._waiting.add((group, index))
-
-    def has_gradient(self, group: ParamGroup, index: int) -> None:
-        self._waiting.discard((group, index))
-
-    def clear(self) -> None:
-        self._waiting.clear()
 
     def warn(self) -> None:
         """The last backward of the forwards is over."""
-        wanting = (
-            (group, group.param_names[i])
-            for group, i in self._waiting
-            if group.params[i].requires_grad
-        )
-        names = sorted({name for group, name in wanting if group.trainable} - self._told)
+        trained = ((group, i) for group, i in self.waiting if group.trainable)
+        wanting = {g.param_names[i] for g, i in trained if g.params[i].requires_grad}
+        names = sorted(wanting - self._told)
         self._told.update(names)
         if names:
             logger.warning(

@@ -38,7 +38,7 @@ class ForwardWrites:
     passes compare nothing, because checksums read all weights and make the host wait.
 
     Attributes:
-        digest: of the values written since `start_over`; equal on all ranks that wrote the same.
+        digest: of the values written since it was 0; equal on all ranks that wrote the same.
         names: the parameters that were written.
     """
 
@@ -58,10 +58,6 @@ class ForwardWrites:
 
     def __str__(self) -> str:
         return f"{', '.join(self.names) or 'none'} (digest {self.digest})"
-
-    def start_over(self) -> None:
-        """The ranks have compared their digests."""
-        self.digest = 0
 
     def between_passes(self, trains: bool = True) -> None:
         """Keep what the script has written to parameters that always show their values, before
@@ -125,15 +121,12 @@ class ForwardWrites:
         return [group for group in self._always_shown if group.has_other_copies]
 
     def _keep_new_values(self, group: ParamGroup) -> bool:
-        """Whether any parameter of the group was written to."""
+        """Keep what was written to parameters of the group. Whether anything was."""
         replaced = group.take_in_replaced_data()
-        written = group.written_params() if group.has_other_copies else []
-        if not replaced and not written:
+        counted = group.written_params() if group.has_other_copies else []
+        written = sorted({*replaced, *counted})
+        if not written:
             return False
-        self._keep(group, sorted({*replaced, *written}))
-        return True
-
-    def _keep(self, group: ParamGroup, written: Sequence[int]) -> None:
         if group.packed:
             raise UsageError(
                 f"{group.param_names[written[0]]!r} was changed, and quantized weights and sharded "
@@ -155,6 +148,7 @@ class ForwardWrites:
         if group.comm.world_size > 1:
             sums = _checksums(group).sum() + sum(written)
             self.digest = (31 * self.digest + int(sums)) % _DIGESTS
+        return True
 
 
 def _refuse_lost(changed: Sequence[tuple[ParamGroup, torch.Tensor]], who: str) -> None:

@@ -104,13 +104,9 @@ class GatheredParameters:
         for each, (group, indices) in zip(pending, self._single.items(), strict=True):
             each.wait()
             group.show_single(indices)
-        sharded = [
-            group.params[i]
-            for group in self.asked
-            if not group.persistent
-            for i in self.asked[group]
-        ]
-        self._versions = {param: param._version for param in sharded}
+        sharded = [group for group in self.asked if not group.persistent]
+        params = [group.params[i] for group in sharded for i in self.asked[group]]
+        self._versions = {param: param._version for param in params}
         self._group_versions = {group: group.version for group in self.asked}
 
     def _one_by_one(self, group: ParamGroup, indices: Sequence[int]) -> list[int]:
@@ -119,12 +115,9 @@ class GatheredParameters:
         """
         if self.modifier_rank is not None or group.state is not State.SHARDED or group.persistent:
             return []
-        numel = sum(group.layout.slots[i].numel for i in indices)
-        return (
-            [i for i in indices if not group.has_single([i])]
-            if 2 * numel <= group.layout.numel
-            else []
-        )
+        if 2 * sum(group.layout.slots[i].numel for i in indices) > group.layout.numel:
+            return []
+        return [i for i in indices if not group.has_single([i])]
 
     def __exit__(self, exc_type: type | None, *exc_info: object) -> None:
         try:
@@ -140,9 +133,8 @@ class GatheredParameters:
         if changed and self.modifier_rank is None and exc_type is None:
             message = (
                 f"GatheredParameters: in-place modification of {len(changed)} sharded "
-                "parameter(s), which is lost with "
-                "modifier_rank=None; pass the rank whose values all ranks are to take over "
-                "(modifier_rank=0)"
+                "parameter(s), which is lost with modifier_rank=None; pass the rank whose values "
+                "all ranks are to take over (modifier_rank=0)"
             )
             if any(group.strict for group in self.asked):
                 raise RuntimeError(message)

@@ -34,10 +34,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from zero.core.derivatives import asks_for_other_gradients, in_forward_mode, keeps_graph
+from zero.core.derivatives import asks_for_other_gradients, in_forward_mode
 from zero.core.external_access import (
     MissingGradients,
     OutsideReads,
@@ -56,16 +57,6 @@ logger = logging.getLogger("zero")
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _hidden_result(group: ParamGroup, index: int) -> str:
-    modules = ", ".join(sorted({type(module).__name__ for module in group.modules}))
-    return (
-        f"the gradient of {group.param_names[index]!r} was computed while its weights were already "
-        f"resharded: the backward needs a result of {modules} that its forward did not return. "
-        "Return it, alone or in a tuple, list, dict or dataclass, instead of only keeping it on "
-        "the module"
-    )
 
 
 def _kept_by(module: nn.Module) -> list[object]:
@@ -193,25 +184,20 @@ class ModuleHooks:
     def install(self) -> None:
         """Put the hooks on the model; after `remove`, put them on again."""
 
-        self.forward_hooks.append(
-            self.module.register_forward_pre_hook(_Hook(self._root_pre_forward))
-        )
+        begins, ends = _Hook(self._root_pre_forward), _Hook(self._root_post_forward)
+        self.forward_hooks.append(self.module.register_forward_pre_hook(begins))
         per_module: dict[nn.Module, list[ParamGroup]] = {}
         for group in self.groups:
             for module in () if group.persistent else group.modules:
                 per_module.setdefault(module, []).append(group)
         for module, groups in per_module.items():
-            before, after = (
-                _Hook(partial(self._pre_forward, groups)),
-                _Hook(partial(self._post_forward, groups)),
-            )
+            before = _Hook(partial(self._pre_forward, groups))
+            after = _Hook(partial(self._post_forward, groups))
             self.forward_hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
             self.forward_hooks.append(module.register_forward_hook(after, with_kwargs=True))
         # Registered last, so that it runs after the hooks of groups that the root module itself
         # owns.
-        self.forward_hooks.append(
-            self.module.register_forward_hook(_Hook(self._root_post_forward), always_call=True)
-        )
+        self.forward_hooks.append(self.module.register_forward_hook(ends, always_call=True))
         for number, group in enumerate(self.groups):
             if group.trainable:
                 for i, param in enumerate(group.params):
@@ -241,9 +227,8 @@ class ModuleHooks:
         self._release_modules()
         if not self._awaited:
             self._release_reads()
-        self._begin_pass(
-            ("train again" if self._awaited else "train") if torch.is_grad_enabled() else "infer"
-        )
+        name = "train again" if self._awaited else "train"
+        self._begin_pass(name if torch.is_grad_enabled() else "infer")
 
     def _begin_pass(self, name: str) -> None:
         self._in_pass = True
@@ -278,12 +263,11 @@ class ModuleHooks:
         self._depth = max(0, self._depth - 1)
         if self._depth > 0:
             return
-        outputs = (
-            list(tensors_with_grad(output, in_objects=True)) if torch.is_grad_enabled() else []
-        )
-        for tensor in outputs:
+        is_awaited = False
+        for tensor in tensors_with_grad(output, in_objects=True) if torch.is_grad_enabled() else ():
             tensor.register_hook(self._backward_begins)
-        if outputs:
+            is_awaited = True
+        if is_awaited:
             self._awaited += 1
         else:
             self._end_pass()
@@ -309,7 +293,7 @@ class ModuleHooks:
         self._input_hooks.clear()
         self._called.clear()
         self._reads.release()
-        self._missing.clear()
+        self._missing.waiting.clear()
 
     def _end_pass(self, has_trained: bool = False) -> None:
         if not self._awaited:
@@ -333,23 +317,18 @@ class ModuleHooks:
             if recomputing:
                 self._in_backward.add(group)
             elif self._training and self._is_first:
-                for i in range(len(group.params)):
-                    self._missing.was_read(group, i)
+                self._missing.waiting.update((group, i) for i in range(len(group.params)))
             if torch.is_grad_enabled() and (group.shared or not group.trainable):
-                inputs = list(tensors_with_grad((args, kwargs)))
-                if inputs:
+                if inputs := list(tensors_with_grad((args, kwargs))):
+                    done = partial(self._release_from_backward, group)
                     # An input may be a leaf, which outlives the backward.
-                    self._input_hooks.append(
-                        register_multi_grad_hook(
-                            inputs, partial(self._inputs_done, group), mode="all"
-                        )
-                    )
+                    self._input_hooks.append(register_multi_grad_hook(inputs, done, mode="all"))
 
     def _read_outside(self, group: ParamGroup, param: nn.Parameter, func: Callable) -> None:
         if not self._in_pass:
             return
         if self._training and not in_backward() and func is not torch.Tensor.detach:
-            self._missing.was_read(group, group.index[param])
+            self._missing.waiting.add((group, group.index[param]))
         self._reads.hold(group)
 
     def _post_forward(
@@ -380,10 +359,8 @@ class ModuleHooks:
                 tensor.grad_fn.register_prehook(partial(self._pre_backward, groups))
                 is_hooked = True
         self._called.update(self._hooked.intersection(groups))
-        is_elsewhere = not is_hooked and (
-            passed_through or any(group.trainable for group in groups)
-        )
-        if is_elsewhere or in_forward_mode():
+        may_follow = passed_through or any(group.trainable for group in groups)
+        if (may_follow and not is_hooked) or in_forward_mode():
             # The result is kept on the module, or written into an argument.
             for group in groups:
                 self._reads.hold(group)
@@ -422,9 +399,8 @@ class ModuleHooks:
         self._in_pass = True
         self._graph_task = torch._C._current_graph_task_id()
         self._has_gradients = False
-        if (
-            self._awaited > 1 or not self._gathering.in_pass
-        ):  # it belongs to an earlier forward than the last one
+        # It may belong to an earlier forward than the last one.
+        if self._awaited > 1 or not self._gathering.in_pass:
             self._gathering.end_pass()
             self._record("backward")
         self._reductions.begin(self.absent)
@@ -447,9 +423,6 @@ class ModuleHooks:
             if torch.is_grad_enabled():
                 # No module's call shows when the derivative of this derivative needs the weights.
                 self._reads.hold(group)
-
-    def _inputs_done(self, group: ParamGroup, grads: Sequence[torch.Tensor | None]) -> None:
-        self._release_from_backward(group)
 
     def gradient_ready(self, group: ParamGroup, index: int) -> None:
         """The gradient of the group's parameter number `index` is complete."""
@@ -476,14 +449,20 @@ class ModuleHooks:
             self._has_gradients = True
             self._micro_batches.gradients_begin()
         if group in self._called and group.state is not State.UNSHARDED:
-            raise UsageError(_hidden_result(group, index))
-        self._missing.has_gradient(group, index)
+            modules = ", ".join(sorted({type(module).__name__ for module in group.modules}))
+            raise UsageError(
+                f"the gradient of {group.param_names[index]!r} was computed while its weights were "
+                f"already resharded: the backward needs a result of {modules} that its forward did "
+                "not return. Return it, alone or in a tuple, list, dict or dataclass, instead of "
+                "only keeping it on the module"
+            )
+        self._missing.waiting.discard((group, index))
         if self._reductions.collect(group, index):
             if not group.shared and not any(group in used for used in self._nested.values()):
                 self._release_from_backward(group)
             self._reductions.complete(group)
 
-    def _release_from_backward(self, group: ParamGroup) -> None:
+    def _release_from_backward(self, group: ParamGroup, *_: object) -> None:
         if group in self._in_backward:
             self._in_backward.remove(group)
             self._gathering.release(group)
@@ -513,8 +492,12 @@ class ModuleHooks:
 
     def _finish_backward(self) -> None:
         self._close_backward()
-        if not self._ignore_unused:
-            self._refuse_unused()
+        if not self._ignore_unused and (name := next(self._reductions.missing(), None)) is not None:
+            raise UsageError(
+                f"parameter {name!r} got no gradient in this backward, and "
+                "zero_optimization.ignore_unused_parameters is false: set it to true, or freeze "
+                "the parameter"
+            )
         if self._is_first:
             self._stands_in = stand_in(self._trained_params())
         self._is_first = False
@@ -523,12 +506,3 @@ class ModuleHooks:
         if not self._awaited:
             self._missing.warn()
         self._end_pass(has_trained=True)
-
-    def _refuse_unused(self) -> None:
-        name = next(self._reductions.missing(), None)
-        if name is not None:
-            raise UsageError(
-                f"parameter {name!r} got no gradient in this backward, and "
-                "zero_optimization.ignore_unused_parameters is false: set it to true, or freeze "
-                "the parameter"
-            )

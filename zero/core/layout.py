@@ -82,11 +82,9 @@ class GroupLayout:
             offset = round_up(offset + shape.numel(), ALIGNMENT)
         self.slots = tuple(slots)
         self.numel = sum(slot.numel for slot in slots)
-        self.padded = (
-            round_up(offset, ALIGNMENT * world_size)
-            if len(shapes) > 1
-            else round_up(self.numel, world_size)
-        )
+        self.padded = round_up(self.numel, world_size)
+        if len(shapes) > 1:
+            self.padded = round_up(offset, ALIGNMENT * world_size)
         self.shard_numel = self.padded if replicated else self.padded // world_size
 
     def gaps(self) -> list[tuple[int, int]]:

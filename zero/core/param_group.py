@@ -21,13 +21,12 @@ storage. They are valid again whenever backward unshards the group."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import nn
 
 from zero.comm.clock import label
 from zero.comm.communicator import Communicator
@@ -129,15 +128,9 @@ class ParamGroup(NamedGroup):
         ]
         self.dtype = torch.uint8 if packed else dtype or self.params[0].dtype
         self.trainable = self.params[0].requires_grad
-        ranks = comm.shard_group
-        self.layout = GroupLayout(
-            [
-                torch.Size([local(param).nbytes]) if packed else local(param).shape
-                for param in self.params
-            ],
-            ranks.size,
-            replicated,
-        )
+        ranks, shown = comm.shard_group, [local(param) for param in self.params]
+        shapes = [torch.Size([each.nbytes]) if packed else each.shape for each in shown]
+        self.layout = GroupLayout(shapes, ranks.size, replicated)
         self._forms = [self._form(param) for param in self.params]
         self.shard_range = self.layout.shard_range(ranks.rank)
         self.pieces = self.layout.pieces(ranks.rank)
@@ -151,7 +144,8 @@ class ParamGroup(NamedGroup):
         self.has_aliases = False
         # Set by the optimizer that updates the shard; each all-gather waits for its updates.
         self.optimizer_shard: OptimizerShard | None = None
-        self._read_hook: ReadHook | None = None
+        # Called when a function needs a sharded parameter's values.
+        self.read_hook: ReadHook | None = None
         # How often each parameter was written in place, as torch counts it, when it was last shown.
         self._versions = [0] * len(self.params)
         self._gather = Pending()
@@ -160,21 +154,16 @@ class ParamGroup(NamedGroup):
         values = self._take_values()
         rounds = self.trainable and torch.promote_types(values.dtype, self.dtype) != self.dtype
         self.master_tier = master_tier
-        self.initial_master = (
-            master_tier.keep(self._own_slice(values))
-            if master_tier is not None and rounds
-            else None
-        )
+        self.initial_master: torch.Tensor | None = None
+        if master_tier is not None and rounds:
+            self.initial_master = master_tier.keep(self._own_slice(values))
         values = values.to(self.dtype)
-        if self.persistent:
-            self.full = values
-            self.shard = (
-                self._own_slice(values) if on_device else self.tier.keep(self._own_slice(values))
-            )
-        else:
-            self.shard = self.tier.keep(self._own_slice(values))
+        is_own = self.persistent and on_device
+        self.shard = self._own_slice(values) if is_own else self.tier.keep(self._own_slice(values))
+        if not self.persistent:
             del values
-            self.full = torch.empty(self.layout.padded, dtype=self.dtype, device=comm.device)
+            values = torch.empty(self.layout.padded, dtype=self.dtype, device=comm.device)
+        self.full = values
         self._placeholders = [
             placeholder(form.shape, form.dtype, self.full.device) for form in self._forms
         ]
@@ -182,7 +171,7 @@ class ParamGroup(NamedGroup):
         self._single: dict[int, torch.Tensor] = {}
         self._make_views()
         if self.persistent:
-            residency.add_persistent(self.layout.numel)
+            residency.persistent += self.layout.numel
             self._show_values()
             self.state = State.UNSHARDED
         else:
@@ -254,7 +243,7 @@ class ParamGroup(NamedGroup):
         if self._handed_over < len(self.params):
             return
         if self.persistent:
-            self.residency.add_persistent(-self.layout.numel)
+            self.residency.persistent -= self.layout.numel
         elif self.state is not State.SHARDED:
             self.reshard()
         self._views = []
@@ -305,16 +294,17 @@ class ParamGroup(NamedGroup):
         """
         return self.tier.store(self.shard[start : start + values.numel()], values)
 
+    def _values_change(self) -> None:
+        self.version += 1
+
     def refresh(self) -> None:
         """The shard has new values, so `full` is stale: reshard the group; gather a persistent one
         again, and one whose values a context shows.
         """
-        self.version += 1
+        self._values_change()
         if self.persistent:
-            if (
-                self.layout.shard_numel < self.layout.padded
-                or self.shard.device != self.full.device
-            ):
+            is_elsewhere = self.shard.device != self.full.device
+            if is_elsewhere or self.layout.shard_numel < self.layout.padded:
                 with torch.no_grad():
                     self.comm.all_gather(self.full, self.shard, self).wait()
         elif self.users > 0:
@@ -332,7 +322,7 @@ class ParamGroup(NamedGroup):
                 f"{self} is in use with rounded values: change weights before forward or after the "
                 "step"
             )
-        self.version += 1
+        self._values_change()
         own = self._own_slice(self.full)
         if self.persistent:
             self.comm.broadcast(self.full, src)
@@ -412,7 +402,7 @@ class ParamGroup(NamedGroup):
                 "delete zero_quantized_weights, or change the weights between two steps inside of "
                 "zero.GatheredParameters(param, modifier_rank=0)"
             )
-        self.version += 1
+        self._values_change()
         own = self._own_slice(self.full)
         if self.shard.data_ptr() != own.data_ptr():
             self.tier.store(self.shard, own).wait()
@@ -512,14 +502,9 @@ class ParamGroup(NamedGroup):
             self.state = State.GATHERED
             self.reshard_but_keep_aliases()
             return
-        self._free_storage()
         self.residency.remove(self.layout.numel)
         self.state = State.SHARDED
-
-    def _free_storage(self) -> None:
-        """Free the memory of `full`, unless a numpy array shares it: torch cannot know when that
-        array is gone, so that this storage stays for good.
-        """
+        # torch cannot know when a numpy array of it is gone, so that this storage stays for good.
         storage = self.full.untyped_storage()
         if storage.resizable():
             storage.resize_(0)
@@ -588,13 +573,8 @@ class ParamGroup(NamedGroup):
         """Call `hook` when a function needs a sharded parameter's values; None removes the hook.
         Returns the former one.
         """
-        former, self._read_hook = self._read_hook, hook
+        former, self.read_hook = self.read_hook, hook
         return former
-
-    def before_read(self, param: nn.Parameter, func: Callable) -> None:
-        """`func` needs the values of this sharded parameter."""
-        if self._read_hook is not None:
-            self._read_hook(param, func)
 
     # -- single parameters
 
@@ -640,9 +620,8 @@ def unsharded(groups: Sequence[ParamGroup]) -> Iterator[None]:
             group.reshard()
     found_sharded = [group.state is State.SHARDED for group in groups]
     for number, group in enumerate(groups):
-        for each in groups[
-            number : number + 2
-        ]:  # the next all-gather runs while this one is waited for
+        # The next all-gather runs while this one is waited for.
+        for each in groups[number : number + 2]:
             if each.state is State.SHARDED:
                 each.all_gather()
         group.unshard()

@@ -41,9 +41,6 @@ class Residency:
     def remove(self, numel: int) -> None:
         self.live -= numel
 
-    def add_persistent(self, numel: int) -> None:
-        self.persistent += numel
-
 
 class Plan:
     """A recorded order of visits, and how many elements are used between two visits of one group.

@@ -48,17 +48,9 @@ class SecondaryPartitionGroup(ParamGroup):
 
     # -- changes of the values
 
-    def refresh(self) -> None:
+    def _values_change(self) -> None:
         self.second = None
-        super().refresh()
-
-    def broadcast_values(self, src: int) -> None:
-        self.second = None
-        super().broadcast_values(src)
-
-    def keep_written_values(self) -> None:
-        self.second = None
-        super().keep_written_values()
+        super()._values_change()
 
     def move_weights(self, tier: Tier) -> None:
         self.second = None

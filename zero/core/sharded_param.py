@@ -6,12 +6,12 @@ parameter itself, whether a module, a list, an activation checkpoint or
 `torch.autograd.Function.apply` holds it.
 
 This file knows nothing of modules or process groups. Of the group that holds a parameter's values
-it uses two methods: `before_read`, and `unsharded` for copies."""
+it uses `read_hook`, and `unsharded` for copies."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
@@ -154,16 +154,15 @@ def written_by(func: Callable, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves((target, out)) if isinstance(leaf, torch.Tensor)]
 
 
+def _without_values(nest: object) -> Iterator[PlaceholderView | ShardedParameter]:
+    kinds = (PlaceholderView, ShardedParameter)
+    return (leaf for leaf in tree_leaves(nest) if isinstance(leaf, kinds))
+
+
 def _refuse_access(func: Callable, args: tuple, kwargs: dict) -> NoReturn:
     """Raise UsageError: `func` reads or writes values that are not there."""
-    written = written_by(func, args, kwargs)
-    writes = any(isinstance(leaf, (PlaceholderView, ShardedParameter)) for leaf in written)
-    names = (
-        leaf.param_name
-        for leaf in tree_leaves((args, kwargs))
-        if isinstance(leaf, (PlaceholderView, ShardedParameter))
-    )
-    name = next(names, "")
+    writes = any(_without_values(written_by(func, args, kwargs)))
+    name = next((leaf.param_name for leaf in _without_values((args, kwargs))), "")
     act, context = ("write to", ", modifier_rank=0") if writes else ("read", "")
     raise UsageError(
         f"{_name(func)} would {act} the values of parameter {name!r}, which is sharded over the "
@@ -198,11 +197,7 @@ class PlaceholderView(torch.Tensor):
         cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
     ) -> object:
         kwargs = kwargs or {}
-        views = [
-            leaf
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, (PlaceholderView, ShardedParameter))
-        ]
+        views = list(_without_values((args, kwargs)))
         if not views or (needs_values(func) and not _gives_view(func)):
             _refuse_access(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
@@ -247,7 +242,8 @@ class ShardedParameter(nn.Parameter):
             group = owning_group(param)
             # Another parameter of the same group may have come first.
             if group is not None and isinstance(param, ShardedParameter):
-                group.before_read(param, func)
+                if group.read_hook is not None:
+                    group.read_hook(param, func)
         if not any(isinstance(param, ShardedParameter) for param in sharded):
             return func(*args, **kwargs)
         return PlaceholderView.__torch_function__(func, types, args, kwargs)

@@ -515,7 +515,7 @@ class ZeroOptimizer:
             require_same(self.comm, {"frozen parameters": ", ".join(frozen) or "none"})
             raise UsageError("the ranks of another pipeline stage have frozen different parameters")
         if self.writes is not None:
-            self.writes.start_over()
+            self.writes.digest = 0
         return norm
 
     def _norms_of_pieces(self) -> list[torch.Tensor]:
