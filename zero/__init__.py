@@ -7,10 +7,13 @@ the script with `zero run`, or see `zero.hf.enable`.
 from zero import fragments
 from zero.core.gathered_parameters import GatheredParameters
 from zero.core.init import Init
-from zero.core.layout import register_external_parameter, unregister_external_parameter
 from zero.engine import ZeroEngine
 from zero.integrations.deepspeed import labels, leaf
 from zero.integrations.deepspeed.engine import initialize
+from zero.integrations.deepspeed.leaf import (
+    register_external_parameter,
+    unregister_external_parameter,
+)
 from zero.streaming import GatheredWhenRead, stream_weights
 
 __version__ = "0.1.0"

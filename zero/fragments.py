@@ -66,10 +66,14 @@ class ParameterState:
                 self._owned = found
         self.exists = self._has_values()
         if self.exists:
-            slot = next(i for i, held in enumerate(group.params) if held is param)
+            slot, layout, (low, _) = group.index[param], group.layout, group.shard_range
             # A rank without a part of the parameter has an empty piece, because it must take part
-            # in collectives.
-            self.piece = group.layout.part(slot, group.comm.shard_group.rank)
+            # in collectives. The piece of a group's only parameter has all of the shard's padding.
+            self.piece = next(
+                (each for each in group.pieces if each.slot == slot), Piece(slot, 0, 0, 0)
+            )
+            if len(layout.slots) == 1:
+                self.piece = Piece(0, 0, min(low, layout.numel), layout.shard_numel)
 
     def _has_values(self) -> bool:
         if self.kind == GRADIENT:

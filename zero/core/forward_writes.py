@@ -167,12 +167,9 @@ def _refuse_lost(changed: Sequence[tuple[ParamGroup, torch.Tensor]], who: str) -
         )
 
 
+@torch.no_grad()
 def _checksums(group: ParamGroup) -> torch.Tensor:
     """A 64-bit number for the values of each parameter, on the group's device."""
-    with torch.no_grad():
-        return torch.stack(
-            [
-                values.reshape(-1).view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)
-                for values in group.unsharded_values()
-            ]
-        )
+    values = group.unsharded_values()
+    numbers = (each.reshape(-1).view(_INTEGERS[each.element_size()]) for each in values)
+    return torch.stack([each.sum(dtype=torch.int64) for each in numbers])

@@ -244,11 +244,9 @@ class ModuleHooks:
 
     def _warn_of_unfrozen(self) -> None:
         for group in self.groups:
-            if (
-                not group.trainable
-                and group not in self._unfrozen
-                and any(param.requires_grad for param in group.params)
-            ):
+            if group.trainable or group in self._unfrozen:
+                continue
+            if any(param.requires_grad for param in group.params):
                 self._unfrozen.add(group)
                 logger.warning(
                     "%s was frozen when the engine was made, and stays as it is: set requires_grad "
@@ -385,9 +383,8 @@ class ModuleHooks:
         torch.autograd.Variable._execution_engine.queue_callback(finish)
 
     def _trained_params(self) -> Iterator[nn.Parameter]:
-        for group in self.groups:
-            if group.trainable:
-                yield from group.params
+        trained = (group for group in self.groups if group.trainable)
+        return (param for group in trained for param in group.params)
 
     def _take_back(self) -> None:
         if self._stands_in is not None:

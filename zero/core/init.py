@@ -99,26 +99,20 @@ class Init:
         self.dtype = dtype
         if not self.enabled:
             return
-        offload, aio, self.strict = OffloadConfig(), AioConfig(), False
+        settings = load_config({} if source is None else source, allow_auto=True)
+        zero = settings.zero_optimization
+        if dtype is None and settings.compute_dtype != torch.float32:
+            self.dtype = settings.compute_dtype
+        self.strict = zero.enable_sanity_checks
         # Which buffers `shard_loaded` takes, as `quantized_tensors` says.
-        self.buffers: bool | None = None
-        self.comm = comm.communicator()
-        if source is not None:
-            settings = load_config(source, allow_auto=True)
-            if dtype is None and settings.compute_dtype != torch.float32:
-                self.dtype = settings.compute_dtype
-            self.strict = settings.zero_optimization.enable_sanity_checks
-            self.buffers = settings.zero_optimization.stage3_shard_buffers
-            self.comm = self.comm.within(
-                settings.zero_optimization.shards_over(self.comm.world_size)
-            )
-            if settings.zero_optimization.offloads_params:
-                offload = settings.zero_optimization.offload_param or offload
-                aio = settings.aio
+        self.buffers = zero.stage3_shard_buffers
+        everyone = comm.communicator()
+        self.comm = everyone.within(zero.shards_over(everyone.world_size))
+        aio = settings.aio if zero.offloads_params else AioConfig()
+        offload = (zero.offload_param if zero.offloads_params else None) or OffloadConfig()
         overrides = {"device": remote_device, "pin_memory": pin_memory}
-        offload = offload.model_copy(
-            update={key: value for key, value in overrides.items() if value is not None}
-        )
+        given = {key: value for key, value in overrides.items() if value is not None}
+        offload = offload.model_copy(update=given)
         if offload.device == "nvme" and not offload.nvme_path:
             raise UsageError(
                 "zero.Init: remote_device is nvme: name a folder by offload_param.nvme_path"
@@ -193,17 +187,11 @@ class Init:
         """Shard what `module` itself has, quantized or not, as it is.
 
         Returns the groups: one of all its quantized tensors, one for each other parameter."""
-        packed = {
-            quantized.name: quantized
-            for quantized in quantized_tensors(module, self.buffers)
-            if owning_group(quantized.tensor) is None
-        }
+        found = quantized_tensors(module, self.buffers)
+        packed = {each.name: each for each in found if owning_group(each.tensor) is None}
         tensors = {name: quantized.tensor for name, quantized in packed.items()}
-        own = {
-            name: param
-            for name, param in self._ordinary(module).items()
-            if name not in packed and not is_quantized(param)
-        }
+        named = self._ordinary(module).items()
+        own = {n: param for n, param in named if n not in packed and not is_quantized(param)}
         self._require_same(module, tensors | own)
         plans = [GroupPlan(name, [param], [name], [module]) for name, param in own.items()]
         if packed:
@@ -214,24 +202,16 @@ class Init:
         return [self._make_group(plan) for plan in plans]
 
     def _ordinary(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        return {
-            name: param
-            for name, param in module.named_parameters(recurse=False)
-            if owning_group(param) is None
-            and param.is_floating_point()
-            and param.numel()
-            and not param.is_meta
-        }
+        named = module.named_parameters(recurse=False)
+        own = ((name, param) for name, param in named if owning_group(param) is None)
+        return {n: p for n, p in own if p.is_floating_point() and p.numel() and not p.is_meta}
 
     def _require_same(self, module: nn.Module, own: Mapping[str, torch.Tensor]) -> None:
-        if not own:
-            return
-        shapes = {name: f"{tuple(param.shape)} {param.dtype}" for name, param in own.items()}
-        kind = type(module).__name__
-        require_same(
-            self.comm,
-            {f"parameter {name} of a {kind}": shape for name, shape in shapes.items()},
-        )
+        if own:
+            kind = type(module).__name__
+            shapes = {name: f"{tuple(param.shape)} {param.dtype}" for name, param in own.items()}
+            facts = {f"parameter {name} of a {kind}": shape for name, shape in shapes.items()}
+            require_same(self.comm, facts)
 
     def _make_group(self, plan: GroupPlan, dtype: torch.dtype | None = None) -> ParamGroup:
         place = {"tier": self.tier, "strict": self.strict}

@@ -31,7 +31,6 @@ from torch import nn
 
 from zero.core.quantized_weights import LEAST_BYTES, is_quantized, quantized_tensors
 from zero.core.sharded_param import local
-from zero.errors import UsageError
 from zero.offload.pinned import round_up
 
 # Slots start on multiples of this many elements: 64 bytes of a 16-bit dtype. Matrix kernels and the
@@ -108,17 +107,6 @@ class GroupLayout:
                 found.append(Piece(index, start - low, start - slot.offset, end - start))
         return found
 
-    def part(self, slot: int, rank: int) -> Piece:
-        """The part of a slot in `rank`'s shard, possibly empty.
-
-        A group's only slot: all of the shard, with padding.
-        """
-        if len(self.slots) == 1:
-            return Piece(0, 0, min(self.shard_range(rank)[0], self.numel), self.shard_numel)
-        return next(
-            (piece for piece in self.pieces(rank) if piece.slot == slot), Piece(slot, 0, 0, 0)
-        )
-
 
 @dataclass
 class GroupPlan:
@@ -139,37 +127,12 @@ class GroupPlan:
     aliases: dict[torch.Tensor, list[torch.Tensor]] = field(default_factory=dict)
 
 
-# Attributes of modules. The functions of `zero.integrations.deepspeed.leaf` and
-# `register_external_parameter` set them. The first has DeepSpeed's name, because scripts set it
-# too.
+# Attributes of modules that the functions of `zero.integrations.deepspeed.leaf` set. The first has
+# DeepSpeed's name, because scripts set it too.
 LEAF_FLAG = "_z3_leaf"
 EXTERNAL_PARAMETERS = "_zero_external_parameters"
 # Of a model that `zero.parallel.pipeline` has split, and that lacks what other ranks have.
 PIPELINE_PLACE = "_zero_pipeline"
-
-
-def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Say that `module`'s own forward reads `parameter`, which another module owns. Both calls then
-    unshard it.
-
-    Call it before `zero.initialize`. Without it, such a parameter is unsharded at its first read
-    and stays unsharded to the end of the backward."""
-    if not isinstance(parameter, nn.Parameter):
-        raise UsageError(
-            "register_external_parameter: expected a torch.nn.Parameter, got "
-            f"{type(parameter).__name__}"
-        )
-    module.__dict__.setdefault(EXTERNAL_PARAMETERS, []).append(parameter)
-
-
-def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Undo `register_external_parameter`."""
-    registered = module.__dict__.get(EXTERNAL_PARAMETERS, [])
-    if not any(known is parameter for known in registered):
-        raise UsageError(
-            "unregister_external_parameter: this parameter is not registered for this module"
-        )
-    registered[:] = [known for known in registered if known is not parameter]
 
 
 def packs_experts(module: nn.Module) -> bool:
@@ -179,9 +142,7 @@ def packs_experts(module: nn.Module) -> bool:
     experts = getattr(module, "num_experts", None)
     # Under expert parallelism the module's number is this rank's, and the parameters are DTensors.
     own = (getattr(param, "_local_tensor", param) for param in module.parameters(recurse=False))
-    return isinstance(experts, int) and any(
-        param.dim() == 3 and len(param) == experts for param in own
-    )
+    return isinstance(experts, int) and any(p.dim() == 3 and len(p) == experts for p in own)
 
 
 def find_blocks(model: nn.Module) -> dict[nn.Module, str]:
@@ -221,13 +182,9 @@ def _prompt_encoders(model: nn.Module) -> set[nn.Parameter]:
     """The parameters of PEFT's prompt encoders. To save a prompt, PEFT calls them on rank 0 alone,
     where a gather would wait for the other ranks.
     """
-    encoders = (getattr(module, "prompt_encoder", None) for module in model.modules())
-    return {
-        param
-        for encoder in encoders
-        if isinstance(encoder, nn.Module)
-        for param in encoder.parameters()
-    }
+    found = (getattr(module, "prompt_encoder", None) for module in model.modules())
+    encoders = [each for each in found if isinstance(each, nn.Module)]
+    return {param for encoder in encoders for param in encoder.parameters()}
 
 
 def plan_groups(
@@ -263,9 +220,7 @@ def plan_groups(
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     names: dict[nn.Parameter, str] = {}
     aliases: dict[torch.Tensor, list[torch.Tensor]] = {}
-    module_names: dict[nn.Module, str] = {}
     for module_name, module in model.named_modules():
-        module_names[module] = module_name
         packed = quantized_tensors(module, buffers)
         aliases |= {each.tensor: each.aliases for each in packed}
         own = [(each.name, cast(nn.Parameter, each.tensor)) for each in packed]
@@ -275,7 +230,7 @@ def plan_groups(
         for name, param in own:
             owners.setdefault(param, []).append(module)
             names.setdefault(param, f"{module_name}.{name}" if module_name else name)
-    for module in list(module_names):
+    for module in model.modules():
         for param in module.__dict__.get(EXTERNAL_PARAMETERS, ()):
             if param in owners and module not in owners[param]:
                 owners[param].append(module)

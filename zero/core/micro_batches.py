@@ -86,8 +86,7 @@ class MicroBatches:
         if self.scales_loss and not self.loss_was_scaled:
             raise RuntimeError(
                 "Loss scaling is required with fp16, and the loss was not scaled: call "
-                "engine.backward(loss), or "
-                "engine.scale(loss).backward()"
+                "engine.backward(loss), or engine.scale(loss).backward()"
             )
         by_engine = MicroBatches._backwards_of_engines > 0
         self.factor = 1.0 if by_engine else 1.0 / self.steps

@@ -73,9 +73,8 @@ class OptimizerShard:
         keeps its fp32 values in the master."""
         shard, initial = self.group.shard, self.group.initial_master
         self.group.initial_master = None
-        in_another_file = (
-            self.group.tier.holds_in_file(shard) and self.group.tier.file is not self.tier.file
-        )
+        tier = self.group.tier
+        in_another_file = tier.holds_in_file(shard) and tier.file is not self.tier.file
         if shard.dtype == dtype and shard.device == self.tier.device and not in_another_file:
             self.master = shard
         elif initial is not None and self.group.master_tier == self.tier and initial.dtype == dtype:
@@ -166,10 +165,6 @@ class OptimizerShard:
             self.grad = self.tier.keep(self.grad, dtype)
 
     # -- late updates
-
-    def is_ready(self) -> bool:
-        """Whether the last step's update is computed. It may not be written to its file yet."""
-        return self.sub_groups_left <= 0
 
     def wait(self) -> None:
         """Block until the last step's update is computed and written."""

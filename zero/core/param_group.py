@@ -278,7 +278,7 @@ class ParamGroup(NamedGroup):
 
         They may not be in the shard's file yet.
         """
-        return self.optimizer_shard is None or self.optimizer_shard.is_ready()
+        return self.optimizer_shard is None or self.optimizer_shard.sub_groups_left <= 0
 
     def wait_for_update(self) -> None:
         """Block until the shard has the values of the last step."""
@@ -384,11 +384,8 @@ class ParamGroup(NamedGroup):
 
     def written_params(self) -> list[int]:
         """The parameters, by index, that were changed in place since they were shown."""
-        return [
-            i
-            for i, (param, version) in enumerate(zip(self.params, self._versions, strict=True))
-            if param._version != version
-        ]
+        versions = zip(self.params, self._versions, strict=True)
+        return [i for i, (param, version) in enumerate(versions) if param._version != version]
 
     @torch.no_grad()
     def keep_written_values(self) -> None:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -206,11 +206,8 @@ class GradientReducer:
         factor = self._micro_batches.factor if factor is None else factor
         entry = self.gradients[group]
         flat = self._flatten(group, entry)
-        rest = [
-            self._place(group, flat, index)
-            for index in range(len(group.params))
-            if index not in entry.parts
-        ]
+        missing = set(range(len(group.params))).difference(entry.parts)
+        rest = [self._place(group, flat, index) for index in sorted(missing)]
         if zeros := rest + [flat[start:end] for start, end in group.layout.gaps()]:
             torch._foreach_zero_(zeros)
         if factor != 1.0:
@@ -288,14 +285,13 @@ class GradientReducer:
         if reduction.shard.is_offloaded:
             self._offloading.append((reduction.shard, written))
 
-    def move_carried(self, groups: Iterable[ParamGroup], tier: Tier) -> None:
-        """Move the sums that wait for a last micro-batch to `tier`.
+    def move_carried(self, group: ParamGroup, tier: Tier) -> None:
+        """Move the sum that waits for a last micro-batch to `tier`.
 
         No reduction may be in flight.
         """
-        for group in groups:
-            if (carried := self.gradients[group].carried) is not None:
-                self.gradients[group].carried = tier.keep(carried)
+        if (carried := self.gradients[group].carried) is not None:
+            self.gradients[group].carried = tier.keep(carried)
 
     @property
     def keeps_on_rank(self) -> bool:

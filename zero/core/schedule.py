@@ -125,9 +125,8 @@ class Schedule:
         position = len(self._trace)
         self._trace.append(group)
         self._last_position[group] = position
-        if self._plan is not None and (
-            position >= len(self._plan.order) or self._plan.order[position] != group
-        ):
+        plan = self._plan
+        if plan is not None and plan.order[position : position + 1] != (group,):
             self._plan = None
 
     def recorded(self, kind: Hashable) -> Sequence[int]:
@@ -162,7 +161,5 @@ class Schedule:
 
         `in_flight`: elements of such all-gathers.
         """
-        return (
-            in_flight < self.prefetch_bucket_size
-            and live + self.sizes[group] <= self.max_live_parameters
-        )
+        fits = live + self.sizes[group] <= self.max_live_parameters
+        return fits and in_flight < self.prefetch_bucket_size

@@ -294,11 +294,9 @@ def plain_class(tensor: torch.Tensor) -> type:
 @cache
 def _sharded_class(plain: type) -> type:
     """Its name is that of `plain`, because PEFT and transformers ask for the name "Params4bit"."""
-    return (
-        ShardedParameter
-        if plain is nn.Parameter
-        else type(plain.__name__, (ShardedParameter, plain), {})
-    )
+    if plain is nn.Parameter:
+        return ShardedParameter
+    return type(plain.__name__, (ShardedParameter, plain), {})
 
 
 def show(param: torch.Tensor, values: torch.Tensor) -> None:

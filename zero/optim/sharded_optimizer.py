@@ -432,7 +432,7 @@ class ZeroOptimizer:
                 continue
             if GRADIENTS in names:
                 shard.move_gradient(tier)
-                self.reducer.move_carried([group], tier)
+                self.reducer.move_carried(group, tier)
             if MASTERS in names and not shard.shares_weights:
                 shard.master = tier.keep(shard.master)
             if MOMENTS in names:

@@ -1,12 +1,13 @@
-"""Marks leaf modules, whose parameters are always gathered together. The functions are DeepSpeed's.
+"""Marks leaf modules, whose parameters are always gathered together, and parameters that a module
+reads of another one. The functions are DeepSpeed's.
 
 If the forward of a module chooses among its children, as a mixture of experts does, and ranks may
 choose differently, mark the module as a leaf, because all ranks must take part in each all-gather.
 Transformer blocks are gathered as a whole anyway, so you need leaves only outside of them, and in
 models that do not name their blocks. Call these functions before `initialize`.
 
-A leaf is a module with the attribute `zero.core.layout.LEAF_FLAG`. This file knows nothing else of
-how groups are made."""
+A leaf is a module with the attribute `zero.core.layout.LEAF_FLAG`, and `EXTERNAL_PARAMETERS` lists
+what a module reads. This file knows nothing else of how groups are made."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from zero.config import LeafModuleConfig
-from zero.core.layout import LEAF_FLAG
+from zero.core.layout import EXTERNAL_PARAMETERS, LEAF_FLAG
 from zero.errors import UsageError
 
 
@@ -72,3 +73,27 @@ def _mark_named(
 
 def _refuse(what: str, missing: Sequence[object]) -> None:
     raise UsageError(f"leaf modules: the model has no module {what} {', '.join(map(str, missing))}")
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Say that `module`'s own forward reads `parameter`, which another module owns. Both calls then
+    unshard it.
+
+    Call it before `zero.initialize`. Without it, such a parameter is unsharded at its first read
+    and stays unsharded to the end of the backward."""
+    if not isinstance(parameter, nn.Parameter):
+        raise UsageError(
+            "register_external_parameter: expected a torch.nn.Parameter, got "
+            f"{type(parameter).__name__}"
+        )
+    module.__dict__.setdefault(EXTERNAL_PARAMETERS, []).append(parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Undo `register_external_parameter`."""
+    registered = module.__dict__.get(EXTERNAL_PARAMETERS, [])
+    if not any(known is parameter for known in registered):
+        raise UsageError(
+            "unregister_external_parameter: this parameter is not registered for this module"
+        )
+    registered[:] = [known for known in registered if known is not parameter]
