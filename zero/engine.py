@@ -308,15 +308,6 @@ class ZeroEngine(Accumulation, nn.Module):
         """Discard the accumulated gradients. `step` does this too, so you rarely need it."""
         self.reducer.clear()
 
-    def set_progress(
-        self, global_steps: int, micro_steps: int, skipped_steps: int, global_samples: int
-    ) -> None:
-        """Continue to count from these numbers, which come from a checkpoint."""
-        self.global_steps = global_steps
-        self.micro_steps = micro_steps
-        self.skipped_steps = skipped_steps
-        self.global_samples = global_samples
-
     def was_step_applied(self) -> bool:
         """Whether the last call of `step()` updated the parameters."""
         return self._step_applied

@@ -48,6 +48,7 @@ from zero.checkpoint.manifest import (
     DamagedCheckpointError,
     File,
     Manifest,
+    damaged,
     read_manifest,
 )
 from zero.checkpoint.values import dtype_name, dtype_of
@@ -137,15 +138,12 @@ def header(tensors: Iterable[TensorSpec]) -> bytes:
     end = 0
     for tensor in tensors:
         start, end = end, end + tensor.nbytes
-        if tensor.dtype not in SAFETENSORS_NAMES:
+        if (dtype := SAFETENSORS_NAMES.get(tensor.dtype)) is None:
             raise ValueError(
                 f"{tensor.name}: safetensors has no {tensor.dtype}, so it cannot be stored"
             )
-        entries[tensor.name] = {
-            "dtype": SAFETENSORS_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
+        place = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        entries[tensor.name] = place
     encoded = json.dumps(entries, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)  # the format aligns the data
     return len(encoded).to_bytes(8, "little") + encoded
@@ -162,11 +160,10 @@ def write(slices: Sequence[Slice], folder: Path, name: str) -> dict:
     manifest.
     """
     # Larger elements first: so each element is at a multiple of its size, and in one block only.
-    stored = sorted((each for each in slices if each.values.numel()), key=_falling_itemsize)
-    begin = header(
-        TensorSpec(f"{each.key}@{each.start}", each.values.shape, each.values.dtype)
-        for each in stored
-    )
+    stored = [each for each in slices if each.values.numel()]
+    stored.sort(key=lambda each: -each.values.itemsize)
+    specs = ((f"{each.key}@{each.start}", each.values) for each in stored)
+    begin = header(TensorSpec(key, values.shape, values.dtype) for key, values in specs)
     contents = [torch.frombuffer(bytearray(begin), dtype=torch.uint8)]
     contents += [each.values for each in stored]
     *starts, size = accumulate((content.nbytes for content in contents), initial=0)
@@ -198,10 +195,6 @@ def write(slices: Sequence[Slice], folder: Path, name: str) -> dict:
         place = [each.start, each.values.numel(), name, position]
         tensors.setdefault(each.key, entry)["slices"].append(place)
     return {"name": name, "file": {"bytes": size, "sums": sums}, "tensors": tensors}
-
-
-def _falling_itemsize(each: Slice) -> int:
-    return -each.values.itemsize
 
 
 # -- reading
@@ -317,10 +310,8 @@ class CheckpointReader:
                 os.close(descriptor)
             if found != expected:
                 self._read_file(name, None)  # whose damage is it?
-                raise DamagedCheckpointError(
-                    f"{self.folder / MANIFEST} is damaged: {name} has tensors of other sizes or "
-                    "dtypes"
-                )
+                why = f"{name} has tensors of other sizes or dtypes"
+                raise damaged(self.folder / MANIFEST, why)
 
     def _joined(self, key: str) -> torch.Tensor:
         """All of a parameter's tensor, in host memory."""
@@ -368,14 +359,10 @@ class CheckpointReader:
             while left:
                 count = os.preadv(descriptor, [left], begin + len(memory) - len(left))
                 if not count:
-                    raise DamagedCheckpointError(
-                        f"{path} is damaged: it became shorter while it was read"
-                    )
+                    raise damaged(path, "it became shorter while it was read")
                 left = left[count:]
             if xxhash.xxh3_64_hexdigest(memory) != entry.sums[number]:
-                raise DamagedCheckpointError(
-                    f"{path} is damaged: its checksum does not match its content"
-                )
+                raise damaged(path, "its checksum does not match its content")
             for target in wanted.get(number, ()):
                 target.take(block, begin)
             if advance is not None:
@@ -426,11 +413,9 @@ def _open(path: Path, entry: File) -> int:
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{path} is missing") from None
     except OSError as error:
-        raise DamagedCheckpointError(
-            f"{path} is damaged: it cannot be opened: {error.strerror}"
-        ) from error
+        raise damaged(path, f"it cannot be opened: {error.strerror}") from error
     size = os.fstat(descriptor).st_size
     if size == entry.bytes:
         return descriptor
     os.close(descriptor)
-    raise DamagedCheckpointError(f"{path} is damaged: {size} bytes, {entry.bytes} were written")
+    raise damaged(path, f"{size} bytes, {entry.bytes} were written")

@@ -50,6 +50,10 @@ class DamagedCheckpointError(ValueError):
     """A file of a checkpoint is missing or is not what was written."""
 
 
+def damaged(path: Path, why: object) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"{path} is damaged: {why}")
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -211,18 +215,18 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} is missing: this is not a complete checkpoint of zero"
         ) from None
     except (ValueError, RecursionError, OSError) as error:
-        raise DamagedCheckpointError(f"{path} is damaged: {error}") from None
+        raise damaged(path, error) from None
     version = content.get("version") if isinstance(content, dict) else None
     if type(version) is int and version != FORMAT_VERSION:
-        text = "resume from it, or consolidate it, with the version of zero that wrote it"
         raise ValueError(
-            f"{path}: format version {version}, this version reads only {FORMAT_VERSION}; {text}"
+            f"{path}: format version {version}, this version reads only {FORMAT_VERSION}; resume "
+            "from it, or consolidate it, with the version of zero that wrote it"
         )
     if not isinstance(content, dict) or content.pop("checksum", None) != _checksum(content):
-        raise DamagedCheckpointError(f"{path} is damaged: its checksum does not match its content")
+        raise damaged(path, "its checksum does not match its content")
     try:
         return Manifest.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "its content"
-        raise DamagedCheckpointError(f"{path} is damaged: {place}: {first['msg']}") from None
+        raise damaged(path, f"{place}: {first['msg']}") from None

@@ -35,7 +35,7 @@ from zero.checkpoint.folder import (
     number_of,
     of_trainer,
 )
-from zero.checkpoint.manifest import DamagedCheckpointError, Manifest
+from zero.checkpoint.manifest import DamagedCheckpointError, Manifest, damaged
 from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
@@ -106,9 +106,8 @@ def check_resumable(folder: Path, world_size: int, sums: bool = True) -> None:
         raise DamagedCheckpointError(f"{folder} holds no complete checkpoint of the engine")
     reader = open_checkpoint(checkpoint)
     manifest = reader.manifest
-    states = [f"rng_state_{rank}.pth" for rank in range(world_size)]
-    if world_size == 1:
-        states = ["rng_state.pth"]
+    ranks = [f"_{rank}" for rank in range(world_size)] if world_size > 1 else [""]
+    states = [f"rng_state{rank}.pth" for rank in ranks]
     is_needed = dict.fromkeys(states, world_size == manifest.world_size)
     is_needed[SCHEDULER] = manifest.lr_scheduler is None
     for name, needed in is_needed.items():
@@ -148,12 +147,10 @@ def _check_trainer_state(folder: Path) -> None:
     try:
         state = json.loads(_read(path))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{path} is damaged: {error}") from None
+        raise damaged(path, error) from None
     step = state.get("global_step") if isinstance(state, dict) else None
     if step != number_of(folder):
-        raise DamagedCheckpointError(
-            f"{path} is damaged: it is of step {step}, and not of {number_of(folder)}"
-        )
+        raise damaged(path, f"it is of step {step}, and not of {number_of(folder)}")
 
 
 def _check_seal(folder: Path) -> None:
@@ -161,15 +158,12 @@ def _check_seal(folder: Path) -> None:
         return
     try:
         sealed = json.loads(_read(folder / SEAL))
-        wrong = next(
-            (name for name, sum_ in sealed.items() if _sum(folder / Path(name).name) != sum_), None
-        )
+        names = (name for name, sum_ in sealed.items() if _sum(folder / Path(name).name) != sum_)
+        wrong = next(names, None)
     except (AttributeError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{folder / SEAL} is damaged: {error}") from None
+        raise damaged(folder / SEAL, error) from None
     if wrong is not None:
-        raise DamagedCheckpointError(
-            f"{folder / wrong} is damaged: its checksum is not that in {SEAL}"
-        )
+        raise damaged(folder / wrong, f"its checksum is not that in {SEAL}")
 
 
 def _sum(path: Path) -> str:
@@ -178,15 +172,14 @@ def _sum(path: Path) -> str:
 
 def _check_archive(path: Path) -> None:
     """What `torch.save` wrote is a zip archive, whose entries have checksums."""
+    content = io.BytesIO(_read(path))
     try:
-        with zipfile.ZipFile(io.BytesIO(_read(path))) as archive:
+        with zipfile.ZipFile(content) as archive:
             wrong = archive.testzip()
     except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, RuntimeError) as error:
-        if isinstance(error, DamagedCheckpointError):
-            raise
-        raise DamagedCheckpointError(f"{path} is damaged: {error}") from None
+        raise damaged(path, error) from None
     if wrong is not None:
-        raise DamagedCheckpointError(f"{path} is damaged: {wrong} in it is not what was written")
+        raise damaged(path, f"{wrong} in it is not what was written")
 
 
 def _check_scheduler(path: Path, manifest: Manifest) -> None:
@@ -341,11 +334,8 @@ def _set_aside(folder: Path, problem: str) -> None:
     while os.path.lexists(aside):
         aside = aside.with_name(f"{aside.name}-again")
     folder.rename(aside)
-    print(
-        f"zero: {folder} is incomplete ({problem}): set aside as {aside.name}",
-        file=sys.stderr,
-        flush=True,
-    )
+    text = f"zero: {folder} is incomplete ({problem}): set aside as {aside.name}"
+    print(text, file=sys.stderr, flush=True)
 
 
 def _incomplete(folder: Path) -> str | None:

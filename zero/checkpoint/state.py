@@ -82,7 +82,10 @@ def describe_engine(engine: ZeroEngine, client_state: dict, exclude_frozen: bool
         "tensors": {},
     }
     if optimizer is not None:
-        classes, groups = classes_of(optimizer.optimizer), group_settings(optimizer)
+        classes, groups = classes_of(optimizer.optimizer), []
+        for index, group in enumerate(optimizer.param_groups):
+            stored = {key: value for key, value in group.items() if key not in _NOT_STORED}
+            groups.append(encode(stored, f"param_groups[{index}]"))
         description["optimizer"] = {"classes": classes, "groups": groups, "state": {}}
         for name, group in group_of(engine, optimizer).items():
             description["parameters"][name]["group"] = group
@@ -135,11 +138,8 @@ def parameters(engine: ZeroEngine, exclude_frozen: bool = False) -> dict[str, di
     found, cuts = {}, cuts_of(engine)
     for name, param, group in named_params(engine):
         if group.trainable or not exclude_frozen:
-            found[name] = {
-                "shape": list(param.shape),
-                "dtype": dtype_name(group.dtype),
-                "trainable": group.trainable,
-            }
+            shape, dtype = list(param.shape), dtype_name(group.dtype)
+            found[name] = {"shape": shape, "dtype": dtype, "trainable": group.trainable}
             if name in cuts:
                 found[name]["cut"] = cuts[name].described
     return {name: found[name] for name, _ in engine.module.named_parameters() if name in found}
@@ -176,20 +176,14 @@ def plain_tensors(
     params = model.named_parameters(remove_duplicate=False)
     kept = {name for name, param in params if param.requires_grad}
     kept.update(name for name, _ in model.named_buffers(remove_duplicate=False))
-    return {
-        name: value
-        for name, value in found.items()
-        if name in kept or name.endswith("_extra_state")
-    }
+    return {n: value for n, value in found.items() if n in kept or n.endswith("_extra_state")}
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """{another name: the name} of parameters that the model has under several names."""
     first: dict[nn.Parameter, str] = {}
-    names = {
-        name: first.setdefault(param, name)
-        for name, param in model.named_parameters(remove_duplicate=False)
-    }
+    named = model.named_parameters(remove_duplicate=False)
+    names = {name: first.setdefault(param, name) for name, param in named}
     return {name: other for name, other in names.items() if name != other}
 
 
@@ -394,11 +388,8 @@ def _number(
 def group_of(engine: ZeroEngine, optimizer: ZeroOptimizer) -> dict[str, int]:
     """The index of the param group of each parameter that is in one, by name."""
     groups = {param: index for index, group in enumerate(optimizer.model_params) for param in group}
-    return {
-        name: groups[param]
-        for name, param, group in named_params(engine)
-        if group in optimizer.shards and param in groups
-    }
+    named = [each for each in named_params(engine) if each[2] in optimizer.shards]
+    return {name: groups[param] for name, param, _ in named if param in groups}
 
 
 def classes_of(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -407,14 +398,6 @@ def classes_of(optimizer: torch.optim.Optimizer) -> list[str]:
     """
     general = (torch.optim.Optimizer, object)
     return [kind.__name__ for kind in type(optimizer).__mro__ if kind not in general]
-
-
-def group_settings(optimizer: ZeroOptimizer) -> list[object]:
-    settings = []
-    for index, group in enumerate(optimizer.param_groups):
-        stored = {key: value for key, value in group.items() if key not in _NOT_STORED}
-        settings.append(encode(stored, f"param_groups[{index}]"))
-    return settings
 
 
 def restore_group_settings(
@@ -430,11 +413,11 @@ def restore_group_settings(
     new_settings = dict(enumerate(settings))
     if len(groups) != len(settings):
         if engine.comm.job.rank == 0:
-            text = (
+            logger.warning(
                 "the checkpoint has %d param groups, the optimizer %d: only learning rates are "
-                "taken over"
+                "taken over",
+                *(len(settings), len(groups)),
             )
-            logger.warning(text, len(settings), len(groups))
         new_settings = {}
         first = {index: name for name, index in reversed(group_of(engine, optimizer).items())}
         for index, name in first.items():

@@ -30,7 +30,13 @@ from zero.checkpoint import base, resumable, state
 from zero.checkpoint import folder as folders
 from zero.checkpoint.background import BackgroundSaves, wait_for_background_saves
 from zero.checkpoint.files import CheckpointReader, Slice, name_in, open_checkpoint, write
-from zero.checkpoint.manifest import DATA_FILE, MANIFEST, DamagedCheckpointError, Manifest
+from zero.checkpoint.manifest import (
+    DATA_FILE,
+    MANIFEST,
+    DamagedCheckpointError,
+    Manifest,
+    damaged,
+)
 from zero.checkpoint.ranks import Ranks
 from zero.checkpoint.values import decode, dtype_of
 from zero.errors import UsageError
@@ -44,14 +50,7 @@ logger = logging.getLogger("zero")
 # An upper bound of the bytes that describe a slice, in its file and in the manifest.
 _BYTES_PER_SLICE = 1024
 # What Python, numpy and torch raise for a stored value of another kind than theirs.
-_NOT_UNDERSTOOD = (
-    ValueError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-)
+_NOT_UNDERSTOOD = ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError
 
 
 # -- save
@@ -344,9 +343,7 @@ def _stored_in(folder: Path, part: str) -> Iterator[None]:
     try:
         yield
     except _NOT_UNDERSTOOD as error:
-        raise DamagedCheckpointError(
-            f"{folder / MANIFEST} is damaged: {part}: {type(error).__name__}: {error}"
-        ) from error
+        raise damaged(folder / MANIFEST, f"{part}: {type(error).__name__}: {error}") from error
 
 
 def _open(engine: ZeroEngine, source: Path, folder: Path) -> CheckpointReader:
@@ -380,9 +377,8 @@ def _check_optimizer(engine: ZeroEngine, optimizer: ZeroOptimizer, manifest: Man
         )
     for name in state.group_of(engine, optimizer):
         if name not in manifest.parameters or manifest.parameters[name].group is None:
-            raise UsageError(
-                f"the checkpoint has no optimizer state for parameter {name!r}; {remedy}"
-            )
+            what = f"the checkpoint has no optimizer state for parameter {name!r}"
+            raise UsageError(f"{what}; {remedy}")
 
 
 def _shapes(engine: ZeroEngine) -> dict[str, list[int]]:
@@ -462,9 +458,8 @@ def _read(
         ranks.together(read)
     except Exception:
         if engine.optimizer is not None:
-            engine.optimizer.spoil(
-                "a checkpoint was read in part; load another one before going on"
-            )
+            why = "a checkpoint was read in part; load another one before going on"
+            engine.optimizer.spoil(why)
         raise
     engine.zero_grad()
     shards = {} if engine.optimizer is None else engine.optimizer.shards
@@ -480,6 +475,7 @@ def _restore_progress(engine: ZeroEngine, manifest: Manifest) -> None:
     micro_steps = manifest.micro_steps
     if accumulation != manifest.gradient_accumulation_steps:
         micro_steps = manifest.global_steps * accumulation
-    engine.set_progress(
-        manifest.global_steps, micro_steps, manifest.skipped_steps, manifest.global_samples
-    )
+    engine.global_steps = manifest.global_steps
+    engine.micro_steps = micro_steps
+    engine.skipped_steps = manifest.skipped_steps
+    engine.global_samples = manifest.global_samples
