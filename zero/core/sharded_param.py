@@ -161,7 +161,7 @@ def _without_values(nest: object) -> Iterator[PlaceholderView | ShardedParameter
 
 def _refuse_access(func: Callable, args: tuple, kwargs: dict) -> NoReturn:
     """Raise UsageError: `func` reads or writes values that are not there."""
-    writes = any(_without_values(written_by(func, args, kwargs)))
+    writes = next(_without_values(written_by(func, args, kwargs)), None) is not None
     name = next((leaf.param_name for leaf in _without_values((args, kwargs))), "")
     act, context = ("write to", ", modifier_rank=0") if writes else ("read", "")
     raise UsageError(
