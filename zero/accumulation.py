@@ -53,6 +53,11 @@ class Accumulation:
         """Whether the current micro-batch is the last one before the parameters are updated."""
         return self.micro_batches.is_last
 
+    @property
+    def ends_step(self) -> bool:
+        """Whether the next call of `step()` updates the parameters."""
+        return self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
+
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set whether the current micro-batch is the last one of a step. From now on the engine
         no longer counts micro-batches itself.

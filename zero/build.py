@@ -61,26 +61,21 @@ def require_agreement(
     found = facts(settings, model, optimizer)
     require_same(comm, found)
     if comm.model is not None:
-        of_model = [
-            key for key in found if key.startswith("parameter ") or key.endswith(", params")
-        ]
-        require_same(comm.job, {key: each for key, each in found.items() if key not in of_model})
+        rest = {key: each for key, each in found.items() if not key.startswith("parameter ")}
+        require_same(comm.job, {key: rest[key] for key in rest if not key.endswith(", params")})
 
 
 def facts(
     settings: Config, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, object]:
     """What must be the same on all ranks. `nvme_path` may differ by machine."""
-    found = flat(settings.model_dump(), "configuration, ")
-    found = {
-        key: value for key, value in found.items() if not key.endswith("nvme_path")
-    } | versions()
+    keys = flat(settings.model_dump(), "configuration, ").items()
+    found = {key: value for key, value in keys if not key.endswith("nvme_path")} | versions()
     found["optimizer"] = type(optimizer).__name__
     found |= hyper_parameters(optimizer.param_groups) if optimizer is not None else {}
     for name, param in model.named_parameters():
-        found[f"parameter {name}"] = f"{tuple(param.shape)} {param.dtype}" + " frozen" * (
-            not param.requires_grad
-        )
+        frozen = "" if param.requires_grad else " frozen"
+        found[f"parameter {name}"] = f"{tuple(param.shape)} {param.dtype}{frozen}"
     return found
 
 
@@ -114,20 +109,17 @@ def make_groups(
         _keep_formats(model)
     for param in () if dtype is None else model.parameters():
         if param.numel() == 0 and param.is_floating_point():
-            param.data = param.data.to(
-                dtype
-            )  # in no group, but it must have the dtype of the layer's inputs
+            # In no group, but it must have the dtype of the layer's inputs.
+            param.data = param.data.to(dtype)
     tiers = _tiers(plans, settings, comm)
     # Without fp32 masters nothing keeps the fp32 values of a model.
-    masters = (
-        None
-        if settings.bf16.without_masters
-        else Tier.of(zero.offload_optimizer, settings.aio, comm.device)
-    )
+    masters = None
+    if not settings.bf16.without_masters:
+        masters = Tier.of(zero.offload_optimizer, settings.aio, comm.device)
     second = zero.second_shards_over(comm.world_size)
-    make = (
-        partial(SecondaryPartitionGroup, group_comm=comm.within(second)) if second else ParamGroup
-    )
+    make = ParamGroup
+    if second:
+        make = partial(SecondaryPartitionGroup, group_comm=comm.within(second))
     return [
         make(
             replace(plan, persistent=plan.persistent or zero.stage < 3),
@@ -445,11 +437,8 @@ def describe_optimizer(optimizer: torch.optim.Optimizer | None, settings: Config
     if optimizer is None:
         return ""
     cut = "element by element, in the shards of the weights"
-    owner = (
-        "on every rank"
-        if settings.zero_optimization.stage == 0
-        else "each on the rank that owns it"
-    )
+    is_whole = settings.zero_optimization.stage == 0
+    owner = "on every rank" if is_whole else "each on the rank that owns it"
     how = cut if updates_elements(optimizer, settings) else f"whole tensors, {owner}"
     return f"\noptimizer {type(optimizer).__name__} updates {how}"
 

@@ -29,12 +29,9 @@ def is_accelerator(device: torch.device) -> bool:
 
 def accelerator(number: int = 0) -> torch.device | None:
     """The accelerator for a process with this number on its host; None where torch sees none."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return (
-        None
-        if found is None
-        else torch.device(found.type, number % torch.accelerator.device_count())
-    )
+    if (found := torch.accelerator.current_accelerator(check_available=True)) is None:
+        return None
+    return torch.device(found.type, number % torch.accelerator.device_count())
 
 
 def use(device: torch.device) -> None:
@@ -151,9 +148,8 @@ def room(device: torch.device) -> tuple[int, int]:
     if limit is not None and used is not None:
         cached = _of_container("memory.stat", "file") or 0
         available, total = min(available, limit - used + cached), min(total, limit)
-    with contextlib.suppress(
-        OSError
-    ):  # where a container forbids it, the peak stays that of the whole run
+    # Where a container forbids it, the peak stays that of the whole run.
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return available // ranks - max(0, peak - in_use), total // ranks

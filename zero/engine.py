@@ -10,6 +10,7 @@ import os
 import weakref
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -45,9 +46,7 @@ logger = logging.getLogger("zero")
 # Steps in a row that may be skipped without fp16.
 SKIPS_ALLOWED = 3
 
-_engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ZeroEngine]] = (
-    weakref.WeakKeyDictionary()
-)
+_engine_of: WeakKeyDictionary[nn.Module, weakref.ref[ZeroEngine]] = WeakKeyDictionary()
 
 
 class ZeroEngine(Accumulation, nn.Module):
@@ -97,15 +96,12 @@ class ZeroEngine(Accumulation, nn.Module):
         self.config = settings.origin.raw
         if comm.job.rank == 0:
             ranks = settings.zero_optimization.shards_over(comm.world_size)
-            announce(
-                settings,
-                build.describe_optimizer(optimizer, settings)
-                + build.describe_quantized(model, settings, ranks),
-            )
+            facts = build.describe_optimizer(optimizer, settings)
+            announce(settings, facts + build.describe_quantized(model, settings, ranks))
             for old, new in settings.origin.renamed:
                 logger.warning("%s is an old name of %s", old, new)
         if settings.watchdog_timeout is not None:
-            comm.watchdog.set_timeout(settings.watchdog_timeout)
+            comm.watchdog.timeout = settings.watchdog_timeout
         self.module = model
         # The Trainer makes an engine of the same model for each training.
         earlier = _engine_of.get(model, lambda: None)()
@@ -125,9 +121,8 @@ class ZeroEngine(Accumulation, nn.Module):
         self.schedule = build.make_schedule(self.groups, settings)
         if self.comm.job.rank == 0 and self.comm.shard_group.size > 1:
             build.warn_if_crowded(self.groups, self.schedule.max_live_parameters)
-        placement = build.make_placement(
-            self.groups, settings, self.comm.device, optimizer is not None
-        )
+        trains, device = optimizer is not None, self.comm.device
+        placement = build.make_placement(self.groups, settings, device, trains)
         training_comm = build.make_training_comm(settings, self.comm)
         self.reducer = build.make_reducer(settings, training_comm, placement, self.micro_batches)
         show_copies_in_state_dicts(model)
@@ -145,10 +140,9 @@ class ZeroEngine(Accumulation, nn.Module):
             self.micro_batches,
             ignore_unused=settings.zero_optimization.ignore_unused_parameters,
         )
-        offloaded = settings.activation_checkpointing.cpu_checkpointing and is_accelerator(
-            self.comm.device
-        )
-        self.activations = HostActivations(self.comm.device) if offloaded else None
+        self.activations: HostActivations | None = None
+        if settings.activation_checkpointing.cpu_checkpointing and is_accelerator(self.comm.device):
+            self.activations = HostActivations(self.comm.device)
         self.scaler = LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None
         self.optimizer: ZeroOptimizer | None = None
         if optimizer is not None:
@@ -257,9 +251,7 @@ class ZeroEngine(Accumulation, nn.Module):
             raise UsageError(
                 "It is illegal to call Engine.step() inside no_sync context manager: leave it first"
             )
-        boundary = (
-            self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
-        )
+        boundary = self.ends_step
         self.throughput.stop(boundary)
         self.micro_batches.refuse_offloaded("step")
         if boundary:
@@ -402,9 +394,8 @@ class ZeroEngine(Accumulation, nn.Module):
                 "stage3_gather_16bit_weights_on_model_save is false: %s not saved", save_filename
             )
             return False
-        weights = Weights(
-            self.module, self.groups, self.comm, save_dtype, exclude_frozen_parameters
-        )
+        excluded = exclude_frozen_parameters
+        weights = Weights(self.module, self.groups, self.comm, save_dtype, excluded)
         save_16bit_model(self.module, weights, save_dir, save_filename, max_file_bytes)
         return True
 
@@ -486,9 +477,8 @@ class ZeroEngine(Accumulation, nn.Module):
         Blocks of the same class share a graph. Anything that differs between them, such as
         transformers' cache of keys and values, takes a graph for each block, so train with
         `use_cache=False`."""
-        if isinstance(backend, str) and backend not in torch.compiler.list_backends(
-            exclude_tags=()
-        ):
+        every = torch.compiler.list_backends(exclude_tags=())
+        if isinstance(backend, str) and backend not in every:
             known = ", ".join(torch.compiler.list_backends())
             raise UsageError(f"compile: torch has no backend {backend!r}; it has {known}")
         # By default 8. A T5 has four kinds of blocks, each of which needs one more graph for

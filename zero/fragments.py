@@ -152,11 +152,9 @@ class ParameterState:
             return None
         device = self.group.comm.device
         values = torch.cat([part for _, part in self._places(self.piece)])
-        return (
-            values.to(device, torch.float32).mul_(self._factor)
-            if values.numel() == self.piece.numel
-            else None
-        )
+        if values.numel() != self.piece.numel:
+            return None
+        return values.to(device, torch.float32).mul_(self._factor)
 
     @torch.no_grad()
     def read_full(self) -> torch.Tensor | None:

@@ -89,20 +89,13 @@ def _refuse_aliases(model: nn.Module) -> None:
     reaching: list[_Span] = []
     for span in sorted(_spans(model), key=lambda span: span[:3]):
         # Those before it that end behind its start. Mostly there are none.
-        reaching = [
-            earlier
-            for earlier in reaching
-            if earlier.device == span.device and earlier.end > span.start
-        ]
+        reaching = [e for e in reaching if e.device == span.device and e.end > span.start]
         for earlier in reaching:
-            trained = [each for each in (earlier, span) if _is_trained(each)]
+            params = [each for each in (earlier, span) if each.kind == "parameter"]
+            trained = [each for each in params if each.tensor.requires_grad]
             if trained and _share_an_element(earlier.tensor, span.tensor):
                 _refuse(trained[0], span if trained[0] is earlier else earlier)
         reaching.append(span)
-
-
-def _is_trained(span: _Span) -> bool:
-    return span.kind == "parameter" and span.tensor.requires_grad
 
 
 def _share_an_element(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -166,9 +159,7 @@ def _span(name: str, kind: str, tensor: torch.Tensor) -> Iterator[_Span]:
     if not is_plain or tensor.is_meta or not tensor.numel() or owning_group(tensor) is not None:
         return
     start = tensor.data_ptr()
-    last = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    yield _Span(
-        str(tensor.device), start, start + (last + 1) * tensor.element_size(), name, kind, tensor
-    )
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in pairs)
+    end = start + (last + 1) * tensor.element_size()
+    yield _Span(str(tensor.device), start, end, name, kind, tensor)

@@ -276,10 +276,8 @@ def _sharded_base(layer: Any) -> list[ParamGroup]:
 
 def _not_served(model: nn.Module) -> str | None:
     """The name of the first layer whose merge `GatheredWhenRead` cannot put off, or None."""
-    for name, module in model.named_modules():
-        if _is_merging(module) and not _changes_sharded_only(module):
-            return name
-    return None
+    merging = ((name, module) for name, module in model.named_modules() if _is_merging(module))
+    return next((name for name, layer in merging if not _changes_sharded_only(layer)), None)
 
 
 def _changes_sharded_only(layer: Any) -> bool:

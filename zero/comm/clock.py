@@ -138,15 +138,10 @@ class Clock:
             self.waits[self.current, what] += time.perf_counter() - start
 
     def __str__(self) -> str:
-        parts = []
-        for phase in dict.fromkeys((*self.phases, *(phase for phase, _ in self.waits))):
-            waits = [
-                f"{what} {spent:.3f}"
-                for (in_phase, what), spent in self.waits.items()
-                if in_phase == phase
-            ]
-            parts.append(
-                f"{phase} {self.phases[phase]:.3f} s"
-                + (f" (waited for {', '.join(waits)})" if waits else "")
-            )
-        return "; ".join(parts)
+        waits: dict[str, list[str]] = {phase: [] for phase in self.phases}
+        for (phase, what), spent in self.waits.items():
+            waits.setdefault(phase, []).append(f"{what} {spent:.3f}")
+        return "; ".join(
+            f"{phase} {self.phases[phase]:.3f} s" + f" (waited for {', '.join(of)})" * bool(of)
+            for phase, of in waits.items()
+        )

@@ -38,9 +38,8 @@ def mesh_of_accelerate() -> DeviceMesh | None:
     if state is None or not state.is_initialized():
         return None
     mesh = getattr(state.AcceleratorState(), "device_mesh", None)
-    return (
-        mesh if mesh is not None and {"dp_shard", "tp"} & {*(mesh.mesh_dim_names or ())} else None
-    )
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    return mesh if {"dp_shard", "tp"} & {*names} else None
 
 
 def sizes_of(mesh: DeviceMesh, world_size: int) -> dict[str, int]:
@@ -69,8 +68,7 @@ def sizes_of(mesh: DeviceMesh, world_size: int) -> dict[str, int]:
 def groups(sizes: Mapping[str, int], of_data: bool) -> list[list[int]]:
     """The ranks of each data-parallel world, or of each model group, in the mesh's order."""
     order = sorted(range(len(sizes)), key=lambda number: (list(sizes)[number] in _DATA) is of_data)
-    ranks = (
-        torch.arange(math.prod(sizes.values()), device="cpu").view(*sizes.values()).permute(order)
-    )
+    ranks = torch.arange(math.prod(sizes.values()), device="cpu")
+    ranks = ranks.view(*sizes.values()).permute(order)
     size = math.prod(size for name, size in sizes.items() if (name in _DATA) is of_data)
     return ranks.reshape(-1, size).tolist()

@@ -17,13 +17,8 @@ from zero.comm.clock import label
 from zero.comm.world import Group
 from zero.device import is_accelerator
 
-NETWORK, IN, OUT, READ, WRITTEN = (
-    "network",
-    "host to device",
-    "device to host",
-    "disk read",
-    "disk written",
-)
+NETWORK, IN, OUT = "network", "host to device", "device to host"
+READ, WRITTEN = "disk read", "disk written"
 LINKS = (NETWORK, IN, OUT, READ, WRITTEN)
 # The part of NETWORK whose receivers are on other machines. Not counted where the launcher does not
 # tell.

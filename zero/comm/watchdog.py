@@ -122,9 +122,6 @@ class Watchdog:
         """
         return self._position() or "a module that is gone"
 
-    def set_timeout(self, seconds: float) -> None:
-        self.timeout = seconds
-
     def set_position(self, where: object) -> None:
         """The main thread is at `where` now."""
         self._position = weakref.ref(where)
@@ -170,7 +167,9 @@ class Watchdog:
     def _watch(self) -> None:
         """Never asks the store itself, which may be on a machine that does not answer."""
         while not self._is_stopped():
-            if self._is_blocked() or self._device_is_blocked():
+            waiting = self._waiting
+            is_blocked = waiting is not None and waiting.seconds > waiting.limit
+            if is_blocked or self._device_is_blocked():
                 threading.Thread(target=self._alarm, daemon=True).start()
                 if self._stopped.wait(3 * GRACE):  # the alarm ends this process before
                     return
@@ -197,10 +196,6 @@ class Watchdog:
 
     def _is_stopped(self) -> bool:
         return self._stopped.wait(min(1.0, self.timeout / 10))
-
-    def _is_blocked(self) -> bool:
-        waiting = self._waiting
-        return waiting is not None and waiting.seconds > waiting.limit
 
     def _device_is_blocked(self) -> bool:
         """Whether for `timeout` seconds the main thread has started nothing, and the device has not
@@ -230,7 +225,7 @@ class Watchdog:
 
     def _answer(self, first: bool) -> None:
         """Say where this rank is, and end it. The first one to notice prints what all say."""
-        keys = [self._key(rank) for rank in range(self.world_size)]
+        keys = [f"zero_watchdog/rank{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], self._status())
         if not first:
             time.sleep(2 * GRACE)
@@ -252,10 +247,6 @@ class Watchdog:
     @staticmethod
     def _ended_key(rank: int) -> str:
         return f"zero_watchdog/ended{rank}"
-
-    @staticmethod
-    def _key(rank: int) -> str:
-        return f"zero_watchdog/rank{rank}"
 
 
 @contextmanager

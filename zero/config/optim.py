@@ -317,13 +317,9 @@ _WARMUP_LR = _keys_like("warmup_num", "warmup_type", "warmup_min_lr", "warmup_ma
 SCHEDULE_KEYS = {
     "WarmupLR": _WARMUP_LR,
     "WarmupDecayLR": ("total_num_steps", *_WARMUP_LR),
-    "WarmupCosineLR": (
-        "total_num_steps",
-        "warmup_min_ratio",
-        "warmup_num_steps",
-        "cos_min_ratio",
-        "warmup_type",
-        "last_batch_iteration",
+    "WarmupCosineLR": tuple(
+        "total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type "
+        "last_batch_iteration".split()
     ),
     "OneCycle": _keys_like("cycle_", "decay_"),
     "LRRangeTest": _keys_like("lr_range_test_"),
@@ -387,11 +383,8 @@ class SchedulerConfig(Section):
         for low, high in _ORDERED:
             both_given = {low, high} <= self.params.model_fields_set
             if both_given and _exceeds(self.params[low], self.params[high]):
-                message = (
-                    f"{self.params[low]} is more than {high}, which is {self.params[high]}; "
-                    "exchange them"
-                )
-                yield f"scheduler.params.{low}", message
+                message = f"{self.params[low]} is more than {high}, which is {self.params[high]}"
+                yield f"scheduler.params.{low}", f"{message}; exchange them"
         yield from _misplaced("scheduler", self.type, given, SCHEDULE_KEYS)
 
 

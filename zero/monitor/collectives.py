@@ -21,15 +21,8 @@ from zero.errors import UsageError
 # The bus bandwidth by the algorithm's, times (n - 1) / n for n ranks:
 # https://github.com/NVIDIA/nccl-tests.
 _BUS = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
-_COLUMNS = [
-    "Comm. Op",
-    "Message Size",
-    "Count",
-    "Total Latency(ms)",
-    "Avg Latency(ms)",
-    "tput_avg (Gbps)",
-    "busbw_avg (Gbps)",
-]
+_COLUMNS = ["Comm. Op", "Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)"]
+_COLUMNS += ["tput_avg (Gbps)", "busbw_avg (Gbps)"]
 
 
 class Kind(NamedTuple):
@@ -65,9 +58,8 @@ class CollectiveLog:
     def begin(self, operation: Operation) -> Callable[[], None]:
         name = operation.name
         # DeepSpeed's names are longer: `all_gather_into_tensor`.
-        wanted = self._section.prof_all or any(
-            given.startswith(name) for given in self._section.prof_ops
-        )
+        is_named = any(given.startswith(name) for given in self._section.prof_ops)
+        wanted = self._section.prof_all or is_named
         if operation.ranks == 1 or not wanted:
             return lambda: None
         if self._section.debug and operation.what is not None:

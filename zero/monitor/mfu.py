@@ -60,9 +60,8 @@ def peak_of(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
 
     tf32: fp32 products may be rounded to TF32. A part of a device (MIG) is not known.
     """
-    peak = next(
-        (each for pattern, each in PEAKS.items() if re.search(rf"\b{pattern}\b", name)), None
-    )
+    found = (each for pattern, each in PEAKS.items() if re.search(rf"\b{pattern}\b", name))
+    peak = next(found, None)
     if peak is None or "MIG" in name:
         return None
     of_fp32 = peak.tf32 if tf32 and peak.tf32 is not None else peak.fp32
@@ -72,16 +71,11 @@ def peak_of(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
 
 def peak(device: torch.device, dtype: torch.dtype) -> float | None:
     """`peak_of` the device that computes, with its present setting for fp32 products."""
-    name = (
-        getattr(torch.get_device_module(device), "get_device_name", None)
-        if is_accelerator(device)
-        else None
-    )
-    return (
-        None
-        if name is None
-        else peak_of(name(device), dtype, torch.backends.cuda.matmul.fp32_precision == "tf32")
-    )
+    if not is_accelerator(device):
+        return None
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return None if name is None else peak_of(name(device), dtype, tf32)
 
 
 def operations_per_token(engine: ZeroEngine) -> tuple[int, int]:
@@ -112,11 +106,7 @@ def _active(chosen: int | None, model: Communicator | None, module: nn.Module) -
     if not chosen or not packs_experts(module):
         return 1.0
     # Under expert parallelism the module's number is this rank's.
-    ranks = (
-        model.world_size
-        if model is not None and getattr(module, "_is_expert_parallel", False)
-        else 1
-    )
+    ranks = model.world_size if model and getattr(module, "_is_expert_parallel", False) else 1
     experts: Any = module.num_experts
     return min(1.0, chosen / (experts * ranks))
 

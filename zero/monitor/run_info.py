@@ -42,9 +42,8 @@ def _environment(engine: ZeroEngine) -> dict[str, str]:
     device = engine.comm.device
     name = platform.processor() or platform.machine()
     if is_accelerator(device):
-        name = getattr(torch.get_device_module(device), "get_device_name", lambda _: device.type)(
-            device
-        )
+        module = torch.get_device_module(device)
+        name = getattr(module, "get_device_name", lambda _: device.type)(device)
     libraries = {name.removeprefix("version of "): found for name, found in versions().items()}
     variables = {key: os.environ[key] for key in sorted(os.environ) if key.startswith(_VARIABLES)}
     return {

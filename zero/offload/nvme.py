@@ -96,9 +96,8 @@ class ScratchFile:
         ]
         for thread in threads:
             thread.start()
-        self._copies: weakref.WeakSet[threading.Thread] = (
-            weakref.WeakSet()
-        )  # that wait for values to write
+        # Threads that wait for values to write.
+        self._copies: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._close = weakref.finalize(
             self, _close, self._requests, self._copies, threads, {self._file, self._direct}
         )
@@ -178,9 +177,8 @@ class ScratchFile:
         requests = []
         for start, nbytes, direct in _pieces(position, mapped.nbytes, request_bytes(self.settings)):
             place = (position + start, host.data_ptr() + start, nbytes)
-            requests.append(
-                (Future(), partial(self._carry_out, *place, direct, is_read, (mapped, host)))
-            )
+            act = partial(self._carry_out, *place, direct, is_read, (mapped, host))
+            requests.append((Future(), act))
         if after is None:
             self._put(requests)
         else:
@@ -233,15 +231,12 @@ class ScratchFile:
                     # Pages that other slices may share are written by system calls, not through the
                     # mapping. The kernel lets these and direct writes exclude each other. So a
                     # folio is not made dirty while one of its pages is written past the page cache.
-                    self._move(
-                        self._direct if direct else self._file, position, address, nbytes, is_read
-                    )
+                    file = self._direct if direct else self._file
+                    self._move(file, position, address, nbytes, is_read)
         except OSError as error:
             action = "reading from" if is_read else "writing to"
-            text = (
-                f"{action} {self.folder}, {nbytes} bytes: {error.strerror}; is that disk in order?"
-            )
-            raise OSError(error.errno, f"{text} It is the one of {_NVME_PATH}") from error
+            text = f"{action} {self.folder}, {nbytes} bytes: {error.strerror}; is that disk in "
+            raise OSError(error.errno, f"{text}order? It is the one of {_NVME_PATH}") from error
 
     def _move(self, file: int, position: int, address: int, nbytes: int, is_read: bool) -> None:
         memory = memoryview((ctypes.c_char * nbytes).from_address(address))
@@ -359,9 +354,8 @@ class _Regions:
     def __init__(self, file: int):
         self._file = file
         self._lock = threading.Lock()
-        self._segments: list[
-            tuple[int, int, memoryview]
-        ] = []  # position in the file, address, memory
+        # Position in the file, address, memory.
+        self._segments: list[tuple[int, int, memoryview]] = []
         # For each folio of the file whether it is taken; from number `_top` on none was ever used.
         self._taken = bytearray()
         self._top = 0
@@ -380,9 +374,8 @@ class _Regions:
             self._taken[first : first + count] = b"\1" * count
             fresh, self._top = first >= self._top, max(self._top, first + count)
         position = first * _FOLIO
-        start, _, memory = next(
-            segment for segment in reversed(self._segments) if segment[0] <= position
-        )
+        before = (segment for segment in reversed(self._segments) if segment[0] <= position)
+        start, _, memory = next(before)
         view = memory[position - start : position - start + nbytes]
         weakref.finalize(view, self._give_back, first, count).atexit = False
         os.posix_fallocate(self._file, position, round_up(nbytes, PAGE))

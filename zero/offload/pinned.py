@@ -42,11 +42,8 @@ class HostMemory:
         """
         size = round_up(nbytes + phase, PAGE)
         with self._lock:
-            fitting = [
-                (len(block), i)
-                for i, block in enumerate(self._free)
-                if size <= len(block) <= 2 * size
-            ]
+            sizes = [(len(block), i) for i, block in enumerate(self._free)]
+            fitting = [each for each in sizes if size <= each[0] <= 2 * size]
             block = self._free.pop(min(fitting)[1]) if fitting else new_block(size, self._pin)
         view = block[phase : phase + nbytes]
         weakref.finalize(view, self._free.append, block).atexit = False
@@ -56,9 +53,8 @@ class HostMemory:
         """A buffer with the dtype, the shape and the phase of `source`: direct I/O between both
         needs no copy.
         """
-        return (
-            self.take(source.nbytes, source.data_ptr() % PAGE).view(source.dtype).view(source.shape)
-        )
+        buffer = self.take(source.nbytes, source.data_ptr() % PAGE)
+        return buffer.view(source.dtype).view(source.shape)
 
 
 _pins = True

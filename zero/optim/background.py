@@ -88,16 +88,13 @@ class Updates:
         if self._todo:
             self._busy = True
             args = update, ready_for_thread(self._device)
-            threading.Thread(
-                target=self._work_in_thread, args=args, name="zero optimizer", daemon=True
-            ).start()
+            thread = {"name": "zero optimizer", "daemon": True}
+            threading.Thread(target=self._work_in_thread, args=args, **thread).start()
 
     def prefer(self, shard: OptimizerShard) -> None:
         """Update the sub-groups of `shard` next: somebody needs them."""
         with self._changed:
-            self._todo = deque(
-                sorted(self._todo, key=lambda sub_group: sub_group.shard is not shard)
-            )
+            self._todo = deque(sorted(self._todo, key=lambda each: each.shard is not shard))
 
     def wait(self, shard: OptimizerShard | None = None) -> None:
         """Block until `shard` is updated, or everything is; raises the thread's error.
@@ -106,9 +103,8 @@ class Updates:
         updates."""
 
         def is_over() -> bool:
-            return self._failure is not None or not (
-                self._busy if shard is None else shard.sub_groups_left
-            )
+            is_left = self._busy if shard is None else shard.sub_groups_left
+            return self._failure is not None or not is_left
 
         if not is_over():
             if shard is not None:
@@ -135,9 +131,8 @@ class Updates:
         Every `wait` raises `error` until a checkpoint is loaded.
         """
         if not isinstance(error, Exception):
-            error = RuntimeError(
-                "an optimizer step was interrupted; load a checkpoint before going on"
-            )
+            text = "an optimizer step was interrupted; load a checkpoint before going on"
+            error = RuntimeError(text)
         self._failure = error
         self._skip_rest()
 

@@ -55,6 +55,14 @@ def _make_adagrad_state(optimizer: torch.optim.Adagrad, args: tuple, kwargs: dic
                 optimizer.state[param] = torch.optim.Adagrad([param], **settings).state[param]
 
 
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What the closure that an optimizer's `step` was given returns; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class Lion(torch.optim.Optimizer):
     """Lion (arXiv 2302.06675, algorithm 2): the sign of an interpolated momentum, decoupled weight
     decay.
@@ -78,10 +86,7 @@ class Lion(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
         """One update of every parameter that has a gradient; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             fast, slow = group["betas"]
             for param in group["params"]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from zero.optim.elementwise import loss_of
+
 
 class Lamb(torch.optim.Optimizer):
     """LAMB (arXiv 1904.00962) with DeepSpeed's arguments: Adam's update of a tensor, times the
@@ -43,10 +45,7 @@ class Lamb(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:

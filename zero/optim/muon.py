@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from zero.errors import UsageError
+from zero.optim.elementwise import loss_of
 
 # What a group has that says nothing else; as in DeepSpeed and in Muon's first implementation.
 MUON_DEFAULTS: dict[str, Any] = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
@@ -69,10 +70,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
         """One update of every parameter that has a gradient; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for use_muon, part in self._parts.items():
             part.state = self.state
             part.param_groups = [

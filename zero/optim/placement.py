@@ -111,11 +111,8 @@ class Placement:
         if found:
             self._free.clear()
             if comm.job.rank == 0:
-                self._tell(
-                    [*kept, *(shard for shard, tier in found if tier == self._device_tier)],
-                    free,
-                    reserve,
-                )
+                back = (shard for shard, tier in found if tier == self._device_tier)
+                self._tell([*kept, *back], free, reserve)
         return found
 
     def _tell(self, kept: Sequence[OptimizerShard], free: int, reserve: int) -> None:

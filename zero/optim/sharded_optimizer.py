@@ -196,9 +196,8 @@ class ZeroOptimizer:
             for piece in group.pieces
             if (param := group.params[piece.slot]) in number_of
         ]
-        self._piece_numbers = torch.tensor(
-            [number for number, *_ in self._pieces], device=self.comm.device
-        )
+        numbers = [number for number, *_ in self._pieces]
+        self._piece_numbers = torch.tensor(numbers, device=self.comm.device)
 
     @property
     def sub_groups(self) -> Sequence[SubGroup]:
@@ -256,9 +255,8 @@ class ZeroOptimizer:
         self._place()
         self._frozen = self.reducer.frozen
         to_mean = self.gradient_factor
-        self.grad_norm = (
-            self.comm.watchdog.wait(self._global_norm, "the norm of the gradients") * to_mean
-        )
+        norm = self.comm.watchdog.wait(self._global_norm, "the norm of the gradients")
+        self.grad_norm = norm * to_mean
         self.overflow = self._checks_overflow and not math.isfinite(self.grad_norm)
         if self.overflow and self.scaler is not None and self.scaler.exhausted:
             raise NonFiniteGradientError(self._explain_non_finite())
@@ -370,10 +368,8 @@ class ZeroOptimizer:
         self._updates.run(now, update)
         for group in self.shards:
             group.refresh()
-        place = {
-            group: number
-            for number, group in enumerate(dict.fromkeys((*self._forward_order(), *self.shards)))
-        }
+        order = dict.fromkeys((*self._forward_order(), *self.shards))
+        place = {group: number for number, group in enumerate(order)}
         later = [each for each in self.sub_groups if self._can_wait(each.group)]
         self._updates.start(sorted(later, key=lambda each: place[each.group]), update)
 
@@ -389,11 +385,8 @@ class ZeroOptimizer:
         """Whether the group may be updated after the step: not if all ranks gather it there, nor on
         an accelerator.
         """
-        return (
-            self._overlap
-            and not group.persistent
-            and not is_accelerator(self.shards[group].tier.device)
-        )
+        may_wait = self._overlap and not group.persistent
+        return may_wait and not is_accelerator(self.shards[group].tier.device)
 
     # -- moves
 
@@ -465,11 +458,8 @@ class ZeroOptimizer:
         squares = torch.zeros(len(self._names), dtype=torch.float64, device=self.comm.device)
         # The same reduction shows whether all ranks are about to take the same step. The number of
         # sub-groups is left out: a rank may have no part of a small group.
-        facts = {
-            key: each
-            for key, each in hyper_parameters(self.param_groups).items()
-            if not key.endswith(", params")
-        }
+        numbers = hyper_parameters(self.param_groups).items()
+        facts = {key: each for key, each in numbers if not key.endswith(", params")}
         facts["backwards since the last step"] = self.reducer.backwards
         if self.writes is not None:
             facts[_WRITTEN] = float(self.writes.digest)
@@ -479,20 +469,17 @@ class ZeroOptimizer:
         # Ranks of another pipeline stage have other parameters, so this number is compared apart.
         # It is small, because its square must be exact.
         number = zlib.crc32(" ".join(frozen).encode()) & 0xFFFF
-        own = torch.tensor(
-            [*spread(list(facts.values())), *spread([number])], dtype=torch.float64
-        ).to(squares.device, non_blocking=True)
+        told = [*spread(list(facts.values())), *spread([number])]
+        own = torch.tensor(told, dtype=torch.float64).to(squares.device, non_blocking=True)
         # Each shard counts once.
         if self._pieces and (self._replicated or self.comm.replicate_group.rank == 0):
-            squares.index_copy_(
-                0, self._piece_numbers, torch.stack(self._norms_of_pieces()).to(torch.float64) ** 2
-            )
+            norms = torch.stack(self._norms_of_pieces()).to(torch.float64)
+            squares.index_copy_(0, self._piece_numbers, norms**2)
         if self._replicated:
             sums = self.comm.all_reduce(own)
         else:
-            squares, sums = self.comm.all_reduce(torch.cat([squares, own])).split(
-                [len(squares), len(own)]
-            )
+            sizes = [len(squares), len(own)]
+            squares, sums = self.comm.all_reduce(torch.cat([squares, own])).split(sizes)
         *_, total, total_square = sums.unbind()
         unequal = (self.comm.world_size * total_square - total**2).view(1)
         sums = torch.cat([sums[:-2], unequal])
@@ -500,12 +487,10 @@ class ZeroOptimizer:
         norm = torch.linalg.vector_norm(self._param_norms).double()
         # Parts of a parameter count once each, and copies not at all.
         if self.comm.model is not None:
-            copies = torch.tensor([is_copy(each) for each in self._numbered]).to(
-                squares.device, non_blocking=True
-            )
-            sums = self.comm.model.all_reduce(
-                torch.cat([squares.masked_fill(copies, 0).sum().view(1), sums])
-            )
+            copies = torch.tensor([is_copy(each) for each in self._numbered])
+            copies = copies.to(squares.device, non_blocking=True)
+            of_own = squares.masked_fill(copies, 0).sum().view(1)
+            sums = self.comm.model.all_reduce(torch.cat([of_own, sums]))
             norm, sums = sums[0].sqrt(), sums[1:]
         # The one moment of a step at which the host waits for the device.
         *totals, unequal, norm = torch.cat([sums, norm.view(1)]).tolist()

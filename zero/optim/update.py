@@ -53,13 +53,10 @@ class SubGroupUpdate:
         frozen: Mapping[OptimizerShard, Sequence[tuple[int, int]]] | None = None,
     ):
         self._frozen = frozen or {}
-        self._param_groups = [
-            {
-                key: value.clone() if isinstance(value, torch.Tensor) else value
-                for key, value in param_group.items()
-            }
-            | {"params": []}
-            for param_group in optimizer.param_groups
+        given = [group | {"params": []} for group in optimizer.param_groups]
+        self._param_groups: list[dict] = [
+            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
+            for group in given
         ]
         self._twin = twin_of(optimizer, param_groups=self._param_groups)
         self._factor = factor

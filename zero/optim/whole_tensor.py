@@ -124,11 +124,8 @@ class WholeTensorState:
                 )
         for param_group in self._optimizer.param_groups:
             names = param_group.get("param_names", [None] * len(param_group["params"]))
-            known = [
-                (p, name)
-                for p, name in zip(param_group["params"], names, strict=True)
-                if p in of_param
-            ]
+            named = zip(param_group["params"], names, strict=True)
+            known = [(param, name) for param, name in named if param in of_param]
             param_group["params"] = [of_param[param].param for param, _ in known]
             if "param_names" in param_group:
                 param_group["param_names"] = [name for _, name in known]
@@ -222,11 +219,8 @@ class WholeTensorState:
         """
         optimizer, state, counted = self._optimizer, self._optimizer.state, {}
         present = {tensor.param for tensor in tensors}
-        hidden = {
-            key: state.pop(key)
-            for key in list(state)
-            if isinstance(key, torch.Tensor) and key not in present
-        }
+        absent = [key for key in state if isinstance(key, torch.Tensor) and key not in present]
+        hidden = {key: state.pop(key) for key in absent}
         if by_twin:
             optimizer = counting_twin(optimizer)
             counted = {key: value for key, value in state.items() if key not in present}
@@ -306,10 +300,8 @@ class WholeTensorState:
                     values[index] = value.clone()
                 continue
             place = places[index] if len(places) == len(values) else None
-            if isinstance(place, torch.Tensor) and (place.shape, place.dtype) == (
-                value.shape,
-                value.dtype,
-            ):
+            form_of = value.shape, value.dtype
+            if isinstance(place, torch.Tensor) and (place.shape, place.dtype) == form_of:
                 tier.store(place.view(-1), value.reshape(-1)).wait()
                 values[index] = place
             else:
@@ -369,11 +361,8 @@ def _class(name: str) -> type:
     found: Any = sys.modules.get(module)
     for part in path.split("."):
         found = getattr(found, part, None)
-    if not (
-        isinstance(found, type)
-        and issubclass(found, torch.Tensor)
-        and hasattr(found, "__tensor_unflatten__")
-    ):
+    is_tensor = isinstance(found, type) and issubclass(found, torch.Tensor)
+    if not (is_tensor and hasattr(found, "__tensor_unflatten__")):
         raise UsageError(
             f"optimizer state in tensors of class {name}: this process has no such class; import it"
         )

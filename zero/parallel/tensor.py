@@ -38,10 +38,8 @@ class TPShard:
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """The whole from every rank's part. All ranks of the mesh must call it."""
-        whole = DTensor.from_local(
-            part, self._mesh, self._placements, run_check=False, **self._whole
-        )
-        return whole.full_tensor()
+        how = {"run_check": False, **self._whole}
+        return DTensor.from_local(part, self._mesh, self._placements, **how).full_tensor()
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of the whole."""

@@ -194,11 +194,8 @@ def _hook(arguments: list[str]) -> None:
 
 
 def _explain(arguments: list[str]) -> None:
-    description, example = (
-        "Say what each key of a configuration does.",
-        "configs/ds_config_zero3.json",
-    )
-    parser = Parser("explain", description, example, json="it")
+    description = "Say what each key of a configuration does."
+    parser = Parser("explain", description, "configs/ds_config_zero3.json", json="it")
     parser.add_argument("config", help="ds_config.json, or the YAML file of accelerate")
     options = parser.parse_args(arguments)
     print(explain_as_json(options.config) if options.json else explain(options.config))

@@ -320,17 +320,12 @@ def _data_loader(
 
     `loader.sampler.set_epoch` shuffles it again.
     """
-    sampler = None
+    sampler, size = None, distributed._get_data_parallel_world_size()
     if not isinstance(dataset, IterableDataset):
-        groups = distributed
-        sampler = DistributedSampler(
-            dataset, groups._get_data_parallel_world_size(), groups._get_data_parallel_rank()
-        )
-    loader = DataLoader(
-        dataset, engine.train_micro_batch_size_per_gpu(), sampler=sampler, collate_fn=collate_fn
-    )
-    ranks = current_group()
-    shared = distributed._get_data_parallel_world_size() < engine.comm.world_size
+        sampler = DistributedSampler(dataset, size, distributed._get_data_parallel_rank())
+    rows = engine.train_micro_batch_size_per_gpu()
+    loader = DataLoader(dataset, rows, sampler=sampler, collate_fn=collate_fn)
+    ranks, shared = current_group(), size < engine.comm.world_size
     if engine.settings.sequence_parallel_size == 1 or ranks is None or shared:
         return loader
     return DataLoader(MicroBatches(loader, ranks), None)

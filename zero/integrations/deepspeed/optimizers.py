@@ -216,14 +216,8 @@ def _uncorrected_adam(params: list, settings: dict[str, Any], decoupled: bool) -
             raise UsageError(
                 f"optimizer.params.{name}: not available where bias_correction is false; delete it"
             )
-    return Lamb(
-        params,
-        bias_correction=False,
-        min_coeff=1.0,
-        max_coeff=1.0,
-        adam_w_mode=decoupled,
-        **settings,
-    )
+    settings |= {"bias_correction": False, "min_coeff": 1.0, "max_coeff": 1.0}
+    return Lamb(params, adam_w_mode=decoupled, **settings)
 
 
 def _muon(settings: dict[str, Any], params: list, model: nn.Module) -> MuonWithAdamW:

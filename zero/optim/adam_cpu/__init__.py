@@ -56,20 +56,11 @@ _CAST_PIECE = 1 << 22
 class _Scalars(ctypes.Structure):
     """As `Scalars` in kernel.cpp; ctypes rounds a Python float to fp32, to nearest."""
 
-    _fields_ = [
-        (name, ctypes.c_float)
-        for name in (
-            "factor",
-            "l2",
-            "shrink",
-            "to_gradient",
-            "beta2",
-            "from_square",
-            "correction",
-            "eps",
-            "step_size",
-        )
-    ] + [("turn", ctypes.c_uint32), ("roots", ctypes.c_void_p)]
+    _floats = "factor l2 shrink to_gradient beta2 from_square correction eps step_size"
+    _fields_ = [(name, ctypes.c_float) for name in _floats.split()] + [
+        ("turn", ctypes.c_uint32),
+        ("roots", ctypes.c_void_p),
+    ]
 
 
 @torch.no_grad()
@@ -174,9 +165,8 @@ def computes_as_torch_adam(kind: type) -> type:
 
 def has_adams_moments(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `optimizer` is plain Adam or AdamW, which keeps two moments and no third tensor."""
-    return type(optimizer) in _served and not any(
-        group["amsgrad"] for group in optimizer.param_groups
-    )
+    has_third = any(group.get("amsgrad") for group in optimizer.param_groups)
+    return type(optimizer) in _served and not has_third
 
 
 def serves(optimizer: torch.optim.Optimizer) -> bool:
@@ -201,9 +191,7 @@ def _is_plain(group: dict) -> bool:
     """No variant of Adam, and all numbers Python's: a tensor may change under the step, or be on a
     GPU.
     """
-    variant = any(
-        group.get(name) for name in ("amsgrad", "maximize", "capturable", "differentiable")
-    )
+    variant = any(map(group.get, ("amsgrad", "maximize", "capturable", "differentiable")))
     numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
     return not variant and all(isinstance(number, (int, float)) for number in numbers)
 
@@ -224,9 +212,8 @@ def _roots() -> ctypes.c_void_p | None:
     torch does not use it.
     """
     try:
-        function = ctypes.CDLL(
-            str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
-        ).VMSSQRT_
+        library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+        function = ctypes.CDLL(str(library)).VMSSQRT_
     except (OSError, AttributeError):
         return None
     # With every dtype and device named: scripts change the defaults.
@@ -268,13 +255,7 @@ def _kernel() -> Callable[..., None] | None:
     """The compiled function, built by the first call on a machine; None if it cannot be built."""
     try:
         kernel = build.load_library().zero_cpu_adam
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-        AttributeError,
-        subprocess.CalledProcessError,
-    ) as error:
+    except (OSError, RuntimeError, ValueError, AttributeError, subprocess.SubprocessError) as error:
         level, reason = logging.WARNING, getattr(error, "stderr", None) or str(error)
         if isinstance(error, FileNotFoundError):
             level, reason = logging.INFO, f"found no {error.filename}"

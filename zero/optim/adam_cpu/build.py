@@ -74,10 +74,8 @@ def _cache() -> Path | None:
     """The folder of compiled kernels, or None if other users may write to it, because their files
     would be run.
     """
-    folder = (
-        Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser()
-        / "zero_cpu_adam"
-    )
+    extensions = os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")
+    folder = Path(extensions).expanduser() / "zero_cpu_adam"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:
@@ -113,6 +111,5 @@ def _torch_fuses() -> bool:
 
 
 def _output_of(command: list[str]) -> str:
-    return subprocess.run(
-        command, check=True, capture_output=True, text=True, errors="replace"
-    ).stdout
+    run = subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")
+    return run.stdout

@@ -72,9 +72,8 @@ class MicroBatches(IterableDataset):
             )
         ids, size = batch["input_ids"], self.ranks.size
         if "position_ids" not in batch:
-            batch["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(
-                ids.shape[:2]
-            )
+            positions = torch.arange(ids.shape[1], device=ids.device)
+            batch["position_ids"] = positions.expand(ids.shape[:2])
         if "labels" in batch:
             labels = batch.pop("labels")
             batch.setdefault("shift_labels", pad(labels[:, 1:], (0, 1), value=IGNORED))
@@ -127,7 +126,6 @@ def _fill(key: str, value: torch.Tensor, missing: int) -> torch.Tensor:
     if not missing:
         return value
     if key == "position_ids":
-        return torch.cat(
-            [value, value[:, -1:] + torch.arange(1, missing + 1, device=value.device)], dim=1
-        )
+        more = torch.arange(1, missing + 1, device=value.device)
+        return torch.cat([value, value[:, -1:] + more], dim=1)
     return pad(value, (0, 0) * (value.dim() - 2) + (0, missing), value=_FILLING.get(key, 0))

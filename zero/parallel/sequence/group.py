@@ -75,9 +75,8 @@ class SequenceGroup:
         """
         received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         sent = torch.cat(parts).to(self.device)
-        dist.all_to_all_single(
-            received, sent, sizes, [part.numel() for part in parts], group=self.group
-        )
+        sent_sizes = [part.numel() for part in parts]
+        dist.all_to_all_single(received, sent, sizes, sent_sizes, group=self.group)
         return received.split(sizes)
 
     def mean_loss(self, loss: torch.Tensor, shift_labels: torch.Tensor) -> torch.Tensor:

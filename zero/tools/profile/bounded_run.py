@@ -52,9 +52,7 @@ class BoundedRun:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         engine = self.engine
-        boundary = (
-            engine.is_gradient_accumulation_boundary() or not engine.managed_gradient_accumulation()
-        )
+        boundary = engine.ends_step
         if boundary:
             self.step_number += 1
             self.before_update()

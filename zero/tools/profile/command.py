@@ -38,9 +38,8 @@ def trace(arguments: list[str]) -> int:
         "--step 5 --out trace.json torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
         json="the seconds by track",
     )
-    options = _options(
-        parser, arguments, "trace.json", "the trace; .gz is compressed", (".json", ".gz")
-    )
+    about = "the trace; .gz is compressed"
+    options = _options(parser, arguments, "trace.json", about, (".json", ".gz"))
     with tempfile.TemporaryDirectory(prefix="zero-trace-") as temporary:
         merged = merge(_record("trace", options, Path(temporary)))
     content = json.dumps(merged).encode()
@@ -80,10 +79,8 @@ def memory(arguments: list[str]) -> int:
         return 0
     for rank, places in highest.items():
         for place, kinds in places.items():
-            print(
-                f"{rank}, {place}: "
-                + ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in kinds.items())
-            )
+            listed = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in kinds.items())
+            print(f"{rank}, {place}: {listed}")
     print(f"{options.out}: the picture of rank 0")
     if recorded_on_gpu:
         print(f"{snapshot}: each allocation of rank 0; open it in https://pytorch.org/memory_viz")
@@ -94,12 +91,9 @@ def _options(
     parser: Parser, arguments: list[str], out: str, about: str, formats: tuple[str, ...]
 ) -> Namespace:
     command = parser.prog.removeprefix("zero ")
-    parser.add_argument(
-        "--step", type=count, default=5, help="the optimizer step to record, counted from 1 (5)"
-    )
-    parser.add_argument(
-        "--out", type=output_file, default=out, metavar="F", help=f"{about} ({out})"
-    )
+    add, step = parser.add_argument, "the optimizer step to record, counted from 1 (5)"
+    add("--step", type=count, default=5, help=step)
+    add("--out", type=output_file, default=out, metavar="F", help=f"{about} ({out})")
     parser.add_command()
     options = parser.parse(arguments)
     if options.out.suffix not in formats:

@@ -24,9 +24,8 @@ def report(arguments: list[str]) -> int:
     parser.add_argument("run", type=Path, help=is_run)
     parser.add_argument("other", type=Path, nargs="?", help="a second run to compare with")
     out = "report.html"
-    parser.add_argument(
-        "--out", type=output_file, default=out, metavar="F", help=f"the page ({out})"
-    )
+    about = f"the page ({out})"
+    parser.add_argument("--out", type=output_file, default=out, metavar="F", help=about)
     options = parser.parse_args(arguments)
     paths = [path for path in (options.run, options.other) if path is not None]
     if options.out.resolve() in [file_of(path).resolve() for path in paths]:

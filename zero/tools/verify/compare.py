@@ -170,9 +170,8 @@ class Comparison:
             self._add(step, "gradient", [noise[0]], len(noise) - 1)
             relative, others = noise[0].relative_rounding, len(noise) - 1
             cause = _RANDOM.format(what="batches or dropout") + ", or verify in fp32."
-            self.result.difference = Difference(
-                step, "gradient", noise[0].name, relative, others, cause
-            )
+            found = Difference(step, "gradient", noise[0].name, relative, others, cause)
+            self.result.difference = found
             return
         if self._judge(step, "gradient", gradients, self.eps):
             return
@@ -214,9 +213,9 @@ class Comparison:
         self.result.rows.append(row)
         if different:
             cause = f"It is {engine[first]} on the engine and {plain[first]} on plain torch."
-            self.result.difference = Difference(
-                step, "setting", first, math.inf, len(different) - 1, cause
-            )
+            others = len(different) - 1
+            found = Difference(step, "setting", first, math.inf, others, cause)
+            self.result.difference = found
         self.result.skipped += not done[0]["applied"]
         return bool(different)
 
@@ -268,18 +267,15 @@ class Comparison:
         if kind == "gradient":
             noise = sum(tensor.is_noise for tensor in tensors)
         self._add(step, kind, tensors, noise)
-        if eps == 0:
-            beyond = [tensor for tensor in tensors if tensor.relative > 0]
-        else:
-            beyond = [tensor for tensor in tensors if tensor.differs(usual)]
+        beyond = [each for each in tensors if (each.differs(usual) if eps else each.relative > 0)]
         first = beyond[0] if beyond else None
         if first is None and together and (apart := _apart_together(known, eps)):
             first, beyond = Tensor("all tensors together", 0, 1, 0, apart, 0), known[:1]
         if first is not None:
             cause = cause or _cause(kind, tensors)
-            self.result.difference = Difference(
-                step, kind, first.name, first.relative, len(beyond) - 1, cause
-            )
+            others = len(beyond) - 1
+            found = Difference(step, kind, first.name, first.relative, others, cause)
+            self.result.difference = found
         return first is not None
 
     def _add(self, step: int, kind: str, tensors: list[Tensor], noise: int) -> None:
