@@ -136,7 +136,10 @@ class ZeroEngine(Accumulation, nn.Module):
         gathering = Gathering(
             self.groups, self.schedule, training_comm, self.residency, reductions.before_use, writes
         )
-        self._sliced = build.slice_experts(self.groups, self.schedule, gathering)
+        self._sliced = [
+            *build.slice_experts(self.groups, self.schedule, gathering),
+            *build.slice_batches(model, settings),
+        ]
         self.hooks = ModuleHooks(
             model,
             self.groups,
