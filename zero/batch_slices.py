@@ -60,6 +60,10 @@ class SlicedBlock:
         """Give the block its own forward back."""
         del self.module.forward
 
+    def compile(self, **options: Any) -> None:
+        """Compile the block's own forward; `options` are those of `torch.compile`."""
+        self._forward = torch.compile(self._forward, **options)
+
     def __deepcopy__(self, memo: dict) -> Callable:
         """A copy of the block is an ordinary module."""
         return MethodType(type(self.module).forward, memo[id(self.module)])
@@ -67,8 +71,8 @@ class SlicedBlock:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
-        leaves = [None if _is_empty_cache(leaf) else leaf for leaf in leaves]
+        given, spec = tree_flatten((args, kwargs))
+        leaves: list[Any] = [None if _is_empty_cache(leaf) else leaf for leaf in given]
         self._refuse_objects(leaves)
         batch, tokens = _batch_of(leaves)
         wanted = -(-batch * tokens // TOKENS) if isinstance(self._slices, str) else self._slices
@@ -175,6 +179,8 @@ def _kind(leaf: Any, batch: int) -> Any:
 
 def _close(values: torch.Tensor, others: torch.Tensor) -> bool:
     """Whether they differ by no more than the rounding of other kernels."""
+    if values.device.type == "meta":  # `zero estimate` follows a step without values
+        return True
     if not values.is_floating_point():
         return torch.equal(values, others)
     limit = 16 * torch.finfo(values.dtype).eps

@@ -100,6 +100,12 @@ class Block(nn.Module):
         return hidden + self.dropout(self.down(self.up(hidden).relu())) * scale["scale"], None
 
 
+class Plain(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Identity()
+
+
 class Mixing(Block):
     def forward(self, hidden: torch.Tensor, scale: dict[str, Any]) -> tuple[torch.Tensor, None]:
         return super().forward(hidden - hidden.mean(0), scale)
@@ -174,6 +180,22 @@ def test_blocks_that_cannot_run_in_slices_are_named():
     assert "block 'blocks.0' has a BatchNorm1d" in norm
     assert "block 'blocks.0' is given a Thing" in thing
     assert "has no blocks" in no_block
+
+
+def compiled(rank: int, world_size: int) -> list[list[float]]:
+    found = []
+    for section in ({}, {"batch_slices": 3}):
+        torch.manual_seed(3)
+        engine, _ = start(Model(Plain), ds_config(activation_checkpointing=section))
+        if section:
+            engine.compile(backend="aot_eager")
+        found.append(train_zero(engine, [{"x": torch.randn(6, WIDTH)}] * STEPS).mean_losses())
+    return found
+
+
+def test_slices_are_compiled():
+    for whole, in_slices in run_on(2, compiled):
+        assert relative(in_slices, whole) < 1e-6
 
 
 def copies(rank: int, world_size: int) -> None:
