@@ -77,28 +77,35 @@ class SlicedBlock:
         batch, tokens = _batch_of(leaves)
         wanted = -(-batch * tokens // TOKENS) if isinstance(self._slices, str) else self._slices
         number = min(wanted, batch)
+        # Its own checkpoint of the whole block would recompute each slice once more.
+        self.module.gradient_checkpointing = False
         if number < 2:
-            return self._forward(*args, **kwargs)
+            return checkpoint(self._run, spec, *leaves, use_reentrant=False)
         of_batch = [_has_batch(leaf, batch) for leaf in leaves]
         kind = (spec, *(_kind(leaf, batch) for leaf in leaves))
         if kind not in self._batched:
             # A fresh context: transformers' recorders of outputs do not see these calls.
             self._batched[kind] = Context().run(self._probe, leaves, spec, of_batch)
-        parts = [
+        columns = [
             leaf.tensor_split(number) if sliced else [leaf] * number
             for leaf, sliced in zip(leaves, of_batch, strict=True)
         ]
-        # Its own checkpoint of the whole block would recompute each slice once more.
-        self.module.gradient_checkpointing = False
-        outputs, out_spec = [], spec
-        for part in zip(*parts, strict=True):
+        outputs, places, out_spec = [], [], spec
+        for part in zip(*columns, strict=True):
             result = checkpoint(self._run, spec, *part, use_reentrant=False)
             output, out_spec = tree_flatten(result)
             outputs.append(output)
-        joined = [
-            torch.cat(values) if batched else values[0]
-            for values, batched in zip(zip(*outputs, strict=True), self._batched[kind], strict=True)
-        ]
+            # Where an input is returned, as T5's position bias is, that is the whole input again.
+            known = {id(leaf): i for i, leaf in enumerate(part) if isinstance(leaf, torch.Tensor)}
+            places.append([known.get(id(value)) for value in output])
+        joined = []
+        for values, found, batched in zip(
+            zip(*outputs, strict=True), zip(*places, strict=True), self._batched[kind], strict=True
+        ):
+            if found[0] is not None and len(set(found)) == 1:
+                joined.append(leaves[found[0]])
+            else:
+                joined.append(torch.cat(values) if batched else values[0])
         return tree_unflatten(joined, out_spec)
 
     def _run(self, spec: TreeSpec, *leaves: Any) -> Any:
