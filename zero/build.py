@@ -17,13 +17,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from zero.batch_slices import SlicedBlock
 from zero.comm.communicator import Communicator
 from zero.comm.consistency import flat, hyper_parameters, require_same, versions
 from zero.comm.quantized import CompressedCommunicator, machine_size
 from zero.comm.world import ranks_of_machine
 from zero.config import Config, OffloadOptimizerConfig, ZeroConfig
 from zero.core.gathering import Gathering
-from zero.core.layout import GroupPlan, plan_groups
+from zero.core.layout import GroupPlan, called_blocks, plan_groups
 from zero.core.micro_batches import MicroBatches
 from zero.core.param_group import ParamGroup
 from zero.core.quantized_weights import (
@@ -306,6 +307,27 @@ def slice_experts(
     most = max(limit // 2, *map(numel_of_one, found))
     schedule.max_live_parameters = max(0, limit - most)
     return [SlicedExperts(group, most, gathering) for group in found]
+
+
+def slice_batches(model: nn.Module, settings: Config) -> list[SlicedBlock]:
+    """Have each block run its batch in slices, if the configuration says so."""
+    slices = settings.activation_checkpointing.batch_slices
+    if slices in (None, 1):
+        return []
+    names = {module: name for name, module in model.named_modules()}
+    if not (blocks := called_blocks(model)):
+        raise UsageError(
+            "activation_checkpointing.batch_slices: the model has no blocks that could run in "
+            "slices, neither `_no_split_modules` nor modules in an nn.ModuleList"
+        )
+    config = getattr(model, "config", None)
+    for flag in ("output_router_logits", "output_attentions"):
+        if getattr(config, flag, False):
+            raise UsageError(
+                "activation_checkpointing.batch_slices: the model collects tensors inside of its "
+                f"blocks, where it would find one for each slice: set config.{flag} to false"
+            )
+    return [SlicedBlock(block, names[block], slices) for block in blocks]
 
 
 def make_placement(

@@ -17,6 +17,7 @@ from torch import nn
 
 from zero import build, checkpoint
 from zero.accumulation import Accumulation
+from zero.batch_slices import SlicedBlock
 from zero.checkpoint.export import Weights, save_16bit_model, show_copies_in_state_dicts
 from zero.comm.clock import Throughput
 from zero.comm.communicator import Communicator, communicator
@@ -131,7 +132,10 @@ class ZeroEngine(Accumulation, nn.Module):
         gathering = Gathering(
             self.groups, self.schedule, training_comm, self.residency, reductions.before_use, writes
         )
-        self._sliced = build.slice_experts(self.groups, self.schedule, gathering)
+        self._sliced = [
+            *build.slice_experts(self.groups, self.schedule, gathering),
+            *build.slice_batches(model, settings),
+        ]
         self.hooks = ModuleHooks(
             model,
             self.groups,
@@ -486,7 +490,10 @@ class ZeroEngine(Accumulation, nn.Module):
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
         torch._dynamo.config.nontraceable_tensor_subclasses.add(ShardedParameter)
         for module in called_blocks(self.module) or [self.module]:
-            module.compile(backend=backend, **(compile_kwargs or {}))
+            # Slices of a batch are compiled, and not the loop over them.
+            of_slices = isinstance(module.forward, SlicedBlock)
+            compiled = module.forward if of_slices else module
+            compiled.compile(backend=backend, **(compile_kwargs or {}))
         self.is_compiled = True
 
     def destroy(self) -> None:

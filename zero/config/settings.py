@@ -38,9 +38,16 @@ class ActivationCheckpointingConfig(Section):
         cpu_checkpointing: Keep activations in host memory instead of on the GPU until backward
             needs them. Combine it with gradient checkpointing, so that fewer of them have to be
             copied.
+        batch_slices: Run each block's batch in slices, of which only the inputs are kept; backward
+            recomputes the rest. So a large batch takes the activations of one slice, and offloaded
+            or sharded weights are gathered twice in a step, which each micro-batch of a step would
+            do. It replaces gradient checkpointing. Not in DeepSpeed.
+            - auto: As many slices as it takes for each to have at most 8,192 tokens.
+            - N: A batch runs in N slices.
     """
 
     cpu_checkpointing: bool = False
+    batch_slices: Positive | Annotated[Literal["auto"], AnyCase()] | None = None
 
 
 @with_idle_keys("checkpoint")

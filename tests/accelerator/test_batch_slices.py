@@ -1,0 +1,64 @@
+"""What a block's slices cost: its weights move as for one batch, and activations as for a slice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+import zero
+from tests.accelerator import device
+from tests.accelerator.test_counts import BLOCKS, WIDTH, Model
+from tests.dist.training import ds_config, start, step
+from tests.processes import run_on
+from zero.comm import traffic
+from zero.comm.traffic import IN, NETWORK, OUT
+
+ROWS = 4096
+HOST = {"device": "cpu"}
+AWAY = {"offload_param": HOST, "offload_optimizer": {**HOST, "overlap_step": False}}
+# What one row takes in a block for its backward: the inputs of norm, up and down, a ReLU's result.
+OF_ROW = 4 * (WIDTH + WIDTH + 2 * WIDTH)
+
+
+def third_step(
+    rank: int, world_size: int, micro_batches: int, sections: dict[str, Any]
+) -> tuple[Counter[str], int]:
+    """Bytes moved by link, and the most bytes on the device above those before the step."""
+    config = ds_config(
+        accumulation=micro_batches,
+        stage3_param_persistence_threshold=0,
+        stage3_max_reuse_distance=0,
+        **AWAY,
+        **sections,
+    )
+    torch.manual_seed(0)
+    engine: zero.ZeroEngine = start(Model().to(device.NAME), config)[0]
+    rows = torch.randn(ROWS, WIDTH, device=device.NAME).chunk(micro_batches)
+    parts = [{"x": part} for part in rows]
+    for _ in range(2):
+        step(engine, parts)
+    moved, before = Counter(traffic.MOVED), torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    step(engine, parts)
+    assert device.mistakes() == []
+    return traffic.MOVED - moved, torch.accelerator.max_memory_allocated() - before
+
+
+def test_weights_and_gradients_move_once_whatever_the_number_of_slices():
+    whole = run_on(2, third_step, 1, {}, simulated=True)
+    for slices in (4, 16):
+        section = {"activation_checkpointing": {"batch_slices": slices}}
+        for (moved, peak), (once, most) in zip(
+            run_on(2, third_step, 1, section, simulated=True), whole, strict=True
+        ):
+            assert moved == once
+            # Of the whole batch: the results of all blocks, and in a backward the gradient of one,
+            # that of its input in slices and joined, and that of the loss's square. The rest is
+            # what the slice that runs has saved, and its gradients.
+            whole_batch = (BLOCKS + 4) * ROWS * 4 * WIDTH
+            assert peak < whole_batch + 3 * OF_ROW * ROWS // slices
+            assert peak < most
+    for moved, _ in run_on(2, third_step, 4, {}, simulated=True):
+        assert all(moved[link] > 3 * whole[0][0][link] for link in (IN, OUT, NETWORK))

@@ -1,0 +1,215 @@
+"""A batch that each block runs in slices trains as the whole batch does."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from tests.dist.training import Curve, curve_on, ds_config, relative, start, train_plain, train_zero
+from tests.parity.models import VOCABULARY, batches, build
+from tests.processes import run_on
+from zero.errors import UsageError
+from zero.fragments import safe_get_full_grad
+
+STEPS, WIDTH = 4, 8
+
+
+def model_of(name: str) -> nn.Module:
+    if name == "mixtral":
+        torch.manual_seed(7)
+        config = MixtralConfig(
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
+            initializer_range=0.06,
+        )  # fmt: skip
+        return MixtralForCausalLM(config).train()
+    return build(name)
+
+
+def data(name: str) -> list[dict[str, torch.Tensor]]:
+    """Batches of T5 and Llama with masks, so that their blocks are given some."""
+    made = batches("llama" if name == "mixtral" else name, STEPS)
+    for batch in made:
+        mask = torch.ones_like(batch["input_ids"])
+        mask[::2, -2:] = 0
+        batch["attention_mask"] = mask
+    return made
+
+
+def plain(rank: int, world_size: int, name: str) -> Curve:
+    return train_plain(model_of(name), data(name))
+
+
+def sliced(rank: int, world_size: int, name: str, slices: int, sections: dict) -> Curve:
+    config = ds_config(
+        activation_checkpointing={"batch_slices": slices},
+        stage3_param_persistence_threshold=40,
+        **sections,
+    )
+    engine, _ = start(model_of(name), config)
+    return train_zero(engine, data(name))
+
+
+@pytest.mark.parametrize("name", ["t5", "llama", "mixtral"])
+def test_the_losses_of_one_batch(name):
+    expected = curve_on(1, plain, name).mean_losses()
+    for ranks in (1, 2):
+        found = curve_on(ranks, sliced, name, 4, {}).mean_losses()
+        assert relative(found, expected) < 1e-6
+
+
+def with_adapter(rank: int, world_size: int, folder: str) -> list[Curve]:
+    """A frozen base in files and trained LoRA adapters, checkpointed by the model too: whole
+    batches, and slices, of which an update takes two micro-batches.
+    """
+    away = {"device": "nvme", "nvme_path": folder}
+    curves = []
+    for slices in (None, 3):
+        model = get_peft_model(build("llama"), LoraConfig(r=4, target_modules="all-linear"))
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        config = ds_config(
+            activation_checkpointing={"batch_slices": slices} if slices else {},
+            accumulation=2,
+            clip=1.0,
+            stage3_param_persistence_threshold=40,
+            offload_param=away,
+        )
+        curves.append(train_zero(start(model, config)[0], data("llama")))
+    return curves
+
+
+def test_a_frozen_base_in_files_with_adapters(tmp_path):
+    for whole, in_slices in run_on(2, with_adapter, str(tmp_path)):
+        assert relative(in_slices.mean_losses(), whole.mean_losses()) < 1e-6
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, hidden: torch.Tensor, scale: dict[str, Any]) -> tuple[torch.Tensor, None]:
+        return hidden + self.dropout(self.down(self.up(hidden).relu())) * scale["scale"], None
+
+
+class Plain(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Identity()
+
+
+class Mixing(Block):
+    def forward(self, hidden: torch.Tensor, scale: dict[str, Any]) -> tuple[torch.Tensor, None]:
+        return super().forward(hidden - hidden.mean(0), scale)
+
+
+class Normed(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+
+class Thing:
+    """No tensor, and nothing that holds some."""
+
+
+class Model(nn.Module):
+    """Its blocks run in slices without an engine, if `slices` says so."""
+
+    def __init__(self, block: type[nn.Module], slices: int = 1, scale: Any = 2.0):
+        super().__init__()
+        self.blocks = nn.ModuleList([block() for _ in range(2)])
+        self.slices, self.scale = slices, scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            parts = x.tensor_split(self.slices)
+            x = torch.cat([block(part, {"scale": self.scale})[0] for part in parts])
+        return x.square().mean()
+
+
+def grads_with_dropout(rank: int, world_size: int, stage: int) -> bool:
+    """Whether the engine's gradients, masks of dropout included, are those of plain torch."""
+    torch.manual_seed(3)
+    plain, model = Model(Block, slices=3), Model(Block)
+    model.load_state_dict(plain.state_dict())
+    x = torch.randn(7, WIDTH)
+    config = ds_config(activation_checkpointing={"batch_slices": 3}, stage=stage)
+    engine, _ = start(model, config)
+    torch.manual_seed(5)
+    plain(x).backward()
+    torch.manual_seed(5)
+    engine.backward(engine(x))
+    return all(
+        torch.allclose(safe_get_full_grad(mine), own.grad, rtol=1e-5, atol=1e-7)
+        for mine, own in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_slice_is_recomputed_with_its_own_random_numbers(stage):
+    assert run_on(2, grads_with_dropout, stage) == [True, True]
+
+
+def messages(rank: int, world_size: int) -> list[str]:
+    found = []
+    for model in (
+        Model(Mixing),
+        Model(Normed),
+        Model(Block, scale=Thing()),
+        nn.Linear(WIDTH, 1),
+    ):
+        with pytest.raises(UsageError) as caught:
+            engine, _ = start(model, ds_config(activation_checkpointing={"batch_slices": 2}))
+            engine(torch.randn(4, WIDTH))
+        found.append(str(caught.value))
+    return found
+
+
+def test_blocks_that_cannot_run_in_slices_are_named():
+    values, norm, thing, no_block = run_on(1, messages)[0]
+    assert "block 'blocks.0' gives other values" in values
+    assert "block 'blocks.0' has a BatchNorm1d" in norm
+    assert "block 'blocks.0' is given a Thing" in thing
+    assert "has no blocks" in no_block
+
+
+def compiled(rank: int, world_size: int) -> list[list[float]]:
+    found = []
+    for section in ({}, {"batch_slices": 3}):
+        torch.manual_seed(3)
+        engine, _ = start(Model(Plain), ds_config(activation_checkpointing=section))
+        if section:
+            engine.compile(backend="aot_eager")
+        found.append(train_zero(engine, [{"x": torch.randn(6, WIDTH)}] * STEPS).mean_losses())
+    return found
+
+
+def test_slices_are_compiled():
+    for whole, in_slices in run_on(2, compiled):
+        assert relative(in_slices, whole) < 1e-6
+
+
+def copies(rank: int, world_size: int) -> None:
+    """A copy of the model, and the model after its engine, run whole batches."""
+    model = Model(Block)
+    engine, _ = start(model, ds_config(activation_checkpointing={"batch_slices": 2}, stage=1))
+    copy = deepcopy(model)
+    engine.destroy()
+    for each in (model, copy):
+        calls = []
+        each.blocks[0].up.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        each(torch.randn(4, WIDTH))
+        assert len(calls) == 1
+
+
+def test_a_copy_of_the_model_is_an_ordinary_one():
+    run_on(1, copies)

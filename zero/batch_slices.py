@@ -1,0 +1,208 @@
+"""Blocks that run a large batch in slices: the key `activation_checkpointing.batch_slices`.
+
+Each block is given the whole batch and runs it slice by slice. Of a slice only the input is kept,
+and backward recomputes the rest of it. So a block is gathered twice in a step and its gradient is
+reduced once, whatever the number of slices, and activations take the memory of one slice. With
+micro-batches instead, each of them would gather every block again. (RoundPipe, arXiv 2604.27085,
+and GreedySnake, arXiv 2512.17570, order their loops in this way.)
+
+The slices are ordinary operations of one graph: `torch.utils.checkpoint` recomputes each with its
+own random state, and autograd adds their gradients before a parameter gets any. This file knows
+nothing of groups or gathering."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import Context
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from zero.errors import UsageError
+
+# With "auto", a slice has at most this many tokens: enough for large matrix products.
+TOKENS = 8192
+_REMEDY = "delete activation_checkpointing.batch_slices, or use gradient_accumulation_steps"
+
+
+class SlicedBlock:
+    """The forward of one block, which runs a batch in slices while gradients are recorded.
+
+    Args:
+        module: the block. Its inputs and outputs are tensors, in any nesting of tuples, lists and
+            dicts. The first tensor of two or more dimensions says how large the batch is.
+        name: of the block, for messages.
+        slices: how many, or "auto".
+
+    Raises UsageError in forward if the block cannot run in slices.
+    """
+
+    def __init__(self, module: nn.Module, name: str, slices: int | Literal["auto"]):
+        self.module: Any = module
+        self.name = name
+        self._slices = slices
+        # For each kind of inputs that was seen: which outputs have the batch in the first
+        # dimension. A slice of one example does not show it.
+        self._batched: dict[tuple, list[bool]] = {}
+        for child in module.modules():
+            if isinstance(child, _BatchNorm):
+                raise UsageError(f"block {name!r} has a {type(child).__name__}: {_REMEDY}")
+        self._forward: Callable[..., Any] = module.forward
+        module.forward = self
+
+    def remove(self) -> None:
+        """Give the block its own forward back."""
+        del self.module.forward
+
+    def compile(self, **options: Any) -> None:
+        """Compile the block's own forward; `options` are those of `torch.compile`."""
+        self._forward = torch.compile(self._forward, **options)
+
+    def __deepcopy__(self, memo: dict) -> Callable:
+        """A copy of the block is an ordinary module."""
+        return MethodType(type(self.module).forward, memo[id(self.module)])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        given, spec = tree_flatten((args, kwargs))
+        leaves: list[Any] = [None if _is_empty_cache(leaf) else leaf for leaf in given]
+        self._refuse_objects(leaves)
+        batch, tokens = _batch_of(leaves)
+        wanted = -(-batch * tokens // TOKENS) if isinstance(self._slices, str) else self._slices
+        number = min(wanted, batch)
+        # Its own checkpoint of the whole block would recompute each slice once more.
+        self.module.gradient_checkpointing = False
+        if number < 2:
+            return checkpoint(self._run, spec, *leaves, use_reentrant=False)
+        of_batch = [_has_batch(leaf, batch) for leaf in leaves]
+        kind = (spec, *(_kind(leaf, batch) for leaf in leaves))
+        if kind not in self._batched:
+            # A fresh context: transformers' recorders of outputs do not see these calls.
+            self._batched[kind] = Context().run(self._probe, leaves, spec, of_batch)
+        columns = [
+            leaf.tensor_split(number) if sliced else [leaf] * number
+            for leaf, sliced in zip(leaves, of_batch, strict=True)
+        ]
+        outputs, places, out_spec = [], [], spec
+        for part in zip(*columns, strict=True):
+            result = checkpoint(self._run, spec, *part, use_reentrant=False)
+            output, out_spec = tree_flatten(result)
+            outputs.append(output)
+            # Where an input is returned, as T5's position bias is, that is the whole input again.
+            known = {id(leaf): i for i, leaf in enumerate(part) if isinstance(leaf, torch.Tensor)}
+            places.append([known.get(id(value)) for value in output])
+        joined = []
+        for values, found, batched in zip(
+            zip(*outputs, strict=True), zip(*places, strict=True), self._batched[kind], strict=True
+        ):
+            if found[0] is not None and len(set(found)) == 1:
+                joined.append(leaves[found[0]])
+            else:
+                joined.append(torch.cat(values) if batched else values[0])
+        return tree_unflatten(joined, out_spec)
+
+    def _run(self, spec: TreeSpec, *leaves: Any) -> Any:
+        args, kwargs = tree_unflatten(list(leaves), spec)
+        return self._forward(*args, **kwargs)
+
+    def _refuse_objects(self, leaves: Sequence[Any]) -> None:
+        for leaf in leaves:
+            if not isinstance(leaf, (torch.Tensor, bool, int, float, str, type(None), torch.dtype)):
+                raise UsageError(
+                    f"block {self.name!r} is given a {type(leaf).__name__}, which cannot be sliced "
+                    f"along the batch: {_REMEDY}"
+                )
+
+    @torch.no_grad()
+    def _probe(self, leaves: Sequence[Any], spec: TreeSpec, of_batch: Sequence[bool]) -> list[bool]:
+        """Which outputs have the batch in the first dimension.
+
+        Raises UsageError unless two examples give the same together and one by one.
+        """
+
+        def run(rows: slice) -> list[Any]:
+            part = [
+                leaf[rows] if sliced else leaf
+                for leaf, sliced in zip(leaves, of_batch, strict=True)
+            ]
+            return tree_flatten(self._run(spec, *part))[0]
+
+        with _in_eval_mode(self.module):
+            both, *single = run(slice(0, 2)), run(slice(0, 1)), run(slice(1, 2))
+        found = []
+        for together, first, second in zip(both, *single, strict=True):
+            if not isinstance(together, torch.Tensor):
+                if together is not None and not (together == first == second):
+                    self._refuse_values()
+                found.append(False)
+                continue
+            batched = together.shape[:1] == (2,) and first.shape[:1] == (1,)
+            joined = torch.cat((first, second)) if batched else second
+            if together.shape != joined.shape or not (
+                _close(together, joined) and (batched or _close(together, first))
+            ):
+                self._refuse_values()
+            found.append(batched)
+        return found
+
+    def _refuse_values(self) -> None:
+        raise UsageError(
+            f"block {self.name!r} gives other values if its batch is run in slices: {_REMEDY}"
+        )
+
+
+def _batch_of(leaves: Sequence[Any]) -> tuple[int, int]:
+    """The size of the batch, and the tokens of each of its examples."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2:
+            return leaf.shape[0], leaf.shape[1] if leaf.dim() > 2 else 1
+    return 1, 1
+
+
+def _is_empty_cache(leaf: Any) -> bool:
+    """A cache of keys and values that a model has made for training. Nothing reads it."""
+    length = getattr(leaf, "get_seq_length", None)
+    return length is not None and length() == 0
+
+
+def _has_batch(leaf: Any, batch: int) -> bool:
+    # Tensors of one dimension are positions.
+    return isinstance(leaf, torch.Tensor) and leaf.dim() >= 2 and leaf.shape[0] == batch
+
+
+def _kind(leaf: Any, batch: int) -> Any:
+    """What must be the same so that inputs are sliced in the same way."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dtype, leaf.dim(), _has_batch(leaf, batch)
+    return leaf if isinstance(leaf, (bool, str)) else type(leaf)
+
+
+def _close(values: torch.Tensor, others: torch.Tensor) -> bool:
+    """Whether they differ by no more than the rounding of other kernels."""
+    if values.device.type == "meta":  # `zero estimate` follows a step without values
+        return True
+    if not values.is_floating_point():
+        return torch.equal(values, others)
+    limit = 16 * torch.finfo(values.dtype).eps
+    values, others = (each.double().nan_to_num() for each in (values, others))
+    return bool((values - others).norm() <= limit * others.norm())
+
+
+@contextmanager
+def _in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """Without dropout, which draws other numbers for other shapes."""
+    training = [child for child in module.modules() if child.training]
+    for child in training:
+        child.training = False
+    try:
+        yield
+    finally:
+        for child in training:
+            child.training = True
