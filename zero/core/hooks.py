@@ -43,13 +43,14 @@ from zero.core.external_access import (
     MissingGradients,
     OutsideReads,
     groups_shown_by,
+    tensors_in,
     tensors_with_grad,
 )
 from zero.core.gathering import Gathering
 from zero.core.micro_batches import MicroBatches
 from zero.core.param_group import ParamGroup, State
 from zero.core.reduction import ReductionOrder
-from zero.core.taken_gradients import stand_in, take_back
+from zero.core.taken_gradients import StandIns
 from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
@@ -158,10 +159,12 @@ class ModuleHooks:
         self._graph_task = -1
         # Modules whose attributes were searched for views of their weights after their first call.
         self._searched: set[nn.Module] = set()
+        # Whether that of the root was searched for views of all weights.
+        self._is_searched = False
         # The groups that each backward inside of the backward uses, by its graph task.
         self._nested: dict[int, set[ParamGroup]] = {}
-        # Until the first step is over: the parameter that shows a stand-in of its gradient.
-        self._stands_in: nn.Parameter | None = None
+        # Between the first backward and the next backward or step.
+        self._stand_ins = StandIns(())
         # Groups that are unsharded while their gradients are computed, if their modules are called
         # and return all results. A script may also use their weights in other ways.
         self._called: set[ParamGroup] = set()
@@ -208,7 +211,7 @@ class ModuleHooks:
 
     def remove(self) -> None:
         """Take all hooks off the model."""
-        self._take_back()
+        self._stand_ins.take_back()
         for handle in [*self.forward_hooks, *self.backward_hooks]:
             handle.remove()
         self.forward_hooks.clear()
@@ -261,6 +264,10 @@ class ModuleHooks:
         self._depth = max(0, self._depth - 1)
         if self._depth > 0:
             return
+        if not self._is_searched:
+            # For views of weights of other modules than the one that keeps them.
+            self._is_searched = True
+            self._find_views(module, [group for group in self.groups if not group.persistent])
         is_awaited = False
         for tensor in tensors_with_grad(output, in_objects=True) if torch.is_grad_enabled() else ():
             tensor.register_hook(self._backward_begins)
@@ -272,7 +279,7 @@ class ModuleHooks:
 
     def forget_broken_pass(self) -> None:
         """Release the groups of a forward that had no backward, or that raised an exception."""
-        self._take_back()
+        self._stand_ins.take_back()
         self._release_modules()
         self._release_reads()
         self._awaited = 0
@@ -335,8 +342,7 @@ class ModuleHooks:
         if not in_backward():
             if module not in self._searched:
                 self._searched.add(module)
-                for group in groups_shown_by(_kept_by(module), groups, in_objects=False):
-                    group.has_aliases = True
+                self._find_views(module, groups)
             returned = groups_shown_by(output, groups)
             for group in groups:
                 if group.has_aliases or group in returned:
@@ -363,6 +369,14 @@ class ModuleHooks:
             for group in groups:
                 self._reads.hold(group)
 
+    def _find_views(self, module: nn.Module, groups: Sequence[ParamGroup]) -> None:
+        """Note which of `groups` have weights that the module keeps views of."""
+        kept = list(tensors_in(_kept_by(module)))
+        for group in groups:
+            # A parameter that is in a list too, as those of an LSTM are, is no view.
+            views = [tensor for tensor in kept if tensor not in group.index]
+            group.has_aliases |= bool(groups_shown_by(views, [group]))
+
     # -- backward
 
     def _backward_begins(self, *_: object) -> None:
@@ -386,13 +400,8 @@ class ModuleHooks:
         trained = (group for group in self.groups if group.trainable)
         return (param for group in trained for param in group.params)
 
-    def _take_back(self) -> None:
-        if self._stands_in is not None:
-            take_back(self._stands_in)
-            self._stands_in = None
-
     def _gradients_begin(self) -> None:
-        self._take_back()
+        self._stand_ins.take_back()
         self._in_pass = True
         self._graph_task = torch._C._current_graph_task_id()
         self._has_gradients = False
@@ -423,11 +432,6 @@ class ModuleHooks:
 
     def gradient_ready(self, group: ParamGroup, index: int) -> None:
         """The gradient of the group's parameter number `index` is complete."""
-        param = group.params[index]
-        if param is self._stands_in:
-            # No hook has run before, so that the gradient was added to the stand-in, to zeros.
-            assert param.grad is not None
-            param.grad = param.grad.as_subclass(torch.Tensor)
         self._backward_begins()
         if self._is_derivative:
             raise UsageError(
@@ -496,7 +500,7 @@ class ModuleHooks:
                 "the parameter"
             )
         if self._is_first:
-            self._stands_in = stand_in(self._trained_params())
+            self._stand_ins = StandIns(self._trained_params())
         self._is_first = False
         self._reductions.finish()
         self._awaited = max(0, self._awaited - 1)

@@ -11,8 +11,10 @@ gathering."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -23,6 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero.comm.traffic import note_copy
 from zero.device import compute_stream, is_accelerator
+from zero.offload.pinned import HostMemory
 
 # Smaller tensors (scalars, statistics of norms) are not worth a transfer.
 MIN_BYTES = 1 << 14
@@ -35,11 +38,9 @@ class _Kept:
     Each operation that has saved the region refers to it, and drops it after its backward.
     """
 
-    def __init__(self, region: torch.Tensor):
+    def __init__(self, region: torch.Tensor, memory: HostMemory):
         self._device = region.device
-        host = torch.empty(
-            region.shape, dtype=region.dtype, pin_memory=is_accelerator(region.device)
-        )
+        host = memory.like(region)
         note_copy(host, region)
         self._values = host.copy_(region, non_blocking=True)
 
@@ -77,6 +78,11 @@ class HostActivations:
 
     def __init__(self, device: torch.device):
         self.device = device
+        # For each stream, because a stream orders the last copy from a buffer and the next one to
+        # it. (torch's pinned memory would be up to twice as large.)
+        self._memory: defaultdict[torch.Stream | None, HostMemory] = defaultdict(
+            partial(HostMemory, pin=is_accelerator(device))
+        )
         self.moved_bytes = 0
         self._weights: set[int] = set()
         self._kept: WeakValueDictionary[tuple, _Kept] = WeakValueDictionary()
@@ -130,7 +136,7 @@ class HostActivations:
         )
         key = *key, region.dtype, lazy, versions, stream
         if (kept := self._kept.get(key)) is None:
-            self._kept[key] = kept = _Kept(region)
+            self._kept[key] = kept = _Kept(region, self._memory[stream])
             self.moved_bytes += region.nbytes
         return _Packed(kept, tensor.shape, tensor.stride() if is_dense else None)
 
