@@ -16,7 +16,7 @@ from tests.releases import needs
 # accelerate's ParallelismConfig has `sp_size`, and the Trainer divides batches by it.
 pytestmark = [
     needs("accelerate", "1.12", "it has no sequence parallelism"),
-    needs("transformers", "5.0", "its Trainer has no sequence parallelism"),
+    needs("transformers", "5.6", "zero's sequence parallelism needs it"),
 ]
 
 AUTO = (

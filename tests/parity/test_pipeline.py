@@ -33,6 +33,7 @@ import zero
 from tests.dist.training import Curve, adamw, one_group, relative, trainable
 from tests.parity.models import VOCABULARY, build
 from tests.processes import run_on
+from tests.releases import needs
 from zero.checkpoint.models import consolidate
 from zero.errors import UsageError
 from zero.parallel.pipeline import IGNORED, Pipeline, split
@@ -208,7 +209,9 @@ def train_plain(case: Case) -> Curve:
     if (
         case.make is mixtral
     ):  # in fp32 its norms are rounded by up to 1.1e-6: more than those of the ranks
-        model.double().set_experts_implementation("eager")
+        model.double()
+        if hasattr(model, "set_experts_implementation"):  # else they have only this one
+            model.set_experts_implementation("eager")
     optimizer = adamw(one_group(trainable(model)))
     for ids, labels in batches(case.steps):
         loss = model(input_ids=ids, labels=labels).loss
@@ -260,6 +263,7 @@ def test_two_stages_of_one_rank_each(expected, tmp_path):
         compare(curves, expected[name])
 
 
+@needs("transformers", "5.23", "it does not shard a model that exists by its plan")
 def test_three_dimensions(expected, tmp_path):
     """2 x 2 x 2 ranks: stages, data, tensor."""
     for name, curves in zip(

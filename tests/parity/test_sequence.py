@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 import zero
 from tests.dist.training import ds_config, relative
 from tests.processes import run_on
+from tests.releases import needs
 from zero.errors import UsageError
 from zero.integrations.deepspeed.finder import FacadeModule
 from zero.parallel.sequence import MicroBatches, current_group
@@ -154,6 +155,7 @@ FOUR_RANKS += [
 ]
 
 
+@needs("transformers", "5.6", "its masks take other arguments")
 @pytest.mark.parametrize(
     ("ranks", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)], ids=["2 ranks", "4 ranks"]
 )

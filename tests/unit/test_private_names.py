@@ -106,7 +106,6 @@ accelerate.PartialState._shared_state              tests/hf/test_workflows.py
 """
 # Since a later release than the oldest one that zero works with.
 LATER = """
-LLAMA._pp_plan                                     tests/parity/test_pipeline.py
 transformers.PreTrainedModel._expand_parallel_plan  tests/parity/test_tensor_parallel.py
 """
 

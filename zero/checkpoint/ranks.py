@@ -146,7 +146,11 @@ class Ranks:
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device="cpu")
         padded[: content.numel()] = content
         received = [torch.empty_like(padded) for _ in range(self.world_size * (self.rank == 0))]
-        self._wait(self._connection.gather(received, padded, 0))
+        # The shorter form, with tensor and rank, fails with gloo of torch 2.8.
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        outputs = [received] if received else []
+        self._wait(self._connection.gather(outputs, [padded], options))
         return [_value(data[:size]) for data, size in zip(received, sizes.tolist(), strict=False)]
 
     def _broadcast(self, value: object) -> Any:

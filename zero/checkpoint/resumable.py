@@ -149,7 +149,8 @@ def _check_trainer_state(folder: Path) -> None:
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise damaged(path, error) from None
     step = state.get("global_step") if isinstance(state, dict) else None
-    if step != number_of(folder):
+    # Under a name of its own, such as "best", a folder says no step.
+    if folder in of_trainer(folder.parent) and step != number_of(folder):
         raise damaged(path, f"it is of step {step}, and not of {number_of(folder)}")
 
 

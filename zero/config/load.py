@@ -271,8 +271,9 @@ def section_of(model: type[Section], name: str) -> type[Section] | None:
     """Return the section that the key `name` of `model` holds, or None if it holds a value."""
     field = model.model_fields.get(name)
     kinds = [] if field is None else [field.annotation, *typing.get_args(field.annotation)]
-    sections = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section))
-    return next(sections, None)
+    # In Python 3.10 list[int] is an instance of `type`, but not of pydantic's class of models.
+    models = (kind for kind in kinds if isinstance(kind, type(Section)))
+    return next((kind for kind in models if issubclass(kind, Section)), None)
 
 
 def _sort(data: dict, model: type[Section], prefix: str, origin: Origin) -> dict[str, str]:

@@ -17,6 +17,8 @@ from torch import nn
 from zero.errors import UsageError
 from zero.optim.elementwise import loss_of
 
+# torch has it since 2.9. Without it, MuonWithAdamW refuses groups for Muon.
+_Muon: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)
 # What a group has that says nothing else; as in DeepSpeed and in Muon's first implementation.
 MUON_DEFAULTS: dict[str, Any] = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
 ADAM_DEFAULTS: dict[str, Any] = {
@@ -42,7 +44,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     Each parameter has the state of the class that updates it.
 
     Raises:
-        UsageError: a group has no `use_muon`.
+        UsageError: a group has no `use_muon`, or this torch has no Muon.
         ValueError: a parameter that should go to Muon is no matrix.
     """
 
@@ -57,6 +59,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
         if type(group.get("use_muon")) is not bool:
             raise UsageError(
                 "MuonWithAdamW: a param group needs the entry 'use_muon', True or False"
+            )
+        if group["use_muon"] and _Muon is torch.optim.Optimizer:
+            raise UsageError(
+                f"optimizer Muon needs torch 2.9 or newer, and this is {torch.__version__}: pip "
+                "install 'torch>=2.9', or take another optimizer"
             )
         if group["use_muon"]:
             part = BatchedMuon([group], **MUON_DEFAULTS)
@@ -80,7 +87,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return loss
 
 
-class BatchedMuon(torch.optim.Muon):
+class BatchedMuon(_Muon):
     """torch's Muon, with its settings, state and arithmetic, that multiplies matrices of equal
     shape together.
     """

@@ -113,20 +113,20 @@ def _switched(modules: list[tuple[nn.Module, str, nn.Module]]) -> Iterator[None]
             parent._modules[child] = module
 
 
-def _stages_of_modules(model: nn.Module, count: int) -> dict[str, int]:
+def _stages_of_modules(model: Any, count: int) -> dict[str, int]:
     """The stage of each module that only one stage has, by name: as transformers' plans for
     pipelines list them.
     """
     plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None)
-    whole = getattr(model, "_pp_plan", None) or {}
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    head = [name for name in whole if not name.startswith(prefix)]
-    if not plan or not head:
+    output = model.get_output_embeddings() if plan else None
+    if not plan or output is None:
         raise UsageError(
-            f"pipeline: {type(model).__name__} has no plan for a pipeline (base_model_pp_plan, "
-            "_pp_plan), as causal language models of transformers have. T5's stages would all need "
+            f"pipeline: {type(model).__name__} has no plan for a pipeline (base_model_pp_plan) and "
+            "a head, as causal language models of transformers have. T5's stages would all need "
             "the encoder's output"
         )
+    head = [name for name, module in model.named_modules() if module is output]
+    prefix = f"{model.base_model_prefix}."
     stages, last = {}, False
     for name in plan:
         module = model.get_submodule(prefix + name)

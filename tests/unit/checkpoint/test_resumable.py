@@ -170,6 +170,8 @@ def test_a_folder_named_by_the_script_is_checked_and_another_one_offered(tmp_pat
         resumable.check_named(damaged)
     copied = damaged.rename(tmp_path / "best")  # the name does not tell its step
     resumable.check_named(copied)
+    (copied / "trainer_state.json").write_text(json.dumps({"global_step": 10}))
+    resumable.check_resumable(copied, world_size=1)
 
 
 def test_the_first_save_cleans_up_so_that_the_trainer_deletes_the_right_folder(

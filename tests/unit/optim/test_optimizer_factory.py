@@ -388,6 +388,12 @@ def test_muon_with_adamw_steps_as_the_two_do():
         MuonWithAdamW([{"params": own}])
 
 
+def test_muon_without_torchs_own_is_refused(monkeypatch):
+    monkeypatch.setattr(muon, "_Muon", torch.optim.Optimizer)
+    with pytest.raises(ValueError, match=r"optimizer Muon needs torch 2.9 or newer, and this is"):
+        configured("Muon")
+
+
 @pytest.mark.parametrize(
     "settings", [{}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0}]
 )

@@ -235,6 +235,8 @@ def _for_whole_sequences(given: dict[str, Any]) -> dict[str, Any]:
     if _forward is None:
         return given
     ranks, mask, positions, documents = _forward
+    if "q_length" not in given:
+        raise _error("masks for whole sequences need transformers 5.6 or newer")
     if given["q_length"] != given["kv_length"]:
         raise _error("attention to a cache of earlier tokens is not supported")
     if given.get("use_vmap"):

@@ -29,7 +29,7 @@ from zero.optim import adam_cpu
 
 OK, SLOW, FAILS = "ok", "slow", "FAILS"
 # The oldest versions that the package accepts.
-LEAST = {"torch": "2.11", "transformers": "4.57.1", "accelerate": "1.7"}
+LEAST = {"torch": "2.8", "transformers": "4.57.1", "accelerate": "1.7"}
 # Docker gives a container 64 MB of shared memory. NCCL and a DataLoader's workers need more.
 LEAST_SHARED_MEMORY = 1 << 30
 LEAST_MEMORY = 2 << 30
