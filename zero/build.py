@@ -112,10 +112,10 @@ def make_groups(
     if zero.stage == 3:
         _keep_formats(model)
     for param in () if dtype is None else model.parameters():
-        if param.numel() == 0 and param.is_floating_point():
-            param.data = param.data.to(
-                dtype
-            )  # in no group, but it must have the dtype of the layer's inputs
+        # In no group, but it must have the dtype of the layer's inputs.
+        is_empty = param.numel() == 0 and param.is_floating_point()
+        if is_empty or getattr(param, "keeps_codes_when_cast", False):
+            param.data = param.data.to(dtype)
     tiers = _tiers(plans, settings, comm)
     # Without fp32 masters nothing keeps the fp32 values of a model.
     masters = (

@@ -15,13 +15,13 @@ from tests.processes import fork_ranks, run
 
 pytest.importorskip("bitsandbytes")
 
-KINDS = ["NF4", "NF4, bf16 storage", "int8", "NF4, saved"]
+KINDS = ["NF4", "NF4, bf16 storage", "int8", "NF4 experts", "NF4, saved"]
 WRITE = """
 import sys
 from pathlib import Path
 import quantized
 folder = Path(sys.argv[1])
-quantized.make_checkpoint(folder / "model")
+quantized.make_checkpoints(folder)
 quantized.load("NF4", folder)[0].save_pretrained(folder / "saved")
 """
 

@@ -27,11 +27,15 @@ from transformers import (
     BitsAndBytesConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Trainer,
     TrainingArguments,
 )
 
+from zero.core.quantized_weights import reachable, wraps_tensors
 from zero.core.sharded_param import owning_group
+from zero.hf import quantize_experts
 
 ZERO3 = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
@@ -50,6 +54,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "bnb_4bit_quant_storage": torch.bfloat16,
     },
     "int8": {"load_in_8bit": True},
+    "NF4 experts": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
 }
 SAVED = "NF4, saved"
 
@@ -84,26 +89,30 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _plain_tensors(value: object) -> list[torch.Tensor]:
+    """Without those that wrap others: their storage has a size, but no memory."""
     leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
-    return [leaf for leaf in leaves if not leaf.is_meta and leaf.layout is torch.strided]
+    leaves = (leaf for leaf in leaves if not (leaf.is_meta or wraps_tensors(leaf)))
+    return [leaf for leaf in leaves if leaf.layout is torch.strided]
 
 
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def make_checkpoint(folder: Path) -> None:
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
+def make_checkpoints(folder: Path) -> None:
+    sizes = {
+        "vocab_size": 256,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
     torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder / "model")
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts)).save_pretrained(folder / "experts")
 
 
 def load(kind: str, folder: Path) -> tuple[Any, dict[str, int]]:
@@ -111,11 +120,12 @@ def load(kind: str, folder: Path) -> tuple[Any, dict[str, int]]:
     quantization = (
         None if kind == SAVED else {"quantization_config": BitsAndBytesConfig(**KINDS[kind])}
     )
-    path = folder / ("saved" if kind == SAVED else "model")
+    path = folder / {SAVED: "saved", "NF4 experts": "experts"}.get(kind, "model")
     with LiveBytes() as counter:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, **(quantization or {})
         )
+        quantize_experts(model)  # nothing is left to do at stage 3
         return model, {"peak": counter.peak, "end": counter.now()}
 
 
@@ -134,8 +144,7 @@ def state(module: nn.Module) -> dict[str, str]:
 
 
 def state_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    values = module.state_dict().items()
-    return {name: value for name, value in values if isinstance(value, torch.Tensor)}
+    return dict(reachable(module.state_dict()))
 
 
 def use(model: Any, folder: Path, is_saved_again: bool = True) -> dict[str, Any]:
@@ -221,7 +230,8 @@ def main() -> None:
 
     def used(kind: str, name: str) -> dict[str, Any]:
         # transformers 5.23 cannot save a model again that was loaded from packed weights.
-        return use(load(kind, folder)[0], folder / f"{name}{rank}", kind != SAVED)
+        is_saved_again = kind not in (SAVED, "NF4 experts")
+        return use(load(kind, folder)[0], folder / f"{name}{rank}", is_saved_again)
 
     used_whole = {kind: used(kind, "whole") for kind in kinds}
     dora_whole = magnitudes(adapt(load("NF4", folder)[0], use_dora=True))
