@@ -226,7 +226,7 @@ def saves(rank: int, world_size: int, base: Path, folder: Path, kind: str) -> li
 def resumes(rank: int, world_size: int, base: Path, folder: Path, kind: str) -> Any:
     engine = engine_on(base, kind, world_size)
     try:
-        engine.load_checkpoint(str(folder), load_module_strict=False)
+        engine.load_checkpoint(str(folder))
     except ValueError as error:
         return str(error)
     return steps(engine, rank, world_size, slice(2, None))
@@ -339,3 +339,24 @@ def test_experts_read_as_bitsandbytes_decodes_them(nested, width):
         experts.data += 1
     with pytest.raises(UsageError, match="cannot be saved"):
         experts.storage()
+
+
+def trained_with_little_room(rank: int, world_size: int, base: Path) -> tuple[float, float]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantization("nf4"))
+    quantize_experts(model)
+    model.requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+    ids = batches()[0]
+    expected = model(input_ids=ids, labels=ids).loss.item()
+    config = settings(world_size, stage3_max_live_parameters=1)
+    engine = zero.initialize(model=model, model_parameters=trainable(model), config=config)[0]
+    return expected, engine(input_ids=ids, labels=ids).loss.item()
+
+
+@pytest.mark.parametrize("kind", [needs("nf4, experts too")])
+def test_experts_without_adapters_are_not_run_in_slices(kind, tmp_path):
+    """Slices are of elements, and these groups have bytes."""
+    for expected, found in run_on(2, trained_with_little_room, saved_base(tmp_path, kind)):
+        assert found == expected
