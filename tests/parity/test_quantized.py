@@ -17,6 +17,7 @@ from tests.processes import run_on
 from zero.core.quantized_weights import quantized_tensors
 from zero.errors import UsageError
 from zero.hf import quantize_experts
+from zero.offload import tiers
 
 STEPS, BATCH = 4, 6
 
@@ -170,9 +171,12 @@ def steps(engine: Any, rank: int, world_size: int, which: slice = slice(None)) -
 
 
 def trained(rank: int, world_size: int, base: Path, kind: str, section: dict) -> Any:
+    tiers.LEAST_BYTES_IN_A_FILE = 1
     engine = engine_on(base, kind, world_size, **section)
     losses = steps(engine, rank, world_size)
     packed = [group for group in engine.groups if group.packed]
+    in_files = section.get("offload_param", {}).get("device") == "nvme"
+    assert all(group.tier.holds_in_file(group.shard) == in_files for group in packed)
     held = sum(group.shard.nbytes for group in packed)
     # Scales too small to be worth a slot may stay; no weights do.
     whole = sum(
@@ -210,7 +214,7 @@ def test_an_offloaded_base_gives_the_same_losses(kind, device, tmp_path):
     base = saved_base(tmp_path / "base", kind)
     offload = {"device": device}
     if device == "nvme":
-        offload["nvme_path"] = str(tmp_path)
+        offload |= {"nvme_path": str(tmp_path), "max_in_cpu": 0}
     expected = run_on(2, trained, base, kind, {})
     found = run_on(2, trained, base, kind, {"offload_param": offload})
     assert [run[0] for run in found] == [run[0] for run in expected]

@@ -217,7 +217,7 @@ def test_bits_survive_training_and_each_rank_holds_half(case):
 
 
 def in_files(rank: int, world_size: int, folder: str) -> list[bool]:
-    offload = {"device": "nvme", "nvme_path": folder}
+    offload = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}
     model = Model([Wide, Carried])
     params = [param for param in model.parameters() if param.requires_grad]
     settings = config(offload_param=offload)
