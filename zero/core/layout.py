@@ -250,8 +250,8 @@ def _wrappers(model: nn.Module) -> dict[nn.Module, nn.Module]:
     """
     found: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
-        base = module._modules.get("base_layer")
-        if base is not None and hasattr(module, "parameter_name"):
+        base = getattr(module, "base_layer", None)
+        if isinstance(base, nn.Module) and hasattr(module, "parameter_name"):
             found[base] = found.get(module, module)
     return found
 

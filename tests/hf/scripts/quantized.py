@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torchao.quantization import Int8WeightOnlyConfig
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -29,6 +30,7 @@ from transformers import (
     LlamaForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    TorchAoConfig,
     Trainer,
     TrainingArguments,
 )
@@ -57,6 +59,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "NF4 experts": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
 }
 SAVED = "NF4, saved"
+# Checkpoints of which only the memory is measured, and their quantization.
+OTHERS: dict[str, Callable[[], Any]] = {
+    "int8, saved": lambda: BitsAndBytesConfig(load_in_8bit=True),
+    "torchao, saved": lambda: TorchAoConfig(Int8WeightOnlyConfig()),
+}
 
 
 class LiveBytes(TorchDispatchMode):
@@ -113,18 +120,23 @@ def make_checkpoints(folder: Path) -> None:
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder / "model")
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts)).save_pretrained(folder / "experts")
+    load("NF4", folder)[0].save_pretrained(folder / SAVED)
+    for kind, settings in OTHERS.items():
+        model = AutoModelForCausalLM.from_pretrained(
+            folder / "model", dtype=torch.float32, quantization_config=settings()
+        )
+        model.save_pretrained(folder / kind)
 
 
 def load(kind: str, folder: Path) -> tuple[Any, dict[str, int]]:
     """The model, and the bytes that were alive at the peak of loading and at its end."""
-    quantization = (
-        None if kind == SAVED else {"quantization_config": BitsAndBytesConfig(**KINDS[kind])}
-    )
-    path = folder / {SAVED: "saved", "NF4 experts": "experts"}.get(kind, "model")
+    if kind in KINDS:
+        quantization = {"quantization_config": BitsAndBytesConfig(**KINDS[kind])}
+        path = folder / ("experts" if kind == "NF4 experts" else "model")
+    else:
+        quantization, path = {}, folder / kind
     with LiveBytes() as counter:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, **(quantization or {})
-        )
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **quantization)
         quantize_experts(model)  # nothing is left to do at stage 3
         return model, {"peak": counter.peak, "end": counter.now()}
 
@@ -233,24 +245,18 @@ def main() -> None:
         is_saved_again = kind not in (SAVED, "NF4 experts")
         return use(load(kind, folder)[0], folder / f"{name}{rank}", is_saved_again)
 
+    others_whole = {kind: load(kind, folder) for kind in OTHERS}
     used_whole = {kind: used(kind, "whole") for kind in kinds}
     dora_whole = magnitudes(adapt(load("NF4", folder)[0], use_dora=True))
 
     report: dict[str, Any] = {}
     for kind in kinds:
         args = make_arguments(folder)
-        model, memory = load(kind, folder)
-        loaded = {
-            "is sharded": all(owning_group(param) is not None for param in model.parameters()),
-            "memory": memory,
-            "uses": used(kind, "sharded"),
-            "losses": train(adapt(model), args),
-        }
+        model, loaded = measured(kind, folder)
+        loaded |= {"uses": used(kind, "sharded"), "losses": train(adapt(model), args)}
         model, memory = whole.pop(kind)
         args = make_arguments(folder)  # accelerate starts again with them
-        report[kind] = {
-            "bytes": sum(tensor.nbytes for tensor in state_tensors(model).values()),
-            "largest": max(param.nbytes for param in model.parameters()),
+        report[kind] = sizes(model) | {
             "sharded": loaded,
             "whole": {
                 "memory": memory,
@@ -258,11 +264,28 @@ def main() -> None:
                 "uses": used_whole[kind],
             },
         }
+    for kind, (model, memory) in others_whole.items():
+        loaded = measured(kind, folder)[1]
+        report[kind] = sizes(model) | {"sharded": loaded, "whole": {"memory": memory}}
     report["DoRA"] = {
         "whole": dora_whole,
         "sharded": magnitudes(adapt(load("NF4", folder)[0], use_dora=True)),
     }
     (folder / f"report{rank}.json").write_text(json.dumps(report), encoding="utf-8")
+
+
+def measured(kind: str, folder: Path) -> tuple[Any, dict[str, Any]]:
+    model, memory = load(kind, folder)
+    is_sharded = all(owning_group(param) is not None for param in model.parameters())
+    return model, {"is sharded": is_sharded, "memory": memory}
+
+
+def sizes(model: nn.Module) -> dict[str, int]:
+    """Of a model that is whole."""
+    return {
+        "bytes": sum(tensor.nbytes for tensor in state_tensors(model).values()),
+        "largest": max(param.nbytes for param in model.parameters()),
+    }
 
 
 def magnitudes(model: nn.Module) -> dict[str, str]:

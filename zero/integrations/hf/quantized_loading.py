@@ -32,7 +32,7 @@ from torch.nn.modules.module import (
 
 from zero.core.init import Init
 from zero.core.param_group import ParamGroup, State
-from zero.core.quantized_weights import is_quantized
+from zero.core.quantized_weights import is_quantized, wraps_tensors
 from zero.core.sharded_param import owning_group, set_owning_group
 from zero.integrations.hf.quantized_experts import quantized, quantizes
 
@@ -129,6 +129,9 @@ class _Loading:
         elif _is_loaded(tensors.get(name), tensor, module):
             if config is not self._config:
                 self._config, self._init = config, Init(config_dict_or_path=config)
+            if wraps_tensors(tensor):
+                # Codes cannot be trained, but a loader takes them for floating-point values.
+                tensor.requires_grad_(False)
             tensors[name] = tensor  # as torch does next
             self._shard(module)
 
