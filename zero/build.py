@@ -188,7 +188,9 @@ def describe_quantized(model: nn.Module, settings: Config, ranks: int) -> str:
                 if param.dim() == 3 and not (param.requires_grad or is_quantized(param))
             }
         for name, value in (vars(module) | params | own_buffers).items():
-            if isinstance(value, torch.ScriptObject) and value._has_method("__getstate__"):
+            if isinstance(value, torch.ScriptObject) and cast(Any, value)._has_method(
+                "__getstate__"
+            ):
                 value = value.__getstate__()
             if name in ("_parameters", "_buffers", "_modules"):
                 continue

@@ -237,6 +237,10 @@ def train(model: Any, args: TrainingArguments) -> list[list[float]]:
 
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    torch.distributed.init_process_group("gloo")
+    if rank == 0:
+        make_checkpoints(folder)
+    torch.distributed.barrier()
     kinds = [*KINDS, SAVED]
     whole = {kind: load(kind, folder) for kind in kinds}
 

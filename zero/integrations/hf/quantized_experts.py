@@ -9,7 +9,7 @@ bitsandbytes."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ class QuantizedExperts(torch.Tensor):
     packed: torch.Tensor
     absmax: torch.Tensor
     quant_type: str
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = cast(Any, torch._C._disabled_torch_function_impl)
 
     @staticmethod
     def __new__(
@@ -67,10 +67,11 @@ class QuantizedExperts(torch.Tensor):
         )
         tensors = {"packed": packed, "absmax": state.absmax}
         if nested:
+            second = cast(Any, state.state2)
             tensors |= {
                 "offset": state.offset,
-                "nested_absmax": state.state2.absmax,
-                "nested_code": state.state2.code.to(packed.device),
+                "nested_absmax": second.absmax,
+                "nested_code": second.code.to(packed.device),
             }
         return cls(tensors, quant_type, values.shape, values.dtype)
 
@@ -141,7 +142,8 @@ class QuantizedExperts(torch.Tensor):
                 )
             if func is aten.select.int and args[1] == 0 and self.shape[1:].numel() % cls.BLOCK == 0:
                 return self._values(args[2] % len(self))
-            args, kwargs = tree_map_only(cls, cls._values, (args, kwargs))
+            args = tree_map_only(cls, cls._values, args)
+            kwargs = cast(dict, tree_map_only(cls, cls._values, kwargs))
         return func(*args, **kwargs)
 
 
@@ -162,7 +164,7 @@ def quantizes(model: Any, module: nn.Module, name: str, param: torch.Tensor) -> 
     """Whether `param` of `module` in `model` is to be in 4 bits: the weights of fused experts are,
     unless `llm_int8_skip_modules` names them.
     """
-    settings = getattr(getattr(model, "config", None), "quantization_config", None)
+    settings: Any = getattr(getattr(model, "config", None), "quantization_config", None)
     if not getattr(settings, "load_in_4bit", False) or param.dim() != 3:
         return False
     if isinstance(param, QuantizedExperts) or not packs_experts(module):

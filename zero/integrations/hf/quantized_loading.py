@@ -19,7 +19,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -204,5 +204,5 @@ settle = _loading.settle
 def shard_quantized_models() -> None:
     """From now on shard every quantized model that `from_pretrained` loads at stage 3."""
     register_module_module_registration_hook(_loading.module_registered)
-    register_module_parameter_registration_hook(_loading.parameter_registered)
+    register_module_parameter_registration_hook(cast(Any, _loading.parameter_registered))
     register_module_buffer_registration_hook(_loading.buffer_registered)
