@@ -24,7 +24,7 @@ from zero.comm.quantized import CompressedCommunicator, machine_size
 from zero.comm.world import ranks_of_machine
 from zero.config import Config, OffloadOptimizerConfig, ZeroConfig
 from zero.core.gathering import Gathering
-from zero.core.layout import GroupPlan, called_blocks, plan_groups
+from zero.core.layout import GroupPlan, called_blocks, packs_experts, plan_groups
 from zero.core.micro_batches import MicroBatches
 from zero.core.param_group import ParamGroup
 from zero.core.quantized_weights import (
@@ -109,8 +109,9 @@ def make_groups(
     if zero.stage == 3:
         _keep_formats(model)
     for param in () if dtype is None else model.parameters():
-        if param.numel() == 0 and param.is_floating_point():
-            # In no group, but it must have the dtype of the layer's inputs.
+        # In no group, but it must have the dtype of the layer's inputs.
+        is_empty = param.numel() == 0 and param.is_floating_point()
+        if is_empty or getattr(param, "keeps_codes_when_cast", False):
             param.data = param.data.to(dtype)
     tiers = _tiers(plans, settings, comm)
     # Without fp32 masters nothing keeps the fp32 values of a model.
@@ -158,15 +159,27 @@ def describe_quantized(model: nn.Module, settings: Config, ranks: int) -> str:
     buffers = _sharded_buffers(model, zero)
     sharded: dict[torch.Tensor, int] = {}
     whole: dict[torch.Tensor, str] = {}
+    experts: dict[torch.Tensor, str] = {}
+    of_experts = 0
     for prefix, module in model.named_modules():
         params = dict(module.named_parameters(recurse=False))
         own_buffers = dict(module.named_buffers(recurse=False))
         found = quantized_tensors(module, buffers)
         known = {tensor for each in found for tensor in (each.tensor, *each.aliases)}
-        sharded |= {each.tensor: local(each.tensor).nbytes for each in found}
+        nbytes = {each.tensor: local(each.tensor).nbytes for each in found}
+        sharded |= nbytes
+        if packs_experts(module):
+            of_experts += sum(nbytes.values())
+            experts |= {
+                param: f"{prefix}.{name}"
+                for name, param in params.items()
+                if param.dim() == 3 and not (param.requires_grad or is_quantized(param))
+            }
         for name, value in (vars(module) | params | own_buffers).items():
-            if isinstance(value, torch.ScriptObject):
-                whole[torch.empty(0)] = f"{prefix}.{name}"
+            if isinstance(value, torch.ScriptObject) and cast(Any, value)._has_method(
+                "__getstate__"
+            ):
+                value = value.__getstate__()
             if name in ("_parameters", "_buffers", "_modules"):
                 continue
             for path, tensor in reachable(value, f"{prefix}.{name}".lstrip(".")):
@@ -174,18 +187,27 @@ def describe_quantized(model: nn.Module, settings: Config, ranks: int) -> str:
                 is_code = bool(found) or is_quantized(tensor) or name in params
                 if is_code and not is_sharded and local(tensor).nbytes >= LEAST_BYTES:
                     whole[tensor] = path
-    nbytes = sum(sharded.values())
-    share = f"{-(-nbytes // ranks):,} on each of {ranks} ranks"
-    if zero.stage < 3:
-        share = "all of them on every rank, because only stage 3 shards weights"
-    lines = [f"quantized weights take {nbytes:,} bytes, {share}"] if sharded else []
+
+    def share(nbytes: int) -> str:
+        if zero.stage < 3:
+            return "all of them on every rank, because only stage 3 shards weights"
+        return f"{-(-nbytes // ranks):,} on each of {ranks} ranks"
+
+    def named(tensors: Mapping[torch.Tensor, str]) -> str:
+        names, cost = list(tensors.values()), sum(local(tensor).nbytes for tensor in tensors)
+        more = f" and {len(names) - 1} more" * (len(names) > 1)
+        return f"{names[0]!r}{more}, {cost:,} bytes"
+
+    lines = []
+    if sharded:
+        total = sum(sharded.values())
+        part = f" ({of_experts:,} of them for fused experts)" * (of_experts > 0)
+        lines.append(f"quantized weights take {total:,} bytes{part}, {share(total)}")
+    if sharded and experts:
+        cost = sum(local(tensor).nbytes for tensor in experts)
+        lines.append(f"experts that are not quantized: {named(experts)}, {share(cost)}")
     if whole and zero.stage == 3:
-        names, cost = list(whole.values()), sum(tensor.nbytes for tensor in whole)
-        lines.append(
-            f"not sharded: {names[0]!r}"
-            + f" and {len(names) - 1} more" * (len(names) > 1)
-            + f", {cost:,} bytes on every rank"
-        )
+        lines.append(f"not sharded: {named(whole)} on every rank")
     return "".join(f"\n{line}" for line in lines)
 
 

@@ -1,5 +1,8 @@
-"""Switches zero on for Hugging Face libraries: call `zero.hf.enable()` before you import them."""
+"""For Hugging Face libraries: call `zero.hf.enable()` before you import them to use zero where they
+would use DeepSpeed.
+"""
 
 from zero.integrations.hf.hook import STARTUP, enable
+from zero.integrations.hf.quantized_experts import quantize_experts
 
-__all__ = ["STARTUP", "enable"]
+__all__ = ["STARTUP", "enable", "quantize_experts"]

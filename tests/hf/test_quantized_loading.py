@@ -5,39 +5,30 @@ scripts see no difference.
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 import pytest
 
 from tests.hf.trainer_runs import SCRIPTS
-from tests.processes import fork_ranks, run
+from tests.processes import fork_ranks
 
 pytest.importorskip("bitsandbytes")
+pytest.importorskip("torchao")
 
-KINDS = ["NF4", "NF4, bf16 storage", "int8", "NF4, saved"]
-WRITE = """
-import sys
-from pathlib import Path
-import quantized
-folder = Path(sys.argv[1])
-quantized.make_checkpoint(folder / "model")
-quantized.load("NF4", folder)[0].save_pretrained(folder / "saved")
-"""
+KINDS = ["NF4", "NF4, bf16 storage", "int8", "NF4 experts", "NF4, saved"]
+OTHERS = ["int8, saved", "torchao, saved"]
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Of two ranks."""
     folder = tmp_path_factory.mktemp("quantized")
-    written = run([sys.executable, "-c", WRITE, folder], timeout=120, cwd=SCRIPTS)
-    assert written.returncode == 0, written.stderr
-    done = fork_ranks(SCRIPTS / "quantized.py", folder, nproc=2, timeout=300)
+    done = fork_ranks(SCRIPTS / "quantized.py", folder, nproc=2, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads((folder / f"report{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS + OTHERS)
 def test_no_rank_holds_more_than_its_share_and_one_parameter(
     reports: list[dict[str, Any]], kind: str
 ) -> None:

@@ -15,6 +15,9 @@ from torch import nn
 import zero
 from tests.processes import run_on
 from zero.core.quantized_weights import quantized_tensors
+from zero.errors import UsageError
+from zero.hf import quantize_experts
+from zero.offload import tiers
 
 STEPS, BATCH = 4, 6
 
@@ -22,6 +25,7 @@ KINDS = {
     "nf4": "bitsandbytes",
     "nf4 in bf16, nested": "bitsandbytes",
     "fp4": "bitsandbytes",
+    "nf4, experts too": "bitsandbytes",
     "int8": "bitsandbytes",
     "int8 by torchao": "torchao",
     "int4 by HQQ": "hqq",
@@ -51,20 +55,24 @@ def quantization(kind: str) -> Any:
     )
 
 
-def saved_base(folder: Path, seed: int = 0) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def saved_base(folder: Path, kind: str, seed: int = 0) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    if "experts" in kind:
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts)).save_pretrained(folder)
+    else:
+        LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
     return folder
 
 
@@ -80,12 +88,17 @@ def with_adapter(base: Path, kind: str) -> nn.Module:
         model = AutoModelForCausalLM.from_pretrained(
             base, quantization_config=quantization(kind), dtype=torch.float32
         )
+        quantize_experts(model)
         checkpoints = "nested" in kind
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpoints)
     torch.manual_seed(0)
-    targets = ["q_proj", "v_proj", "down_proj"]
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if "experts" in kind else None
     lora = LoraConfig(
-        task_type="CAUSAL_LM", target_modules=targets, init_lora_weights="gaussian", r=4
+        task_type="CAUSAL_LM",
+        target_modules=["q_proj", "v_proj"] if experts else ["q_proj", "v_proj", "down_proj"],
+        target_parameters=experts,
+        init_lora_weights="gaussian",
+        r=4,
     )
     return get_peft_model(model, lora)
 
@@ -126,17 +139,17 @@ def plain(base: Path, kind: str) -> list[float]:
     return losses
 
 
-def settings(world_size: int, **section: object) -> dict:
+def settings(world_size: int, gradient_clipping: float = 1.0, **section: object) -> dict:
     return {
         "train_batch_size": BATCH,
         "train_micro_batch_size_per_gpu": BATCH // world_size,
-        "gradient_clipping": 1.0,
+        "gradient_clipping": gradient_clipping,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0} | section,
     }
 
 
-def engine_on(base: Path, kind: str, world_size: int, **section: object) -> Any:
+def engine_on(base: Path, kind: str, world_size: int, **section: Any) -> Any:
     model = with_adapter(base, kind).train()
     config = settings(world_size, **section)
     return zero.initialize(model=model, model_parameters=trainable(model), config=config)[0]
@@ -158,9 +171,12 @@ def steps(engine: Any, rank: int, world_size: int, which: slice = slice(None)) -
 
 
 def trained(rank: int, world_size: int, base: Path, kind: str, section: dict) -> Any:
+    tiers.LEAST_BYTES_IN_A_FILE = 1
     engine = engine_on(base, kind, world_size, **section)
     losses = steps(engine, rank, world_size)
     packed = [group for group in engine.groups if group.packed]
+    in_files = section.get("offload_param", {}).get("device") == "nvme"
+    assert all(group.tier.holds_in_file(group.shard) == in_files for group in packed)
     held = sum(group.shard.nbytes for group in packed)
     # Scales too small to be worth a slot may stay; no weights do.
     whole = sum(
@@ -177,9 +193,9 @@ def mean(runs: list[Any]) -> list[float]:
 
 @pytest.mark.parametrize("kind", [needs(kind) for kind in KINDS])
 def test_losses_are_those_of_one_process_and_each_rank_holds_its_share(kind, tmp_path):
-    base = saved_base(tmp_path)
+    base = saved_base(tmp_path, kind)
     [expected] = run_on(1, in_plain_torch, base, kind)
-    weights = 2 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 256)
+    weights = 2 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 256)  # with experts there are more
     for world_size in (1, 2, 3):
         runs = run_on(world_size, trained, base, kind, {})
         assert mean(runs) == pytest.approx(expected, rel=1e-6)
@@ -193,12 +209,12 @@ def in_plain_torch(rank: int, world_size: int, base: Path, kind: str) -> list[fl
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
-@pytest.mark.parametrize("kind", [needs("nf4 in bf16, nested"), needs("int8")])
+@pytest.mark.parametrize("kind", [needs("nf4 in bf16, nested"), needs("nf4, experts too")])
 def test_an_offloaded_base_gives_the_same_losses(kind, device, tmp_path):
-    base = saved_base(tmp_path / "base")
+    base = saved_base(tmp_path / "base", kind)
     offload = {"device": device}
     if device == "nvme":
-        offload["nvme_path"] = str(tmp_path)
+        offload |= {"nvme_path": str(tmp_path), "max_in_cpu": 0}
     expected = run_on(2, trained, base, kind, {})
     found = run_on(2, trained, base, kind, {"offload_param": offload})
     assert [run[0] for run in found] == [run[0] for run in expected]
@@ -214,15 +230,17 @@ def saves(rank: int, world_size: int, base: Path, folder: Path, kind: str) -> li
 def resumes(rank: int, world_size: int, base: Path, folder: Path, kind: str) -> Any:
     engine = engine_on(base, kind, world_size)
     try:
-        engine.load_checkpoint(str(folder), load_module_strict=False)
+        engine.load_checkpoint(str(folder))
     except ValueError as error:
         return str(error)
     return steps(engine, rank, world_size, slice(2, None))
 
 
-@pytest.mark.parametrize("kind", [needs(kind) for kind in ("nf4", "int8", "int8 by torchao")])
+@pytest.mark.parametrize(
+    "kind", [needs(kind) for kind in ("nf4, experts too", "int8", "int8 by torchao")]
+)
 def test_resuming_on_other_ranks_and_only_on_the_same_base(kind, tmp_path):
-    base, other = saved_base(tmp_path / "base"), saved_base(tmp_path / "other", seed=1)
+    base, other = saved_base(tmp_path / "base", kind), saved_base(tmp_path / "other", kind, seed=1)
     folder = tmp_path / "checkpoints"
     expected = mean([(run,) for run in run_on(2, saves, base, folder, kind)])
     runs = run_on(3, resumes, base, folder, kind)
@@ -233,7 +251,7 @@ def test_resuming_on_other_ranks_and_only_on_the_same_base(kind, tmp_path):
     assert "quantized layer 'base_model.model.model.layers.0" in message
     # The adapters' masters and moments, the frozen embeddings and no layer.
     stored = sum(path.stat().st_size for path in folder.rglob("rank*.safetensors"))
-    assert stored < 400_000
+    assert stored < 700_000
 
 
 def exports(rank: int, world_size: int, base: Path, folder: Path) -> bool:
@@ -245,4 +263,104 @@ def exports(rank: int, world_size: int, base: Path, folder: Path) -> bool:
 
 @pytest.mark.parametrize("kind", [needs("nf4")])
 def test_a_consolidated_state_dict_has_the_names_and_bits_of_plain_torch(kind, tmp_path):
-    assert all(run_on(2, exports, saved_base(tmp_path), tmp_path))
+    assert all(run_on(2, exports, saved_base(tmp_path, kind), tmp_path))
+
+
+# -- experts
+
+
+def adapters_beside_ddp(rank: int, world_size: int, base: Path, folder: Path) -> bool:
+    from safetensors.torch import load_file
+
+    kind, files = "nf4, experts too", []
+    model = with_adapter(base, kind).train()
+    # All ranks have quantized the same weights, and those in 4 bits cannot be written to.
+    ddp = nn.parallel.DistributedDataParallel(model, init_sync=False)
+    optimizer = torch.optim.AdamW(trainable(model), lr=1e-2, weight_decay=0.0)
+    for ids in batches():
+        part = ids.chunk(world_size)[rank]
+        ddp(input_ids=part, labels=part).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine = engine_on(base, kind, world_size, gradient_clipping=0.0)
+    steps(engine, rank, world_size)
+    state = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+    if rank > 0:
+        return True
+    for saved, values in ((model, None), (engine.module, state)):
+        saved.save_pretrained(folder, state_dict=values)
+        files.append(load_file(folder / "adapter_model.safetensors"))
+    same = [torch.equal(value, files[1][name]) for name, value in files[0].items()]
+    return all(same) and files[0].keys() == files[1].keys() and len(same) == 2 * 2 * 4
+
+
+@pytest.mark.parametrize("kind", [needs("nf4, experts too")])
+def test_adapters_of_experts_are_those_of_ddp(kind, tmp_path):
+    base = saved_base(tmp_path / "base", kind)
+    assert all(run_on(2, adapters_beside_ddp, base, tmp_path))
+
+
+def in_use_after_experts(rank: int, world_size: int, base: Path) -> list[int]:
+    engine = engine_on(base, "nf4, experts too", world_size)
+    found = []
+
+    def count(*_: object) -> None:
+        experts = [group for group in engine.groups if group.packed and "experts" in group.name]
+        assert len(experts) == 2
+        found.append(sum(group.users for group in experts))
+
+    for name, module in engine.module.named_modules():
+        if name.endswith("mlp"):
+            module.register_forward_hook(count)
+    steps(engine, rank, world_size, slice(1))
+    return found
+
+
+@pytest.mark.parametrize("kind", [needs("nf4, experts too")])
+def test_adapted_experts_are_gathered_for_their_own_layer_alone(kind, tmp_path):
+    """PEFT reads the parameter before it calls the module that has it."""
+    assert run_on(2, in_use_after_experts, saved_base(tmp_path, kind)) == [[0] * 4] * 2
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("width", [64, 24])
+def test_experts_read_as_bitsandbytes_decodes_them(nested, width):
+    functional = pytest.importorskip("bitsandbytes.functional")
+    from zero.integrations.hf.quantized_experts import QuantizedExperts
+
+    torch.manual_seed(0)
+    values = torch.randn(4, width, 56)
+    experts = nn.Parameter(QuantizedExperts.of(values, "nf4", nested), requires_grad=False)
+    codes = functional.quantize_4bit(values, quant_type="nf4", compress_statistics=nested)
+    expected = functional.dequantize_4bit(*codes)
+    assert torch.equal(experts * 1, expected)
+    assert all(torch.equal(experts[i], expected[i]) for i in (0, 3, -1, torch.tensor(2)))
+    parts = [getattr(experts, name) for name in experts.__tensor_flatten__()[0]]
+    assert parts[0].nbytes + parts[1].nbytes <= (0.52 if nested else 0.5625) * values.numel() + 8
+    cast = experts.to(torch.bfloat16)
+    assert cast.packed is experts.packed and cast[1].dtype == torch.bfloat16
+    with pytest.raises(UsageError, match="merge a saved adapter into a 16-bit base"):
+        experts.data += 1
+    with pytest.raises(UsageError, match="cannot be saved"):
+        experts.storage()
+
+
+def trained_with_little_room(rank: int, world_size: int, base: Path) -> tuple[float, float]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantization("nf4"))
+    quantize_experts(model)
+    model.requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+    ids = batches()[0]
+    expected = model(input_ids=ids, labels=ids).loss.item()
+    config = settings(world_size, stage3_max_live_parameters=1)
+    engine = zero.initialize(model=model, model_parameters=trainable(model), config=config)[0]
+    return expected, engine(input_ids=ids, labels=ids).loss.item()
+
+
+@pytest.mark.parametrize("kind", [needs("nf4, experts too")])
+def test_experts_without_adapters_are_not_run_in_slices(kind, tmp_path):
+    """Slices are of elements, and these groups have bytes."""
+    for expected, found in run_on(2, trained_with_little_room, saved_base(tmp_path, kind)):
+        assert found == expected

@@ -56,6 +56,10 @@ torch._C._functorch.is_functorch_wrapped_tensor    tests/parity/test_derivatives
 torch.autograd.forward_ad._current_level           tests/parity/test_derivatives.py
 torch._C._DisableFuncTorch                         tests/parity/test_derivatives.py
 torch.Tensor._make_subclass                        tests/dist/core/test_quantized_weights.py
+torch.Tensor._make_wrapper_subclass                tests/parity/test_quantized.py
+torch._C._disabled_torch_function_impl             tests/parity/test_quantized.py
+torch._C._EnableTorchFunction                      tests/parity/test_quantized.py
+torch.ScriptObject._has_method                     tests/unit/test_quantized_formats.py
 torch.distributed.tensor.placement_types._StridedShard  tests/parity/test_tensor_parallel.py
 torch._C._current_graph_task_id                    tests/dist/core/test_late_gradients.py
 torch._C._profiler._ExperimentalConfig             tests/dist/tools/test_trace.py

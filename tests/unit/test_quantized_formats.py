@@ -8,6 +8,7 @@ from torch import nn
 
 from zero.build import describe_quantized
 from zero.errors import UsageError
+from zero.integrations.hf.quantized_experts import QuantizedExperts
 from zero.model_checks import check_model
 
 
@@ -42,6 +43,36 @@ def test_the_table_names_what_is_not_sharded():
     model = nn.Linear(2, 2)
     model.indices = frozen(1024, dtype=torch.int64)
     assert described(model) == "\nnot sharded: 'indices', 8,192 bytes on every rank"
+
+
+@pytest.mark.skipif(not hasattr(torch, "quantize_per_tensor"), reason="torch has it no more")
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_the_table_names_torchs_own_quantized_tensors():
+    """Their bytes do not say all: their scale is elsewhere."""
+    codes = torch.quantize_per_tensor(torch.randn(64, 64), 0.1, 0, torch.qint8)
+    model = quantized()
+    model.register_buffer("codes", codes)
+    model.packed = torch.ops.quantized.linear_prepack(codes, None)
+    table = described(model, shard_buffers=True)
+    assert "\nnot sharded: 'packed.0" in table and " and 1 more, 8,192 bytes on every rank" in table
+    assert "quantized weights take 4,096 bytes, 2,048 on each of 2 ranks" in table
+
+
+def test_the_table_says_what_experts_take():
+    model = quantized()
+    model.experts = nn.Module()
+    model.experts.num_experts = 4
+    values = torch.randn(4, 16, 64)
+    model.experts.down_proj = nn.Parameter(values, requires_grad=False)
+    line = "\nexperts that are not quantized: 'experts.down_proj', 16,384 bytes, 8,192 on each of 2"
+    assert line in described(model)
+    pytest.importorskip("bitsandbytes")
+    model.experts.down_proj = nn.Parameter(
+        QuantizedExperts.of(values, "nf4", False), requires_grad=False
+    )
+    table = described(model)
+    assert "take 6,400 bytes (2,304 of them for fused experts), 3,200 on each" in table
+    assert "not quantized" not in table
 
 
 def test_buffers_of_codes_are_sharded_if_transformers_has_quantized_the_model():

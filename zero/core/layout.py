@@ -187,6 +187,18 @@ def _prompt_encoders(model: nn.Module) -> set[nn.Parameter]:
     return {param for encoder in encoders for param in encoder.parameters()}
 
 
+def _wrappers(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """The modules whose parameters PEFT adapts by `target_parameters`, and the wrapper that is
+    called in their place: it reads the parameter before it calls them. Wrappers nest.
+    """
+    found: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        base = getattr(module, "base_layer", None)
+        if isinstance(base, nn.Module) and hasattr(module, "parameter_name"):
+            found[base] = found.get(module, module)
+    return found
+
+
 def plan_groups(
     model: nn.Module,
     persistence_threshold: int,
@@ -217,6 +229,7 @@ def plan_groups(
             if module in in_leaves or not packs_experts(module):
                 block_of.setdefault(module, block)
 
+    wrappers = _wrappers(model)
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     names: dict[nn.Parameter, str] = {}
     aliases: dict[torch.Tensor, list[torch.Tensor]] = {}
@@ -255,8 +268,9 @@ def plan_groups(
             key = (home, traits)
             plan = GroupPlan(blocks[home] or "the whole model", modules=_called(home))
         else:
+            called = [wrappers.get(module, module) for module in owned_by]
             key = (tuple(owned_by), traits)
-            plan = GroupPlan(names[param], modules=list(owned_by), shared=len(owned_by) > 1)
+            plan = GroupPlan(names[param], modules=called, shared=len(called) > 1)
         plan = plans.setdefault(key, plan)
         plan.params.append(param)
         if is_packed:

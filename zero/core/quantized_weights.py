@@ -66,7 +66,7 @@ def quantized_tensors(module: nn.Module, buffers: bool | None = False) -> list[Q
     """The tensors of `module` itself that are to be sharded as bytes.
 
     There are none unless one of its frozen parameters or large buffers `is_quantized`. Then they
-    are all of its frozen parameters but the bias, its large buffers, and the tensors that its
+    are all of its frozen parameters but biases, its large buffers, and the tensors that its
     parameters and its own attributes refer to.
 
     Args:
@@ -83,7 +83,7 @@ def quantized_tensors(module: nn.Module, buffers: bool | None = False) -> list[Q
     is_layer = any(map(is_quantized, [*frozen.values(), *large.values()]))
     sources: dict[str, object] = {}
     if is_layer:
-        sources |= {name: param for name, param in frozen.items() if name != "bias"}
+        sources |= {name: param for name, param in frozen.items() if not name.endswith("bias")}
         sources |= _public(module)
     if is_layer or buffers:
         sources |= large
@@ -98,7 +98,8 @@ def quantized_tensors(module: nn.Module, buffers: bool | None = False) -> list[Q
         is_param = name in params or tensor in wrapped
         if tensor.is_meta or tensor.requires_grad or tensor.layout is not torch.strided:
             continue
-        if tensor.numel() == 0:
+        # torch's own quantized dtypes, which are going away, have a scale beside their bytes.
+        if tensor.numel() == 0 or getattr(tensor, "is_quantized", False):
             continue
         key = _memory(tensor)
         if key in found:

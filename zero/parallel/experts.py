@@ -30,10 +30,12 @@ from zero.core.sharded_param import local, owning_group
 
 
 def can_be_sliced(group: ParamGroup) -> bool:
-    """Whether the group is all experts of one module of transformers; small parameters may be in a
-    persistent group.
+    """Whether the group is all experts of one module of transformers, not quantized; small
+    parameters may be in a persistent group.
     """
-    if group.persistent or len(group.modules) != 1 or not packs_experts(group.modules[0]):
+    if group.persistent or group.packed or len(group.modules) != 1:
+        return False
+    if not packs_experts(group.modules[0]):
         return False
     module: Any = group.modules[0]
     if not hasattr(module, "_is_expert_parallel"):

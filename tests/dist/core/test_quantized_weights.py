@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,6 +97,18 @@ class Buffered(nn.Module):
         return self.qweight.float() / 2**31 * self.scales.float()
 
 
+class Wide(nn.Module):
+    """Codes whose half is over 1 MiB, so that offload to files puts them into a file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        codes = torch.randint(0, 256, (WIDTH, 1 << 16), dtype=torch.uint8)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+
+    def matrix(self) -> torch.Tensor:
+        return self.weight[:, :WIDTH].float() / 255
+
+
 FORMATS = [Codes, Carried, Aliased, Buffered]
 
 
@@ -121,10 +134,10 @@ class Layer(nn.Module):
 class Model(nn.Module):
     is_quantized = True
 
-    def __init__(self) -> None:
+    def __init__(self, formats: Sequence[type] = FORMATS) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList([Layer(kind) for kind in FORMATS])
+        self.layers = nn.ModuleList([Layer(kind) for kind in formats])
         for layer in self.layers:
             layer.made = Plain({each.name: bits(each.tensor) for each in tensors_of(layer.base)})
 
@@ -203,9 +216,19 @@ def test_bits_survive_training_and_each_rank_holds_half(case):
         assert whole <= held * 2 < whole + (4096 if "threshold" in case else 1)
 
 
+def in_files(rank: int, world_size: int, folder: str) -> list[bool]:
+    offload = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}
+    model = Model([Wide, Carried])
+    params = [param for param in model.parameters() if param.requires_grad]
+    settings = config(offload_param=offload)
+    engine = zero.initialize(model=model, model_parameters=params, config=settings)[0]
+    steps(engine)
+    return [group.tier.holds_in_file(group.shard) for group in engine.groups if group.packed]
+
+
 def test_bits_survive_in_files(tmp_path):
-    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
-    run_on(2, trained, config(offload_param=offload), torch.float32)
+    """A shard of less than 1 MiB stays in host memory."""
+    assert run_on(2, in_files, str(tmp_path)) == [[True, False]] * 2
 
 
 @pytest.mark.parametrize("section", [{"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}])

@@ -22,16 +22,22 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torchao.quantization import Int8WeightOnlyConfig
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    TorchAoConfig,
     Trainer,
     TrainingArguments,
 )
 
+from zero.core.quantized_weights import reachable, wraps_tensors
 from zero.core.sharded_param import owning_group
+from zero.hf import quantize_experts
 
 ZERO3 = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
@@ -50,8 +56,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "bnb_4bit_quant_storage": torch.bfloat16,
     },
     "int8": {"load_in_8bit": True},
+    "NF4 experts": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
 }
 SAVED = "NF4, saved"
+# Checkpoints of which only the memory is measured, and their quantization.
+OTHERS: dict[str, Callable[[], Any]] = {
+    "int8, saved": lambda: BitsAndBytesConfig(load_in_8bit=True),
+    "torchao, saved": lambda: TorchAoConfig(Int8WeightOnlyConfig()),
+}
 
 
 class LiveBytes(TorchDispatchMode):
@@ -84,38 +96,48 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _plain_tensors(value: object) -> list[torch.Tensor]:
+    """Without those that wrap others: their storage has a size, but no memory."""
     leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
-    return [leaf for leaf in leaves if not leaf.is_meta and leaf.layout is torch.strided]
+    leaves = (leaf for leaf in leaves if not (leaf.is_meta or wraps_tensors(leaf)))
+    return [leaf for leaf in leaves if leaf.layout is torch.strided]
 
 
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def make_checkpoint(folder: Path) -> None:
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
+def make_checkpoints(folder: Path) -> None:
+    sizes = {
+        "vocab_size": 256,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
     torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder / "model")
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts)).save_pretrained(folder / "experts")
+    load("NF4", folder)[0].save_pretrained(folder / SAVED)
+    for kind, settings in OTHERS.items():
+        model = AutoModelForCausalLM.from_pretrained(
+            folder / "model", dtype=torch.float32, quantization_config=settings()
+        )
+        model.save_pretrained(folder / kind)
 
 
 def load(kind: str, folder: Path) -> tuple[Any, dict[str, int]]:
     """The model, and the bytes that were alive at the peak of loading and at its end."""
-    quantization = (
-        None if kind == SAVED else {"quantization_config": BitsAndBytesConfig(**KINDS[kind])}
-    )
-    path = folder / ("saved" if kind == SAVED else "model")
+    if kind in KINDS:
+        quantization = {"quantization_config": BitsAndBytesConfig(**KINDS[kind])}
+        path = folder / ("experts" if kind == "NF4 experts" else "model")
+    else:
+        quantization, path = {}, folder / kind
     with LiveBytes() as counter:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, **(quantization or {})
-        )
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **quantization)
+        quantize_experts(model)  # nothing is left to do at stage 3
         return model, {"peak": counter.peak, "end": counter.now()}
 
 
@@ -134,8 +156,7 @@ def state(module: nn.Module) -> dict[str, str]:
 
 
 def state_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    values = module.state_dict().items()
-    return {name: value for name, value in values if isinstance(value, torch.Tensor)}
+    return dict(reachable(module.state_dict()))
 
 
 def use(model: Any, folder: Path, is_saved_again: bool = True) -> dict[str, Any]:
@@ -216,31 +237,30 @@ def train(model: Any, args: TrainingArguments) -> list[list[float]]:
 
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    torch.distributed.init_process_group("gloo")
+    if rank == 0:
+        make_checkpoints(folder)
+    torch.distributed.barrier()
     kinds = [*KINDS, SAVED]
     whole = {kind: load(kind, folder) for kind in kinds}
 
     def used(kind: str, name: str) -> dict[str, Any]:
         # transformers 5.23 cannot save a model again that was loaded from packed weights.
-        return use(load(kind, folder)[0], folder / f"{name}{rank}", kind != SAVED)
+        is_saved_again = kind not in (SAVED, "NF4 experts")
+        return use(load(kind, folder)[0], folder / f"{name}{rank}", is_saved_again)
 
+    others_whole = {kind: load(kind, folder) for kind in OTHERS}
     used_whole = {kind: used(kind, "whole") for kind in kinds}
     dora_whole = magnitudes(adapt(load("NF4", folder)[0], use_dora=True))
 
     report: dict[str, Any] = {}
     for kind in kinds:
         args = make_arguments(folder)
-        model, memory = load(kind, folder)
-        loaded = {
-            "is sharded": all(owning_group(param) is not None for param in model.parameters()),
-            "memory": memory,
-            "uses": used(kind, "sharded"),
-            "losses": train(adapt(model), args),
-        }
+        model, loaded = measured(kind, folder)
+        loaded |= {"uses": used(kind, "sharded"), "losses": train(adapt(model), args)}
         model, memory = whole.pop(kind)
         args = make_arguments(folder)  # accelerate starts again with them
-        report[kind] = {
-            "bytes": sum(tensor.nbytes for tensor in state_tensors(model).values()),
-            "largest": max(param.nbytes for param in model.parameters()),
+        report[kind] = sizes(model) | {
             "sharded": loaded,
             "whole": {
                 "memory": memory,
@@ -248,11 +268,28 @@ def main() -> None:
                 "uses": used_whole[kind],
             },
         }
+    for kind, (model, memory) in others_whole.items():
+        loaded = measured(kind, folder)[1]
+        report[kind] = sizes(model) | {"sharded": loaded, "whole": {"memory": memory}}
     report["DoRA"] = {
         "whole": dora_whole,
         "sharded": magnitudes(adapt(load("NF4", folder)[0], use_dora=True)),
     }
     (folder / f"report{rank}.json").write_text(json.dumps(report), encoding="utf-8")
+
+
+def measured(kind: str, folder: Path) -> tuple[Any, dict[str, Any]]:
+    model, memory = load(kind, folder)
+    is_sharded = all(owning_group(param) is not None for param in model.parameters())
+    return model, {"is sharded": is_sharded, "memory": memory}
+
+
+def sizes(model: nn.Module) -> dict[str, int]:
+    """Of a model that is whole."""
+    return {
+        "bytes": sum(tensor.nbytes for tensor in state_tensors(model).values()),
+        "largest": max(param.nbytes for param in model.parameters()),
+    }
 
 
 def magnitudes(model: nn.Module) -> dict[str, str]:

@@ -3,7 +3,8 @@
 transformers builds no quantized model under `deepspeed.zero.Init`. It builds it on the meta device,
 and its loader assigns one complete parameter or buffer after another, in the order of their names.
 torch calls a hook before each assignment: there the tensor is sharded, together with the scales and
-codebooks that decode it. Nothing is patched.
+codebooks that decode it. Experts that transformers leaves in 16 bits are quantized first. Nothing
+is patched.
 
 [Note: reads before zero.initialize] A script may do anything with a loaded model: cast its norms,
 generate, resize its embeddings, save it. No hook of an engine gathers for it yet. So a read of a
@@ -16,21 +17,24 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 
 from zero.core.init import Init
 from zero.core.param_group import ParamGroup, State
-from zero.core.quantized_weights import is_quantized
+from zero.core.quantized_weights import is_quantized, wraps_tensors
 from zero.core.sharded_param import owning_group, set_owning_group
+from zero.integrations.hf.quantized_experts import quantized, quantizes
 
 # Groups that stay unsharded after a read. A function reads a few parameters at once: six at most
 # in torch's own modules (multi-head attention).
@@ -68,12 +72,39 @@ class _Loading:
         self._init: Init | None = None
         # In the order of their reads; unsharded.
         self._kept: list[ParamGroup] = []
+        # A module's parent, and its name there.
+        self._parents: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], str]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def module_registered(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        """torch calls this before it assigns `module` to `parent.name`."""
+        if module is not None:
+            self._parents[module] = weakref.ref(parent), name
 
     def parameter_registered(
         self, module: nn.Module, name: str, param: nn.Parameter | None
-    ) -> None:
-        """torch calls this before it assigns `param` to `module.name`."""
+    ) -> nn.Parameter | None:
+        """torch calls this before it assigns `param`, or what this returns, to `module.name`."""
+        former = module._parameters.get(name)
+        if param is not None and former is not None and former.is_meta and _stage3_config():
+            model, path = self._model_of(module, name)
+            if _is_loaded(former, param, module) and quantizes(model, module, path, param):
+                marks = vars(param)
+                param = quantized(model, param)
+                vars(param).update(marks)
         self._registered(module, module._parameters, name, param)
+        return param
+
+    def _model_of(self, module: nn.Module, name: str) -> tuple[nn.Module, str]:
+        """The model that `module` is a part of, and the path of `module.name` there."""
+        while module in self._parents:
+            reference, own = self._parents[module]
+            parent = reference()
+            if parent is None:
+                break
+            module, name = parent, f"{own}.{name}"
+        return module, name
 
     def buffer_registered(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
         """torch calls this before it assigns `buffer` to `module.name`."""
@@ -98,6 +129,9 @@ class _Loading:
         elif _is_loaded(tensors.get(name), tensor, module):
             if config is not self._config:
                 self._config, self._init = config, Init(config_dict_or_path=config)
+            if wraps_tensors(tensor):
+                # Codes cannot be trained, but a loader takes them for floating-point values.
+                tensor.requires_grad_(False)
             tensors[name] = tensor  # as torch does next
             self._shard(module)
 
@@ -169,5 +203,6 @@ settle = _loading.settle
 
 def shard_quantized_models() -> None:
     """From now on shard every quantized model that `from_pretrained` loads at stage 3."""
-    register_module_parameter_registration_hook(_loading.parameter_registered)
+    register_module_module_registration_hook(_loading.module_registered)
+    register_module_parameter_registration_hook(cast(Any, _loading.parameter_registered))
     register_module_buffer_registration_hook(_loading.buffer_registered)
