@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from docs import generate
 from zero.config import load_config
 
@@ -14,8 +16,11 @@ def read(name):
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def test_the_page_of_all_keys_is_current():
-    assert read("docs/configuration.md") == generate.reference(), REMEDY
+def test_the_page_of_all_keys_is_current_and_has_every_key():
+    page = read("docs/configuration.md")
+    assert page == generate.configuration(page), REMEDY
+    with pytest.raises(ValueError, match="no table for: data_types: grad_accum_dtype"):
+        generate.configuration(page.replace("generate.py: data_types -->", "-->"))
 
 
 def test_the_picture_of_the_folders_is_current():
