@@ -1,15 +1,14 @@
 """Generates documentation from the code: `python -m docs.generate`. A unit test fails if it must be
 run again.
 
-It writes the tables of keys in `configuration.md`; the picture of the folders in `architecture.md`;
-the README's table of pages, which follows the `nav` of `mkdocs.yml`; and `index.md`, the start page
-of the site, from the README."""
+It writes the tables of keys in `configuration.md`; the list of the layers in `architecture.md`; the
+README's table of pages, which follows the `nav` of `mkdocs.yml`; and `index.md`, the start page of
+the site, from the README."""
 
 import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -202,20 +201,16 @@ def _path(module: str) -> str:
     return f"{path}/" if (FOLDER.parent / "zero" / path).is_dir() else f"{path}.py"
 
 
-def picture() -> str:
-    """Return the picture of the layers: each may import those below it."""
-    boxes, ids = [], []
-    for modules in layers():
-        ids.append(modules[0].replace(".", "_"))
-        boxes.append(f'    {ids[-1]}["{", ".join(map(_path, modules))}"]')
-    arrows = [f"    {upper} --> {lower}" for upper, lower in pairwise(ids)]
-    return "\n".join(["```mermaid", "flowchart TB", *boxes, *arrows, "```"]) + "\n"
+def list_of_layers() -> str:
+    """Return the layers as a list: each may import those below it."""
+    rows = (", ".join(f"`{_path(module)}`" for module in modules) for modules in layers())
+    return "\n".join(f"{number}. {row}" for number, row in enumerate(rows, 1)) + "\n"
 
 
 def architecture(page: str) -> str:
-    """Return the page with the current picture of the folders."""
+    """Return the page with the current list of the layers."""
     before, rest = page.split(BEGIN)
-    return before + BEGIN + "\n" + picture() + "\n" + END + rest.split(END)[1]
+    return before + BEGIN + "\n" + list_of_layers() + "\n" + END + rest.split(END)[1]
 
 
 # What a reader wants who opens a section of the site.

@@ -24,7 +24,7 @@ def test_the_page_of_all_keys_is_current_and_has_every_key():
         generate.configuration(page.replace("generate.py: data_types -->", "-->"))
 
 
-def test_the_picture_of_the_folders_is_current():
+def test_the_list_of_the_layers_is_current():
     page = read("docs/architecture.md")
     assert page == generate.architecture(page), REMEDY
 
@@ -39,24 +39,12 @@ def test_the_readme_lists_every_page_and_the_site_begins_with_it():
     )
 
 
-def test_the_picture_has_every_layer_once():
-    layers = generate.layers()
-    names = [name for layer in layers for name in layer]
-    assert len(layers) > 10 and {"tools", "core", "errors", "parallel.pipeline"} <= {*names}
-    picture = generate.picture()
-    paths = [path for box in re.findall(r'\["(.+)"\]', picture) for path in box.split(", ")]
+def test_the_list_of_layers_has_every_module_once():
+    names = [name for layer in generate.layers() for name in layer]
+    assert len(generate.layers()) > 10
+    assert {"tools", "core", "errors", "parallel.pipeline"} <= {*names}
+    paths = re.findall("`(.+?)`", generate.list_of_layers())
     assert [path.removesuffix(".py").strip("/").replace("/", ".") for path in paths] == names
-    lines = [line.strip() for line in picture.splitlines() if "-->" in line]
-    assert lines[0] == f"{layers[0][0]} --> {layers[1][0]}" and len(lines) == len(layers) - 1
-
-
-def test_mermaid_can_parse_the_pictures():
-    """In Mermaid, a semicolon ends a statement and `#` begins an entity, also inside of a
-    message.
-    """
-    pictures = re.findall(r"```mermaid\n(.*?)```", read("docs/architecture.md"), flags=re.DOTALL)
-    assert len(pictures) == 2
-    assert [picture for picture in pictures if set(";#") & set(picture)] == []
 
 
 def test_the_readme_is_short_and_its_links_lead_somewhere():
