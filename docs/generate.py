@@ -1,16 +1,14 @@
 """Generates documentation from the code: `python -m docs.generate`. A unit test fails if it must be
 run again.
 
-It writes `configuration.md`, with all keys of the configuration; the picture of the folders in
-`architecture.md`; the README's table of pages, which follows the `nav` of `mkdocs.yml`; and
-`index.md`, the start page of the site, from the README."""
+It writes the tables of keys in `configuration.md`; the list of the layers in `architecture.md`; the
+README's table of pages, which follows the `nav` of `mkdocs.yml`; and `index.md`, the start page of
+the site, from the README."""
 
-import inspect
 import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,41 +23,6 @@ _README = FOLDER.parent / "README.md"
 # How the page writes what a key needs.
 _NEEDS = {"enabled": "`enabled`", "device nvme": '`"device": "nvme"`'}
 BEGIN, END = "<!-- made by docs/generate.py -->\n", "<!-- end of what is made -->\n"
-
-_HEAD = """\
-# Configuration
-
-zero reads DeepSpeed's configuration file, usually called `ds_config.json`. Most runs need only a
-few keys: the batch sizes (usually `"auto"`), `bf16` or `fp16`, `zero_optimization.stage`, and the
-two offload sections if the model does not fit without them. `configs/` has complete files to start
-from.
-
-This page describes every key. For your own file, `zero explain FILE` prints what each of its keys
-does, what `"auto"` becomes, and which keys have no effect. It also takes the YAML file of
-`accelerate config`.
-
-When the file is read:
-
-- A misspelt or contradictory key is an error before any model is built. The message names the key,
-  its place and the nearest valid key.
-- Notes are skipped: an unknown key in any section that begins with `_`, `//`, `#` or `comment`. At
-  the top level and in the monitoring sections, so is any unknown key that resembles no valid one.
-  A line names the keys that were skipped.
-- A dotted key, such as `"zero_optimization.stage": 3`, stands for the nested one. If a file gives
-  both with different values, it is refused; in a dict that you pass, the dotted key wins.
-- Words such as `"SUM"` may be written in any letter case.
-- `"auto"` is replaced by transformers or accelerate, by the argument that the tables name. For a
-  key without such an argument, `"auto"` is an error.
-- If [Hjson](https://hjson.github.io) is installed, the file may have comments, and quotes may be
-  left out.
-
-At the start of a run, rank 0 prints `gradient_clipping` and all keys that are not at their
-defaults: the value you gave, the value that is used, where it came from and, if the key has no
-effect, the reason. The complete list is in `zero_config.txt` in the folder of `--output_dir`.
-
-An empty default in the tables means that the key is not set. The page is generated from
-`zero/config/` by `python -m docs.generate`.
-"""
 
 
 def _values(schema: dict[str, Any]) -> str:
@@ -134,40 +97,89 @@ def _folded(pairs: Iterable[tuple[str, str]]) -> list[str]:
     return [f"| {', '.join(names[reason])} | {_linked(reason)} |" for reason in names]
 
 
-def _page(section: type[Section], path: str) -> Iterator[str]:
-    inner = []
-    acting = ["| key | values | default | what it does |", "|---|---|---|---|"]
-    idle: list[tuple[str, str]] = []
-    for key, schema in section.model_json_schema()["properties"].items():
-        dotted = f"{path}.{key}".lstrip(".")
+def _table(*rows: str) -> str:
+    columns = rows[0].count("|") - 1
+    return "\n".join([rows[0], "|" + "---|" * columns, *rows[1:]]) + "\n"
+
+
+def _sections(section: type[Section], path: str) -> Iterator[tuple[str, type[Section]]]:
+    """Yield a section and all sections within it that act, each with its dotted name."""
+    yield path, section
+    for key in section.model_json_schema()["properties"]:
         nested = section_of(section, key)
-        if why := section.about(key).get("idle"):
-            name = f"`{key}`" if nested is None else f"`{key}` (section)"
-            idle.append((name, why))
-            continue
-        if nested is not None:
-            inner.append((nested, dotted))
-            continue
-        values = _values(schema).replace("|", "\\|")
-        cells = f"`{key}`", values, _default(schema), _effect(section, key)
-        acting.append(f"| {' | '.join(cells)} |")
-    yield f"## {f'`{path}`' if path else 'Top level'}\n"
-    if path and section.__doc__:
-        yield inspect.cleandoc(section.__doc__).partition("Attributes:")[0].strip() + "\n"
-    for table in (acting, ["| keys without effect | why |", "|---|---|", *_folded(idle)]):
-        if len(table) > 2:
-            yield "\n".join(table) + "\n"
-    for nested, name in inner:
-        yield from _page(nested, name)
+        if nested is not None and not section.about(key).get("idle"):
+            yield from _sections(nested, f"{path}.{key}".removeprefix("top level."))
 
 
-def reference() -> str:
-    """Return the page of all keys as Markdown."""
-    old = [f"| `{old}` | `{new}` |" for old, new in OLD_NAMES.items()]
-    removed = _folded((f"`{key}`", reason) for key, reason in REMOVED_KEYS.items())
-    tables = ["## Old names\n", "\n".join(["| old name | now |", "|---|---|", *old]) + "\n"]
-    tables += ["## Keys that are errors\n", "\n".join(["| keys | why |", "|---|---|", *removed])]
-    return "\n".join([_HEAD, *_page(Config, ""), *tables]) + "\n"
+def _acting_keys(section: type[Section]) -> dict[str, str]:
+    """Return the row of each key that has an effect."""
+    rows = {}
+    for key, schema in section.model_json_schema()["properties"].items():
+        if section_of(section, key) is None and not section.about(key).get("idle"):
+            values = _values(schema).replace("|", "\\|")
+            cells = f"`{key}`", values, _default(schema), _effect(section, key)
+            rows[key] = f"| {' | '.join(cells)} |"
+    return rows
+
+
+def _idle_keys(section: type[Section]) -> list[str]:
+    """Return a row for all keys without effect that share a reason."""
+    return _folded(
+        (f"`{key}`" + (" (section)" if section_of(section, key) else ""), why)
+        for key in section.model_fields
+        if (why := section.about(key).get("idle"))
+    )
+
+
+def _tables(wanted: list[str]) -> list[str]:
+    """Return the tables of `configuration.md`.
+
+    Args:
+        wanted: for each table the name of a section and, after a colon, the keys that it shows.
+            Without keys, it shows all keys of the section that no other table shows.
+    """
+    sections = dict(_sections(Config, "top level"))
+    left = {name: _acting_keys(section) for name, section in sections.items()}
+    lists = {
+        "keys without effect": (
+            "| section | keys | why |",
+            *(f"| `{name}` {row}" for name in sections for row in _idle_keys(sections[name])),
+        ),
+        "old names": (
+            "| old name | now |",
+            *(f"| `{old}` | `{new}` |" for old, new in OLD_NAMES.items()),
+        ),
+        "keys that are errors": (
+            "| keys | why |",
+            *_folded((f"`{key}`", reason) for key, reason in REMOVED_KEYS.items()),
+        ),
+    }
+    named = [table.partition(": ")[::2] for table in wanted]
+    shown = {
+        (name, key): left[name].pop(key) for name, keys in named for key in keys.split(", ") if key
+    }
+    tables = []
+    for name, keys in named:
+        if name in lists:
+            tables.append(_table(*lists.pop(name)))
+            continue
+        rows = [shown[name, key] for key in keys.split(", ") if key]
+        rows = rows or [left[name].pop(key) for key in list(left[name])]
+        tables.append(_table("| key | values | default | what it does |", *rows))
+    if missing := [*lists, *(f"{name}: {key}" for name, keys in left.items() for key in keys)]:
+        raise ValueError(f"docs/configuration.md has no table for: {', '.join(missing)}")
+    return tables
+
+
+_TABLE = re.compile(
+    r"(<!-- made by docs/generate\.py: (.+?) -->\n).*?(?=<!-- end of what is made -->)", re.DOTALL
+)
+
+
+def configuration(page: str) -> str:
+    """Return the page of all keys with its current tables."""
+    tables = iter(_tables([table[2] for table in _TABLE.finditer(page)]))
+    return _TABLE.sub(lambda table: f"{table[1]}\n{next(tables)}\n", page)
 
 
 def layers() -> list[list[str]]:
@@ -189,20 +201,16 @@ def _path(module: str) -> str:
     return f"{path}/" if (FOLDER.parent / "zero" / path).is_dir() else f"{path}.py"
 
 
-def picture() -> str:
-    """Return the picture of the layers: each may import those below it."""
-    boxes, ids = [], []
-    for modules in layers():
-        ids.append(modules[0].replace(".", "_"))
-        boxes.append(f'    {ids[-1]}["{", ".join(map(_path, modules))}"]')
-    arrows = [f"    {upper} --> {lower}" for upper, lower in pairwise(ids)]
-    return "\n".join(["```mermaid", "flowchart TB", *boxes, *arrows, "```"]) + "\n"
+def list_of_layers() -> str:
+    """Return the layers as a list: each may import those below it."""
+    rows = (", ".join(f"`{_path(module)}`" for module in modules) for modules in layers())
+    return "\n".join(f"{number}. {row}" for number, row in enumerate(rows, 1)) + "\n"
 
 
 def architecture(page: str) -> str:
-    """Return the page with the current picture of the folders."""
+    """Return the page with the current list of the layers."""
     before, rest = page.split(BEGIN)
-    return before + BEGIN + "\n" + picture() + "\n" + END + rest.split(END)[1]
+    return before + BEGIN + "\n" + list_of_layers() + "\n" + END + rest.split(END)[1]
 
 
 # What a reader wants who opens a section of the site.
@@ -263,8 +271,12 @@ def start_page(page: str) -> str:
 
 def main() -> None:
     """Write all generated parts."""
-    (FOLDER / "configuration.md").write_text(reference(), encoding="utf-8")
-    for path, change in ((FOLDER / "architecture.md", architecture), (_README, readme)):
+    pages = {
+        FOLDER / "configuration.md": configuration,
+        FOLDER / "architecture.md": architecture,
+        _README: readme,
+    }
+    for path, change in pages.items():
         path.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
     start = start_page(_README.read_text(encoding="utf-8"))
     (FOLDER / "index.md").write_text(start, encoding="utf-8")

@@ -3,8 +3,11 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from docs import generate
 from zero.config import load_config
+from zero.tools.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 REMEDY = "run: python -m docs.generate"
@@ -14,11 +17,14 @@ def read(name):
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def test_the_page_of_all_keys_is_current():
-    assert read("docs/configuration.md") == generate.reference(), REMEDY
+def test_the_page_of_all_keys_is_current_and_has_every_key():
+    page = read("docs/configuration.md")
+    assert page == generate.configuration(page), REMEDY
+    with pytest.raises(ValueError, match="no table for: data_types: grad_accum_dtype"):
+        generate.configuration(page.replace("generate.py: data_types -->", "-->"))
 
 
-def test_the_picture_of_the_folders_is_current():
+def test_the_list_of_the_layers_is_current():
     page = read("docs/architecture.md")
     assert page == generate.architecture(page), REMEDY
 
@@ -33,24 +39,12 @@ def test_the_readme_lists_every_page_and_the_site_begins_with_it():
     )
 
 
-def test_the_picture_has_every_layer_once():
-    layers = generate.layers()
-    names = [name for layer in layers for name in layer]
-    assert len(layers) > 10 and {"tools", "core", "errors", "parallel.pipeline"} <= {*names}
-    picture = generate.picture()
-    paths = [path for box in re.findall(r'\["(.+)"\]', picture) for path in box.split(", ")]
+def test_the_list_of_layers_has_every_module_once():
+    names = [name for layer in generate.layers() for name in layer]
+    assert len(generate.layers()) > 10
+    assert {"tools", "core", "errors", "parallel.pipeline"} <= {*names}
+    paths = re.findall("`(.+?)`", generate.list_of_layers())
     assert [path.removesuffix(".py").strip("/").replace("/", ".") for path in paths] == names
-    lines = [line.strip() for line in picture.splitlines() if "-->" in line]
-    assert lines[0] == f"{layers[0][0]} --> {layers[1][0]}" and len(lines) == len(layers) - 1
-
-
-def test_mermaid_can_parse_the_pictures():
-    """In Mermaid, a semicolon ends a statement and `#` begins an entity, also inside of a
-    message.
-    """
-    pictures = re.findall(r"```mermaid\n(.*?)```", read("docs/architecture.md"), flags=re.DOTALL)
-    assert len(pictures) == 2
-    assert [picture for picture in pictures if set(";#") & set(picture)] == []
 
 
 def test_the_readme_is_short_and_its_links_lead_somewhere():
@@ -61,11 +55,39 @@ def test_the_readme_is_short_and_its_links_lead_somewhere():
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+def pages():
+    paths = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md"))]
+    return "\n".join(path.read_text(encoding="utf-8") for path in paths if path.stem != "CHANGELOG")
+
+
+def test_every_name_that_the_pages_find_in_a_file_is_there():
+    named = re.findall(r"`([\w.]+)`\s+in\s+`((?:zero|distill|tests)/[\w/]+\.py)`", pages())
+    assert len(named) > 10
+    for name, path in named:
+        assert re.search(rf"\b{name.split('.')[-1]}\b", read(path)), f"{name} is not in {path}"
+
+
+def test_the_commands_in_the_pages_have_these_options(capsys):
+    """Options of a script or launcher that a command starts are theirs."""
+    lines = "\n".join(re.findall(r"```bash\n(.*?)```", pages(), flags=re.DOTALL))
+    lines = lines.replace("\\\n", " ")
+    used = {name: set() for name in COMMANDS}
+    for name, rest in re.findall(r"\bzero (\w+)(.*)", lines):
+        own = re.split(r"\s(?:#|torchrun|zero|\S+\.py)(?:\s|$)", rest)[0]
+        if name in used:
+            used[name] |= set(re.findall(r"\s(--[\w-]+)", own))
+        else:
+            assert name in {"run", "SCRIPT"}, f"zero {name} is no command"
+    assert sum(map(len, used.values())) > 15
+    for name, options in used.items():
+        with pytest.raises(SystemExit):
+            COMMANDS[name](["--help"])
+        known = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+        assert options <= known, f"zero {name} has no {options - known}"
+
+
 def test_every_configuration_in_the_pages_is_accepted():
-    pages = "".join(
-        path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))
-    )
-    blocks = re.findall(r"```json\n(.*?)```", pages, flags=re.DOTALL)
+    blocks = re.findall(r"```json\n(.*?)```", pages(), flags=re.DOTALL)
     assert len(blocks) >= 4
     for block in blocks:
         config = load_config(block if block.startswith("{") else f"{{{block}}}", allow_auto=True)
