@@ -100,7 +100,8 @@ class ZeroEngine(Accumulation, nn.Module):
             announce(
                 settings,
                 build.describe_optimizer(optimizer, settings)
-                + build.describe_quantized(model, settings, ranks),
+                + build.describe_quantized(model, settings, ranks)
+                + build.describe_offload(model, settings, ranks, comm.device),
             )
             for old, new in settings.origin.renamed:
                 logger.warning("%s is an old name of %s", old, new)

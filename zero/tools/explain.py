@@ -40,7 +40,7 @@ def explain(source: str) -> str:
     """The explanation of a configuration as text; ValueError as `load_config` raises it."""
     config = _load(source)
     keys = list(_explained(config))
-    lines = [f"{source}: {_summary(config)}"]
+    lines = [f"{source}: {_summary(config)}", *_advice(config)]
     for group in (ACTING, FILLED_IN, IDLE):
         members = [entry for entry in keys if entry.group == group]
         if members:
@@ -51,6 +51,16 @@ def explain(source: str) -> str:
     if config.origin.ignored:
         lines += ["", f"Unknown keys, ignored: {', '.join(config.origin.ignored)}"]
     return "\n".join([*lines, "", "All other keys are at their defaults."])
+
+
+def _advice(config: Config) -> Iterator[str]:
+    """A line about what costs time."""
+    zero = config.zero_optimization
+    if zero.offloads_optimizer or zero.offloads_params:
+        yield (
+            "Offload makes each step slower, and is needed only if the GPUs are too small for the "
+            "model. Whether they are: zero estimate MODEL --ds-config FILE --device-memory 24G"
+        )
 
 
 def explain_as_json(source: str) -> str:

@@ -417,7 +417,8 @@ def test_offload_that_is_not_needed_is_named(ask):
     shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
     options = ["--batch", "2", "--seq", "8", "--device-memory"]
     text = ask(shape, both, *options, "1G")
-    assert "The offload is not needed: " in text and " of 1.00 GiB are in use" in text
+    assert "Offload is not needed: " in text and " of 1.00 GiB are in use" in text
+    assert " times as fast (" in text
     found = ask(shape, both, *options, "1G", "--json")
     plain = ask(shape, {"stage": 3}, *options[:-1], "--json")
     unneeded = found["not_needed"]
@@ -428,8 +429,11 @@ def test_offload_that_is_not_needed_is_named(ask):
     both = optimizer | {"offload_param": cpu}
     enough = parts(ask(shape, optimizer, *options[:-1], "--json"), "device")
     less = ask(shape, both, *options, str((enough + 1024) / 2**30), "--json")["not_needed"]
-    assert less["change"] == "offload of parameters" and less["device"] == enough
+    assert less["change"] == "offload of parameters is not needed" and less["device"] == enough
     assert ask(shape, both, "--json")["not_needed"] is None
+    # Of two processes that have room for it each keeps everything, and nothing is gathered.
+    alone = ask(shape, {"stage": 3}, *options, "1G", "--world", "2", "--json")["not_needed"]
+    assert alone["change"] == "stage 0 without offload is enough"
 
 
 def test_less_precise_states_are_a_remedy_where_nothing_else_in_memory_is_enough(ask):
@@ -532,6 +536,7 @@ def test_a_plan_fits_and_is_the_fastest(plan, ask, tmp_path):
     assert again["fits"]
     first, second = (float(n.replace(",", "")) for n in re.findall(r"([\d,]+) tokens/s", text)[:2])
     assert first == pytest.approx(again["tokens_per_second"], rel=0.01) and first >= second
+    assert "What needs more memory than there is:\n  gradient checkpointing: " in text
     assert "The next ones:" in text and f"zero_optimization.stage = {section['stage']}" in text
     assert "--per_device_train_batch_size 1 --gradient_accumulation_steps 1" in text
     found = json.loads(plan(shape, "--device-memory", "1G", "--json"))
