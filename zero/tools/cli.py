@@ -254,7 +254,8 @@ def _add_question(parser: Parser, batch: int, length: int) -> None:
     sequence if they are not given; 0: they follow from the file, or activations are left out.
     """
     remedies = "what does not fit gets remedies, ordered by predicted time"
-    device, host = f"of one device: 24 or 24G; {remedies}", "of the host for one process, likewise"
+    device = f"of one device: 24 or 24G; {remedies}"
+    host = "likewise, for one process: that of a machine divided by its processes"
     sequences = f"sequences of a micro-batch; default: {batch or 'that of the file'}"
     tokens = f"tokens of a sequence; default: {length or 'none, then no activations'}"
     adapter = "train an adapter alone: its folder (PEFT), or a rank: LoRA of all linear layers"
