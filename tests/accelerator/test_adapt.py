@@ -125,6 +125,20 @@ def test_what_cannot_be_repeated_is_said():
     assert "call engine.backward(loss) instead of loss.backward()" in other
 
 
+def backward_of_logits(rank: int, world_size: int) -> str:
+    """Return what is said where the loss depends on the logits too, after the forward was cut."""
+    engine, _ = start(build("llama").to(device.NAME), ds_config() | {"on_out_of_memory": "adapt"})
+    engine.adaptation._parts = 2
+    output = engine(**{name: value.to(device.NAME) for name, value in data("llama")[0].items()})
+    with pytest.raises(UsageError) as raised:
+        engine.backward(output.loss + output.logits.mean())
+    return str(raised.value)
+
+
+def test_gradients_of_other_outputs_are_not_lost():
+    assert "gradients beside those of the loss" in run_on(1, backward_of_logits, simulated=True)[0]
+
+
 def refusal_of_stage_3(rank: int, world_size: int) -> str:
     with pytest.raises(UsageError) as raised:
         start(build("llama").to(device.NAME), ds_config() | {"on_out_of_memory": "adapt"})

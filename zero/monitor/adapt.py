@@ -39,6 +39,7 @@ logger = logging.getLogger("zero")
 
 KEY = "on_out_of_memory"
 _WRITES = "the forward writes to the model's buffers"
+_BESIDE = "the script computes gradients beside those of the loss"
 _IGNORED = -100  # labels that transformers' losses do not count
 # What torch's allocator of host memory says; it has no class of its own.
 _HOST = "DefaultCPUAllocator: can't allocate memory"
@@ -106,6 +107,10 @@ class Adaptation:
         self._waiting: list[_Call] = []
         self._done: list[_Call] = []
         self._backwards = self._micro_step = 0
+        # Of a transformers model: whether the labels are shifted by one when they are counted.
+        loss_name = getattr(getattr(engine.module, "loss_function", None), "__name__", "")
+        seq2seq = getattr(getattr(engine.module, "config", None), "is_encoder_decoder", False)
+        self._predicts_next = loss_name == "ForCausalLMLoss" and not seq2seq
         self._ranks = engine.comm.job
         zero = engine.settings.zero_optimization
         shares = self._ranks.world_size != engine.comm.shard_group.size
@@ -158,11 +163,17 @@ class Adaptation:
             return result  # the script computes its loss itself
         self._waiting = []
         is_known = self._backwards == before == reducer.backwards
+        only_loss = all(t.grad is None for call in calls for t in call.shown[1:])
+        if self._parts > 1 and not only_loss:
+            raise UsageError(f'{KEY} "adapt": {_BESIDE}; set it to "explain"')
         after = random_states(engine.comm.device)
-        act = lambda: self._gradients(calls) if self._parts == 1 else self._repeat(calls)  # noqa: E731
+        calls_to_repeat = calls if self._parts > 1 else []
         while True:
             try:
-                act()
+                if calls_to_repeat:
+                    self._repeat(calls_to_repeat)
+                else:
+                    self._gradients(calls)
                 break
             except _NotEnough as raised:
                 error = raised.error
@@ -170,11 +181,10 @@ class Adaptation:
                 call.outputs = []
             engine.hooks.forget_broken_pass()
             reducer.clear()
-            only_loss = all(t.grad is None for call in calls for t in call.shown[1:])
             if not (is_known and only_loss):
-                raise _final(error, "the script computes gradients beside those of the loss")
-            self._change([*self._done, *calls], error)
-            act = lambda: self._repeat([*self._done, *calls])  # noqa: E731
+                raise _final(error, _BESIDE)
+            calls_to_repeat = [*self._done, *calls]
+            self._change(calls_to_repeat, error)
         restore_random_states(after, engine.comm.device)
         self._done += calls
         self._backwards = reducer.backwards
@@ -199,14 +209,15 @@ class Adaptation:
         if self._parts > 1:
             leaves, structure = self._together(lambda: self._values(call))
         is_cut = bool(leaves)
-        if not is_cut:
+        if not leaves:
             output = self._together(lambda: call.run(*call.inputs[0], **call.inputs[1]))
             leaves, structure = tree_flatten(output)
             if not _begins_with_loss(leaves):
                 return output
         for place, leaf in enumerate(leaves):
-            is_loss = is_cut and place == 0
-            if isinstance(leaf, torch.Tensor) and (leaf.requires_grad or is_loss):
+            if isinstance(leaf, torch.Tensor) and (
+                leaf.requires_grad or (is_cut and leaf.is_floating_point())
+            ):
                 leaves[place] = leaf.detach().requires_grad_()
                 call.outputs += [leaf] * leaf.requires_grad
                 call.shown.append(leaves[place])
@@ -246,6 +257,7 @@ class Adaptation:
         boundary = micro_batches.boundary
         try:
             for call in calls:
+                del call.shown[1:]  # logits are large
                 restore_random_states(call.random, engine.comm.device)
                 parts = list(self._cut(call))
                 done = engine.reducer.backwards
@@ -339,16 +351,14 @@ class Adaptation:
             return _WRITES
         if any("labels" not in call.inputs[1] for call in calls):
             return "the forward gets no argument labels"
-        if getattr(module, "loss_type", None) is None:
+        if getattr(module, "loss_function", None) is None:
             return "the model is not one of transformers', whose losses are known"
         if not self._is_checked and calls[-1].rows > 1:
             try:
                 with torch.no_grad(), _evaluating(module):
                     self._is_checked = self._is_sum(calls[-1])
-            except Exception as raised:
-                if not is_lack_of_memory(raised):
-                    raise
-                return "there is no room for a forward of two samples"
+            except Exception as raised:  # of any kind: the forward is somebody else's
+                return f"a forward of two samples fails: {raised}"
             finally:
                 self._engine.hooks.forget_broken_pass()
             if not self._is_checked:
@@ -384,8 +394,8 @@ class Adaptation:
         labels = call.inputs[1].get("labels")
         is_sum = call.inputs[1].get("num_items_in_batch") is not None
         counts = torch.ones(rows) if labels is None else (labels != _IGNORED)
-        if getattr(self._engine.module, "loss_type", None) == "ForCausalLM" and counts.dim() > 1:
-            counts = counts[:, 1:]  # each token predicts the next one
+        if self._predicts_next and counts.dim() > 1:
+            counts = counts[:, 1:]
         of_rows = counts.reshape(rows, -1).sum(1).tolist()
         for start, end in pairwise(bounds):
             share = sum(of_rows[start:end]) / max(1, sum(of_rows))

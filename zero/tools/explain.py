@@ -38,7 +38,7 @@ class Explained(NamedTuple):
 
 def explain(source: str) -> str:
     """The explanation of a configuration as text; ValueError as `load_config` raises it."""
-    config = _load(source)
+    config = load(source)
     keys = list(_explained(config))
     lines = [f"{source}: {_summary(config)}", *_advice(config)]
     for group in (ACTING, FILLED_IN, IDLE):
@@ -65,13 +65,13 @@ def _advice(config: Config) -> Iterator[str]:
 
 def explain_as_json(source: str) -> str:
     """The same as a JSON object: "summary", "keys" (a list) and "unknown" (names)."""
-    config = _load(source)
+    config = load(source)
     keys = [entry._asdict() for entry in _explained(config)]
     parts = {"summary": _summary(config), "keys": keys, "unknown": config.origin.ignored}
     return json.dumps(parts, indent=2)
 
 
-def _load(source: str) -> Config:
+def load(source: str) -> Config:
     """A DeepSpeed configuration, or the one that a file of `accelerate config` names or makes."""
     if not source.endswith((".yaml", ".yml")):
         return load_config(source, allow_auto=True)

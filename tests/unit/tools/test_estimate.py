@@ -299,6 +299,16 @@ def test_absurd_values_of_a_model_are_refused_in_one_line(key, value, words, tmp
     assert words in refusal(capsys, main, arguments)
 
 
+def test_the_configuration_may_be_that_of_accelerate(ask, tmp_path, capsys):
+    usual = ask(llama(), {"stage": 2}, "--json")
+    (tmp_path / "accelerate.yaml").write_text(
+        f"deepspeed_config:\n  deepspeed_config_file: {tmp_path / 'ds.json'}\n"
+    )
+    options = ["--ds-config", str(tmp_path / "accelerate.yaml"), "--json"]
+    main(["estimate", str(tmp_path / "model"), *options])
+    assert json.loads(capsys.readouterr().out) == usual
+
+
 def test_a_name_on_the_hub_is_refused_with_the_command_that_gets_it(tmp_path, capsys):
     (tmp_path / "ds.json").write_text("{}")
     name = "meta-llama/Llama-3.1-8B"
