@@ -231,15 +231,18 @@ class Adaptation:
         found, losses, structure = [], [], None
         with torch.no_grad():
             for (args, kwargs), weight in self._cut(call):
+                if weight is None:
+                    continue
                 leaves, structure = tree_flatten(call.run(*args, **kwargs))
                 if not _begins_with_loss(leaves):
                     return [], None
-                losses.append(leaves[0].detach() * weight)
-                found.append(leaves if weight else [None] * len(leaves))
+                # The mean over no labels is NaN.
+                losses.append(leaves[0] * weight if weight else torch.zeros_like(leaves[0]))
+                found.append(leaves)
             merged = [_joined(column) for column in zip(*found, strict=True)]
         if call.buffers != _seen(self._engine.module):
             raise UsageError(f'{KEY} "adapt": {_WRITES}; set it to "explain"')
-        return [sum(losses), *merged[1:]], structure
+        return [torch.stack(losses).sum(), *merged[1:]], structure
 
     def _gradients(self, calls: Sequence[_Call]) -> None:
         """The backward of forwards whose graphs are there."""
@@ -268,7 +271,7 @@ class Adaptation:
                     outputs = self._together(run)
                     grad = call.shown[0].grad
                     assert grad is not None
-                    self._run_backward(outputs, [grad * weight])
+                    self._run_backward(outputs, [grad * (weight or 0.0)])
                 engine.reducer.backwards = done + 1
         finally:
             micro_batches.boundary = boundary
@@ -376,15 +379,16 @@ class Adaptation:
         losses = [
             tree_flatten(two.run(*args, **kwargs))[0][0].float() * weight
             for (args, kwargs), weight in self._cut(two, 2)
+            if weight
         ]
         tolerance = 1e-4 if self._engine.settings.compute_dtype == torch.float32 else 2e-2
         return bool(torch.isclose(leaves[0].float(), torch.stack(losses).sum(), rtol=tolerance))
 
     def _cut(
         self, call: _Call, parts: int | None = None
-    ) -> Iterator[tuple[tuple[tuple, dict[str, Any]], float]]:
-        """The inputs of each part, and what its loss counts. A rank with fewer samples than parts
-        takes one more often, which counts nothing, because all ranks run as many passes.
+    ) -> Iterator[tuple[tuple[tuple, dict[str, Any]], float | None]]:
+        """The inputs of each part, and what its loss counts. None: this rank has fewer samples than
+        parts, and repeats one, because all ranks run as many backwards.
         """
         parts, rows = parts or self._parts, call.rows
         if parts == 1:
@@ -398,9 +402,11 @@ class Adaptation:
             counts = counts[:, 1:]
         of_rows = counts.reshape(rows, -1).sum(1).tolist()
         for start, end in pairwise(bounds):
+            if start == end:
+                yield call.of_rows(0, 1), None
+                continue
             share = sum(of_rows[start:end]) / max(1, sum(of_rows))
-            weight = (1.0 if is_sum else share) if end > start else 0.0
-            yield call.of_rows(*((start, end) if end > start else (0, 1))), weight
+            yield call.of_rows(start, end), 1.0 if is_sum else share
 
 
 def _begins_with_loss(leaves: Sequence[Any]) -> bool:
