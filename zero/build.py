@@ -211,6 +211,30 @@ def describe_quantized(model: nn.Module, settings: Config, ranks: int) -> str:
     return "".join(f"\n{line}" for line in lines)
 
 
+def describe_offload(model: nn.Module, settings: Config, ranks: int, device: torch.device) -> str:
+    """A line for the table at the start where all that is offloaded would take less than half of
+    the device. `ranks`: over how many it is cut.
+    """
+    zero = settings.zero_optimization
+    if not is_accelerator(device) or not (zero.offloads_params or zero.offloads_optimizer):
+        return ""
+    item, masters = settings.compute_dtype.itemsize, 0 if settings.bf16.without_masters else 4
+    params = [(param, local(param)) for param in model.parameters()]
+    weights = sum(p.numel() * item if p.is_floating_point() else p.nbytes for _, p in params)
+    trained = sum(shown.numel() for param, shown in params if param.requires_grad)
+    state = trained * (settings.sum_dtype.itemsize + 8 + (masters if item < 4 else 0)) // ranks
+    nbytes = state + (weights // ranks if zero.stage == 3 else weights)
+    capacity = torch.accelerator.get_memory_info(device)[1]
+    if 2 * nbytes > capacity:
+        return ""
+    return (
+        "\noffload may not be needed: weights, gradients and two moments take "
+        f"{nbytes / 2**30:.2f} GiB of the {capacity / 2**30:.1f} of each device. How much faster a "
+        f"step is without it: zero estimate MODEL --ds-config FILE --device-memory "
+        f"{capacity / 2**30:.0f}G"
+    )
+
+
 def _tiers(plans: Sequence[GroupPlan], settings: Config, comm: Communicator) -> list[Tier]:
     """Where the shard of each group lives.
 

@@ -98,7 +98,8 @@ class ZeroEngine(Accumulation, nn.Module):
         if comm.job.rank == 0:
             ranks = settings.zero_optimization.shards_over(comm.world_size)
             facts = build.describe_optimizer(optimizer, settings)
-            announce(settings, facts + build.describe_quantized(model, settings, ranks))
+            facts += build.describe_quantized(model, settings, ranks)
+            announce(settings, facts + build.describe_offload(model, settings, ranks, comm.device))
             for old, new in settings.origin.renamed:
                 logger.warning("%s is an old name of %s", old, new)
         if settings.watchdog_timeout is not None:

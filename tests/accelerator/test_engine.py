@@ -6,6 +6,7 @@ Without offload, torch updates the weights, so the bits are equal. Offloaded sta
 have the same bits on every tier."""
 
 import contextlib
+import io
 import math
 import os
 import threading
@@ -355,6 +356,23 @@ def test_after_an_error_for_lack_of_memory_training_goes_on(tmp_path):
     assert [[loss] for loss in run_on(1, out_of_memory, simulated=True)[0]] == expected(
         1, 1, None
     ).losses
+
+
+def lines_at_the_start(rank: int, world_size: int) -> list[bool]:
+    """Return whether the table says that offload may not be needed, on a large and on a small
+    device.
+    """
+    found = []
+    for limit in (1 << 30, 1 << 20):
+        device.set_limit(limit)
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            engine_with("", HOST).destroy()
+        found.append("offload may not be needed: weights, gradients and" in printed.getvalue())
+    return found
+
+
+def test_the_table_at_the_start_says_where_offload_may_not_be_needed():
+    assert run_on(1, lines_at_the_start, simulated=True)[0] == [True, False]
 
 
 def without_registration() -> None:

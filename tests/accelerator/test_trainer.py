@@ -54,6 +54,22 @@ def test_the_trainer_trains_as_without_the_engine(tmp_path):
             assert column(report, key) == pytest.approx(column(plain, key), rel=allowed)
 
 
+def test_the_trainer_goes_on_if_memory_is_not_enough(tmp_path):
+    config = {"zero_optimization": {"stage": 3, **HOST}, **dict.fromkeys(AUTO, "auto")}
+    batch = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    paths, reports = [], []
+    for act in ("explain", "adapt"):
+        given = ARGUMENTS | batch | {"deepspeed": config | {"on_out_of_memory": act}}
+        job = {"model": "llama", "arguments": given | {"eval_strategy": "no"}}
+        paths.append(write_jobs([job], tmp_path / act))
+        reports.append(Path(job["report"]))
+    done = fork_ranks(SCRIPT, "jobs", paths[0], "0.7", paths[1], nproc=1, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "cut into 2 parts" in done.stderr
+    whole, cut = (json.loads(report.read_text(encoding="utf-8")) for report in reports)
+    assert column(cut, "loss") == pytest.approx(column(whole, "loss"), rel=1e-5)
+
+
 def test_a_teacher_beside_a_student_gives_the_losses_of_the_cpu(tmp_path):
     """The teacher's parameters are on the host, the student's are not.
 

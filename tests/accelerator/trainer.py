@@ -1,8 +1,10 @@
 """Runs a Trainer script of the other tests on the simulated accelerator:
 
-`trainer.py jobs|steps JOBS`.
+`trainer.py jobs|steps JOBS [PART CAPPED]`. With PART, `CAPPED` runs after `JOBS`, with this part of
+the memory that they took.
 """
 
+import gc
 import importlib
 import os
 import sys
@@ -21,7 +23,13 @@ if __name__ == "__main__":
     os.environ["ACCELERATE_TORCH_DEVICE"] = f"{device.NAME}:{LOCAL_RANK}"
     sys.path += [str(TESTS / "hf" / "scripts"), str(TESTS / "distill" / "scripts")]
     script = importlib.import_module(sys.argv.pop(1))
+    capped = sys.argv[2:]
     script.main()
+    if capped:
+        gc.collect()
+        device.set_limit(int(float(capped[0]) * torch.accelerator.max_memory_allocated()))
+        sys.argv[1:] = capped[1:]
+        script.main()
     torch.accelerator.synchronize()
     assert (found := device.mistakes()) == [], found
     assert (

@@ -476,13 +476,15 @@ class NativeCommunicator(Communicator):
     def _start_reduce_scatter(
         self, out: Tensor, full: Tensor, accumulate: bool, max_numel: int, group: NamedGroup | None
     ) -> Pending:
-        self._count("reduce_scatter", full.numel(), full, group)
         works: list[Work] = []
         if self.shard_group.size == 1:
+            self._count("reduce_scatter", full.numel(), full, group)
             result = full
         else:
             in_place = out.dtype == full.dtype and not accumulate
             result = out if in_place else torch.empty_like(out, dtype=full.dtype)
+            # After the allocation, which may fail: then nothing has started.
+            self._count("reduce_scatter", full.numel(), full, group)
             average = {"op": dist.ReduceOp.AVG, "group": self._reductions, "async_op": True}
             works = [_reduce_scatter(result, full, **average)]
         if self.replicate_group.size > 1:
@@ -589,11 +591,11 @@ class GlooCommunicator(Communicator):
         has elements, from `first` on.
         """
         ranks, replicas, width = self.shard_group, self.replicate_group, out.numel()
-        self._count("reduce_scatter", width * ranks.size, full, group)
         rows = list(full.view(ranks.size, -1)[:, first : first + width].unbind())
         terms = [
             row if place == ranks.rank else torch.empty_like(row) for place, row in enumerate(rows)
         ]
+        self._count("reduce_scatter", width * ranks.size, full, group)
         tag = self._tags.next("reduce", group)
         works = self._exchange("reduce_scatter", ranks, tag, rows, terms)
 

@@ -140,6 +140,10 @@ class Config(Section):
             gradients are scaled down to it. 0 switches clipping off.
             - 0: Gradients are not clipped.
             - N: Gradients are scaled down if their global L2 norm exceeds N.
+        on_out_of_memory: What happens if memory is not enough for a forward or backward. Not in
+            DeepSpeed.
+            - explain: The error says what fills the memory and what to change.
+            - adapt: The micro-batch is repeated in smaller parts: see `docs/troubleshooting.md`.
         log_level: The level of the logger `zero`.
         steps_per_print: Rank 0 prints a line of metrics every so many steps. Default: never.
             - N: Rank 0 prints a line of metrics every N steps. The Trainer switches this off.
@@ -180,6 +184,7 @@ class Config(Section):
     sequence_parallel_size: Positive = 1
     managed_gradient_accumulation: bool = True
     gradient_clipping: NonNegative = key(1.0, auto="max_grad_norm")
+    on_out_of_memory: Annotated[Literal["explain", "adapt"], AnyCase()] = "explain"
     log_level: (
         Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], AnyCase()] | None
     ) = None

@@ -285,6 +285,18 @@ class ModuleHooks:
         self._awaited = 0
         self._in_pass = False
 
+    def finish_broken_backward(self) -> None:
+        """A backward has raised an exception on this rank alone: join the reductions of the other
+        ranks, whose result is of no use.
+        """
+        self._close_backward()
+        self._reductions.finish()
+        self.forget_broken_pass()
+
+    def expect_nested_backwards(self) -> None:
+        """Ranks may end a backward before any of them has seen another one inside of it."""
+        self._reductions.has_nested_backward = True
+
     def _release_modules(self) -> None:
         self._gathering.release_all_but(self._reads.held)
         self._in_backward.clear()

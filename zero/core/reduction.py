@@ -238,7 +238,6 @@ class GradientReducer:
         if self.dtype is not None and self.comm.world_size > 1:
             flat = flat.to(self.dtype)  # a sum of micro-batches is rounded once
         shard, accumulate = self._shards[group], self.gradients[group].is_fresh
-        self.gradients[group].is_fresh = True
         dtype = self._kept_dtype(flat.dtype, accumulate)
         if accumulate:
             # The sum so far may not be complete, or not be written to its tier yet.
@@ -253,6 +252,7 @@ class GradientReducer:
             if accumulate:
                 assert shard.grad is not None
                 flat = shard.grad.add_(flat)
+            self.gradients[group].is_fresh = True
             self._finish(_Reduction(shard, flat.numel(), flat, Pending()))
             return
         room = self.bucket_size - flat.numel()
@@ -262,6 +262,7 @@ class GradientReducer:
         exchange = self.comm.reduce if group.layout.replicated else self.comm.reduce_scatter
         with label(f"reduction of {group.name}"):
             pending = exchange(out, flat, accumulate, self.bucket_size, group)
+        self.gradients[group].is_fresh = True
         self._in_flight.append(_Reduction(shard, flat.numel(), out, pending))
         if not self.overlap:
             self._wait_oldest()

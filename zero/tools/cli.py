@@ -85,7 +85,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from zero.checkpoint.models import DTYPES, MAX_FILE_BYTES, consolidate, describe, facts
-from zero.config.load import load_config
 from zero.errors import UsageError, refuse
 from zero.hf import STARTUP, enable
 from zero.tools.arguments import (
@@ -101,7 +100,7 @@ from zero.tools.arguments import (
 from zero.tools.doctor.command import doctor
 from zero.tools.estimate.question import Question, model_folder, with_batch
 from zero.tools.estimate.speeds import DEVICES, GIVEN, chosen
-from zero.tools.explain import explain, explain_as_json
+from zero.tools.explain import explain, explain_as_json, load
 from zero.tools.launch import launch, run_aside
 from zero.tools.profile.command import memory, trace
 from zero.tools.report.command import report
@@ -216,7 +215,7 @@ def _estimate(arguments: list[str]) -> None:
     if options.batch and not options.seq:
         parser.error("--batch needs --seq, the tokens of a sequence")
     question, limits = _asked(options)
-    settings = load_config(options.ds_config, allow_auto=True)
+    settings = load(options.ds_config)
     config, question = with_batch(settings, options.ds_config, question)
     with Working("estimate: following one step on fake tensors; large models take a minute"):
         from zero.tools.estimate.report import report  # transformers takes seconds to import
@@ -251,7 +250,8 @@ def _add_question(parser: Parser, batch: int, length: int) -> None:
     sequence if they are not given; 0: they follow from the file, or activations are left out.
     """
     remedies = "what does not fit gets remedies, ordered by predicted time"
-    device, host = f"of one device: 24 or 24G; {remedies}", "of the host for one process, likewise"
+    device = f"of one device: 24 or 24G; {remedies}"
+    host = "likewise, for one process: that of a machine divided by its processes"
     sequences = f"sequences of a micro-batch; default: {batch or 'that of the file'}"
     tokens = f"tokens of a sequence; default: {length or 'none, then no activations'}"
     adapter = "train an adapter alone: its folder (PEFT), or a rank: LoRA of all linear layers"

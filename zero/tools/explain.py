@@ -38,9 +38,9 @@ class Explained(NamedTuple):
 
 def explain(source: str) -> str:
     """The explanation of a configuration as text; ValueError as `load_config` raises it."""
-    config = _load(source)
+    config = load(source)
     keys = list(_explained(config))
-    lines = [f"{source}: {_summary(config)}"]
+    lines = [f"{source}: {_summary(config)}", *_advice(config)]
     for group in (ACTING, FILLED_IN, IDLE):
         members = [entry for entry in keys if entry.group == group]
         if members:
@@ -53,15 +53,25 @@ def explain(source: str) -> str:
     return "\n".join([*lines, "", "All other keys are at their defaults."])
 
 
+def _advice(config: Config) -> Iterator[str]:
+    """A line about what costs time."""
+    zero = config.zero_optimization
+    if zero.offloads_optimizer or zero.offloads_params:
+        yield (
+            "Offload makes each step slower, and is needed only if the GPUs are too small for the "
+            "model. Whether they are: zero estimate MODEL --ds-config FILE --device-memory 24G"
+        )
+
+
 def explain_as_json(source: str) -> str:
     """The same as a JSON object: "summary", "keys" (a list) and "unknown" (names)."""
-    config = _load(source)
+    config = load(source)
     keys = [entry._asdict() for entry in _explained(config)]
     parts = {"summary": _summary(config), "keys": keys, "unknown": config.origin.ignored}
     return json.dumps(parts, indent=2)
 
 
-def _load(source: str) -> Config:
+def load(source: str) -> Config:
     """A DeepSpeed configuration, or the one that a file of `accelerate config` names or makes."""
     if not source.endswith((".yaml", ".yml")):
         return load_config(source, allow_auto=True)

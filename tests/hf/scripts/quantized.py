@@ -39,13 +39,9 @@ from zero.core.quantized_weights import reachable, wraps_tensors
 from zero.core.sharded_param import owning_group
 from zero.hf import quantize_experts
 
-ZERO3 = {
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    "gradient_clipping": "auto",
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-}
+# As the gallery has it, but the small weights of these small models are sharded, too.
+ZERO3 = json.loads((Path(__file__).parents[3] / "configs" / "zero3_qlora.json").read_text())
+ZERO3["zero_optimization"]["stage3_param_persistence_threshold"] = 0
 LAYERS = 6
 KINDS: dict[str, dict[str, Any]] = {
     "NF4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},

@@ -299,6 +299,16 @@ def test_absurd_values_of_a_model_are_refused_in_one_line(key, value, words, tmp
     assert words in refusal(capsys, main, arguments)
 
 
+def test_the_configuration_may_be_that_of_accelerate(ask, tmp_path, capsys):
+    usual = ask(llama(), {"stage": 2}, "--json")
+    (tmp_path / "accelerate.yaml").write_text(
+        f"deepspeed_config:\n  deepspeed_config_file: {tmp_path / 'ds.json'}\n"
+    )
+    options = ["--ds-config", str(tmp_path / "accelerate.yaml"), "--json"]
+    main(["estimate", str(tmp_path / "model"), *options])
+    assert json.loads(capsys.readouterr().out) == usual
+
+
 def test_a_name_on_the_hub_is_refused_with_the_command_that_gets_it(tmp_path, capsys):
     (tmp_path / "ds.json").write_text("{}")
     name = "meta-llama/Llama-3.1-8B"
@@ -417,7 +427,8 @@ def test_offload_that_is_not_needed_is_named(ask):
     shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
     options = ["--batch", "2", "--seq", "8", "--device-memory"]
     text = ask(shape, both, *options, "1G")
-    assert "The offload is not needed: " in text and " of 1.00 GiB are in use" in text
+    assert "Offload is not needed: " in text and " of 1.00 GiB are in use" in text
+    assert " times as fast (" in text
     found = ask(shape, both, *options, "1G", "--json")
     plain = ask(shape, {"stage": 3}, *options[:-1], "--json")
     unneeded = found["not_needed"]
@@ -428,8 +439,12 @@ def test_offload_that_is_not_needed_is_named(ask):
     both = optimizer | {"offload_param": cpu}
     enough = parts(ask(shape, optimizer, *options[:-1], "--json"), "device")
     less = ask(shape, both, *options, str((enough + 1024) / 2**30), "--json")["not_needed"]
-    assert less["change"] == "offload of parameters" and less["device"] == enough
+    assert less["change"] == "offload of parameters is not needed" and less["device"] == enough
     assert ask(shape, both, "--json")["not_needed"] is None
+    # Where nothing is kept gathered, a lower stage sends less.
+    strict = {"stage": 3, "stage3_max_live_parameters": 0}
+    lower = ask(shape, strict, *options, "1G", "--world", "2", "--json")["not_needed"]
+    assert lower["change"].endswith("without offload is enough")
 
 
 def test_less_precise_states_are_a_remedy_where_nothing_else_in_memory_is_enough(ask):
@@ -499,12 +514,13 @@ def test_experts_of_single_processes_are_refused(ask, capsys):
 def test_an_estimate_does_not_depend_on_those_before():
     shape, config = llama(), load_config({"zero_optimization": {"stage": 3}})
 
-    def found(checkpointing: bool) -> Estimate:
-        return estimate(build(shape, torch.float32), config, Question(2, 2, 8, checkpointing))
+    def found(checkpointing: bool, dtype: torch.dtype = torch.float32) -> Estimate:
+        return estimate(build(shape, dtype), config, Question(2, 2, 8, checkpointing))
 
     known_calls.clear()
     first = found(False)
-    found(True)
+    known_calls.clear()
+    found(True, torch.bfloat16)
     again = found(False)
     assert (again.parts, again.traffic) == (first.parts, first.traffic)
 
@@ -532,6 +548,7 @@ def test_a_plan_fits_and_is_the_fastest(plan, ask, tmp_path):
     assert again["fits"]
     first, second = (float(n.replace(",", "")) for n in re.findall(r"([\d,]+) tokens/s", text)[:2])
     assert first == pytest.approx(again["tokens_per_second"], rel=0.01) and first >= second
+    assert "What needs more memory than there is:\n  gradient checkpointing: " in text
     assert "The next ones:" in text and f"zero_optimization.stage = {section['stage']}" in text
     assert "--per_device_train_batch_size 1 --gradient_accumulation_steps 1" in text
     found = json.loads(plan(shape, "--device-memory", "1G", "--json"))

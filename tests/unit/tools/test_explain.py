@@ -66,6 +66,13 @@ def test_each_key_is_in_the_group_where_it_belongs(tmp_path):
     assert found["summary"].startswith("optimizer state and gradients are sharded (stage 2)")
 
 
+def test_the_price_of_offload_is_said(tmp_path):
+    file = tmp_path / "ds.json"
+    for offload, is_said in ({"device": "none"}, False), ({"device": "cpu"}, True):
+        file.write_text(json.dumps(zero3(offload_optimizer=offload)))
+        assert ("zero estimate MODEL --ds-config" in explain(str(file))) is is_said
+
+
 NVME = {"device": "nvme", "nvme_path": "/tmp", "pin_memory": True, "pipeline_read": True}
 # A configuration, a key of it, and words that a reader of this value needs.
 VALUES = [

@@ -31,6 +31,7 @@ from zero.integrations.deepspeed.optimizers import build_optimizer
 from zero.integrations.deepspeed.sequence import share_sequences
 from zero.integrations.deepspeed.tensor import share_model, with_new_parameters
 from zero.integrations.hf import quantized_loading
+from zero.monitor.adapt import KEY, Adaptation
 from zero.monitor.out_of_memory import explained
 from zero.optim.sharded_optimizer import ZeroOptimizer
 from zero.parallel.sequence import MicroBatches, current_group
@@ -44,6 +45,7 @@ class DeepSpeedEngine(ZeroEngine):
     optimizer_class = DeepSpeedOptimizer
     # Of the dataset that `initialize` was given.
     training_dataloader: DataLoader | None = None
+    adaptation: Adaptation | None = None
     # How many such hooks each parameter had when the engine was made, until the first step.
     _accumulate_hooks: dict[str, int] | None = None
 
@@ -53,19 +55,28 @@ class DeepSpeedEngine(ZeroEngine):
         if isinstance(self.optimizer, DeepSpeedOptimizer):
             self.optimizer.parameter_offload = offload
             self.monitor = monitor.make(self)
+            if settings.on_out_of_memory == "adapt":
+                self.adaptation = Adaptation(self)
         self._accumulate_hooks = _accumulate_hooks(model)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """`ZeroEngine.forward`; as in backward and step, a lack of memory is explained."""
         with explained(self):
-            return super().forward(*args, **kwargs)
+            if self.adaptation is None:
+                return super().forward(*args, **kwargs)
+            return self.adaptation.forward(super().forward, args, kwargs)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
         """`ZeroEngine.backward`."""
         with explained(self):
-            return super().backward(loss, retain_graph, scale_wrt_gas)
+            run = partial(super().backward, loss, retain_graph, scale_wrt_gas)
+            if self.adaptation is None:
+                return run()
+            if retain_graph:
+                raise UsageError(f'{KEY} "adapt": retain_graph keeps a graph; set it to "explain"')
+            return self.adaptation.backward(run)
 
     def step(self) -> None:
         """`ZeroEngine.step`; the first one warns of hooks that come too late to have an effect."""
@@ -78,8 +89,26 @@ class DeepSpeedEngine(ZeroEngine):
                     name,
                 )
                 break
+        if self.adaptation is not None:
+            self.adaptation.refuse_other_backwards()
         with explained(self):
             super().step()
+
+    def save_checkpoint(
+        self, save_dir: Any, tag: str | None = None, client_state: dict | None = None, **kwargs: Any
+    ) -> bool:
+        """`ZeroEngine.save_checkpoint`, with what a lack of memory has changed."""
+        if self.adaptation is not None:
+            client_state = (client_state or {}) | {KEY: self.adaptation.settings()}
+        return super().save_checkpoint(save_dir, tag, client_state, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict]:
+        """`ZeroEngine.load_checkpoint`, likewise."""
+        folder, client_state = super().load_checkpoint(*args, **kwargs)
+        settings = client_state.pop(KEY, None)
+        if self.adaptation is not None and settings is not None:
+            self.adaptation.restore(settings)
+        return folder, client_state
 
     @property
     def device(self) -> torch.device:

@@ -83,7 +83,8 @@ def key_of(func: Any, args: tuple, kwargs: dict) -> Any:
     ):
         return None
     try:
-        return func, _shapes(args), tuple((name, _shapes(kwargs[name])) for name in kwargs)
+        options = tuple((name, _shapes(kwargs[name])) for name in kwargs)
+        return func, _shapes(args), options, torch.get_default_dtype()
     except ValueError:
         return None
 

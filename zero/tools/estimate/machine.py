@@ -375,6 +375,7 @@ def _substitutes_of_ranks(of_machine: int) -> list[Substitute]:
         (table, "announce", lambda *_: None),
         (torch.accelerator, "current_stream", lambda *_: stream),
         (torch.accelerator, "synchronize", lambda *_: None),
+        (torch.accelerator, "get_memory_info", lambda *_: (0, 0)),
     ]
 
 

@@ -5,7 +5,7 @@ What is tried, and in which order, is `zero/tools/estimate/remedies.py`'s."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from zero.config import load_config
 from zero.errors import UsageError
 from zero.tools.estimate.model import build, read_config
 from zero.tools.estimate.question import Question
-from zero.tools.estimate.remedies import Remedy, remedies
-from zero.tools.estimate.report import described, size
+from zero.tools.estimate.remedies import Remedy, Search
+from zero.tools.estimate.report import described, needed, size
 from zero.tools.explain import explain
 
 # What is changed until it fits.
@@ -32,7 +32,8 @@ def plan(
     """
     config = load_config(START)
     model = build(read_config(source), config.compute_dtype, question.adapter)
-    found = remedies(model, config, question, limits)
+    search = Search(model, config, question, limits)
+    found = search.remedies()
     if not found:
         sizes = " and ".join(f"{size(most)} of {place} memory" for place, most in limits.items())
         raise UsageError(
@@ -56,12 +57,21 @@ def plan(
             f"The fastest that fits, with {question.length} tokens a sequence: {described(best)}",
             "The next ones:" if others else "Nothing else fits.",
             *(f"  {described(each)}" for each in others),
+            *_reasons(search),
             f"  {question.speeds}",
             f"Written to {out}; with the Trainer: --deepspeed {out} {options}",
             "",
             explain(str(out)),
         ]
     )
+
+
+def _reasons(search: Search) -> Iterator[str]:
+    """Why nothing simpler is enough."""
+    too_large = [f"  {needed(each)}" for each in search.too_large()]
+    if too_large:
+        yield "What needs more memory than there is:"
+    yield from too_large
 
 
 def configuration(remedy: Remedy, question: Question) -> dict[str, Any]:

@@ -27,6 +27,8 @@ MOST, LESS = 5, 0.9
 RATIOS = 20
 # Activations of twice the micro-batch are at least twice as many over this.
 GROWTH = 1.2
+# A change is named for its speed if a step takes less than this part of its time.
+FASTER = 0.95
 NO_OFFLOAD = {"device": "none"}
 
 
@@ -101,35 +103,36 @@ def remedies(
     Stage, offload and its ratio are changed, with and without gradient checkpointing, and with
     micro-batches of half the size, a quarter and so on. The step keeps its number of sequences.
     Less precise states are tried where nothing else in memory is enough."""
-    search = _Search(model, config, question, limits)
-    found = list(search.enough(_changes(config.zero_optimization, HOST in limits)))
-    best = _undominated(found, limits)
-    if not any(remedy.found.total(DISK) == 0 for remedy in found):
-        best += _undominated(list(search.enough(_less_precise(config))), limits)
-    return sorted(best, key=lambda remedy: remedy.rank)
+    return Search(model, config, question, limits).remedies()
 
 
 def faster(
     model: nn.Module, config: Config, question: Question, limits: Mapping[str, int], now: Estimate
 ) -> Remedy | None:
-    """Less offload with which there is room, and a step is faster than `now`; None: there is none.
-
-    Without a limit of the device's memory nothing is known of that.
+    """Less offload or sharding with which there is room, and with which a step is faster than
+    `now`; the fastest one. None: there is none, or the device's memory is not limited.
     """
-    zero, away = config.zero_optimization, []
+    found = []
+    for change in _unneeded(config.zero_optimization) if DEVICE in limits else ():
+        tried = estimate(model, change.applied(config), question)
+        if fits(tried, limits):
+            found.append(Remedy(change.words, tried, change.settings(config)))
+    best = min(found, key=lambda remedy: remedy.rank, default=None)
+    return best if best and best.found.seconds < FASTER * now.seconds else None
+
+
+def _unneeded(zero: ZeroConfig) -> Iterator[Change]:
+    """What may be left out, each with a clause that says so."""
+    off = {"offload_optimizer": NO_OFFLOAD, "offload_param": NO_OFFLOAD}
     if zero.offloads_optimizer or zero.offloads_params:
-        both = {"offload_optimizer": NO_OFFLOAD, "offload_param": NO_OFFLOAD}
-        away.append(Change("offload", both))
+        yield Change("offload is not needed", off)
     if zero.offloads_optimizer and zero.offloads_params:
-        away.append(Change("offload of parameters", {"offload_param": NO_OFFLOAD}))
-    for change in away if DEVICE in limits else ():
-        found = estimate(model, change.applied(config), question)
-        if fits(found, limits) and found.seconds < now.seconds:
-            return Remedy(change.words, found, change.settings(config))
-    return None
+        yield Change("offload of parameters is not needed", {"offload_param": NO_OFFLOAD})
+    for stage in range(zero.stage):
+        yield Change(f"stage {stage} without offload is enough", off | {"stage": stage})
 
 
-class _Search:
+class Search:
     """Looks for room among changes, micro-batches and both ways of gradient checkpointing."""
 
     def __init__(
@@ -141,7 +144,28 @@ class _Search:
         self._limits = limits
         self._estimates: dict[tuple[str, int, bool], Estimate | None] = {}
 
-    def enough(self, changes: Iterable[Change]) -> Iterator[Remedy]:
+    def remedies(self) -> list[Remedy]:
+        """See the function of this name."""
+        found = list(self._enough(_changes(self._config.zero_optimization, HOST in self._limits)))
+        best = _undominated(found, self._limits)
+        if not any(remedy.found.total(DISK) == 0 for remedy in found):
+            best += _undominated(list(self._enough(_less_precise(self._config))), self._limits)
+        return sorted(best, key=lambda remedy: remedy.rank)
+
+    def too_large(self) -> Iterator[Remedy]:
+        """After `remedies`: changes for which there is no room even with the smallest micro-batch,
+        each of which needs less of the device than those before.
+        """
+        asked, least = self._question, math.inf
+        batch = list(_halves(asked.batch))[-1]
+        checkpointing = asked.checkpointing or can_checkpoint(self._model, asked)
+        for change in _changes(self._config.zero_optimization, HOST in self._limits):
+            found = self._estimate(change, batch, checkpointing)
+            if found and not fits(found, self._limits) and found.total(DEVICE) < least:
+                least = found.total(DEVICE)
+                yield self._remedy(change, found, batch, checkpointing)
+
+    def _enough(self, changes: Iterable[Change]) -> Iterator[Remedy]:
         """Those of the changes after which there is room, each with the largest micro-batch for
         which there is. What takes too much with the smallest one is tried no further.
         """

@@ -45,8 +45,8 @@ def report(
 @dataclass(frozen=True)
 class _Answer:
     """Attributes: found: as it was asked; other: with gradient checkpointing if `found` is without,
-    and vice versa. better: what to change where it does not fit. unneeded: offload without which it
-    fits, too.
+    and vice versa. better: what to change where it does not fit. unneeded: with which less of
+    offload or sharding it fits, too, and is faster.
     """
 
     shape: transformers.PretrainedConfig
@@ -153,9 +153,10 @@ class _Answer:
         if self.unneeded is not None:
             without, most = self.unneeded.found, size(self.limits[DEVICE])
             lines.append(
-                f"The {self.unneeded.words} is not needed: {size(self.found.total(DEVICE))} of "
-                f"{most} are in use. Without it {size(without.total(DEVICE))} are, and a step "
-                f"takes {_times(without, self.found)}."
+                f"{self.unneeded.words.capitalize()}: {size(self.found.total(DEVICE))} of {most} "
+                f"are in use; then {size(without.total(DEVICE))} are, and a step is "
+                f"{_rounded(self.found.seconds / without.seconds, 2)} times as fast "
+                f"({_time(without)})."
             )
         return lines
 
@@ -183,15 +184,19 @@ def _brief(found: Estimate) -> dict[str, Any]:
     }
 
 
+def needed(remedy: Remedy) -> str:
+    """What is changed, and the memory that it takes."""
+    sizes = [size(remedy.found.total(DEVICE))]
+    for place, words in ((HOST, "of host memory"), (DISK, "on disk")):
+        if nbytes := remedy.found.total(place):
+            sizes.append(f"{size(nbytes)} {words}")
+    return f"{remedy.words or 'nothing offloaded or sharded'}: {' and '.join(sizes)}"
+
+
 def described(remedy: Remedy) -> str:
     """What is changed, what that takes, and its price."""
-    found, sizes = remedy.found, [size(remedy.found.total(DEVICE))]
-    for place, words in ((HOST, "of host memory"), (DISK, "on disk")):
-        if nbytes := found.total(place):
-            sizes.append(f"{size(nbytes)} {words}")
     price = f" (the price: {remedy.price})" if remedy.price else ""
-    words = remedy.words or "nothing offloaded or sharded"
-    return f"{words}: {' and '.join(sizes)}, {_time(found)}{price}"
+    return f"{needed(remedy)}, {_time(remedy.found)}{price}"
 
 
 def _table(parts: Mapping[str, Mapping[str, int]]) -> list[str]:

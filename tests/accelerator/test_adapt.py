@@ -1,0 +1,193 @@
+"""`"on_out_of_memory": "adapt"`: a run whose device is too small for its micro-batches ends, with
+the losses of a run that had enough memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from tests.accelerator import device
+from tests.dist.training import Batch, ds_config, relative, split, start, step
+from tests.parity.models import ROWS, batches, build
+from tests.parity.test_fp32 import SMALL
+from tests.processes import run_on
+from zero.errors import UsageError
+
+STEPS, CAPS = 3, 4
+HOST = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+ENOUGH = 1 << 30
+Losses = list[list[float]]
+
+
+def data(name: str) -> list[Batch]:
+    """Batches whose rows have unequal numbers of labels."""
+    found = batches(name, STEPS)
+    for batch in found:
+        batch["labels"] = batch["labels"].clone()
+        for row in range(len(batch["labels"])):
+            batch["labels"][row, : row % 4] = -100
+        batch["labels"][5] = -100
+    return found
+
+
+class Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "memory was not enough" in record.getMessage():
+            self.texts.append(record.getMessage())
+
+
+def train(
+    name: str, section: dict, accumulation: int, act: str, limits: list[int]
+) -> tuple[Losses, int, list[str]]:
+    """Train with a limit for each step.
+
+    Returns the losses, the most memory that was in use, and what was said.
+    """
+    gc.collect()  # earlier engines
+    device.set_limit(ENOUGH)
+    messages = Messages()
+    logging.getLogger("zero").addHandler(messages)
+    config = ds_config(accumulation=accumulation, **SMALL | section) | {"on_out_of_memory": act}
+    engine, _ = start(build(name).to(device.NAME), config)
+    losses = []
+    torch.accelerator.reset_peak_memory_stats()
+    for batch, limit in zip(data(name), limits, strict=True):
+        device.set_limit(limit)
+        parts = split(batch, engine.comm.world_size * accumulation)
+        parts = parts[engine.comm.rank :: engine.comm.world_size]
+        losses.append(step(engine, parts))
+    most = torch.accelerator.max_memory_allocated()
+    device.set_limit(ENOUGH)
+    engine.destroy()
+    logging.getLogger("zero").removeHandler(messages)
+    return losses, most, messages.texts
+
+
+def capped(
+    rank: int, world_size: int, name: str, section: dict, accumulation: int, count: int
+) -> tuple[Losses, list[tuple[int, Losses, list[str]]]]:
+    """Losses with enough memory, and with `count` random caps for the last rank, each from a random
+    step on: the number of that step, the losses, and what was said.
+    """
+    usual, most, _ = train(name, section, accumulation, "explain", [ENOUGH] * STEPS)
+    same, _, _ = train(name, section, accumulation, "adapt", [ENOUGH] * STEPS)
+    assert same == usual
+    # What is left to cut to is one sample.
+    _, least, _ = train(name, section, ROWS // world_size, "explain", [ENOUGH] * STEPS)
+    caps, found = random.Random(count), []
+    for _ in range(count):
+        cap = caps.randrange(least + (most - least) // 10, most)
+        first = caps.randrange(STEPS)
+        limits = [ENOUGH] * first + [cap if rank == world_size - 1 else ENOUGH] * (STEPS - first)
+        losses, _, said = train(name, section, accumulation, "adapt", limits)
+        found.append((first, losses, said))
+    return usual, found
+
+
+class SquareOfLoss(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.loss = output.loss**2
+        return output
+
+
+def errors(rank: int, world_size: int) -> list[str]:
+    """Return what is said where the step cannot be repeated, and after a backward by the script."""
+    found = []
+    for kind in (SquareOfLoss, LlamaForCausalLM):
+        model = build("llama").to(device.NAME)
+        model.__class__ = kind
+        engine, _ = start(model, ds_config() | {"on_out_of_memory": "adapt"})
+        batch = {name: value.to(device.NAME) for name, value in data("llama")[0].items()}
+        if kind is SquareOfLoss:
+            device.set_limit(torch.accelerator.memory_allocated() + 100_000)
+        with pytest.raises((torch.OutOfMemoryError, UsageError)) as raised:
+            engine(**batch).loss.backward()
+            engine.step()
+        device.set_limit(ENOUGH)
+        found.append(str(raised.value))
+        engine.destroy()
+    return found
+
+
+def test_what_cannot_be_repeated_is_said():
+    lack, other = run_on(1, errors, simulated=True)[0]
+    assert "its loss is not the mean of those of its samples" in lack
+    assert "call engine.backward(loss) instead of loss.backward()" in other
+
+
+def backward_of_logits(rank: int, world_size: int) -> str:
+    """Return what is said where the loss depends on the logits too, after the forward was cut."""
+    engine, _ = start(build("llama").to(device.NAME), ds_config() | {"on_out_of_memory": "adapt"})
+    engine.adaptation._parts = 2
+    output = engine(**{name: value.to(device.NAME) for name, value in data("llama")[0].items()})
+    with pytest.raises(UsageError) as raised:
+        engine.backward(output.loss + output.logits.mean())
+    return str(raised.value)
+
+
+def test_gradients_of_other_outputs_are_not_lost():
+    assert "gradients beside those of the loss" in run_on(1, backward_of_logits, simulated=True)[0]
+
+
+def refusal_of_stage_3(rank: int, world_size: int) -> str:
+    with pytest.raises(UsageError) as raised:
+        start(build("llama").to(device.NAME), ds_config() | {"on_out_of_memory": "adapt"})
+    return str(raised.value)
+
+
+def test_several_processes_at_stage_3_are_refused():
+    assert all(
+        "needs zero_optimization.stage 1" in text
+        for text in run_on(2, refusal_of_stage_3, simulated=True)
+    )
+
+
+def parts_after_a_resume(rank: int, world_size: int, folder: str) -> tuple[int, int, dict]:
+    found = []
+    for resumes in (False, True):
+        engine, _ = start(build("t5").to(device.NAME), ds_config() | {"on_out_of_memory": "adapt"})
+        if resumes:
+            _, client_state = engine.load_checkpoint(folder)
+        else:
+            engine.adaptation._parts = 4
+            engine.save_checkpoint(folder, client_state={"mine": 1})
+        found.append(engine.adaptation._parts)
+        engine.destroy()
+    return *found, client_state
+
+
+def test_a_checkpoint_remembers_what_was_changed(tmp_path):
+    found = run_on(1, parts_after_a_resume, str(tmp_path), simulated=True)[0]
+    assert found == (4, 4, {"mine": 1})
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name", "section", "accumulation"),
+    [
+        (1, "t5", HOST, 1),
+        (1, "llama", {}, 2),
+        (2, "llama", {"stage": 2}, 2),
+        (2, "t5", {"stage": 1}, 1),
+    ],
+    ids=["one, on the host", "one, stage 3", "two, stage 2", "two, stage 1"],
+)
+def test_a_step_that_runs_out_of_memory_is_repeated(world_size, name, section, accumulation):
+    arguments = name, section, accumulation, CAPS
+    ranks = run_on(world_size, capped, *arguments, simulated=True, timeout=300)
+    for rank, (usual, runs) in enumerate(ranks):
+        assert any(said for _, _, said in runs) or rank > 0
+        for first, losses, said in runs:
+            assert losses[:first] == usual[:first]  # not cut: the same bits
+            assert all(relative(*pair) < 1e-6 for pair in zip(losses, usual, strict=True))
+            assert all("is cut into" in text for text in said) and len(said) <= 3
