@@ -64,5 +64,5 @@ def test_formats_that_would_be_wrong_are_refused_by_name():
         check_model(model)
     model.ct_decompress_hook = model.register_forward_pre_hook(lambda model, args: None)
     model["layer"].meta = {}
-    with pytest.raises(UsageError, match="compressed-tensors .* dequantize=True"):
+    with pytest.raises(UsageError, match="compressed-tensors .*dequantize=True"):
         check_model(model)
