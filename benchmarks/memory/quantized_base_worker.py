@@ -121,9 +121,8 @@ def deepspeed(folder: str, base: str) -> tuple[nn.Module, Step]:
 
 
 def ours(folder: str, base: str, **section: Any) -> tuple[nn.Module, Step]:
-    import zero.hf
+    import zero
 
-    zero.hf.enable()
     zero.comm.init_distributed(dist_backend="gloo")
     return initialized(zero, folder, base, **section)
 
@@ -170,6 +169,10 @@ def of_this_process(fields: Iterable[str]) -> list[int]:
 
 
 def main(folder: str, base: str, engine: str) -> None:
+    if engine.startswith("zero"):
+        import zero.hf
+
+        zero.hf.enable()  # before transformers is imported
     import peft  # noqa: F401 (its memory is not the base's)
     import transformers  # noqa: F401
 

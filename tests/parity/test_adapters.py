@@ -330,6 +330,12 @@ TP_CASES = {
     ),
     "two": lambda: lora("llama", target_modules=["q_proj", "o_proj", "lm_head"]),
     "head": lambda: lora("llama", modules_to_save=["lm_head", "embed_tokens"]),
+    # A vector of the outputs of each half of the heads, one of whole outputs, one of inputs.
+    "IA3": lambda: peft.IA3Config(
+        target_modules=["q_proj", "o_proj", "down_proj", "lm_head"],
+        feedforward_modules=["down_proj"],
+        init_ia3_weights=False,
+    ),
     "prompt": CASES["prompt"][1],
 }
 
@@ -399,7 +405,7 @@ def tp_refused(rank: int, world_size: int, case: str) -> str:
 
 @pytest.mark.parametrize(
     ("case", "named"),
-    [("DoRA", "_proj'"), ("IA3", "_proj'"), ("prefix", "prefix"), ("tokens", "embed_tokens'")],
+    [("DoRA", "_proj'"), ("prefix", "prefix"), ("tokens", "embed_tokens'")],
 )
 def test_adapters_that_cannot_be_sharded_are_refused_by_name(case: str, named: str) -> None:
     first, second = run_on(2, tp_refused, case)
