@@ -79,6 +79,12 @@ def _refuse_formats(model: nn.Module) -> None:
                 f"layer {name!r} shows its codes as floating-point numbers, which a change of the "
                 "dtype would round: quantize with view_as_float=False"
             )
+        if hasattr(module, "ct_decompress_hook"):
+            raise UsageError(
+                "compressed-tensors would decode all layers in the first forward, and each rank "
+                "would then hold all of them: load the model with "
+                "quantization_config=CompressedTensorsConfig(dequantize=True)"
+            )
 
 
 def _refuse_aliases(model: nn.Module) -> None:

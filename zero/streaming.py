@@ -18,6 +18,7 @@ from torch import nn
 from zero.checkpoint.export import Weights
 from zero.core.gathered_parameters import GatheredParameters
 from zero.core.param_group import ParamGroup, unsharded
+from zero.core.quantized_weights import is_quantized
 from zero.core.sharded_param import (
     ReadHook,
     ShardedParameter,
@@ -52,7 +53,7 @@ def stream_weights(
             gathered for that time, beyond `max_bytes`.
 
     Raises:
-        ValueError: for a dtype of another name.
+        ValueError: for a dtype of another name, and for a merge into quantized weights.
     """
     if not merge_adapters:
         yield from Weights(engine.module, engine.groups, engine.comm, dtype).stream(max_bytes)
@@ -67,6 +68,12 @@ def stream_weights(
     adapters: dict[nn.Parameter, None] = {}
     for layer in _merging_layers(engine.module):
         for param in layer.get_base_layer().parameters():
+            if is_quantized(param):
+                raise UsageError(
+                    "stream_weights: merge_adapters=True cannot merge into quantized weights, for "
+                    "which PEFT makes new ones: read the model in zero.GatheredWhenRead, after "
+                    "merge_adapter(), or merge the saved adapter into a 16-bit base"
+                )
             layers_of.setdefault(param, []).append(layer)
         adapters |= dict.fromkeys(layer.parameters())
     kept_apart = adapters.keys() - layers_of.keys()
@@ -166,10 +173,9 @@ class GatheredWhenRead:
     def __init__(self, model: nn.Module, shapes_only: bool = False):
         if not shapes_only and (layer := _not_served(model)) is not None:
             raise UsageError(
-                f"GatheredWhenRead: a merge of the adapter of {layer!r} replaces quantized weights "
-                "or changes weights that are not sharded, so that it cannot wait for a read. In "
-                "zero.GatheredParameters(model.parameters()) it can be merged, but each merge "
-                "rounds quantized weights: better merge a saved adapter into a 16-bit base"
+                f"GatheredWhenRead: a merge of the adapter of {layer!r} changes weights that are "
+                "not sharded, or replaces parameters, so that it cannot wait for a read: merge in "
+                "zero.GatheredParameters(model.parameters()), which gathers the whole model"
             )
         self._shapes_only = shapes_only
         groups = {owning_group(p): None for p in model.parameters() if _is_sharded(p)}
@@ -226,6 +232,8 @@ class GatheredWhenRead:
     def _merge(self, layer: Any) -> None:
         """Have PEFT merge what was to be merged into the values that are shown now."""
         deferred, names = type(layer), layer.merged_adapters
+        base = layer.get_base_layer()
+        params, former = dict(base._parameters), _attributes(base)
         layer.__class__ = deferred.__bases__[-1]
         self._merges = True
         try:
@@ -236,6 +244,26 @@ class GatheredWhenRead:
         finally:
             self._merges = False
             layer.__class__ = deferred
+        for name, param in params.items():
+            if (merged := base._parameters[name]) is not param:
+                # PEFT has quantized anew. Who reads has the former object.
+                base._parameters[name] = param
+                show(param, merged.data)
+                vars(param).update(_public(merged))
+        for attributes, values in former:
+            self._gathered.callback(attributes.update, values)
+
+
+def _attributes(base: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The attributes of a base layer that a merge changes with its quantized weight, each dict with
+    a copy of it. (8-bit layers have more of them in `state`.)
+    """
+    owners = [base, *base._parameters.values(), getattr(base, "state", None)]
+    return [(vars(owner), _public(owner)) for owner in owners if hasattr(owner, "__dict__")]
+
+
+def _public(owner: object) -> dict[str, Any]:
+    return {name: value for name, value in vars(owner).items() if not name.startswith("_")}
 
 
 class _DeferredMerge:
@@ -286,9 +314,16 @@ def _changes_sharded_only(layer: Any) -> bool:
         return True  # it is merged at once
     if isinstance(layer.get_base_layer(), nn.MultiheadAttention):
         return False  # PEFT replaces these parameters
+    if any(is_quantized(p) and not _is_of_bitsandbytes(p) for p in base):
+        return False
     biases = getattr(layer, "lora_bias", None)
     only_weight = biases is not None and not any(biases.values())
-    return all(p.is_floating_point() for p in base) and (only_weight or all(map(_is_sharded, base)))
+    return only_weight or all(map(_is_sharded, base))
+
+
+def _is_of_bitsandbytes(param: nn.Parameter) -> bool:
+    """Whether PEFT merges into `param` by putting a new one in its place."""
+    return hasattr(param, "quant_state") or hasattr(param, "SCB")
 
 
 def _units(

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.compatibility.__main__ import (
     SCRIPTS,
+    STEPS,
     Script,
     command,
     find,
@@ -21,6 +22,7 @@ from benchmarks.compatibility.__main__ import (
     train,
     write_inputs,
 )
+from tests.hf.trainer_runs import SCRIPTS as JOBS
 
 pytest.importorskip("trl")
 
@@ -40,19 +42,30 @@ def test_a_script_has_the_losses_and_weights_of_ddp(data: Path, name: str, metho
     assert row["weights"] < 1e-5, row
 
 
-@pytest.mark.parametrize("flag", ["--load_in_4bit", "--load_in_8bit"])
-def test_sft_on_a_quantized_model_has_the_losses_and_adapters_of_ddp(data: Path, flag: str) -> None:
+def test_sft_on_a_quantized_model_differs_from_ddp_by_the_rounding_of_bf16(data: Path) -> None:
+    """TRL makes these adapters bf16. Under DDP AdamW rounds them in each step, by half of the
+    distance of two weights below 1/4 at most; here they have fp32 masters.
+    """
+    row = compare(data, on_a_quantized_model("--load_in_4bit"), "LoRA", "--load_in_4bit")
+    assert row["loss"] < 1e-4, row
+    assert row["weights"] <= STEPS * torch.finfo(torch.bfloat16).eps / 16, row
+
+
+def test_fp32_adapters_of_a_quantized_model_are_those_of_ddp(data: Path) -> None:
+    script = on_a_quantized_model("--load_in_8bit")
+    script = dataclasses.replace(script, file=str(JOBS / "sft_fp32_adapters.py"))
+    row = compare(data, script, "LoRA", "--load_in_8bit")
+    assert row["loss"] <= 1e-6, row
+    assert row["weights"] <= 1e-7, row
+
+
+def on_a_quantized_model(flag: str) -> Script:
     pytest.importorskip("bitsandbytes")
     script = SCRIPTS["trl/sft"]
     # In evaluation, bitsandbytes repacks 4-bit weights for some CPUs, and fails on rows of fewer
     # than 64 elements.
     arguments = f"{script.arguments} {flag} --eval_strategy no"
-    script = dataclasses.replace(script, arguments=arguments, resumes=False)
-    row = compare(data, script, "LoRA", flag)
-    # TRL makes these adapters bf16. AdamW rounds them after each step under DDP; here they have
-    # fp32 masters.
-    assert row["loss"] < 1e-4, row
-    assert row["weights"] <= torch.finfo(torch.bfloat16).eps / 4, row
+    return dataclasses.replace(script, arguments=arguments, resumes=False)
 
 
 def compare(data: Path, script: Script, method: str, flag: str = "") -> dict[str, Any]:

@@ -6,6 +6,8 @@ that shapes and the order of sums are the same (`train_in_slices`)."""
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+import zero
 from tests.dist.training import (
     Curve,
     assert_same_training,
@@ -30,9 +33,12 @@ from tests.dist.training import (
 )
 from tests.parity.models import ROWS, batches, build
 from tests.parity.test_fp32 import SMALL
+from tests.parity.test_quantized import saved_base, with_adapter
 from tests.parity.test_tensor_parallel import build as tensor_parallel_model
 from tests.processes import run_on
 from tests.tolerance import rounding
+from zero.checkpoint.files import bytes_of
+from zero.core.quantized_weights import reachable
 from zero.errors import UsageError
 
 STEPS = 4
@@ -256,6 +262,64 @@ def test_two_processes_are_resumed_as_three_without_the_base(
     assert relative(losses, expected.mean_losses()) <= rounding(torch.float32, 100, STEPS)
 
 
+# -- merging into a quantized base
+
+
+def randomized(model: Any) -> Any:
+    """LoRA's B is zero at first."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.copy_(torch.randn(param.shape, generator=generator) / 10)
+    return model
+
+
+def merged(rank: int, world_size: int, base: Path, kind: str) -> None:
+    ids = torch.arange(32).view(2, 16)
+    reference = randomized(with_adapter(base, kind))
+    reference(input_ids=ids)  # 8-bit layers move what decodes them
+    reference.merge_adapter()
+    expected = dict(reference.named_parameters())
+    model = randomized(with_adapter(base, kind))
+    section = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
+    engine, _ = start(model, ds_config(**section))
+    with torch.no_grad():
+        before = engine(input_ids=ids, labels=ids).loss
+    with pytest.raises(UsageError, match="GatheredWhenRead"):
+        next(zero.stream_weights(engine, merge_adapters=True))
+    engine.residency.peak = 0
+    blocks = Counter()
+    for group in engine.groups:
+        ((name, _), *_) = [pair for pair in model.named_modules() if pair[1] in group.modules]
+        blocks[re.sub(r"(layers\.\d+).*", r"\1", name)] += group.layout.numel
+    with zero.GatheredWhenRead(model):
+        model.merge_adapter()
+        assert engine.residency.live == 0
+        found = {key: with_decoders(param) for key, param in model.named_parameters()}
+        model.unmerge_adapter()
+    assert found.keys() == expected.keys()
+    for key, param in expected.items():
+        assert found[key] == with_decoders(param), key
+    assert engine.residency.live == 0
+    assert engine.residency.peak <= max(blocks.values()) < sum(blocks.values()) / 2
+    with torch.no_grad():
+        assert torch.equal(engine(input_ids=ids, labels=ids).loss, before), "it is as it was"
+
+
+def with_decoders(param: Any) -> list[bytes]:
+    """The weight's bytes, and those of what decodes it if it is quantized by bitsandbytes."""
+    weight = param.data  # it is merged into when it is read
+    owners = weight, getattr(param, "quant_state", None), getattr(param, "SCB", None)
+    return [bytes_of(value).tobytes() for _, value in reachable(owners)]
+
+
+@pytest.mark.parametrize("kind", ["nf4 in bf16, nested", "int8"])
+def test_a_quantized_base_is_merged_into_block_by_block(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    run_on(2, merged, saved_base(tmp_path), kind)
+
+
 # -- tensor parallelism
 
 
@@ -266,6 +330,12 @@ TP_CASES = {
     ),
     "two": lambda: lora("llama", target_modules=["q_proj", "o_proj", "lm_head"]),
     "head": lambda: lora("llama", modules_to_save=["lm_head", "embed_tokens"]),
+    # A vector of the outputs of each half of the heads, one of whole outputs, one of inputs.
+    "IA3": lambda: peft.IA3Config(
+        target_modules=["q_proj", "o_proj", "down_proj", "lm_head"],
+        feedforward_modules=["down_proj"],
+        init_ia3_weights=False,
+    ),
     "prompt": CASES["prompt"][1],
 }
 
@@ -335,7 +405,7 @@ def tp_refused(rank: int, world_size: int, case: str) -> str:
 
 @pytest.mark.parametrize(
     ("case", "named"),
-    [("DoRA", "_proj'"), ("IA3", "_proj'"), ("prefix", "prefix"), ("tokens", "embed_tokens'")],
+    [("DoRA", "_proj'"), ("prefix", "prefix"), ("tokens", "embed_tokens'")],
 )
 def test_adapters_that_cannot_be_sharded_are_refused_by_name(case: str, named: str) -> None:
     first, second = run_on(2, tp_refused, case)

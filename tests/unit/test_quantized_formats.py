@@ -93,3 +93,7 @@ def test_formats_that_would_be_wrong_are_refused_by_name():
     model["layer"].meta = {"view_as_float": True}
     with pytest.raises(UsageError, match=r"layer 'layer' shows its codes .* view_as_float=False"):
         check_model(model)
+    model.ct_decompress_hook = model.register_forward_pre_hook(lambda model, args: None)
+    model["layer"].meta = {}
+    with pytest.raises(UsageError, match="compressed-tensors .*dequantize=True"):
+        check_model(model)

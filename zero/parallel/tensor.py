@@ -203,7 +203,23 @@ def parallelize(
                 # else it would keep the memory of the whole
                 new._local_tensor = new._local_tensor.clone()
         module._parameters[attribute] = found[old]
+    for module in planned.modules():
+        vectors = getattr(module, "ia3_l", {})
+        if any(isinstance(vector, DTensor) for vector in vectors.values()):
+            module.forward = partial(_with_local_parts, vectors, module.forward)
     return found
+
+
+def _with_local_parts(vectors: Any, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    """The forward of IA3, which multiplies plain tensors by its vectors. (They are in a module of
+    their own, so that transformers' style "local_params" does not reach them.)
+    """
+    whole = dict(vectors.items())
+    vectors._parameters.update({name: vector.to_local() for name, vector in whole.items()})
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        vectors._parameters.update(whole)
 
 
 def _plan_of(model: nn.Module, plan: Plan | None) -> tuple[Any, Plan]:
@@ -250,7 +266,12 @@ def _plan_with_adapters(planned: nn.Module, plan: Mapping[str, str]) -> dict[str
     for name, style in plan.items():
         module: Any = modules.get(name)
         kind = type(module).__name__
-        if hasattr(module, "base_layer"):
+        if hasattr(module, "ia3_l") and isinstance(module.base_layer, nn.Linear):
+            # A vector is as the inputs (of feed-forward layers) or outputs that it scales.
+            inner = ["base_layer"]
+            if style == ("rowwise" if module.is_feedforward else "colwise"):
+                found |= {f"{name}.ia3_l.{adapter}": style for adapter in module.ia3_l}
+        elif hasattr(module, "base_layer"):
             is_lora = hasattr(module, "lora_A") and isinstance(module.base_layer, nn.Linear)
             if not is_lora or module.lora_variant or style not in _BY_OUTPUTS + _BY_INPUTS:
                 raise _not_sharded(name, style, kind)
@@ -274,7 +295,7 @@ def _plan_with_adapters(planned: nn.Module, plan: Mapping[str, str]) -> dict[str
 def _not_sharded(name: str, style: str, kind: str) -> UsageError:
     return UsageError(
         f"tensor parallelism: the plan shards {name!r} ({style}), which has an adapter ({kind}) "
-        "that cannot be sharded with it: use LoRA without DoRA on linear layers, leave this module "
+        "that cannot be sharded with it: use IA3, or LoRA without DoRA, on linear layers, leave it "
         "out of target_modules, or train without tensor parallelism"
     )
 
