@@ -48,7 +48,7 @@ from zero.core.gathering import Gathering
 from zero.core.micro_batches import MicroBatches
 from zero.core.param_group import ParamGroup, State
 from zero.core.reduction import ReductionOrder
-from zero.core.taken_gradients import stand_in, take_back
+from zero.core.taken_gradients import StandIns
 from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
@@ -169,8 +169,8 @@ class ModuleHooks:
         self._searched: set[nn.Module] = set()
         # The groups that each backward inside of the backward uses, by its graph task.
         self._nested: dict[int, set[ParamGroup]] = {}
-        # Until the first step is over: the parameter that shows a stand-in of its gradient.
-        self._stands_in: nn.Parameter | None = None
+        # Between the first backward and the next backward or step.
+        self._stand_ins = StandIns(())
         # Groups that are unsharded while their gradients are computed, if their modules are called
         # and return all results. A script may also use their weights in other ways.
         self._called: set[ParamGroup] = set()
@@ -222,7 +222,7 @@ class ModuleHooks:
 
     def remove(self) -> None:
         """Take all hooks off the model."""
-        self._take_back()
+        self._stand_ins.take_back()
         for handle in [*self.forward_hooks, *self.backward_hooks]:
             handle.remove()
         self.forward_hooks.clear()
@@ -290,7 +290,7 @@ class ModuleHooks:
 
     def forget_broken_pass(self) -> None:
         """Release the groups of a forward that had no backward, or that raised an exception."""
-        self._take_back()
+        self._stand_ins.take_back()
         self._release_modules()
         self._release_reads()
         self._awaited = 0
@@ -412,13 +412,8 @@ class ModuleHooks:
             if group.trainable:
                 yield from group.params
 
-    def _take_back(self) -> None:
-        if self._stands_in is not None:
-            take_back(self._stands_in)
-            self._stands_in = None
-
     def _gradients_begin(self) -> None:
-        self._take_back()
+        self._stand_ins.take_back()
         self._in_pass = True
         self._graph_task = torch._C._current_graph_task_id()
         self._has_gradients = False
@@ -453,11 +448,6 @@ class ModuleHooks:
 
     def gradient_ready(self, group: ParamGroup, index: int) -> None:
         """The gradient of the group's parameter number `index` is complete."""
-        param = group.params[index]
-        if param is self._stands_in:
-            # No hook has run before, so that the gradient was added to the stand-in, to zeros.
-            assert param.grad is not None
-            param.grad = param.grad.as_subclass(torch.Tensor)
         self._backward_begins()
         if self._is_derivative:
             raise UsageError(
@@ -516,7 +506,7 @@ class ModuleHooks:
         if not self._ignore_unused:
             self._refuse_unused()
         if self._is_first:
-            self._stands_in = stand_in(self._trained_params())
+            self._stand_ins = StandIns(self._trained_params())
         self._is_first = False
         self._reductions.finish()
         self._awaited = max(0, self._awaited - 1)

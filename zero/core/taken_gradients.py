@@ -1,27 +1,32 @@
 """Says that a script's work on gradients has no effect, because the engine takes them.
 
 `torch.nn.utils.clip_grad_norm_` passes over parameters whose `.grad` is None, and loops of scripts
-do so too. Therefore the first backward leaves a stand-in on one parameter, until the next backward
-or step. Later steps cost nothing."""
+do so too. Therefore the first backward leaves a stand-in on each parameter, until the next backward
+or step. It takes the memory of one element. Later steps cost nothing."""
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from zero.core.sharded_param import local, needs_values
+from zero.core.sharded_param import local, needs_values, written_by
 
 logger = logging.getLogger("zero")
 
 # Scripts and `zero_grad` clear gradients, or move them with a module, which is no use of them.
-_HARMLESS = frozenset(("detach_", "zero_", "to"))
+_HARMLESS = frozenset(("detach_", "zero_", "_foreach_zero_", "to"))
 
 
 class TakenGradient(torch.Tensor):
-    """The stand-in: zeros, which warn at their first use."""
+    """The stand-in: one zero in the shape of the parameter, which warns at its first use, and does
+    not change.
+    """
 
     is_told = False
 
@@ -37,20 +42,35 @@ class TakenGradient(torch.Tensor):
                 "taken the gradients: clip them by `gradient_clipping` in the configuration, and "
                 "read them by zero.fragments.safe_get_full_grad"
             )
+        kwargs = kwargs or {}
+        if any(isinstance(tensor, cls) for tensor in written_by(func, args, kwargs)):
+            return args[0] if args else None
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs or {})
+            result = func(*args, **kwargs)
+            is_view = isinstance(result, torch.Tensor) and not any(result.stride())
+            return result.as_subclass(cls) if is_view and result.numel() > 1 else result
 
 
-def stand_in(params: Iterable[nn.Parameter]) -> nn.Parameter | None:
-    """Put the stand-in on the smallest of `params`, and return that."""
-    plain = [param for param in params if local(param) is param and param.requires_grad]
-    smallest = min(plain, key=torch.Tensor.numel, default=None)
-    if smallest is not None and not TakenGradient.is_told:
-        smallest.grad = torch.zeros_like(smallest).as_subclass(TakenGradient)
-    return smallest
+class StandIns:
+    """The stand-ins of `params`, until they are taken back."""
+
+    def __init__(self, params: Iterable[nn.Parameter]):
+        self._left: list[tuple[nn.Parameter, RemovableHandle]] = []
+        for param in () if TakenGradient.is_told else params:
+            if local(param) is param and param.requires_grad:
+                zero = torch.zeros((), dtype=param.dtype, device=param.device)
+                param.grad = zero.expand(param.shape).as_subclass(TakenGradient)
+                # Autograd cannot add a gradient to a stand-in.
+                handle = param.register_hook(partial(_take_back, weakref.proxy(param)))
+                self._left.append((param, handle))
+
+    def take_back(self) -> None:
+        while self._left:
+            param, handle = self._left.pop()
+            handle.remove()
+            _take_back(param)
 
 
-def take_back(param: nn.Parameter) -> None:
-    """Remove the stand-in, if it is still there."""
+def _take_back(param: nn.Parameter, gradient: torch.Tensor | None = None) -> None:
     if isinstance(param.grad, TakenGradient):
         param.grad = None

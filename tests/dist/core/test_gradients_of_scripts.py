@@ -40,6 +40,18 @@ def reads_norms(model: nn.Module) -> None:
     [param.grad.norm() for param in model.parameters() if param.grad is not None]
 
 
+def clamps_the_largest(model: nn.Module) -> None:
+    param = max(model.parameters(), key=torch.Tensor.numel)
+    if param.grad is not None:
+        param.grad.view(-1).clamp_(min=0.1)
+
+
+def replaces(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad = param.grad * 0.5
+
+
 def clears(model: nn.Module) -> None:
     model.to("cpu")
     for param in model.parameters():
@@ -72,7 +84,7 @@ def train(
     return weights, [text for text in messages.texts if "has no effect" in text]
 
 
-@pytest.mark.parametrize("work", [clips_norm, scales, reads_norms, clears])
+@pytest.mark.parametrize("work", [clips_norm, scales, reads_norms, clamps_the_largest, replaces, clears])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_work_on_gradients_is_told_once_and_has_no_effect(stage, work):
     expected = [weights for weights, _ in run_on(2, train, stage, nothing)]
