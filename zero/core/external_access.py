@@ -80,22 +80,21 @@ def tensors_with_grad(
     return (tensor for tensor in tensors if tensor.requires_grad)
 
 
-def groups_shown_by(
-    value: object, groups: Sequence[ParamGroup], *, in_objects: bool = True
-) -> list[ParamGroup]:
+def groups_shown_by(value: object, groups: Sequence[ParamGroup]) -> list[ParamGroup]:
     """Those of `groups` whose parameters, or views of them, are in `value`: a module may return
-    them, or keep them. `in_objects`: see `tensors_in`.
+    them, or keep them.
     """
-    tensors = [local(tensor) for tensor in tensors_in(value, in_objects=in_objects)]
-    # The result of a collective that is not awaited yet has no storage of its own.
+    tensors = [local(tensor) for tensor in tensors_in(value, in_objects=True)]
+    # By the object, because storages that are freed have no address. The result of a collective
+    # that is not awaited yet has no storage of its own.
     storages = {
-        tensor.untyped_storage().data_ptr()
+        tensor.untyped_storage()._cdata
         for tensor in tensors
         if tensor.layout is torch.strided
         and not is_traceable_wrapper_subclass(tensor)
         and not is_functorch_wrapped_tensor(tensor)
     }
-    return [group for group in groups if group.full.untyped_storage().data_ptr() in storages]
+    return [group for group in groups if group.full.untyped_storage()._cdata in storages]
 
 
 class OutsideReads:

@@ -42,6 +42,7 @@ from zero.core.external_access import (
     MissingGradients,
     OutsideReads,
     groups_shown_by,
+    tensors_in,
     tensors_with_grad,
 )
 from zero.core.gathering import Gathering
@@ -167,6 +168,8 @@ class ModuleHooks:
         self._graph_task = -1
         # Modules whose attributes were searched for views of their weights after their first call.
         self._searched: set[nn.Module] = set()
+        # Whether that of the root was searched for views of all weights.
+        self._is_searched = False
         # The groups that each backward inside of the backward uses, by its graph task.
         self._nested: dict[int, set[ParamGroup]] = {}
         # Between the first backward and the next backward or step.
@@ -278,6 +281,10 @@ class ModuleHooks:
         self._depth = max(0, self._depth - 1)
         if self._depth > 0:
             return
+        if not self._is_searched:
+            # For views of weights of other modules than the one that keeps them.
+            self._is_searched = True
+            self._find_views(module, [group for group in self.groups if not group.persistent])
         outputs = (
             list(tensors_with_grad(output, in_objects=True)) if torch.is_grad_enabled() else []
         )
@@ -358,8 +365,7 @@ class ModuleHooks:
         if not in_backward():
             if module not in self._searched:
                 self._searched.add(module)
-                for group in groups_shown_by(_kept_by(module), groups, in_objects=False):
-                    group.has_aliases = True
+                self._find_views(module, groups)
             returned = groups_shown_by(output, groups)
             for group in groups:
                 if group.has_aliases or group in returned:
@@ -387,6 +393,14 @@ class ModuleHooks:
             # The result is kept on the module, or written into an argument.
             for group in groups:
                 self._reads.hold(group)
+
+    def _find_views(self, module: nn.Module, groups: Sequence[ParamGroup]) -> None:
+        """Note which of `groups` have weights that the module keeps views of."""
+        kept = list(tensors_in(_kept_by(module)))
+        for group in groups:
+            # A parameter that is in a list too, as those of an LSTM are, is no view.
+            views = [tensor for tensor in kept if tensor not in group.index]
+            group.has_aliases |= bool(groups_shown_by(views, [group]))
 
     # -- backward
 

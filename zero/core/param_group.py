@@ -9,7 +9,8 @@ its `OptimizerShard`, which says when the shard has the values of the last step.
     GATHERING  --wait_for_all_gather-->  GATHERED   `full` has the values; parameters show NaN
     GATHERED   --unshard-->              UNSHARDED  parameters are views of `full`; a user is added
     UNSHARDED  --release-->              GATHERED   the last use is over; parameters show NaN again
-    any        --reshard-->              SHARDED    the memory of `full` is freed
+    any        --reshard-->              SHARDED    the memory of `full` is freed, unless a module
+                                                    keeps views of it
 
 `unshard` makes all missing transitions. A persistent group is always UNSHARDED.
 
@@ -89,7 +90,8 @@ class ParamGroup(NamedGroup):
         users: how many callers need the parameters now.
         version: counts changes of the values.
         serial: order of creation, equal on all ranks.
-        has_aliases: a module keeps views of the weights: their memory stays until it lets them go.
+        has_aliases: a module keeps views of the weights: `full` keeps its memory, and gets the
+            values of each step, which these views show.
         strict: a change of unsharded values that would be lost is an error.
         packed: the parameters are frozen tensors of any dtypes, and elements of the group are their
             bytes. Some are no `nn.Parameter`.
@@ -317,7 +319,7 @@ class ParamGroup(NamedGroup):
 
     def refresh(self) -> None:
         """The shard has new values, so `full` is stale: reshard the group; gather a persistent one
-        again, and one whose values a context shows.
+        again, and one whose values a context or views show.
         """
         self.version += 1
         if self.persistent:
@@ -327,7 +329,9 @@ class ParamGroup(NamedGroup):
             ):
                 with torch.no_grad():
                     self.comm.all_gather(self.full, self.shard, self).wait()
-        elif self.users > 0:
+        elif self.users > 0 or self.has_aliases:
+            if self.state is State.GATHERING:
+                self.wait_for_all_gather()
             self.source = self.comm
             with torch.no_grad():
                 self._start_all_gather().wait()
@@ -512,17 +516,16 @@ class ParamGroup(NamedGroup):
         return True
 
     def reshard(self) -> None:
-        """GATHERING, GATHERED or UNSHARDED -> SHARDED: free the memory of `full`."""
+        """GATHERING, GATHERED or UNSHARDED -> SHARDED: free the memory of `full` if nothing shows
+        it.
+        """
         assert self.state is not State.SHARDED and not self.persistent, self.describe()
         if self.state is State.GATHERING:
             self.wait_for_all_gather()
         if self.state is State.UNSHARDED:
             self._hide_values()
-        if self.has_aliases:
-            self.state = State.GATHERED
-            self.reshard_but_keep_aliases()
-            return
-        self._free_storage()
+        if not self.has_aliases:
+            self._free_storage()
         self.residency.remove(self.layout.numel)
         self.state = State.SHARDED
 

@@ -392,6 +392,7 @@ class ZeroOptimizer:
         return (
             self._overlap
             and not group.persistent
+            and not group.has_aliases
             and not is_accelerator(self.shards[group].tier.device)
         )
 
@@ -476,9 +477,14 @@ class ZeroOptimizer:
         frozen = [
             name for name, p in zip(self._names, self._numbered, strict=True) if p in self._frozen
         ]
-        # Ranks of another pipeline stage have other parameters, so this number is compared apart.
-        # It is small, because its square must be exact.
-        number = zlib.crc32(" ".join(frozen).encode()) & 0xFFFF
+        # Ranks of another pipeline stage have other parameters, so these facts are compared apart.
+        # The number is small, because its square must be exact.
+        viewed = [group.name for group in self.shards if group.has_aliases]
+        of_stage = {
+            "frozen parameters": ", ".join(frozen) or "none",
+            "groups with weights that a module keeps views of": ", ".join(viewed) or "none",
+        }
+        number = zlib.crc32(" ".join(of_stage.values()).encode()) & 0xFFFF
         own = torch.tensor(
             [*spread(list(facts.values())), *spread([number])], dtype=torch.float64
         ).to(squares.device, non_blocking=True)
@@ -512,8 +518,11 @@ class ZeroOptimizer:
         if disagree(totals, self.comm.job.world_size):
             require_same(self.comm.job, facts | {_WRITTEN: self.writes})
         if unequal > (self.comm.world_size - 1) / 2:  # less is rounding, on thousands of ranks
-            require_same(self.comm, {"frozen parameters": ", ".join(frozen) or "none"})
-            raise UsageError("the ranks of another pipeline stage have frozen different parameters")
+            require_same(self.comm, of_stage)
+            raise UsageError(
+                "the ranks of another pipeline stage have frozen different parameters, or keep "
+                "views of others"
+            )
         if self.writes is not None:
             self.writes.start_over()
         return norm

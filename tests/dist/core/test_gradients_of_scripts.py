@@ -84,7 +84,9 @@ def train(
     return weights, [text for text in messages.texts if "has no effect" in text]
 
 
-@pytest.mark.parametrize("work", [clips_norm, scales, reads_norms, clamps_the_largest, replaces, clears])
+@pytest.mark.parametrize(
+    "work", [clips_norm, scales, reads_norms, clamps_the_largest, replaces, clears]
+)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_work_on_gradients_is_told_once_and_has_no_effect(stage, work):
     expected = [weights for weights, _ in run_on(2, train, stage, nothing)]
