@@ -135,9 +135,10 @@ INDIRECT = {"_post_accumulate_grad_hooks"}
 # zero sets these, and transformers the last one, on modules that its plans have sharded.
 MARKS = {"_opt_called", "_is_expert_parallel"}
 # Attributes that objects get while a job runs: transformers' mark of a loaded tensor, PEFT's cache
-# of a layer, and TRL's list of names. A change is noticed by tests/hf/test_quantized_loading.py,
-# tests/dist/checkpoint/test_streaming.py and tests/hf/test_weight_sync.py.
-OF_RUNNING_JOBS = {"_is_hf_initialized", "_caches", "_weight_metadata"}
+# of a layer, TRL's list of names, and transformers' rules for old names. A change is noticed by
+# tests/hf/test_quantized_loading.py, tests/dist/checkpoint/test_streaming.py,
+# tests/hf/test_weight_sync.py and tests/hf/test_workflows.py.
+OF_RUNNING_JOBS = {"_is_hf_initialized", "_caches", "_weight_metadata", "_weight_conversions"}
 
 
 def _private(name: object) -> bool:

@@ -207,6 +207,7 @@ class DeepSpeedEngine(ZeroEngine):
                 "zero_optimization.stage3_gather_16bit_weights_on_model_save is false: set it to "
                 "true to save a model"
             )
+        _forget_unused_renamings(self.module)
         excluded = exclude_frozen_parameters
         weights = Weights(self.module, self.groups, self.comm, exclude_frozen=excluded)
         return consolidated_state_dict(self.module, weights)
@@ -222,6 +223,17 @@ def _accumulate_hooks(model: nn.Module) -> dict[str, int]:
     attribute = "_post_accumulate_grad_hooks"  # torch has no public one
     found = {name: getattr(param, attribute, None) for name, param in model.named_parameters()}
     return {name: len(hooks or ()) for name, hooks in found.items()}
+
+
+def _forget_unused_renamings(model: nn.Module) -> None:
+    """Let transformers save weights under the names that they have without ZeRO-3.
+
+    It finds weights under older names by rules, which it reverts when it saves. It remembers the
+    rules that it has used, but all rules if it loads at stage 3."""
+    for module in model.modules():
+        rules = getattr(module, "_weight_conversions", None)
+        if rules and hasattr(rules[0], "was_used"):
+            vars(module)["_weight_conversions"] = [rule for rule in rules if rule.was_used()]
 
 
 # Makes the engine of a script; `zero verify` sets another function here.
