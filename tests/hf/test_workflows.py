@@ -70,6 +70,22 @@ def test_embeddings_and_heads_are_resized(reports, name):
     assert report["losses"] == close(report["expected"])
 
 
+def test_random_numbers_go_on_as_in_plain_torch(reports):
+    """But `resize_token_embeddings` makes a new embedding and a new head at stage 3, even if the
+    size stays (docs/compatibility.md, the row on GOLD).
+    """
+    report = reports["random_numbers"]
+    assert report["loaded"] == report["plain"]
+    assert report["resized"] == report["made"] != report["plain"]
+
+
+@needs("transformers", "5.23", "it names the weights of these models otherwise")
+@pytest.mark.parametrize("name", ["bert", "llava"])
+def test_names_and_values_of_saved_weights_are_those_of_a_plain_model(reports, name):
+    """transformers gives some models' weights other names in files than in modules."""
+    assert reports[f"saved_names_{name}"] == {"missing": [], "others": [], "differing": []}
+
+
 def test_a_sharded_checkpoint_is_loaded_into_shards(reports):
     report = reports["sharded_checkpoint"]
     assert report["zero3"] and report["files"] > 5

@@ -47,6 +47,15 @@ class _InPlaceOnSharded(TorchFunctionMode):
         return result
 
 
+def _initializes_nothing() -> bool:
+    """Whether somebody has replaced torch's functions for initialization by ones that do nothing,
+    as transformers does before it loads a model: plain torch then draws no random numbers.
+    """
+    value = torch.zeros(1, device="cpu")
+    nn.init.ones_(value)
+    return not value.item()
+
+
 class Init:
     """Context in which every parameter is sharded as soon as the module that owns it is complete.
 
@@ -143,6 +152,9 @@ class Init:
             return self
         if Init._active is None:
             Init._active = self
+            # Constructors may draw, whose weights are replaced too.
+            self._random = torch.random.fork_rng(devices=[], enabled=_initializes_nothing())
+            self._random.__enter__()
             self._mode = _InPlaceOnSharded()
             self._mode.__enter__()
             self._handles = [
@@ -159,6 +171,7 @@ class Init:
         if outermost is self:
             Init._active = None
             self._mode.__exit__(None, None, None)
+            self._random.__exit__(None, None, None)
             for handle in self._handles:
                 handle.remove()
         if exc_type is None:

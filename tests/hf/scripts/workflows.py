@@ -24,11 +24,21 @@ from jobs import Tokens, collate, make_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    CLIPVisionConfig,
+    LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PretrainedConfig,
+    PreTrainedModel,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     T5ForConditionalGeneration,
     TrainerCallback,
+    ViTConfig,
+    ViTModel,
     set_seed,
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -302,6 +312,80 @@ def sharded_checkpoint(folder: Path) -> Sharded:
     return sharded
 
 
+def random_numbers(folder: Path) -> Sharded:
+    """The random state after a ViT, whose constructor draws, was loaded, and after
+    `resize_token_embeddings` to the size that is there.
+    """
+    path = private(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    ViTModel(ViTConfig(num_hidden_layers=1, image_size=16, **sizes)).save_pretrained(path)
+
+    def number_after(act: Callable[[], object]) -> float:
+        set_seed(2)
+        act()
+        return torch.rand(()).item()
+
+    plain = number_after(lambda: ViTModel.from_pretrained(path))
+
+    def sharded() -> Any:
+        args = arguments(folder)
+        assert args.hf_deepspeed_config.is_zero3()
+        model = make_model("t5")
+        rows, width = model.get_input_embeddings().weight.shape
+        return {
+            "plain": plain, "loaded": number_after(lambda: ViTModel.from_pretrained(path)),
+            "made": number_after(
+                lambda: (torch.nn.Embedding(rows, width), torch.nn.Linear(width, rows, bias=False))
+            ),
+            "resized": number_after(lambda: model.resize_token_embeddings(rows)),
+        }  # fmt: skip
+
+    return sharded
+
+
+def saved_names(kind: type[PreTrainedModel], config: PretrainedConfig, folder: Path) -> Sharded:
+    """A model whose weights have other names in its files than in its modules."""
+    path = private(folder)
+    kind(config).save_pretrained(path)
+    kind.from_pretrained(path).save_pretrained(path / "plain")
+    expected = load_file(path / "plain" / "model.safetensors")
+
+    def sharded() -> Any:
+        args = arguments(folder, learning_rate=0.0, max_steps=1)
+        trainer = trainer_for("llama", kind.from_pretrained(path), args)
+        trainer.train()
+        trainer.save_model(str(folder))
+        if not trainer.is_world_process_zero():
+            return None
+        found = load_file(folder / "model.safetensors")
+        return {
+            "missing": sorted(expected.keys() - found.keys()),
+            "others": sorted(found.keys() - expected.keys()),
+            "differing": [
+                name for name in expected.keys() & found.keys()
+                if not torch.equal(expected[name], found[name])
+            ],
+        }  # fmt: skip
+
+    return sharded
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+}  # fmt: skip
+NAMED = {
+    "bert": (BertForMaskedLM, BertConfig(vocab_size=64, **SMALL)),
+    "llava": (
+        LlavaForConditionalGeneration,
+        LlavaConfig(
+            vision_config=CLIPVisionConfig(image_size=16, patch_size=8, **SMALL),
+            text_config=LlamaConfig(vocab_size=64, **SMALL),
+            image_token_index=63,
+        ),
+    ),
+}
+
+
 def checkpointed(name: str, folder: Path) -> Sharded:
     expected = plain_losses(make_model(name), whole_batch(name))
 
@@ -382,6 +466,8 @@ WORKFLOWS: dict[str, Callable[[Path], Sharded]] = {
     "hyperparameter_trials": hyperparameter_trials,
     "sharded_checkpoint": sharded_checkpoint,
     "frozen": frozen,
+    "random_numbers": random_numbers,
+    **{f"saved_names_{name}": partial(saved_names, *model) for name, model in NAMED.items()},
     **{
         f"{kind.__name__}_{name}": partial(kind, name)
         for kind in (resized, checkpointed, lora)
