@@ -93,7 +93,10 @@ class Ranks:
         outcome = self._broadcast(outcome)
         if "error" in outcome:
             kind, arguments = outcome["error"]
-            raise _ERRORS[kind](*arguments) from failure
+            # A mistake of the user's is told once; what the system refused, with its place.
+            raise _ERRORS[kind](*arguments) from (
+                None if isinstance(failure, ValueError) else failure
+            )
         return outcome["value"]
 
     def together(self, act: Callable[[], T]) -> T:

@@ -32,6 +32,7 @@ LONE = 10.0
 # Seconds that the other ranks have to answer an alarm.
 GRACE = 10.0
 ADVICE = (
+    "Every rank must save, load and enter zero.GatheredParameters, not rank 0 alone. "
     "If ranks choose between modules, have their parent gathered as a whole: call "
     "zero.leaf.set_z3_leaf_modules(model, [TheirParent]) before zero.initialize."
 )

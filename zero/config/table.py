@@ -153,10 +153,7 @@ def announce(config: Config, facts: str = "") -> None:
     shown = report(config, everything=False)
     print(f"zero is the engine of this run, with these settings:\n{shown}{facts}", file=sys.stderr)
     if not folder:
-        print(
-            "all other keys are at their defaults; with --output_dir a file there lists them",
-            file=sys.stderr,
-        )
+        print("all other keys are at their defaults", file=sys.stderr)
         return
     path = Path(folder) / FILE
     try:

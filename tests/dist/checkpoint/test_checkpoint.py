@@ -376,6 +376,7 @@ def refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
     def message(act) -> str:
         with pytest.raises(UsageError) as caught:
             act()
+        assert caught.value.__cause__ is None, "one traceback says it"
         return str(caught.value)
 
     engine, _ = start(build("t5"), ds_config())
