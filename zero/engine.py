@@ -32,7 +32,7 @@ from zero.core.schedule import Residency
 from zero.core.sharded_param import ShardedParameter, placeholder
 from zero.device import empty_cache, is_accelerator, synchronize
 from zero.errors import UsageError
-from zero.offload.tiers import Tier
+from zero.offload.tiers import Tier, trim
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import WEIGHTS, states_named
 from zero.optim.sharded_optimizer import NonFiniteGradientError, ZeroOptimizer, param_group_of
@@ -527,4 +527,5 @@ class ZeroEngine(Accumulation, nn.Module):
         for group in self.groups:
             if not group.persistent and group.state is not State.SHARDED:
                 group.reshard()
+        trim()
         self._lost_its_hooks = not all(group.persistent for group in self.groups)

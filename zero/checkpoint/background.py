@@ -28,6 +28,7 @@ from zero.checkpoint.ranks import Ranks, connect
 from zero.checkpoint.resumable import seal_after_step
 from zero.core.layout import round_up
 from zero.device import beside, is_accelerator, ready_for_thread
+from zero.offload.tiers import Tier
 from zero.optim.adam8bit import CodedSlice
 
 if TYPE_CHECKING:
@@ -71,9 +72,8 @@ class BackgroundSaves:
         if self._memory.numel() < nbytes:
             # The former memory is freed before the new one comes.
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-            self._memory = torch.empty(
-                nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_accelerator(self._device)
-            )
+            host = Tier(torch.device("cpu"), pinned=is_accelerator(self._device))
+            self._memory = host.empty(nbytes, torch.uint8)
         position, copies = 0, []
         self._later.clear()
         for each in slices:

@@ -11,8 +11,10 @@ gathering."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -24,6 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zero.comm.traffic import note_copy
 from zero.core.param_group import ParamGroup
 from zero.device import compute_stream, is_accelerator
+from zero.offload.pinned import HostMemory
 
 # Smaller tensors (scalars, statistics of norms) are not worth a transfer.
 MIN_BYTES = 1 << 14
@@ -36,11 +39,9 @@ class _Kept:
     Each operation that has saved the region refers to it, and drops it after its backward.
     """
 
-    def __init__(self, region: torch.Tensor):
+    def __init__(self, region: torch.Tensor, memory: HostMemory):
         self._device = region.device
-        host = torch.empty(
-            region.shape, dtype=region.dtype, pin_memory=is_accelerator(region.device)
-        )
+        host = memory.like(region)
         note_copy(host, region)
         self._values = host.copy_(region, non_blocking=True)
 
@@ -78,18 +79,16 @@ class HostActivations:
 
     Args:
         groups: the groups whose unsharded buffers are not copied.
-        keep: a function that copies a region of memory.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        groups: Sequence[ParamGroup],
-        keep: Callable[[torch.Tensor], _Kept] = _Kept,
-    ):
+    def __init__(self, device: torch.device, groups: Sequence[ParamGroup]):
         self.device = device
         self.groups = groups
-        self._keep = keep
+        # For each stream, because a stream orders the last copy from a buffer and the next one to
+        # it. (torch's pinned memory would be up to twice as large.)
+        self._memory: defaultdict[torch.Stream | None, HostMemory] = defaultdict(
+            partial(HostMemory, pin=is_accelerator(device))
+        )
         self.moved_bytes = 0
         self._weights: set[int] = set()
         self._kept: WeakValueDictionary[tuple, _Kept] = WeakValueDictionary()
@@ -143,7 +142,7 @@ class HostActivations:
         )
         key = *key, region.dtype, lazy, versions, stream
         if (kept := self._kept.get(key)) is None:
-            self._kept[key] = kept = self._keep(region)
+            self._kept[key] = kept = _Kept(region, self._memory[stream])
             self.moved_bytes += region.nbytes
         return _Packed(kept, tensor.shape, tensor.stride() if is_dense else None)
 

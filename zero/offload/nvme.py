@@ -18,6 +18,7 @@ import errno
 import logging
 import mmap
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -42,6 +43,8 @@ _NVME_PATH = "zero_optimization.offload_*.nvme_path"
 _FOLIO = 2 << 20
 # The file grows by at least this. Growing takes no space on disk.
 _SEGMENT = 1 << 30
+# Of linux/falloc.h; `os` has no function that makes holes.
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
 
 
 def request_bytes(aio: AioConfig) -> int:
@@ -138,6 +141,13 @@ class ScratchFile:
         `after` is called first, in a thread: it blocks until `source` has its values. Its error is
         the transfer's."""
         return self._start(target, source, is_read=False, after=after)
+
+    def trim(self) -> None:
+        """Free the space on disk that tensors have left, and the memory of buffers, which would
+        otherwise serve the next ones. The disk may not be able to.
+        """
+        self._bounces.trim()
+        self._regions.punch_holes()
 
     def close(self) -> None:
         """Wait for all transfers and end the threads. Tensors and their space on disk stay."""
@@ -292,6 +302,12 @@ def _open(folder: Path) -> tuple[int, int]:
         os.unlink(path)
 
 
+def _fallocate(file: int, mode: int, start: int, nbytes: int) -> None:
+    call = ctypes.CDLL(None).fallocate
+    call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    call(file, mode, start, nbytes)
+
+
 def _log_buffered(folder: Path) -> None:
     logger.warning(
         "%s does not allow direct I/O: transfers there go through the page cache, more slowly",
@@ -394,6 +410,13 @@ class _Regions:
             if begin <= address < begin + len(memory):
                 return start + address - begin
         return None
+
+    def punch_holes(self) -> None:
+        """Free the space of all regions that no tensor is mapped onto."""
+        with self._lock:
+            for hole in re.finditer(b"\0+", self._taken[: self._top]):
+                start, end = (_FOLIO * folio for folio in hole.span())
+                _fallocate(self._file, _PUNCH_HOLE | _KEEP_SIZE, start, end - start)
 
     def _give_back(self, first: int, count: int) -> None:
         """The garbage collector may call this at any moment, so it takes no lock."""

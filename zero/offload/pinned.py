@@ -52,6 +52,10 @@ class HostMemory:
         weakref.finalize(view, self._free.append, block).atexit = False
         return torch.frombuffer(view, dtype=torch.uint8)
 
+    def trim(self) -> None:
+        """Give the memory of buffers that no tensor refers to back to the system."""
+        self._free.clear()
+
     def like(self, source: torch.Tensor) -> torch.Tensor:
         """A buffer with the dtype, the shape and the phase of `source`: direct I/O between both
         needs no copy.

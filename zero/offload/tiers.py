@@ -39,6 +39,13 @@ def scratch_file(folder: str, aio: AioConfig) -> ScratchFile:
     return _files[key]
 
 
+def trim() -> None:
+    """Give memory and space on disk that no tensor needs any more back to the system."""
+    _staging.trim()
+    for file in _files.values():
+        file.trim()
+
+
 @dataclass(frozen=True)
 class Tier:
     """A place for 1-D tensors. On a machine whose compute device is the CPU, the host tier is the
@@ -149,6 +156,12 @@ class _Staging:
             while self._copies and (len(self._copies) >= _COPIES_IN or self._copies[0][0].query()):
                 self._copies.popleft()[0].synchronize()
         return self._memory.like(source)
+
+    def trim(self) -> None:
+        with self._lock:
+            while self._copies:
+                self._copies.popleft()[0].synchronize()
+        self._memory.trim()
 
     def keep_until(self, copied: torch.Event, buffer: torch.Tensor) -> None:
         """Do not use `buffer` again before this event."""

@@ -173,6 +173,24 @@ def test_tensors_start_as_zeros_and_their_places_are_used_again(tmp_path):
     assert (last == 7).all()
 
 
+def test_space_of_freed_tensors_can_be_given_back(tmp_path):
+    file = ScratchFile(tmp_path)
+
+    def blocks() -> int:
+        return os.fstat(file._file).st_blocks
+
+    kept, *freed = [file.zeros(1 << 20, torch.float32).fill_(7) for _ in range(3)]
+    before = blocks()
+    file.trim()
+    assert blocks() == before
+    del freed
+    gc.collect()
+    file.trim()
+    assert blocks() <= before - 2 * (4 << 20) // 512
+    assert (kept == 7).all() and not file.zeros(2 << 20, torch.float32).any()
+    assert blocks() == before
+
+
 def test_large_tensors_get_mappings_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr("zero.offload.nvme._SEGMENT", 4 << 20)
     file = ScratchFile(tmp_path, SMALL)

@@ -58,6 +58,15 @@ def test_pinned_memory_is_registered_as_long_as_it_lives(monkeypatch):
     assert runtime.registered == set()
 
 
+def test_only_memory_in_use_is_left_after_trim(monkeypatch):
+    runtime, memory = pinned_memory(monkeypatch, code=0)
+    kept, freed = memory.take(100), memory.take(100)
+    del freed
+    memory.trim()
+    gc.collect()
+    assert runtime.registered == {kept.data_ptr()}
+
+
 def test_memory_that_cannot_be_pinned_is_pageable_and_told_once(monkeypatch, caplog):
     runtime, memory = pinned_memory(monkeypatch, code=2)
     with caplog.at_level(logging.WARNING):
