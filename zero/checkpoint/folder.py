@@ -18,6 +18,7 @@ A name beginning with a dot is this module's. Nothing here touches a process gro
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import re
@@ -25,6 +26,8 @@ import shutil
 import threading
 from collections.abc import Iterable
 from pathlib import Path
+
+import torch
 
 from zero.checkpoint import disk
 from zero.checkpoint.manifest import MANIFEST, to_text
@@ -110,15 +113,17 @@ def begin(save_dir: Path, tag: str, nbytes: int) -> Path:
 
 
 def write_placeholders(folder: Path, stage: int, world_size: int) -> None:
-    """Write files with the names of a DeepSpeed checkpoint, whose text says where the values
-    are.
+    """Write files with the names of a DeepSpeed checkpoint. What `torch.load` gives for them says
+    where the values are.
     """
     patterns = [
         f"zero_pp_rank_{{}}_{MODEL_FILE}" if stage == 3 else MODEL_FILE,
         *[OPTIMIZER_FILE] * (stage > 0),
     ]
+    content = io.BytesIO()
+    torch.save({"zero": _PLACEHOLDER}, content)
     for name in {pattern.format(rank) for pattern in patterns for rank in range(world_size)}:
-        (folder / name).write_text(_PLACEHOLDER, encoding="utf-8")
+        (folder / name).write_bytes(content.getvalue())
 
 
 def _remove_leftovers(save_dir: Path) -> None:
