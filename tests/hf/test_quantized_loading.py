@@ -23,7 +23,7 @@ OTHERS = ["int8, saved", "torchao, saved"]
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Of two ranks."""
     folder = tmp_path_factory.mktemp("quantized")
-    done = fork_ranks(SCRIPTS / "quantized.py", folder, nproc=2, timeout=900)
+    done = fork_ranks(SCRIPTS / "quantized.py", folder, nproc=2, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads((folder / f"report{rank}.json").read_text()) for rank in range(2)]
 
