@@ -30,10 +30,10 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from zero.core.init import Init
 from zero.core.param_group import ParamGroup, State
 from zero.core.quantized_weights import is_quantized, wraps_tensors
 from zero.core.sharded_param import owning_group, set_owning_group
+from zero.init import Init
 from zero.integrations.hf.quantized_experts import quantized, quantizes
 
 # Groups that stay unsharded after a read. A function reads a few parameters at once: six at most

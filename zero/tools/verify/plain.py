@@ -19,9 +19,9 @@ from zero.build import make_scheduler, place_buffers
 from zero.comm.clock import Throughput
 from zero.comm.communicator import Communicator, communicator
 from zero.config import Config, ResolvedConfig
-from zero.core.init import Init
 from zero.errors import UsageError
 from zero.fragments import FP32, GRADIENT
+from zero.init import Init
 from zero.integrations.deepspeed.engine import DeepSpeedEngine
 from zero.integrations.deepspeed.labels import label_whole
 from zero.integrations.deepspeed.optimizer import ParameterOffload
