@@ -96,6 +96,7 @@ class RehearsedGroup(CountedGroup):
         self.number = number
         self.modules = plan.modules
         self.params = plan.params
+        self.index = {param: i for i, param in enumerate(plan.params)}
         self.param_names = plan.param_names
         self.shared = plan.shared
         self.has_aliases = False

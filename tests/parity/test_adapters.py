@@ -317,7 +317,7 @@ def with_decoders(param: Any) -> list[bytes]:
 @pytest.mark.parametrize("kind", ["nf4 in bf16, nested", "int8"])
 def test_a_quantized_base_is_merged_into_block_by_block(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    run_on(2, merged, saved_base(tmp_path), kind)
+    run_on(2, merged, saved_base(tmp_path, kind), kind)
 
 
 # -- tensor parallelism

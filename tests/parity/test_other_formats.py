@@ -137,7 +137,7 @@ def test_losses_are_those_of_one_process_and_each_rank_holds_its_share(
 ) -> None:
     if is_missing(KINDS[kind][1]):
         pytest.skip(f"needs {KINDS[kind][1]}")
-    base = saved_base(tmp_path)
+    base = saved_base(tmp_path, kind)
     [expected] = run_on(1, plain, base, kind)
     runs = run_on(2, trained, base, kind)
     assert mean(runs) == pytest.approx(expected, rel=1e-6)

@@ -45,6 +45,7 @@ BEGINNINGS = {
     "OPERATION": torch.ops.aten.add.Tensor,
 }
 LEANED_ON = """
+torch.nn.modules.batchnorm._BatchNorm              tests/parity/test_batch_slices.py
 torch.utils._pytree.tree_map_only                  tests/dist/core/test_engine.py
 torch.utils._python_dispatch.is_traceable_wrapper_subclass  tests/dist/core/test_aliases.py
 torch.utils._python_dispatch._disable_current_modes  tests/dist/tools/test_estimate.py
