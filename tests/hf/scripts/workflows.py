@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from jobs import Tokens, collate, make_model
+from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
@@ -467,7 +469,12 @@ WORKFLOWS: dict[str, Callable[[Path], Sharded]] = {
     "sharded_checkpoint": sharded_checkpoint,
     "frozen": frozen,
     "random_numbers": random_numbers,
-    **{f"saved_names_{name}": partial(saved_names, *model) for name, model in NAMED.items()},
+    # Earlier releases name the weights of these models otherwise.
+    **{
+        f"saved_names_{name}": partial(saved_names, *model)
+        for name, model in NAMED.items()
+        if Version(transformers.__version__) >= Version("5.23")
+    },
     **{
         f"{kind.__name__}_{name}": partial(kind, name)
         for kind in (resized, checkpointed, lora)
