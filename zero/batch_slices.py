@@ -78,7 +78,8 @@ class SlicedBlock:
         wanted = -(-batch * tokens // TOKENS) if isinstance(self._slices, str) else self._slices
         number = min(wanted, batch)
         # Its own checkpoint of the whole block would recompute each slice once more.
-        self.module.gradient_checkpointing = False
+        if getattr(self.module, "gradient_checkpointing", False):
+            self.module.gradient_checkpointing = False
         if number < 2:
             return checkpoint(self._run, spec, *leaves, use_reentrant=False)
         of_batch = [_has_batch(leaf, batch) for leaf in leaves]
