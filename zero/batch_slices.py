@@ -135,7 +135,7 @@ class SlicedBlock:
             ]
             return tree_flatten(self._run(spec, *part))[0]
 
-        with _in_eval_mode(self.module):
+        with evaluating(self.module):
             both, *single = run(slice(0, 2)), run(slice(0, 1)), run(slice(1, 2))
         found = []
         for together, first, second in zip(both, *single, strict=True):
@@ -197,13 +197,12 @@ def _close(values: torch.Tensor, others: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Without dropout, which draws other numbers for other shapes."""
-    training = [child for child in module.modules() if child.training]
-    for child in training:
-        child.training = False
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Context without dropout, which draws other numbers for other shapes."""
+    modes = {child: child.training for child in module.modules()}
+    module.eval()
     try:
         yield
     finally:
-        for child in training:
-            child.training = True
+        for child, mode in modes.items():
+            child.training = mode

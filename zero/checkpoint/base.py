@@ -78,11 +78,9 @@ def require_same_base(stored: Sums, here: Sums) -> None:
 def _sum_of_rank(engine: ZeroEngine, tensor: torch.Tensor) -> int:
     group = owning_group(tensor)
     if group is None:
-        return (
-            positional_sum(tensor.detach().contiguous().view(-1), 0)
-            if engine.comm.job.rank == 0
-            else 0
-        )
+        if engine.comm.job.rank > 0:
+            return 0
+        return positional_sum(tensor.detach().contiguous().view(-1), 0)
     if engine.comm.replicate_group.rank > 0:  # another rank has the same shard
         return 0
     version, sums = _sums.get(group, (None, []))

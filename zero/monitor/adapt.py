@@ -21,7 +21,6 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -30,6 +29,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from zero.batch_slices import evaluating
 from zero.checkpoint.state import random_states, restore_random_states
 from zero.device import empty_cache
 from zero.engine import ZeroEngine
@@ -358,7 +358,7 @@ class Adaptation:
             return "the model is not one of transformers', whose losses are known"
         if not self._is_checked and calls[-1].rows > 1:
             try:
-                with torch.no_grad(), _evaluating(module):
+                with torch.no_grad(), evaluating(module):
                     self._is_checked = self._is_sum(calls[-1])
             except Exception as raised:  # of any kind: the forward is somebody else's
                 return f"a forward of two samples fails: {raised}"
@@ -423,18 +423,6 @@ def _joined(column: Sequence[Any]) -> torch.Tensor | None:
 def _seen(module: nn.Module) -> list[tuple[int, int]]:
     """What changes when a buffer is written."""
     return [(id(buffer), buffer._version) for buffer in module.buffers()]
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Context without dropout."""
-    modes = {each: each.training for each in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for each, mode in modes.items():
-            each.training = mode
 
 
 def _final(error: Exception | None, why: str) -> Exception:
