@@ -14,10 +14,13 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from tests.dist.training import Curve, curve_on, ds_config, relative, start, train_plain, train_zero
 from tests.parity.models import VOCABULARY, batches, build
 from tests.processes import run_on
+from tests.tolerance import rounding
 from zero.errors import UsageError
 from zero.fragments import safe_get_full_grad
 
 STEPS, WIDTH = 4, 8
+# About the sum of the inner lengths of these models in a forward.
+TERMS = 500
 
 
 def model_of(name: str) -> nn.Module:
@@ -61,7 +64,7 @@ def test_the_losses_of_one_batch(name):
     expected = curve_on(1, plain, name).mean_losses()
     for ranks in (1, 2):
         found = curve_on(ranks, sliced, name, 4, {}).mean_losses()
-        assert relative(found, expected) < 1e-6
+        assert relative(found, expected) <= rounding(torch.float32, TERMS)
 
 
 def with_adapter(rank: int, world_size: int, folder: str) -> list[Curve]:
@@ -87,7 +90,9 @@ def with_adapter(rank: int, world_size: int, folder: str) -> list[Curve]:
 
 def test_a_frozen_base_in_files_with_adapters(tmp_path):
     for whole, in_slices in run_on(2, with_adapter, str(tmp_path)):
-        assert relative(in_slices.mean_losses(), whole.mean_losses()) < 1e-6
+        assert relative(in_slices.mean_losses(), whole.mean_losses()) <= rounding(
+            torch.float32, TERMS
+        )
 
 
 class Block(nn.Module):
@@ -195,7 +200,7 @@ def compiled(rank: int, world_size: int) -> list[list[float]]:
 
 def test_slices_are_compiled():
     for whole, in_slices in run_on(2, compiled):
-        assert relative(in_slices, whole) < 1e-6
+        assert relative(in_slices, whole) <= rounding(torch.float32, TERMS)
 
 
 def copies(rank: int, world_size: int) -> None:
