@@ -1,4 +1,4 @@
-"""Reads, checks and reports the DeepSpeed configuration. It knows nothing of the engine."""
+"""Reads, checks and reports the DeepSpeed configuration. It knows nothing about the engine."""
 
 from zero.config.load import load_config as load_config
 from zero.config.offload import AioConfig as AioConfig

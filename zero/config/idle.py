@@ -50,8 +50,8 @@ _VALUES: dict[str, Any] = {
 
 
 def _only(flag: bool, why: str) -> Any:
-    """The type of a flag of which one value is available: ignoring the other would change the
-    result.
+    """The type of a flag of which only one value is available, because ignoring the other would
+    change the result.
     """
 
     def check(value: bool) -> bool:
@@ -82,7 +82,7 @@ def _fields(path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _sections(path: str) -> dict[str, str]:
-    """The names of the sections within the one at `path`, and why the keys of each do nothing."""
+    """The names of the sections within the one at `path`, and why their keys have no effect."""
     prefix = f"{path}." if path else ""
     return {
         group["section"].removeprefix(prefix).partition(".")[0]: group["why"]
@@ -95,8 +95,8 @@ S = TypeVar("S", bound=Section)
 
 
 def with_idle_keys(path: str) -> Callable[[type[S]], type[S]]:
-    """A class decorator: the section at `path` with its keys without effect, and with the sections
-    that have only such keys. They are checked as all others, and are not part of `model_dump`."""
+    """A class decorator: adds to the section at `path` its keys without effect, and the sections
+    that have only such keys. They are checked like all others, but are not part of `model_dump`."""
 
     def complete(model: type[S]) -> type[S]:
         fields = dict(_fields(path))

@@ -1,9 +1,10 @@
 """How a key of the configuration is declared, and the types of values.
 
 A key with an effect is declared once, as a field of its section. The section's docstring says under
-"Attributes" what the key does; a list there says what single values mean, with `N` for any other
-one. The tables of `docs/configuration.md`, the table at the start of a run, `zero explain` and the
-error messages all come from these declarations. Keys without effect are in `idle_keys.json`.
+"Attributes" what the key does; a list there says what individual values mean, with `N` for any
+other one. The tables of `docs/configuration.md`, the table at the start of a run, `zero explain`
+and the error messages all come from these declarations. Keys without effect are in
+`idle_keys.json`.
 
 Names, types and defaults follow DeepSpeed 0.19.8 (``runtime/config.py``, ``runtime/zero/config.py``
 and the section files that they import)."""
@@ -51,7 +52,7 @@ class Section(BaseModel):
 
     @classmethod
     def describe(cls, name: str) -> tuple[str, dict[str, str]]:
-        """What a key does, and what its values mean by value, as the docstring says."""
+        """What a key does, and a dict of what its values mean, both from the docstring."""
         for section in cls.__mro__:
             _, _, attributes = inspect.cleandoc(section.__doc__ or "").partition("Attributes:\n")
             for entry in re.split(r"\n(?=    \w)", "\n" + attributes):
@@ -63,7 +64,7 @@ class Section(BaseModel):
         return "", {}
 
     def why_idle(self, name: str) -> str | None:
-        """Why the key `name` has no effect beside the others of its section; None if it acts."""
+        """Why the other keys of its section leave `name` without effect; None if it has one."""
         return None
 
 
@@ -79,11 +80,11 @@ def key(
     """A field of a section with notes about its key.
 
     Args:
-        needs: the setting without which the key does not act.
+        needs: the setting without which the key has no effect.
         auto: the argument of transformers or accelerate that replaces "auto"; without it "auto" is
             an error.
         unit: of a number: "elements", "bytes" or "power of 2".
-        idle: why the key never acts.
+        idle: why the key never has an effect.
         options: of pydantic's `Field`.
     """
     notes: dict[str, Any] = {"needs": needs, "auto": auto, "unit": unit, "idle": idle}

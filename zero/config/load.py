@@ -1,4 +1,4 @@
-"""`load_config` reads a configuration from any accepted source, checks it, and explains each
+"""`load_config` reads a configuration from any supported source, checks it, and explains each
 mistake in one line.
 """
 
@@ -23,11 +23,11 @@ from zero.config.keys import Section
 from zero.config.settings import Config, Origin
 from zero.errors import UsageError
 
-# A configuration has five levels and about 40 keys. What has more than this is something else.
+# A configuration has five levels and about 40 keys. A file with more than this is something else.
 _MOST_LEVELS, _MOST_UNKNOWN = 32, 50
 # Python itself refuses to convert integers of more than 4,300 digits.
 _MOST_DIGITS = 100
-# How keys begin that are notes for readers, unless they resemble a key.
+# The beginnings of keys that are notes for readers, unless they resemble a valid key.
 _NOTES = ("_", "//", "#")
 # "auto" must have been replaced in these before the engine starts: DeepSpeed has no default for
 # them.
@@ -47,8 +47,8 @@ def load_config(
         allow_auto: whether to accept "auto" for keys that transformers or accelerate fill in later.
             They have their defaults until then (batch sizes: None). Otherwise "auto" is an error
             for keys that have no default in DeepSpeed.
-        command_line: the words that started the script. If `--output_dir` is among them, the list
-            of all keys is written to that folder at the start of a run.
+        command_line: the command line that started the script, as a list of words. If it contains
+            `--output_dir`, the list of all keys is written to that folder at the start of a run.
 
     Raises:
         ValueError: if something is wrong. The message has a line for each wrong key, with the file,
@@ -68,7 +68,7 @@ def load_config(
     misspelt = _sort(data, Config, "", origin)
     if origin.ignored and {_short(key) for key in raw} <= {*origin.ignored}:
         problems[origin.ignored[0]] = (
-            "neither this nor any other key is one of DeepSpeed's: is this the right file?"
+            "neither this nor any other key is a key of DeepSpeed: is this the right file?"
         )
     config, wrong = _validate(data)
     problems |= wrong | misspelt
@@ -136,7 +136,7 @@ def _text_of(place: str, cannot: str) -> str:
     try:
         return Path(place).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{cannot}: it is not a text in UTF-8: {error.reason}") from error
+        raise UsageError(f"{cannot}: it is not UTF-8 text: {error.reason}") from error
 
 
 def _inline_json(source: str | os.PathLike) -> str | None:
@@ -334,7 +334,7 @@ def _unknown_key(prefix: str, name: str, model: type[Section]) -> str | None:
 def nearest(key: str, names: Collection[str], cutoff: float | None = None) -> str:
     """The one of `names` of which `key` is a misspelling, or "".
 
-    That is one letter changed, missing, added or moved; in a long name several may be.
+    In a misspelling one letter is changed, missing, added or moved; in a long name, several may be.
     """
     spelt = key[:100].lower().replace("-", "_")
     if cutoff is None and len(spelt) > 8:
@@ -422,7 +422,7 @@ def _key_of(error: Any) -> str:
 
 
 def _place_in_list(error: Any) -> str:
-    """Which key of which object in a list one of pydantic's errors is about; "" for other ones."""
+    """Which key of which object in a list an error of pydantic is about; "" for other errors."""
     for number, name in pairwise(error["loc"]):
         if isinstance(number, int) and isinstance(name, str):
             return f"{name} of object {number + 1}: "

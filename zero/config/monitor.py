@@ -5,7 +5,7 @@ from zero.config.keys import Int, Names, Positive, Section, key
 
 
 class Measured(Section):
-    """A section whose unknown keys change nothing that is computed."""
+    """A section whose unknown keys do not change what is computed."""
 
     lenient = True
 

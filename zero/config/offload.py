@@ -10,7 +10,7 @@ from zero.config.keys import AnyCase, Count, Device, Fraction, Positive, Section
 
 def _check_path(text: str) -> str:
     if "\0" in text:
-        raise ValueError(f"{text!r} is no path: it has a NUL character in it")
+        raise ValueError(f"{text!r} is not a path: it contains a NUL character")
     return text
 
 
@@ -25,7 +25,7 @@ class OffloadConfig(Section):
     Attributes:
         device: `cpu` offloads to host memory, `nvme` to files in the folder `nvme_path`.
         pin_memory: Page-lock host memory, so that copies to and from the GPU overlap with
-            computation. If the system does not allow it, one line says so.
+            computation. If the system does not allow it, a message says so.
             - false: Host memory is not page-locked, so copies are slower and the GPU waits for
               them.
         nvme_path: A folder on a fast disk, which is created if it does not exist. It may differ
@@ -42,7 +42,7 @@ class OffloadConfig(Section):
         if self.device == "none" and name != "device":
             return "nothing is offloaded"
         if self.device != "nvme" and self.about(name).get("needs") == _FILES:
-            return f"acts with {_FILES} only"
+            return f"needs {_FILES}"
         return None
 
 

@@ -1,9 +1,9 @@
-"""The sections ``optimizer`` and ``scheduler``: the types that there are, and the settings of each.
+"""The sections ``optimizer`` and ``scheduler``: the available types, and the settings of each.
 
 ``params`` is one section with the settings of all kinds, so that the message about a misspelt key
 can name the right one. ``contradictions`` names the settings that the chosen kind does not have.
-Settings that the user did not write are left to the optimizer or schedule. Their defaults are those
-of DeepSpeed. Nothing here makes an optimizer."""
+Settings that the user did not write are left to the optimizer or schedule. Their defaults are
+DeepSpeed's. Nothing here creates an optimizer."""
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping
@@ -27,13 +27,13 @@ from zero.config.keys import (
     key,
 )
 
-# Lower-case class name -> why it cannot work here, in the words that follow the name.
+# Lower-case class name -> why it cannot work here, worded so that it can follow the name.
 _COMPRESSES = "compresses the momentum across ranks by itself"
 REFUSED = {
     "onebitadam": _COMPRESSES,
     "onebitlamb": _COMPRESSES,
     "zerooneadam": _COMPRESSES,
-    "schedulefreewrapper": "wraps another optimizer; take a schedule-free class, such as "
+    "schedulefreewrapper": "wraps another optimizer; use a schedule-free class, such as "
     "AdamWScheduleFree",
     "lbfgs": "evaluates the model several times in a step",
     "sparseadam": "needs sparse gradients, and they are reduced as dense ones",
@@ -42,13 +42,13 @@ REFUSED = {
 REFUSED_ON_SEVERAL = dict.fromkeys(
     "prodigy dadaptadam dadaptsgd dadaptlion dadaptadagrad dadaptadan "
     "fusedlamb nvlamb adagc adams prodigyplusschedulefree".split(),
-    "takes sums over all parameters, and each process has some of them",
+    "computes sums over all parameters, and each process has only some of them",
 ) | {
-    "muonwithauxadam": "exchanges tensors between processes by itself; take its single-device class"
+    "muonwithauxadam": "exchanges tensors between processes by itself; use its single-device class"
 }
 ELEMENTWISE = "Adam AdamW SGD Adagrad Lion RMSprop NAdam RAdam Adamax Adadelta ASGD Rprop".split()
 TYPES = [*ELEMENTWISE, "Muon", "Lamb"]
-# Settings that DeepSpeed accepts beside those of torch's class.
+# Settings that DeepSpeed accepts in addition to those of torch's class.
 _ADAM = "adam_w_mode torch_adam bias_correction set_grad_none fp32_optimizer_states"
 _DEEPSPEEDS = {
     "Adam": _ADAM,
@@ -222,8 +222,8 @@ class OptimizerConfig(Section):
             any other class to `initialize`.
             - Adam: AdamW, as in DeepSpeed, unless `adam_w_mode` is false.
             - AdamW: Adam with decoupled weight decay, like torch's AdamW.
-            - Lion: Steps by the sign of a single moment, which takes 4 bytes per parameter less
-              than Adam's two.
+            - Lion: Each update is the sign of a single moment, which takes 4 bytes per parameter
+              less than Adam's two.
             - Muon: Muon updates hidden matrices, and AdamW the rest.
             - Lamb: Adam whose update of each tensor is scaled by the ratio of the norms of weight
               and update.
@@ -364,7 +364,7 @@ class SchedulerConfig(Section):
               cosine.
             - OneCycle: The rate rises once from `cycle_min_lr` to `cycle_max_lr`, falls back, and
               may then decay.
-            - LRRangeTest: The rate rises all the time, to find the largest one that works.
+            - LRRangeTest: The rate keeps rising, to find the largest one that works.
     """
 
     type: Annotated[
@@ -375,8 +375,8 @@ class SchedulerConfig(Section):
     def contradictions(self, given: Collection[str]) -> Iterator[tuple[str, str]]:
         """Yield (dotted key, message) for settings that are missing or misplaced.
 
-        given: the names of all settings in the user's configuration, those that are still "auto"
-            among them."""
+        given: the names of all settings in the user's configuration, including those that are
+            still "auto"."""
         for name in REQUIRED.get(self.type, ()):
             if self.params[name] is None and (name in self.params.keys() or name not in given):
                 yield f"scheduler.params.{name}", f"is required by {self.type}"
@@ -384,7 +384,7 @@ class SchedulerConfig(Section):
             both_given = {low, high} <= self.params.model_fields_set
             if both_given and _exceeds(self.params[low], self.params[high]):
                 message = f"{self.params[low]} is more than {high}, which is {self.params[high]}"
-                yield f"scheduler.params.{low}", f"{message}; exchange them"
+                yield f"scheduler.params.{low}", f"{message}; swap them"
         yield from _misplaced("scheduler", self.type, given, SCHEDULE_KEYS)
 
 

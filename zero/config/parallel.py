@@ -12,19 +12,19 @@ _NUMBERS = {"type": "array", "items": {"type": "integer"}}
 
 
 def _as_lists(shape: Any) -> Any:
-    """A shape in Python's tuples as JSON would have it."""
+    """A shape of Python tuples, as lists, which is how JSON has it."""
     return [_as_lists(part) for part in shape] if isinstance(shape, tuple | list) else shape
 
 
 class LayerSpec(Section):
-    """How the linear layers are divided whose weights have certain names.
+    """How to divide the linear layers whose weights have certain names.
 
     Attributes:
         patterns: Regular expressions for the beginning of a weight's name, such as
             `layers.0.up.weight`.
         partition_type: `column` divides the outputs of a layer, `row` its inputs. `skip`: the layer
             is not divided.
-        shape: `[n, -1]`: n matrices of the same size are packed in the weight, one below the
+        shape: `[n, -1]`: the weight consists of n matrices of the same size, stacked one below the
             other. `[[a, a], -1]` gives their sizes.
         partition_dim: The dimension of `shape` that is divided.
         model_types: Only for models whose `config.model_type` is one of these. Empty: for all.
@@ -48,7 +48,7 @@ class LayerSpec(Section):
             try:
                 re.compile(pattern)
             except re.error as error:
-                message = f"the pattern {pattern!r} is no regular expression: {error}"
+                message = f"the pattern {pattern!r} is not a regular expression: {error}"
                 raise ValueError(message) from None
         kind = self.partition_type
         if self.shape is not None and (self.packed is None or kind != "column"):
@@ -72,12 +72,12 @@ class LayerSpec(Section):
 
 
 class PartitionConfig(Section):
-    """How a model is divided that has no plan of its own, or another one than it has.
+    """How to divide a model that has no plan of its own, or to divide it differently from its plan.
 
     Attributes:
         layer_specs: Objects with `patterns`, `partition_type` (`column`, `row` or `skip`) and
             others: see `docs/tensor-parallelism.md`. The first one that matches a weight's name
-            counts. Layers that none matches are not divided.
+            applies. Layers that none matches are not divided.
         use_default_specs: Whether `preset_model` adds others.
     """
 

@@ -1,4 +1,4 @@
-"""The sections ``fp16``, ``bf16`` and ``data_types``: the dtypes of training."""
+"""The sections ``fp16``, ``bf16`` and ``data_types``: the dtypes used in training."""
 
 from collections.abc import Iterator
 
@@ -28,8 +28,8 @@ class FP16Config(SixteenBit):
         loss_scale: 0 selects a dynamic scale. Any other number is a fixed scale, and the keys below
             have no effect.
             - 0: The loss is multiplied by a scale that falls when gradients overflow and rises
-              after good steps.
-            - N: The loss is always multiplied by N. The other keys of the scale have no effect.
+              after a number of steps without overflow.
+            - N: The loss is always multiplied by N. The other keys for the scale have no effect.
         initial_scale_power: The first scale is 2 to the power of this number.
         loss_scale_window: After this many steps without an overflow, the scale is doubled.
             - N: After N steps without overflow the scale is doubled.
@@ -54,7 +54,7 @@ class FP16Config(SixteenBit):
     def impossible(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for settings of the scale with which nothing could be trained.
 
-        DeepSpeed's configurations may have them where fp16 is off.
+        DeepSpeed configurations in which fp16 is off may contain them.
         """
         initial = self.initial_scale_power
         for name in ("loss_scale_window", "hysteresis", "min_loss_scale"):

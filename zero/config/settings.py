@@ -1,6 +1,6 @@
 """The whole configuration: the keys of the top level, and the sections.
 
-See :mod:`zero.config.keys` for how a key is declared. Defaults are those of DeepSpeed 0.19.8. Sizes
+See :mod:`zero.config.keys` for how a key is declared. Defaults are DeepSpeed 0.19.8's. Sizes
 are numbers of parameter elements, not bytes. The first lines of a section's docstring introduce it
 in ``docs/configuration.md``."""
 
@@ -39,10 +39,11 @@ class ActivationCheckpointingConfig(Section):
             needs them. Combine it with gradient checkpointing, so that fewer of them have to be
             copied.
         batch_slices: Run each block's batch in slices, of which only the inputs are kept; backward
-            recomputes the rest. So a large batch takes the activations of one slice, and offloaded
-            or sharded weights are gathered twice in a step, which each micro-batch of a step would
-            do. It replaces gradient checkpointing. Not in DeepSpeed.
-            - auto: As many slices as it takes for each to have at most 8,192 tokens.
+            recomputes the rest. A large batch then needs the activations of only one slice at a
+            time, and offloaded or sharded weights are gathered only twice in a step, instead of
+            twice in each of its micro-batches. It replaces gradient checkpointing. Not in
+            DeepSpeed.
+            - auto: A batch runs in slices of at most 8,192 tokens.
             - N: A batch runs in N slices.
     """
 
@@ -88,11 +89,11 @@ class Origin:
     """Where a configuration came from.
 
     Attributes:
-        place: its name for messages.
+        place: its name in messages.
         raw: the user's own dict, unchanged.
         written: the same, with every key in its section and under its new name.
-        command_line: the words that started the script.
-        given: dotted keys that have a value of their own.
+        command_line: the command line that started the script, as a list of words.
+        given: dotted keys that the user has given a value.
         auto: dotted keys that were still "auto".
         ignored: dotted keys that resemble no known one.
         renamed: pairs of an old name and the new one.
@@ -127,7 +128,7 @@ class Config(Section):
             of processes that have batches of their own.
         sequence_parallel_size: Number of neighbouring processes that share each sequence (Ulysses).
             The Trainer's `ParallelismConfig` sets it.
-            - 1: Each process has sequences of its own.
+            - 1: Each process has its own sequences.
             - N: N neighbouring processes share each sequence (Ulysses).
         managed_gradient_accumulation: Whether the engine counts micro-batches, and updates the
             parameters only after the last one of a step. With `false`, each call of `step()`
@@ -140,33 +141,35 @@ class Config(Section):
             gradients are scaled down to it. 0 switches clipping off.
             - 0: Gradients are not clipped.
             - N: Gradients are scaled down if their global L2 norm exceeds N.
-        on_out_of_memory: What happens if memory is not enough for a forward or backward. Not in
+        on_out_of_memory: What happens if a forward or backward pass runs out of memory. Not in
             DeepSpeed.
-            - explain: The error says what fills the memory and what to change.
+            - explain: The error says what filled the memory and what to change.
             - adapt: The micro-batch is repeated in smaller parts: see `docs/troubleshooting.md`.
         log_level: The level of the logger `zero`.
-        steps_per_print: Rank 0 prints a line of metrics every so many steps. Default: never.
+        steps_per_print: Rank 0 prints a line of metrics whenever this many more steps have been
+            taken. Default: never.
             - N: Rank 0 prints a line of metrics every N steps. The Trainer switches this off.
         wall_clock_breakdown: Print after each step how many seconds rank 0 spent in forward,
-            backward and step, and how many of them it waited.
+            backward and step, and how many of these it spent waiting.
         memory_breakdown: Print after each step how much memory the engine uses on rank 0, by place
             and kind.
         watchdog_timeout: If ranks wait for each other for this many seconds, the job ends and says
-            which rank waits where. Default: 0.8 of the process group's timeout. Not in DeepSpeed.
+            which rank waits where. Default: 0.8 times the process group's timeout. Not in
+            DeepSpeed.
         communication_data_type: The dtype in which gradients are sent and reduced. (gloo sums them
             in fp32 whatever their dtype.) Default: the dtype of the parameters; at stages 0 and 1
             with accumulation, `grad_accum_dtype`.
         gradient_allreduce_op: Whether gradients are averaged or summed over the processes.
-            - N: The gradients of all processes are reduced by their N.
+            - N: Gradients are reduced to their N over all processes.
         zero_allow_untested_optimizer: Whether an optimizer object of any class is accepted. With
             `false`, DeepSpeed's default, it must be one of torch's or DeepSpeed's.
             - true: An optimizer object of any class is accepted.
-            - false: An optimizer object that is neither torch's nor DeepSpeed's is refused.
+            - false: An optimizer object that is neither torch's nor DeepSpeed's is an error.
         zero_force_ds_cpu_optimizer: With `true` in the file, an offloaded optimizer object must be
-            a `DeepSpeedCPUAdam` or similar, by which accelerate replaces yours. With `false`, it
-            keeps yours.
+            a `DeepSpeedCPUAdam` or similar, which accelerate substitutes for yours. With `false`,
+            accelerate keeps yours.
             - true: An offloaded optimizer object must be a `DeepSpeedCPUAdam` or similar, which
-              accelerate puts in the place of yours.
+              accelerate substitutes for yours.
             - false: An offloaded optimizer object of any class is accepted, and accelerate keeps
               yours.
     """
@@ -218,9 +221,9 @@ class Config(Section):
     @field_validator("fp16")
     @classmethod
     def _halve_at_once_at_stage_0(cls, fp16: FP16Config, info: ValidationInfo) -> FP16Config:
-        """At stage 0 DeepSpeed halves the loss scale at every overflow.
+        """At stage 0, DeepSpeed halves the loss scale at every overflow.
 
-        Here a hysteresis that is given holds.
+        Here, a hysteresis that the user has set takes precedence.
         """
         zero = info.data.get("zero_optimization")
         if zero is None or zero.stage > 0 or "hysteresis" in fp16.model_fields_set:
@@ -256,7 +259,7 @@ class Config(Section):
     def narrows_gradients(self) -> bool:
         """Whether 16-bit gradients that are not summed over micro-batches are kept in 16 bits.
 
-        This loses nothing where the sum over ranks has 16 bits too.
+        Nothing is lost by this if the sum over ranks has 16 bits too.
         """
         quantized = self.zero_optimization.zero_quantized_gradients
         return self.data_types.grad_accum_dtype is None and not quantized
@@ -281,9 +284,9 @@ class Config(Section):
     def resolve(self, world_size: int) -> "ResolvedConfig":
         """A copy with the three batch sizes completed by DeepSpeed's rule.
 
-        Ranks that share their sequences count as one. Accumulation that neither is given nor
-        follows is 1. Raises UsageError if the numbers do not multiply out, or if neither
-        train_batch_size nor train_micro_batch_size_per_gpu is known."""
+        Ranks that share their sequences count as one. Accumulation is 1 if it is neither given nor
+        follows from the other numbers. Raises UsageError if the numbers contradict each other, or
+        if neither train_batch_size nor train_micro_batch_size_per_gpu is known."""
         place, sharing = self._origin.place, self.sequence_parallel_size
         if world_size % sharing:
             raise UsageError(

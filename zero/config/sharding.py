@@ -65,7 +65,7 @@ class ZeroConfig(Section):
         reduce_bucket_size: The largest number of gradient elements in one reduction, and in all
             reductions that run at the same time. A block that is larger is reduced by itself.
         sub_group_size: How many elements the optimizer updates at a time. 0: all at once. A number
-            so small that it would make many tiny updates is raised, up to 65,536.
+            so small that it would cause many tiny updates is raised, up to 65,536.
             - 0: The optimizer updates all elements at once.
             - N: The optimizer updates this many elements at a time.
         elementwise_optimizer: Whether the optimizer updates each element independently of the
@@ -74,15 +74,15 @@ class ZeroConfig(Section):
             Default: true for known element-wise classes, else false. Not in DeepSpeed.
         stage3_prefetch_bucket_size: How many elements may be gathered before they are used. 0:
             none.
-            - 0: Nothing is gathered ahead, so each block waits for its parameters.
-            - N: At most this many elements are gathered ahead of their use.
+            - 0: Nothing is gathered in advance, so each block waits for its parameters.
+            - N: At most this many elements are gathered before they are used.
         stage3_param_persistence_threshold: Parameters with at most this many elements are not
             sharded. They stay whole on every process, because gathering many small tensors is slow.
         stage3_model_persistence_threshold: The largest number of elements that these small
             parameters may have together.
         stage3_max_live_parameters: The largest number of elements that are gathered at a time. A
-            block is always gathered when it is needed, but blocks are gathered ahead, or kept after
-            their use, only within this limit.
+            block is always gathered when it is needed, but blocks are gathered in advance, or kept
+            after their use, only within this limit.
         stage3_max_reuse_distance: A gathered block is kept if it is needed again before this many
             other elements have been used. 0: free each block after its use.
             - 0: Each block is freed after its use, and gathered again.
@@ -90,14 +90,14 @@ class ZeroConfig(Section):
               have been used.
         stage3_gather_16bit_weights_on_model_save: Let `save_model` gather the weights and write the
             complete model, which `from_pretrained` can load.
-            - false: `save_model` does not write the complete weights. `zero consolidate` makes them
-              from a checkpoint.
-        stage3_shard_buffers: Shard large buffers that no forward changes, as frozen weights are.
+            - false: `save_model` does not write the complete weights. `zero consolidate` can
+              assemble them from a checkpoint.
+        stage3_shard_buffers: Shard large buffers that no forward changes, like frozen weights.
             GPTQ, AWQ and others keep packed weights in buffers. Default: the buffers of quantized
             layers, if transformers has quantized the model. Not in DeepSpeed.
             - true: All buffers of at least 2,048 bytes are sharded. A forward that writes to one is
               an error.
-            - false: Every process has all buffers.
+            - false: Every process keeps all buffers.
         mics_shard_size: Hybrid sharding (MiCS): shard over groups of this many consecutive
             processes, such as those of one machine, instead of over all of them. Each group then
             holds all shards, and gradients are averaged over the groups. -1 or 0: shard over all
@@ -117,8 +117,8 @@ class ZeroConfig(Section):
         zero_quantized_weights: Send weights as 8-bit integers, with a scale for every 256 values,
             when they are gathered. Master weights and saved weights stay exact. See
             `docs/compression.md`.
-        zero_quantized_nontrainable_weights: Do so for frozen parameters only. Unlike in DeepSpeed,
-            their shards keep their dtype.
+        zero_quantized_nontrainable_weights: The same, for frozen parameters only. Unlike in
+            DeepSpeed, their shards keep their dtype.
         zero_quantized_gradients: Send gradients as integers, with a scale for every 256 values, and
             sum them in fp32.
         zero_quantized_gradient_bits: The number of bits of these integers. Not in DeepSpeed, which
@@ -176,7 +176,7 @@ class ZeroConfig(Section):
 
     def why_idle(self, name: str) -> str | None:
         if self.stage < 3 and self.about(name).get("needs") == _STAGE_3:
-            return f"acts at stage 3, this is {self.stage}"
+            return f"needs stage 3, and this is stage {self.stage}"
         if name == "zero_quantized_gradient_bits" and not self.zero_quantized_gradients:
             return "zero_quantized_gradients is not set"
         return None

@@ -1,8 +1,8 @@
 """Prints the table at the start of a run: each key's given and effective value, where it came from,
 and whether it has an effect.
 
-It knows the sections only through what their keys declare. The command line of the script names
-the folder for the whole table (`--output_dir`).
+It knows the sections only through the declarations of their keys. The folder for the whole table
+comes from the script's command line (`--output_dir`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def rows(config: Config) -> Iterator[tuple[Section, Row]]:
 def _rows(
     config: Config, section: Section, prefix: str, inherited: str | None = None
 ) -> Iterator[tuple[Section, Row]]:
-    """The rows of a section. `inherited`: why none of its keys acts."""
+    """The rows of a section. `inherited`: why none of its keys has an effect."""
     for name, field in type(section).model_fields.items():
         key, value, about = prefix + name, getattr(section, name), section.about(name)
         reason = about.get("idle") or inherited or section.why_idle(name)
@@ -87,7 +87,7 @@ def _rows(
         given = key in config.origin.given
         in_idle_section = isinstance(section, IdleSection) or section_of(type(section), name)
         if "idle" in about and in_idle_section and not given:
-            continue  # of the sections without effect only what the file gives
+            continue  # of sections without effect, show only what the file gives
         default = field.get_default(call_default_factory=True) if given else value
         holder, last = find(config.origin.written, key)
         text = _show(holder.get(last, value if given else None))
@@ -117,9 +117,10 @@ def _plain(value: Any) -> Any:
 
 
 def report(config: Config, everything: bool = True) -> str:
-    """Return the table as text. Of a key that acts it does not say so.
+    """Return the table as text. Only keys without effect have a note.
 
-    `everything`: all keys, else those that are not at their defaults, and those of `_ALWAYS`.
+    `everything`: show all keys; otherwise, only those that differ from their defaults, and those
+    in `_ALWAYS`.
     """
     shown = [_HEADER]
     for row in table(config):
@@ -141,8 +142,8 @@ _reported: set[str] = set()
 
 
 def announce(config: Config, facts: str = "") -> None:
-    """Print the keys that are not at their defaults, once for each configuration. Write all to
-    `--output_dir`.
+    """Print the keys that differ from their defaults, once for each configuration. Write all keys
+    to `--output_dir`.
 
     `facts`: lines for the end of the table.
     """

@@ -305,8 +305,8 @@ def test_what_is_refused_says_what_to_do():
     expected = {
         "foreign parameter": "not the model's",
         "LBFGS": "LBFGS",
-        "Prodigy": "it takes sums over all parameters, and each process has some of them; use "
-        "another one",
+        "Prodigy": "it computes sums over all parameters, and each process has only some of them; "
+        "use another one",
         "model": "model is missing",
         "config": "config is missing",
         "mpu": "mpu",

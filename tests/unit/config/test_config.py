@@ -373,7 +373,7 @@ def test_bits_of_compressed_gradients_are_8_or_4_and_act_only_with_compression()
         zero.zero_quantized_gradient_bits == 4
         and zero.why_idle("zero_quantized_gradient_bits") is None
     )
-    assert zero.why_idle("zero_quantized_weights") == "acts at stage 3, this is 0"
+    assert zero.why_idle("zero_quantized_weights") == "needs stage 3, and this is stage 0"
     assert load_config({}).zero_optimization.why_idle("zero_quantized_gradient_bits")
     message = errors({"zero_optimization": {**section, "zero_quantized_gradient_bits": 6}})
     assert "zero_quantized_gradient_bits" in str(message) and "4 or 8" in str(message)

@@ -82,7 +82,7 @@ def test_a_key_like_no_other_is_passed_over_and_named():
 
 def test_a_file_without_any_key_of_deepspeed_is_another_file():
     assert errors({"architectures": ["T5"], "d_model": 5}) == [
-        "architectures: neither this nor any other key is one of DeepSpeed's: is this the right "
+        "architectures: neither this nor any other key is a key of DeepSpeed: is this the right "
         "file?"
     ]
 
@@ -209,7 +209,7 @@ BAD_VALUES = [
     (zero3(cpu_offload="yes"), "zero_optimization.cpu_offload: expected true or false, got 'yes'"),
     (
         zero3(offload_param={"nvme_path": "a\0b"}),
-        "zero_optimization.offload_param.nvme_path: 'a\\x00b' is no path",
+        "zero_optimization.offload_param.nvme_path: 'a\\x00b' is not a path",
     ),
     (
         zero3(sub_group_size=10**30),
@@ -348,7 +348,8 @@ def test_every_row_is_true():
     table = rows(
         load_config({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}})
     )
-    assert table["zero_optimization.offload_param.device"][3] == "none: acts at stage 3, this is 2"
+    effect = table["zero_optimization.offload_param.device"][3]
+    assert effect == "none: needs stage 3, and this is stage 2"
 
 
 # ---- damaged configurations

@@ -268,7 +268,7 @@ def test_sums_over_all_parameters_need_one_process():
     optimizer = MyProdigy([nn.Parameter(torch.ones(2))])
     require_possible(optimizer, 1)
     with pytest.raises(
-        ValueError, match="Prodigy cannot be used: it takes sums over all parameters"
+        ValueError, match="Prodigy cannot be used: it computes sums over all parameters"
     ):
         require_possible(optimizer, 2)
 

@@ -59,7 +59,7 @@ def test_each_key_is_in_the_group_where_it_belongs(tmp_path):
     assert keys["fp16.hysteresis"]["text"].endswith("Acts if fp16.enabled becomes true.")
     assert (
         keys["zero_optimization.stage3_max_live_parameters"]["text"]
-        == "No effect: acts at stage 3, this is 2."
+        == "No effect: needs stage 3, and this is stage 2."
     )
     assert keys["zero_optimization.reduce_scatter"]["group"] == "Keys without effect"
     assert found["unknown"] == ["_note"]
@@ -179,7 +179,7 @@ def test_a_power_that_fp16_would_refuse_is_explained_while_fp16_is_open(tmp_path
 
 
 def test_whose_optimizer_is_offloaded_is_said_for_both_values(tmp_path):
-    for value, words in ((True, "accelerate puts"), (False, "accelerate keeps")):
+    for value, words in ((True, "accelerate substitutes"), (False, "accelerate keeps")):
         key = "zero_force_ds_cpu_optimizer"
         assert words in explained({key: value}, tmp_path)[1][key]["text"]
 
