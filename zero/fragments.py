@@ -1,5 +1,5 @@
 """Reads and writes the fp32 value, the gradient and the optimizer state of a sharded parameter,
-by the functions that DeepSpeed calls `safe_*`.
+with the functions that DeepSpeed calls `safe_*`.
 
     safe_get_full_fp32_param(param)              safe_set_full_fp32_param(param, value)
     safe_get_full_grad(param)                    safe_set_full_grad(param, value)
@@ -11,10 +11,10 @@ read or write this rank's part only: a 1-D tensor, possibly empty, in the layout
 `param.ds_tensor`. They send nothing, with one exception: every rank must call
 `safe_set_local_fp32_param`, because the parameter itself changes with its fp32 value.
 
-The functions that read return an fp32 copy, or None for a parameter that no engine's optimizer
-trains. A gradient is also None before the first backward pass of a step and after the step. It is
-the mean over the ranks, before clipping and without the loss scale. The key of an optimizer state
-is torch's name for it, such as "exp_avg"."""
+The functions that read return an fp32 copy, or None for a parameter that is not trained by any
+engine's optimizer. A gradient is also None before the first backward pass of a step and after the
+step. It is the mean over the ranks, before clipping and without the loss scale. The key of an
+optimizer state is torch's name for it, such as "exp_avg"."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FP32, GRADIENT = "fp32 value", "gradient"
 
 class ParameterState:
     """This rank's pieces of one parameter, of one kind of tensor: masters, gradients or an
-    optimizer state, as they are stored. The functions below are made of its four methods.
+    optimizer state, as they are stored. The functions below are built from its four methods.
     """
 
     def __init__(self, param: nn.Parameter, kind: str):
@@ -189,14 +189,15 @@ class ParameterState:
     def write_local(self, value: torch.Tensor) -> None:
         """Store this rank's part.
 
-        A parameter follows its fp32 value: every rank must call to write that.
+        The parameter itself changes with its fp32 value, so every rank must call this to write
+        that.
         """
         self._refuse_local()
         if not self.exists:
             return self._refuse_unknown()
         if self.kind == GRADIENT and self.optimizer.reducer.carried(self.group) is not None:
             raise UsageError(
-                "gradients can be set after the last micro-batch of a step only, at stages 0 and 1"
+                "at stages 0 and 1, gradients can be set only after the last micro-batch of a step"
             )
         if value.numel() != self.piece.numel:
             raise UsageError(

@@ -1,6 +1,6 @@
 """`Init` shards a model while it is being built.
 
-This file knows nothing of engines, hooks or optimizers.
+This file knows nothing about engines, hooks or optimizers.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class _InPlaceOnSharded(TorchFunctionMode):
 
 
 def _initializes_nothing() -> bool:
-    """Whether somebody has replaced torch's functions for initialization by ones that do nothing,
-    as transformers does before it loads a model: plain torch then draws no random numbers.
+    """Whether somebody has replaced torch's initialization functions with ones that do nothing, as
+    transformers does before it loads a model: plain torch then draws no random numbers.
     """
     value = torch.zeros(1, device="cpu")
     nn.init.ones_(value)
@@ -60,29 +60,29 @@ def _initializes_nothing() -> bool:
 class Init:
     """Context in which every parameter is sharded as soon as the module that owns it is complete.
 
-    A module is complete when it is assigned to its parent. So no rank holds more than its shards
+    A module is complete when it is assigned to its parent, so no rank holds more than its shards
     and the module under construction. All ranks get rank 0's values. Each parameter is a group of
     its own until `zero.initialize` groups them. Later weight initialization (`param.normal_()` and
-    the like on a whole parameter) unshards the parameter for this call: all ranks must run it
-    alike.
+    the like on a whole parameter) unshards the parameter for this call, so all ranks must run the
+    same initialization.
 
     Args:
-        module: an already built model to shard at once (then the object need not be used as a
+        module: an already built model to shard immediately (then the object need not be used as a
             context).
-        config_dict_or_path: the ds_config; it decides where shards live, and is checked here,
+        config_dict_or_path: the ds_config. It decides where shards live, and is checked here,
             before anything is built.
-        dtype: of the sharded parameters; None: the 16-bit dtype of the configuration, else the one
-            they are built in.
+        dtype: the dtype of the sharded parameters. None: the 16-bit dtype of the configuration, or
+            otherwise the dtype they are built in.
         enabled: False makes the context do nothing.
         remote_device: "cpu", "nvme" or "none", instead of the configuration's `offload_param`.
-        pin_memory: whether host memory is page-locked; None: as the configuration says.
-        config: as `config_dict_or_path`.
-        mem_efficient_linear: without effect: torch.nn.functional.linear saves no copy of a gathered
-            weight here.
+        pin_memory: whether host memory is page-locked. None: as the configuration says.
+        config: the same as `config_dict_or_path`.
+        mem_efficient_linear: has no effect, because torch.nn.functional.linear saves no copy of a
+            gathered weight here.
 
     Raises:
-        ValueError: for a bad configuration, or an argument of deepspeed.zero.Init that means
-            nothing here.
+        ValueError: for a bad configuration, or for an argument of deepspeed.zero.Init that is not
+            supported.
     """
 
     _active: Init | None = None
@@ -124,7 +124,7 @@ class Init:
         offload = offload.model_copy(update=given)
         if offload.device == "nvme" and not offload.nvme_path:
             raise UsageError(
-                "zero.Init: remote_device is nvme: name a folder by offload_param.nvme_path"
+                "zero.Init: remote_device is nvme: set offload_param.nvme_path to a folder"
             )
         self.tier = Tier.of(offload, aio, self.comm.device)
         self.residency = Residency()
@@ -139,7 +139,7 @@ class Init:
 
     @staticmethod
     def is_active() -> bool:
-        """Whether the program is inside of such a context."""
+        """Whether the program is inside such a context."""
         return Init._active is not None
 
     def __enter__(self) -> Init:
@@ -147,7 +147,7 @@ class Init:
             return self
         if Init._active is None:
             Init._active = self
-            # Constructors may draw, whose weights are replaced too.
+            # Constructors may draw random numbers for weights that are replaced too.
             self._random = torch.random.fork_rng(devices=[], enabled=_initializes_nothing())
             self._random.__enter__()
             self._mode = _InPlaceOnSharded()
@@ -197,9 +197,9 @@ class Init:
             self._make_group(GroupPlan(name, [param], [name]), self.dtype)
 
     def shard_loaded(self, module: nn.Module) -> list[ParamGroup]:
-        """Shard what `module` itself has, quantized or not, as it is.
+        """Shard the module's own tensors, quantized or not, as they are.
 
-        Returns the groups: one of all its quantized tensors, one for each other parameter."""
+        Returns the groups: one for all quantized tensors, and one for each other parameter."""
         found = quantized_tensors(module, self.buffers)
         packed = {each.name: each for each in found if owning_group(each.tensor) is None}
         tensors = {name: quantized.tensor for name, quantized in packed.items()}

@@ -1,9 +1,9 @@
 """Weights for an inference engine: in bounded memory, with adapters merged.
 
-`stream_weights` gives them to every rank one by one. In `GatheredWhenRead`, code that was written
-for a whole model reads them itself.
+`stream_weights` gives them to every rank one by one. `GatheredWhenRead` lets code that was written
+for a whole model read them itself.
 
-Adapters are those of PEFT, recognised by their interface: nothing of PEFT is imported."""
+Adapters are PEFT's, recognised by their interface, so PEFT is not imported."""
 
 from __future__ import annotations
 
@@ -37,31 +37,32 @@ def stream_weights(
     max_bytes: int = 1 << 30,
     merge_adapters: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass over all weights: (name, tensor on the compute device) for each, the next ones being
-    gathered meanwhile.
+    """Yield all weights one by one, as (name, tensor on the compute device). While one is in use,
+    the next ones are gathered.
 
     All ranks must iterate at the same time, and stop at the same weight. A tensor is valid until
-    the next one is asked for and must not be changed. Tied weights come once, under their first
+    you request the next one, and must not be changed. Tied weights come once, under their first
     name. Persistent buffers come last.
 
     Args:
-        dtype: of floating-point weights: a torch dtype, "fp16", "bf16" or "fp32"; None: the one
-            they are trained in.
-        max_bytes: of the two buffers in all; more where a single weight is larger than half of it.
-        merge_adapters: have PEFT merge its active adapters into their base weights, under the base
-            model's names, instead of passing both. Whole adapters (not their base weights) are
-            gathered for that time, beyond `max_bytes`.
+        dtype: the dtype of floating-point weights: a torch dtype, "fp16", "bf16" or "fp32". None:
+            the dtype they are trained in.
+        max_bytes: the size of the two buffers together. They take more if a single weight is
+            larger than half of it.
+        merge_adapters: have PEFT merge its active adapters into their base weights, and yield the
+            result under the base model's names, instead of yielding both. Meanwhile the adapters
+            are gathered as a whole (but not their base weights), in addition to `max_bytes`.
 
     Raises:
-        ValueError: for a dtype of another name, and for a merge into quantized weights.
+        ValueError: for an unknown dtype, and for a merge into quantized weights.
     """
     if not merge_adapters:
         yield from Weights(engine.module, engine.groups, engine.comm, dtype).stream(max_bytes)
         return
     if engine.comm.model is not None:
         raise UsageError(
-            "stream_weights: merge_adapters=True needs whole adapters, and tensor parallelism cuts "
-            "them: save the adapter, and merge it into the base model in one process"
+            "stream_weights: merge_adapters=True needs whole adapters, but tensor parallelism "
+            "splits them: save the adapter, and merge it into the base model in one process"
         )
     params = dict(engine.module.named_parameters(remove_duplicate=False))
     layers_of: dict[nn.Parameter, list[Any]] = {}
@@ -70,8 +71,8 @@ def stream_weights(
         for param in layer.get_base_layer().parameters():
             if is_quantized(param):
                 raise UsageError(
-                    "stream_weights: merge_adapters=True cannot merge into quantized weights, for "
-                    "which PEFT makes new ones: read the model in zero.GatheredWhenRead, after "
+                    "stream_weights: merge_adapters=True cannot merge into quantized weights, "
+                    "because PEFT replaces them: read the model in zero.GatheredWhenRead, after "
                     "merge_adapter(), or merge the saved adapter into a 16-bit base"
                 )
             layers_of.setdefault(param, []).append(layer)
@@ -92,8 +93,9 @@ def stream_weights(
 
 
 def _merged(layers: Sequence[Any], param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-    """What PEFT makes of the base layer's parameter `param` if it has this value. The base layer's
-    others are zeros meanwhile: nothing is merged into one by way of another.
+    """The base layer's parameter `param` after PEFT's merge, if `value` is its value before.
+    Meanwhile, the base layer's other parameters are zeros, so that nothing is merged into `param`
+    by way of them.
     """
     base = list(dict.fromkeys(p for layer in layers for p in layer.get_base_layer().parameters()))
     former = {other: None if _is_sharded(other) else other.data for other in base}
@@ -116,7 +118,7 @@ def _merged(layers: Sequence[Any], param: nn.Parameter, value: torch.Tensor) -> 
 
 @contextmanager
 def _merge_undone(layer: Any) -> Iterator[None]:
-    """For a `layer.merge()`, of whose result the layer shall know nothing afterwards."""
+    """Context for a `layer.merge()` that the layer does not remember afterwards."""
     merged, caches = list(layer.merged_adapters), dict(getattr(layer, "_caches", {}))
     try:
         yield
@@ -129,7 +131,7 @@ def _merge_undone(layer: Any) -> Iterator[None]:
 def _base_name(model: nn.Module, name: str) -> str | None:
     """The weight's name in the base model.
 
-    None if a trained copy (PEFT's `modules_to_save`) stands in for it.
+    None if a trained copy (PEFT's `modules_to_save`) replaces it.
     """
     owner, _, rest = name.partition(".original_module.")
     if rest:
@@ -155,27 +157,27 @@ class GatheredWhenRead:
     read, and resharded when a parameter of another block is.
 
     Every rank must read the same parameters in the same order, because a read is a collective.
-    Where only some ranks read, use `GatheredParameters`.
+    If only some ranks read, use `GatheredParameters`.
 
     Inside, PEFT's `merge_adapter()` and `unmerge_adapter()` gather nothing: the layers remember
-    what is to be merged, and PEFT merges it into each block that is gathered. What is written to
-    the parameters is lost on exit.
+    what is to be merged, and PEFT merges it into each block when the block is gathered. Anything
+    written to the parameters is lost on exit.
 
     Args:
-        model: all of its sharded parameters are covered.
-        shapes_only: only names, shapes and dtypes are needed. Nothing is gathered, and the
-            parameters' data has no values.
+        model: the model, all of whose sharded parameters are covered.
+        shapes_only: whether you need only names, shapes and dtypes. Nothing is gathered then, and
+            the parameters' data has no values.
 
     Raises:
-        ValueError: a merge of the model's adapters would change more than sharded weights.
+        ValueError: if a merge of the model's adapters would change more than sharded weights.
     """
 
     def __init__(self, model: nn.Module, shapes_only: bool = False):
         if not shapes_only and (layer := _not_served(model)) is not None:
             raise UsageError(
                 f"GatheredWhenRead: a merge of the adapter of {layer!r} changes weights that are "
-                "not sharded, or replaces parameters, so that it cannot wait for a read: merge in "
-                "zero.GatheredParameters(model.parameters()), which gathers the whole model"
+                "not sharded, or replaces parameters, so it cannot be put off until a read: merge "
+                "in zero.GatheredParameters(model.parameters()), which gathers the whole model"
             )
         self._shapes_only = shapes_only
         groups = {owning_group(p): None for p in model.parameters() if _is_sharded(p)}
@@ -246,7 +248,7 @@ class GatheredWhenRead:
             layer.__class__ = deferred
         for name, param in params.items():
             if (merged := base._parameters[name]) is not param:
-                # PEFT has quantized anew. Who reads has the former object.
+                # PEFT has quantized the weight again, but the reader has the former object.
                 base._parameters[name] = param
                 show(param, merged.data)
                 vars(param).update(_public(merged))
@@ -267,7 +269,7 @@ def _public(owner: object) -> dict[str, Any]:
 
 
 class _DeferredMerge:
-    """The first base of a layer's class inside of `GatheredWhenRead`."""
+    """The first base class of a layer inside `GatheredWhenRead`."""
 
     def merge(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         names = self.active_adapters if adapter_names is None else adapter_names
@@ -311,7 +313,7 @@ def _not_served(model: nn.Module) -> str | None:
 def _changes_sharded_only(layer: Any) -> bool:
     base = list(layer.get_base_layer().parameters())
     if not any(map(_is_sharded, base)):
-        return True  # it is merged at once
+        return True  # it is merged immediately
     if isinstance(layer.get_base_layer(), nn.MultiheadAttention):
         return False  # PEFT replaces these parameters
     if any(is_quantized(p) and not _is_of_bitsandbytes(p) for p in base):
