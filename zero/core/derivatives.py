@@ -1,7 +1,7 @@
-"""What autograd is asked for: the gradients of a loss, or a derivative that a script takes itself.
+"""What autograd is asked for: the gradients of a loss, or a derivative that a script computes.
 
 `torch.autograd.grad(out, x)` and `out.backward(inputs=[x])` run the same hooks as
-`loss.backward()`, but give the model's parameters no gradient, so that there is nothing to reduce.
+`loss.backward()`, but give the model's parameters no gradient, so there is nothing to reduce.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def asks_for_other_gradients(params: Iterable[torch.Tensor]) -> bool:
     """Whether the backward that calls this from a hook gives no gradient to any of `params`,
     because its caller has named other tensors.
 
-    A backward of a loss that does not depend on `params` is none of these: other ranks, whose loss
-    does, count on this one."""
+    A backward of a loss that does not depend on `params` is not one of these, because other ranks,
+    whose loss does depend on them, rely on this one."""
     is_reached = torch._C._will_engine_execute_node
     try:
         return not (
@@ -39,13 +39,13 @@ def in_gradient_transform() -> bool:
 
 
 def in_forward_mode() -> bool:
-    """Whether the graph gets derivatives of forward mode, whose nodes no output shows."""
+    """Whether the graph gets forward-mode derivatives, whose nodes do not show up in any output."""
     return forward_ad._current_level >= 0
 
 
 def _accumulator(param: torch.Tensor) -> Node:
     """The node that adds to `param.grad`."""
-    # Nothing reads the values, and this is no part of what torch.func differentiates.
+    # Nothing reads the values, and this is not part of what torch.func differentiates.
     with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableFuncTorch():
         return get_gradient_edge(param).node
 

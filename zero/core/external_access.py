@@ -1,12 +1,12 @@
 """Parameters that are read outside of their own modules' calls, and reads that got no gradient.
 
-This file knows nothing of modules or of the order of reductions.
+This file knows nothing about modules or the order of reductions.
 
 [Note: reads] A parameter may be read in another module's forward (`self.embedding.weight`), in a
 loss after the model's forward, or may be returned by its module. Its group is then unsharded and
 stays so until as many backwards have ended as there were forwards, because it is unknown which
 backward still needs it. Between passes such a read is an error, because a rank may read
-alone, and its all-gather would wait for the others."""
+alone, and its all-gather would then wait for the others."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def tensors_in(
 ) -> Iterator[torch.Tensor]:
     """The tensors in a nest of tuples, lists, sets, mappings and dataclasses.
 
-    `in_objects`: also those in attributes of any other object, but for modules. `known`: the `id`
-    of each object that is not looked into, to which those are added that are."""
+    `in_objects`: also those in attributes of any other object, except modules. `known`: the `id`s
+    of objects not to look into; the objects that were looked into are added to it."""
     known = set() if known is None else known
     items: Iterable[object]
     if isinstance(value, torch.Tensor):

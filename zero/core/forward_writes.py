@@ -1,16 +1,16 @@
 """Weights that a forward changes in place: they keep the new values, as in plain torch.
 
 `nn.Embedding(max_norm=...)`, a layer that clamps or normalizes its own weight, or a codebook that
-follows its inputs writes to a parameter while the parameter is unsharded. Without this file the
-values would go when the group is resharded, or at the next step, where the optimizer has fp32
-values of its own.
+follows its inputs writes to a parameter while the parameter is unsharded. Without this file, the
+new values would be lost when the group is resharded, or at the next step, where the optimizer has
+its own fp32 values.
 
 The same is true of `param.data = tensor`, and of writes between two passes to a parameter that is
 always unsharded.
 
 Each rank writes its slice of the new values back, and a digest of all that was written goes into
 the comparison of ranks at the step, because ranks that write different values have different
-weights. This file knows nothing of modules or of the optimizer."""
+weights. This file knows nothing about modules or the optimizer."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _DIGESTS = 1 << 22
 
 
 class ForwardWrites:
-    """Notices writes to the weights of `groups` and keeps them.
+    """Detects writes to the weights of `groups` and keeps them.
 
     torch counts in-place writes to a parameter, but not those to `param.data`. Therefore checksums
     of the values are compared in the first pass that trains and in the first one that does not, and
-    between passes until the first step is over. A write that is not counted is refused. Later
+    between passes until the first step is over. A write that is not counted is an error. Later
     passes compare nothing, because checksums read all weights and make the host wait.
 
     Attributes:
@@ -84,7 +84,7 @@ class ForwardWrites:
         self.between_passes(trains)
         self._compares = trains not in self._compared
         if self._compares:
-            self._before.clear()  # what is left is of a pass that was given up
+            self._before.clear()  # left over from a pass that was abandoned
             for group in self._persistent():
                 self.shown(group)
 
@@ -94,7 +94,7 @@ class ForwardWrites:
             self._before[group] = _checksums(group)
 
     def end_use(self, group: ParamGroup) -> None:
-        """The group's parameters are about to show their values no more."""
+        """The group's parameters are about to stop showing their values."""
         before = self._before.pop(group, None)
         if not self._keep_new_values(group) and before is not None:
             self._changed.append((group, before != _checksums(group)))
@@ -121,7 +121,7 @@ class ForwardWrites:
         return [group for group in self._always_shown if group.has_other_copies]
 
     def _keep_new_values(self, group: ParamGroup) -> bool:
-        """Keep what was written to parameters of the group. Whether anything was."""
+        """Keep what was written to parameters of the group. Returns whether anything was."""
         replaced = group.take_in_replaced_data()
         counted = group.written_params() if group.has_other_copies else []
         written = sorted({*replaced, *counted})
@@ -161,7 +161,7 @@ def _refuse_lost(changed: Sequence[tuple[ParamGroup, torch.Tensor]], who: str) -
     if lost:
         raise UsageError(
             f"{who} {lost[0]!r}{' and others' * (len(lost) > 1)} through `.data`, which cannot be "
-            "noticed in later passes, so that the change would be lost: write to the parameter "
+            "detected in later passes, so the change would be lost: write to the parameter "
             "itself under torch.no_grad(), or change it between two steps inside of "
             "`zero.GatheredParameters(param, modifier_rank=0)`"
         )

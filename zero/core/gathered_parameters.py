@@ -1,8 +1,8 @@
 """`GatheredParameters`: a context in which sharded parameters show their values.
 
-If more than half of a group is asked for, or if it is to be changed, all of it is unsharded in one
-all-gather. Otherwise only the parameters that are asked for are gathered, by broadcasts. This file
-knows nothing of hooks or the optimizer."""
+If more than half of a group is requested, or if it is to be changed, all of it is unsharded in one
+all-gather. Otherwise only the requested parameters are gathered, by broadcasts. This file knows
+nothing about hooks or the optimizer."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ class GatheredParameters:
         self._group_versions = {group: group.version for group in self.asked}
 
     def _one_by_one(self, group: ParamGroup, indices: Sequence[int]) -> list[int]:
-        """The parameters to be gathered one by one: those that are read only, and at most half of a
-        sharded group.
+        """The parameters to be gathered one by one: those that are only read, and make up at most
+        half of a sharded group.
         """
         if self.modifier_rank is not None or group.state is not State.SHARDED or group.persistent:
             return []

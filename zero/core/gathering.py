@@ -1,6 +1,6 @@
 """When to unshard which group: carries out the schedule's decisions on the groups of one engine.
 
-This file knows nothing of modules, hooks, gradients or the optimizer. With several ranks, no
+This file knows nothing about modules, hooks, gradients or the optimizer. With several ranks, no
 decision depends on whether a transfer or an update has finished: all ranks must start the same
 all-gathers in the same order."""
 
@@ -84,8 +84,8 @@ class Gathering:
         if group.state is not State.UNSHARDED and in_gradient_transform():
             raise UsageError(
                 f"{group} is sharded, and cannot be gathered inside of torch.func.grad, jvp or a "
-                "transform made of these: use torch.autograd.grad, or call the transform inside of "
-                "the module's forward, which has its weights"
+                "transform built on them: use torch.autograd.grad, or call the transform inside of "
+                "the module's forward, where its weights are available"
             )
         self._before_use()
         self._comm.watchdog.set_position(group)
@@ -142,8 +142,8 @@ class Gathering:
                 return
 
     def _make_room(self, numel: int) -> None:
-        """Reshard groups that are not in use until `numel` more elements fit; first the one that is
-        needed last.
+        """Reshard groups that are not in use until `numel` more elements fit, beginning with the
+        one that is needed last.
         """
         limit = self._schedule.max_live_parameters
         if self._residency.live + numel <= limit:

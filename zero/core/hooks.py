@@ -4,25 +4,25 @@
     zero/core/reduction.py   which reduction may start
     zero/core/external_access.py       parameters that are read outside of their modules
 
-This file knows nothing of transfers, of memory or of the optimizer.
+This file knows nothing about transfers, memory or the optimizer.
 
 [Note: life of a group in a training step]
     forward of a module    unshard its groups -> the module runs -> release them
     backward of its output unshard them again (autograd is about to run the module backwards)
     its last gradient      release; the reduction may start
 
-Every use of a trainable parameter lies before the moment its gradient is complete. So a group that
-has all of its gradients is not needed any more. Tied groups get theirs only after the last owner,
+Every use of a trainable parameter comes before its gradient is complete, so a group that has all
+of its gradients is not needed any more. Tied groups get theirs only after the last owner,
 and frozen ones never. Both are released when the gradients of the call's inputs are complete.
 Groups still unsharded at the end of backward are released then.
 
-Activation checkpointing runs forward code again inside of backward. If it runs a hooked module
-again, the group unsharded there stays so for the backward that follows. If it runs inside of the
-hooked module (as in transformers), the group was unsharded before. Autograd's graph does not tell
-which gradients will come, since reentrant checkpointing makes graphs on the way. So a group with a
-parameter that got no gradient stays unsharded to the end of backward. If it is used by a backward
-inside of the backward, it is released at the end of that one, because a second recomputation must
-gather it on all ranks, whichever gradients they have."""
+Activation checkpointing runs forward code again inside backward. If it runs a hooked module again,
+the group unsharded there stays so for the backward that follows. If it runs inside the hooked
+module (as in transformers), the group was unsharded before. Autograd's graph does not say which
+gradients will come, because reentrant checkpointing builds graphs along the way. A group with a
+parameter that got no gradient therefore stays unsharded until the end of backward. If it is used
+by a backward inside the backward, it is released at the end of that one, because a second
+recomputation must gather it on all ranks, whichever gradients they have."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class _Hook:
 
 
 def _call_outside_of_transforms(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Inside of torch.func.vmap the engine's own tensors are no batch."""
+    """Inside torch.func.vmap the engine's own tensors are not batched."""
     with torch._C._DisableFuncTorch():
         return function(*args, **kwargs)
 
@@ -117,7 +117,7 @@ class ModuleHooks:
         model: the root module.
         groups: all of its groups.
         gathering, reductions: the policies.
-        ignore_unused: a trainable parameter without a gradient is no error.
+        ignore_unused: a trainable parameter without a gradient is not an error.
 
     Attributes:
         forward_hooks, backward_hooks: the handles of what is installed.
@@ -143,7 +143,7 @@ class ModuleHooks:
         self._missing = MissingGradients()
         self._ignore_unused = ignore_unused
         self._micro_batches = micro_batches
-        # Groups that are unsharded for the backward that runs, or that will follow.
+        # Groups that are unsharded for a backward that is running or will follow.
         self._in_backward: set[ParamGroup] = set()
         # Calls of the root module under way: its forward may call it again.
         self._depth = 0
@@ -252,8 +252,8 @@ class ModuleHooks:
             if any(param.requires_grad for param in group.params):
                 self._unfrozen.add(group)
                 logger.warning(
-                    "%s was frozen when the engine was made, and stays as it is: set requires_grad "
-                    "before initialize()",
+                    "%s was frozen when the engine was created, and stays frozen: set "
+                    "requires_grad before initialize()",
                     group,
                 )
 
@@ -287,7 +287,7 @@ class ModuleHooks:
 
     def finish_broken_backward(self) -> None:
         """A backward has raised an exception on this rank alone: join the reductions of the other
-        ranks, whose result is of no use.
+        ranks, although their result will not be used.
         """
         self._close_backward()
         self._reductions.finish()
@@ -385,7 +385,7 @@ class ModuleHooks:
         """Note which of `groups` have weights that the module keeps views of."""
         kept = list(tensors_in(_kept_by(module)))
         for group in groups:
-            # A parameter that is in a list too, as those of an LSTM are, is no view.
+            # A parameter that is also in a list, like those of an LSTM, is not a view.
             views = [tensor for tensor in kept if tensor not in group.index]
             group.has_aliases |= bool(groups_shown_by(views, [group]))
 
@@ -448,7 +448,8 @@ class ModuleHooks:
         if self._is_derivative:
             raise UsageError(
                 f"parameter {group.param_names[index]!r} got a gradient from a backward inside of "
-                "torch.autograd.grad, which asks for others: run the backward of the loss instead"
+                "torch.autograd.grad, which asks for other gradients: run the backward of the loss "
+                "instead"
             )
         if torch._C._current_graph_task_id() != self._graph_task:
             self._reductions.has_nested_backward = True
@@ -481,8 +482,8 @@ class ModuleHooks:
             self._gathering.release(group)
 
     def _finish_nested(self, task: int) -> None:
-        """A backward inside of the backward is over, on all ranks alike. Its groups may be
-        unsharded again for another one, even if a rank has all of their gradients.
+        """A backward inside the backward is over, on all ranks. Its groups may be unsharded again
+        for another one, even if a rank has all of their gradients.
         """
         for group in self._nested.pop(task, ()):
             self._release_from_backward(group)
@@ -494,8 +495,8 @@ class ModuleHooks:
             self._release_from_backward(group)
 
     def _finish_derivative(self, was_in_pass: bool, graph_is_kept: bool) -> None:
-        """The script has taken a derivative itself. What awaits a backward still does, unless its
-        graph is gone.
+        """The script has computed a derivative itself. Forwards that await a backward still do,
+        unless their graph is gone.
         """
         self._close_backward()
         self._in_pass = was_in_pass

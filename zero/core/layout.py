@@ -1,9 +1,9 @@
-"""Pure arithmetic: which parameters form a group, where each is in the group's flat buffer, which
-slice each rank has.
+"""Pure arithmetic: which parameters form a group, where each one is in the group's flat buffer, and
+which slice each rank has.
 
-This file touches no process group and no tensor's values.
+This file does not touch process groups or the values of tensors.
 
-[Note: words]
+[Note: terms]
 group        parameters that are unsharded, reduced and resharded as one: a transformer block, or
              one stray module.
 full        a group's unsharded 1-D buffer. While the group is unsharded, its parameters are views
@@ -66,11 +66,11 @@ class Piece:
 
 
 class GroupLayout:
-    """Where each of a group's parameters lies in `full` and how `full` is cut into shards.
+    """Where each of a group's parameters lies in `full`, and how `full` is split into shards.
 
-    `numel` counts elements of parameters, `padded` those of `full`, `shard_numel` those of each
-    rank's shard. Every shard of a `replicated` group is all of `full`. A single parameter is cut
-    without regard to alignment, because scripts expect shards of ceil(elements / ranks)."""
+    `numel` is the number of elements in the parameters, `padded` in `full`, and `shard_numel` in
+    each rank's shard. Every shard of a `replicated` group is all of `full`. A single parameter is
+    split without regard to alignment, because scripts expect shards of ceil(elements / ranks)."""
 
     def __init__(self, shapes: Sequence[torch.Size], world_size: int, replicated: bool = False):
         self.world_size = world_size
@@ -146,8 +146,8 @@ def packs_experts(module: nn.Module) -> bool:
 
 
 def find_blocks(model: nn.Module) -> dict[nn.Module, str]:
-    """The outermost modules to gather as a whole: leaves, those the model names, else the children
-    of `ModuleList`s.
+    """The outermost modules to gather as a whole: leaves, and the modules that the model names, or
+    else the children of `ModuleList`s.
     """
     declared = (getattr(module, "_no_split_modules", None) or () for module in model.modules())
     classes, blocks = set().union(*declared), {}  # of HF models
@@ -213,13 +213,13 @@ def plan_groups(
     A group is uniform in dtype and in `requires_grad`; one of quantized tensors has any dtypes.
     Parameters without elements are in none. Parameters of at most
     `persistence_threshold` elements go to the persistent groups, up to
-    `model_persistence_threshold` elements in all, as do PEFT's prompts of any size. Quantized
+    `model_persistence_threshold` elements in total, as do PEFT's prompts of any size. Quantized
     tensors do so only if they are tiny, because the all-gather of their layer's codes can carry
-    them. Others go to the group of the block that contains all of their owners, else to a stray
-    group of the modules that own them. Experts that are packed into 3-D parameters may be most of
-    the model. So they are a stray group even inside a block, unless it is a leaf. Within a group,
-    parameters with equal `sort_key` (the index of the optimizer's param group) lie next to each
-    other."""
+    them. Others go to the group of the block that contains all of their owners, or otherwise to a
+    stray group of the modules that own them. Experts that are packed into 3-D parameters may be
+    most of the model, so they are a stray group even inside a block, unless it is a leaf. Within a
+    group, parameters with equal `sort_key` (the index of the optimizer's param group) lie next to
+    each other."""
     blocks = find_blocks(model)
     leaves = (module for module in model.modules() if getattr(module, LEAF_FLAG, False))
     in_leaves = {module for leaf in leaves for module in leaf.modules()}

@@ -1,7 +1,7 @@
 """Micro-batches: which one is the last of its step, and by what its gradients are multiplied.
 
-The engine tells what its caller does. The hooks and the reducer ask at the moments that matter to
-them. This file knows nothing of groups or of the optimizer."""
+The engine records here what its caller does, and the hooks and the reducer query it when they need
+to. This file knows nothing about groups or the optimizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class MicroBatches:
 
     Args:
         steps: micro-batches in a step.
-        managed: the engine counts them; else the script's call of `step()` ends the accumulation.
+        managed: the engine counts them; otherwise the script's call of `step()` ends the
+            accumulation.
         scales_loss: training has a loss scale.
 
     Attributes:
@@ -30,7 +31,7 @@ class MicroBatches:
         holds_back: no gradient is reduced now (`no_sync`).
         loss_was_scaled: the next backward begins with a loss that was scaled.
         factor: by which the gradients of the current backward are multiplied.
-        offloaded: states that are on the host until `reload_states`, so that nothing may be
+        offloaded: states that are on the host until `reload_states`; meanwhile nothing may be
             computed.
     """
 
@@ -47,7 +48,7 @@ class MicroBatches:
         self.holds_back = False
         self.loss_was_scaled = False
         self.factor = 1.0
-        # The micro-batch whose loss `engine.backward` has divided last; None once that was told.
+        # The last micro-batch whose loss `engine.backward` has divided; None after the warning.
         self._divided: int | None = -1
         self.offloaded: set[str] = set()
 
@@ -78,7 +79,7 @@ class MicroBatches:
             self.loss_was_scaled = False
 
     def gradients_begin(self) -> None:
-        """The first gradient of a backward has come.
+        """The first gradient of a backward has arrived.
 
         Raises RuntimeError if its loss should have been scaled, UsageError if states are offloaded.
         """

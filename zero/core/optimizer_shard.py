@@ -1,7 +1,8 @@
 """What the optimizer keeps of one group on this rank: the master, the reduced gradient, and where
 they live.
 
-This file knows nothing of optimizers' arithmetic, of backward, or of how ranks exchange gradients.
+This file knows nothing about the arithmetic of optimizers, about backward, or about how ranks
+exchange gradients.
 
     gradient  in:  `reduction_target` -> a reduction fills it -> `put_gradient`      (by
                    `zero.core.reduction`)
@@ -29,7 +30,7 @@ class OptimizerShard:
             shard has that dtype and is in the same place, it is the master.
         grad: 1-D, the reduced gradient in the dtype of the reducer's sums, or None. `grad` times
             `comm.mean_factor` is the mean over ranks.
-        sub_groups_left: pieces of the master that the last step has still to update, and
+        sub_groups_left: pieces of the master that the last step still has to update, and
             update_end: the end of their update on the device, or None; whoever updates masters
             keeps both (`zero.optim.background`).
         norms: 2-norms (scalars) of the pieces of an offloaded gradient, by the piece's start. They

@@ -93,7 +93,7 @@ class ParamGroup(NamedGroup):
             values of each step, which these views show.
         strict: a change of unsharded values that would be lost is an error.
         packed: the parameters are frozen tensors of any dtypes, and elements of the group are their
-            bytes. Some are no `nn.Parameter`.
+            bytes. Some are not an `nn.Parameter`.
         source: the communicator that gathered `full`; it may quantize.
         initial_master: the slice as given, on `master_tier`, for an optimizer; or None.
     """
@@ -236,7 +236,8 @@ class ParamGroup(NamedGroup):
         """
         if self.optimizer_shard is not None:
             logger.warning(
-                "%s goes to a new engine: the one that trained it so far must not be used again",
+                "%s is taken over by a new engine: the engine that trained it so far must not be "
+                "used again",
                 self,
             )
         with self.unsharded():
@@ -416,7 +417,7 @@ class ParamGroup(NamedGroup):
     @torch.no_grad()
     def move_weights(self, tier: Tier) -> None:
         """Move the weights to `tier`: the shard, or all of a persistent group. A shard that is its
-        own master stays that.
+        own master remains so.
         """
         optimizer_shard = self.optimizer_shard
         is_master = optimizer_shard is not None and optimizer_shard.shares_weights
@@ -505,7 +506,7 @@ class ParamGroup(NamedGroup):
         self.state = State.SHARDED
         if self.has_aliases:
             return
-        # torch cannot know when a numpy array of it is gone, so that this storage stays for good.
+        # torch cannot know when a numpy array of it is gone, so this storage is never freed.
         storage = self.full.untyped_storage()
         if storage.resizable():
             storage.resize_(0)
@@ -612,7 +613,7 @@ class ParamGroup(NamedGroup):
 @contextmanager
 def unsharded(groups: Sequence[ParamGroup]) -> Iterator[None]:
     """Context in which all parameters of `groups` show their values. Groups that were sharded are
-    resharded after it.
+    resharded at its end.
 
     The values are exact, unless a forward uses the group with quantized values.
     """

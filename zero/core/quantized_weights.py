@@ -3,8 +3,8 @@
 Libraries keep them in different places: as integer or float8 parameters (bitsandbytes, FP8), inside
 a tensor subclass (torchao), in attributes of the parameter or of the layer (bitsandbytes'
 `quant_state` and `SCB`, HQQ's `meta`), or as buffers (GPTQ, AWQ). All are frozen, and their bits
-must not change, so the engine moves them as bytes. This file knows nothing of groups' states or of
-communication."""
+must not change, so the engine moves them as bytes. This file knows nothing about the states of
+groups or about communication."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEAST_BYTES = 2048
 
 
 class QuantizedTensor(NamedTuple):
-    """A tensor with bytes of its own, its unique name in the module, and other objects for the same
+    """A tensor with its own bytes, its unique name in the module, and other objects for the same
     bytes: a second tensor over them, or the subclass that wraps the tensor.
     """
 
@@ -36,9 +36,9 @@ class QuantizedTensor(NamedTuple):
 def is_quantized(param: torch.Tensor) -> bool:
     """Whether the elements of this frozen parameter or buffer are codes.
 
-    They are if its class wraps tensors or carries those that decode it, if they are 8-bit floats,
-    or if they are many integers of at most 32 bits. Wider integers are indices, and a few may be
-    counters."""
+    They are if its class wraps tensors or carries the tensors that decode it, if they are 8-bit
+    floats, or if they are many integers of at most 32 bits. Wider integers are indices, and a small
+    number of integers may be counters."""
     if param.requires_grad or param.is_meta:
         return False
     if wraps_tensors(param):
@@ -98,7 +98,7 @@ def quantized_tensors(module: nn.Module, buffers: bool | None = False) -> list[Q
         is_param = name in params or tensor in wrapped
         if tensor.is_meta or tensor.requires_grad or tensor.layout is not torch.strided:
             continue
-        # torch's own quantized dtypes, which are going away, have a scale beside their bytes.
+        # torch's own quantized dtypes, which are going away, have a scale besides their bytes.
         if tensor.numel() == 0 or getattr(tensor, "is_quantized", False):
             continue
         key = _memory(tensor)

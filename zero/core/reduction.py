@@ -1,22 +1,23 @@
 """From the gradients of a backward to the reduced gradient of this rank's shard.
 
     GroupGradients    what is known of one group's gradients between two steps
-    GradientReducer   collects them in flat buffers, reduces those, and hands the result to the
-                      group's `OptimizerShard`
+    GradientReducer   collects them in flat buffers, reduces the buffers, and hands the result to
+                      the group's `OptimizerShard`
     ReductionOrder    when a group's gradients are complete, and when their reduction may start
 
-This file knows nothing of modules or of what is gathered, and not where the result lives
+This file knows nothing about modules, about what is gathered, or about where the result lives
 (`zero/core/optimizer_shard.py`).
 
 [Note: order of reductions] Every rank starts its reductions in one agreed order, each as soon as it
-and all before it are complete. So ranks whose graphs differ (an expert used on one rank only, a
+and all before it are complete, so ranks whose graphs differ (an expert used on one rank only, a
 skipped layer) never wait for different groups. At first this is the reversed order of the groups.
 After backward 1, 2, 4, 8, ... rank 0 tells the others the order in which its groups completed, as
 DistributedDataParallel rebuilds its buckets. Persistent and shared groups always come last.
 
-[Note: place of a reduction] NCCL can block for ever if ranks start operations of two communicators
-in different orders. On gloo, while a rank waits because `reduce_bucket_size` is used up, it joins
-no all-gather. So it must not wait for a reduction that others start only after later all-gathers.
+[Note: place of a reduction] NCCL can block forever if ranks start operations of two communicators
+in different orders. On gloo, a rank that waits because `reduce_bucket_size` is used up does not
+join any all-gather, so it must not wait for a reduction that others start only after later
+all-gathers.
 On NCCL, and with leaf modules, rank 0 broadcasts after which group use each reduction starts.
 All-gathers start at uses, the same on all ranks. If a rank's gradients are not complete at the use
 after that, the reduction starts without those that are missing: an expert that was not used has
@@ -89,7 +90,7 @@ class GradientReducer:
     Args:
         shards: where the reduced gradients go, one for each trainable group.
         bucket_size: the most elements in one reduction, and in all reductions in flight.
-        overlap: whether backward continues during a reduction, or waits for it at once.
+        overlap: whether backward continues during a reduction, or waits for it immediately.
         contiguous: whether gradients are copied to the flat buffer when `MOST_APART` elements are
             ready, or only when the group has all of them.
         dtype: the dtype in which gradients are sent. None: the dtype of the parameters, or
@@ -98,8 +99,8 @@ class GradientReducer:
         narrow: a result to which nothing is added stays in the dtype of the reduction, which loses
             nothing.
         deferred: gradients of several micro-batches are summed in a buffer of full size and of
-            `sum_dtype` before they travel (stages 0 and 1). Else those of each micro-batch are
-            reduced at once.
+            `sum_dtype` before they are sent (stages 0 and 1). Otherwise the gradients of each
+            micro-batch are reduced immediately.
 
     Attributes:
         backwards: how many have ended since the last step.
@@ -483,10 +484,11 @@ class ReductionOrder:
         self._reducer.end_backward()
 
     def _late_on_any_rank(self, late: Collection[ParamGroup]) -> list[ParamGroup]:
-        """The groups that on any rank got gradients after their reduction had started, as from the
-        second call of a module inside of a reentrant checkpoint: all join in one more reduction.
+        """The groups that on any rank got gradients after their reduction had started, for example
+        from the second call of a module inside a reentrant checkpoint. All ranks reduce these once
+        more.
 
-        Only a backward inside of a backward can bring them, so that all others need no exchange."""
+        Only a backward inside a backward can produce them, so all others need no exchange."""
         is_late = [group in late for group in self._order]
         if self.has_nested_backward and self._comm.world_size > 1:
             if not self._reducer.keeps_on_rank:

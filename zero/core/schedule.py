@@ -12,9 +12,9 @@ From then on the recorded order predicts the next visits:
                 more than
                     `max_live_parameters` elements are gathered; reshard otherwise
 
-If a pass departs from the recorded order (a dropped layer, another branch), nothing is predicted
+If a pass deviates from the recorded order (a dropped layer, another branch), nothing is predicted
 until the next pass, which follows the new order. All inputs are the same on every rank, so every
-rank decides alike."""
+rank makes the same decisions."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ NEVER = float("inf")
 
 @dataclass
 class Residency:
-    """Counts gathered elements: `persistent` ones apart, `live` now and `peak` so far for all
-    others.
+    """Counts gathered elements: `persistent` ones separately; for all others, `live` now and `peak`
+    so far.
     """
 
     persistent: int = 0
@@ -75,7 +75,7 @@ class Schedule:
     """Follows the visits of a pass and answers what to prefetch and whether to keep.
 
     Args (all in elements): sizes: of each group, by index; prefetch_bucket_size,
-    max_live_parameters and max_reuse_distance: as the settings `stage3_*` of the same names."""
+    max_live_parameters and max_reuse_distance: like the settings `stage3_*` of the same names."""
 
     def __init__(
         self,

@@ -1,12 +1,12 @@
-"""What a parameter shows while its group is sharded, and how a read of it is noticed.
+"""What a parameter shows while its group is sharded, and how a read of it is detected.
 
 A sharded parameter keeps its true shape, dtype and device, and shows NaN. Its class is
-`ShardedParameter` until it is unsharded. The object never changes. So autograd's leaf is always the
+`ShardedParameter` until it is unsharded. The object never changes, so autograd's leaf is always the
 parameter itself, whether a module, a list, an activation checkpoint or
 `torch.autograd.Function.apply` holds it.
 
-This file knows nothing of modules or process groups. Of the group that holds a parameter's values
-it uses `read_hook`, and `unsharded` for copies."""
+This file knows nothing about modules or process groups. The only parts that it uses of the group
+that holds a parameter's values are `read_hook`, and `unsharded` for copies."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def set_owning_group(param: torch.Tensor, group: ParamGroup | None) -> None:
 
 
 class Cut(Protocol):
-    """How a parameter is cut over a model group. Each of its ranks has one part, and engines see
-    that part alone.
+    """How a parameter is split over a model group. Each of its ranks has one part, and engines see
+    only that part.
 
     Attributes:
         index: the number of this rank's part.
-        described: along which dimension it is cut, in how many blocks, each of which is cut, and in
-            how many parts. A part has its pieces of all blocks.
+        described: along which dimension it is split, into how many blocks, each of which is split,
+            and into how many parts. A part consists of its pieces of all blocks.
     """
 
     index: int
     described: list[int]
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """The whole from every rank's part. All ranks that have one must call it."""
+        """The whole, put together from every rank's part. All ranks that have one must call it."""
         ...
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ class Cut(Protocol):
 
 
 def cut_of(param: torch.Tensor) -> Cut | None:
-    """How `param` is cut over this rank's model group; None if the rank has all of it."""
+    """How `param` is split over this rank's model group; None if the rank has all of it."""
     return getattr(param, "_zero_cut", None)
 
 
@@ -267,7 +267,7 @@ class ShardedParameter(nn.Parameter):
         if value.data_ptr() == self.data_ptr() and value.dtype == self.dtype:
             return
         raise UsageError(
-            f"parameter {self.param_name!r} is sharded over the ranks here, so that `param.data` "
+            f"parameter {self.param_name!r} is sharded over the ranks here, so `param.data` "
             "cannot be replaced, nor its dtype changed: copy values into it inside of "
             "`with zero.GatheredParameters(param, modifier_rank=0):`, which all ranks enter, and "
             "change dtypes before zero.initialize"
@@ -276,7 +276,7 @@ class ShardedParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
         """An ordinary parameter with the values, or a tensor of another class with its attributes.
 
-        Its group is unsharded for that: all ranks must copy alike.
+        Its group is unsharded for that, so all ranks must make the same copy.
         """
         group = owning_group(self)
         assert group is not None
@@ -333,6 +333,6 @@ def take_over(param: torch.Tensor, nan: torch.Tensor) -> None:
 
 
 def hide(param: torch.Tensor, nan: torch.Tensor) -> None:
-    """Make `param` show the placeholder `nan`, and notice its reads."""
+    """Make `param` show the placeholder `nan`, and detect reads of it."""
     show(param, nan)
     param.__class__ = _sharded_class(type(param))

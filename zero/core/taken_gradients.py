@@ -1,8 +1,8 @@
-"""Says that a script's work on gradients has no effect, because the engine takes them.
+"""Warns a script that its work on gradients has no effect, because the engine takes them over.
 
-`torch.nn.utils.clip_grad_norm_` passes over parameters whose `.grad` is None, and loops of scripts
-do so too. Therefore the first backward leaves a stand-in on each parameter, until the next backward
-or step. It takes the memory of one element. Later steps cost nothing."""
+`torch.nn.utils.clip_grad_norm_` skips parameters whose `.grad` is None, and so do loops in scripts.
+Therefore the first backward leaves a stand-in on each parameter, until the next backward or step.
+It takes the memory of one element. Later steps cost nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zero.core.sharded_param import local, needs_values, written_by
 
 logger = logging.getLogger("zero")
 
-# Scripts and `zero_grad` clear gradients, or move them with a module, which is no use of them.
+# Scripts and `zero_grad` clear gradients, or move them with a module, which does not use them.
 _HARMLESS = frozenset(("detach_", "zero_", "_foreach_zero_", "to"))
 
 
@@ -39,8 +39,8 @@ class TakenGradient(torch.Tensor):
             logger.warning(
                 "the script reads or changes `.grad` of parameters after backward, as "
                 "torch.nn.utils.clip_grad_norm_ does. This has no effect, because the engine has "
-                "taken the gradients: clip them by `gradient_clipping` in the configuration, and "
-                "read them by zero.fragments.safe_get_full_grad"
+                "taken the gradients: clip them with `gradient_clipping` in the configuration, and "
+                "read them with zero.fragments.safe_get_full_grad"
             )
         kwargs = kwargs or {}
         if any(isinstance(tensor, cls) for tensor in written_by(func, args, kwargs)):
