@@ -1,5 +1,5 @@
-"""Marks leaf modules, whose parameters are always gathered together, and parameters that a module
-reads of another one. The functions are DeepSpeed's.
+"""Marks leaf modules, whose parameters are always gathered together, and parameters that one module
+reads from another. The functions are DeepSpeed's.
 
 If the forward of a module chooses among its children, as a mixture of experts does, and ranks may
 choose differently, mark the module as a leaf, because all ranks must take part in each all-gather.
@@ -7,7 +7,7 @@ Transformer blocks are gathered as a whole anyway, so you need leaves only outsi
 models that do not name their blocks. Call these functions before `initialize`.
 
 A leaf is a module with the attribute `zero.core.layout.LEAF_FLAG`, and `EXTERNAL_PARAMETERS` lists
-what a module reads. This file knows nothing else of how groups are made."""
+what a module reads. This file knows nothing else about how groups are formed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def mark_configured(model: nn.Module, leaves: LeafModuleConfig | None) -> None:
     """Mark the modules that `zero_optimization.leaf_module` names, by class, name or suffix of the
     name.
 
-    Raises ValueError for one that is not there.
+    Raises ValueError for a module that does not exist.
     """
     if leaves is None:
         return
@@ -76,11 +76,11 @@ def _refuse(what: str, missing: Sequence[object]) -> None:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Say that `module`'s own forward reads `parameter`, which another module owns. Both calls then
-    unshard it.
+    """Declare that `module`'s own forward reads `parameter`, which another module owns. It is then
+    unsharded for the calls of both modules.
 
-    Call it before `zero.initialize`. Without it, such a parameter is unsharded at its first read
-    and stays unsharded to the end of the backward."""
+    Call it before `zero.initialize`. Without it, such a parameter is unsharded at its first read,
+    and stays unsharded until the end of the backward pass."""
     if not isinstance(parameter, nn.Parameter):
         raise UsageError(
             "register_external_parameter: expected a torch.nn.Parameter, got "
