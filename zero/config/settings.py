@@ -115,8 +115,8 @@ class Config(Section):
 
     Attributes:
         train_batch_size: Global batch: the number of samples in one optimizer step, over all
-            processes. It is micro-batch x accumulation x the number of processes that have batches
-            of their own. Set one or two of the three batch keys, and the others are computed.
+            processes. It is micro-batch x accumulation x the number of processes that have their
+            own batches. Set one or two of the three batch keys, and the others are computed.
             - N: A step takes N samples.
         train_micro_batch_size_per_gpu: Micro-batch: the number of samples in one forward pass on
             one process.
@@ -125,7 +125,7 @@ class Config(Section):
             - 1: Each micro-batch is a step.
             - N: N micro-batches make one step.
         data_parallel_size: Not needed, because it is computed. If given, it must equal the number
-            of processes that have batches of their own.
+            of processes that have their own batches.
         sequence_parallel_size: Number of neighbouring processes that share each sequence (Ulysses).
             The Trainer's `ParallelismConfig` sets it.
             - 1: Each process has its own sequences.
