@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def start_logging(args: DistillationConfig) -> None:
-    """Rank 0 prints progress, the other ranks print warnings only."""
+    """Rank 0 prints progress, and the other ranks print only warnings."""
     level = logging.INFO if args.process_index == 0 else logging.WARNING
     logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.WARNING)
     logging.getLogger("distill").setLevel(level)

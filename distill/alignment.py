@@ -1,5 +1,5 @@
-"""One text read by two tokenizers: which tokens of one follow the same text as which tokens of the
-other.
+"""One text read by two tokenizers: which tokens of one tokenizer come after the same text as which
+tokens of the other.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def encode_twice(
     teacher: PreTrainedTokenizerBase,
     max_length: int,
 ) -> dict[str, list[int]]:
-    """Encode by the student's tokenizer, and add `teacher_input_ids` and `teacher_positions` (see
+    """Encode with the student's tokenizer, and add `teacher_input_ids` and `teacher_positions` (see
     `Batch.of`).
 
     Raises:

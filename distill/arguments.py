@@ -32,7 +32,7 @@ class ModelArguments:
     student_config: str | None = field(
         default=None,
         metadata={
-            "help": "Configuration (folder, JSON file or hub name) of a student that starts "
+            "help": "Configuration (folder, JSON file or hub name) of a new student, which starts "
             "from scratch."
         },
     )
@@ -68,7 +68,7 @@ class DataArguments:
     source_column: str | None = field(
         default=None,
         metadata={
-            "help": "Key of the text that an encoder-decoder model reads. A dot leads into a "
+            "help": "Key of the text that an encoder-decoder model reads. A dot means a "
             "nested object: translation.en."
         },
     )
@@ -78,8 +78,8 @@ class DataArguments:
     source_prefix: str | None = field(
         default=None,
         metadata={
-            "help": "Text put before every source, as the teacher was trained: translate English "
-            "to German: "
+            "help": "Text to put before every source, as in the teacher's training: translate "
+            "English to German: "
         },
     )
     max_length: int = field(
@@ -116,7 +116,7 @@ class DataArguments:
 
 Arguments = tuple[ModelArguments, DataArguments, DistillationConfig]
 
-# Arguments of a run without model, teacher and data. Arguments that are given override them.
+# Defaults for a run without model, teacher and data. Arguments that are given override them.
 DEMONSTRATION = {
     "output_dir": "output/distill_demo",
     "overwrite_output_dir": True,  # tokenizer and teacher of earlier runs are in it
@@ -158,7 +158,7 @@ class ArgumentParser(shared.ArgumentParser):
 
 
 def fail(message: str) -> NoReturn:
-    """Print `message` as one line on stderr and end this process with exit code 2."""
+    """Print `message` as one line on stderr, and end this process with exit code 2."""
     refuse(f"run_distill.py: error: {' '.join(message.split())}")
 
 
@@ -172,7 +172,7 @@ def is_demonstration(given) -> bool:
 
 
 def parse_arguments(argv: Sequence[str] | None = None, caching: bool = False) -> Arguments:
-    """Parse and check the command line. Training arguments are made last, because they may start
+    """Parse and check the command line. Training arguments are created last, because they may start
     the process group.
 
     `caching`: the command line is that of `run_distill.py cache_teacher`.
@@ -207,7 +207,7 @@ def parse_arguments(argv: Sequence[str] | None = None, caching: bool = False) ->
 def _settings_in(path: str) -> dict[str, object]:
     """Return the Trainer's arguments that a ds_config sets.
 
-    They become defaults, because both must agree.
+    They become the defaults, because both must agree.
     """
     try:
         config = read(path)[1]

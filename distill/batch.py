@@ -41,7 +41,7 @@ class _EncoderDecoder(Protocol):
 
 def with_decoder_inputs(inputs: Mapping[str, Any], model: PreTrainedModel) -> Mapping[str, Any]:
     """Return the inputs of `model`. Encoder-decoder models also get `decoder_input_ids`, which are
-    made of the labels.
+    made from the labels.
     """
     if not model.config.is_encoder_decoder or "decoder_input_ids" in inputs:
         return inputs
@@ -77,8 +77,8 @@ class Batch:
         position of the teacher's token that begins at the same place of the text, or -1 if none
         begins there.
 
-        The shape of `rows` depends on the labels. With `target_counts` (one integer an example) the
-        host knows it already. Without, it waits until the device has counted."""
+        The shape of `rows` depends on the labels. With `target_counts` (one integer per example),
+        the host knows it already; without, it waits until the device has counted."""
         labels = inputs["labels"]
         mask = target_mask(labels, shifted).flatten()
         counts = inputs.get(TARGET_COUNTS)

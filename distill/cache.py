@@ -4,10 +4,10 @@ loaded.
 [Note: what is in a cache] `cache.json` has the teacher and its revision, tokenizer, temperature and
 k. Each `part-*.safetensors` holds E examples with T targets in all: `keys` (E, 32) uint8, `starts`
 (E + 1), `indices` (T, k), `log_p` (T, k + 1; the last column is the mass of all other tokens) and
-`cross_entropy` (T,). The key of an example is a hash of its token ids, labels and positions. So
-order and padding do not matter, and another text or tokenizer gives other keys. A missing example
-is an error. Each part appears by one rename, and an interrupted run goes on with the missing
-examples."""
+`cross_entropy` (T,). The key of an example is a hash of its token ids, labels and positions, so
+order and padding do not matter, and a different text or tokenizer gives different keys. A missing
+example is an error. Each part appears by a single rename, and an interrupted run continues with
+the missing examples."""
 
 from __future__ import annotations
 
@@ -144,14 +144,14 @@ class TeacherCache:
     def check(self, **expected: object) -> None:
         """Raise CacheError if the description differs from the `expected` values.
 
-        None accepts any value.
+        None matches any value.
         """
         for name, value in expected.items():
             found = getattr(self.description, name)
             if value is not None and value != found:
                 raise CacheError(
-                    f"teacher_cache {self.folder} was made with another {name}: {found!r}, and not "
-                    f"{value!r};"
+                    f"teacher_cache {self.folder} was created with a different {name}: {found!r}, "
+                    f"not {value!r};"
                     f" run cache_teacher again into another folder, or use the same {name}"
                 )
 
@@ -162,7 +162,7 @@ class TeacherCache:
         and the host waits for the device.
 
         Raises:
-            CacheError: an example is not in the cache, or has another number of targets there.
+            CacheError: an example is not in the cache, or has a different number of targets there.
         """
         counts = inputs.get(TARGET_COUNTS)
         if counts is None:
@@ -220,7 +220,7 @@ def _read_description(folder: Path) -> Description:
         ) from None
     except (json.JSONDecodeError, TypeError) as error:
         raise CacheError(
-            f"{folder / 'cache.json'}: damaged ({error}); make the cache again"
+            f"{folder / 'cache.json'}: damaged ({error}); create the cache again"
         ) from error
 
 
@@ -291,7 +291,7 @@ def write_cache(
     teacher may be sharded.
 
     Raises:
-        CacheError: the folder holds another or a damaged cache.
+        CacheError: the folder holds a different or a damaged cache.
     """
     folder = Path(folder)
     if (folder / "cache.json").exists():

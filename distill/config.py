@@ -53,7 +53,7 @@ class DistillationConfig(Seq2SeqTrainingArguments):
         1.0, "Temperature T of both softmaxes. The loss is multiplied by T^2."
     )
     temperature_schedule: str = _field(
-        "constant", "How T moves to --final_temperature.", choices=SCHEDULES
+        "constant", "How T changes to --final_temperature.", choices=SCHEDULES
     )
     final_temperature: float = _field(
         1.0, "T at the end of training, unless the schedule is constant."
@@ -64,8 +64,7 @@ class DistillationConfig(Seq2SeqTrainingArguments):
     )
     top_k: int = _field(
         0,
-        "Compare the teacher's k most probable tokens, and the mass of all others as one. 0: all "
-        "tokens.",
+        "Compare the teacher's k most probable tokens, and all others as one token. 0: all tokens.",
     )
     hidden_loss_weight: float = _field(0.0, "Weight of the loss on hidden states.")
     hidden_loss_type: str = _field(
@@ -80,11 +79,11 @@ class DistillationConfig(Seq2SeqTrainingArguments):
         0.0, "Weight of MiniLM's relations of queries, keys and values."
     )
     chunk_size: int = _field(
-        0, "Tokens whose logits are in memory at a time. 0: chosen by the size of the vocabulary."
+        0, "Tokens whose logits are in memory at a time. 0: depends on the size of the vocabulary."
     )
     vocab_policy: str = _field(
         "common",
-        "common: compare the ids that both tokenizers know. strict: refuse vocabularies that "
+        "common: compare the ids that both tokenizers know. strict: reject vocabularies that "
         "differ.",
         choices=VOCAB_POLICIES,
     )
@@ -133,7 +132,7 @@ def check(given: DistillationConfig | argparse.Namespace) -> None:
     """Check the arguments of distillation, in a `DistillationConfig` or an argparse namespace.
 
     Raises:
-        ValueError: a value is out of its range, or two exclude each other. The message names them.
+        ValueError: a value is out of range, or two exclude each other. The message names them.
     """
     Divergence(given.loss_type, given.beta, given.skew_alpha)
     for name in ("temperature", "final_temperature"):
@@ -158,7 +157,8 @@ def check(given: DistillationConfig | argparse.Namespace) -> None:
             )
     if given.loss_type == "uld" and given.top_k:
         raise ValueError(
-            "top_k does not go with loss_type uld, which compares sorted probabilities: set it to 0"
+            "top_k cannot be used with loss_type uld, which compares sorted probabilities: set it "
+            "to 0"
         )
     aligned = {
         "lmbda": given.lmbda > 0,
@@ -169,7 +169,7 @@ def check(given: DistillationConfig | argparse.Namespace) -> None:
     if given.loss_type == "uld" and any(aligned.values()):
         names = ", ".join(name for name, value in aligned.items() if value)
         raise ValueError(
-            f"{names} needs one tokenizer for both models and does not go with loss_type uld: "
+            f"{names} needs one tokenizer for both models and cannot be used with loss_type uld: "
             "leave it out"
         )
     if given.max_new_tokens < 1:

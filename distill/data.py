@@ -1,7 +1,7 @@
 """From text, JSON lines, dialogues and pairs to token ids, and from token ids to batches.
 
 A causal example is a list of text segments. A segment is learnt, or only read (a user's turn). The
-example becomes `input_ids` and `labels`; labels are -100 where nothing is learnt. An
+example becomes `input_ids` and `labels`; labels are -100 where nothing is to be learnt. An
 encoder-decoder example is a source and a target."""
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def pair_of(record: object, where: str, source: str | None, target: str | None) 
             if all(isinstance(record.get(name), str) for name in names):
                 return Pair(*(record[name] for name in names))
     raise InputError(
-        f"{where}: name the texts by --source_column and --target_column (for instance "
+        f"{where}: name the texts with --source_column and --target_column (for instance "
         "translation.en)"
     )
 
@@ -337,7 +337,7 @@ class Collator:
 
 
 class CountingCollator:
-    """Wraps a data collator, and adds to its batches what the host needs to know of them.
+    """Wraps a data collator, and adds to its batches what the host needs to know about them.
 
     Batches reach the trainer on the device, where the host would have to wait for each of these:
     `target_counts`, the number of targets of each example (a list of integers), and, `with_keys`,

@@ -1,8 +1,8 @@
 """`run_distill.py` without arguments: an offline demonstration on the source of Python's standard
 library.
 
-A small teacher is trained, and kept for later runs. Then two equal students are trained on the same
-data for the same number of steps. One learns from the text alone, the other from the teacher as
+A small teacher is trained, and kept for later runs. Then two identical students are trained on the
+same data for the same number of steps, one from the text alone, and the other from the teacher as
 well."""
 
 from __future__ import annotations

@@ -2,15 +2,15 @@
 tensor.
 
 [Note: what is in memory] Whole logits need about eight tensors of tokens x vocabulary for forward
-KL, and fourteen for JSD. Here forward takes a chunk of tokens at a time. It multiplies with both
-heads, takes softmax in fp32, computes the closed-form gradient dz on the logits, and multiplies it
-back:
+KL, and fourteen for JSD. Here, forward takes one chunk of tokens at a time: it multiplies by both
+heads, takes the softmax in fp32, computes the closed-form gradient dz on the logits, and multiplies
+it back:
 
     d hidden[chunk] = dz @ W            d W += dz.T @ hidden[chunk]            only (chunk, V)
                                         exists, never (N, V)
 
-Backward multiplies these results, (N, H) and (V, H), by the incoming scalar. So weights are needed
-in forward only, and an engine may reshard the head before backward."""
+Backward multiplies these results, (N, H) and (V, H), by the incoming scalar. Weights are therefore
+needed in forward only, and an engine may reshard the head before backward."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Recipe:
 
 
 class TokenLosses(NamedTuple):
-    """Figures of each token, (N,) in fp32 without gradient.
+    """Figures for each token, (N,) in fp32 without gradient.
 
     ce: cross-entropy. kd: divergence times T^2. teacher_ce: the teacher's cross-entropy, or NaN if
     it is unknown. agreement: 1 if both models have the same most probable token, 0 if not, NaN if
@@ -329,7 +329,7 @@ def fused_head_loss(
 def logits_loss(
     logits: torch.Tensor, targets: Targets, recipe: Recipe
 ) -> tuple[torch.Tensor, TokenLosses]:
-    """Do the same for logits (N, V), if the head is more than a linear map."""
+    """The same for logits (N, V), if the head is more than a linear map."""
     with_gradient = torch.is_grad_enabled() and logits.requires_grad
     total, statistics = _FromLogits.apply(logits, targets, recipe, with_gradient)
     return total, TokenLosses(*statistics)

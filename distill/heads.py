@@ -1,8 +1,8 @@
 """A model's output head as a module that can run another task in one call.
 
-The loss of a chunk of tokens needs the head's weight, not its logits. So the loss is computed
-inside of the call of the head's module: there an engine has gathered the weight, tied or not, and
-it reduces its gradient after backward."""
+The loss of a chunk of tokens needs the head's weight, not its logits. The loss is therefore
+computed inside the call of the head's module, where an engine has gathered the weight, tied or not,
+and will reduce its gradient after backward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MARK = 0.734375  # exact in fp16 and bf16, and changed by a soft cap or a scale
 
 
 class TaskHead(nn.Module):
-    """A linear layer. Inside of `doing(task)` it returns `task(hidden, weight, bias)` instead of
+    """A linear layer. Inside `doing(task)` it returns `task(hidden, weight, bias)` instead of
     logits.
 
     It replaces an `nn.Linear`, and has that layer's parameters under the same names.

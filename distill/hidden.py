@@ -43,7 +43,7 @@ def parse_layer_mapping(
     the same depth.
 
     Raises:
-        ValueError: a part is no pair, or names a layer that does not exist.
+        ValueError: a part is not a pair, or names a layer that does not exist.
     """
     if not text:
         step = teacher_layers / student_layers
@@ -53,12 +53,12 @@ def parse_layer_mapping(
         student, _, teacher = part.strip().partition(":")
         if not (student.isdigit() and teacher.isdigit()):
             raise ValueError(
-                f"layer_mapping {text!r}: {part!r} is no pair; write student:teacher, such as "
+                f"layer_mapping {text!r}: {part!r} is not a pair; write student:teacher, such as "
                 "1:3,2:6"
             )
         if int(student) > student_layers or int(teacher) > teacher_layers:
             raise ValueError(
-                f"layer_mapping {text!r}: {part!r} names a layer that is not there; the student "
+                f"layer_mapping {text!r}: {part!r} names a layer that does not exist; the student "
                 "has 0 to"
                 f" {student_layers} and the teacher 0 to {teacher_layers} (0: the embeddings)"
             )
@@ -156,7 +156,7 @@ class AttentionRecorder:
     def recording(self, layers: Sequence[int]) -> Iterator[dict[int, Attention]]:
         """Yield a dict.
 
-        A forward inside of this context fills it, for the layers of these indices.
+        A forward inside this context fills it, for the layers with these indices.
         """
         outputs: dict[tuple[int, int], torch.Tensor] = {}
         recorded: dict[int, Attention] = {}

@@ -47,7 +47,7 @@ class LayerLosses:
         if self.matches_hidden:
             match = HiddenMatch(pairs, student_width, teacher_width, args.hidden_loss_type)
             student.add_module(PROJECTIONS, match.to(device=student.device, dtype=torch.float32))
-            # The projections run inside of the student's forward, because DDP and engines expect
+            # The projections run inside the student's forward, because DDP and engines expect
             # all parameters there.
             student.register_forward_hook(self._add_hidden_loss)
         self._attention_pairs = [pair for pair in pairs if pair.student and pair.teacher]

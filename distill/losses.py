@@ -9,7 +9,8 @@ dD/dq. The chain rule through the softmax is the same for all divergences:
 A constant in u cancels, so u is given without constants. Softmax is computed at least in fp32,
 whatever the dtype of the logits: in bf16 it is off by tens of per cent for single tokens.
 
-Values are multiplied by T^2 (arXiv 1503.02531), so that gradients keep their size when T changes.
+Values are multiplied by T^2 (arXiv 1503.02531), so that gradients stay on the same scale when T
+changes.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Divergence:
     2402.03898, ULD (sorted probabilities, for different vocabularies) 2402.12030.
 
     Raises:
-        ValueError: the loss is unknown, or a parameter is out of its range.
+        ValueError: the loss is unknown, or a parameter is out of range.
     """
 
     loss_type: str = "forward_kl"

@@ -1,13 +1,13 @@
 """MiniCodformer, a small student for code: a causal Transformer encoder, a linear bridge, and an
 LTC-NCP decoder.
 
-[Note: the decoder] Each decoder layer mixes a token with the two before it, by a causal convolution
+[Note: the decoder] Each decoder layer mixes a token with the two before it in a causal convolution
 of width 3. Then it moves the state by a gated step, x + tau(c) tanh(c), as closed-form liquid
 time-constant cells do (arXiv 2106.13898). The gate is the learnt time constant. A feed-forward
-follows. The encoder's attention reaches all earlier tokens. The decoder is local.
+follows. The encoder's attention reaches all earlier tokens, whereas the decoder is local.
 
 [Note: no token sees the future or another document] Attention is causal, and the convolution is
-padded on the left only. Taps that would reach before position 0 of a document are zero. So left
+padded on the left only. Taps that would reach before position 0 of a document are zero, so left
 padding (in generation) and packing (position_ids that restart at 0) do not change results.
 
 Importing this module registers the model with transformers' Auto classes.
@@ -156,7 +156,7 @@ class MiniCodformerDecoderLayer(GradientCheckpointingLayer):
         inputs = history = self.mix_norm(x)
         length = x.shape[1]
         if cache is not None:
-            # Stored as keys, so that transformers reorders and cuts them as it does with
+            # Stored as keys, so that transformers reorders and crops them as it does with
             # attention's keys.
             keys, _ = cache.update(
                 inputs.unsqueeze(1), inputs.new_empty(len(x), 1, length, 0), self.layer
@@ -266,7 +266,7 @@ class MiniCodformerForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _positions(x: torch.Tensor, attention_mask: torch.Tensor | None, past: int) -> torch.Tensor:
-    """Return (batch, length) positions, counted from the first token that is no padding."""
+    """Return (batch, length) positions, counted from the first token that is not padding."""
     if attention_mask is None:
         return torch.arange(past, past + x.shape[1], device=x.device).expand(len(x), -1)
     return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, past:]

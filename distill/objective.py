@@ -56,19 +56,19 @@ def objective(
 def share_of_step(total: torch.Tensor, tokens: torch.Tensor | int, ranks: int) -> torch.Tensor:
     """Return a micro-batch's share of the step's mean loss per token. See the note above.
 
-    `tokens`: the targets of the step over which `total` is averaged. `ranks`: by how many ranks
-    the gradients will be divided.
+    `tokens`: the number of targets in the step, over which `total` is averaged. `ranks`: the number
+    of ranks, by which the gradients will be divided.
     """
     return total / tokens * ranks
 
 
 class HeadLoss:
-    """Computes the loss of a batch inside of the call of the student's head.
+    """Computes the loss of a batch inside the call of the student's head.
 
-    There an engine has gathered the head's weight, and it reduces its gradient. If the teacher is
-    there too, it is called from within, so both weights are there. The object lives for one batch:
-    `of_hidden_states` is the task of a `TaskHead`, `of_logits` takes what a model returned whose
-    head is no plain one. Afterwards `tokens` has the losses of each target.
+    There, an engine has gathered the head's weight, and will reduce its gradient. If there is a
+    teacher, it is called from within, so that both weights are available. The object lives for one
+    batch: `of_hidden_states` is the task of a `TaskHead`, and `of_logits` takes the output of a
+    model whose head is not a plain one. Afterwards `tokens` has the losses of each target.
     """
 
     tokens: TokenLosses

@@ -1,8 +1,8 @@
-"""Batches that the student generates (GKD, arXiv 2306.13649) or the teacher (sequence-level
-distillation).
+"""Batches that the student (GKD, arXiv 2306.13649) or the teacher (sequence-level distillation)
+generates.
 
-The step's number and the seed decide whether a batch is replaced. So all ranks decide alike. They
-must, because with sharding generation needs all ranks."""
+The number of the step and the seed decide whether a batch is replaced, so all ranks make the same
+decision. They must, because with sharding, generation needs all ranks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def writer_of(step: int, micro_batch: int, seed: int, lmbda: float, seq_kd: bool
 
 
 def prompt_lengths(labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return (batch,) tokens before the first label of each example. If all is learnt: half of the
-    example. At least 1.
+    """Return (batch,) tokens before the first label of each example. If the whole example is
+    learnt: half of it. At least 1.
 
     The first token of an example is always a prompt, because nothing comes before it.
     """
@@ -73,7 +73,7 @@ def rewrite(
     """
     if "position_ids" in inputs:
         raise ValueError(
-            "lmbda and seq_kd write on from each example: give examples that are not packed"
+            "lmbda and seq_kd continue each example: give examples that are not packed"
         )
     ids = inputs["input_ids"]
     mask = inputs.get("attention_mask", torch.ones_like(ids))

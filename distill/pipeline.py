@@ -46,7 +46,7 @@ def run(arguments: Arguments) -> None:
     `args.output_dir`.
 
     Raises:
-        InputError: models, tokenizers or data cannot be loaded, or do not go together.
+        InputError: models, tokenizers or data cannot be loaded, or do not match.
     """
     model_args, data_args, args = arguments
     tokenizer, teacher_tokenizer = load_tokenizers(model_args, args)

@@ -42,20 +42,20 @@ def load_config(name: str) -> PretrainedConfig:
 def parse_layers(text: str, available: int) -> list[int]:
     """Parse layer indices such as "0,5,11".
 
-    InputError if one is no index of the teacher's `available` layers.
+    InputError if one is not an index of the teacher's `available` layers.
     """
     parts = [part.strip() for part in text.split(",")]
     wrong = [part for part in parts if not part.isdigit() or int(part) >= available]
     if wrong:
         raise InputError(
-            f"--init_student_from_teacher {text}: {wrong[0]!r} is no layer; the teacher has layers "
-            f"0 to {available - 1}"
+            f"--init_student_from_teacher {text}: {wrong[0]!r} is not a layer; the teacher has "
+            f"layers 0 to {available - 1}"
         )
     return [int(part) for part in parts]
 
 
 def cut_config(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedConfig:
-    """Return a configuration with only these layers of `config`, in encoder and decoder alike."""
+    """Return a configuration with only these layers of `config`, in both encoder and decoder."""
     cut = copy.deepcopy(config)
     cut.num_hidden_layers = len(layers)
     if getattr(cut, "num_decoder_layers", None) is not None:
@@ -74,7 +74,7 @@ def copy_layers(student: PreTrainedModel, teacher: PreTrainedModel, layers: Sequ
     the teacher's first layer (T5's position biases). They go to the student's first layer.
 
     Raises:
-        InputError: a parameter of the student has another shape, or is not in the teacher.
+        InputError: a parameter of the student has a different shape, or is not in the teacher.
     """
     source = dict(teacher.named_parameters())
     for name, param in student.named_parameters():

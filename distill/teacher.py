@@ -27,7 +27,7 @@ from distill.hidden import Attention, AttentionRecorder
 def load_model(name: str, **options: object) -> PreTrainedModel:
     """Load a causal or encoder-decoder language model. `options` go to `from_pretrained`.
 
-    With ZeRO-3, transformers builds it inside of `zero.Init`.
+    With ZeRO-3, transformers builds it inside `zero.Init`.
     """
     config = AutoConfig.from_pretrained(name)
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -39,8 +39,8 @@ def teacher_ds_config(args: DistillationConfig, teacher: PreTrainedModel) -> dic
     stage and precision.
 
     It has no optimizer. At stage 3 the default offloads the parameters, and prefetches one group
-    while one is in use. So at most two parameter groups are gathered at a time, besides persistent
-    parameters."""
+    while another is in use, so at most two parameter groups are gathered at a time, besides
+    persistent parameters."""
     source = args.teacher_deepspeed or args.deepspeed or {}
     given = (
         source if isinstance(source, dict) else json.loads(Path(source).read_text(encoding="utf-8"))
@@ -156,7 +156,7 @@ class LiveTeacher:
         """Run the teacher on a batch, and keep the predictions at `rows` (N,) of the flattened
         batch.
 
-        If the head is plain, hidden states are kept, and no logits. `recorder` records the
+        If the head is plain, hidden states are kept instead of logits. `recorder` records the
         attention `layers`."""
         inputs = {name: value.to(self.device) for name, value in inputs.items()}
         head = self._plain_head(inputs)

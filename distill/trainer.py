@@ -1,10 +1,10 @@
 """`DistillationTrainer`: transformers' Seq2SeqTrainer with a loss that compares a student with its
 teacher.
 
-`compute_loss` comes first, then what it calls, then what the Trainer needs besides: batches that
-models write, counting, evaluation, saving. How losses of tokens become the loss of a step is in
-the first note of `distill.objective`. The Trainer must not divide by the accumulation as well:
-`loss_is_scaled_for_ga` prevents that."""
+`compute_loss` comes first, then what it calls, then what else the Trainer needs: batches that
+models write, counting, evaluation, saving. The first note of `distill.objective` explains how the
+losses of tokens become the loss of a step. The Trainer must not divide by the accumulation as
+well, which `loss_is_scaled_for_ga` prevents."""
 
 from __future__ import annotations
 
@@ -53,8 +53,7 @@ class DistillationTrainer(Seq2SeqTrainer):
     `eval_top1_agreement`. These are exact means over tokens on any number of ranks.
 
     Raises:
-        ValueError: arguments exclude each other. VocabularyError: the tokenizers do not go
-        together.
+        ValueError: arguments exclude each other. VocabularyError: the tokenizers do not match.
     """
 
     args: DistillationConfig
@@ -238,8 +237,8 @@ class DistillationTrainer(Seq2SeqTrainer):
     # -- batches
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return the data loader of the Trainer. Its batches also say on the host what the loss
-        needs to know of them.
+        """Return the data loader of the Trainer. Its batches also carry, on the host, what the loss
+        needs to know about them.
         """
         settings = self.args.accelerator_config
         dispatches = isinstance(settings, AcceleratorConfig) and settings.dispatch_batches
@@ -387,7 +386,7 @@ class DistillationTrainer(Seq2SeqTrainer):
     ) -> None:
         """Save the student without its projections.
 
-        A checkpoint has them in a file of their own, for a resumption.
+        A checkpoint has them in a separate file, so that training can resume.
         """
         if self._layers is not None and self._layers.matches_hidden:
             state_dict = self.model.state_dict() if state_dict is None else state_dict
@@ -444,7 +443,7 @@ def _align(
     tokenizer: PreTrainedTokenizerBase | None,
     teacher_tokenizer: PreTrainedTokenizerBase | None,
 ) -> vocabulary.Alignment:
-    """Return over which tokens student and teacher are compared. Only "uld" takes any two."""
+    """Return the tokens over which student and teacher are compared. "uld" accepts any two."""
     if teacher_model is None or args.loss_type == "uld":
         return vocabulary.Alignment()
     rows, teacher_rows = _head_rows(model), _head_rows(teacher_model)

@@ -22,7 +22,7 @@ ADVICE = (
 
 
 class VocabularyError(ValueError):
-    """The vocabularies of student and teacher do not go together.
+    """The vocabularies of student and teacher do not match.
 
     The message says why, and what to do.
     """
@@ -51,9 +51,9 @@ def align(
     """Compare the token -> id maps of two tokenizers, and the rows of the models' heads.
 
     "strict" accepts only equal maps and equal rows. "common" accepts maps in which no id means two
-    tokens. Then the distributions are compared over the ids that both know, renormalised. So padded
-    rows (151,936 or 152,064 rows for 151,669 tokens) do not count. The teacher reads `replacement`
-    in place of a token that it does not know.
+    different tokens, and compares the distributions over the ids that both know, renormalised.
+    Padded rows (151,936 or 152,064 rows for 151,669 tokens) therefore do not count. The teacher
+    reads `replacement` in place of a token that it does not know.
 
     Raises:
         VocabularyError: an id means different tokens, or the policy is "strict" and anything

@@ -205,9 +205,9 @@ def test_equal_widths_start_from_the_identity():
 def test_layers_are_mapped_evenly_or_as_told():
     assert parse_layer_mapping(None, 2, 6) == [(1, 3), (2, 6)]
     assert parse_layer_mapping("0:0, 2:5", 2, 6) == [(0, 0), (2, 5)]
-    with pytest.raises(ValueError, match="'3:1' names a layer that is not there"):
+    with pytest.raises(ValueError, match="'3:1' names a layer that does not exist"):
         parse_layer_mapping("3:1", 2, 6)
-    with pytest.raises(InputError, match="'7' is no layer"):
+    with pytest.raises(InputError, match="'7' is not a layer"):
         parse_layers("0,7", 6)
 
 
@@ -299,9 +299,9 @@ def test_what_a_cache_cannot_give_is_an_error(tmp_path):
     stored = TeacherCache(tmp_path)
     with pytest.raises(CacheError, match="does not hold an example"):
         stored.targets(inputs := COLLATE(examples), Batch.of(inputs, shifted=True))
-    with pytest.raises(CacheError, match="another temperature: 2.0, and not 1.0"):
+    with pytest.raises(CacheError, match="different temperature: 2.0, not 1.0"):
         stored.check(temperature=1.0)
-    with pytest.raises(CacheError, match="another tokenizer"):
+    with pytest.raises(CacheError, match="different tokenizer"):
         stored.check(tokenizer="other")
     with pytest.raises(CacheError, match="no cache.json"):
         TeacherCache(tmp_path / "nowhere")
