@@ -1,8 +1,8 @@
 """Train, evaluate and use a translation model with transformers' Seq2SeqTrainer. `--deepspeed`
 shards it.
 
-Without a model and data this is a demonstration that needs no network. translation/corpus.py makes
-its data:
+Without a model and data, this is a demonstration that needs no network. Its data comes from
+translation/corpus.py:
 
     torchrun --nproc_per_node 2 run_translation.py --deepspeed configs/ds_config_zero3.json
 """
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def start_logging(args: Seq2SeqTrainingArguments) -> None:
-    """Rank 0 prints progress, the other ranks print warnings only."""
+    """Rank 0 prints progress, and the other ranks print only warnings."""
     level = logging.INFO if args.process_index == 0 else logging.WARNING
     logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.WARNING)
     logging.getLogger("translation").setLevel(level)

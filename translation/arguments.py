@@ -123,7 +123,7 @@ class DataTrainingArguments:
         default=True, metadata={"help": "Leave padding out of the loss."}
     )
     source_prefix: str | None = field(
-        default=None, metadata={"help": "Text put before every source sentence."}
+        default=None, metadata={"help": "Text to put before every source sentence."}
     )
     forced_bos_token: str | None = field(
         default=None,
@@ -137,7 +137,7 @@ class DataTrainingArguments:
 
 Arguments = tuple[ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments]
 
-# Arguments of a run without model and data. Arguments that are given override them. On a CPU
+# Defaults for a run without model and data. Arguments that are given override them. On a CPU
 # training is in fp32, because many CPUs compute bf16 ten times slower. The final checkpoint has 16
 # bits in any case.
 DEMONSTRATION = {
@@ -162,7 +162,7 @@ DEMONSTRATION = {
 
 
 class ArgumentParser(HfArgumentParser):
-    """HfArgumentParser with errors of one line.
+    """HfArgumentParser with one-line errors.
 
     For a misspelt argument it names the nearest one.
     """
@@ -193,7 +193,7 @@ class ArgumentParser(HfArgumentParser):
 
 
 def fail(message: str) -> NoReturn:
-    """Print `message` as one line on stderr and end this process with exit code 2."""
+    """Print `message` as one line on stderr, and end this process with exit code 2."""
     refuse(f"run_translation.py: error: {' '.join(message.split())}")
 
 
@@ -224,7 +224,7 @@ def uses_built_in_corpus(data_args) -> bool:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
-    """Parse and check the command line. Training arguments are made last, because they may start
+    """Parse and check the command line. Training arguments are created last, because they may start
     the process group.
 
     Raises:
@@ -266,7 +266,7 @@ def _demonstration_defaults(given: argparse.Namespace) -> dict:
 
 
 def check_arguments(given: argparse.Namespace) -> None:
-    """Check all that needs no process group. So each rank finds the same fault at once."""
+    """Check everything that needs no process group, so that each rank finds the same fault."""
     if given.deepspeed is not None:
         _check_optimizer(given, load_ds_config("deepspeed", given))
     if not (given.do_train or given.do_eval or given.do_predict):
@@ -300,7 +300,7 @@ def load_ds_config(argument: str, given: argparse.Namespace) -> zero.config.Conf
     try:
         config = zero.config.load_config(getattr(given, argument), allow_auto=True)
         if argument == "deepspeed":
-            # The Trainer will replace "auto" by its own values. Check their product now.
+            # The Trainer will replace "auto" with its own values. Check their product now.
             batch, steps = given.per_device_train_batch_size, given.gradient_accumulation_steps
             sizes = {
                 "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu or batch,
@@ -318,7 +318,7 @@ def _check_optimizer(given: argparse.Namespace, config: zero.config.Config) -> N
         config.optimizer is not None
         and given.optim != Seq2SeqTrainingArguments.__dataclass_fields__["optim"].default
     ):
-        # The Trainer would take the configured optimizer without a message.
+        # The Trainer would silently use the configured optimizer.
         raise InputError(
             f"--optim {getattr(given.optim, 'value', given.optim)}: {given.deepspeed} has a "
             "section optimizer "
@@ -391,7 +391,7 @@ def _check_folder(argument: str, name: str | None) -> None:
         raise InputError(
             f"--{argument} {name}: there are no weights (model.safetensors) in this folder; to "
             "train this"
-            f" configuration from scratch, name it by --config_name"
+            f" configuration from scratch, name it with --config_name"
         )
     if argument == "model_name_or_path":
         check_weights(argument, name)
@@ -407,11 +407,11 @@ def check_weights(argument: str, name: str) -> None:
             safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise InputError(
-                f"--{argument} {name}: {path.name} is damaged or cut ({error}); copy it again"
+                f"--{argument} {name}: {path.name} is damaged or truncated ({error}); copy it again"
             ) from error
 
 
-# One of these must be there. Otherwise transformers makes a tokenizer with an empty vocabulary.
+# One of these must be there. Otherwise transformers creates a tokenizer with an empty vocabulary.
 _TOKENIZER_FILES = {
     *(
         "tokenizer.json",
@@ -428,7 +428,7 @@ def check_tokenizer(argument: str, name: str) -> None:
     """Check that a local folder holds a tokenizer."""
     if os.path.isdir(name) and not _TOKENIZER_FILES & set(os.listdir(name)):
         raise InputError(
-            f"--{argument} {name}: there is no tokenizer.json in this folder; name one by "
+            f"--{argument} {name}: there is no tokenizer.json in this folder; name one with "
             "--tokenizer_name"
         )
 
@@ -457,7 +457,7 @@ def check_resume(given: argparse.Namespace) -> None:
 
 
 def check_output_dir(folder: str | None) -> None:
-    """Check that this folder can be made and written to. Nothing is left behind."""
+    """Check that this folder can be created and written to. Nothing is left behind."""
     if not folder:
         return
     if os.path.isfile(folder):
@@ -466,11 +466,11 @@ def check_output_dir(folder: str | None) -> None:
         parent = Path(folder).absolute()
         while not _is_there(parent):
             parent = parent.parent
-        # `os.access` is no test: for root it always says yes.
+        # `os.access` does not help: for root it always says yes.
         os.rmdir(tempfile.mkdtemp(dir=parent))
     except (OSError, ValueError) as error:
         raise InputError(
-            f"--output_dir {folder}: this folder cannot be made or written ({error})"
+            f"--output_dir {folder}: this folder cannot be created or written to ({error})"
         ) from error
 
 

@@ -10,7 +10,7 @@ import sacrebleu
 
 _DESCRIPTION = """\
 Corpus BLEU (Papineni et al. 2002; 13a tokenization, exponential smoothing) and chrF (Popovic 2015;
-character n-grams up to 6), both from 0 to 100, higher is better, one reference a sentence.
+character n-grams up to 6). Both range from 0 to 100, higher is better, one reference per sentence.
 """
 
 _CITATION = """\
@@ -33,7 +33,7 @@ class BleuChrf(evaluate.Metric):
         return evaluate.MetricInfo(
             description=_DESCRIPTION,
             citation=_CITATION,
-            inputs_description="predictions and references: one string a sentence, not tokenized.",
+            inputs_description="predictions and references: one string per sentence, untokenized.",
             features=datasets.Features({"predictions": text, "references": text}),
         )
 

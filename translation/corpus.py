@@ -1,9 +1,9 @@
-"""A parallel corpus made of the Unicode CLDR data that Babel ships. Nothing is downloaded.
+"""A parallel corpus built from the Unicode CLDR data that Babel ships. Nothing is downloaded.
 
 Each pair is one value (a date, an amount of money, a distance, ...) that Babel formats in two
-locales. So CLDR's translators chose the target, with its word order and plural forms. Bare names
+locales, so CLDR's translators chose the target, with its word order and plural forms. Bare names
 (of countries, languages, currencies) go to the training split only. A model cannot guess the German
-name of a country that it has never seen. But it can build "3 weeks ago" and "Greek (Cyprus)" of
+name of a country that it has never seen, but it can build "3 weeks ago" and "Greek (Cyprus)" from
 known parts."""
 
 import datetime
@@ -90,7 +90,7 @@ def build_corpus(
     Babel.
 
     Raises:
-        ValueError: Babel has no locale of that name, or both names are the same.
+        ValueError: Babel has no locale with that name, or both names are the same.
     """
     if source_lang == target_lang:
         raise ValueError(
@@ -145,8 +145,8 @@ def _distinct_pairs(
 
 
 def _plain_spaces(text: str) -> str:
-    """Replace CLDR's spaces of many widths (U+00A0, U+202F, U+2009) by plain ones, for tokenizer
-    and metric.
+    """Replace CLDR's spaces of various widths (U+00A0, U+202F, U+2009) with plain ones, for
+    tokenizer and metric.
     """
     return re.sub(r"\s+", " ", text).strip()
 

@@ -79,7 +79,7 @@ def _load_file(data_args: DataTrainingArguments, split: str, cache_dir: str | No
     kind = FORMATS[path[path.rindex(".") :].lower()]
     options = {}
     if kind == "csv":
-        # Everything is text: "42" is no number, and the sentence "NA" is no missing value.
+        # Everything is text: "42" is not a number, and the sentence "NA" is not a missing value.
         features = datasets.Features(
             {column: datasets.Value("string") for column in column_names(path)}
         )

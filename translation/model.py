@@ -1,4 +1,4 @@
-"""The model and its tokenizer: they are loaded, or made from scratch for the given text."""
+"""The model and its tokenizer, which are loaded, or created from scratch for the given text."""
 
 import itertools
 import logging
@@ -91,7 +91,7 @@ def _load_tokenizer(
         )
     except (OSError, ValueError) as error:
         raise InputError(
-            f"no tokenizer could be loaded from {name} ({error}); name one by --tokenizer_name"
+            f"no tokenizer could be loaded from {name} ({error}); name one with --tokenizer_name"
         ) from error
     if hasattr(tokenizer, "src_lang"):
         tokenizer.src_lang = data_args.source_lang
@@ -102,7 +102,7 @@ def _load_tokenizer(
 def _make_tokenizer(
     text: Dataset, size: ScratchSize, training_args: Seq2SeqTrainingArguments
 ) -> PreTrainedTokenizerBase:
-    """Train a SentencePiece vocabulary on rank 0. All ranks make the same tokenizer from it."""
+    """Train a SentencePiece vocabulary on rank 0. All ranks create the same tokenizer from it."""
     pieces: list[tuple[str, float]] | str = ""
     if training_args.process_index == 0:
         sentences = itertools.chain.from_iterable(zip(text["source"], text["target"], strict=True))
@@ -115,9 +115,9 @@ def _make_tokenizer(
     pieces = broadcast_object_list([pieces])[0]
     if isinstance(pieces, str):
         raise InputError(
-            f"a vocabulary of {size.vocab_size} pieces cannot be made of the training texts "
+            f"a vocabulary of {size.vocab_size} pieces cannot be made from the training texts "
             f"({pieces});"
-            " name a tokenizer by --tokenizer_name"
+            " name a tokenizer with --tokenizer_name"
         )
     return t5_tokenizer(pieces)
 
@@ -143,7 +143,7 @@ def small_t5_config(tokenizer: PreTrainedTokenizerBase, size: ScratchSize) -> T5
 
 
 def _load_model(model_args: ModelArguments) -> PreTrainedModel:
-    """Load the named model with its weights. If only a configuration is named, make a new model."""
+    """Load the named model with its weights; if only a configuration is named, create a new one."""
     name = required(model_args.model_name_or_path or model_args.config_name, "model_name_or_path")
     try:
         config = AutoConfig.from_pretrained(model_args.config_name or name, **_hub(model_args))

@@ -66,9 +66,7 @@ def print_samples(dataset: Dataset, predictions: list[str], count: int = 12) -> 
 
 
 def write_translations(folder: str, translations: list[str]) -> None:
-    """Write `generated_predictions.txt`: one translation in each line, in the order of the test
-    split.
-    """
+    """Write `generated_predictions.txt`: one translation per line, in the order of the test set."""
     lines = "".join(" ".join(translation.split()) + "\n" for translation in translations)
     Path(folder, "generated_predictions.txt").write_text(lines, encoding="utf-8")
 

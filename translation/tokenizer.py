@@ -51,10 +51,10 @@ def scored_pieces(model: sentencepiece.SentencePieceProcessor) -> list[tuple[str
 
 
 def t5_tokenizer(pieces: list[tuple[str, float]]) -> T5Tokenizer:
-    """Make a tokenizer with the ids of the SentencePiece model. It ends each text with the end of
-    sentence.
+    """Make a tokenizer with the ids of the SentencePiece model, which ends each text with the
+    end-of-sentence token.
 
-    It is made of the pieces, because `T5Tokenizer(vocab_file=...)` ignores the file's vocabulary.
+    It is made from the pieces, because `T5Tokenizer(vocab_file=...)` ignores the file's vocabulary.
     """
     return T5Tokenizer(vocab=pieces, extra_ids=0)
 
@@ -69,7 +69,7 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the id of the padding token.
 
     Raises:
-        InputError: the tokenizer has none, so sentences of different lengths make no batch.
+        InputError: the tokenizer has none, so sentences of different lengths cannot form a batch.
     """
     index = token_id(tokenizer, "pad")
     if index is None:

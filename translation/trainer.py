@@ -13,8 +13,8 @@ class GlobalTokenMean:
 
     The Trainer counts `num_items_in_batch` over all micro-batches and ranks. It multiplies this
     loss by the number of ranks, because gradients are averaged over ranks, and does not divide by
-    the accumulation steps. It does the same to T5's own loss. But that is already a mean over one
-    micro-batch, so it becomes ranks x steps too large."""
+    the accumulation steps. It does the same to T5's own loss, but that is already a mean over one
+    micro-batch, so it becomes ranks x steps times too large."""
 
     def __init__(self, label_smoothing: float = 0.0):
         self.label_smoothing = label_smoothing

@@ -69,11 +69,11 @@ BAD_ARGUMENTS = {
     ),
     "no folder can be made there": (
         TRAIN.replace("out ", "train.jsonl/out "),
-        "--output_dir.*cannot be made or written",
+        "--output_dir.*cannot be created or written to",
     ),
     "not even by root": (
         TRAIN.replace("out ", "/proc/out "),
-        "--output_dir /proc/out: this folder cannot be made",
+        "--output_dir /proc/out: this folder cannot be created",
     ),
     "two optimizers": (
         TRAIN + " --optim adafactor --deepspeed adamw.json",
@@ -149,7 +149,7 @@ def test_a_cut_model(folder):
     whole = (folder / "model.safetensors").read_bytes()
     for cut in (whole[:-1], whole[:20], b""):
         (folder / "model.safetensors").write_bytes(cut)
-        with pytest.raises(InputError, match="model.safetensors is damaged or cut"):
+        with pytest.raises(InputError, match="model.safetensors is damaged or truncated"):
             parse_arguments([*TRAIN.split(), "--model_name_or_path", str(folder)])
 
 
@@ -160,7 +160,7 @@ def test_an_output_folder_that_can_be_made_is_not_made_yet(folder):
         "train.jsonl",
         "zero.json",
     ]
-    with pytest.raises(InputError, match="cannot be made or written"):
+    with pytest.raises(InputError, match="cannot be created or written to"):
         check_output_dir("x" * 300)
 
 
