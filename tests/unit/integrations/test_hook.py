@@ -174,7 +174,7 @@ def test_real_deepspeed_stays_unless_zero_is_asked_for(real_deepspeed, tmp_path)
     asked = python(code.format(enable=True), tmp_path, site=real_deepspeed)
     assert asked.stdout.split() == ["0.17.1", "0.19.8", "False"], asked.stderr
     said = [line for line in asked.stderr.splitlines() if line.startswith("zero:")]
-    assert said == ["zero: DeepSpeed 0.17.1 is installed too; this run uses zero in its place"]
+    assert said == ["zero: DeepSpeed 0.17.1 is installed too; this run uses zero instead"]
     other_rank = python(
         code.format(enable=True), tmp_path, {"RANK": "1", "WORLD_SIZE": "1"}, real_deepspeed
     )

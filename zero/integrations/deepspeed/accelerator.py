@@ -25,7 +25,7 @@ _ON_CPU: dict[str, Any] = {
 
 
 class Accelerator:
-    """This rank's device, by the names that scripts use."""
+    """This rank's device, under the names that scripts use."""
 
     def device_name(self, device_index: int | str | None = None) -> str:
         """The kind of device ("cuda", "cpu"), or with an index that device ("cuda:1", "cpu")."""

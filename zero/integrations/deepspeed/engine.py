@@ -84,8 +84,9 @@ class DeepSpeedEngine(ZeroEngine):
         for name, count in _accumulate_hooks(self.module).items() if earlier else ():
             if earlier and count > earlier.get(name, 0):
                 logger.warning(
-                    "a hook by register_post_accumulate_grad_hook on parameter %r has no effect: "
-                    "the engine has taken the gradient before. Register it before initialize",
+                    "a hook that register_post_accumulate_grad_hook put on parameter %r has no "
+                    "effect, because the engine takes the gradient first. Register it before "
+                    "initialize",
                     name,
                 )
                 break
@@ -165,7 +166,7 @@ class DeepSpeedEngine(ZeroEngine):
             if name in ("module", "optimizer") or hasattr(type(self), name):
                 raise  # from a property of this class, or before there is a model
             raise AttributeError(
-                f"neither zero's engine, which stands in DeepSpeed's place, nor the model "
+                f"neither zero's engine, which takes DeepSpeed's place, nor the model "
                 f"({type(self.module).__name__}) has an attribute {name!r}",
                 name=name,
                 obj=self,
@@ -228,7 +229,7 @@ class DeepSpeedEngine(ZeroEngine):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict | None:
-        # What is trained beside a frozen model, such as an adapter, is small. Without it, the
+        # Weights trained on top of a frozen model, such as an adapter, are few. Without them, the
         # Trainer would save an adapter that has no weights.
         is_part = exclude_frozen_parameters and not all(group.trainable for group in self.groups)
         if not (is_part or self.zero_gather_16bit_weights_on_model_save()):
@@ -246,8 +247,8 @@ class DeepSpeedEngine(ZeroEngine):
 
 
 def _accumulate_hooks(model: nn.Module) -> dict[str, int]:
-    """The number of hooks that run after a parameter's gradient is there, by the parameter's
-    name.
+    """The number of hooks that run after a parameter's gradient has been computed, by the
+    parameter's name.
     """
     attribute = "_post_accumulate_grad_hooks"  # torch has no public one
     found = {name: getattr(param, attribute, None) for name, param in model.named_parameters()}
@@ -297,12 +298,12 @@ def initialize(
             Default: all parameters that require gradients.
         lr_scheduler: a scheduler of `optimizer`, or a function that makes one from the optimizer.
         training_data: a dataset, from which the returned data loader yields micro-batches. Each
-            rank gets a part of its own.
+            rank gets its own part.
         collate_fn: makes a micro-batch from samples of `training_data`.
-        mesh_param: (data, sequence): that many neighbouring ranks share each sequence. A model of
-            transformers then attends to whole sequences. Any other model has to see to that itself,
-            for example by `DistributedAttention`, and its loader gives all of them the same
-            samples.
+        mesh_param: (data, sequence), where `sequence` is how many neighbouring ranks share each
+            sequence. A model of transformers then attends to whole sequences. Any other model has
+            to take care of that itself, for example with `DistributedAttention`, and its loader
+            gives all of these ranks the same samples.
         mpu: for sequence parallelism, the result of
             `UlyssesSPAttentionHF.register_with_transformers`.
         config: the configuration as a path, a dict or JSON text. `config_params` and

@@ -1,4 +1,4 @@
-"""DeepSpeed's functions for gradients of a script's own: parameters that no engine has.
+"""DeepSpeed's functions for a script's own gradients: those of parameters outside any engine.
 
 An engine clips by `gradient_clipping` and looks for overflows itself, and its parameters show no
 gradients."""

@@ -50,7 +50,7 @@ class Schedule:
         raise NotImplementedError
 
     def get_lr(self) -> list[float]:
-        """The present rate of each parameter group by the formula."""
+        """The current rate of each parameter group, by the formula."""
         return self._rates(self.last_batch_iteration)
 
     def get_last_lr(self) -> list[float]:
@@ -95,7 +95,7 @@ class WarmupLR(Schedule):
     """Raise the rate from `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps` steps, then hold
     it.
 
-    With n = -1 the rate is `warmup_min_lr`, and with n = 0 again. Fewer than 2 steps act as 2.
+    With n = -1 the rate is `warmup_min_lr`, and with n = 0 again. Fewer than 2 steps count as 2.
     `warmup_max_lr`: by default the `lr` that each group has. `warmup_type`: "log", log(n + 1) /
     log(warmup_num_steps) of the way, or "linear", n / warmup_num_steps."""
 
@@ -146,7 +146,7 @@ class WarmupCosineLR(WarmupLR):
 
 
 class LRRangeTest(Schedule):
-    """Rates that rise all the time, to see where training diverges (arXiv 1803.09820).
+    """Rates that keep rising, to see where training diverges (arXiv 1803.09820).
 
     The rate is `lr_range_test_min_lr * (1 + lr_range_test_step_rate * (n + 1) /
     lr_range_test_step_size)`; with `lr_range_test_staircase` the quotient is rounded down."""

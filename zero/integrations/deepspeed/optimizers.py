@@ -1,9 +1,9 @@
 """DeepSpeed's optimizer classes, with torch's numerics, and the optimizer that the section
 `optimizer` asks for.
 
-accelerate puts these classes in the place of a user's optimizer that is offloaded to the CPU.
-Scripts that were written for DeepSpeed make them too. The engine treats them as any other torch
-optimizer; this file knows nothing of the engine.
+accelerate substitutes these classes for a user's optimizer that is offloaded to the CPU. Scripts
+that were written for DeepSpeed create them too. The engine treats them like any other torch
+optimizer; this file knows nothing about the engine.
 
 Arguments common to all: `params` (`model_params`), parameters or param groups; then those in
 `arguments`, by position or by name; by name also more arguments of the torch class. `lr`, `eps`,
@@ -160,7 +160,9 @@ def build_optimizer(
     elif given is not None:
         kind = type(given).__name__
         refused = why_refused(kind, get_world_size())
-        raise UsageError(f"optimizer {refused or f'of class {kind} is no torch.optim.Optimizer'}")
+        raise UsageError(
+            f"optimizer {refused or f'of class {kind} is not a torch.optim.Optimizer'}"
+        )
     elif settings.optimizer is not None:
         optimizer = _configured(settings.optimizer, params, zero.offloads_optimizer, model)
     else:
@@ -171,7 +173,7 @@ def build_optimizer(
     if not known and zero.stage > 0 and not settings.zero_allow_untested_optimizer:
         raise UsageError(
             f"optimizer {kind.__name__} is untested, and zero_allow_untested_optimizer is false: "
-            "set it to true, or take one of torch.optim"
+            "set it to true, or use one of torch.optim"
         )
     ours = issubclass(kind, DeepSpeedCPUAdam | DeepSpeedCPUAdagrad | DeepSpeedCPULion)
     given_key = "zero_force_ds_cpu_optimizer" in settings.origin.given
@@ -179,7 +181,7 @@ def build_optimizer(
     if given is not None and zero.offloads_optimizer and forced and not ours:
         raise UsageError(
             f"optimizer {kind.__name__} is offloaded, and zero_force_ds_cpu_optimizer is true: "
-            "take deepspeed.ops.adam.DeepSpeedCPUAdam or the like, or leave the key out"
+            "use deepspeed.ops.adam.DeepSpeedCPUAdam or similar, or leave the key out"
         )
     make_state_late(optimizer)
     return optimizer
@@ -190,8 +192,8 @@ def _configured(
 ) -> torch.optim.Optimizer:
     """The class that DeepSpeed would take, here with torch's numerics.
 
-    Adam is torch's own with `torch_adam`, else one with DeepSpeed's defaults: it decays no weights
-    unless told to."""
+    Adam is torch's own with `torch_adam`, otherwise one with DeepSpeed's defaults, which decays
+    weights only if `weight_decay` is set."""
     kind, settings = config.type, dict(config.params)
     if kind == "Muon":
         return _muon(settings, params, model)

@@ -58,14 +58,14 @@ class FlopsProfiler:
         self.started = True
 
     def stop_profile(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         if self.started:
             self.started = False
             self._seconds = time.perf_counter() - self._start
             self._counter.__exit__(None, None, None)
 
     def end_profile(self) -> None:
-        """Count no more, and forget what was counted."""
+        """Stop counting, and forget what was counted."""
         self.stop_profile()
         self.reset_profile()
 

@@ -207,7 +207,7 @@ def _check_tensor_parallel(mpu: Any, settings: Config) -> None:
         raise UsageError(
             f"initialize: mpu shares the model over the ranks {ranks}, and "
             f"tensor_parallel.autotp_size is {size}: it must be {len(ranks)}, and its ranks "
-            "neighbours; the model is cut by tensor_parallel"
+            "neighbours; the model is split by tensor_parallel"
         )
 
 
@@ -240,8 +240,8 @@ def _warn_of_replicas() -> None:
     replicas = getattr(state.AcceleratorState().parallelism_config, "dp_replicate_size", 1)
     if replicas > 1:
         logger.warning(
-            "ParallelismConfig: dp_replicate_size %d makes no replicas beside sp_size: ZeRO shards "
-            "over all processes. Set zero_optimization.mics_shard_size for groups that hold all "
-            "shards, and give dp_shard_size instead",
+            "ParallelismConfig: dp_replicate_size %d creates no replicas together with sp_size: "
+            "ZeRO shards over all processes. Set zero_optimization.mics_shard_size for groups that "
+            "hold all shards, and give dp_shard_size instead",
             replicas,
         )

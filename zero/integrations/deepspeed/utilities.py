@@ -78,7 +78,7 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log, with `force`, how much memory of the device this process uses, and used at most."""
+    """Log, with `force`, how much device memory this process uses, and its peak so far."""
     if force and world.get_rank() == 0:
         device = world.compute_device()
         now, most = memory_in_use(device) / 2**30, peak_memory(device) / 2**30

@@ -1,9 +1,9 @@
 """`deepspeed.zero.GatheredParameters`: that of zero, unless TRL sends its weights to a generator.
 
 TRL gathers a whole model with adapters to merge them and to send the weights, and gathers
-everything one more time only to learn names and shapes. Its functions are known to read on every
-rank alike, so these contexts gather block by block, or nothing. This cannot be said of other
-callers: where only rank 0 reads, the other ranks would not take part in the gather."""
+everything one more time only to learn names and shapes. Its functions are known to read the same
+parameters on every rank, so these contexts gather block by block, or nothing. Other callers may not
+do so: if only rank 0 reads, the other ranks would not take part in the gather."""
 
 from __future__ import annotations
 

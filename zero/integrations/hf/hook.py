@@ -1,7 +1,7 @@
 """`enable()` makes transformers and accelerate find zero where they look for DeepSpeed.
 
 It sets up the process: environment variables, the import hook, the handling of exceptions. It knows
-nothing of the engine."""
+nothing about the engine."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def enable() -> None:
     imported = [name for name in _ASK_AT_IMPORT if name in sys.modules]
     if imported:
         raise RuntimeError(
-            f"{' and '.join(imported)} already imported, and looked for deepspeed then: call "
-            "zero.hf.enable() before importing transformers or accelerate, or start the script by "
-            "`python -m zero run SCRIPT.py`"
+            f"{' and '.join(imported)} already imported, and looked for deepspeed at that time: "
+            "call zero.hf.enable() before importing transformers or accelerate, or start the "
+            "script with `python -m zero run SCRIPT.py`"
         )
     set_up()
 
@@ -115,5 +115,5 @@ def _say_if_the_real_one_is_installed() -> None:
     installed = list(importlib.metadata.distributions(name=finder.PACKAGE, path=list(sys.path)))
     if installed and os.environ.get("RANK", "0") == "0":
         version = installed[0].version
-        text = f"zero: DeepSpeed {version} is installed too; this run uses zero in its place"
+        text = f"zero: DeepSpeed {version} is installed too; this run uses zero instead"
         print(text, file=sys.stderr)

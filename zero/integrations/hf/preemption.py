@@ -30,7 +30,7 @@ class SaveOnSigterm(TrainerCallback):
         self._stopping = False
 
     def _seen(self) -> bool:
-        """Whether SIGTERM has come to any rank; all must ask."""
+        """Whether any rank has received SIGTERM; all ranks must call this."""
         return self.watch is not None and self.watch.seen()
 
     def on_train_begin(

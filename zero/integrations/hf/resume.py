@@ -1,10 +1,10 @@
-"""Makes `resume_from_checkpoint=True` work after a kill: the Trainer takes the newest folder,
-whether it is complete or not.
+"""Makes `resume_from_checkpoint=True` work after a kill, although the Trainer takes the newest
+folder whether it is complete or not.
 
-The Trainer has no callback at these moments. But the interpreter calls an audit hook (PEP 578)
-before it lists or makes a folder, or opens a file. So this file renames incomplete folders of a
-killed run before transformers looks for the newest one. It refuses a folder that another job has
-locked before the Trainer writes to it. It checks a checkpoint that a script names before the
+The Trainer has no callback at these moments, but the interpreter calls an audit hook (PEP 578)
+before it lists or creates a folder, or opens a file. This lets this file rename incomplete folders
+of a killed run before transformers looks for the newest one, reject a folder that another job has
+locked before the Trainer writes to it, and check a checkpoint that a script names before the
 Trainer reads it. Nothing is patched."""
 
 from __future__ import annotations
