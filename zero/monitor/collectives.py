@@ -1,8 +1,9 @@
 """Times the engine's collectives for the section `comms_logger`, and prints them as a table.
 
-The time runs from the start of a collective until its result is used: what is computed meanwhile is
-in it. Nothing is waited for earlier than without the log, because ranks may start collectives in
-different orders. On an accelerator the host waits for the computing stream at both ends."""
+The time runs from the start of a collective until its result is used, so it includes what is
+computed in the meantime. Nothing is waited for earlier than without the log, because ranks may
+start collectives in different orders. On an accelerator the host waits for the compute stream at
+both ends."""
 
 from __future__ import annotations
 
@@ -116,7 +117,7 @@ class CollectiveLog:
             print("\n".join(self.lines(least)), file=sys.stderr, flush=True)
 
     def leave(self) -> None:
-        """One engine less uses it. After the last one, what was not printed yet is printed."""
+        """An engine stops using it. After the last one, everything not printed yet is printed."""
         global _log
         self.users -= 1
         if self.users:

@@ -79,8 +79,8 @@ def peak(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def operations_per_token(engine: ZeroEngine) -> tuple[int, int]:
-    """Operations of forward and backward on this rank: for a token of `input_ids`, and for one of a
-    decoder beside it.
+    """Operations of forward and backward on this rank: for a token of `input_ids`, and for a token
+    of the decoder, if there is one.
 
     2 for each weight in forward, and in backward 2 for the gradient of the inputs, and 2 for that
     of the weight unless it is frozen. Weights that are only looked up (`nn.Embedding`) do not
@@ -102,7 +102,7 @@ def operations_per_token(engine: ZeroEngine) -> tuple[int, int]:
 
 
 def _active(chosen: int | None, model: Communicator | None, module: nn.Module) -> float:
-    """The part of the module's weights that a token meets."""
+    """The part of the module's weights that a token uses."""
     if not chosen or not packs_experts(module):
         return 1.0
     # Under expert parallelism the module's number is this rank's.

@@ -64,7 +64,7 @@ def make(engine: ZeroEngine) -> Monitor | None:
 
 
 class RankNumbers(NamedTuple):
-    """What one rank tells of a step. Of all ranks: a tensor for each."""
+    """What one rank reports about a step. For all ranks together: a tensor for each field."""
 
     loss: Any
     has_loss: Any
@@ -279,7 +279,7 @@ def _before_forward(
 
 
 class _Warnings(logging.Filter):
-    """Keeps what the engine warns of until it is written.
+    """Keeps the engine's warnings until they are written.
 
     A handler would do so too, but with a handler Python no longer prints warnings by itself.
     """

@@ -1,5 +1,5 @@
-"""What an error for lack of device memory says beside torch's own words: what fills the memory, and
-what to change.
+"""What zero adds to torch's error when device memory runs out: what filled the memory, and what to
+change.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _remedy(engine: ZeroEngine, kind: str) -> str:
         return "zero_optimization.offload_param.device cpu (the price: copies for each use)"
     return {
         GATHERED: "zero_optimization.stage3_max_live_parameters 0 (the price: nothing is gathered "
-        "ahead)",
+        "in advance)",
         BUFFERS: "a smaller zero_optimization.reduce_bucket_size",
     }[kind]
 

@@ -19,7 +19,7 @@ from zero.device import is_accelerator
 from zero.engine import ZeroEngine
 from zero.monitor.memory_usage import bytes_by_kind
 
-# Environment variables that begin so are written down.
+# Environment variables that begin like this are recorded.
 _VARIABLES = ("NCCL_", "GLOO_", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 

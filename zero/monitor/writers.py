@@ -65,7 +65,7 @@ def _folder(name: str, section: Any) -> Path:
 
 
 def events(record: Record) -> Iterator[tuple[str, float]]:
-    """The numbers under DeepSpeed's names, and under names like them."""
+    """The numbers under DeepSpeed's names, or under similar ones."""
     for key, value in record.items():
         if key in ("step", "samples", "skipped", "ranks", "run", "warnings"):
             continue
@@ -102,7 +102,7 @@ class CsvFiles(EventWriter):
             file = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
             with file.open("a", newline="") as out:
                 rows = csv.writer(out)
-                if out.tell() == 0:  # a run that goes on adds to the file
+                if out.tell() == 0:  # a run that is resumed adds to the file
                     rows.writerow(["step", name.rpartition("/")[2]])
                 rows.writerow([samples, value])
 
@@ -169,6 +169,6 @@ def _imported(module: str, package: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         raise UsageError(
-            f"{package}.enabled is true, and the package {package} is missing: install it, or set "
+            f"{package}.enabled is true, but the package {package} is missing: install it, or set "
             "it to false"
         ) from None
