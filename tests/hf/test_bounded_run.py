@@ -82,7 +82,7 @@ def test_the_trainer_saves_nothing_and_all_ranks_end(tmp_path: Path):
     script.write_text(SAVES)
     done = trace(script, 4, str(tmp_path))
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "made fewer than 4 optimizer steps" in done.stderr
+    assert "took fewer than 4 optimizer steps" in done.stderr
     assert not list(tmp_path.glob("output/checkpoint-*"))
     done = trace(script, 2, str(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -47,14 +47,14 @@ class Parser(ArgumentParser):
         self.add_argument("--json", action="store_true", help=f"print {json} as a JSON object")
 
     def add_command(self) -> None:
-        """The rest of the line is a command of the user, kept as `command`."""
+        """The rest of the line is the user's command, kept as `command`."""
         self.add_argument(
             "command", nargs=REMAINDER, help="SCRIPT.py, LAUNCHER or -m MODULE, with its arguments"
         )
 
     def parse(self, arguments: list[str]) -> Namespace:
         """As `parse_args`, for a parser with `add_command`: there must be a command."""
-        # argparse would look for an option -m of its own
+        # argparse would look for its own option -m
         module = arguments.index("-m") if "-m" in arguments else len(arguments)
         options = self.parse_args(arguments[:module])
         options.command += arguments[module:]
@@ -75,7 +75,7 @@ class Working:
 
     def __init__(self, text: str):
         self._text = text
-        # not as rich decides: in logs of CI, FORCE_COLOR stands for a terminal
+        # do not let rich decide: in CI logs, FORCE_COLOR makes it assume a terminal
         self._is_terminal = sys.stderr.isatty()
         console = Console(file=sys.stderr, force_terminal=self._is_terminal)
         columns = TextColumn("{task.description}", markup=False), TimeElapsedColumn()
@@ -188,7 +188,7 @@ def count(text: str) -> int:
 def port(text: str) -> int:
     """The type of an option: a TCP port."""
     if (number := count(text)) > 65535:
-        raise ArgumentTypeError(f"{text} is no port: the largest is 65535")
+        raise ArgumentTypeError(f"{text} is not a port: the largest is 65535")
     return number
 
 
@@ -196,7 +196,7 @@ def gibibytes(text: str) -> float:
     """The type of an option: memory in GiB, as a number or with a unit: 24, 24G, 24GiB, 512M."""
     found = re.fullmatch(r"([\d.]+)([MGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if found is None:
-        raise ArgumentTypeError(f"{text} is no amount of memory, such as 24, 24G or 512M")
+        raise ArgumentTypeError(f"{text} is not an amount of memory, such as 24, 24G or 512M")
     return above_zero(found[1]) * {"M": 2.0**-10, "T": 2.0**10}.get(found[2].upper(), 1.0)
 
 

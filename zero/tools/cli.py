@@ -27,8 +27,8 @@ parameter that differs by more than rounding.
        torchrun --nproc_per_node N -m zero doctor
 
 Checks versions, devices, memory, compiler and disk of this machine, and prints a remedy for each
-fault. Under torchrun it also measures the links between the ranks. With --speeds it measures what
-`estimate` and `plan` need to predict times.
+problem. Under torchrun it also measures the links between the ranks. With --speeds it measures
+what `estimate` and `plan` need to predict times.
 
        zero trace [--step N] [--out F] SCRIPT.py|LAUNCHER|-m MODULE ARGS...
 
@@ -52,13 +52,13 @@ Says what each key of a configuration does, and which keys have no effect and wh
        zero estimate MODEL --ds-config CONFIG --world N [--batch B --seq S] [--device-memory GIB]
        [--host-memory GIB]
 
-Predicts how much memory each process will need, what it moves in a step, and how long a step
-takes. No GPU is needed. If the run does not fit, it says what to change, fastest first.
+Predicts how much memory each process will need, how many bytes it moves in a step, and how long a
+step takes. No GPU is needed. If the run does not fit, it says what to change, fastest first.
 
        zero plan MODEL --device-memory GIB [--host-memory GIB] [--world N] [--out ds_config.json]
 
-Writes the fastest configuration with which a training fits, says what each key does, and names the
-next ones.
+Writes the fastest configuration with which training fits, says what each key does, and names the
+next best configurations.
 
        zero inspect CHECKPOINT
        zero consolidate CHECKPOINT OUT [--dtype fp16|bf16|fp32] [--max-file-size GB]
@@ -67,7 +67,7 @@ next ones.
 it into a model folder for `from_pretrained`. CHECKPOINT is a folder such as output/checkpoint-500,
 or the folder global_step... inside it.
 
-`zero COMMAND --help` has all options and an example. With --json, a command prints a JSON object.
+`zero COMMAND --help` shows all options and an example. With --json, a command prints a JSON object.
 A mistake gives one line and exit code 2. If the command `zero` is not installed, use
 `python -m zero`.
 """
@@ -203,8 +203,8 @@ def _explain(arguments: list[str]) -> None:
 def _estimate(arguments: list[str]) -> None:
     parser = Parser(
         "estimate",
-        "Predict how much memory each process will need, what it moves in a step over each link, "
-        "and how long a step takes.",
+        "Predict how much memory each process will need, how many bytes it moves over each link in "
+        "a step, and how long a step takes.",
         "models/t5-3b --ds-config ds.json --world 8 --batch 4 --seq 512 --device-memory 24G",
         json="the estimate",
     )
@@ -227,7 +227,7 @@ def _estimate(arguments: list[str]) -> None:
 def _plan(arguments: list[str]) -> None:
     parser = Parser(
         "plan",
-        "Write the fastest configuration with which a training fits, and say why.",
+        "Write the fastest configuration with which training fits, and say why.",
         "models/llama-8b --device-memory 24G --host-memory 64G",
         json="the configuration",
     )
@@ -246,15 +246,15 @@ def _plan(arguments: list[str]) -> None:
 
 
 def _add_question(parser: Parser, batch: int, length: int) -> None:
-    """Options of what is estimated, with these sequences of a micro-batch and these tokens of a
-    sequence if they are not given; 0: they follow from the file, or activations are left out.
+    """Options that say what to estimate. `batch` (sequences per micro-batch) and `length` (tokens
+    per sequence) are the defaults; 0: take them from the file, or leave out activations.
     """
-    remedies = "what does not fit gets remedies, ordered by predicted time"
-    device = f"of one device: 24 or 24G; {remedies}"
-    host = "likewise, for one process: that of a machine divided by its processes"
-    sequences = f"sequences of a micro-batch; default: {batch or 'that of the file'}"
-    tokens = f"tokens of a sequence; default: {length or 'none, then no activations'}"
-    adapter = "train an adapter alone: its folder (PEFT), or a rank: LoRA of all linear layers"
+    remedies = "if the run does not fit, remedies are printed, ordered by predicted time"
+    device = f"memory of one device: 24 or 24G; {remedies}"
+    host = "host memory for one process: the machine's, divided by its number of processes"
+    sequences = f"sequences per micro-batch; default: {batch or 'as in the file'}"
+    tokens = f"tokens per sequence; default: {length or 'none, and activations are left out'}"
+    adapter = "train only an adapter: its folder (PEFT), or a rank for LoRA on all linear layers"
     add = parser.add_argument
     add("model", help="the model's folder with config.json; weights are not read")
     add("--world", type=count, default=1, metavar="N", help="number of processes (1)")
@@ -265,7 +265,7 @@ def _add_question(parser: Parser, batch: int, length: int) -> None:
     add("--device-memory", type=gibibytes, metavar="GIB", help=device)
     add("--host-memory", type=gibibytes, metavar="GIB", help=host)
     add("--speeds", type=Path, metavar="FILE", help="written by zero doctor --speeds")
-    add("--device", metavar="NAMES", help=f"speeds by the makers: {', '.join(DEVICES)}")
+    add("--device", metavar="NAMES", help=f"published speeds of: {', '.join(DEVICES)}")
     for name in GIVEN:
         unit = "TFLOP/s" if name == "compute" else "GB/s"
         add(f"--{name}-speed", type=above_zero, metavar=unit, help="of one process")

@@ -22,7 +22,7 @@ from zero.config.settings import Config
 from zero.config.table import Row, rows
 from zero.errors import UsageError
 
-ACTING = "Keys that act"
+ACTING = "Keys with an effect"
 FILLED_IN = "Keys that the Trainer or accelerate fills in"
 IDLE = "Keys without effect"
 
@@ -59,7 +59,7 @@ def _advice(config: Config) -> Iterator[str]:
     if zero.offloads_optimizer or zero.offloads_params:
         yield (
             "Offload makes each step slower, and is needed only if the GPUs are too small for the "
-            "model. Whether they are: zero estimate MODEL --ds-config FILE --device-memory 24G"
+            "model. To find out: zero estimate MODEL --ds-config FILE --device-memory 24G"
         )
 
 
@@ -101,7 +101,7 @@ def _explained(config: Config) -> Iterator[Explained]:
     for section, row in rows(config):
         name = row.key.rpartition(".")[2]
         about = section.about(name)
-        # Keys of a section whose switch is still "auto" may come to act.
+        # Keys of a section whose switch is still "auto" may have an effect later.
         switch = f"{row.key.partition('.')[0]}.enabled"
         waits = switch in auto and "idle" not in about
         value = row.given.removesuffix(".0")  # JSON has 1e9 as a float
@@ -112,7 +112,7 @@ def _explained(config: Config) -> Iterator[Explained]:
             continue
         elif row.effect == "used" or waits:
             text = _effect(config, section, name, row)
-            text += f" Acts if {switch} becomes true." if waits else ""
+            text += f" Has an effect only if {switch} becomes true." if waits else ""
             yield Explained(row.key, value, ACTING, text)
         else:
             text = f"No effect: {row.effect.removeprefix('none: ')}."
@@ -139,7 +139,7 @@ PACKAGES = {"tensorboard.enabled": "tensorboard", "wandb.enabled": "wandb"}
 
 
 def _effect(config: Config, section: Section, name: str, row: Row) -> str:
-    """What an acting key does with the value that it has here."""
+    """What a key with an effect does, with the value that it has here."""
     text, meanings = section.describe(name)
     effective, given = (cell.strip('"').removesuffix(".0") for cell in (row.effective, row.given))
     if effective in meanings or given in meanings:
@@ -181,13 +181,13 @@ def _amount(nbytes: float) -> str:
 
 
 def _processes(config: Config) -> str:
-    """For how many processes the three batch sizes are made, if they are given."""
+    """How many processes the three batch sizes are meant for, if all are given."""
     micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
     if config.train_batch_size is None or micro is None or steps is None:
         return "Other batch sizes follow from it and the number of processes."
     sharing = config.sequence_parallel_size * config.tensor_parallel.autotp_size
     processes = config.train_batch_size // (micro * steps) * sharing
-    return f"With the micro-batch and accumulation of this file it takes {processes} process(es)."
+    return f"With this file's micro-batch and accumulation, it needs {processes} process(es)."
 
 
 _SHARDED = {

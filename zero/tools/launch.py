@@ -30,10 +30,10 @@ from zero.hf import STARTUP
 from zero.tools.arguments import Parser, check_command, count, port, program
 
 DEFAULT_HOSTFILE = "/job/hostfile"
-# Variables that begin so reach the other machines. A file `.deepspeed_env` adds lines `NAME=VALUE`.
+# Variables that begin like this are sent to the other machines, and those in `.deepspeed_env`.
 EXPORTED = tuple("NCCL GLOO TORCH PYTHON OMP UCX HF_ MLFLOW WANDB DEEPSPEED_TIMEOUT ZERO_".split())
 ENV_FILE = ".deepspeed_env"
-# No machine has so many accelerators: a larger number in a hostfile is a slip of the pen.
+# No machine has this many accelerators: a larger number in a hostfile is a typo.
 MOST_SLOTS = 1024
 _POLL = 0.1
 # Seconds after a failure in which the other machines may fail by themselves: the first to end need
@@ -135,13 +135,13 @@ def parse_hostfile(file: Path) -> dict[str, int]:
             wrong = f"{name!r}: ssh takes a name that begins with a dash for an option; write the "
             wrong += "host's name"
         elif name in hosts:
-            wrong = f"host {name} is there twice"
+            wrong = f"host {name} is listed twice"
         else:
             hosts[name] = int(slots)
             continue
         raise UsageError(f"{file}, line {number}: {wrong}")
     if not hosts:
-        raise UsageError(f"{file}: there is no host in it")
+        raise UsageError(f"{file}: it contains no hosts")
     return hosts
 
 

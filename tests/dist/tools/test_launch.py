@@ -303,7 +303,7 @@ def test_wrong_choices_are_refused(options: dict, message: str):
     ("text", "message"),
     [
         ("a slots=x", "line 1: expected"),
-        ("a slots=1\na slots=2", "line 2: host a is there twice"),
+        ("a slots=1\na slots=2", "line 2: host a is listed twice"),
         ("#", "no host"),
         ("a slots=1\n-oProxyCommand=x slots=1", "line 2: .*begins with a dash"),
         ("a slots=99999999999", "line 1: slots=99999999999: a host has at most"),

@@ -186,7 +186,7 @@ def test_the_command(tmp_path: Path, monkeypatch, capsys):
     out.unlink()
     code, _, stderr = call(capsys, "--step", "4", "--out", str(out), str(script))
     assert code == 2 and not out.exists()
-    assert "made fewer than 4 optimizer steps" in stderr and "the script is over" in stderr
+    assert "took fewer than 4 optimizer steps" in stderr and "the script is over" in stderr
 
 
 def call(capsys, *arguments: str) -> tuple[int, str, str]:

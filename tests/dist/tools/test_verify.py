@@ -180,7 +180,7 @@ def test_only_an_init_that_rounds_is_taken_for_one(tmp_path: Path, init: dict[st
 
 def test_planted_faults_are_found_and_explained(tmp_path: Path):
     results = found(tmp_path, ["loss scale", "mean", "gradient", "frozen", "forward"], "float32")
-    times = "All of this kind are {} times the plain ones."
+    times = "All tensors of this kind are {} times the plain ones."
     expected = {
         "loss scale": ("gradient", "stem.weight", times.format(8)),
         "mean": ("gradient", "stem.weight", times.format(2)),
@@ -200,14 +200,17 @@ def test_planted_faults_are_found_and_explained(tmp_path: Path):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_faults_that_adam_hides_are_found(tmp_path: Path, dtype: str):
     """Its updates hardly change with the size of gradients."""
-    times, before = "All of this kind are {}times the plain ones", "What is compared before it"
+    times, before = (
+        "All tensors of this kind are {}times the plain ones",
+        "Everything compared before it",
+    )
     untrained, decays = f"blocks.{LEFT_OUT}.norm.weight", "These elements have had no gradient yet"
     skipped = "It is True on the engine and False on plain torch"
     expected = {
         "norm": (1, "norm", "all gradients", before),
         "skipped": (1, "setting", "whether the step was skipped", skipped),
         "setting": (1, "setting", "lr of param group 0", "It is 0.001"),
-        "clipping": (1, "exp_avg", "stem.weight", "All of this kind are"),
+        "clipping": (1, "exp_avg", "stem.weight", "All tensors of this kind are"),
         "twice": (1, "exp_avg", "stem.weight", times.format("2 ")),
         "rate": (1, "update", "stem.weight", times.format("1.01 ")),
         "betas": (1, "exp_avg_sq", "stem.weight", times.format("50 ")),
@@ -316,7 +319,7 @@ def test_a_script_without_a_step_is_refused(tmp_path: Path):
     script.write_text("print('nothing trains here')")
     done = run([sys.executable, "-m", "zero", "verify", str(script)], timeout=60, cwd=REPOSITORY)
     assert done.returncode == 2
-    assert "made no optimizer step" in done.stderr
+    assert "took no optimizer step" in done.stderr
     assert "nothing trains here" in done.stderr
 
 
@@ -342,7 +345,7 @@ def test_skipped_and_missing_steps_are_named(tmp_path: Path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
         "Both runs skipped 1 step(s)" in done.stdout
-        and "--steps 3: the script made 2" in done.stderr
+        and "--steps 3: the script took only 2" in done.stderr
     )
     done = run([*command, "all"], timeout=120, cwd=REPOSITORY)
     assert done.returncode == 2 and "no update was compared" in done.stderr

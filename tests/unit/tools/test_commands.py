@@ -124,7 +124,7 @@ def test_a_command_that_can_start_is_not_refused(given: str, here):
     [
         ("launch --hostfile folder x.py", "folder: no such hostfile"),
         ("launch --hostfile bytes x.py", "bytes, line 1: expected"),
-        ("launch --hostfile hosts --master_port 70000 x.py", "70000 is no port"),
+        ("launch --hostfile hosts --master_port 70000 x.py", "70000 is not a port"),
         ("launch --hostfile hosts --ssh_port -1 x.py", "-1 is not a number above 0"),
         (
             "launch --hostfile hosts --elastic_training --min_elastic_nodes 2 x.py",

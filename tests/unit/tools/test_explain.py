@@ -52,11 +52,13 @@ def test_each_key_is_in_the_group_where_it_belongs(tmp_path):
         "zero_optimization": {"stage": 2, "stage3_max_live_parameters": 5, "reduce_scatter": True}
     }
     found, keys = explained(config, tmp_path)
-    assert keys["train_batch_size"]["group"] == "Keys that act"
+    assert keys["train_batch_size"]["group"] == "Keys with an effect"
     assert keys["gradient_clipping"]["text"].endswith(
         "Becomes: --max_grad_norm of the Trainer (default 1.0)."
     )
-    assert keys["fp16.hysteresis"]["text"].endswith("Acts if fp16.enabled becomes true.")
+    assert keys["fp16.hysteresis"]["text"].endswith(
+        "Has an effect only if fp16.enabled becomes true."
+    )
     assert (
         keys["zero_optimization.stage3_max_live_parameters"]["text"]
         == "No effect: needs stage 3, and this is stage 2."
@@ -136,7 +138,7 @@ VALUES = [
             "gradient_accumulation_steps": 4,
         },
         "train_batch_size",
-        "takes 4 process",
+        "needs 4 process",
     ),
     (
         {"train_batch_size": 64},
@@ -172,9 +174,9 @@ def test_a_file_of_accelerate_names_the_configuration_or_has_its_keys(tmp_path):
 def test_a_power_that_fp16_would_refuse_is_explained_while_fp16_is_open(tmp_path):
     config = {"fp16": {"enabled": "auto", "initial_scale_power": 10**15}}
     text = explained(config, tmp_path)[1]["fp16.initial_scale_power"]["text"]
-    assert (
-        text
-        == "The first scale is 2 to the power of this number. Acts if fp16.enabled becomes true."
+    assert text == (
+        "The first scale is 2 to the power of this number. Has an effect only if fp16.enabled "
+        "becomes true."
     )
 
 

@@ -160,10 +160,10 @@ def test_a_file_of_an_older_version_has_a_page():
     "content, said",
     [
         (None, "there is no such file"),
-        ("", "no step in it"),
-        ("{}\n", "line 1: this is no record"),
+        ("", "it contains no steps"),
+        ("{}\n", "line 1: this is not a record"),
         ("[1", "line 1"),
-        (json.dumps(record(1) | {"step": "<b>"}) + "\n", "line 1: this is no record"),
+        (json.dumps(record(1) | {"step": "<b>"}) + "\n", "line 1: this is not a record"),
     ],
 )
 def test_files_that_are_not_of_a_run_are_refused(

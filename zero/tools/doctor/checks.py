@@ -1,6 +1,6 @@
 """The checks of one machine: is everything there that training needs?
 
-This file knows nothing of other ranks.
+This file knows nothing about other ranks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Finding(NamedTuple):
 
 
 class Fault(Exception):
-    """What a check found. `remedy`: in the place of the check's."""
+    """What a check found. `remedy`: replaces the check's own remedy."""
 
     def __init__(self, found: str, level: str = FAILS, remedy: str = ""):
         super().__init__(found)

@@ -41,8 +41,8 @@ def doctor(arguments: list[str]) -> int:
         type=Path,
         const=default_file(),
         metavar="FILE",
-        help="measure the speeds on which the times of zero estimate rest, and write them to FILE; "
-        f"default: {default_file()}, where zero estimate looks by itself",
+        help="measure the speeds from which zero estimate predicts times, and write them to FILE; "
+        f"default: {default_file()}, where zero estimate finds them",
     )
     options = parser.parse_args(arguments)
     if options.folder is not None and not options.folder.is_dir():
@@ -51,7 +51,7 @@ def doctor(arguments: list[str]) -> int:
     if options.speeds is not None:
         return _speeds(options, is_alone)
     if is_alone:
-        with Working("doctor: looking at this machine"):
+        with Working("doctor: checking this machine"):
             machines = {"": list(checks.findings(options.folder))}
         return _show(machines, [], 1, options.json)
     try:
@@ -135,5 +135,5 @@ def _show(
             print(*filter(None, [where]), *found, sep="\n")
         if measured:
             print(links.table(measured, ranks))
-        print(f"{faults} fault(s), {slow} thing(s) that make training slow")
+        print(f"{faults} fault(s), {slow} thing(s) that slow training down")
     return int(faults > 0)

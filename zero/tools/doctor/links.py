@@ -34,7 +34,7 @@ class Link(NamedTuple):
 
 
 def measure(comm: Communicator) -> list[Link]:
-    """All links, one after the other, so that none disturbs another one.
+    """All links, one after the other, so that they do not disturb each other.
 
     All ranks call it and get the same result.
     """

@@ -1,5 +1,5 @@
-"""Measures the speeds on which the seconds of `zero estimate` rest, all ranks at the same time:
-what they share is then shared as in a training.
+"""Measures the speeds from which `zero estimate` predicts seconds, on all ranks at the same time,
+so that what they share is shared as in training.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zero.offload.nvme import ScratchFile
 from zero.optim import adam8bit, adam_cpu
 from zero.tools.estimate.speeds import Speeds
 
-# Of what is measured, the fastest of the tries within this time: what else runs here is not meant.
+# The fastest of the tries within this time counts, so that other work on the machine does not.
 SECONDS, LEAST_TRIES = 1.5, 3
 MATRIX = 4096  # rows and columns on an accelerator
 MATRIX_ON_HOST = 768

@@ -67,8 +67,8 @@ class BoundedRun:
     def _end(self, *_: object, **__: object) -> NoReturn:
         """End this process. No rank ends while another one still needs it.
 
-        At once: an interpreter that ends step by step, while the other ranks' connections close,
-        aborted now and then, which the command would take for a failure of the run."""
+            It ends immediately. An interpreter that shut down step by step, while the other ranks'
+        connections closed, aborted now and then, which the command would take for a failed run."""
         self.engine.comm.job.exchange("done")
         sys.stdout.flush()
         sys.stderr.flush()

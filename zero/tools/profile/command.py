@@ -32,8 +32,8 @@ def trace(arguments: list[str]) -> int:
 
     parser = Parser(
         "trace",
-        "Run a script to one optimizer step, write that step as a trace for "
-        "https://ui.perfetto.dev, and end. "
+        "Run a script up to one optimizer step, write a trace of that step for "
+        "https://ui.perfetto.dev, and stop. "
         " Nothing is saved. All ranks of this machine are in one file.",
         "--step 5 --out trace.json torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
         json="the seconds by track",
@@ -57,7 +57,7 @@ def memory(arguments: list[str]) -> int:
     """Run `zero memory ARGUMENTS`. Returns the exit code."""
     parser = Parser(
         "memory",
-        "Run a script to one optimizer step, draw what rank 0 holds in it by kind, and end. "
+        "Run a script up to one optimizer step, draw what rank 0 holds in it by kind, and stop. "
         "Nothing is saved.",
         "--out memory.png torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
         json="each rank's peaks and samples",
@@ -116,9 +116,8 @@ def _record(kind: str, options: Namespace, folder: Path) -> list[Path]:
     files = sorted(folder.glob("rank*.json"))
     if not files:
         raise UsageError(
-            f"{name} made fewer than {options.step} optimizer steps by deepspeed.initialize or the "
-            "Trainer before it "
-            "ended or saved: name an earlier one by --step. Its last "
+            f"{name} took fewer than {options.step} optimizer steps with deepspeed.initialize or "
+            "the Trainer before it ended or saved: choose an earlier one with --step. Its last "
             f"lines:\n{what_went_wrong(log)}"
         )
     return files

@@ -29,7 +29,7 @@ from zero.tools.profile.bounded_run import RecordedStep
 from zero.tools.profile.command import SNAPSHOT
 
 ACTIVATIONS = "activations"
-# What is new belongs to the engine's innermost file that runs; elsewhere it is an activation.
+# A new storage belongs to the engine's innermost running file; elsewhere it is an activation.
 _ENGINE = f"{Path(zero.__file__).parent}/"
 _KINDS = {
     "optim": OPTIMIZER,

@@ -33,8 +33,8 @@ def run(
     what: str,
     progress: Callable[[], str | None],
 ) -> None:
-    """Run the command to its end. What it prints goes to the file `log`, the end of it into an
-    error.
+    """Run the command to its end. What it prints goes to the file `log`, and the last lines of it
+    into an error.
 
     recorder: the module whose `set_up` is called in the command's processes. variables: what it
     reads from the environment. progress: a line for stderr, with the seconds on a terminal; None

@@ -1,7 +1,7 @@
 """Runs in a process of the user's script: records one step as events of Chrome's trace format.
 
-torch's profiler sees the device and all threads, with the labels of `zero.comm.clock.label`. What
-is in flight beside them is told by the engine's observer.
+torch's profiler sees the device and all threads, with the labels of `zero.comm.clock.label`. The
+engine's observer reports what else is in flight.
 
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (times
 in microseconds)."""

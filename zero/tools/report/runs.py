@@ -1,6 +1,6 @@
 """Reads what `json_monitor` writes, and computes what the page shows.
 
-This file knows no pictures.
+This file knows nothing about pictures.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _PHASES = ("forward", "backward", "step")
 
 
 class Run:
-    """One run's records by step, in order. Of a step that was trained twice, after a resume, the
-    second one counts.
+    """One run's records by step, in order. If a step was trained twice, because the run was
+    resumed, the second record counts.
 
     Attributes:
-        name: the run's.
-        records: those of the steps, in order.
+        name: the run's name.
+        records: the records of the steps, in order.
         facts: what `zero.monitor.run_info` wrote at the last start, or {}.
         warnings: (step, text).
     """
@@ -89,8 +89,8 @@ class Run:
         return {name: count / len(self._usual) for name, count in total.items() if count}
 
     def seconds_by_rank(self) -> list[tuple[int, float]]:
-        """Mean seconds of a step in which each rank worked. A run may go on with another number of
-        ranks: each has the mean over the steps that it took part in.
+        """Mean seconds of a step in which each rank worked. A run may continue with another number
+        of ranks: each has the mean over the steps that it took part in.
         """
         steps = [record["ranks"]["working_seconds"] for record in self._usual]
         return [
@@ -158,8 +158,8 @@ def read(path: Path) -> Run:
             record = {}
         is_record = isinstance(record, dict) and record.keys() >= _KEYS
         if not is_record or not isinstance(record["step"], int):
-            raise UsageError(f"report: {file}, line {number}: this is no record of json_monitor")
+            raise UsageError(f"report: {file}, line {number}: this is not a record of json_monitor")
         records.append(record)
     if not records:
-        raise UsageError(f"report: {file}: there is no step in it")
+        raise UsageError(f"report: {file}: it contains no steps")
     return Run(file.resolve().parent.name if file.name == FILE else file.stem, records)

@@ -67,14 +67,14 @@ def verify(arguments: list[str]) -> int:
         )
     print(as_json(result) if options.json else as_text(result))
     if steps < options.steps and result.difference is None:
-        print(f"verify: --steps {options.steps}: the script made {steps}", file=sys.stderr)
+        print(f"verify: --steps {options.steps}: the script took only {steps}", file=sys.stderr)
     return int(result.difference is not None)
 
 
 def _record(folder: Path, steps: int, command: list[str]) -> None:
     """Run the command to its last recorded step, in the mode that the folder is named after.
 
-    What it prints goes to a file, the end of it into an error.
+    What it prints goes to a file, and the last lines of it into an error.
     """
     mode = folder.name
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def _record(folder: Path, steps: int, command: list[str]) -> None:
     run(command, "zero.tools.verify.record", variables, log, name, progress)
     if not steps_in(folder):
         raise UsageError(
-            f"{name} made no optimizer step by deepspeed.initialize or the Trainer:\n"
+            f"{name} took no optimizer step with deepspeed.initialize or the Trainer:\n"
             f"{what_went_wrong(log)}"
         )
 

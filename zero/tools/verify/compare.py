@@ -1,11 +1,11 @@
 """Compares the recordings of a run on the engine with one on plain torch, and says what differs
 first.
 
-This file reads the files that `zero.tools.verify.record` has written. It knows no engine and no
-process group.
+This file reads the files that `zero.tools.verify.record` has written. It knows nothing about
+engines or process groups.
 
-[Note: tolerance] Sums in another order differ by rounding. How much, depends on the model, so it is
-measured: a third run, again on plain torch, has weights that are disturbed by one unit in their
+[Note: tolerance] Sums in a different order differ by rounding. How much depends on the model, so it
+is measured: a third run, again on plain torch, has weights that are disturbed by one unit in their
 last place before each step. That changes how every later operation rounds, and amplifies or damps
 it as the model does. (A run in fp64 would say the same, but a script feeds its model with fp32.) A
 tensor of the engine may be `_MARGIN` times as far from the plain one as the disturbed one is. Where
@@ -199,8 +199,8 @@ class Comparison:
         self._judge(step, "update", updates, eps, len(noise), together=True)
 
     def _compare_settings(self, step: int, done: list[dict]) -> bool:
-        """What a step goes by: whether it was skipped, the loss scale, the numbers of the param
-        groups.
+        """The settings of a step: whether it was skipped, the loss scale, and the numbers of the
+        param groups.
         """
         if done[1]["applied"] != done[2]["applied"]:
             self.result.unsure = step
@@ -334,7 +334,7 @@ def _apart_together(tensors: list[Tensor], eps: float) -> float:
 
 
 def _cause(kind: str, tensors: list[Tensor]) -> str:
-    """What is certain about a difference."""
+    """What is known for certain about a difference."""
     if lost := [tensor.name for tensor in tensors if tensor.is_lost]:
         names = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
         if kind == "update":
@@ -344,7 +344,7 @@ def _cause(kind: str, tensors: list[Tensor]) -> str:
     ratios = [tensor.engine / tensor.plain for tensor in pairs]
     explained = all(abs(tensor.engine - tensor.plain) >= 0.98 * tensor.apart for tensor in pairs)
     if len(pairs) > 1 and explained and max(ratios) - min(ratios) <= 0.01 * max(ratios):
-        return f"All of this kind are {median(ratios):.4g} times the plain ones."
+        return f"All tensors of this kind are {median(ratios):.4g} times the plain ones."
     if kind == "decay":
         return "These elements have had no gradient yet, so only weight decay may change them."
-    return "What is compared before it, in the rows above, is equal within rounding."
+    return "Everything compared before it, in the rows above, is equal within rounding."

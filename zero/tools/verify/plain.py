@@ -29,7 +29,7 @@ from zero.optim.loss_scaler import LossScaler
 
 
 class _NoHooks:
-    """In the place of `zero.core.hooks.ModuleHooks`."""
+    """Takes the place of `zero.core.hooks.ModuleHooks`."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -68,7 +68,7 @@ def hold_whole_models() -> None:
 
 
 class PlainOptimizer:
-    """In the place of `DeepSpeedOptimizer` and of the reducer: sums whole gradients in fp32, and
+    """Takes the place of `DeepSpeedOptimizer` and the reducer: sums whole gradients in fp32, and
     runs the script's optimizer on whole fp32 tensors.
 
     A parameter without a gradient is updated with one of zeros, as the engine does. `masters`: the
@@ -159,8 +159,8 @@ class PlainOptimizer:
 
     @torch.no_grad()
     def disturb(self) -> None:
-        """Change all values by up to one unit in their last place, alike on all ranks, now and
-        after each step.
+        """Change all values by up to one unit in their last place, now and after each step. All
+        ranks make the same changes.
         """
         if self._disturbance is None:
             self._disturbance = torch.Generator().manual_seed(0)
