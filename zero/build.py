@@ -440,7 +440,7 @@ def make_optimizer(
         raise UsageError(
             f"optimizer {type(inner).__name__} updates whole tensors, but tensor parallelism "
             "shards some of them, such as one of "
-            f"shape {tuple(cut.shape)}: take an element-wise optimizer, such as AdamW"
+            f"shape {tuple(cut.shape)}: use an element-wise optimizer, such as AdamW"
         )
     zero, bf16 = settings.zero_optimization, settings.bf16
     offload = zero.offload_optimizer or OffloadOptimizerConfig()

@@ -180,7 +180,7 @@ class ZeroEngine(Accumulation, nn.Module):
     def forward(self, *args: object, **kwargs: object) -> object:
         if self._lost_its_hooks:
             raise UsageError(
-                "this engine was destroyed, for example by accelerator.free_memory(), so that its "
+                "this engine was destroyed, for example by accelerator.free_memory(), so its "
                 "sharded parameters cannot be gathered: make a new engine. With transformers' "
                 "Trainer, do not call evaluate() before train(): train() destroys the engine that "
                 "evaluate() has made, and then uses it"
@@ -286,7 +286,7 @@ class ZeroEngine(Accumulation, nn.Module):
         # In fp16 the loss scale may still fall.
         if self.scaler is None and self._skips_in_a_row >= SKIPS_ALLOWED:
             raise NonFiniteGradientError(
-                f"the gradients of {SKIPS_ALLOWED} steps in a row were not finite, so that nothing "
+                f"the gradients of {SKIPS_ALLOWED} steps in a row were not finite, so nothing "
                 "is learned: look for non-finite inputs, a learning rate that is too high, or a "
                 "weight that became infinite (the warnings above name the first parameter)"
             )
