@@ -3,7 +3,7 @@
 `evaluate.load("translation/bleu_chrf.py")`.
 """
 
-# evaluate reads this file line by line to find the imports. So each import needs its own line.
+# evaluate reads this file line by line to find the imports, so each import needs its own line.
 import datasets
 import evaluate
 import sacrebleu

@@ -1,6 +1,6 @@
 """The calls by which a script says where a step ends, and when gradients are reduced.
 
-The state is in `zero.core.micro_batches`. This file knows nothing of groups or of the optimizer.
+The state is in `zero.core.micro_batches`. This file knows nothing about groups or the optimizer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Builds the parts of an engine from its settings: groups, schedule, reducer, placement.
 
 This file decides what the configuration's keys mean for each part. `make_groups` shards the model,
-and `place_buffers` broadcasts its buffers. Nothing is trained here. This file knows nothing of
+and `place_buffers` broadcasts its buffers. Nothing is trained here. This file knows nothing about
 DeepSpeed."""
 
 from __future__ import annotations
@@ -277,12 +277,12 @@ def make_schedule(groups: Sequence[ParamGroup], settings: Config) -> Schedule:
 
 
 def warn_if_crowded(groups: Sequence[ParamGroup], limit: int) -> None:
-    """Warn if most groups find no room beside the one in use, so that communication overlaps with
-    no computation.
+    """Warn if most groups do not fit next to the one in use, because communication then does not
+    overlap with computation.
 
     Args:
-        limit: `stage3_max_live_parameters`. Who sets less than the default wants the memory, and is
-            not warned.
+        limit: `stage3_max_live_parameters`. A user who sets it below the default wants to save
+            memory, and gets no warning.
     """
     sizes = [group.layout.numel for group in groups if not group.persistent]
     pairs = [(sum(pair), pair[1]) for pair in pairwise(sizes)]

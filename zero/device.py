@@ -1,7 +1,7 @@
 """The compute device: everything that the engine needs of an accelerator (streams, events, free and
 pinned memory) is here.
 
-It knows nothing of tensors' meaning, of ranks or of settings. A machine without an accelerator
+It knows nothing about the meaning of tensors, ranks or settings. A machine without an accelerator
 computes on "cpu". Nothing is asynchronous there: streams and events are not needed, and
 synchronizing does nothing."""
 

@@ -475,7 +475,7 @@ def _contradictions(config: Config, stage_known: bool) -> Iterator[tuple[str, st
         if section is not None and section.device == "nvme" and not section.nvme_path:
             message = "is missing, and device is nvme; name a folder on a fast disk"
             yield f"zero_optimization.{name}.nvme_path", message
-    # Below stage 3 `offload_param` is no error: accelerate's plugin writes it at every stage.
+    # Below stage 3 `offload_param` is not an error: accelerate's plugin writes it at every stage.
     if stage_known and zero.stage == 0 and zero.offloads_optimizer:
         message = "needs zero_optimization.stage of at least 1, got 0"
         yield "zero_optimization.offload_optimizer.device", message

@@ -132,7 +132,7 @@ class Gathering:
                 if not self._schedule.may_prefetch(i, in_flight, self._residency.live):
                     return
                 # With several ranks `all_gather` waits for the update, because all ranks must
-                # decide alike.
+                # make the same decision.
                 if not group.is_ready and self._comm.world_size == 1:
                     return
                 group.all_gather(self._comm)

@@ -370,7 +370,7 @@ class ModuleHooks:
         for tensor in tensors_with_grad(output, in_objects=True, known=objects):
             if tensor.grad_fn is not None and id(tensor) not in passed_through:
                 # The hook is on the node, not on the tensor. The tensor is also the next module's
-                # input, and hooks of tensors run first. So the next module's groups are released
+                # input, and hooks of tensors run first, so the next module's groups are released
                 # before these are unsharded.
                 tensor.grad_fn.register_prehook(partial(self._pre_backward, groups))
                 is_hooked = True

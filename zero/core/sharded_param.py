@@ -313,7 +313,7 @@ def show(param: torch.Tensor, values: torch.Tensor) -> None:
         param.data = values
     else:
         # Autograd must not take a later all-gather for a change of what `to_local()` has given:
-        # `.data` is no view. (A slot of DTensor's class: not in `vars(param)`.)
+        # `.data` is not a view. (A slot of DTensor's class: not in `vars(param)`.)
         param._local_tensor = values.data  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -132,7 +132,7 @@ def grouped(
     unit: str = "bytes of a step on rank 0",
     shows: Callable[[float], str] = size,
 ) -> str:
-    """For each name in the columns one bar of each run, with its value beside it."""
+    """For each name in the columns, one bar per run, with its value next to it."""
     names = list(dict.fromkeys(name for column in columns for name in column))
     if not names:
         return ""
