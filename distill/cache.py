@@ -4,10 +4,10 @@ loaded.
 [Note: what is in a cache] `cache.json` has the teacher and its revision, tokenizer, temperature and
 k. Each `part-*.safetensors` holds E examples with T targets in total: `keys` (E, 32) uint8,
 `starts` (E + 1), `indices` (T, k), `log_p` (T, k + 1; the last column is the mass of all other
-tokens) and `cross_entropy` (T,). The key of an example is a hash of its token ids, labels and positions, so
-order and padding do not matter, and a different text or tokenizer gives different keys. A missing
-example is an error. Each part appears by a single rename, and an interrupted run continues with
-the missing examples."""
+tokens) and `cross_entropy` (T,). The key of an example is a hash of its token ids, labels and
+positions, so order and padding do not matter, and a different text or tokenizer gives different
+keys. A missing example is an error. Each part appears by a single rename, and an interrupted run
+continues with the missing examples."""
 
 from __future__ import annotations
 
