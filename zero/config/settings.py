@@ -146,8 +146,8 @@ class Config(Section):
             - explain: The error says what filled the memory and what to change.
             - adapt: The micro-batch is repeated in smaller parts: see `docs/troubleshooting.md`.
         log_level: The level of the logger `zero`.
-        steps_per_print: Rank 0 prints a line of metrics whenever this many more steps have been
-            taken. Default: never.
+        steps_per_print: The number of steps from one line of metrics on rank 0 to the next.
+            Default: no lines are printed.
             - N: Rank 0 prints a line of metrics every N steps. The Trainer switches this off.
         wall_clock_breakdown: Print after each step how many seconds rank 0 spent in forward,
             backward and step, and how many of these it spent waiting.
