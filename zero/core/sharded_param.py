@@ -192,9 +192,12 @@ class PlaceholderView(torch.Tensor):
 
     Attributes:
         param_name: of the parameter.
+        made_by: the function that has made the view, and its arguments, where `Init` needs to make
+            it again.
     """
 
     param_name: str
+    made_by: tuple[Callable, tuple, dict] | None = None
     __repr__ = _repr
 
     @classmethod

@@ -37,7 +37,14 @@ IGNORED = -100  # a label that does not count
 
 
 class _Elsewhere(nn.Module):
-    """In place of a module that another stage has: gives its first argument back."""
+    """In place of a module that another stage has: gives its first argument back.
+
+    It keeps the module's attributes, such as `attention_type`, which models read.
+    """
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        vars(self).update(vars(module) | vars(self))
 
     def forward(self, hidden: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         return hidden
@@ -69,8 +76,9 @@ class Place:
         found = []
         for name, stage in self.stage_of.items():
             parent, _, child = name.rpartition(".")
-            module = model.get_submodule(name) if stage in kept else _Elsewhere()
-            found.append((model.get_submodule(parent), child, module))
+            module = model.get_submodule(name)
+            here = module if stage in kept else _Elsewhere(module)
+            found.append((model.get_submodule(parent), child, here))
         return found
 
     def prune(self, model: nn.Module) -> None:
@@ -91,13 +99,18 @@ class Place:
         weight = model.get_input_embeddings().get_parameter("weight")
         size = model.config.get_text_config().hidden_size
         hidden = torch.randn(1, 2, size, dtype=weight.dtype, device=weight.device)
+        problem = UsageError(
+            f"pipeline: {type(model).__name__} changes hidden states or logits outside of the "
+            "modules of its plan for pipelines, or unpacks what its layers return, as some models "
+            "of transformers before 5.0 do: each stage would do it again"
+        )
         with _switched(self._modules(model, ())):
-            found = model(inputs_embeds=hidden, use_cache=False).logits
+            try:
+                found = model(inputs_embeds=hidden, use_cache=False).logits
+            except IndexError as error:  # it unpacks the tensor that stands for a tuple
+                raise problem from error
         if not torch.equal(found, hidden):
-            raise UsageError(
-                f"pipeline: {type(model).__name__} changes hidden states or logits outside of the "
-                "modules of its plan for pipelines: each stage would do it again"
-            )
+            raise problem
 
 
 @contextmanager
@@ -220,6 +233,16 @@ class _TorchStage(PipelineStage):
     """torch's stage, which tells the pipeline of each backward."""
 
     before_backward: Callable[[int], None]
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """The messages by which neighbours connect.
+
+        Older torch sends an int64 where the neighbour awaits an fp32, and gloo ends the process.
+        """
+        messages = super()._get_init_p2p_neighbors_ops()
+        for message in messages:
+            message.tensor = message.tensor.float()
+        return messages
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         if self.has_backward:  # schedules also call this in evaluation

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -279,17 +280,28 @@ def test_sharded_parameters_look_true_and_refuse_access_to_values():
         assert found == {"still trains": True}
 
 
-def drawn(rank: int, world_size: int) -> tuple[list[str], bool]:
-    """Return which parameters of a T5 built under `Init` differ from one built without, and whether
-    rows differ.
+class DrawsIntoData(nn.Module):
+    """Draws its weights as models do that were written before transformers 5.0."""
 
-    transformers draws the weights in the constructor of the whole model. All of them are sharded by
-    then."""
+    def __init__(self):
+        super().__init__()
+        self.shared, self.linear = nn.Embedding(40, 8, padding_idx=3), nn.Linear(8, 8)
+        for module in (self.shared, self.linear):
+            module.weight.data.normal_(mean=0.0, std=2.0)
+        self.shared.weight.data[self.shared.padding_idx].zero_()
+        self.linear.bias.data.zero_()
+
+
+def drawn(rank: int, world_size: int, make: Callable[[], nn.Module]) -> tuple[list[str], bool]:
+    """Return which parameters of a model built under `Init` differ from one built without, and
+    whether rows differ.
+
+    The constructor of the whole model draws the weights. All of them are sharded by then."""
     torch.manual_seed(20 + rank)
     with zero.Init():
-        model = models.t5()
+        model = make()
     torch.manual_seed(20)
-    true = models.t5().state_dict()
+    true = make().state_dict()
     with zero.GatheredParameters(model.parameters()):
         unlike = [
             name for name, value in model.state_dict().items() if not torch.equal(value, true[name])
@@ -297,8 +309,9 @@ def drawn(rank: int, world_size: int) -> tuple[list[str], bool]:
         return unlike, bool(model.shared.weight.std() > 0.5)
 
 
-def test_weights_drawn_after_sharding_are_rank_0s():
-    assert run_on(2, drawn) == [([], True)] * 2
+@pytest.mark.parametrize("make", [models.t5, DrawsIntoData])
+def test_weights_drawn_after_sharding_are_rank_0s(make):
+    assert run_on(2, drawn, make) == [([], True)] * 2
 
 
 def refused(rank: int, world_size: int) -> list[str]:

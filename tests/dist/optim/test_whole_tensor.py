@@ -28,7 +28,7 @@ from tests.dist.training import (
 )
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
-from tests.parity.test_whole_tensor import MAKE, SECTIONS
+from tests.parity.test_whole_tensor import APOLLO, MAKE, SECTIONS
 from tests.processes import run_on
 from tests.tolerance import rounding
 from zero.errors import UsageError
@@ -105,7 +105,16 @@ def load_train(rank: int, world_size: int, name: str, config: dict, folder: str)
     return train_zero(engine, batches("llama", 2 * STEPS)[STEPS:])
 
 
-@pytest.mark.parametrize("name", ["Adafactor, lr", "torch's Adafactor", "Muon", "LowRank"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Adafactor, lr",
+        "torch's Adafactor",
+        "Muon",
+        "LowRank",
+        pytest.param("APOLLO", marks=APOLLO),
+    ],
+)
 def test_the_same_world_size_continues_bit_for_bit(name, tmp_path):
     config = ds_config(clip=1.0, **BF16) | {"checkpoint": {"async_save": True}}
     straight = curve_on(2, train_save_train, name, config, str(tmp_path))

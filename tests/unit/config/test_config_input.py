@@ -314,6 +314,13 @@ def test_settings_of_the_loss_scale_are_free_where_fp16_is_off():
     assert len(errors({"fp16": {"enabled": True, **scale}})) == 3
 
 
+def test_types_and_signs_of_the_loss_scale_are_checked_where_fp16_is_off():
+    wrong = {"loss_scale": "dynamic", "initial_scale_power": 1.5, "hysteresis": -1}
+    lines = errors({"fp16": {"enabled": False, "consecutive_hysteresis": 3, **wrong}})
+    names = ["loss_scale", "initial_scale_power", "hysteresis", "consecutive_hysteresis"]
+    assert [line.split(":")[0] for line in lines] == [f"fp16.{name}" for name in names]
+
+
 def test_notes_are_ignored_and_named_in_every_section():
     notes = {"comment": "?", "//": 1, "_note": {}}
     raw = {**notes, **zero3(**notes, offload_param={"device": "none", **notes})}
