@@ -82,12 +82,12 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, values: torch.Tensor, codes: torch.Tensor, rows: int) -> torch.Tensor:
         ctx.save_for_backward(codes)
         ctx.shape = rows, values.shape[-1]
-        return functional.linear(values, codes.new_empty(ctx.shape, dtype=values.dtype))
+        return functional.linear(values, codes.new_zeros(ctx.shape, dtype=values.dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (codes,) = ctx.saved_tensors
-        return gradient @ codes.new_empty(ctx.shape, dtype=gradient.dtype), None, None
+        return gradient @ codes.new_zeros(ctx.shape, dtype=gradient.dtype), None, None
 
 
 def quantize(model: Any, quantization: dict[str, Any]) -> None:

@@ -52,8 +52,9 @@ DEVICE, HOST, DISK = "device", "host", "disk"
 PINNED, PAGEABLE = "buffers, pinned", "buffers, pageable"
 # The place of tensors in those buffers, which are counted themselves.
 IN_BUFFER = "in a buffer"
-# Tensors in host memory of at most so many elements are computed with.
-COMPUTED = 1 << 12
+# Tensors in host memory of at most so many elements are computed with: a checksum of each parameter
+# among them.
+COMPUTED = 1 << 16
 
 _aten = torch.ops.aten
 
