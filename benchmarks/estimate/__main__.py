@@ -1,4 +1,4 @@
-"""`zero estimate` beside what ranks really take, on 42 cases.
+"""`zero estimate` beside what ranks really take, on 44 cases.
 
     python -m benchmarks.estimate
     python -m benchmarks.estimate --only 3 10
@@ -16,7 +16,7 @@ import tempfile
 from typing import Any
 
 from benchmarks.arguments import Parser
-from benchmarks.estimate.worker import LORA, RANK, measure, shape_of
+from benchmarks.estimate.worker import LORA, QLORA, RANK, measure, shape_of
 from tests.processes import run_on
 from zero.config import load_config
 from zero.tools.estimate.machine import DEVICE, DISK, HOST
@@ -27,6 +27,7 @@ from zero.tools.estimate.rank import estimate
 PLACES = (DEVICE, HOST, DISK)
 RANKS, TOLERANCE, LEAST = 2, 0.1, 1 << 16  # bytes: smaller differences do not count
 SMALL = {"stage3_param_persistence_threshold": 2000, "stage3_prefetch_bucket_size": 1000000}
+FEW = {"stage3_max_live_parameters": 0}
 CPU = {"device": "cpu"}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-4}}}
 # In a folder that is made for the run.
@@ -53,6 +54,8 @@ CASES: list[Case] = [
     ("llama-lora", {"stage": 2}, BF16, 2, 128, False),
     ("llama-lora", {"stage": 3, **SMALL}, BF16, 2, 128, True),
     ("t5-lora", {"stage": 3, **SMALL, "offload_param": CPU}, BF16, 2, 64, False),
+    ("llama-qlora", {"stage": 3, **SMALL, **FEW}, BF16, 2, 128, True),
+    ("llama-qlora", {"stage": 3, **SMALL, **FEW, "offload_param": CPU}, BF16, 2, 128, True),
     ("t5", {"stage": 0}, {}, 4, 128, False),
     ("llama", {"stage": 0}, BF16, 1, 32, False),
     ("gpt2", {"stage": 2}, BF16, 1, 32, False),
@@ -161,7 +164,7 @@ def run(case: Case) -> dict[str, Any]:
 def _run(case: Case, settings: dict[str, Any]) -> dict[str, Any]:
     name, _, _, batch, length, checkpointing = case
     config = load_config(settings)
-    adapter = RANK if name.endswith(LORA) else ""
+    adapter = RANK if name.endswith((LORA, QLORA)) else ""
     model = build(shape_of(name), config.compute_dtype, adapter)
     ranks = RANKS * (config.zero_optimization.zero_hpz_partition_size or 1)  # two machines
     found = estimate(model, config, Question(ranks, batch, length, checkpointing))

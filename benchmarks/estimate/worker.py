@@ -12,12 +12,13 @@ import zero
 from tests.accelerator import device
 from zero.monitor.memory_usage import DEVICE, DISK, HOST, bytes_by_kind
 from zero.offload import tiers
-from zero.tools.estimate.adapters import add_adapter
+from zero.tools.estimate.adapters import add_adapter, quantization_of, quantize
 from zero.tools.estimate.model import class_of, enable_checkpointing
 
 STEPS = 3
-# The end of a model's name: an adapter of this rank is trained.
-LORA, RANK = "-lora", "8"
+# Ends of a model's name: an adapter of this rank is trained, and its base is quantized.
+LORA, QLORA, RANK = "-lora", "-qlora", "8"
+FOUR_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": (
         "T5",
@@ -61,8 +62,10 @@ def shape_of(name: str) -> transformers.PretrainedConfig:
     """The model's configuration, without fused attention: each device has another kernel for
     that.
     """
-    kind, sizes = SIZES[name.removesuffix(LORA)]
+    kind, sizes = SIZES[name.removesuffix(LORA).removesuffix(QLORA)]
     config = getattr(transformers, f"{kind}Config")(**sizes)
+    if name.endswith(QLORA):
+        config.quantization_config = FOUR_BITS
     config._attn_implementation = "eager"
     return config
 
@@ -85,7 +88,9 @@ def measure(
         os.environ["LOCAL_WORLD_SIZE"] = str(size)  # second shards are within a machine
     config = shape_of(name)
     model = class_of(config)[0](config)
-    if name.endswith(LORA):
+    if quantization := quantization_of(config):
+        quantize(model, quantization)
+    if name.endswith((LORA, QLORA)):
         add_adapter(model, RANK)
     if checkpointing:
         enable_checkpointing(model)

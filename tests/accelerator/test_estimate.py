@@ -14,6 +14,7 @@ from benchmarks.estimate.__main__ import (
     CODED_GRADIENTS,
     CODED_WEIGHTS,
     CPU,
+    FEW,
     FILES,
     FOUR_BITS,
     MUON,
@@ -60,6 +61,12 @@ def test_the_peak_is_what_the_device_counts(case):
     assert row[DEVICE]["predicted"] == pytest.approx(row[DEVICE]["measured"], rel=0.03)
     # Buffers for copies are whole pages.
     assert row[HOST]["predicted"] == pytest.approx(row[HOST]["measured"], rel=0.02, abs=1 << 16)
+
+
+def test_a_quantized_base_is_gathered_block_by_block():
+    row = run(("llama-qlora", STAGE3 | FEW, BF16, 1, 16, True))
+    assert row[DEVICE]["parts"]["gathered parameters"] < 4 << 20  # all blocks have 8 MiB
+    assert row[DEVICE]["predicted"] == pytest.approx(row[DEVICE]["measured"], rel=0.01)
 
 
 def test_buffers_between_files_and_memory():

@@ -50,6 +50,7 @@ from zero.core.gathering import Gathering
 from zero.core.micro_batches import MicroBatches
 from zero.core.param_group import ParamGroup, State
 from zero.core.reduction import ReductionOrder
+from zero.core.sharded_param import owning_group
 from zero.core.taken_gradients import StandIns
 from zero.errors import UsageError
 
@@ -383,11 +384,11 @@ class ModuleHooks:
 
     def _find_views(self, module: nn.Module, groups: Sequence[ParamGroup]) -> None:
         """Note which of `groups` have weights that the module keeps views of."""
-        kept = list(tensors_in(_kept_by(module)))
-        for group in groups:
-            # A parameter that is also in a list, like those of an LSTM, is not a view.
-            views = [tensor for tensor in kept if tensor not in group.index]
-            group.has_aliases |= bool(groups_shown_by(views, [group]))
+        # Parameters that are also in a list, like those of an LSTM, and codes in buffers are not
+        # views. Looking at the storage of codes would leave them gathered.
+        views = [each for each in tensors_in(_kept_by(module)) if owning_group(each) is None]
+        for group in groups_shown_by(views, groups):
+            group.has_aliases = True
 
     # -- backward
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -191,13 +192,18 @@ def trained(rank: int, world_size: int, settings: dict, dtype: torch.dtype) -> A
     _, engine = start(settings)
     losses = steps(engine, dtype)
     groups = [group for group in engine.groups if group.packed]
+    if settings["zero_optimization"].get("stage3_max_live_parameters") == 0:
+        layers = Counter[str]()
+        for group in engine.groups:
+            layers[group.name] += group.layout.numel
+        assert engine.residency.peak == max(layers.values())
     held = sum(group.full.nbytes if group.persistent else group.shard.nbytes for group in groups)
     return losses, held, sum(group.layout.padded for group in groups)
 
 
 # All 65,536 patterns of bf16 are among the weights, and each forward compares all bytes.
 SETTINGS = {
-    "sharded": config(),
+    "sharded": config(stage3_max_live_parameters=0),
     "persistent threshold": config(stage3_param_persistence_threshold=10**6),
     "host": config(offload_param={"device": "cpu"}),
     "quantized weights": config(zero_quantized_weights=True),

@@ -14,6 +14,7 @@ from torch import nn
 
 from zero.config import load_config
 from zero.errors import UsageError
+from zero.integrations.hf.quantized_experts import QuantizedExperts
 from zero.tools.estimate.adapters import QuantizedLinear, packed_bytes
 from zero.tools.estimate.model import build
 from zero.tools.estimate.question import Question, model_folder
@@ -76,6 +77,35 @@ def test_a_quantized_base_takes_the_bytes_of_its_codes(quantization):
     # The same adapter is trained, and as many products are computed.
     assert packed.parts["device"]["optimizer state"] == plain.parts["device"]["optimizer state"]
     assert packed.traffic.operations == plain.traffic.operations
+
+
+@pytest.mark.parametrize("doubly", [False, True])
+def test_experts_take_the_bytes_with_which_stage_3_loads_them(doubly):
+    experts, rows = 4, 2 * ROWS
+    section = FOUR_BITS | {"bnb_4bit_use_double_quant": doubly}
+    shape = transformers.MixtralConfig(
+        hidden_size=COLUMNS,
+        intermediate_size=ROWS,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_local_experts=experts,
+        vocab_size=512,
+        architectures=["MixtralForCausalLM"],
+        quantization_config=section,
+    )
+    taken = [found(shape, "8", stage) for stage in (2, 3)]
+    elements = LAYERS * experts * (rows + ROWS) * COLUMNS
+    values = torch.randn(experts, rows + ROWS, COLUMNS)
+    made = QuantizedExperts.of(values, "nf4", doubly)
+    tensors, _ = made.__tensor_flatten__()
+    packed = LAYERS * sum(getattr(made, name).nbytes for name in tensors)
+    assert packed <= (0.53 if doubly else 0.5625) * elements
+    at_2, at_3 = (each.parts["device"]["parameters"] for each in taken)
+    assert at_2 - at_3 == pytest.approx(2 * elements - packed, rel=0.01)
+    assert taken[0].elements == taken[1].elements
+    # Each is unpacked before it is used.
+    assert taken[0].traffic.operations == taken[1].traffic.operations
 
 
 def test_the_head_and_named_layers_are_not_quantized():

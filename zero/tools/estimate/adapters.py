@@ -9,14 +9,18 @@ Of a weight with n elements, in the linear layers but the head:
     load_in_8bit    n codes, and 4 bytes for each row
 
 A layer decodes its weight for each use, so that it is there in the model's dtype for that time, and
-in the backward again. Everything else has the model's dtype."""
+in the backward again. Everything else has the model's dtype, but for experts that share a
+parameter: at stage 3 the engine quantizes them, too
+(`zero/integrations/hf/quantized_experts.py`)."""
 
 from __future__ import annotations
 
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import torch
@@ -24,7 +28,9 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
+from zero.core.layout import packs_experts
 from zero.errors import UsageError
+from zero.integrations.hf.quantized_experts import quantize_experts
 
 # Elements that share a scale, and scales that share one.
 BLOCK, NESTED = 64, 256
@@ -82,12 +88,12 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, values: torch.Tensor, codes: torch.Tensor, rows: int) -> torch.Tensor:
         ctx.save_for_backward(codes)
         ctx.shape = rows, values.shape[-1]
-        return functional.linear(values, codes.new_empty(ctx.shape, dtype=values.dtype))
+        return functional.linear(values, codes.new_zeros(ctx.shape, dtype=values.dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (codes,) = ctx.saved_tensors
-        return gradient @ codes.new_empty(ctx.shape, dtype=gradient.dtype), None, None
+        return gradient @ codes.new_zeros(ctx.shape, dtype=gradient.dtype), None, None
 
 
 def quantize(model: Any, quantization: dict[str, Any]) -> None:
@@ -98,6 +104,25 @@ def quantize(model: Any, quantization: dict[str, Any]) -> None:
         if type(layer) is nn.Linear and layer is not head and not any(k in name for k in kept):
             model.set_submodule(name, QuantizedLinear(layer, quantization))
     model.is_quantized = True
+
+
+def quantize_fused_experts(model: Any) -> None:
+    """Quantize experts that share a parameter, as stage 3 does while it loads a model in 4 bits.
+
+    UsageError without bitsandbytes.
+    """
+    quantization = quantization_of(model.config) if hasattr(model, "config") else {}
+    if not quantization.get("load_in_4bit") or not any(map(packs_experts, model.modules())):
+        return
+    try:
+        from bitsandbytes.functional import name2qmap
+    except ImportError as error:
+        raise UsageError(
+            "config.json: experts in 4 bits are estimated with bitsandbytes: pip install it"
+        ) from error
+    model.config.quantization_config = transformers.BitsAndBytesConfig.from_dict(quantization)
+    with mock.patch.dict(name2qmap):  # without what it keeps of tensors that have no values
+        quantize_experts(model)
 
 
 def elements(model: nn.Module) -> int:
@@ -120,7 +145,10 @@ def add_adapter(model: Any, adapter: str) -> None:
     UsageError if it cannot be read, or does not fit the model.
     """
     try:
-        model.add_adapter(_adapter_config(adapter))
+        with warnings.catch_warnings():
+            # PEFT's own patterns for fused experts match nothing where "all-linear" excludes them.
+            warnings.filterwarnings("ignore", "The following", RuntimeWarning)
+            model.add_adapter(_adapter_config(adapter))
     except Exception as error:  # of any kind: the file is somebody else's
         raise UsageError(f"--adapter {adapter}: {' '.join(str(error).split())[:200]}") from error
 

@@ -52,8 +52,9 @@ DEVICE, HOST, DISK = "device", "host", "disk"
 PINNED, PAGEABLE = "buffers, pinned", "buffers, pageable"
 # The place of tensors in those buffers, which are counted themselves.
 IN_BUFFER = "in a buffer"
-# Tensors in host memory of at most so many elements are computed with.
-COMPUTED = 1 << 12
+# Tensors in host memory of at most so many elements are computed with: a checksum of each parameter
+# among them.
+COMPUTED = 1 << 16
 
 _aten = torch.ops.aten
 
@@ -422,8 +423,18 @@ def _substitutes_of_tensors(memory: Memory) -> list[Substitute]:
     def is_pinned(tensor: torch.Tensor, *_: Any) -> bool:
         return tensor.device.type == "cpu" and memory.place_of(tensor) != DISK
 
+    def autocast_of(original: Callable[..., Any]) -> Callable[..., Any]:
+        """torch has no autocast for the meta device."""
+
+        def call(device_type: str = "cuda", *args: Any, **options: Any) -> Any:
+            return original("cpu" if device_type == META.type else device_type, *args, **options)
+
+        return call
+
     attention = functools.partial(_attention, functional.scaled_dot_product_attention)
+    autocast = ("autocast", "is_autocast_enabled", "get_autocast_dtype")
     return [
+        *((torch, name, autocast_of(getattr(torch, name))) for name in autocast),
         (torch, "Stream", _Done),
         (torch, "tensor", tensor_with_values),
         (torch.UntypedStorage, "data_ptr", lambda each: each._cdata << 40 if each.nbytes() else 0),

@@ -27,7 +27,7 @@ from zero.errors import UsageError
 from zero.integrations.deepspeed.optimizers import build_optimizer
 from zero.integrations.deepspeed.tensor import share_model
 from zero.optim.sharded_optimizer import ZeroOptimizer
-from zero.tools.estimate.adapters import elements
+from zero.tools.estimate.adapters import elements, quantize_fused_experts
 from zero.tools.estimate.machine import DEVICE, DISK, HOST, Memory, imitated
 from zero.tools.estimate.model import enable_checkpointing, micro_batch, without_values
 from zero.tools.estimate.parts import (
@@ -156,6 +156,8 @@ def _of_rank(
             if question.checkpointing and question.batch:
                 enable_checkpointing(model)
             memory.part = PARAMETERS
+            if config.zero_optimization.stage == 3:
+                quantize_fused_experts(model)
             for tensor in _whole_tensors(model):
                 memory.note(tensor)
             memory.part = ACTIVATIONS
