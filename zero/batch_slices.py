@@ -7,8 +7,8 @@ micro-batches instead, each of them would gather every block again. (RoundPipe, 
 and GreedySnake, arXiv 2512.17570, order their loops in this way.)
 
 The slices are ordinary operations of one graph: `torch.utils.checkpoint` recomputes each with its
-own random state, and autograd adds their gradients before a parameter gets any. This file knows
-nothing of groups or gathering."""
+own random state, and autograd adds their gradients, in fp32, before a parameter gets any. This file
+knows nothing of groups or gathering."""
 
 from __future__ import annotations
 
@@ -55,10 +55,23 @@ class SlicedBlock:
                 raise UsageError(f"block {name!r} has a {type(child).__name__}: {_REMEDY}")
         self._forward: Callable[..., Any] = module.forward
         module.forward = self
+        self._was_checkpointed = False
+        # With slices' gradients of 16 bits, each addition would round. (torch 2.10 and newer.)
+        self._summed: list[Any] = [
+            param
+            for param in module.parameters()
+            if param.requires_grad and hasattr(torch.Tensor, "grad_dtype")
+        ]
+        for param in self._summed:
+            param.grad_dtype = torch.float32
 
     def remove(self) -> None:
-        """Give the block its own forward back."""
+        """Give the block its own forward back, and what else it had."""
         del self.module.forward
+        if self._was_checkpointed:
+            self.module.gradient_checkpointing = True
+        for param in self._summed:
+            param.grad_dtype = param.dtype
 
     def compile(self, **options: Any) -> None:
         """Compile the block's own forward; `options` are those of `torch.compile`."""
@@ -80,6 +93,7 @@ class SlicedBlock:
         # Its own checkpoint of the whole block would recompute each slice once more.
         if getattr(self.module, "gradient_checkpointing", False):
             self.module.gradient_checkpointing = False
+            self._was_checkpointed = True
         if number < 2:
             return checkpoint(self._run, spec, *leaves, use_reentrant=False)
         of_batch = [_has_batch(leaf, batch) for leaf in leaves]

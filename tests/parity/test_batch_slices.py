@@ -95,6 +95,36 @@ def test_a_frozen_base_in_files_with_adapters(tmp_path):
         )
 
 
+def errors_of_16_bits(rank: int, world_size: int) -> tuple[float, float]:
+    """Relative errors of the blocks' bf16 gradients, of the whole batch and of 64 slices."""
+    exact = build("llama").to(torch.bfloat16).double()
+    tokens = torch.randint(0, VOCABULARY, (64, 12), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": tokens, "labels": tokens}
+    exact(**batch).loss.backward()
+
+    def error(slices: int) -> float:
+        model = build("llama")
+        config = ds_config(
+            activation_checkpointing={"batch_slices": slices}, bf16={"enabled": True}
+        )
+        engine, _ = start(model, config)
+        engine.backward(engine(**batch).loss)
+        found = [safe_get_full_grad(param) for param in model.model.layers.parameters()]
+        expected = [param.grad for param in exact.model.layers.parameters()]
+        apart = [a.double() - b for a, b in zip(found, expected, strict=True)]
+        norm = torch.nn.utils.get_total_norm
+        return (norm(apart) / norm(expected)).item()
+
+    return error(1), error(64)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch adds in 16 bits")
+def test_gradients_of_slices_are_not_added_in_16_bits():
+    """In 16 bits, 64 slices would have 1.65 times the error of the whole batch."""
+    for whole, in_slices in run_on(1, errors_of_16_bits):
+        assert in_slices < 1.1 * whole
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -206,13 +236,20 @@ def test_slices_are_compiled():
 def copies(rank: int, world_size: int) -> None:
     """A copy of the model, and the model after its engine, run whole batches."""
     model = Model(Block)
-    engine, _ = start(model, ds_config(activation_checkpointing={"batch_slices": 2}, stage=1))
+    model.blocks[0].gradient_checkpointing = True  # as transformers' blocks have it
+    section = {"batch_slices": 2}
+    config = ds_config(activation_checkpointing=section, bf16={"enabled": True}, stage=1)
+    engine, _ = start(model, config)
+    engine(torch.randn(4, WIDTH, dtype=torch.bfloat16))
+    assert not model.blocks[0].gradient_checkpointing
     copy = deepcopy(model)
     engine.destroy()
+    assert model.blocks[0].gradient_checkpointing
+    model.blocks[0].up.weight.grad = torch.zeros_like(model.blocks[0].up.weight)
     for each in (model, copy):
         calls = []
         each.blocks[0].up.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        each(torch.randn(4, WIDTH))
+        each(torch.randn(4, WIDTH, dtype=torch.bfloat16))
         assert len(calls) == 1
 
 
