@@ -12,9 +12,12 @@ knows nothing of groups or gathering."""
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import Context
+from functools import cache
 from types import MethodType
 from typing import Any, Literal
 
@@ -26,8 +29,12 @@ from torch.utils.checkpoint import checkpoint
 
 from zero.errors import UsageError
 
+logger = logging.getLogger("zero")
+
 # With "auto", a slice has at most this many tokens: enough for large matrix products.
 TOKENS = 8192
+# transformers' module that collects what modules inside of blocks give.
+RECORDER = "transformers.utils.output_capturing"
 _REMEDY = "delete activation_checkpointing.batch_slices, or use gradient_accumulation_steps"
 
 
@@ -90,6 +97,8 @@ class SlicedBlock:
         batch, tokens = _batch_of(leaves)
         wanted = -(-batch * tokens // TOKENS) if isinstance(self._slices, str) else self._slices
         number = min(wanted, batch)
+        if batch == 1 < wanted:
+            _warn_of_one_example()
         # Its own checkpoint of the whole block would recompute each slice once more.
         if getattr(self.module, "gradient_checkpointing", False):
             self.module.gradient_checkpointing = False
@@ -105,6 +114,8 @@ class SlicedBlock:
             leaf.tensor_split(number) if sliced else [leaf] * number
             for leaf, sliced in zip(leaves, of_batch, strict=True)
         ]
+        collected = _collected()
+        before = {key: len(values) for key, values in collected.items()}
         outputs, places, out_spec = [], [], spec
         for part in zip(*columns, strict=True):
             result = checkpoint(self._run, spec, *part, use_reentrant=False)
@@ -113,6 +124,10 @@ class SlicedBlock:
             # Where an input is returned, as T5's position bias is, that is the whole input again.
             known = {id(leaf): i for i, leaf in enumerate(part) if isinstance(leaf, torch.Tensor)}
             places.append([known.get(id(value)) for value in output])
+        for key, values in collected.items():
+            found = values[before[key] :]
+            each = len(found) // number
+            values[before[key] :] = [torch.cat(found[i::each]) for i in range(each)]
         joined = []
         for values, found, batched in zip(
             zip(*outputs, strict=True), zip(*places, strict=True), self._batched[kind], strict=True
@@ -179,6 +194,23 @@ def _batch_of(leaves: Sequence[Any]) -> tuple[int, int]:
         if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2:
             return leaf.shape[0], leaf.shape[1] if leaf.dim() > 2 else 1
     return 1, 1
+
+
+def _collected() -> dict[str, list[torch.Tensor]]:
+    """What transformers collects from modules inside of blocks in this forward, such as router
+    logits, by kind.
+    """
+    module: Any = sys.modules.get(RECORDER)
+    found = module and module._active_collector.get()
+    return {key: values for key, values in (found or {}).items() if isinstance(values, list)}
+
+
+@cache
+def _warn_of_one_example() -> None:
+    logger.warning(
+        "activation_checkpointing.batch_slices: a batch of one example, such as one of packed "
+        "sequences, runs as a whole: raise per_device_train_batch_size"
+    )
 
 
 def _is_empty_cache(leaf: Any) -> bool:

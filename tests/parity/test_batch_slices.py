@@ -14,7 +14,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from tests.dist.training import Curve, curve_on, ds_config, relative, start, train_plain, train_zero
 from tests.parity.models import VOCABULARY, batches, build
 from tests.processes import run_on
-from tests.tolerance import rounding
+from tests.releases import needs
+from tests.tolerance import assert_close, rounding
 from zero.errors import UsageError
 from zero.fragments import safe_get_full_grad
 
@@ -93,6 +94,30 @@ def test_a_frozen_base_in_files_with_adapters(tmp_path):
         assert relative(in_slices.mean_losses(), whole.mean_losses()) <= rounding(
             torch.float32, TERMS
         )
+
+
+def with_router_logits(rank: int, world_size: int) -> None:
+    """Their loss is that of the experts of the whole batch. There is one tensor for each block."""
+    plain, model = model_of("mixtral"), model_of("mixtral")
+    (batch,) = data("mixtral")[:1]
+    for each in (plain, model):
+        each.config.output_router_logits = each.model.config.output_router_logits = True
+        each.router_aux_loss_coef = 1.0
+    engine, _ = start(model, ds_config(activation_checkpointing={"batch_slices": 5}))
+    expected, found = plain(**batch), engine(**batch)
+    expected.loss.backward()
+    engine.backward(found.loss)
+    assert_close(found.aux_loss, expected.aux_loss, TERMS)
+    for mine, own in zip(found.router_logits, expected.router_logits, strict=True):
+        assert_close(mine, own, TERMS)
+    for block, own in zip(model.model.layers, plain.model.layers, strict=True):
+        mine = safe_get_full_grad(block.mlp.gate.weight)
+        assert_close(mine, own.mlp.gate.weight.grad, TERMS)
+
+
+@needs("transformers", "5.23", "it collects one tensor for each slice")
+def test_router_logits_are_those_of_the_whole_batch():
+    run_on(1, with_router_logits)
 
 
 def errors_of_16_bits(rank: int, world_size: int) -> tuple[float, float]:
