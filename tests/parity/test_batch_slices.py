@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.parity.models import VOCABULARY, batches, build
 from tests.processes import run_on
 from tests.releases import needs
 from tests.tolerance import assert_close, rounding
+from zero import batch_slices
 from zero.errors import UsageError
 from zero.fragments import safe_get_full_grad
 
@@ -37,12 +39,18 @@ def model_of(name: str) -> nn.Module:
 
 
 def data(name: str) -> list[dict[str, torch.Tensor]]:
-    """Batches of T5 and Llama with masks, so that their blocks are given some."""
+    """Batches of T5 and Llama with masks, so that their blocks are given some. In those of Mixtral,
+    each row packs two sequences, which only their positions tell apart.
+    """
     made = batches("llama" if name == "mixtral" else name, STEPS)
     for batch in made:
-        mask = torch.ones_like(batch["input_ids"])
-        mask[::2, -2:] = 0
-        batch["attention_mask"] = mask
+        rows, length = batch["input_ids"].shape
+        if name == "mixtral":
+            positions = torch.arange(length) % (length // 2 + 1)
+            batch["position_ids"] = positions.expand(rows, length)
+        else:
+            batch["attention_mask"] = mask = torch.ones_like(batch["input_ids"])
+            mask[::2, -2:] = 0
     return made
 
 
@@ -94,6 +102,25 @@ def test_a_frozen_base_in_files_with_adapters(tmp_path):
         assert relative(in_slices.mean_losses(), whole.mean_losses()) <= rounding(
             torch.float32, TERMS
         )
+
+
+def in_fp16(rank: int, world_size: int) -> list[list[float]]:
+    found = []
+    for slices in (1, 3):
+        config = ds_config(
+            activation_checkpointing={"batch_slices": slices},
+            clip=0.2,
+            fp16={"enabled": True, "initial_scale_power": 8},
+        )
+        engine, _ = start(build("t5"), config)
+        found.append(train_zero(engine, data("t5")).mean_losses())
+        engine.destroy()
+    return found
+
+
+def test_the_losses_of_one_batch_in_fp16():
+    for whole, in_slices in run_on(2, in_fp16):
+        assert relative(in_slices, whole) <= rounding(torch.float16, 1, STEPS)
 
 
 def with_router_logits(rank: int, world_size: int) -> None:
@@ -265,7 +292,11 @@ def copies(rank: int, world_size: int) -> None:
     section = {"batch_slices": 2}
     config = ds_config(activation_checkpointing=section, bf16={"enabled": True}, stage=1)
     engine, _ = start(model, config)
-    engine(torch.randn(4, WIDTH, dtype=torch.bfloat16))
+    with mock.patch.object(batch_slices.logger, "warning") as told:
+        engine(torch.randn(4, WIDTH, dtype=torch.bfloat16))
+        assert not told.called
+        engine(torch.randn(1, WIDTH, dtype=torch.bfloat16))
+    assert "batch of one example" in told.call_args.args[0]
     assert not model.blocks[0].gradient_checkpointing
     copy = deepcopy(model)
     engine.destroy()
