@@ -156,16 +156,23 @@ class AttentionRecorder:
     def recording(self, layers: Sequence[int]) -> Iterator[dict[int, Attention]]:
         """Yield a dict.
 
-        A forward inside this context fills it, for the layers with these indices.
+        A forward inside this context fills it, for the layers with these indices. An engine may
+        run a batch in slices, and tries blocks without gradients first.
         """
         outputs: dict[tuple[int, int], torch.Tensor] = {}
         recorded: dict[int, Attention] = {}
+        trains = torch.is_grad_enabled()
 
         def keep(layer: int, part: int):
             def hook(_module: nn.Module, _args: tuple, output: torch.Tensor) -> None:
+                if torch.is_grad_enabled() != trains:
+                    return
                 outputs[layer, part] = output
                 if part == 2:
-                    recorded[layer] = Attention(*(outputs.pop((layer, i)) for i in range(3)))
+                    found = [outputs.pop((layer, i)) for i in range(3)]
+                    if layer in recorded:
+                        found = map(torch.cat, zip(recorded[layer], found, strict=True))
+                    recorded[layer] = Attention(*found)
 
             return hook
 

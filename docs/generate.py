@@ -2,8 +2,8 @@
 run again.
 
 It writes the tables of keys in `configuration.md`; the list of the layers in `architecture.md`; the
-README's table of pages, which follows the `nav` of `mkdocs.yml`; and `index.md`, the start page of
-the site, from the README."""
+README's table of pages, which follows the `nav` of `mkdocs.yml`; `index.md`, the start page of the
+site, from the README; and the picture `slices.svg`."""
 
 import json
 import re
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from docs import slices
 from zero.config.idle import OLD_NAMES, REMOVED_KEYS
 from zero.config.keys import Section
 from zero.config.load import section_of
@@ -280,6 +281,7 @@ def main() -> None:
         path.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
     start = start_page(_README.read_text(encoding="utf-8"))
     (FOLDER / "index.md").write_text(start, encoding="utf-8")
+    (FOLDER / "slices.svg").write_text(slices.svg(), encoding="utf-8")
 
 
 if __name__ == "__main__":

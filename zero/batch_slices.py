@@ -7,14 +7,17 @@ micro-batches instead, each of them would gather every block again. (RoundPipe, 
 and GreedySnake, arXiv 2512.17570, order their loops in this way.)
 
 The slices are ordinary operations of one graph: `torch.utils.checkpoint` recomputes each with its
-own random state, and autograd adds their gradients before a parameter gets any. This file knows
-nothing of groups or gathering."""
+own random state, and autograd adds their gradients, in fp32, before a parameter gets any. This file
+knows nothing of groups or gathering."""
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import Context
+from functools import cache
 from types import MethodType
 from typing import Any, Literal
 
@@ -26,8 +29,12 @@ from torch.utils.checkpoint import checkpoint
 
 from zero.errors import UsageError
 
+logger = logging.getLogger("zero")
+
 # With "auto", a slice has at most this many tokens: enough for large matrix products.
 TOKENS = 8192
+# transformers' module that collects what modules inside of blocks give.
+RECORDER = "transformers.utils.output_capturing"
 _REMEDY = "delete activation_checkpointing.batch_slices, or use gradient_accumulation_steps"
 
 
@@ -55,10 +62,23 @@ class SlicedBlock:
                 raise UsageError(f"block {name!r} has a {type(child).__name__}: {_REMEDY}")
         self._forward: Callable[..., Any] = module.forward
         module.forward = self
+        self._was_checkpointed = False
+        # With slices' gradients of 16 bits, each addition would round. (torch 2.10 and newer.)
+        self._summed: list[Any] = [
+            param
+            for param in module.parameters()
+            if param.requires_grad and hasattr(torch.Tensor, "grad_dtype")
+        ]
+        for param in self._summed:
+            param.grad_dtype = torch.float32
 
     def remove(self) -> None:
-        """Give the block its own forward back."""
+        """Give the block its own forward back, and what else it had."""
         del self.module.forward
+        if self._was_checkpointed:
+            self.module.gradient_checkpointing = True
+        for param in self._summed:
+            param.grad_dtype = param.dtype
 
     def compile(self, **options: Any) -> None:
         """Compile the block's own forward; `options` are those of `torch.compile`."""
@@ -77,9 +97,12 @@ class SlicedBlock:
         batch, tokens = _batch_of(leaves)
         wanted = -(-batch * tokens // TOKENS) if isinstance(self._slices, str) else self._slices
         number = min(wanted, batch)
+        if batch == 1 < wanted:
+            _warn_of_one_example()
         # Its own checkpoint of the whole block would recompute each slice once more.
         if getattr(self.module, "gradient_checkpointing", False):
             self.module.gradient_checkpointing = False
+            self._was_checkpointed = True
         if number < 2:
             return checkpoint(self._run, spec, *leaves, use_reentrant=False)
         of_batch = [_has_batch(leaf, batch) for leaf in leaves]
@@ -91,6 +114,8 @@ class SlicedBlock:
             leaf.tensor_split(number) if sliced else [leaf] * number
             for leaf, sliced in zip(leaves, of_batch, strict=True)
         ]
+        collected = _collected()
+        before = {key: len(values) for key, values in collected.items()}
         outputs, places, out_spec = [], [], spec
         for part in zip(*columns, strict=True):
             result = checkpoint(self._run, spec, *part, use_reentrant=False)
@@ -99,6 +124,10 @@ class SlicedBlock:
             # Where an input is returned, as T5's position bias is, that is the whole input again.
             known = {id(leaf): i for i, leaf in enumerate(part) if isinstance(leaf, torch.Tensor)}
             places.append([known.get(id(value)) for value in output])
+        for key, values in collected.items():
+            found = values[before[key] :]
+            each = len(found) // number
+            values[before[key] :] = [torch.cat(found[i::each]) for i in range(each)]
         joined = []
         for values, found, batched in zip(
             zip(*outputs, strict=True), zip(*places, strict=True), self._batched[kind], strict=True
@@ -165,6 +194,23 @@ def _batch_of(leaves: Sequence[Any]) -> tuple[int, int]:
         if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2:
             return leaf.shape[0], leaf.shape[1] if leaf.dim() > 2 else 1
     return 1, 1
+
+
+def _collected() -> dict[str, list[torch.Tensor]]:
+    """What transformers collects from modules inside of blocks in this forward, such as router
+    logits, by kind.
+    """
+    module: Any = sys.modules.get(RECORDER)
+    found = module and module._active_collector.get()
+    return {key: values for key, values in (found or {}).items() if isinstance(values, list)}
+
+
+@cache
+def _warn_of_one_example() -> None:
+    logger.warning(
+        "activation_checkpointing.batch_slices: a batch of one example, such as one of packed "
+        "sequences, runs as a whole: raise per_device_train_batch_size"
+    )
 
 
 def _is_empty_cache(leaf: Any) -> bool:

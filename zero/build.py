@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from zero.batch_slices import SlicedBlock
+from zero.batch_slices import RECORDER, SlicedBlock
 from zero.comm.communicator import Communicator
 from zero.comm.consistency import flat, hyper_parameters, require_same, versions
 from zero.comm.quantized import CompressedCommunicator, machine_size
@@ -368,10 +369,11 @@ def slice_batches(model: nn.Module, settings: Config) -> list[SlicedBlock]:
         )
     config = getattr(model, "config", None)
     for flag in ("output_router_logits", "output_attentions"):
-        if getattr(config, flag, False):
+        if getattr(config, flag, False) and RECORDER not in sys.modules:
             raise UsageError(
-                "activation_checkpointing.batch_slices: the model collects tensors inside of its "
-                f"blocks, where it would find one for each slice: set config.{flag} to false"
+                "activation_checkpointing.batch_slices: with this release, transformers collects "
+                "tensors inside of blocks, where it would find one for each slice: set "
+                f"config.{flag} to false, or install transformers 5"
             )
     return [SlicedBlock(block, names[block], slices) for block in blocks]
 

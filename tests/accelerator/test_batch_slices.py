@@ -24,8 +24,10 @@ OF_ROW = 4 * (WIDTH + WIDTH + 2 * WIDTH)
 
 def third_step(
     rank: int, world_size: int, micro_batches: int, sections: dict[str, Any]
-) -> tuple[Counter[str], int]:
-    """Bytes moved by link, and the most bytes on the device above those before the step."""
+) -> tuple[Counter[str], int, int]:
+    """Bytes moved by link, the most bytes on the device above those before the step, and how often
+    the host waited.
+    """
     config = ds_config(
         accumulation=micro_batches,
         stage3_param_persistence_threshold=0,
@@ -41,24 +43,43 @@ def third_step(
         step(engine, parts)
     moved, before = Counter(traffic.MOVED), torch.accelerator.memory_allocated()
     torch.accelerator.reset_peak_memory_stats()
+    waits = device.waits()
     step(engine, parts)
+    waits = device.waits() - waits
     assert device.mistakes() == []
-    return traffic.MOVED - moved, torch.accelerator.max_memory_allocated() - before
+    return traffic.MOVED - moved, torch.accelerator.max_memory_allocated() - before, waits
 
 
 def test_weights_and_gradients_move_once_whatever_the_number_of_slices():
     whole = run_on(2, third_step, 1, {}, simulated=True)
     for slices in (4, 16):
         section = {"activation_checkpointing": {"batch_slices": slices}}
-        for (moved, peak), (once, most) in zip(
+        for (moved, peak, waits), (once, most, waits_of_one) in zip(
             run_on(2, third_step, 1, section, simulated=True), whole, strict=True
         ):
             assert moved == once
+            assert waits == waits_of_one
             # Of the whole batch: the results of all blocks, and in a backward the gradient of one,
             # that of its input in slices and joined, and that of the loss's square. The rest is
             # what the slice that runs has saved, and its gradients.
             whole_batch = (BLOCKS + 4) * ROWS * 4 * WIDTH
             assert peak < whole_batch + 3 * OF_ROW * ROWS // slices
             assert peak < most
-    for moved, _ in run_on(2, third_step, 4, {}, simulated=True):
+    for moved, *_ in run_on(2, third_step, 4, {}, simulated=True):
         assert all(moved[link] > 3 * whole[0][0][link] for link in (IN, OUT, NETWORK))
+
+
+def test_inputs_of_blocks_wait_in_host_memory():
+    section = {"batch_slices": 16}
+    kept, away = (
+        run_on(2, third_step, 1, {"activation_checkpointing": each}, simulated=True)
+        for each in (section, section | {"cpu_checkpointing": True})
+    )
+    for (moved, peak, waits), (without, most, waits_without) in zip(away, kept, strict=True):
+        # Each goes out once and comes back once, as does the input of the loss's square.
+        results = (BLOCKS + 1) * ROWS * 4 * WIDTH
+        for link in (IN, OUT):
+            assert moved[link] == without[link] + results
+        # Of those of all blocks, the device has that of the block that runs.
+        assert peak <= most - (BLOCKS - 1) * ROWS * 4 * WIDTH
+        assert waits == waits_without

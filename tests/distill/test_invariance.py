@@ -39,6 +39,7 @@ ZERO_3 = {
     "gradient_clipping": "auto",
 }
 ZERO_1 = {**ZERO_3, "zero_optimization": {"stage": 1}}
+SLICES = {"activation_checkpointing": {"batch_slices": 2}}
 HIDDEN = {
     "hidden_loss_weight": 0.01,
     "attn_relation_weight": 0.1,
@@ -70,9 +71,9 @@ ONE_RANK = [
 TWO_RANKS = [
     {"name": "2 ranks x 2", "kind": "llama", "arguments": arguments(2, 1, **HIDDEN)},
     {
-        "name": "2 ranks x 2, stage 3",
+        "name": "2 ranks x 2, stage 3, slices",
         "kind": "llama",
-        "arguments": arguments(2, 1, **HIDDEN, deepspeed=ZERO_3),
+        "arguments": arguments(2, 1, **HIDDEN, deepspeed=ZERO_3 | SLICES),
     },
     {
         "name": "2 ranks x 1 x 2, stage 1",
@@ -116,7 +117,7 @@ def weights(report: dict[str, Any]) -> dict[str, Any]:
         ("4 x 1", "1 x 4"),
         ("padded", "1 x 4"),
         ("2 ranks x 2", "1 x 4"),
-        ("2 ranks x 2, stage 3", "1 x 4"),
+        ("2 ranks x 2, stage 3, slices", "1 x 4"),
         ("2 ranks x 1 x 2, stage 1", "1 x 4"),
         ("t5, 2 ranks x 1 x 2, stage 3", "t5, 1 x 4"),
         ("gpt2, 2 ranks x 2, stage 3", "gpt2, 1 x 4"),
@@ -155,7 +156,7 @@ def test_projections_are_not_exported(reports):
 
 def test_the_teacher_is_sharded_and_never_whole(reports):
     for name in (
-        "2 ranks x 2, stage 3",
+        "2 ranks x 2, stage 3, slices",
         "t5, 2 ranks x 1 x 2, stage 3",
         "gpt2, 2 ranks x 2, stage 3",
     ):

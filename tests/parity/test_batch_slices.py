@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from tests.dist.training import Curve, curve_on, ds_config, relative, start, train_plain, train_zero
 from tests.parity.models import VOCABULARY, batches, build
 from tests.processes import run_on
-from tests.tolerance import rounding
+from tests.releases import needs
+from tests.tolerance import assert_close, rounding
+from zero import batch_slices
 from zero.errors import UsageError
 from zero.fragments import safe_get_full_grad
 
@@ -36,12 +39,18 @@ def model_of(name: str) -> nn.Module:
 
 
 def data(name: str) -> list[dict[str, torch.Tensor]]:
-    """Batches of T5 and Llama with masks, so that their blocks are given some."""
+    """Batches of T5 and Llama with masks, so that their blocks are given some. In those of Mixtral,
+    each row packs two sequences, which only their positions tell apart.
+    """
     made = batches("llama" if name == "mixtral" else name, STEPS)
     for batch in made:
-        mask = torch.ones_like(batch["input_ids"])
-        mask[::2, -2:] = 0
-        batch["attention_mask"] = mask
+        rows, length = batch["input_ids"].shape
+        if name == "mixtral":
+            positions = torch.arange(length) % (length // 2 + 1)
+            batch["position_ids"] = positions.expand(rows, length)
+        else:
+            batch["attention_mask"] = mask = torch.ones_like(batch["input_ids"])
+            mask[::2, -2:] = 0
     return made
 
 
@@ -93,6 +102,79 @@ def test_a_frozen_base_in_files_with_adapters(tmp_path):
         assert relative(in_slices.mean_losses(), whole.mean_losses()) <= rounding(
             torch.float32, TERMS
         )
+
+
+def in_fp16(rank: int, world_size: int) -> list[list[float]]:
+    found = []
+    for slices in (1, 3):
+        config = ds_config(
+            activation_checkpointing={"batch_slices": slices},
+            clip=0.2,
+            fp16={"enabled": True, "initial_scale_power": 8},
+        )
+        engine, _ = start(build("t5"), config)
+        found.append(train_zero(engine, data("t5")).mean_losses())
+        engine.destroy()
+    return found
+
+
+def test_the_losses_of_one_batch_in_fp16():
+    for whole, in_slices in run_on(2, in_fp16):
+        assert relative(in_slices, whole) <= rounding(torch.float16, 1, STEPS)
+
+
+def with_router_logits(rank: int, world_size: int) -> None:
+    """Their loss is that of the experts of the whole batch. There is one tensor for each block."""
+    plain, model = model_of("mixtral"), model_of("mixtral")
+    (batch,) = data("mixtral")[:1]
+    for each in (plain, model):
+        each.config.output_router_logits = each.model.config.output_router_logits = True
+        each.router_aux_loss_coef = 1.0
+    engine, _ = start(model, ds_config(activation_checkpointing={"batch_slices": 5}))
+    expected, found = plain(**batch), engine(**batch)
+    expected.loss.backward()
+    engine.backward(found.loss)
+    assert_close(found.aux_loss, expected.aux_loss, TERMS)
+    for mine, own in zip(found.router_logits, expected.router_logits, strict=True):
+        assert_close(mine, own, TERMS)
+    for block, own in zip(model.model.layers, plain.model.layers, strict=True):
+        mine = safe_get_full_grad(block.mlp.gate.weight)
+        assert_close(mine, own.mlp.gate.weight.grad, TERMS)
+
+
+@needs("transformers", "5.23", "it collects one tensor for each slice")
+def test_router_logits_are_those_of_the_whole_batch():
+    run_on(1, with_router_logits)
+
+
+def errors_of_16_bits(rank: int, world_size: int) -> tuple[float, float]:
+    """Relative errors of the blocks' bf16 gradients, of the whole batch and of 64 slices."""
+    exact = build("llama").to(torch.bfloat16).double()
+    tokens = torch.randint(0, VOCABULARY, (64, 12), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": tokens, "labels": tokens}
+    exact(**batch).loss.backward()
+
+    def error(slices: int) -> float:
+        model = build("llama")
+        config = ds_config(
+            activation_checkpointing={"batch_slices": slices}, bf16={"enabled": True}
+        )
+        engine, _ = start(model, config)
+        engine.backward(engine(**batch).loss)
+        found = [safe_get_full_grad(param) for param in model.model.layers.parameters()]
+        expected = [param.grad for param in exact.model.layers.parameters()]
+        apart = [a.double() - b for a, b in zip(found, expected, strict=True)]
+        norm = torch.nn.utils.get_total_norm
+        return (norm(apart) / norm(expected)).item()
+
+    return error(1), error(64)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch adds in 16 bits")
+def test_gradients_of_slices_are_not_added_in_16_bits():
+    """In 16 bits, 64 slices would have 1.65 times the error of the whole batch."""
+    for whole, in_slices in run_on(1, errors_of_16_bits):
+        assert in_slices < 1.1 * whole
 
 
 class Block(nn.Module):
@@ -206,13 +288,24 @@ def test_slices_are_compiled():
 def copies(rank: int, world_size: int) -> None:
     """A copy of the model, and the model after its engine, run whole batches."""
     model = Model(Block)
-    engine, _ = start(model, ds_config(activation_checkpointing={"batch_slices": 2}, stage=1))
+    model.blocks[0].gradient_checkpointing = True  # as transformers' blocks have it
+    section = {"batch_slices": 2}
+    config = ds_config(activation_checkpointing=section, bf16={"enabled": True}, stage=1)
+    engine, _ = start(model, config)
+    with mock.patch.object(batch_slices.logger, "warning") as told:
+        engine(torch.randn(4, WIDTH, dtype=torch.bfloat16))
+        assert not told.called
+        engine(torch.randn(1, WIDTH, dtype=torch.bfloat16))
+    assert "batch of one example" in told.call_args.args[0]
+    assert not model.blocks[0].gradient_checkpointing
     copy = deepcopy(model)
     engine.destroy()
+    assert model.blocks[0].gradient_checkpointing
+    model.blocks[0].up.weight.grad = torch.zeros_like(model.blocks[0].up.weight)
     for each in (model, copy):
         calls = []
         each.blocks[0].up.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        each(torch.randn(4, WIDTH))
+        each(torch.randn(4, WIDTH, dtype=torch.bfloat16))
         assert len(calls) == 1
 
 

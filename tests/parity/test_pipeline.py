@@ -55,6 +55,8 @@ STAGE3 = {
     "stage3_max_live_parameters": 10_000,
 }
 
+SLICES = {"activation_checkpointing": {"batch_slices": 2}}
+
 
 def llama(tied: bool) -> nn.Module:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": tied}
@@ -94,6 +96,7 @@ class Case(NamedTuple):
     zero: dict[str, Any]
     steps: int = STEPS
     checkpointing: bool = False
+    sections: dict[str, Any] = {}
 
     def model(self) -> nn.Module:
         torch.manual_seed(7)
@@ -105,7 +108,9 @@ CASES = {
     "Llama, tied, GPipe, stage 1": Case(llama, True, ScheduleGPipe, {"stage": 1}),
     "Llama, tied, interleaved, stage 2": Case(llama, True, ScheduleInterleaved1F1B, {"stage": 2}),
     "Llama, tied, 1F1B, stage 3": Case(llama, True, Schedule1F1B, STAGE3, MANY_STEPS),
-    "Llama, interleaved, stage 3": Case(llama, False, ScheduleInterleaved1F1B, STAGE3),
+    "Llama, interleaved, stage 3": Case(
+        llama, False, ScheduleInterleaved1F1B, STAGE3, sections=SLICES
+    ),
     "GPT, GPipe, stage 3, activations again": Case(
         gpt, False, ScheduleGPipe, STAGE3, checkpointing=True
     ),
@@ -147,6 +152,7 @@ def config_of(case: Case, data_ranks: int, **sections: Any) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": ROWS // data_ranks // MICRO_BATCHES,
         "gradient_clipping": CLIP,
         "zero_optimization": case.zero,
+        **case.sections,
         **sections,
     }
 

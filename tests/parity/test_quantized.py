@@ -152,6 +152,8 @@ def settings(world_size: int, gradient_clipping: float = 1.0, **section: object)
 def engine_on(base: Path, kind: str, world_size: int, **section: Any) -> Any:
     model = with_adapter(base, kind).train()
     config = settings(world_size, **section)
+    if kind == "fp4":
+        config["activation_checkpointing"] = {"batch_slices": 2}
     return zero.initialize(model=model, model_parameters=trainable(model), config=config)[0]
 
 

@@ -285,7 +285,7 @@ CASES_ON_FOUR = [
 ]
 CASES_ON_TWO = [
     ("specified", {"stage": 1}),
-    ("llama", {"stage": 3}),
+    ("llama", {"stage": 3, "activation_checkpointing": {"batch_slices": 2}}),
     ("qwen3", {"stage": 1}),
     ("layers", {"stage": 0}),
 ]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import generate
+from docs import generate, slices
 from zero.config import load_config
 from zero.tools.cli import COMMANDS
 
@@ -22,6 +22,10 @@ def test_the_page_of_all_keys_is_current_and_has_every_key():
     assert page == generate.configuration(page), REMEDY
     with pytest.raises(ValueError, match="no table for: data_types: grad_accum_dtype"):
         generate.configuration(page.replace("generate.py: data_types -->", "-->"))
+
+
+def test_the_picture_of_slices_is_current():
+    assert read("docs/slices.svg") == slices.svg(), REMEDY
 
 
 def test_the_list_of_the_layers_is_current():

@@ -58,7 +58,8 @@ class StandIns:
         self._left: list[tuple[nn.Parameter, RemovableHandle]] = []
         for param in () if TakenGradient.is_told else params:
             if local(param) is param and param.requires_grad:
-                zero = torch.zeros((), dtype=param.dtype, device=param.device)
+                dtype = getattr(param, "grad_dtype", param.dtype)
+                zero = torch.zeros((), dtype=dtype, device=param.device)
                 param.grad = zero.expand(param.shape).as_subclass(TakenGradient)
                 # Autograd cannot add a gradient to a stand-in.
                 handle = param.register_hook(partial(_take_back, weakref.proxy(param)))
