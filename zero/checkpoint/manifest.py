@@ -124,6 +124,15 @@ class OptimizerState(_Part):
     state: dict[str, StateKey]
 
 
+class Adapter(_Part):
+    """Of PEFT. `tensors`: by the names in its file, those of the model; see
+    `zero.checkpoint.adapters`.
+    """
+
+    config: dict[str, Any]
+    tensors: dict[str, str | None]
+
+
 class Manifest(_Part):
     format: Literal["zero-checkpoint"]
     version: int
@@ -147,6 +156,7 @@ class Manifest(_Part):
     plain: dict[str, Value]
     tied: dict[str, str]
     base: dict[str, tuple[Count, Count]] = {}
+    adapters: dict[str, Adapter] = {}
     optimizer: OptimizerState | None
     files: dict[FileName, File]
     tensors: dict[str, StoredTensor]

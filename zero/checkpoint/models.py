@@ -7,10 +7,13 @@ memory than `PART` elements, or one parameter that was split over ranks."""
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +23,20 @@ from tqdm.auto import tqdm
 
 from zero.checkpoint import disk
 from zero.checkpoint import folder as folders
+from zero.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 from zero.checkpoint.files import (
     CheckpointReader,
     Slice,
     TensorSpec,
     bytes_of,
     header,
+    name_in,
     open_checkpoint,
 )
 from zero.checkpoint.values import decode, dtype_name, dtype_of
 from zero.errors import UsageError
+
+logger = logging.getLogger("zero")
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MODEL_FILE = "model.safetensors"
@@ -220,7 +227,8 @@ def consolidate(
     progress: bool = False,
 ) -> list[Path]:
     """Write the model of a training checkpoint as safetensors, with index and `config.json`, for
-    `from_pretrained`.
+    `from_pretrained`; of a checkpoint of PEFT's adapters, the adapters, for
+    `PeftModel.from_pretrained`.
 
     Args:
         checkpoint: its folder, or one that has it.
@@ -228,46 +236,85 @@ def consolidate(
         dtype: of floating-point weights, rounded from the fp32 masters; None: the one they are
             trained in.
         max_file_bytes: a new file begins where one would become larger, unless a single tensor is.
+            An adapter is always one file.
         progress: show a bar on stderr.
 
     Returns the files written. Raises ValueError for a damaged or missing checkpoint, for one
-    without frozen weights, and for a folder that already holds a model, OSError where the disk
-    cannot take it; nothing is left half-written
-    under a final name."""
-    if existing := sorted(path.name for path in Path(out).glob("model*.safetensors*")):
+    without frozen weights that are needed, and for a folder that already holds a model, OSError
+    where the disk cannot take it; nothing is left half-written under a final name."""
+    out = Path(out)
+    if existing := sorted(path.name for path in out.glob("*model*.safetensors*")):
         raise UsageError(
             f"{out} already holds a model ({existing[0]}); choose another folder or remove it"
         )
     reader = open_at(checkpoint)
+    tensors = _model_tensors(reader, dtype)
+    if reader.manifest.adapters:
+        return _write_adapters(reader, tensors, out, progress)
     if not _is_whole(reader):
         raise UsageError(
-            f"{checkpoint} holds the trained weights without the frozen ones, as the Trainer's "
-            "checkpoints of adapters do, so that no complete model can be written from it: load "
-            "the base model, and on it the adapter that is saved beside the checkpoint "
-            "(PeftModel.from_pretrained)"
+            f"{checkpoint} holds the trained weights without the frozen ones, so that no complete "
+            "model can be written from it: build the model as for the training, and load them with "
+            "load_state_dict_from_zero_checkpoint"
         )
-    tensors = _model_tensors(reader, dtype)
+    config, parts = reader.manifest.hf_config, _parts(reader, tensors.items(), progress)
+    return write_model(out, list(tensors.values()), parts, config, max_file_bytes=max_file_bytes)
 
-    def parts() -> Iterator[torch.Tensor]:
-        nbytes = sum(tensor.nbytes for tensor in tensors.values())
-        with tqdm(
-            total=nbytes, unit="B", unit_scale=True, desc="consolidate", disable=not progress
-        ) as bar:
-            for key, tensor in tensors.items():
-                numel = tensor.shape.numel()
-                # Stored parts are joined as a whole.
-                step = PART if reader.stored_cut(key) is None else numel
-                for start in range(0, numel, step):
-                    part = torch.empty(min(step, numel - start), dtype=tensor.dtype, device="cpu")
-                    reader.read([Slice(key, numel, start, part)])
-                    bar.update(part.nbytes)
-                    yield part
-                    del part  # so that there are never two
 
-    config = reader.manifest.hf_config
-    return write_model(
-        Path(out), list(tensors.values()), parts(), config, max_file_bytes=max_file_bytes
-    )
+def _parts(
+    reader: CheckpointReader, tensors: Collection[tuple[str, TensorSpec]], progress: bool
+) -> Iterator[torch.Tensor]:
+    """The values of tensors, given with their keys in the checkpoint, part by part."""
+    nbytes = sum(tensor.nbytes for _, tensor in tensors)
+    with tqdm(
+        total=nbytes, unit="B", unit_scale=True, desc="consolidate", disable=not progress
+    ) as bar:
+        for key, tensor in tensors:
+            numel = tensor.shape.numel()
+            # Stored parts are joined as a whole.
+            step = PART if reader.stored_cut(key) is None else numel
+            for start in range(0, numel, step):
+                part = torch.empty(min(step, numel - start), dtype=tensor.dtype, device="cpu")
+                reader.read([Slice(key, numel, start, part)])
+                bar.update(part.nbytes)
+                yield part
+                del part  # so that there are never two
+
+
+def _write_adapters(
+    reader: CheckpointReader, stored: Mapping[str, TensorSpec], out: Path, progress: bool
+) -> list[Path]:
+    """Write each adapter to the folder in which PEFT would save it: the one called "default" to
+    `out` itself, others below it.
+    """
+    keys, tied = {name_in(key): key for key in stored}, reader.manifest.tied
+    tensors: dict[str, list[tuple[str, TensorSpec]]] = {}
+    for adapter, described in reader.manifest.adapters.items():
+        tensors[adapter] = []
+        for name, source in described.tensors.items():
+            if source is None:
+                raise UsageError(
+                    f"{reader.folder}: PEFT computes {name!r} of the adapter {adapter!r} when it "
+                    "saves, so that it is not in the checkpoint: save the adapter from the run, as "
+                    "the Trainer does beside each checkpoint"
+                )
+            key = keys.get(tied.get(source, source))
+            if key is None:
+                logger.warning(
+                    "the adapter %r is written without %s, which is frozen and not in the "
+                    "checkpoint: the base model must have it",
+                    *(adapter, name),
+                )
+            else:
+                tensors[adapter].append((key, replace(stored[key], name=name)))
+    written = []
+    for adapter, of_adapter in tensors.items():
+        folder = out if adapter == "default" else out / adapter
+        specs, parts = [spec for _, spec in of_adapter], _parts(reader, of_adapter, progress)
+        written += write_model(folder, specs, parts, None, ADAPTER_FILE, sys.maxsize)
+        config = reader.manifest.adapters[adapter].config
+        written.append(_write_json(folder / ADAPTER_CONFIG, config))
+    return written
 
 
 # -- for reading by people

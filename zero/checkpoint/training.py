@@ -28,6 +28,7 @@ import torch
 
 from zero.checkpoint import base, resumable, state
 from zero.checkpoint import folder as folders
+from zero.checkpoint.adapters import describe_adapters
 from zero.checkpoint.background import BackgroundSaves, wait_for_background_saves
 from zero.checkpoint.files import CheckpointReader, Slice, name_in, open_checkpoint, write
 from zero.checkpoint.manifest import (
@@ -173,6 +174,8 @@ class _Save:
         description["random_states"] = [each["random_states"] for each in of_ranks]
         if of_base := base.total([each["base"] for each in of_ranks]):
             description["base"] = of_base
+        if of_adapters := describe_adapters(self._engine.module):
+            description["adapters"] = of_adapters
         for rank, of_rank in enumerate(of_ranks):
             for key, entries in of_rank["model"].items():
                 description[key] = entries | description[key]

@@ -64,8 +64,9 @@ next best configurations.
        zero consolidate CHECKPOINT OUT [--dtype fp16|bf16|fp32] [--max-file-size GB]
 
 `inspect` shows what a training checkpoint contains, and verifies its checksums. `consolidate` turns
-it into a model folder for `from_pretrained`. CHECKPOINT is a folder such as output/checkpoint-500,
-or the folder global_step... inside it.
+it into a model folder for `from_pretrained`; if it is one of adapters, into a folder for
+`PeftModel.from_pretrained`. CHECKPOINT is a folder such as output/checkpoint-500, or the folder
+global_step... inside it.
 
 `zero COMMAND --help` shows all options and an example. With --json, a command prints a JSON object.
 A mistake gives one line and exit code 2. If the command `zero` is not installed, use
@@ -294,7 +295,7 @@ def _inspect(arguments: list[str]) -> None:
 def _consolidate(arguments: list[str]) -> None:
     parser = Parser(
         "consolidate",
-        "Turn a checkpoint into a model folder for from_pretrained.",
+        "Turn a checkpoint into a model folder for from_pretrained, or into PEFT's adapters.",
         "output/checkpoint-500 model --dtype bf16",
         json="the written files",
     )

@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors import safe_open
@@ -24,6 +25,7 @@ from zero.checkpoint import (
 )
 from zero.checkpoint.files import Slice
 from zero.checkpoint.models import consolidate, facts
+from zero.errors import UsageError
 from zero.integrations.deepspeed.checkpoints import get_model_state_file, get_optim_files
 from zero.optim.sharded_optimizer import precise_values
 
@@ -104,6 +106,43 @@ def test_the_script_in_a_folder_of_checkpoints_makes_a_model_of_one(checkpoint, 
     assert done.returncode == 0, done.stderr
     state = from_pretrained(tmp_path, torch.float32)
     assert all(torch.equal(state[name], value) for name, value in expected["masters"].items())
+
+
+def save_adapters(rank: int, world_size: int, folder: Path) -> dict[str, torch.Tensor]:
+    """Train and save two kinds of adapters. Return the predictions with the first kind."""
+    configs = {
+        "lora": peft.LoraConfig(target_modules=["q_proj", "embed_tokens"], init_lora_weights=False),
+        "prefix": peft.PrefixTuningConfig(
+            task_type="CAUSAL_LM",
+            num_virtual_tokens=2,
+            encoder_hidden_size=8,
+            prefix_projection=True,
+        ),
+    }
+    found = {}
+    for name, config in configs.items():
+        model = peft.get_peft_model(build("llama"), config)
+        engine, _ = start(model, ds_config(stage=3))
+        train_zero(engine, batches("llama", 1))
+        engine.save_checkpoint(folder / name, exclude_frozen_parameters=True)
+        with torch.no_grad():
+            found[name] = model.eval()(input_ids=torch.arange(8)[None]).logits
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
+def test_a_checkpoint_of_adapters_becomes_folders_of_peft(tmp_path, caplog):
+    (expected,) = run_on(1, save_adapters, tmp_path)
+    consolidate(tmp_path / "lora", tmp_path / "out")
+    assert "without base_model.model.model.embed_tokens.base_layer.weight" in caplog.text
+    model = peft.PeftModel.from_pretrained(build("llama"), tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(model.eval()(input_ids=torch.arange(8)[None]).logits, expected["lora"])
+    with pytest.raises(UsageError, match="already holds a model .adapter_model.safetensors"):
+        consolidate(tmp_path / "lora", tmp_path / "out")
+    with pytest.raises(UsageError, match="PEFT computes 'prompt_embeddings' of the adapter 'def"):
+        consolidate(tmp_path / "prefix", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
