@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,12 @@ class Messages(logging.Handler):
 
 
 def train(
-    name: str, section: dict, accumulation: int, act: str, limits: list[int]
+    name: str,
+    section: dict,
+    accumulation: int,
+    act: str,
+    limits: list[int],
+    recomputes: bool = False,
 ) -> tuple[Losses, int, list[str]]:
     """Train with a limit for each step.
 
@@ -58,10 +64,16 @@ def train(
     messages = Messages()
     logging.getLogger("zero").addHandler(messages)
     config = ds_config(accumulation=accumulation, **SMALL | section) | {"on_out_of_memory": act}
-    engine, _ = start(build(name).to(device.NAME), config)
+    model: Any = build(name).to(device.NAME)
+    if recomputes:
+        model.gradient_checkpointing_enable()
+    engine, _ = start(model, config)
     losses = []
     torch.accelerator.reset_peak_memory_stats()
-    for batch, limit in zip(data(name), limits, strict=True):
+    # A micro-batch of one sample needs labels.
+    is_cut = engine.comm.world_size * accumulation == ROWS
+    given = batches(name, STEPS) if is_cut else data(name)
+    for batch, limit in zip(given, limits, strict=True):
         device.set_limit(limit)
         parts = split(batch, engine.comm.world_size * accumulation)
         parts = parts[engine.comm.rank :: engine.comm.world_size]
@@ -92,6 +104,24 @@ def capped(
         losses, _, said = train(name, section, accumulation, "adapt", limits)
         found.append((first, losses, said))
     return usual, found
+
+
+def one_sample(rank: int, world_size: int) -> tuple[Losses, Losses, list[str]]:
+    """Losses of micro-batches of one sample with enough memory, and with as much for the last rank
+    as they take if activations are recomputed; and what was said.
+    """
+    given = "llama", {}, ROWS // world_size
+    usual, _, _ = train(*given, "explain", [ENOUGH] * STEPS)
+    _, most, _ = train(*given, "adapt", [ENOUGH] * STEPS, recomputes=True)
+    limits = [most if rank == world_size - 1 else ENOUGH] * STEPS
+    losses, _, said = train(*given, "adapt", limits)
+    return usual, losses, said
+
+
+def test_activations_are_recomputed_if_there_is_one_sample():
+    for rank, (usual, losses, said) in enumerate(run_on(2, one_sample, simulated=True)):
+        assert losses == usual
+        assert rank or ["activations are recomputed" in text for text in said] == [True]
 
 
 class SquareOfLoss(LlamaForCausalLM):
@@ -140,16 +170,17 @@ def test_gradients_of_other_outputs_are_not_lost():
     assert "gradients beside those of the loss" in run_on(1, backward_of_logits, simulated=True)[0]
 
 
-def refusal_of_stage_3(rank: int, world_size: int) -> str:
+def refusal(rank: int, world_size: int) -> str:
+    config = ds_config(zero_quantized_weights=True) | {"on_out_of_memory": "adapt"}
     with pytest.raises(UsageError) as raised:
-        start(build("llama").to(device.NAME), ds_config() | {"on_out_of_memory": "adapt"})
+        start(build("llama").to(device.NAME), config)
     return str(raised.value)
 
 
-def test_several_processes_at_stage_3_are_refused():
+def test_gathers_that_a_rank_cannot_join_are_refused():
     assert all(
-        "needs zero_optimization.stage 1" in text
-        for text in run_on(2, refusal_of_stage_3, simulated=True)
+        "not with several processes and zero_optimization.zero_quantized_weights" in text
+        for text in run_on(2, refusal, simulated=True)
     )
 
 
@@ -177,10 +208,19 @@ def test_a_checkpoint_remembers_what_was_changed(tmp_path):
     [
         (1, "t5", HOST, 1),
         (1, "llama", {}, 2),
+        (2, "llama", {}, 2),
+        (2, "t5", HOST, 1),
         (2, "llama", {"stage": 2}, 2),
         (2, "t5", {"stage": 1}, 1),
     ],
-    ids=["one, on the host", "one, stage 3", "two, stage 2", "two, stage 1"],
+    ids=[
+        "one, on the host",
+        "one, stage 3",
+        "two, stage 3",
+        "two, on the host",
+        "two, stage 2",
+        "two, stage 1",
+    ],
 )
 def test_a_step_that_runs_out_of_memory_is_repeated(world_size, name, section, accumulation):
     arguments = name, section, accumulation, CAPS

@@ -63,7 +63,7 @@ def test_the_trainer_goes_on_if_memory_is_not_enough(tmp_path):
         job = {"model": "llama", "arguments": given | {"eval_strategy": "no"}}
         paths.append(write_jobs([job], tmp_path / act))
         reports.append(Path(job["report"]))
-    done = fork_ranks(SCRIPT, "jobs", paths[0], "0.7", paths[1], nproc=1, timeout=TIMEOUT)
+    done = fork_ranks(SCRIPT, "jobs", paths[0], "0.7", paths[1], nproc=2, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "cut into 2 parts" in done.stderr
     whole, cut = (json.loads(report.read_text(encoding="utf-8")) for report in reports)

@@ -118,7 +118,7 @@ class OutsideReads:
             self.hold(group)
 
     def release(self) -> None:
-        for group in self.held:
+        for group in sorted(self.held, key=lambda group: group.serial):
             self._gathering.release(group)
         self.held.clear()
 

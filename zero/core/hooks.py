@@ -38,6 +38,7 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
+from zero.core.course import Course
 from zero.core.derivatives import asks_for_other_gradients, in_forward_mode
 from zero.core.external_access import (
     MissingGradients,
@@ -263,8 +264,8 @@ class ModuleHooks:
         if in_backward():
             return
         self._depth = max(0, self._depth - 1)
-        if self._depth > 0:
-            return
+        if self._depth > 0 or (output is None and self.course.is_followed):
+            return  # in the second case, what has raised the exception goes on with the course
         if not self._is_searched:
             # For views of weights of other modules than the one that keeps them.
             self._is_searched = True
@@ -286,12 +287,21 @@ class ModuleHooks:
         self._awaited = 0
         self._in_pass = False
 
-    def finish_broken_backward(self) -> None:
-        """A backward has raised an exception on this rank alone: join the reductions of the other
-        ranks, although their result will not be used.
+    @property
+    def course(self) -> Course:
+        """The course of forwards and backwards."""
+        return self._gathering.course
+
+    def go_on_without_computing(self) -> None:
+        """A forward or backward has raised an exception, perhaps on this rank alone: start what the
+        other ranks start until its end. The results are of no use.
         """
-        self._close_backward()
-        self._reductions.finish()
+        self.course.go_on()
+        if self._reductions.is_open:  # in the first backward, whose course is not known
+            self._reductions.finish()
+        # All uses have ended with the course.
+        self._in_backward.clear()
+        self._reads.held.clear()
         self.forget_broken_pass()
 
     def expect_nested_backwards(self) -> None:
@@ -423,6 +433,7 @@ class ModuleHooks:
             self._gathering.end_pass()
             self._record("backward")
         self._reductions.begin(self.absent)
+        self.course.note(self._gradients_begin)
 
     def _pre_backward(self, groups: list[ParamGroup], grads: tuple) -> None:
         self._backward_begins()
@@ -476,6 +487,7 @@ class ModuleHooks:
             if not group.shared and not any(group in used for used in self._nested.values()):
                 self._release_from_backward(group)
             self._reductions.complete(group)
+            self.course.note(self._reductions.complete, group)
 
     def _release_from_backward(self, group: ParamGroup, *_: object) -> None:
         if group in self._in_backward:
@@ -486,13 +498,13 @@ class ModuleHooks:
         """A backward inside the backward is over, on all ranks. Its groups may be unsharded again
         for another one, even if a rank has all of their gradients.
         """
-        for group in self._nested.pop(task, ()):
+        for group in sorted(self._nested.pop(task, ()), key=lambda group: group.serial):
             self._release_from_backward(group)
 
     def _close_backward(self) -> None:
         """Autograd has run the whole graph."""
         self._backward_is_open = False
-        for group in list(self._in_backward):
+        for group in sorted(self._in_backward, key=lambda group: group.serial):
             self._release_from_backward(group)
 
     def _finish_derivative(self, was_in_pass: bool, graph_is_kept: bool) -> None:
@@ -517,6 +529,7 @@ class ModuleHooks:
             self._stand_ins = StandIns(self._trained_params())
         self._is_first = False
         self._reductions.finish()
+        self.course.note(self._reductions.finish)
         self._awaited = max(0, self._awaited - 1)
         if not self._awaited:
             self._missing.warn()

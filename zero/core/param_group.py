@@ -445,9 +445,9 @@ class ParamGroup(NamedGroup):
         storage, nbytes = self.full.untyped_storage(), self.layout.padded * self.full.element_size()
         if storage.nbytes() != nbytes:
             storage.resize_(nbytes)
-        self.residency.add(self.layout.numel)
         with torch.no_grad(), label(f"all-gather of {self.name}"):
             self._gather = self._start_all_gather()
+        self.residency.add(self.layout.numel)
         self.state = State.GATHERING
 
     def _start_all_gather(self) -> Pending:
@@ -471,7 +471,6 @@ class ParamGroup(NamedGroup):
 
     def unshard(self) -> None:
         """Add a user: all-gather if need be, and make the parameters views of `full`."""
-        self.users += 1
         if self.state is State.SHARDED:
             self.all_gather()
         if self.state is State.GATHERING:
@@ -479,6 +478,7 @@ class ParamGroup(NamedGroup):
         if self.state is State.GATHERED:
             self._show_values()
             self.state = State.UNSHARDED
+        self.users += 1
 
     def release(self) -> bool:
         """Remove a user.

@@ -220,11 +220,11 @@ class GradientReducer:
             if entry.carried is not None:
                 self.buffered -= flat.numel()
                 flat = entry.carried.add_(flat)
-                entry.carried = None
             if self.keeps_on_rank:
                 entry.carried = flat.to(self.sum_dtype)
                 return
         self._start(group, flat)
+        entry.carried = None
 
     def _start_carried(self, group: ParamGroup) -> None:
         """Reduce the sum over micro-batches."""
@@ -265,20 +265,23 @@ class GradientReducer:
             pending = exchange(out, flat, accumulate, self.bucket_size, group)
         self.gradients[group].is_fresh = True
         self._in_flight.append(_Reduction(shard, flat.numel(), out, pending))
-        if not self.overlap:
-            self._wait_oldest()
 
     def _kept_dtype(self, reduced: torch.dtype, accumulate: bool) -> torch.dtype:
         if self.narrow and not accumulate and self._micro_batches.reduces_now:
             return min(reduced, self.sum_dtype, key=lambda dtype: dtype.itemsize)
         return self.sum_dtype
 
+    def keep_up(self) -> None:
+        """Wait for what has started, unless backward goes on meanwhile."""
+        while self._in_flight and not self.overlap:
+            self._wait_oldest()
+
     def _wait_oldest(self) -> None:
+        with self.comm.clock.waiting("reduce"):
+            self._in_flight[0].pending.wait()
         self._finish(self._in_flight.popleft())
 
     def _finish(self, reduction: _Reduction) -> None:
-        with self.comm.clock.waiting("reduce"):
-            reduction.pending.wait()
         self.buffered -= reduction.numel
         if len(self._offloading) == 2:
             self._wait_for_offload()
@@ -380,7 +383,12 @@ class ReductionOrder:
     """Follows the gradients of one backward at a time and starts reductions in the agreed order.
 
     Order of calls in a backward: `begin`, `before_use` whenever a group is about to be used,
-    `collect` for each gradient, `complete` for each group that has all of them, `finish`."""
+    `collect` for each gradient, `complete` for each group that has all of them, `finish`. Each but
+    `collect` can be repeated if memory was not enough for it.
+
+    Attributes:
+        is_open: whether a backward has begun, and is not finished.
+    """
 
     def __init__(self, groups: Sequence[ParamGroup], reducer: GradientReducer, comm: Communicator):
         self._groups = list(groups)
@@ -403,7 +411,8 @@ class ReductionOrder:
         )
         self._has_places = comm.matches_by_order or (comm.world_size > 1 and self._has_leaves)
         self._started = self._backwards = self._uses = 0
-        self._is_open = False
+        self.is_open = False
+        self._late: list[ParamGroup] | None = None
         # Whether a backward has ever run another one, as reentrant checkpointing does.
         self.has_nested_backward = False
         self._absent = frozenset()
@@ -414,14 +423,14 @@ class ReductionOrder:
         Groups in `absent` get no gradients on any rank, and are not reduced.
         """
         self._uses = 0
-        self._is_open = True
+        self.is_open = True
         self._absent = absent
 
     def before_use(self) -> None:
         """A group is about to be used, and others prefetched: reductions that all ranks start
         before that start now.
         """
-        if self._is_open:
+        if self.is_open:
             places = self._places if self._has_places else None
             while places is not None and self._started < len(self._order):
                 if places[self._order[self._started]] > self._uses:
@@ -459,6 +468,7 @@ class ReductionOrder:
         if self._order[self._started] not in self._absent:
             self._reducer.reduce(self._order[self._started])
         self._started += 1
+        self._reducer.keep_up()
 
     def missing(self) -> Iterator[str]:
         """Names of the trainable parameters without a gradient in this backward."""
@@ -475,13 +485,15 @@ class ReductionOrder:
         self._reducer.note_frozen()
         started, gradients = self._order[: self._started], self._reducer.gradients
         late = {group for group in started if gradients[group].parts}
-        for group in self._order[self._started :]:
-            if group not in self._absent:
-                self._reducer.reduce(group)
-        for group in self._late_on_any_rank(late):
-            self._reducer.reduce(group)
-        self._agree()
+        while self._started < len(self._order):
+            self._start_next()
+        if self._late is None:
+            self._late = self._late_on_any_rank(late)
+        while self._late:
+            self._reducer.reduce(self._late[0])
+            del self._late[0]
         self._reducer.end_backward()
+        self._agree()
 
     def _late_on_any_rank(self, late: Collection[ParamGroup]) -> list[ParamGroup]:
         """The groups that on any rank got gradients after their reduction had started, for example
@@ -494,7 +506,7 @@ class ReductionOrder:
             if not self._reducer.keeps_on_rank:
                 # Another rank may have waited for these reductions before it came here.
                 self._reducer.drain()
-                flags = torch.tensor(is_late, dtype=torch.float32, device=self._comm.device)
+                flags = torch.tensor(is_late, dtype=torch.float32, device="cpu")
                 is_late = (self._comm.all_reduce(flags) > 0).tolist()
         return [group for group, each in zip(self._order, is_late, strict=True) if each]
 
@@ -506,10 +518,9 @@ class ReductionOrder:
             rest = [group for group in self._order if group not in places]
             places |= {group: sys.maxsize if group in self._last else self._uses for group in rest}
             numbers = {group: i for i, group in enumerate(self._groups)}
-            pairs = [[numbers[group], place] for group, place in places.items()]
-            told = torch.tensor(pairs, device=self._comm.device)
-            self._comm.broadcast(told, src=0)
-            self._places = {self._groups[i]: place for i, place in told.tolist()}
+            pairs = [(numbers[group], place) for group, place in places.items()]
+            pairs = self._comm.exchange(pairs)[0]
+            self._places = {self._groups[i]: place for i, place in pairs}
             self._order = list(self._places)
         self.clear()
 
@@ -517,6 +528,7 @@ class ReductionOrder:
         """Forget the gradients of a backward that is over, or that ended in an exception."""
         self._complete.clear()
         self._started = 0
-        self._is_open = False
+        self.is_open = False
+        self._late = None
         for entry in self._reducer.gradients.values():
             entry.arrived.clear()

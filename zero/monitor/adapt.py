@@ -4,13 +4,14 @@
 The script gets the outputs of its forward cut off from their graph. So its own backward ends at
 the loss, and tells the loss's gradient. The engine's begins there, and can be repeated.
 
-[Note: what a rank does when its memory is full] Nothing is gathered in a forward at stages 1 and
-2, and the reductions of a backward come in an agreed order. So a rank whose forward fails leaves
-nobody waiting, and one whose backward fails can join the reductions that are left, with zeros.
+[Note: what a rank does when its memory is full] It frees its activations and joins the gathers and
+reductions that are left of the forward or backward, without computing (`zero/core/course.py`).
 After each forward and backward all ranks tell whether theirs failed. If one did, all of them forget
 the gradients of the step, change the same thing, and repeat the step's micro-batches from their
-inputs and random states. At stage 3 a rank that fails leaves the others in an all-gather, and
-cannot tell which ones they will start: then only a job of one process can go on.
+inputs and random states. Below stage 3 nothing is gathered, and the reductions come in an agreed
+order. At stage 3 a rank knows what the others will gather only from an earlier forward and
+backward. So the first training forward is preceded by those of one sample, whose course must be the
+same on all ranks.
 
 [Note: parts of a micro-batch] The loss must be the mean over the micro-batch's labels, or their sum
 divided by a number that the script gives. Two samples show whether it is: the loss of both is
@@ -31,15 +32,18 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from zero.batch_slices import evaluating
 from zero.checkpoint.state import random_states, restore_random_states
+from zero.core.layout import LEAF_FLAG
 from zero.device import empty_cache
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
+from zero.parallel.experts import SlicedExperts
 
 logger = logging.getLogger("zero")
 
 KEY = "on_out_of_memory"
 _WRITES = "the forward writes to the model's buffers"
 _BESIDE = "the script computes gradients beside those of the loss"
+_FORWARD, _VALUES, _BACKWARD = "forward", "forward without gradients", "backward"
 _IGNORED = -100  # labels that transformers' losses do not count
 # What torch's allocator of host memory says; it has no class of its own.
 _HOST = "DefaultCPUAllocator: can't allocate memory"
@@ -102,7 +106,7 @@ class Adaptation:
     def __init__(self, engine: ZeroEngine):
         self._engine = engine
         self._parts = 1
-        self._is_checked = False
+        self._is_checked = self._is_rehearsed = False
         # Forwards that wait for their backward, and those whose gradients are in the step's sum.
         self._waiting: list[_Call] = []
         self._done: list[_Call] = []
@@ -112,26 +116,29 @@ class Adaptation:
         seq2seq = getattr(getattr(engine.module, "config", None), "is_encoder_decoder", False)
         self._predicts_next = loss_name == "ForCausalLMLoss" and not seq2seq
         self._ranks = engine.comm.job
-        zero = engine.settings.zero_optimization
-        shares = self._ranks.world_size != engine.comm.shard_group.size
-        shares |= engine.settings.sequence_parallel_size > 1
+        stage = engine.settings.zero_optimization.stage
+        self._gathers_with_others = self._ranks.world_size > 1 and stage == 3
         if self._ranks.world_size > 1:
             engine.hooks.expect_nested_backwards()
-            if zero.stage not in (1, 2) or shares or zero.zero_quantized_gradients:
+            if hindrance := next(_hindrances(engine), None):
                 raise UsageError(
-                    f'{KEY} "adapt": with several processes this needs zero_optimization.stage 1 '
-                    "or 2, without mics_shard_size, zero_quantized_gradients, or layers or "
-                    "sequences that processes share: elsewhere a process whose memory is full "
-                    'would leave the others waiting. Set it to "explain"'
+                    f'{KEY} "adapt": not with several processes and {hindrance}, because a process '
+                    'whose memory is full would leave the others waiting. Set it to "explain"'
                 )
 
     def settings(self) -> dict[str, int]:
         """For a checkpoint."""
-        return {"parts": self._parts, "max_live": self._engine.schedule.max_live_parameters}
+        return {
+            "parts": self._parts,
+            "recomputes": int(self._recomputes),
+            "max_live": self._engine.schedule.max_live_parameters,
+        }
 
     def restore(self, settings: dict[str, int]) -> None:
         schedule = self._engine.schedule
         self._parts = settings["parts"]
+        if settings["recomputes"] and self._can_recompute:
+            self._recompute()
         schedule.max_live_parameters = min(schedule.max_live_parameters, settings["max_live"])
 
     # -- what the script calls
@@ -143,6 +150,8 @@ class Adaptation:
         if self._micro_step != self._engine.micro_steps:
             self._micro_step, self._waiting = self._engine.micro_steps, []
         call = _Call(run, (args, kwargs), random_states(self._engine.comm.device), _seen(module))
+        if self._gathers_with_others:
+            self._rehearse(call)
         while True:
             try:
                 return self._shown(call)
@@ -179,7 +188,6 @@ class Adaptation:
                 error = raised.error
             for call in calls:
                 call.outputs = []
-            engine.hooks.forget_broken_pass()
             reducer.clear()
             if not (is_known and only_loss):
                 raise _final(error, _BESIDE)
@@ -200,6 +208,42 @@ class Adaptation:
                 'cannot be repeated; or set it to "explain"'
             )
 
+    def _rehearse(self, call: _Call) -> None:
+        """Before the first micro-batch at stage 3: forward and backward of one sample. See the
+        note.
+        """
+        engine, course = self._engine, self._engine.hooks.course
+        if self._waiting:
+            raise UsageError(
+                f'{KEY} "adapt": at stage 3 with several processes, call backward before the next '
+                'forward; or set it to "explain"'
+            )
+        if self._is_rehearsed:
+            return
+        self._is_rehearsed = True
+        args, kwargs = call.of_rows(0, 1)
+        run = lambda: tree_flatten(call.run(*args, **kwargs))[0]  # noqa: E731
+        if recomputes := self._can_recompute:  # takes the same course in less memory
+            self._recompute()
+        with torch.no_grad():
+            self._together(_VALUES, run)
+        outputs = self._together(_FORWARD, run)[:1]
+        if _begins_with_loss(outputs):
+            self._run_backward(outputs, [torch.ones_like(outputs[0])])
+        if recomputes:
+            engine.module.gradient_checkpointing_disable()  # pyright: ignore[reportCallIssue]
+        engine.hooks.forget_broken_pass()
+        engine.reshard()
+        engine.reducer.clear()
+        restore_random_states(call.random, engine.comm.device)
+        if call.buffers != _seen(engine.module):
+            raise UsageError(f'{KEY} "adapt": {_WRITES}; set it to "explain"')
+        courses = self._ranks.exchange(course.names())
+        if any(each != courses[0] for each in courses):
+            raise UsageError(
+                f'{KEY} "adapt": processes go different ways through the model; set it to "explain"'
+            )
+
     # -- one try
 
     def _shown(self, call: _Call) -> Any:
@@ -207,10 +251,10 @@ class Adaptation:
         leaves: list[Any] = []
         structure: Any = None
         if self._parts > 1:
-            leaves, structure = self._together(lambda: self._values(call))
+            leaves, structure = self._values(call)
         is_cut = bool(leaves)
         if not leaves:
-            output = self._together(lambda: call.run(*call.inputs[0], **call.inputs[1]))
+            output = self._together(_FORWARD, lambda: call.run(*call.inputs[0], **call.inputs[1]))
             leaves, structure = tree_flatten(output)
             if not _begins_with_loss(leaves):
                 return output
@@ -228,21 +272,30 @@ class Adaptation:
         """The outputs of a forward in parts, of which none has a graph: the loss, and what has as
         many rows as the micro-batch. Nothing if the forward computes no loss.
         """
-        found, losses, structure = [], [], None
+        found, weights, structure = [], [], None
         with torch.no_grad():
             for (args, kwargs), weight in self._cut(call):
-                if weight is None:
-                    continue
-                leaves, structure = tree_flatten(call.run(*args, **kwargs))
+                output = self._together(_VALUES, lambda: call.run(*args, **kwargs))  # noqa: B023
+                leaves, structure = tree_flatten(output)
                 if not _begins_with_loss(leaves):
                     return [], None
+                if weight is not None:
+                    weights.append(weight)
+                    found.append(leaves)
+
+            def merged() -> list[Any]:
                 # The mean over no labels is NaN.
-                losses.append(leaves[0] * weight if weight else torch.zeros_like(leaves[0]))
-                found.append(leaves)
-            merged = [_joined(column) for column in zip(*found, strict=True)]
+                terms = [
+                    leaves[0] * weight if weight else torch.zeros_like(leaves[0])
+                    for leaves, weight in zip(found, weights, strict=True)
+                ]
+                rest = list(zip(*found, strict=True))[1:]
+                return [torch.stack(terms).sum(), *map(_joined, rest)]
+
+            values = self._together(None, merged)
         if call.buffers != _seen(self._engine.module):
             raise UsageError(f'{KEY} "adapt": {_WRITES}; set it to "explain"')
-        return [torch.stack(losses).sum(), *merged[1:]], structure
+        return values, structure
 
     def _gradients(self, calls: Sequence[_Call]) -> None:
         """The backward of forwards whose graphs are there."""
@@ -267,11 +320,15 @@ class Adaptation:
                 for number, ((args, kwargs), weight) in enumerate(parts, 1):
                     is_last = call is calls[-1] and number == len(parts)
                     micro_batches.boundary = boundary if is_last else False
-                    run = lambda: tree_flatten(call.run(*args, **kwargs))[0][:1]  # noqa: B023, E731
-                    outputs = self._together(run)
-                    grad = call.shown[0].grad
-                    assert grad is not None
-                    self._run_backward(outputs, [grad * (weight or 0.0)])
+
+                    def run() -> tuple[list[torch.Tensor], torch.Tensor]:
+                        grad = call.shown[0].grad  # noqa: B023
+                        assert grad is not None
+                        loss = tree_flatten(call.run(*args, **kwargs))[0][:1]  # noqa: B023
+                        return loss, grad * (weight or 0.0)  # noqa: B023
+
+                    outputs, scale = self._together(_FORWARD, run)
+                    self._run_backward(outputs, [scale])
                 engine.reducer.backwards = done + 1
         finally:
             micro_batches.boundary = boundary
@@ -285,56 +342,68 @@ class Adaptation:
             with engine.micro_batches.engine_backward(False), engine.comm.clock.phase("backward"):
                 torch.autograd.backward(outputs, grads)
 
-        def join_others() -> None:
-            outputs.clear()  # what is left of the graph
-            engine.hooks.finish_broken_backward()
-
-        self._together(run, then=join_others)
+        self._together(_BACKWARD, run, held=outputs)
         outputs.clear()
 
-    def _together(self, act: Callable[[], T], then: Callable[[], None] | None = None) -> T:
+    def _together(self, kind: str | None, act: Callable[[], T], held: list | None = None) -> T:
         """What `act` returns, if memory was enough on all ranks; else raise _NotEnough on all.
 
-        `then`: what a rank does whose own memory was not enough, so that no other waits for it.
+        `kind`: of forward or backward; None if it is neither. `held`: tensors that a rank lets go
+        whose memory was not enough.
         """
-        error, result = None, None
-        try:
-            result = act()
-        except Exception as raised:
-            if not is_lack_of_memory(raised):
-                self._engine.hooks.forget_broken_pass()
-                raise
-            # The frames of the traceback hold activations.
-            error = raised.with_traceback(None)
-        if error is not None and then is not None and self._ranks.world_size > 1:
-            then()
+        hooks, error, result = self._engine.hooks, None, None
+        with hooks.course.following(kind):
+            try:
+                result = act()
+                hooks.course.ends()
+            except Exception as raised:
+                if not is_lack_of_memory(raised):
+                    hooks.forget_broken_pass()
+                    raise
+                # The frames of the traceback hold activations.
+                error = raised.with_traceback(None)
+            if error is not None and kind is not None and self._ranks.world_size > 1:
+                if held is not None:
+                    held.clear()
+                self._free()
+                if self._gathers_with_others and not hooks.course.is_known:
+                    raise _final(error, f"this process has no room for a {kind} of one sample")
+                hooks.go_on_without_computing()
         failed = torch.tensor(float(error is not None))
         if self._ranks.world_size > 1:
             failed = self._ranks.all_reduce(failed)
         if failed:
             del result
+            hooks.forget_broken_pass()
+            self._engine.reshard()
             raise _NotEnough(error)
         return result  # pyright: ignore[reportReturnType]
+
+    def _free(self) -> None:
+        gc.collect()
+        empty_cache(self._engine.comm.device)
 
     # -- what is changed
 
     def _change(self, calls: Sequence[_Call], error: Exception | None) -> None:
         """Change one thing, the same on all ranks. Raises `error` if nothing is left to change."""
         engine, schedule = self._engine, self._engine.schedule
-        engine.hooks.forget_broken_pass()
-        gc.collect()
-        empty_cache(engine.comm.device)
-        rows = max(call.rows for call in calls)
-        found = self._ranks.exchange((self._why_whole(calls), rows))
-        why = next(filter(None, (reason for reason, _ in found)), "")
-        most = max(rows for _, rows in found)
+        self._free()
+        most = max(self._ranks.exchange(max(call.rows for call in calls)))
+        why = self._of_all(self._why_whole(calls))
         if not why and most <= self._parts:
             why = f"a micro-batch of {most} sample(s) is cut into {self._parts} part(s) already"
+        if not why and not self._is_checked:
+            why = self._of_all(self._why_no_sum(calls[-1]))
+            self._is_checked = not why
         if not why:
             self._parts = min(2 * self._parts, most)
             done = (
                 f"each micro-batch is cut into {self._parts} parts, with the gradient of the whole"
             )
+        elif self._can_recompute:
+            self._recompute()
+            done = "activations are recomputed in the backward"
         elif engine.settings.zero_optimization.stage == 3 and schedule.max_live_parameters:
             schedule.max_live_parameters = 0
             done = "zero_optimization.stage3_max_live_parameters is 0 now"
@@ -347,6 +416,23 @@ class Adaptation:
                 done,
             )
 
+    @property
+    def _recomputes(self) -> bool:
+        return getattr(self._engine.module, "is_gradient_checkpointing", False)
+
+    @property
+    def _can_recompute(self) -> bool:
+        can = getattr(self._engine.module, "supports_gradient_checkpointing", False)
+        return can and not self._recomputes
+
+    def _recompute(self) -> None:
+        enable: Any = self._engine.module.gradient_checkpointing_enable
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def _of_all(self, why: str) -> str:
+        """The first reason of any rank, or nothing."""
+        return next(filter(None, self._ranks.exchange(why)), "")
+
     def _why_whole(self, calls: Sequence[_Call]) -> str:
         """Why micro-batches cannot be cut; empty if they can."""
         module = self._engine.module
@@ -356,31 +442,34 @@ class Adaptation:
             return "the forward gets no argument labels"
         if getattr(module, "loss_function", None) is None:
             return "the model is not one of transformers', whose losses are known"
-        if not self._is_checked and calls[-1].rows > 1:
-            try:
-                with torch.no_grad(), evaluating(module):
-                    self._is_checked = self._is_sum(calls[-1])
-            except Exception as raised:  # of any kind: the forward is somebody else's
-                return f"a forward of two samples fails: {raised}"
-            finally:
-                self._engine.hooks.forget_broken_pass()
-            if not self._is_checked:
-                return "its loss is not the mean of those of its samples"
         return ""
 
+    def _why_no_sum(self, call: _Call) -> str:
+        """Why the loss of samples is not the weighted sum of the loss of each; empty if it is."""
+        try:
+            with torch.no_grad(), evaluating(self._engine.module):
+                is_sum = self._is_sum(call)
+        except _NotEnough:
+            return "memory is not enough for two samples, even without gradients"
+        except Exception as raised:  # of any kind: the forward is somebody else's
+            return f"a forward of two samples fails: {raised}"
+        return "" if is_sum else "its loss is not the mean of those of its samples"
+
     def _is_sum(self, call: _Call) -> bool:
-        """Whether the loss of two samples is the weighted sum of the loss of each."""
+        """Whether the loss of two samples is the weighted sum of the loss of each. All ranks run
+        as many forwards.
+        """
         two = _Call(call.run, call.of_rows(0, 2), None, [])
-        output = two.run(*two.inputs[0], **two.inputs[1])
+        output = self._together(_VALUES, lambda: two.run(*two.inputs[0], **two.inputs[1]))
         leaves = tree_flatten(output)[0]
         has_other_loss = getattr(output, "aux_loss", None) is not None
         if not _begins_with_loss(leaves) or has_other_loss:
             return False
-        losses = [
-            tree_flatten(two.run(*args, **kwargs))[0][0].float() * weight
-            for (args, kwargs), weight in self._cut(two, 2)
-            if weight
-        ]
+        losses = []
+        for (args, kwargs), weight in self._cut(two, 2):
+            part = self._together(_VALUES, lambda: two.run(*args, **kwargs))  # noqa: B023
+            if weight:
+                losses.append(tree_flatten(part)[0][0].float() * weight)
         tolerance = 1e-4 if self._engine.settings.compute_dtype == torch.float32 else 2e-2
         return bool(torch.isclose(leaves[0].float(), torch.stack(losses).sum(), rtol=tolerance))
 
@@ -407,6 +496,27 @@ class Adaptation:
                 continue
             share = sum(of_rows[start:end]) / max(1, sum(of_rows))
             yield call.of_rows(start, end), 1.0 if is_sum else share
+
+
+def _hindrances(engine: ZeroEngine) -> Iterator[str]:
+    """What keeps a rank from knowing for what the others wait."""
+    settings, zero = engine.settings, engine.settings.zero_optimization
+    modules = list(engine.module.modules())
+    if zero.stage == 0:
+        yield "zero_optimization.stage 0"
+    if engine.comm.job.world_size != engine.comm.shard_group.size:
+        yield "mics_shard_size or layers that processes share"
+    if settings.sequence_parallel_size > 1:
+        yield "sequence_parallel_size"
+    for key in "zero_quantized_gradients", "zero_quantized_weights":
+        if getattr(zero, key):
+            yield f"zero_optimization.{key}"
+    if zero.zero_hpz_partition_size > 1:
+        yield "zero_optimization.zero_hpz_partition_size"
+    if zero.stage == 3 and any(getattr(module, LEAF_FLAG, False) for module in modules):
+        yield "leaf modules"
+    if any(isinstance(vars(module).get("forward"), SlicedExperts) for module in modules):
+        yield "experts that are gathered in slices"
 
 
 def _begins_with_loss(leaves: Sequence[Any]) -> bool:
