@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from transformers import Seq2SeqTrainingArguments
 
+from distill.cache import SAMPLINGS
 from distill.hidden import HIDDEN_LOSSES
 from distill.losses import LOSS_TYPES, Divergence
 from distill.vocabulary import VOCAB_POLICIES
@@ -39,6 +40,12 @@ class DistillationConfig(Seq2SeqTrainingArguments):
     )
     teacher_cache: str | None = _field(
         None, "Folder written by cache_teacher. It replaces the teacher."
+    )
+    cache_sampling: str = _field(
+        "top_k",
+        "Which --top_k tokens cache_teacher stores: the most probable ones, or a sample whose "
+        "gradient is unbiased for --loss_type forward_kl.",
+        choices=SAMPLINGS,
     )
     loss_type: str = _field(
         "forward_kl", "Divergence between student and teacher.", choices=LOSS_TYPES

@@ -335,6 +335,7 @@ def cache_teacher(arguments: Arguments) -> None:
         temperature=args.temperature,
         top_k=args.top_k,
         tokens=min(len(tokenizer), head.weight.shape[0]),
+        sampling=args.cache_sampling,
     )
     live = DistillationTrainer.place_teacher(teacher, args)
     try:

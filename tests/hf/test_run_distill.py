@@ -36,6 +36,10 @@ COMMON = [
     "True",
     "--ddp_find_unused_parameters", "False", "--do_train", "--do_eval",
 ]  # fmt: skip
+PAIRS = [
+    "--source_column", "translation.en", "--target_column", "translation.de", "--source_prefix",
+    "translate: ", "--max_length", "32",
+]  # fmt: skip
 
 
 def make_models(folder: Path) -> None:
@@ -149,10 +153,22 @@ JOBS: dict[str, list[str]] = {
         *COMMON, "--teacher_model_name_or_path", "{}/t5", "--init_student_from_teacher", "1,3",
         "--train_file", "{}/pairs.jsonl", "--validation_file", "{}/pairs.jsonl", "--test_file",
         "{}/pairs.jsonl",
-        "--source_column", "translation.en", "--target_column", "translation.de", "--do_predict",
-        "--source_prefix", "translate: ",
-        "--predict_with_generate", "True", "--generation_max_length", "8", "--output_dir",
-        "{}/out_t5",
+        *PAIRS, "--do_predict", "--predict_with_generate", "True", "--generation_max_length", "8",
+        "--output_dir", "{}/out_t5",
+    ],
+    "cache of t5": [
+        "cache_teacher", "--teacher_model_name_or_path", "{}/t5", "--train_file", "{}/pairs.jsonl",
+        *PAIRS, "--cache_sampling", "importance", "--top_k", "12", "--teacher_cache", "{}/cache_t5",
+    ],
+    "t5_from_cache": [
+        *COMMON, "--teacher_cache", "{}/cache_t5", "--teacher_model_name_or_path", "{}/t5",
+        "--init_student_from_teacher", "1,3", "--train_file", "{}/pairs.jsonl", "--validation_file",
+        "{}/pairs.jsonl", *PAIRS, "--output_dir", "{}/out_t5_from_cache",
+    ],
+    "samples for another loss": [
+        *COMMON, "--teacher_cache", "{}/cache_t5", "--teacher_model_name_or_path", "{}/t5",
+        "--init_student_from_teacher", "1,3", "--train_file", "{}/pairs.jsonl", "--validation_file",
+        "{}/pairs.jsonl", *PAIRS, "--loss_type", "jsd", "--output_dir", "{}/out_jsd",
     ],
     "broken": [
         *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0",
@@ -314,6 +330,12 @@ def test_a_student_learns_from_the_cache(finished):
     assert "eval_loss" in figures(finished, "from_cache")
 
 
+def test_a_t5_learns_from_a_cache_of_sampled_tokens(finished):
+    assert finished["results"]["cache of t5"] == [0, ""]
+    assert TeacherCache(finished["folder"] / "cache_t5").description.sampling == "importance"
+    assert "eval_loss" in figures(finished, "t5_from_cache")
+
+
 def test_uld_takes_another_tokenizer(finished):
     assert figures(finished, "uld")["eval_kd_loss"] > 0
 
@@ -331,6 +353,7 @@ def test_t5_is_scored_with_bleu(finished):
     [
         ("other tokenizer", ["different tokenizers", "--loss_type uld"]),
         ("cache of other data", ["another temperature", "cache_teacher"]),
+        ("samples for another loss", ["cache_t5 holds sampled tokens", "forward_kl"]),
         ("broken", ["broken.jsonl, line 2: not valid JSON"]),
         ("no text", ["--train_file", "blank.jsonl: there is nothing in it"]),
         ("cut teacher", ["--teacher_model_name_or_path", "model.safetensors is damaged or cut"]),
