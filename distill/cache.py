@@ -224,7 +224,7 @@ def _checksum(rows: tuple[torch.Tensor, ...]) -> int:
     """Return the CRC-32 of all bytes of an example's rows."""
     checksum = 0
     for part in rows:
-        checksum = zlib.crc32(part.contiguous().view(torch.uint8).numpy(), checksum)
+        checksum = zlib.crc32(part.contiguous().numpy().tobytes(), checksum)
     return checksum
 
 
