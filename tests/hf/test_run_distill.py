@@ -97,6 +97,11 @@ def make_data(folder: Path) -> None:
     (folder / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
 
 
+QUANTIZED = [
+    *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--teacher_load_in_8bit", "True",
+    "--init_student_from_teacher", "0,3", "--train_file", "{}/text.txt", "--validation_file",
+    "{}/text.txt", "--temperature", "2",
+]  # fmt: skip
 JOBS: dict[str, list[str]] = {
     "layers": [
         *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0,3",
@@ -111,6 +116,7 @@ JOBS: dict[str, list[str]] = {
         "cpu",
         "--output_dir", "{}/out_teacher_device",
     ],
+    "quantized": [*QUANTIZED, "--output_dir", "{}/out_quantized"],
     "minicodformer": [
         *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--student_config",
         "{}/minicodformer",
@@ -231,6 +237,9 @@ SHARDED: dict[str, list[str]] = {
         "{}/turns.jsonl",
         "--validation_file", "{}/text.txt", "--deepspeed", "{}/stage3.json", "--output_dir",
         "{}/out_on_policy",
+    ],
+    "quantized": [
+        *QUANTIZED, "--deepspeed", "{}/stage3.json", "--output_dir", "{}/out_quantized_sharded",
     ],
     "whole": [*RESUMABLE, "--max_steps", "4", "--output_dir", "{}/out_whole"],
     "half": [*RESUMABLE, "--max_steps", "2", "--output_dir", "{}/out_resumed"],
@@ -392,6 +401,15 @@ def test_a_distillation_goes_on_from_a_checkpoint(sharded):
 
 def test_models_write_their_batches_under_sharding(sharded):
     assert figures(sharded, "on_policy")["eval_kd_loss"] > 0
+
+
+def test_a_quantized_teacher_says_the_same_sharded_and_whole(finished, sharded):
+    plain, whole = figures(finished, "layers"), figures(finished, "quantized")
+    assert sharded["results"]["quantized"] == [0, ""]
+    path = sharded["folder"] / "out_quantized_sharded" / "eval_results.json"
+    found = json.loads(path.read_text())["eval_teacher_ce"]
+    assert found == pytest.approx(whole["eval_teacher_ce"], rel=1e-6)
+    assert abs(found - plain["eval_teacher_ce"]) > 1e-5  # it is quantized
 
 
 def test_two_ranks_write_the_cache_that_one_writes(finished, sharded):
