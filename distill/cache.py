@@ -1,22 +1,24 @@
 """The teacher's probabilities in files, so that students can learn from a teacher that is not
 loaded.
 
-[Note: what is in a cache] `cache.json` has the teacher and its revision, tokenizer, temperature and
-k. Each `part-*.safetensors` holds E examples with T targets in total: `keys` (E, 32) uint8,
-`starts` (E + 1), `indices` (T, k), `log_p` (T, k + 1; the last column is the mass of all other
-tokens) and `cross_entropy` (T,). The key of an example is a hash of its token ids, labels and
-positions, so order and padding do not matter, and a different text or tokenizer gives different
-keys. A missing example is an error. Each part appears by a single rename, and an interrupted run
-continues with the missing examples."""
+[Note: what is in a cache] `cache.json` has the teacher and its revision, tokenizer, temperature, k
+and how the k tokens are chosen. Each `part-*.safetensors` holds E examples with T targets in total:
+`keys` (E, 32) uint8, `starts` (E + 1), `checksums` (E,), `indices` (T, k) int32, `log_p` fp32 and
+`cross_entropy` (T,) fp32. For the most probable tokens, `log_p` is (T, k + 1), with the mass of all
+others in the last column. Sampled tokens have no such column, so they take 8 k + 4 bytes a target.
+The key of an example is a hash of its token ids, labels and positions, so order and padding do not
+matter, and a different text or tokenizer gives different keys. A missing example is an error. Each
+part appears by a single rename, and an interrupted run continues with the missing examples."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,9 +28,10 @@ from transformers import PreTrainedTokenizerBase
 
 from distill.batch import IGNORED, TARGET_COUNTS, Batch
 from distill.fused import StoredTeacher
-from distill.losses import log_probabilities, top_k_with_tail
+from distill.losses import LOG_ZERO, log_probabilities, sampled_bins, top_k_with_tail
 
 PART_EXAMPLES = 256
+SAMPLINGS = ("top_k", "importance")
 # Key of a batch, written by `distill.data.CountingCollator`: the keys of its examples.
 EXAMPLE_KEYS = "example_keys"
 _EDGE = 2**20
@@ -45,7 +48,8 @@ class CacheError(ValueError):
 class Description:
     """The contents of `cache.json`.
 
-    The probabilities at `temperature` are over the first `tokens` ids.
+    The probabilities at `temperature` are over the first `tokens` ids. `sampling` says which
+    `top_k` of them are stored: the most probable ones, or a sample.
     """
 
     teacher: str
@@ -54,6 +58,7 @@ class Description:
     temperature: float
     top_k: int
     tokens: int
+    sampling: str = "top_k"
 
 
 def teacher_revision(name: str, commit: str | None) -> str:
@@ -121,18 +126,17 @@ class TeacherCache:
     def _add(self, path: Path) -> None:
         try:
             file = safe_open(path, "pt")
-            keys, starts = file.get_tensor("keys"), file.get_tensor("starts").tolist()
+            keys, starts, checksums = (
+                file.get_tensor(name) for name in ("keys", "starts", "checksums")
+            )
         except (SafetensorError, OSError) as error:
             raise CacheError(
                 f"{path}: damaged ({error}); delete this file and run cache_teacher again, which "
                 "adds what is missing"
             ) from error
-        for index, key in enumerate(keys):
-            self._where[key.numpy().tobytes()] = (
-                len(self._files),
-                starts[index],
-                starts[index + 1],
-            )
+        places = zip(starts[:-1].tolist(), starts[1:].tolist(), checksums.tolist(), strict=True)
+        for key, place in zip(keys, places, strict=True):
+            self._where[key.numpy().tobytes()] = _Place(path, len(self._files), *place)
         self._files.append(file)
 
     def __contains__(self, key: bytes) -> bool:
@@ -178,28 +182,50 @@ class TeacherCache:
                     f"{len(self)} others):"
                     f" run cache_teacher with the same data, tokenizer, max_length and packing"
                 )
-            part, start, end = self._where[key]
-            if end - start != count:
+            place = self._where[key]
+            if place.end - place.start != count:
                 raise CacheError(
-                    f"teacher_cache {self.folder}: {end - start} targets are stored, {count} are "
-                    "needed"
+                    f"teacher_cache {self.folder}: {place.end - place.start} targets are stored, "
+                    f"{count} are needed"
                 )
-            names = ("indices", "log_p", "cross_entropy")
-            rows.append(tuple(self._files[part].get_slice(name)[start:end] for name in names))
-        device = batch.labels.device
-        if not rows:
-            k = self.description.top_k
-            return StoredTeacher(
-                torch.zeros(0, k, device=device),
-                torch.zeros(0, k + 1, device=device),
-                torch.zeros(0, device=device),
-            )
-        indices, log_p, cross_entropy = (torch.cat(parts) for parts in zip(*rows, strict=True))
-        return StoredTeacher(
-            _to_device(indices, device),
-            _to_device(log_p, device),
-            _to_device(cross_entropy, device),
+            rows.append(self._read(place))
+        device, k = batch.labels.device, self.description.top_k
+        none = torch.zeros(0, k, dtype=torch.int32), torch.zeros(0, k + 1), torch.zeros(0)
+        indices, log_p, cross_entropy = (
+            _to_device(torch.cat(parts), device) for parts in zip(*rows or [none], strict=True)
         )
+        if log_p.shape[1] == k:  # a sample stands for all tokens, so there is no tail
+            log_p = torch.nn.functional.pad(log_p, (0, 1), value=LOG_ZERO)
+        return StoredTeacher(indices, log_p, cross_entropy)
+
+    def _read(self, place: _Place) -> tuple[torch.Tensor, ...]:
+        file = self._files[place.part]
+        names = ("indices", "log_p", "cross_entropy")
+        rows = tuple(file.get_slice(name)[place.start : place.end] for name in names)
+        if _checksum(rows) != place.checksum:
+            raise CacheError(
+                f"{place.path}: damaged (a checksum differs); delete this file and run "
+                "cache_teacher again, which adds what is missing"
+            )
+        return rows
+
+
+class _Place(NamedTuple):
+    """Where the targets of an example are stored: rows start to end of a part, with a checksum."""
+
+    path: Path
+    part: int
+    start: int
+    end: int
+    checksum: int
+
+
+def _checksum(rows: tuple[torch.Tensor, ...]) -> int:
+    """Return the CRC-32 of all bytes of an example's rows."""
+    checksum = 0
+    for part in rows:
+        checksum = zlib.crc32(part.contiguous().numpy().tobytes(), checksum)
+    return checksum
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -257,6 +283,7 @@ class CacheWriter:
                 -1, 32
             ),
             "starts": counts.cumsum(0),
+            "checksums": torch.tensor([_checksum(rows) for rows in self.rows]),
             "indices": indices,
             "log_p": log_p,
             "cross_entropy": cross_entropy,
@@ -325,9 +352,12 @@ def _store(batch: Batch, logits_of: Callable, description: Description) -> tuple
     for start in range(0, max(1, len(batch.labels)), chunk):
         rows = slice(start, start + chunk)
         logits = logits_of(rows)[:, : description.tokens].float()
-        bins = top_k_with_tail(
-            log_probabilities(logits, description.temperature), description.top_k
-        )
+        log_p = log_probabilities(logits, description.temperature)
+        if description.sampling == "importance":
+            bins = sampled_bins(log_p, description.top_k)
+            bins = bins._replace(log_p=bins.log_p[:, :-1])
+        else:
+            bins = top_k_with_tail(log_p, description.top_k)
         cross_entropy = torch.nn.functional.cross_entropy(
             logits, batch.labels[rows], reduction="none"
         )

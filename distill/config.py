@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from transformers import Seq2SeqTrainingArguments
 
+from distill.cache import SAMPLINGS
 from distill.hidden import HIDDEN_LOSSES
 from distill.losses import LOSS_TYPES, Divergence
 from distill.vocabulary import VOCAB_POLICIES
@@ -37,8 +38,20 @@ class DistillationConfig(Seq2SeqTrainingArguments):
         None,
         "Device of a teacher that is not sharded, such as cuda:1. Default: the student's device.",
     )
+    teacher_load_in_4bit: bool = _field(
+        False, "Quantize the teacher's linear layers to NF4 (bitsandbytes) while it is loaded."
+    )
+    teacher_load_in_8bit: bool = _field(
+        False, "Quantize the teacher's linear layers to LLM.int8 while it is loaded."
+    )
     teacher_cache: str | None = _field(
         None, "Folder written by cache_teacher. It replaces the teacher."
+    )
+    cache_sampling: str = _field(
+        "top_k",
+        "Which --top_k tokens cache_teacher stores: the most probable ones, or a sample whose "
+        "gradient is unbiased for --loss_type forward_kl.",
+        choices=SAMPLINGS,
     )
     loss_type: str = _field(
         "forward_kl", "Divergence between student and teacher.", choices=LOSS_TYPES
@@ -172,6 +185,8 @@ def check(given: DistillationConfig | argparse.Namespace) -> None:
             f"{names} needs one tokenizer for both models and cannot be used with loss_type uld: "
             "leave it out"
         )
+    if given.teacher_load_in_4bit and given.teacher_load_in_8bit:
+        raise ValueError("teacher_load_in_4bit and teacher_load_in_8bit: choose one of them")
     if given.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {given.max_new_tokens}: it must be at least 1")
     _check_cache(given)

@@ -24,8 +24,8 @@ from torch.nn.functional import linear
 
 from distill.losses import (
     LOG_ZERO,
+    Bins,
     Divergence,
-    TopK,
     log_probabilities,
     top_k_with_tail,
     value_and_gradient,
@@ -53,7 +53,7 @@ class StoredChunk(NamedTuple):
     cross-entropy.
     """
 
-    top_k: TopK
+    bins: Bins
     cross_entropy: torch.Tensor
 
 
@@ -186,7 +186,7 @@ def _cross_entropy_gradient(
 
 def _on_common_ground(
     logits: torch.Tensor, log_q: torch.Tensor, said: torch.Tensor | StoredChunk, recipe: Recipe
-) -> tuple[torch.Tensor, torch.Tensor | TopK]:
+) -> tuple[torch.Tensor, torch.Tensor | Bins]:
     """Return the log-probabilities of student and teacher over the shared tokens, at the recipe's
     temperature.
     """
@@ -196,7 +196,7 @@ def _on_common_ground(
     elif temperature != 1:
         log_q = log_probabilities(logits, temperature)
     if isinstance(said, StoredChunk):
-        return log_q, said.top_k
+        return log_q, said.bins
     said = said.to(logits.dtype)
     log_p = log_probabilities(said if shared is None else said[:, shared.teacher], temperature)
     return log_q, top_k_with_tail(log_p, recipe.top_k) if recipe.top_k else log_p
@@ -210,10 +210,8 @@ def _compare(
     """
     first = logits.argmax(-1)
     if isinstance(said, StoredChunk):
-        best = said.top_k.log_p[:, :-1].argmax(-1, keepdim=True)
-        return said.cross_entropy, (
-            said.top_k.indices.gather(-1, best).squeeze(-1) == first
-        ).float()
+        best = said.bins.log_p[:, :-1].argmax(-1, keepdim=True)
+        return said.cross_entropy, (said.bins.indices.gather(-1, best).squeeze(-1) == first).float()
     if recipe.teacher_labels is not None:
         labels, first = recipe.teacher_labels[labels], recipe.teacher_labels[first]
     log_p = log_probabilities(said)
@@ -373,4 +371,4 @@ class StoredTeacher:
 
     def chunk(self, rows: slice) -> StoredChunk:
         log_p = self.log_p[rows].float().clamp_min(LOG_ZERO)
-        return StoredChunk(TopK(self.indices[rows].long(), log_p), self.cross_entropy[rows].float())
+        return StoredChunk(Bins(self.indices[rows].long(), log_p), self.cross_entropy[rows].float())

@@ -163,46 +163,82 @@ def log_probabilities(logits: torch.Tensor, temperature: float = 1.0) -> torch.T
     ).clamp_min_(LOG_ZERO)
 
 
-class TopK(NamedTuple):
-    """A teacher's k most probable tokens and the mass of all others.
+class Bins(NamedTuple):
+    """A teacher's distribution as k tokens and the mass of all others.
 
-    indices: (N, k) token ids. log_p: (N, k + 1) log-probabilities; the last column is the tail. The
-    bins sum to 1, so a divergence on them compares distributions. (Renormalising the k alone is
-    biased, arXiv 2503.16870.)"""
+    indices: (N, k) token ids, all different. log_p: (N, k + 1) log-probabilities; the last column
+    is the tail. The bins sum to 1, so a divergence on them compares distributions. (Renormalising
+    the k most probable tokens alone is biased, arXiv 2503.16870.)"""
 
     indices: torch.Tensor
     log_p: torch.Tensor
 
 
-def top_k_with_tail(log_p: torch.Tensor, k: int) -> TopK:
+def top_k_with_tail(log_p: torch.Tensor, k: int) -> Bins:
     """Return the bins of dense log-probabilities (N, V), with the exact tail.
 
     Raises ValueError unless 0 < k < V.
     """
+    _check_k(k, log_p)
+    return _bins(log_p, log_p.topk(k, dim=-1).indices)
+
+
+def sampled_bins(log_p: torch.Tensor, k: int, generator: torch.Generator | None = None) -> Bins:
+    """Return k sampled tokens for each row of dense log-probabilities (N, V), without a tail.
+
+    Their probabilities are an unbiased estimate of the whole distribution, and so is the gradient
+    of the forward KL divergence, which is linear in them (arXiv 2503.16870). A token is sampled
+    with the probability min(1, c p), where c makes the expected number of samples k, and counts as
+    max(p, 1 / c). Probable tokens therefore keep their exact values, and only the rest is drawn.
+    Among all unbiased estimates with k tokens, this one has the smallest variance (VarOpt, arXiv
+    0803.0473). The estimates of a row sum to 1.
+
+    Raises ValueError unless 0 < k < V.
+    """
+    _check_k(k, log_p)
+    p = log_p.double().exp()
+    p /= p.sum(dim=-1, keepdim=True)
+    largest = p.topk(k, dim=-1).values
+    # If the m largest are certain, the other k - m samples share the mass of all others.
+    rest = (1 - largest.cumsum(-1) + largest).clamp_min_(torch.finfo(p.dtype).tiny)
+    scale = torch.arange(k, 0, -1, device=p.device) / rest
+    is_possible = scale * largest <= 1
+    is_possible[:, -1] = True  # rounding must not leave none
+    scale = scale.gather(-1, is_possible.int().argmax(-1, keepdim=True))
+    # Systematic sampling: a token is drawn where the sum of probabilities passes an integer.
+    offset = torch.rand(len(p), 1, generator=generator, dtype=p.dtype, device=p.device)
+    passed = (p * scale).clamp_max_(1).cumsum_(-1).add_(offset).floor_()
+    drawn = passed.diff(dim=-1, prepend=torch.zeros_like(offset)) > 0
+    indices = drawn.float().topk(k, dim=-1).indices  # undrawn ones fill up where p has fewer than k
+    estimate = torch.maximum(p, 1 / scale).gather(-1, indices) * drawn.gather(-1, indices)
+    tail = torch.zeros_like(offset)
+    return Bins(indices, torch.cat([estimate, tail], dim=-1).log().clamp_min_(LOG_ZERO).float())
+
+
+def _check_k(k: int, log_p: torch.Tensor) -> None:
     if not 0 < k < log_p.shape[-1]:
         raise ValueError(
             f"top_k is {k}: it must be at least 1 and less than the {log_p.shape[-1]} shared tokens"
         )
-    return _bins(log_p, log_p.topk(k, dim=-1).indices)
 
 
-def _bins(log_probs: torch.Tensor, indices: torch.Tensor) -> TopK:
+def _bins(log_probs: torch.Tensor, indices: torch.Tensor) -> Bins:
     tail = (
         log_probs.scatter(-1, indices, -math.inf)
         .logsumexp(dim=-1, keepdim=True)
         .clamp_min_(LOG_ZERO)
     )
-    return TopK(indices, torch.cat([log_probs.gather(-1, indices), tail], dim=-1))
+    return Bins(indices, torch.cat([log_probs.gather(-1, indices), tail], dim=-1))
 
 
 def value_and_gradient(
-    log_q: torch.Tensor, teacher: torch.Tensor | TopK, divergence: Divergence, temperature: float
+    log_q: torch.Tensor, teacher: torch.Tensor | Bins, divergence: Divergence, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return T^2 times the divergence, (N,), and its gradient on the student's logits, (N, V).
 
     `log_q` (N, V): the student's log-probabilities at temperature T. `teacher`: dense ones or bins,
     at the same T."""
-    if isinstance(teacher, TopK):
+    if isinstance(teacher, Bins):
         value, gradient = _binned(log_q, teacher, divergence)
     else:
         value, weighted = divergence(log_q, teacher)
@@ -211,7 +247,7 @@ def value_and_gradient(
 
 
 def _binned(
-    log_q: torch.Tensor, teacher: TopK, divergence: Divergence
+    log_q: torch.Tensor, teacher: Bins, divergence: Divergence
 ) -> tuple[torch.Tensor, torch.Tensor]:
     bins = _bins(log_q, teacher.indices).log_p
     value, weighted = divergence(bins, teacher.log_p)
@@ -251,7 +287,7 @@ def token_divergence(
     With `top_k`, the divergence is over k + 1 bins: the teacher's k most probable tokens, and all
     others as one."""
     with torch.no_grad():
-        teacher: torch.Tensor | TopK = log_probabilities(teacher_logits, temperature)
+        teacher: torch.Tensor | Bins = log_probabilities(teacher_logits, temperature)
         if top_k:
             teacher = top_k_with_tail(teacher, top_k)
     return _TokenDivergence.apply(student_logits, teacher, divergence, temperature)

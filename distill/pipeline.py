@@ -18,6 +18,7 @@ from tqdm import tqdm
 from transformers import (
     AutoConfig,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -50,15 +51,19 @@ def run(arguments: Arguments) -> None:
     """
     model_args, data_args, args = arguments
     tokenizer, teacher_tokenizer = load_tokenizers(model_args, args)
-    teacher = _load_teacher(model_args, args)
-    if teacher is not None and teacher_tokenizer is not None:
-        _check_vocabulary("teacher_model_name_or_path", teacher, len(teacher_tokenizer))
+    is_live = args.needs_teacher() and not args.teacher_cache
+    quantization = _quantization(args)
+    teacher = None
+    if model_args.init_student_from_teacher or (is_live and not quantization):
+        teacher = _load_teacher(args, teacher_tokenizer)
     student = load_student(model_args, teacher, len(tokenizer))
+    if not is_live:
+        teacher = None  # it was needed only to make the student
+    elif quantization:
+        teacher = _load_teacher(args, teacher_tokenizer, **quantization)
     splits = _load_splits(
         data_args, args, tokenizer, teacher_tokenizer, student.config.is_encoder_decoder
     )
-    if not args.needs_teacher():
-        teacher = None  # it was needed only to make the student
     try:
         trainer = DistillationTrainer(
             student,
@@ -146,17 +151,39 @@ def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _load_teacher(model_args: ModelArguments, args: DistillationConfig) -> PreTrainedModel | None:
-    needed = model_args.init_student_from_teacher or (
-        args.needs_teacher() and not args.teacher_cache
+def _quantization(args: DistillationConfig) -> dict[str, Any]:
+    """Return the options of `from_pretrained` that quantize the teacher; none if it stays as it
+    is.
+    """
+    if not (args.teacher_load_in_4bit or args.teacher_load_in_8bit):
+        return {}
+    compute = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
+    config = BitsAndBytesConfig(
+        load_in_4bit=args.teacher_load_in_4bit,
+        load_in_8bit=args.teacher_load_in_8bit,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=compute,
     )
-    if not needed:
-        return None
+    if args.deepspeed or args.teacher_deepspeed:
+        return {"quantization_config": config}
+    # A quantized model cannot be moved once it is loaded.
+    device = args.teacher_device or args.device
+    return {"quantization_config": config, "device_map": {"": device}}
+
+
+def _load_teacher(
+    args: DistillationConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    **options: object,
+) -> PreTrainedModel:
     name = required(args.teacher_model_name_or_path, "teacher_model_name_or_path")
     try:
-        return load_model(name)
-    except (OSError, ValueError, SafetensorError) as error:
+        teacher = load_model(name, **options)
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise InputError(f"--teacher_model_name_or_path {name}: {error}") from error
+    if tokenizer is not None:
+        _check_vocabulary("teacher_model_name_or_path", teacher, len(tokenizer))
+    return teacher
 
 
 def _check_vocabulary(argument: str, model: PreTrainedModel, tokens: int) -> None:
@@ -315,7 +342,7 @@ def cache_teacher(arguments: Arguments) -> None:
     folder = required(args.teacher_cache, "teacher_cache")
     data_file = required(data_args.train_file, "train_file")
     tokenizer, _ = load_tokenizers(model_args, args)
-    teacher = load_model(name)
+    teacher = _load_teacher(args, None, **_quantization(args))
     is_first = args.process_index == 0
     examples = load_examples(
         data_file,
@@ -335,6 +362,7 @@ def cache_teacher(arguments: Arguments) -> None:
         temperature=args.temperature,
         top_k=args.top_k,
         tokens=min(len(tokenizer), head.weight.shape[0]),
+        sampling=args.cache_sampling,
     )
     live = DistillationTrainer.place_teacher(teacher, args)
     try:

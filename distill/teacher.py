@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -121,10 +121,6 @@ def _hidden_states(
     return hidden
 
 
-def _on_device(model: nn.Module, device: torch.device) -> nn.Module:
-    return model.to(device)
-
-
 class LiveTeacher:
     """A frozen teacher that runs on each batch.
 
@@ -141,7 +137,8 @@ class LiveTeacher:
             self.engine, *_ = zero.initialize(model=model, config=ds_config)
             self.engine.eval()
         else:
-            self.engine = _on_device(self.model, device)
+            # Quantized models are loaded where they run, and refuse to be moved.
+            self.engine = self.model if self.model.device == device else cast(Any, model).to(device)
         self.device = device
 
     @torch.no_grad()

@@ -224,6 +224,12 @@ class DistillationTrainer(Seq2SeqTrainer):
         args, cache = self.args, TeacherCache(folder)
         tokenizer = None if self.processing_class is None else tokenizer_hash(self.processing_class)
         cache.check(temperature=args.temperature, top_k=args.top_k or None, tokenizer=tokenizer)
+        if cache.description.sampling == "importance" and args.loss_type != "forward_kl":
+            raise CacheError(
+                f"teacher_cache {folder} holds sampled tokens, whose gradient is unbiased for "
+                f"forward_kl only: use this loss_type instead of {args.loss_type}, or make a cache "
+                "with --cache_sampling top_k"
+            )
         rows, tokens = _head_rows(self.model), cache.description.tokens
         if tokens > rows:
             raise CacheError(

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from distill import cache, data, on_policy
 from distill.alignment import encode_twice
@@ -307,12 +309,35 @@ def test_what_a_cache_cannot_give_is_an_error(tmp_path):
         TeacherCache(tmp_path / "nowhere")
 
 
-def test_a_truncated_part_is_named(tmp_path):
-    write_cache(tmp_path, DESCRIPTION, models.sequences(3), COLLATE, say, 2, show_progress=False)
+def test_a_damaged_part_is_named(tmp_path):
+    examples = models.sequences(3)
+    write_cache(tmp_path, DESCRIPTION, examples, COLLATE, say, 2, show_progress=False)
     (part,) = tmp_path.glob("part-*.safetensors")
-    part.write_bytes(part.read_bytes()[:-7])
+    whole = part.read_bytes()
+    with safe_open(part, "pt") as file:
+        log_p = file.get_tensor("log_p").numpy().tobytes()
+    part.write_bytes(whole[:-7])
     with pytest.raises(CacheError, match=f"{part.name}: damaged.*delete this file"):
         TeacherCache(tmp_path)
+    part.write_bytes(whole.replace(log_p, bytes([log_p[0] ^ 1]) + log_p[1:]))
+    inputs = COLLATE(examples)
+    with pytest.raises(CacheError, match=f"{part.name}: damaged.*delete this file"):
+        TeacherCache(tmp_path).targets(inputs, Batch.of(inputs, shifted=True))
+
+
+def test_a_cache_of_sampled_tokens_takes_100_bytes_a_target(tmp_path):
+    description = replace(DESCRIPTION, top_k=12, sampling="importance")
+    examples = models.sequences(9)
+    write_cache(tmp_path, description, examples, COLLATE, say, 2, show_progress=False)
+    inputs = COLLATE(examples)
+    batch, _ = say(inputs)
+    found = TeacherCache(tmp_path).targets(inputs, batch)
+    assert found.log_p.shape == (len(batch.labels), 13)
+    torch.testing.assert_close(found.log_p.exp().sum(-1), torch.ones(len(batch.labels)))
+    (part,) = tmp_path.glob("part-*.safetensors")
+    with safe_open(part, "pt") as file:
+        rows = [file.get_tensor(name) for name in ("indices", "log_p", "cross_entropy")]
+    assert sum(row.nbytes for row in rows) == 100 * len(batch.labels)
 
 
 # -- generated batches

@@ -36,6 +36,10 @@ COMMON = [
     "True",
     "--ddp_find_unused_parameters", "False", "--do_train", "--do_eval",
 ]  # fmt: skip
+PAIRS = [
+    "--source_column", "translation.en", "--target_column", "translation.de", "--source_prefix",
+    "translate: ", "--max_length", "32",
+]  # fmt: skip
 
 
 def make_models(folder: Path) -> None:
@@ -93,6 +97,11 @@ def make_data(folder: Path) -> None:
     (folder / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
 
 
+QUANTIZED = [
+    *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--teacher_load_in_8bit", "True",
+    "--init_student_from_teacher", "0,3", "--train_file", "{}/text.txt", "--validation_file",
+    "{}/text.txt", "--temperature", "2",
+]  # fmt: skip
 JOBS: dict[str, list[str]] = {
     "layers": [
         *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0,3",
@@ -107,6 +116,7 @@ JOBS: dict[str, list[str]] = {
         "cpu",
         "--output_dir", "{}/out_teacher_device",
     ],
+    "quantized": [*QUANTIZED, "--output_dir", "{}/out_quantized"],
     "minicodformer": [
         *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--student_config",
         "{}/minicodformer",
@@ -149,10 +159,22 @@ JOBS: dict[str, list[str]] = {
         *COMMON, "--teacher_model_name_or_path", "{}/t5", "--init_student_from_teacher", "1,3",
         "--train_file", "{}/pairs.jsonl", "--validation_file", "{}/pairs.jsonl", "--test_file",
         "{}/pairs.jsonl",
-        "--source_column", "translation.en", "--target_column", "translation.de", "--do_predict",
-        "--source_prefix", "translate: ",
-        "--predict_with_generate", "True", "--generation_max_length", "8", "--output_dir",
-        "{}/out_t5",
+        *PAIRS, "--do_predict", "--predict_with_generate", "True", "--generation_max_length", "8",
+        "--output_dir", "{}/out_t5",
+    ],
+    "cache of t5": [
+        "cache_teacher", "--teacher_model_name_or_path", "{}/t5", "--train_file", "{}/pairs.jsonl",
+        *PAIRS, "--cache_sampling", "importance", "--top_k", "12", "--teacher_cache", "{}/cache_t5",
+    ],
+    "t5_from_cache": [
+        *COMMON, "--teacher_cache", "{}/cache_t5", "--teacher_model_name_or_path", "{}/t5",
+        "--init_student_from_teacher", "1,3", "--train_file", "{}/pairs.jsonl", "--validation_file",
+        "{}/pairs.jsonl", *PAIRS, "--output_dir", "{}/out_t5_from_cache",
+    ],
+    "samples for another loss": [
+        *COMMON, "--teacher_cache", "{}/cache_t5", "--teacher_model_name_or_path", "{}/t5",
+        "--init_student_from_teacher", "1,3", "--train_file", "{}/pairs.jsonl", "--validation_file",
+        "{}/pairs.jsonl", *PAIRS, "--loss_type", "jsd", "--output_dir", "{}/out_jsd",
     ],
     "broken": [
         *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0",
@@ -215,6 +237,9 @@ SHARDED: dict[str, list[str]] = {
         "{}/turns.jsonl",
         "--validation_file", "{}/text.txt", "--deepspeed", "{}/stage3.json", "--output_dir",
         "{}/out_on_policy",
+    ],
+    "quantized": [
+        *QUANTIZED, "--deepspeed", "{}/stage3.json", "--output_dir", "{}/out_quantized_sharded",
     ],
     "whole": [*RESUMABLE, "--max_steps", "4", "--output_dir", "{}/out_whole"],
     "half": [*RESUMABLE, "--max_steps", "2", "--output_dir", "{}/out_resumed"],
@@ -314,6 +339,12 @@ def test_a_student_learns_from_the_cache(finished):
     assert "eval_loss" in figures(finished, "from_cache")
 
 
+def test_a_t5_learns_from_a_cache_of_sampled_tokens(finished):
+    assert finished["results"]["cache of t5"] == [0, ""]
+    assert TeacherCache(finished["folder"] / "cache_t5").description.sampling == "importance"
+    assert "eval_loss" in figures(finished, "t5_from_cache")
+
+
 def test_uld_takes_another_tokenizer(finished):
     assert figures(finished, "uld")["eval_kd_loss"] > 0
 
@@ -331,6 +362,7 @@ def test_t5_is_scored_with_bleu(finished):
     [
         ("other tokenizer", ["different tokenizers", "--loss_type uld"]),
         ("cache of other data", ["another temperature", "cache_teacher"]),
+        ("samples for another loss", ["cache_t5 holds sampled tokens", "forward_kl"]),
         ("broken", ["broken.jsonl, line 2: not valid JSON"]),
         ("no text", ["--train_file", "blank.jsonl: there is nothing in it"]),
         (
@@ -372,6 +404,15 @@ def test_a_distillation_goes_on_from_a_checkpoint(sharded):
 
 def test_models_write_their_batches_under_sharding(sharded):
     assert figures(sharded, "on_policy")["eval_kd_loss"] > 0
+
+
+def test_a_quantized_teacher_says_the_same_sharded_and_whole(finished, sharded):
+    plain, whole = figures(finished, "layers"), figures(finished, "quantized")
+    assert sharded["results"]["quantized"] == [0, ""]
+    path = sharded["folder"] / "out_quantized_sharded" / "eval_results.json"
+    found = json.loads(path.read_text())["eval_teacher_ce"]
+    assert found == pytest.approx(whole["eval_teacher_ce"], rel=1e-6)
+    assert abs(found - plain["eval_teacher_ce"]) > 1e-5  # it is quantized
 
 
 def test_two_ranks_write_the_cache_that_one_writes(finished, sharded):
