@@ -361,7 +361,7 @@ def test_t5_is_scored_with_bleu(finished):
     "name, words",
     [
         ("other tokenizer", ["different tokenizers", "--loss_type uld"]),
-        ("cache of other data", ["another temperature", "cache_teacher"]),
+        ("cache of other data", ["different temperature", "cache_teacher"]),
         ("samples for another loss", ["cache_t5 holds sampled tokens", "forward_kl"]),
         ("broken", ["broken.jsonl, line 2: not valid JSON"]),
         ("no text", ["--train_file", "blank.jsonl: there is nothing in it"]),
