@@ -72,6 +72,9 @@ class Run(NamedTuple):
     device: float
     host: float | None = None
 
+    def __hash__(self) -> int:  # it has dicts
+        return hash(self.name)
+
     def predicted(self, speeds: Speeds) -> Estimate:
         shape = llama_1b() if self.name.startswith("Llama 1B") else shape_of(SHAPES[self.name[:5]])
         config = load_config({"bf16": {"enabled": True}, "zero_optimization": self.section})

@@ -20,9 +20,10 @@ from zero.tools.cli import main
 from zero.tools.estimate import remedies as remedies_of_estimate
 from zero.tools.estimate.calls import known_calls
 from zero.tools.estimate.model import build, class_of
+from zero.tools.estimate.plan import configuration
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import Estimate, estimate
-from zero.tools.estimate.remedies import Remedy, _undominated, remedies
+from zero.tools.estimate.remedies import Remedy, _undominated, faster, remedies
 from zero.tools.estimate.report import _times
 from zero.tools.estimate.speeds import default_file, of_device, read
 
@@ -416,9 +417,13 @@ def test_an_update_on_the_host_takes_the_time_of_the_bytes_that_it_moves(ask):
     assert coded["host_memory_of_updates"] == pytest.approx(16 * found["elements"], rel=0.02)
 
 
-@pytest.mark.parametrize("run", ON_H100, ids=lambda run: run.name)
-def test_predicted_seconds_are_near_those_of_a_gpu(run):
-    assert run.seconds / 1.5 < run.predicted(of_device("h100")).seconds < run.seconds * 1.5
+def test_predicted_seconds_are_near_those_of_a_gpu_and_in_their_order():
+    predicted = {run: run.predicted(of_device("h100")).seconds for run in ON_H100}
+    for run, seconds in predicted.items():
+        assert run.seconds / 1.5 < seconds < run.seconds * 1.5, run.name
+        for other in ON_H100:
+            if run.name[:8] == other.name[:8] and run.seconds > 1.05 * other.seconds:
+                assert seconds > predicted[other], (run.name, other.name)
 
 
 def test_offload_that_is_not_needed_is_named(ask):
@@ -445,6 +450,28 @@ def test_offload_that_is_not_needed_is_named(ask):
     strict = {"stage": 3, "stage3_max_live_parameters": 0}
     lower = ask(shape, strict, *options, "1G", "--world", "2", "--json")["not_needed"]
     assert lower["change"].endswith("without offload is enough")
+
+
+def test_slices_take_the_place_of_micro_batches_where_each_would_move_all_weights():
+    cpu = {"device": "cpu"}
+    both = {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu}
+    settings = {"bf16": {"enabled": True}, "zero_optimization": both}
+    config = load_config(settings | {"gradient_accumulation_steps": 8})
+    model, question = build(llama(), torch.bfloat16), Question(1, 1, 8)
+    # Without offload it does not fit.
+    limits = {"device": 700_000, "host": 1 << 30}
+    now = estimate(model, config, question)
+    remedy = faster(model, config, question, limits, now)
+    assert (
+        remedy and remedy.words == "micro-batch 8 in batch_slices 4, gradient_accumulation_steps 1"
+    )
+    assert "computed twice" in remedy.price and remedy.found.seconds < now.seconds
+    assert remedy.found.tokens == now.tokens
+    keys = configuration(remedy, Question(1, 8, 8))
+    assert keys["gradient_accumulation_steps"] == 1
+    sliced = load_config(keys | {"zero_optimization": both})
+    again = estimate(model, sliced, Question(1, 8, 8))
+    assert (again.seconds, again.parts) == (remedy.found.seconds, remedy.found.parts)
 
 
 def test_less_precise_states_are_a_remedy_where_nothing_else_in_memory_is_enough(ask):

@@ -76,8 +76,9 @@ def _reasons(search: Search) -> Iterator[str]:
 
 def configuration(remedy: Remedy, question: Question) -> dict[str, Any]:
     """The keys of `START` with those of the remedy, and its batch."""
-    batch = remedy.question.batch
-    return {
+    batch, slices = remedy.question.batch, remedy.change.slices
+    activations = {"activation_checkpointing": {"batch_slices": slices}} if slices else {}
+    return activations | {
         "bf16": START["bf16"] | remedy.change.bf16,
         "zero_optimization": START["zero_optimization"] | remedy.change.keys,
         "train_micro_batch_size_per_gpu": batch,

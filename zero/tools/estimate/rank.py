@@ -224,7 +224,6 @@ def _update(engine: ZeroEngine, optimizer: ZeroOptimizer, config: Config, memory
     offload = zero.offload_optimizer or OffloadOptimizerConfig()
     update = Update(
         has_8_bit_moments=zero.zero_quantized_moments,
-        is_late=overlaps_step(offload, torch.device("cuda")),
         is_pipelined=offload.pipeline_read,
         cause=UPDATES,
     )
@@ -244,6 +243,14 @@ def _update(engine: ZeroEngine, optimizer: ZeroOptimizer, config: Config, memory
         return found
 
     update.on_host = passes((HOST, DISK), True)
+    if overlaps_step(offload, torch.device("cuda")):
+        # A persistent group is updated inside of the step.
+        offloaded = [shard for shard in optimizer.shards.values() if shard.is_offloaded]
+        late = [shard for shard in offloaded if not shard.group.persistent]
+        numel, of_late = (
+            sum(shard.group.layout.shard_numel for shard in each) for each in (offloaded, late)
+        )
+        update.late = of_late / max(1, numel)
     update.on_device = passes((DEVICE,), False)
     return update
 

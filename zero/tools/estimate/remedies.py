@@ -25,6 +25,8 @@ from zero.tools.estimate.rank import Estimate, estimate
 MOST, LESS = 5, 0.9
 # Steps of `ratio` between nothing and all of the optimizer.
 RATIOS = 20
+# Numbers of slices of a batch that are tried. More take minutes.
+SLICES = (4, 16, 64)
 # Activations of twice the micro-batch are at least twice as many over this.
 GROWTH = 1.2
 # A change is named for its speed if a step takes less than this part of its time.
@@ -33,14 +35,15 @@ NO_OFFLOAD = {"device": "none"}
 
 
 class Change(NamedTuple):
-    """Words for a change, the keys of zero_optimization and of bf16 to set, and what it costs
-    beside time.
+    """Words for a change, the keys of zero_optimization and of bf16 to set, what it costs beside
+    time, and the number of slices in which each block runs its batch.
     """
 
     words: str
     keys: dict[str, Any]
     bf16: dict[str, Any] = {}
     price: str = ""
+    slices: int | None = None
 
     def applied(self, config: Config) -> Config:
         zero = config.zero_optimization.model_dump(exclude_unset=True) | self.keys
@@ -48,7 +51,26 @@ class Change(NamedTuple):
             "zero_optimization": ZeroConfig.model_validate(zero),
             "bf16": config.bf16.model_copy(update=self.bf16),
         }
+        if self.slices:
+            activations = config.activation_checkpointing
+            sections["activation_checkpointing"] = activations.model_copy(
+                update={"batch_slices": self.slices}
+            )
         return config.model_copy(update=sections)
+
+    def in_slices(self, slices: int) -> Change:
+        """The change with slices in the place of micro-batches."""
+        prices = (
+            self.price,
+            "activations are computed twice",
+            "gradients of slices are added in the model's dtype",
+        )
+        return self._replace(price=", ".join(filter(None, prices)), slices=slices)
+
+    def moves_with_each_micro_batch(self, config: Config, ranks: int) -> bool:
+        """Whether parameters or gradients are copied or sent for each micro-batch again."""
+        zero = self.applied(config).zero_optimization
+        return zero.offloads_optimizer or zero.offloads_params or (zero.stage == 3 and ranks > 1)
 
     def settings(self, config: Config) -> int:
         """How many of the keys have another value now."""
@@ -109,14 +131,18 @@ def remedies(
 def faster(
     model: nn.Module, config: Config, question: Question, limits: Mapping[str, int], now: Estimate
 ) -> Remedy | None:
-    """Less offload or sharding with which there is room, and with which a step is faster than
-    `now`; the fastest one. None: there is none, or the device's memory is not limited.
+    """Less offload or sharding, or slices in the place of micro-batches, with which there is room
+    and a step is faster than `now`; the fastest one. None: there is none, or the device's memory is
+    not limited.
     """
-    found = []
-    for change in _unneeded(config.zero_optimization) if DEVICE in limits else ():
+    if DEVICE not in limits:
+        return None
+    search, found = Search(model, config, question, limits), []
+    for change in _unneeded(config.zero_optimization):
         tried = estimate(model, change.applied(config), question)
         if fits(tried, limits):
             found.append(Remedy(change.words, tried, change.settings(config)))
+    found += search.in_slices(Change("", {}))
     best = min(found, key=lambda remedy: remedy.rank, default=None)
     return best if best and best.found.seconds < FASTER * now.seconds else None
 
@@ -142,7 +168,7 @@ class Search:
         self._config = config
         self._question = question
         self._limits = limits
-        self._estimates: dict[tuple[str, int, bool], Estimate | None] = {}
+        self._estimates: dict[tuple[str, int | None, int, bool], Estimate | None] = {}
 
     def remedies(self) -> list[Remedy]:
         """See the function of this name."""
@@ -175,6 +201,7 @@ class Search:
         for change in changes:
             if not self._may_fit(change, batches[-1], batches[-1], least):
                 continue
+            largest = 0
             for checkpointing in sorted({asked.checkpointing, least}):
                 for batch in batches:
                     if not self._may_fit(change, batch, batches[-1], checkpointing):
@@ -182,7 +209,24 @@ class Search:
                     fitting = list(self._with_room(change, batch, checkpointing))
                     yield from fitting
                     if any(remedy.change is change for remedy in fitting):
+                        largest = max(largest, batch)
                         break  # with smaller micro-batches it would be slower
+            if largest < _sequences(self._config, asked):
+                yield from self.in_slices(change)
+
+    def in_slices(self, change: Change) -> Iterator[Remedy]:
+        """The change with one micro-batch of all sequences of a step, in the fewest slices with
+        which there is room: one remedy at most.
+        """
+        whole = _sequences(self._config, self._question)
+        if self._config.activation_checkpointing.batch_slices is not None or whole < 2:
+            return
+        if not change.moves_with_each_micro_batch(self._config, self._question.world_size):
+            return
+        for slices in sorted({min(each, whole) for each in SLICES}):
+            if fitting := list(self._with_room(change.in_slices(slices), whole, False)):
+                yield from fitting
+                return
 
     def _may_fit(self, change: Change, batch: int, smallest: int, checkpointing: bool) -> bool:
         """Whether it is worth an estimate, judged by the one with the smallest micro-batch:
@@ -231,7 +275,7 @@ class Search:
 
     def _estimate(self, change: Change, batch: int, checkpointing: bool) -> Estimate | None:
         """None: the engine refuses the change together with other keys."""
-        key = change.words, batch, checkpointing
+        key = change.words, change.slices, batch, checkpointing
         if key not in self._estimates:
             question = replace(self._question, batch=batch, checkpointing=checkpointing)
             given = self._config.model_copy(
@@ -246,13 +290,14 @@ class Search:
     def _steps(self, batch: int) -> int | None:
         """Micro-batches of a step, which keeps its number of sequences."""
         steps, asked = self._config.gradient_accumulation_steps, self._question.batch
-        return steps if batch == asked else (steps or 1) * asked // batch
+        return steps if batch == asked else _sequences(self._config, self._question) // batch
 
     def _remedy(self, change: Change, found: Estimate, batch: int, checkpointing: bool) -> Remedy:
         words, prices = [change.words], [change.price]
-        if batch != self._question.batch:
+        if batch != self._question.batch or change.slices:
+            slices = f" in batch_slices {change.slices}" if change.slices else ""
             steps = self._steps(batch)
-            words.append(f"micro-batch {batch}, gradient_accumulation_steps {steps}")
+            words.append(f"micro-batch {batch}{slices}, gradient_accumulation_steps {steps}")
         if checkpointing and not self._question.checkpointing:
             words.append("gradient checkpointing")
             prices.append("activations are computed twice")
@@ -269,6 +314,11 @@ class Search:
 def can_checkpoint(model: nn.Module, question: Question) -> bool:
     """Whether activations are counted, and the model has gradient checkpointing."""
     return bool(question.batch and model.supports_gradient_checkpointing)
+
+
+def _sequences(config: Config, question: Question) -> int:
+    """Of a step, on one rank."""
+    return question.batch * (config.gradient_accumulation_steps or 1)
 
 
 def _halves(batch: int) -> Iterator[int]:

@@ -150,7 +150,12 @@ class _Answer:
             f"{_PLACES[place]} of {size(most)}" for place, most in self.limits.items()
         )
         lines = [f"This fits {sizes}{'' if self.question.batch else ', without activations'}."]
-        if self.unneeded is not None:
+        if self.unneeded is not None and self.unneeded.change.slices:
+            lines.append(
+                f"With {needed(self.unneeded)}, {_times(self.unneeded.found, self.found)} for the "
+                f"same {self.found.tokens:,} tokens (the price: {self.unneeded.price})."
+            )
+        elif self.unneeded is not None:
             without, most = self.unneeded.found, size(self.limits[DEVICE])
             lines.append(
                 f"{self.unneeded.words.capitalize()}: {size(self.found.total(DEVICE))} of {most} "

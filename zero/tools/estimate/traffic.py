@@ -47,7 +47,7 @@ class Update:
     Attributes:
         on_host: bytes of host memory that updates by the CPU read and write. `on_device`: likewise.
         has_8_bit_moments: whether the CPU decodes and codes moments.
-        is_late: whether updates by the CPU run during the next forward.
+        late: the part of updates by the CPU, 0 to 1, that may run during the next forward.
         is_pipelined: whether files are read and written beside them.
         cause: of the traffic with files that belongs to it.
     """
@@ -55,7 +55,7 @@ class Update:
     on_host: int = 0
     on_device: int = 0
     has_8_bit_moments: bool = False
-    is_late: bool = False
+    late: float = 0.0
     is_pipelined: bool = False
     cause: str = ""
 
@@ -131,8 +131,7 @@ class Traffic:
         """
         update, files = parts["update on the host"], parts.get("files of the update", 0.0)
         hidden = min(update, files) if self.update.is_pipelined else 0.0
-        if self.update.is_late:
-            compute = parts["matrix products"] + parts["other operations"]
-            forward = compute * self.forward / max(1, self.operations)
-            hidden += min(forward, (update if speeds.has_accelerator else 0.0) + files - hidden)
-        return hidden
+        compute = parts["matrix products"] + parts["other operations"]
+        forward = compute * self.forward / max(1, self.operations)
+        rest = (update if speeds.has_accelerator else 0.0) + files - hidden
+        return hidden + min(forward, self.update.late * max(0.0, rest))
