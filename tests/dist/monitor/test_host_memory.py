@@ -13,8 +13,8 @@ from tests.dist.training import ds_config, relative, start, step
 from tests.parity.models import build
 from tests.processes import run_on
 
-ROWS = 2048
-LITTLE = 100 << 20
+ROWS = 768
+LITTLE = 15 << 20
 NO_LIMIT = resource.RLIM_INFINITY
 
 
