@@ -19,6 +19,7 @@ from tests.parity.models import ROWS, batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.processes import run_on
 from zero.errors import UsageError
+from zero.monitor.memory_usage import DEVICE, bytes_by_kind
 
 STEPS, CAPS = 3, 4
 HOST = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
@@ -184,23 +185,46 @@ def test_gathers_that_a_rank_cannot_join_are_refused():
     )
 
 
-def parts_after_a_resume(rank: int, world_size: int, folder: str) -> tuple[int, int, dict]:
+def settings_after_a_resume(rank: int, world_size: int, folder: str) -> tuple[dict, dict, dict]:
     found = []
     for resumes in (False, True):
         engine, _ = start(build("t5").to(device.NAME), ds_config() | {"on_out_of_memory": "adapt"})
         if resumes:
             _, client_state = engine.load_checkpoint(folder)
         else:
-            engine.adaptation._parts = 4
+            engine.adaptation.restore({"parts": 4, "recomputes": 1, "max_live": 0})
             engine.save_checkpoint(folder, client_state={"mine": 1})
-        found.append(engine.adaptation._parts)
+        found.append(engine.adaptation.settings())
         engine.destroy()
     return *found, client_state
 
 
 def test_a_checkpoint_remembers_what_was_changed(tmp_path):
-    found = run_on(1, parts_after_a_resume, str(tmp_path), simulated=True)[0]
-    assert found == (4, 4, {"mine": 1})
+    found = run_on(1, settings_after_a_resume, str(tmp_path), simulated=True)[0]
+    changed = {"parts": 4, "recomputes": 1, "max_live": 0}
+    assert found == (changed, changed, {"mine": 1})
+
+
+def unexplained(rank: int, world_size: int) -> list[int]:
+    """By stage, the bytes between two micro-batches that an error would call activations."""
+    found = []
+    for stage in range(4):
+        sections = SMALL | {"stage": stage, "bf16": {"enabled": True}}
+        engine, _ = start(build("llama").to(device.NAME), ds_config(accumulation=2, **sections))
+        step(engine, split(data("llama")[0], ROWS)[:1])
+        gc.collect()
+        known = sum(bytes_by_kind(engine)[DEVICE].values())
+        found.append(torch.accelerator.memory_allocated() - known)
+        engine.destroy()
+        del engine
+        gc.collect()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_error_knows_what_fills_the_memory(world_size):
+    for found in run_on(world_size, unexplained, simulated=True):
+        assert all(0 <= each < 1000 for each in found), found  # a batch and some scalars
 
 
 @pytest.mark.parametrize(

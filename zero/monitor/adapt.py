@@ -36,6 +36,8 @@ from zero.core.layout import LEAF_FLAG
 from zero.device import empty_cache
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
+from zero.monitor.memory_usage import place_of
+from zero.monitor.out_of_memory import add_line, explain, full_memory
 from zero.parallel.experts import SlicedExperts
 
 logger = logging.getLogger("zero")
@@ -44,16 +46,10 @@ KEY = "on_out_of_memory"
 _WRITES = "the forward writes to the model's buffers"
 _BESIDE = "the script computes gradients beside those of the loss"
 _FORWARD, _VALUES, _BACKWARD = "forward", "forward without gradients", "backward"
+_NOT_THERE = "the memory of the host is full, and activations are on the device"
 _IGNORED = -100  # labels that transformers' losses do not count
-# What torch's allocator of host memory says; it has no class of its own.
-_HOST = "DefaultCPUAllocator: can't allocate memory"
 
 T = TypeVar("T")
-
-
-def is_lack_of_memory(error: BaseException) -> bool:
-    """Whether an allocation has failed, on a device or in host memory."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _HOST in str(error)
 
 
 class _NotEnough(Exception):
@@ -357,9 +353,10 @@ class Adaptation:
                 result = act()
                 hooks.course.ends()
             except Exception as raised:
-                if not is_lack_of_memory(raised):
+                if full_memory(raised) is None:
                     hooks.forget_broken_pass()
                     raise
+                explain(self._engine, raised)
                 # The frames of the traceback hold activations.
                 error = raised.with_traceback(None)
             if error is not None and kind is not None and self._ranks.world_size > 1:
@@ -389,6 +386,9 @@ class Adaptation:
         """Change one thing, the same on all ranks. Raises `error` if nothing is left to change."""
         engine, schedule = self._engine, self._engine.schedule
         self._free()
+        elsewhere = error is not None and full_memory(error) != place_of(engine.comm.device)
+        if why := self._of_all(_NOT_THERE if elsewhere and engine.activations is None else ""):
+            raise _final(error, why)
         most = max(self._ranks.exchange(max(call.rows for call in calls)))
         why = self._of_all(self._why_whole(calls))
         if not why and most <= self._parts:
@@ -537,5 +537,5 @@ def _seen(module: nn.Module) -> list[tuple[int, int]]:
 
 def _final(error: Exception | None, why: str) -> Exception:
     error = error or torch.OutOfMemoryError("memory was not enough on another rank")
-    error.args = (f'{error}\nzero: {KEY} is "adapt", but nothing more can be changed: {why}',)
+    add_line(error, f'zero: {KEY} is "adapt", but nothing more can be changed: {why}')
     return error

@@ -29,9 +29,11 @@ def bytes_by_kind(engine: ZeroEngine) -> dict[str, dict[str, int]]:
         if key not in seen:
             seen.add(key)
             found[place][kind] += tensor.nbytes
-    if engine.optimizer is not None and engine.reducer.buffered:
+    if engine.optimizer is not None:
+        carried = sum(tensor.numel() for tensor in _carried(engine))
         item = (engine.reducer.dtype or engine.settings.compute_dtype).itemsize
-        found[place_of(engine.comm.device)][BUFFERS] += engine.reducer.buffered * item
+        buffered = (engine.reducer.buffered - carried) * item
+        found[place_of(engine.comm.device)] += Counter({BUFFERS: buffered})
     return {place: dict(kinds) for place, kinds in found.items() if kinds}
 
 
@@ -45,6 +47,12 @@ def tensors(engine: ZeroEngine) -> Iterator[tuple[str, str, torch.Tensor]]:
         if tensor.nbytes:
             in_file = tier is not None and tier.holds_in_file(tensor)
             yield kind, DISK if in_file else place_of(tensor.device), tensor
+
+
+def _carried(engine: ZeroEngine) -> list[torch.Tensor]:
+    """This rank's sums of gradients that wait for a last micro-batch."""
+    sums = (each.carried for each in engine.reducer.gradients.values())
+    return [tensor for tensor in sums if tensor is not None]
 
 
 def _with_tiers(engine: ZeroEngine) -> Iterator[tuple[str, torch.Tensor, Tier | None]]:
@@ -65,6 +73,7 @@ def _with_tiers(engine: ZeroEngine) -> Iterator[tuple[str, torch.Tensor, Tier | 
             yield OPTIMIZER, shard.master, shard.tier
         if shard.grad is not None:
             yield GRADIENTS, shard.grad, shard.tier
+    yield from ((GRADIENTS, tensor, None) for tensor in _carried(engine))
     # A late update may change the state meanwhile: copies of its lists can still be read.
     in_file = next((tier for tier in tiers if tier.file is not None), None)
     for state in list(engine.optimizer.optimizer.state.values()):

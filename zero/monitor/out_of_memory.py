@@ -1,62 +1,124 @@
-"""What zero adds to torch's error when device memory runs out: what filled the memory, and what to
-change.
+"""What zero adds to the error when memory runs out: what filled the memory, and what to change.
 """
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
-from zero.device import is_accelerator
 from zero.engine import ZeroEngine
 from zero.monitor.memory_usage import (
     BUFFERS,
     DEVICE,
     GATHERED,
     GRADIENTS,
+    HOST,
     OPTIMIZER,
     PARAMETERS,
     bytes_by_kind,
+    place_of,
 )
 
 ACTIVATIONS = "activations and temporary tensors"
-_ESTIMATE = "zero estimate MODEL --ds-config FILE --world {ranks} --device-memory {total:.1f}G"
+_MODEL = "the model, of which an engine is being made"
+_ESTIMATE = "zero estimate MODEL --ds-config FILE --world {ranks} --{place}-memory {total:.1f}G"
+# What torch's allocator of host memory says; it has no class of its own.
+_HOST_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
+
+
+def full_memory(error: BaseException) -> str | None:
+    """The place where an allocation has failed, "device" or "host"; None for another error."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return DEVICE
+    is_mapping = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    is_host = is_mapping or isinstance(error, MemoryError) or _HOST_ALLOCATOR in str(error)
+    return HOST if is_host else None
 
 
 @contextmanager
 def explained(engine: ZeroEngine) -> Iterator[None]:
-    """Context in which torch's OutOfMemoryError gets a second line. It stays the same error."""
+    """Context in which an error for lack of memory is explained."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        if is_accelerator(engine.comm.device):
-            error.args = (f"{error}\n{explanation(engine)}",)
+    except Exception as error:
+        explain(engine, error)
         raise
 
 
-def explanation(engine: ZeroEngine) -> str:
-    """The kinds of memory on the device, the largest first, and a remedy for the largest one."""
-    total = torch.accelerator.get_memory_info(engine.comm.device)[1]
-    in_use = torch.accelerator.memory_allocated(engine.comm.device)
-    kinds = bytes_by_kind(engine).get(DEVICE, {})
-    kinds[ACTIVATIONS] = max(0, in_use - sum(kinds.values()))
+def explain(engine: ZeroEngine, error: Exception) -> None:
+    """Give an error for lack of memory a second line. It stays the same error."""
+    place, devices = full_memory(error), (HOST, place_of(engine.comm.device))
+    if place in devices and "zero: " not in str(error):
+        add_line(error, explanation(engine, place))
+
+
+def add_line(error: Exception, line: str) -> None:
+    """Add a line to what an error says."""
+    if isinstance(error, OSError):
+        error.strerror = f"{error.strerror}\n{line}"
+    else:
+        error.args = (f"{error}\n{line}",)
+
+
+def explanation(engine: ZeroEngine, place: str) -> str:
+    """The kinds of memory in a place, the largest first, and a remedy for the largest one."""
+    if place == DEVICE:
+        total = torch.accelerator.get_memory_info(engine.comm.device)[1]
+        in_use = torch.accelerator.memory_allocated(engine.comm.device)
+        who = "by torch"
+    else:
+        total, in_use = _host_memory()
+        who = "in host memory"
+    is_made = hasattr(engine, "optimizer")
+    kinds = bytes_by_kind(engine).get(place, {}) if is_made else {_MODEL: in_use}
+    if place == place_of(engine.comm.device):
+        kinds[ACTIVATIONS] = max(0, in_use - sum(kinds.values()))
     largest = sorted((kind for kind in kinds if kinds[kind]), key=lambda kind: -kinds[kind])
     listed = ", ".join(f"{kind} {_size(kinds[kind])}" for kind in largest)
-    remedy = _remedy(engine, largest[0]) if largest else "a smaller model"
-    command = _ESTIMATE.format(ranks=engine.comm.job.world_size, total=total / 2**30)
+    remedy = _remedy(engine, largest[0], place) if largest else "a smaller model"
+    ranks = engine.comm.job.world_size
+    command = _ESTIMATE.format(ranks=ranks, place=place, total=total / 2**30)
     return (
-        f"zero: {_size(in_use)} of {_size(total)} were in use by torch on this rank: {listed}. "
+        f"zero: {_size(in_use)} of {_size(total)} were in use {who} on this rank: {listed}. "
         f"Try first: {remedy}. All changes that fit, with their times: {command}"
     )
 
 
-def _remedy(engine: ZeroEngine, kind: str) -> str:
+def _host_memory() -> tuple[int, int]:
+    """The most bytes that this process may use, and those that it uses: of addresses, if their
+    number is limited (`ulimit -v`).
+    """
+    page = resource.getpagesize()
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        return limit, int(pages[0]) * page
+    return os.sysconf("SC_PHYS_PAGES") * page, int(pages[1]) * page
+
+
+def _remedy(engine: ZeroEngine, kind: str, place: str) -> str:
     zero, shards = engine.settings.zero_optimization, engine.comm.job.world_size > 1
     offload = (
         "zero_optimization.offload_optimizer.device cpu (the price: copies and a slower update)"
     )
+    if kind == _MODEL:
+        return (
+            "zero_optimization.stage 3, with TrainingArguments before the model or zero.Init, so "
+            "that it is built sharded"
+        )
+    if place == HOST and kind in (OPTIMIZER, GRADIENTS):
+        return (
+            "zero_optimization.offload_optimizer.device nvme (the price: each step reads and "
+            "writes files)"
+        )
+    if place == HOST and kind == PARAMETERS:
+        return "zero_optimization.offload_param.device nvme (the price: each use reads from files)"
     if kind == ACTIVATIONS:
         if getattr(engine.module, "is_gradient_checkpointing", False):
             return (

@@ -50,7 +50,8 @@ class DeepSpeedEngine(ZeroEngine):
     _accumulate_hooks: dict[str, int] | None = None
 
     def __init__(self, model: nn.Module, settings: Config, *args: Any, **kwargs: Any):
-        super().__init__(model, settings, *args, **kwargs)
+        with explained(self):
+            super().__init__(model, settings, *args, **kwargs)
         offload = ParameterOffload(self.hooks)
         if isinstance(self.optimizer, DeepSpeedOptimizer):
             self.optimizer.parameter_offload = offload

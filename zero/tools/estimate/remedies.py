@@ -60,11 +60,7 @@ class Change(NamedTuple):
 
     def in_slices(self, slices: int) -> Change:
         """The change with slices in the place of micro-batches."""
-        prices = (
-            self.price,
-            "activations are computed twice",
-            "gradients of slices are added in the model's dtype",
-        )
+        prices = self.price, "activations are computed twice"
         return self._replace(price=", ".join(filter(None, prices)), slices=slices)
 
     def moves_with_each_micro_batch(self, config: Config, ranks: int) -> bool:
