@@ -1,5 +1,4 @@
-"""What zero adds to the error when memory runs out: what filled the memory, and what to change.
-"""
+"""What zero adds to the error when memory runs out: what filled the memory, and what to change."""
 
 from __future__ import annotations
 
