@@ -6,7 +6,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -527,15 +526,28 @@ def test_tensor_parallelism_shares_weights_and_products():
     assert (whole.tokens, half.tokens) == (2 * BATCH * LENGTH, BATCH * LENGTH)
 
 
-def test_experts_of_single_processes_are_refused(ask, capsys):
+def test_expert_parallelism_shares_experts_and_their_products():
     sizes = {"num_local_experts": 4, "architectures": ["MixtralForCausalLM"]}
     shape = transformers.MixtralConfig(**SIZES | HEADS | sizes)
-    sections = {
-        "tensor_parallel": {"autotp_size": 2},
-        "expert_parallel": {"enabled": True, "autoep_size": 2},
-    }
-    call = partial(ask, shape, {"stage": 1}, "--world", "2", **sections)
-    assert "expert_parallel.autoep_size" in refusal(capsys, call)
+    parts_of_experts, whole_experts = (
+        estimate(
+            build(shape, torch.bfloat16),
+            load_config(
+                {
+                    "bf16": {"enabled": True},
+                    "zero_optimization": {"stage": 1},
+                    "tensor_parallel": {"autotp_size": 2},
+                    **section,
+                }
+            ),
+            Question(2, BATCH, LENGTH),
+        )
+        for section in ({}, {"expert_parallel": {"enabled": True, "autoep_size": 2}})
+    )
+    # Each rank has a half of each expert, or all of every second one, which gets half the tokens.
+    assert whole_experts.traffic.operations == parts_of_experts.traffic.operations
+    for part in ("parameters", "masters", "optimizer state"):
+        assert whole_experts.parts["device"][part] == parts_of_experts.parts["device"][part]
 
 
 def test_an_estimate_does_not_depend_on_those_before():

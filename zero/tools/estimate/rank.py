@@ -109,12 +109,6 @@ def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
 
     Raises UsageError for a model whose forward needs other inputs than token ids, if activations
     are asked for."""
-    if config.expert_parallel.size > 1:
-        raise UsageError(
-            "expert_parallel.autoep_size: how many tokens travel between processes depends on "
-            "their values, so that it is not estimated. Without the section each process has a "
-            "part of each expert, and holds as much"
-        )
     found, owns = _of_rank(model, config, question, 0)
     ranks = min(question.world_size, OWNERS) if owns else 1
     others = [_of_rank(model, config, question, rank)[0] for rank in range(1, ranks)]
