@@ -251,7 +251,8 @@ def _add_question(parser: Parser, batch: int, length: int) -> None:
     """
     remedies = "what does not fit gets remedies, ordered by predicted time"
     device = f"of one device: 24 or 24G; {remedies}"
-    host = "likewise, for one process: that of a machine divided by its processes"
+    host = "likewise, of one host, which its processes share"
+    per_host = "processes on one host; default: all of them"
     sequences = f"sequences of a micro-batch; default: {batch or 'that of the file'}"
     tokens = f"tokens of a sequence; default: {length or 'none, then no activations'}"
     adapter = "train an adapter alone: its folder (PEFT), or a rank: LoRA of all linear layers"
@@ -264,6 +265,7 @@ def _add_question(parser: Parser, batch: int, length: int) -> None:
     add("--checkpointing", action="store_true", help="with gradient checkpointing")
     add("--device-memory", type=gibibytes, metavar="GIB", help=device)
     add("--host-memory", type=gibibytes, metavar="GIB", help=host)
+    add("--gpus-per-host", type=count, metavar="N", help=per_host)
     add("--speeds", type=Path, metavar="FILE", help="written by zero doctor --speeds")
     add("--device", metavar="NAMES", help=f"speeds by the makers: {', '.join(DEVICES)}")
     for name in GIVEN:
@@ -272,14 +274,18 @@ def _add_question(parser: Parser, batch: int, length: int) -> None:
 
 
 def _asked(options: Namespace) -> tuple[Question, dict[str, int]]:
-    """The question, and bytes of memory by place, where a limit is given."""
+    """The question, and bytes of memory of a process by place, where a limit is given."""
     given = {name: getattr(options, f"{name}_speed") for name in GIVEN}
     speeds = chosen(options.speeds, options.device, given)
-    memory = {"device": options.device_memory, "host": options.host_memory}
+    per_host = options.gpus_per_host or options.world
+    if options.world % per_host:
+        raise UsageError(f"--gpus-per-host {per_host} does not divide --world {options.world}")
+    host = None if options.host_memory is None else options.host_memory / per_host
+    memory = {"device": options.device_memory, "host": host}
     limits = {place: int(size * 2**30) for place, size in memory.items() if size is not None}
     model_folder(options.model)
     sizes = options.world, options.batch, options.seq
-    return Question(*sizes, options.checkpointing, speeds, options.adapter), limits
+    return Question(*sizes, options.checkpointing, speeds, options.adapter, per_host), limits
 
 
 def _inspect(arguments: list[str]) -> None:

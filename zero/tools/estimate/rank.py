@@ -109,6 +109,12 @@ def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
 
     Raises UsageError for a model whose forward needs other inputs than token ids, if activations
     are asked for."""
+    if (sharing := config.sequence_parallel_size) > 1 and question.batch:
+        raise UsageError(
+            f"sequence_parallel_size {sharing}: activations of shared sequences are not estimated. "
+            f"Without the key and with --seq {question.length // sharing}, memory is that of a "
+            "process whose attention is fused; without --batch and --seq, activations are left out"
+        )
     found, owns = _of_rank(model, config, question, 0)
     ranks = min(question.world_size, OWNERS) if owns else 1
     others = [_of_rank(model, config, question, rank)[0] for rank in range(1, ranks)]
