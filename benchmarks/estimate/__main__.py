@@ -1,4 +1,4 @@
-"""`zero estimate` beside what ranks really take, on 44 cases.
+"""`zero estimate` beside what ranks really take, on 46 cases.
 
     python -m benchmarks.estimate
     python -m benchmarks.estimate --only 3 10
@@ -36,6 +36,8 @@ FILES = NVME | {"max_in_cpu": 0}
 PIPELINE = {"pipeline_read": True, "pipeline_write": True}
 BF16 = {"bf16": {"enabled": True}}
 TENSOR = {"tensor_parallel": {"autotp_size": 2}}
+EXPERTS = TENSOR | {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+SLICES = {"activation_checkpointing": {"batch_slices": 4}}
 TWO = {"gradient_accumulation_steps": 2}
 ON_HOST = {"activation_checkpointing": {"cpu_checkpointing": True}}
 CODED_WEIGHTS, CODED_GRADIENTS = (
@@ -121,6 +123,15 @@ CASES: list[Case] = [
     ("mixtral", {"stage": 3, **SMALL}, BF16 | MUON, 1, 32, False),
     ("mixtral", {"stage": 3, **SMALL}, BF16, 2, 128, False),
     ("mixtral", {"stage": 2}, {}, 1, 32, False),
+    ("mixtral", {"stage": 1}, BF16 | EXPERTS, 2, 128, False),
+    (
+        "llama",
+        {"stage": 3, **SMALL, "offload_optimizer": CPU, "offload_param": CPU},
+        BF16 | SLICES,
+        8,
+        64,
+        False,
+    ),
     ("llama", {"stage": 3, **SMALL}, BF16 | ON_HOST, 4, 256, True),
     ("gpt2", {"stage": 2}, BF16 | ON_HOST, 2, 256, False),
     ("llama", {"stage": 1, "zero_quantized_moments": True}, BF16, 1, 32, False),
@@ -205,13 +216,16 @@ def describe(case: Case) -> str:
     words += ["few live parameters"] * ("stage3_max_live_parameters" in section) + [
         "checkpointing"
     ] * checkpointing
-    words += ["activations on the host"] * ("activation_checkpointing" in others)
+    kept = others.get("activation_checkpointing", {})
+    words += ["activations on the host"] * ("cpu_checkpointing" in kept)
+    words += ["in slices"] * ("batch_slices" in kept)
     words += [
         f"quantized {key.removeprefix('zero_quantized_')}"
         for key, value in section.items()
         if value is True
     ]
     words += ["tensor parallelism over 2"] * ("tensor_parallel" in others)
+    words += ["expert parallelism over 2"] * ("expert_parallel" in others)
     words += ["4 bits"] * ("zero_quantized_gradient_bits" in section)
     words += ["second shards"] * ("zero_hpz_partition_size" in section)
     return ", ".join(words)

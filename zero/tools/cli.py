@@ -252,7 +252,8 @@ def _add_question(parser: Parser, batch: int, length: int) -> None:
     """
     remedies = "if the run does not fit, remedies are printed, ordered by predicted time"
     device = f"memory of one device: 24 or 24G; {remedies}"
-    host = "host memory for one process: the machine's, divided by its number of processes"
+    host = "memory of one host, which its processes share; remedies stay within it, too"
+    per_host = "processes on one host; default: all of them"
     sequences = f"sequences per micro-batch; default: {batch or 'as in the file'}"
     tokens = f"tokens per sequence; default: {length or 'none, and activations are left out'}"
     adapter = "train only an adapter: its folder (PEFT), or a rank for LoRA on all linear layers"
@@ -265,6 +266,7 @@ def _add_question(parser: Parser, batch: int, length: int) -> None:
     add("--checkpointing", action="store_true", help="with gradient checkpointing")
     add("--device-memory", type=gibibytes, metavar="GIB", help=device)
     add("--host-memory", type=gibibytes, metavar="GIB", help=host)
+    add("--gpus-per-host", type=count, metavar="N", help=per_host)
     add("--speeds", type=Path, metavar="FILE", help="written by zero doctor --speeds")
     add("--device", metavar="NAMES", help=f"published speeds of: {', '.join(DEVICES)}")
     for name in GIVEN:
@@ -273,14 +275,18 @@ def _add_question(parser: Parser, batch: int, length: int) -> None:
 
 
 def _asked(options: Namespace) -> tuple[Question, dict[str, int]]:
-    """The question, and bytes of memory by place, where a limit is given."""
+    """The question, and bytes of memory of a process by place, where a limit is given."""
     given = {name: getattr(options, f"{name}_speed") for name in GIVEN}
     speeds = chosen(options.speeds, options.device, given)
-    memory = {"device": options.device_memory, "host": options.host_memory}
+    per_host = options.gpus_per_host or options.world
+    if options.world % per_host:
+        raise UsageError(f"--gpus-per-host {per_host} does not divide --world {options.world}")
+    host = None if options.host_memory is None else options.host_memory / per_host
+    memory = {"device": options.device_memory, "host": host}
     limits = {place: int(size * 2**30) for place, size in memory.items() if size is not None}
     model_folder(options.model)
     sizes = options.world, options.batch, options.seq
-    return Question(*sizes, options.checkpointing, speeds, options.adapter), limits
+    return Question(*sizes, options.checkpointing, speeds, options.adapter, per_host), limits
 
 
 def _inspect(arguments: list[str]) -> None:

@@ -261,15 +261,29 @@ def test_a_slower_remedy_needs_less_memory_or_fewer_settings():
 def test_files_are_a_remedy_for_too_little_host_memory(ask):
     shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
     section = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
-    limits = ["--device-memory", "40M", "--host-memory", "60M"]
+    limits = ["--device-memory", "40M", "--host-memory", "120M"]
     found = ask(shape, section, "--world", "2", "--json", *limits, aio={"queue_depth": 4})
     assert not found["fits"]
     best = next(each for each in found["remedies"] if "nvme" in each["change"])
     assert best["host"] <= 60 << 20 < parts(found, "host") and best["disk"] > 0
     text = ask(shape, section, "--world", "2", *limits, aio={"queue_depth": 4})
     assert (
-        "does not fit into host memory of 60.00 MiB; the largest part: optimizer state" in text
-        and "on disk" in text
+        "does not fit into host memory of 120.00 MiB, shared by 2 ranks; the largest part: "
+        "optimizer state" in text
+    )
+    assert "The 2 ranks of a host hold " in text and "on disk (2 ranks)" in text
+    assert found["host_memory_of_a_host"] == 2 * parts(found, "host")
+    alone = ask(shape, section, "--world", "2", "--json", "--gpus-per-host", "1")
+    assert alone["host_memory_of_a_host"] == parts(found, "host")
+
+
+def test_sequences_that_ranks_share_are_refused_with_activations(ask, capsys):
+    options = ["--world", "2", "--batch", "2", "--seq", "16"]
+    sharing = {"sequence_parallel_size": 2}
+    call = partial(ask, llama(), {"stage": 1}, *options, **sharing)
+    assert "sequence_parallel_size 2: " in refusal(capsys, call)
+    assert "--gpus-per-host 3" in refusal(
+        capsys, ask, llama(), {"stage": 1}, "--world", "4", "--gpus-per-host", "3"
     )
 
 
@@ -527,15 +541,28 @@ def test_tensor_parallelism_shares_weights_and_products():
     assert (whole.tokens, half.tokens) == (2 * BATCH * LENGTH, BATCH * LENGTH)
 
 
-def test_experts_of_single_processes_are_refused(ask, capsys):
+def test_expert_parallelism_shares_experts_and_their_products():
     sizes = {"num_local_experts": 4, "architectures": ["MixtralForCausalLM"]}
     shape = transformers.MixtralConfig(**SIZES | HEADS | sizes)
-    sections = {
-        "tensor_parallel": {"autotp_size": 2},
-        "expert_parallel": {"enabled": True, "autoep_size": 2},
-    }
-    call = partial(ask, shape, {"stage": 1}, "--world", "2", **sections)
-    assert "expert_parallel.autoep_size" in refusal(capsys, call)
+    parts_of_experts, whole_experts = (
+        estimate(
+            build(shape, torch.bfloat16),
+            load_config(
+                {
+                    "bf16": {"enabled": True},
+                    "zero_optimization": {"stage": 1},
+                    "tensor_parallel": {"autotp_size": 2},
+                    **section,
+                }
+            ),
+            Question(2, BATCH, LENGTH),
+        )
+        for section in ({}, {"expert_parallel": {"enabled": True, "autoep_size": 2}})
+    )
+    # Each rank has a half of each expert, or all of every second one, which gets half the tokens.
+    assert whole_experts.traffic.operations == parts_of_experts.traffic.operations
+    for part in ("parameters", "masters", "optimizer state"):
+        assert whole_experts.parts["device"][part] == parts_of_experts.parts["device"][part]
 
 
 def test_an_estimate_does_not_depend_on_those_before():

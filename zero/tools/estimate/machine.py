@@ -336,6 +336,7 @@ def imitated(memory: Memory, rank: int, ranks: int, of_machine: int) -> Iterator
         substitutes = [
             *_substitutes_of_ranks(of_machine),
             *_substitutes_of_tensors(memory),
+            *_substitutes_of_experts(),
             *_substitutes_on_host(memory),
         ]
         for owner, name, substitute in substitutes:
@@ -446,6 +447,27 @@ def _substitutes_of_tensors(memory: Memory) -> list[Substitute]:
         (functional, "scaled_dot_product_attention", attention),
         (optimizer, foreach.__name__, lambda: [*foreach(), META.type]),
     ]
+
+
+def _substitutes_of_experts() -> list[Substitute]:
+    """With expert parallelism, the values of tokens say how many go to which rank. Here each rank
+    gets as many.
+    """
+    try:
+        from transformers.distributed.expert_parallel import AllToAllEP
+    except ImportError:  # releases without it
+        return []
+    dispatch = AllToAllEP._dispatch_tokens
+
+    def dispatch_evenly(self: Any, hidden: torch.Tensor, index: torch.Tensor, *rest: Any) -> Any:
+        ranks = self.ep_mesh.size()
+        pairs = math.ceil(len(hidden) / self.tp_mesh.size()) * index.shape[-1]
+        sent = [pairs // ranks + (rank < pairs % ranks) for rank in range(ranks)]
+        sizes = sent, [sent[0]] * ranks
+        with mock.patch.object(torch.Tensor, "tolist", lambda _: sizes):
+            return dispatch(self, hidden, index, *rest)
+
+    return [(AllToAllEP, "_dispatch_tokens", dispatch_evenly)]
 
 
 def _substitutes_on_host(memory: Memory) -> list[Substitute]:

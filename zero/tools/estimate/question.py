@@ -18,7 +18,8 @@ class Question:
     """What is estimated.
 
     `batch` and `length` are of one micro-batch on one rank; 0: activations are left out. `speeds`
-    are of the machine. `adapter`: its folder or rank, as `add_adapter` takes it.
+    are of the machine. `adapter`: its folder or rank, as `add_adapter` takes it. `per_host`: ranks
+    that share the memory of a host.
     """
 
     world_size: int
@@ -27,6 +28,7 @@ class Question:
     checkpointing: bool = False
     speeds: Speeds = Speeds()  # noqa: RUF009 (it is frozen)
     adapter: str = ""
+    per_host: int = 1
 
 
 def model_folder(source: str) -> Path:

@@ -109,11 +109,11 @@ def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
 
     Raises UsageError for a model whose forward needs other inputs than token ids, if activations
     are asked for."""
-    if config.expert_parallel.size > 1:
+    if (sharing := config.sequence_parallel_size) > 1 and question.batch:
         raise UsageError(
-            "expert_parallel.autoep_size: how many tokens travel between processes depends on "
-            "their values, so that it is not estimated. Without the section each process has a "
-            "part of each expert, and holds as much"
+            f"sequence_parallel_size {sharing}: activations of shared sequences are not estimated. "
+            f"Without the key and with --seq {question.length // sharing}, memory is that of a "
+            "process whose attention is fused; without --batch and --seq, activations are left out"
         )
     found, owns = _of_rank(model, config, question, 0)
     ranks = min(question.world_size, OWNERS) if owns else 1

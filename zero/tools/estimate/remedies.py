@@ -137,7 +137,8 @@ def faster(
     for change in _unneeded(config.zero_optimization):
         tried = estimate(model, change.applied(config), question)
         if fits(tried, limits):
-            found.append(Remedy(change.words, tried, change.settings(config)))
+            settings = change.settings(config)
+            found.append(Remedy(change.words, tried, settings, question=question))
     found += search.in_slices(Change("", {}))
     best = min(found, key=lambda remedy: remedy.rank, default=None)
     return best if best and best.found.seconds < FASTER * now.seconds else None

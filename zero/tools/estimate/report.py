@@ -66,6 +66,7 @@ class _Answer:
             "elements": found.elements,
             "bytes": found.parts,
             "pinned": pinned(found, self.config),
+            "host_memory_of_a_host": found.total(HOST) * self.question.per_host,
             "traffic": found.traffic.links,
             "operations": found.traffic.operations,
             "host_memory_of_updates": found.traffic.update.on_host,
@@ -102,6 +103,10 @@ class _Answer:
                 f"Of the host memory {size(locked)} are pinned, and {size(host - locked)} are "
                 "pageable."
             )
+            if (ranks := self.question.per_host) > 1:
+                lines.append(
+                    f"The {ranks} ranks of a host hold {size(ranks * host)} of its memory."
+                )
         if moved := _table(found.traffic.links):
             steps = self.config.gradient_accumulation_steps or 1
             lines += [f"Each rank moves in a step (micro-batches: {steps}):", *moved]
@@ -136,8 +141,7 @@ class _Answer:
             if (parts := self.found.parts[place]) and self.found.total(place) > most:
                 largest = max(parts, key=lambda part: parts[part])
                 lines.append(
-                    f"This does not fit {_PLACES[place]} of {size(most)}; the largest part: "
-                    f"{largest}."
+                    f"This does not fit {self._room(place, most)}; the largest part: {largest}."
                 )
         lines += [f"  fits with {described(each)}" for each in self.better]
         if not self.better:
@@ -145,10 +149,14 @@ class _Answer:
             lines.append(f"  {words}: take shorter sequences, or more ranks")
         return lines
 
+    def _room(self, place: str, most: int) -> str:
+        """That of a host is named whole, its ranks having a part each."""
+        ranks = self.question.per_host if place == HOST else 1
+        shared = f", shared by {ranks} ranks" if ranks > 1 else ""
+        return f"{_PLACES[place]} of {size(most * ranks)}{shared}"
+
     def _fits(self) -> list[str]:
-        sizes = " and ".join(
-            f"{_PLACES[place]} of {size(most)}" for place, most in self.limits.items()
-        )
+        sizes = " and ".join(self._room(place, most) for place, most in self.limits.items())
         lines = [f"This fits {sizes}{'' if self.question.batch else ', without activations'}."]
         if self.unneeded is not None and self.unneeded.change.slices:
             lines.append(
@@ -192,8 +200,10 @@ def _brief(found: Estimate) -> dict[str, Any]:
 def needed(remedy: Remedy) -> str:
     """What is changed, and the memory that it takes."""
     sizes = [size(remedy.found.total(DEVICE))]
-    for place, words in ((HOST, "of host memory"), (DISK, "on disk")):
-        if nbytes := remedy.found.total(place):
+    ranks = remedy.question.per_host
+    shared = f" ({ranks} ranks)" if ranks > 1 else ""
+    for place, words in ((HOST, f"of host memory{shared}"), (DISK, f"on disk{shared}")):
+        if nbytes := ranks * remedy.found.total(place):
             sizes.append(f"{size(nbytes)} {words}")
     return f"{remedy.words or 'nothing offloaded or sharded'}: {' and '.join(sizes)}"
 
