@@ -5,6 +5,8 @@ bound.
     python -m benchmarks.offload --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
     python -m benchmarks.offload --model t5-3b --folder FOLDER_ON_A_FAST_DISK
         # on a GPU, bf16
+    python -m benchmarks.offload.slices
+        # a large batch, in micro-batches and in slices
 
 Variants of this engine at stage 3 ("ours"): without offload; all in host memory; the same with half
 of the optimizer state on the device (`ratio`); all in files, with the update inside the step; all
@@ -40,6 +42,7 @@ import platform
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +110,18 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def run(variant: str, ranks: int, folder: str, args: argparse.Namespace) -> list[Row]:
-    """Run one job. `benchmarks.offload.worker` says what a rank reports."""
+def run(
+    variant: str, ranks: int, folder: str, args: argparse.Namespace, more: Sequence[str] = ()
+) -> list[Row]:
+    """Run one job. `benchmarks.offload.worker` says what a rank reports, and which options `more`
+    has.
+    """
     options = {
         name: getattr(args, name) for name in ("model", "batch", "length", "warmup", "steps")
     }
     command = ["-m", "benchmarks.offload.worker", "--variant", variant, "--folder", folder]
     command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    command += more
     env = {"OMP_NUM_THREADS": str(args.threads)}
     if not variant.startswith("deepspeed"):
         return run_ranks(sys.executable, command, ranks, 3600, env)
@@ -312,9 +320,9 @@ def plot(rows: dict[str, Row], path: Path) -> None:
     names = list(rows)
     places = range(len(names))
     left.barh(places, [rows[name]["seconds"] for name in names], color="C0", label="step")
-    left.barh(
-        places, [rows[name]["floor"] for name in names], height=0.3, color="black", label="floor"
-    )
+    if "floor" in rows[names[0]]:
+        floors = [rows[name]["floor"] for name in names]
+        left.barh(places, floors, height=0.3, color="black", label="floor")
     left.set(xlabel="seconds", title="a step", yticks=places, yticklabels=names)
     right.barh(
         places, [rows[name]["host"] / 1e9 for name in names], height=0.4, color="C1", label="host"
@@ -334,6 +342,27 @@ def plot(rows: dict[str, Row], path: Path) -> None:
         axis.legend(fontsize="small")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def write(args: argparse.Namespace, missing: dict[str, str], rounds: list[dict[str, Row]]) -> None:
+    """Write all figures beside the plot of their medians."""
+    rows = over_rounds(rounds)
+    settings = {
+        name: str(value)
+        for name, value in vars(args).items()
+        if name not in ("output", "deepspeed_python")
+    }
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    result = {
+        "settings": settings,
+        "versions": versions,
+        "missing": missing,
+        "rows": rows,
+        "rounds": rounds,
+    }
+    args.output.write_text(json.dumps(result, indent=2))
+    plot(rows, args.output.with_suffix(".png"))
+    print(f"\nwritten: {args.output}, {args.output.with_suffix('.png')}")
 
 
 def main() -> None:
@@ -361,22 +390,7 @@ def main() -> None:
     )
     for variant, reason in missing.items():
         print(f"{variant}: failed: {reason}")
-    settings = {
-        name: str(value)
-        for name, value in vars(args).items()
-        if name not in ("output", "deepspeed_python")
-    }
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    result = {
-        "settings": settings,
-        "versions": versions,
-        "missing": missing,
-        "rows": rows,
-        "rounds": rounds,
-    }
-    args.output.write_text(json.dumps(result, indent=2))
-    plot(rows, args.output.with_suffix(".png"))
-    print(f"\nwritten: {args.output}, {args.output.with_suffix('.png')}")
+    write(args, missing, rounds)
     sys.exit(1 if missing else 0)
 
 

@@ -89,7 +89,8 @@ def synchronize() -> None:
 
 def ds_config(args: argparse.Namespace, zero: dict[str, Any]) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": args.batch,
+        "train_micro_batch_size_per_gpu": args.batch // args.micro_batches,
+        "gradient_accumulation_steps": args.micro_batches,
         "gradient_clipping": CLIP,
         "bf16": {"enabled": compute_dtype() == torch.bfloat16},
         "optimizer": {"type": "AdamW", "params": ADAMW},
@@ -105,12 +106,20 @@ def initialized(package: Any, model: nn.Module, config: dict[str, Any]) -> tuple
     engine, *_ = package.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def train_step(batch: Batch) -> torch.Tensor:
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-        return loss
+        losses = []
+        for part in micro_batches(batch, config["gradient_accumulation_steps"]):
+            loss = engine(**part).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
 
     return train_step, engine
+
+
+def micro_batches(batch: Batch, number: int) -> list[Batch]:
+    chunks = {name: value.chunk(number) for name, value in batch.items()}
+    return [{name: chunk[i] for name, chunk in chunks.items()} for i in range(number)]
 
 
 def section(
@@ -139,7 +148,11 @@ def ours(
     # imported here, because DeepSpeed's environment may lack packages that it needs
     import zero
 
-    return initialized(zero, model, ds_config(args, section(str(args.folder))))
+    config = ds_config(args, section(str(args.folder)))
+    if args.live:
+        config["zero_optimization"]["stage3_max_live_parameters"] = args.live
+    config["activation_checkpointing"] = {"batch_slices": args.slices}
+    return initialized(zero, model, config)
 
 
 def variant(*devices: str, **settings: Any) -> partial:
@@ -185,12 +198,15 @@ def fsdp2(model: nn.Module, args: argparse.Namespace) -> tuple[TrainStep, None]:
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, fused=True)
 
     def train_step(batch: Batch) -> torch.Tensor:
-        loss = model(**batch).loss
-        loss.backward()
+        losses = []
+        for part in micro_batches(batch, args.micro_batches):
+            loss = model(**part).loss
+            (loss / args.micro_batches).backward()
+            losses.append(loss.detach())
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        return loss
+        return torch.stack(losses).mean()
 
     return train_step, None
 
@@ -268,6 +284,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     """
     model = build_t5(MODELS[args.model], BUILD_SEED)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    if args.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     train_step, engine = VARIANTS[args.variant](model, args)
     batches = batches_of(args, seed=dist.get_rank())
     losses = [train_step(batch).item() for batch in islice(batches, args.warmup)]
@@ -401,6 +419,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     for name in ("batch", "length", "warmup", "steps"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--micro-batches", type=int, default=1, help="of a batch")
+    parser.add_argument("--slices", type=int, default=1, help="of a batch, with this engine")
+    parser.add_argument("--live", type=int, help="stage3_max_live_parameters, with this engine")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute blocks in backward")
     args = parser.parse_args()
     if torch.cuda.is_available():
         torch.cuda.set_device(compute_device())
