@@ -150,7 +150,8 @@ def held(model: nn.Module) -> int:
 
     def parts() -> Iterator[torch.Tensor]:
         for param in frozen:
-            sharded = getattr(param, "ds_tensor", getattr(param, "_local_tensor", None))
+            # With zero imported, `param.ds_tensor` is what zero shows, not what DeepSpeed has set.
+            sharded = vars(param).get("ds_tensor", getattr(param, "_local_tensor", None))
             yield param if sharded is None else sharded
             decoders = [getattr(param, key, None) for key in ("quant_state", "SCB")]
             yield from (tensor for _, tensor in reachable(decoders))

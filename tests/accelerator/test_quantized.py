@@ -12,7 +12,6 @@ import torch
 import zero
 from tests.accelerator import device
 from tests.dist.core.test_quantized_weights import (
-    WIDTH,
     Aliased,
     Buffered,
     Codes,
@@ -20,6 +19,7 @@ from tests.dist.core.test_quantized_weights import (
     Plain,
     Wide,
     config,
+    steps,
 )
 from tests.processes import run_on
 
@@ -53,13 +53,7 @@ def losses(place: str, settings: dict) -> list[float]:
         layer.made = Plain({name: value.to(place) for name, value in layer.made.items()})
     params = [param for param in model.parameters() if param.requires_grad]
     engine = zero.initialize(model=model, model_parameters=params, config=settings)[0]
-    generator, found = torch.Generator().manual_seed(1), []
-    for _ in range(3):
-        loss = engine(torch.randn(2, WIDTH, generator=generator).to(place))
-        engine.backward(loss)
-        engine.step()
-        found.append(loss.item())
-    return found
+    return steps(engine, place=place)
 
 
 def test_quantized_weights_have_the_bits_and_losses_of_gloo(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +69,12 @@ def bf16(model: nn.Module) -> None:
     model.to(torch.bfloat16)
 
 
-def quantized(model: Any) -> None:
+def quantized(model: Any, layers: Sequence[str] = ("q", "v", "wi")) -> None:
     """Make linear layers those of bitsandbytes, with weights in NF4."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     for module in list(model.modules()):
         for name, layer in list(module.named_children()):
-            if isinstance(layer, nn.Linear) and name in ("q", "v", "wi"):
+            if isinstance(layer, nn.Linear) and name in layers:
                 sizes = layer.in_features, layer.out_features
                 packed = bitsandbytes.nn.Linear4bit(*sizes, bias=False, quant_type="nf4")
                 packed.load_state_dict(layer.state_dict())
@@ -346,6 +346,9 @@ TP_CASES = {
     "rsLoRA with biases": lambda: lora(
         "llama", target_modules=["q_proj", "v_proj"], use_rslora=True, bias="all"
     ),
+    "DoRA": lambda: lora("llama", target_modules="all-linear", use_dora=True),
+    # With dropout PEFT computes the base layer's outputs anew.
+    "DoRA, dropout": lambda: lora("llama", use_dora=True, lora_dropout=1e-9),
     "two": lambda: lora("llama", target_modules=["q_proj", "o_proj", "lm_head"]),
     "head": lambda: lora("llama", modules_to_save=["lm_head", "embed_tokens"]),
     # A vector of the outputs of each half of the heads, one of whole outputs, one of inputs.
@@ -354,14 +357,15 @@ TP_CASES = {
         feedforward_modules=["down_proj"],
         init_ia3_weights=False,
     ),
-    "prompt": CASES["prompt"][1],
+    "prompt": lambda: CASES["prompt"][1]("llama"),
+    "prefix": lambda: CASES["prefix"][1]("llama"),
 }
 
 
 def tp_model(case: str) -> Any:
     base = tensor_parallel_model("llama")
     torch.manual_seed(4)
-    config = TP_CASES[case]("llama") if case == "prompt" else TP_CASES[case]()
+    config = TP_CASES[case]()
     model = peft.get_peft_model(base, config)
     if case == "two":
         model.add_adapter("second", config)
@@ -390,8 +394,8 @@ def tp_trained(rank: int, world_size: int, folder: Path, stage: int) -> dict[str
         state = engine._zero3_consolidated_16bit_state_dict()
         if rank == 0:
             model.save_pretrained(folder / case, state_dict=state)
-        # PEFT saves the output layer with its adapter.
-        without = case != "two"
+        # PEFT saves the output layer with its adapters.
+        without = case not in ("two", "IA3")
         engine.save_checkpoint(folder / f"{case} checkpoint", exclude_frozen_parameters=without)
         engine.destroy()
     return found
@@ -413,19 +417,29 @@ def test_tensor_parallelism(ranks: int, stage: int, tmp_path: Path) -> None:
             assert_same_adapters(tmp_path / kind / case, tmp_path / "plain" / case, within=1e-5)
 
 
-def tp_refused(rank: int, world_size: int, case: str) -> str:
-    config = ds_config() | {"tensor_parallel": {"autotp_size": 2}}
-    base = tensor_parallel_model("llama")
-    model = peft.get_peft_model(base, CASES[case][1]("llama"))
-    with pytest.raises(UsageError) as found:
-        start(model, config)
-    return str(found.value)
+REFUSED: dict[str, tuple[Case, str]] = {
+    "tokens": (CASES["tokens"], "embed_tokens'"),
+    "NF4": ((lambda model: quantized(model, ["q_proj"]), lora), "base_layer.weight' is quantized"),
+    "DoRA": ((None, lambda name: lora(name, target_modules=["lm_head"], use_dora=True)), "lm_head"),
+}
 
 
-@pytest.mark.parametrize(
-    ("case", "named"),
-    [("DoRA", "_proj'"), ("prefix", "prefix"), ("tokens", "embed_tokens'")],
-)
-def test_adapters_that_cannot_be_sharded_are_refused_by_name(case: str, named: str) -> None:
-    first, second = run_on(2, tp_refused, case)
-    assert first == second and first.startswith("tensor parallelism") and named in first
+def tp_refused(rank: int, world_size: int) -> dict[str, str]:
+    messages = {}
+    for title, ((change, config), _) in REFUSED.items():
+        base = tensor_parallel_model("llama")
+        if change is not None:
+            change(base)
+        model = peft.get_peft_model(base, config("llama"))
+        with pytest.raises(UsageError) as found:
+            start(model, ds_config() | {"tensor_parallel": {"autotp_size": 2}})
+        messages[title] = str(found.value)
+    return messages
+
+
+def test_what_cannot_be_sharded_is_refused_by_name() -> None:
+    pytest.importorskip("bitsandbytes")
+    first, second = run_on(2, tp_refused)
+    assert first == second
+    for title, (_, named) in REFUSED.items():
+        assert first[title].startswith("tensor parallelism") and named in first[title]

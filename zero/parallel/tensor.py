@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from zero.core.sharded_param import owning_group, set_owning_group, show
+from zero.core.quantized_weights import is_quantized
+from zero.core.sharded_param import local, owning_group, set_owning_group, show
 from zero.errors import UsageError
 
 # By the names of modules and parameters: transformers' name for a way to shard them.
@@ -173,10 +174,10 @@ def parallelize(
         )
     for module in model.modules():
         for adapter, config in getattr(module, "peft_config", {}).items():
-            if config.peft_type == "PREFIX_TUNING":
+            if config.peft_type == "PREFIX_TUNING" and config.num_transformer_submodules > 1:
                 raise UsageError(
-                    f"tensor parallelism: adapter {adapter!r} (prefix tuning) has keys and values "
-                    "of all heads, and each rank has some of them: use prompt tuning or LoRA"
+                    f"tensor parallelism: adapter {adapter!r} is prefix tuning of an "
+                    "encoder-decoder model, which is not supported: use prompt tuning or LoRA"
                 )
     styles = _plan_with_adapters(planned, styles)
     check_heads(planned, mesh.size())
@@ -184,6 +185,12 @@ def parallelize(
     before = dict(planned.named_parameters(remove_duplicate=False))
     divided = {param for name, param in before.items() if name in styles}
     for name, param in before.items():
+        if param in divided and is_quantized(param):
+            raise UsageError(
+                f"tensor parallelism: {name!r} is quantized, and its codes cannot be divided with "
+                "what decodes them: train without tensor parallelism, at stage 3, which shards a "
+                "quantized model over all ranks"
+            )
         if param in divided and name not in styles:
             raise UsageError(
                 f"tensor parallelism: {name!r} is tied to a weight that the plan names, and the "
@@ -207,6 +214,13 @@ def parallelize(
         vectors = getattr(module, "ia3_l", {})
         if any(isinstance(vector, DTensor) for vector in vectors.values()):
             module.forward = partial(_with_local_parts, vectors, module.forward)
+        for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
+            if isinstance(module.get_base_layer().weight, DTensor):
+                magnitude.forward = partial(_dora, magnitude)
+    peft_model: Any
+    for peft_model in model.modules():
+        if hasattr(peft_model, "prompt_encoder"):
+            peft_model.get_prompt = partial(_with_own_heads, mesh, peft_model.get_prompt)
     return found
 
 
@@ -220,6 +234,52 @@ def _with_local_parts(vectors: Any, forward: Callable, *args: Any, **kwargs: Any
         return forward(*args, **kwargs)
     finally:
         vectors._parameters.update(whole)
+
+
+def _dora(
+    magnitude: Any,
+    x: torch.Tensor,
+    *,
+    scaling: float,
+    base_layer: Any,
+    base_result: torch.Tensor | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    """The forward of DoRA on a linear layer that is sharded: what it adds to the layer's outputs.
+
+    It divides by the norms over a weight's inputs, which are constants for autograd. If the inputs
+    are sharded, their squares are summed over ranks."""
+    half_a, half_b = others["lora_A"], others["lora_B"]
+    with torch.no_grad():
+        weight, (placement,) = base_layer.weight, base_layer.weight.placements
+        delta = local(half_b.weight) @ local(half_a.weight)
+        norm = torch.linalg.norm(local(weight).to(x.dtype) + scaling * delta.to(x.dtype), dim=1)
+        if placement.dim % weight.dim():
+            squares = DTensor.from_local(norm.square(), weight.device_mesh, [Partial()])
+            norm = squares.full_tensor().sqrt()
+    outputs: torch.Tensor = base_layer(x) if base_result is None else base_result
+    if base_layer.bias is not None:
+        outputs = outputs - _local_part(base_layer.bias)
+    scale = _local_part(magnitude.weight) / norm
+    return (scale - 1) * outputs + scale * half_b(half_a(x)) * scaling
+
+
+def _local_part(param: torch.Tensor) -> torch.Tensor:
+    """For autograd, unlike `local`."""
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+def _with_own_heads(mesh: DeviceMesh, get_prompt: Callable, *args: Any, **kwargs: Any) -> Any:
+    """PEFT's `get_prompt`, which for prefix tuning gives keys and values of all heads: of a cache,
+    keep those of this rank's heads.
+    """
+    found = get_prompt(*args, **kwargs)
+    for layer in getattr(found, "layers", ()):
+        for name in ("keys", "values"):
+            if (of_all := getattr(layer, name)) is not None:
+                whole = DTensor.from_local(of_all, mesh, [Replicate()], run_check=False)
+                setattr(layer, name, whole.redistribute(placements=[Shard(1)]).to_local())
+    return found
 
 
 def _plan_of(model: nn.Module, plan: Plan | None) -> tuple[Any, Plan]:
@@ -249,8 +309,9 @@ def _plan_of(model: nn.Module, plan: Plan | None) -> tuple[Any, Plan]:
 # The styles that shard a linear layer by its outputs, and by its inputs.
 _BY_OUTPUTS = ("colwise", "colwise_gather_output", "colwise_rep")
 _BY_INPUTS = ("rowwise", "rowwise_split_input", "rowwise_rep")
+_OF_LINEAR = (*_BY_OUTPUTS, *_BY_INPUTS)
 # The styles that PEFT's trained copy of a module (`modules_to_save`) can have as the module has.
-_OF_COPIES = (*_BY_OUTPUTS, *_BY_INPUTS, "embedding_rowwise", "embedding_colwise")
+_OF_COPIES = (*_OF_LINEAR, "embedding_rowwise", "embedding_colwise")
 
 
 def _plan_with_adapters(planned: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
@@ -273,9 +334,15 @@ def _plan_with_adapters(planned: nn.Module, plan: Mapping[str, str]) -> dict[str
                 found |= {f"{name}.ia3_l.{adapter}": style for adapter in module.ia3_l}
         elif hasattr(module, "base_layer"):
             is_lora = hasattr(module, "lora_A") and isinstance(module.base_layer, nn.Linear)
-            if not is_lora or module.lora_variant or style not in _BY_OUTPUTS + _BY_INPUTS:
+            magnitudes = getattr(module, "lora_magnitude_vector", {})
+            # DoRA's magnitudes are of outputs: they cannot be sharded where those are gathered.
+            fits = style == "colwise" or style in (_BY_INPUTS if magnitudes else _OF_LINEAR)
+            if not is_lora or not fits or module.lora_variant.keys() - magnitudes.keys():
                 raise _not_sharded(name, style, kind)
             half = "lora_B" if style in _BY_OUTPUTS else "lora_A"
+            if style == "colwise":
+                of_outputs = (f"{name}.lora_magnitude_vector.{each}.weight" for each in magnitudes)
+                found |= dict.fromkeys(of_outputs, style)
             inner = ["base_layer", *(f"{half}.{adapter}" for adapter in getattr(module, half))]
         elif hasattr(module, "original_module"):
             if not hasattr(module, "modules_to_save") or style not in _OF_COPIES:
@@ -295,8 +362,8 @@ def _plan_with_adapters(planned: nn.Module, plan: Mapping[str, str]) -> dict[str
 def _not_sharded(name: str, style: str, kind: str) -> UsageError:
     return UsageError(
         f"tensor parallelism: the plan shards {name!r} ({style}), which has an adapter ({kind}) "
-        "that cannot be sharded with it: use IA3, or LoRA without DoRA, on linear layers, leave it "
-        "out of target_modules, or train without tensor parallelism"
+        "that cannot be sharded with it: use IA3, LoRA or, within a block, DoRA on linear layers, "
+        "leave it out of target_modules, or train without tensor parallelism"
     )
 
 

@@ -178,10 +178,10 @@ def start(settings: dict) -> tuple[Model, Any]:
     return model, zero.initialize(model=model, model_parameters=params, config=settings)[0]
 
 
-def steps(engine: Any, dtype: torch.dtype = torch.float32) -> list[float]:
+def steps(engine: Any, dtype: torch.dtype = torch.float32, place: str = "cpu") -> list[float]:
     generator, losses = torch.Generator().manual_seed(1), []
     for _ in range(3):
-        loss = engine(torch.randn(2, WIDTH, generator=generator).to(dtype))
+        loss = engine(torch.randn(2, WIDTH, generator=generator).to(place, dtype))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
