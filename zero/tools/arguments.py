@@ -46,11 +46,9 @@ class Parser(ArgumentParser):
         )
         self.add_argument("--json", action="store_true", help=f"print {json} as a JSON object")
 
-    def add_command(self) -> None:
+    def add_command(self, what: str = "SCRIPT.py, LAUNCHER or -m MODULE") -> None:
         """The rest of the line is the user's command, kept as `command`."""
-        self.add_argument(
-            "command", nargs=REMAINDER, help="SCRIPT.py, LAUNCHER or -m MODULE, with its arguments"
-        )
+        self.add_argument("command", nargs=REMAINDER, help=f"{what}, with its arguments")
 
     def parse(self, arguments: list[str]) -> Namespace:
         """As `parse_args`, for a parser with `add_command`: there must be a command."""

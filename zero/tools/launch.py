@@ -108,7 +108,7 @@ def _parser() -> Parser:
     add("--elastic_training", action="store_true", help="if a host is lost, restart on the others")
     add("--min_elastic_nodes", type=count, default=1, help="stop if fewer hosts are left (1)")
     add("--module", action="store_true", help="SCRIPT is the name of a module, as in `python -m`")
-    parser.add_command()
+    parser.add_command("SCRIPT.py or -m MODULE")
     return parser
 
 

@@ -243,8 +243,9 @@ def _shape_on_device(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    make = torch.zeros if tensor.numel() <= COMPUTED else torch.empty
-    return make(tensor.shape, dtype=tensor.dtype)
+    # Flags and indices are read, and decide what the engine does next.
+    is_read = tensor.numel() <= COMPUTED or not tensor.is_floating_point()
+    return (torch.zeros if is_read else torch.empty)(tensor.shape, dtype=tensor.dtype)
 
 
 # -- what a machine has
