@@ -40,6 +40,8 @@ from zero.checkpoint.models import consolidate
 from zero.errors import UsageError
 from zero.parallel.pipeline import IGNORED, Pipeline, split
 
+pytestmark = needs("torch", "2.9", "its schedules do not evaluate")
+
 ROWS, LENGTH, MICRO_BATCHES, CLIP = 16, 9, 4, 0.5
 STEPS, MANY_STEPS, SAVED_AFTER = 4, 20, 2
 SIZES = {

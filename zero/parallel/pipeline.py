@@ -412,6 +412,8 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, ids: torch.Tensor, labels: torch.Tensor, **kwargs: torch.Tensor) -> float:
         """As `step`, but without a backward and an update; for `engine.eval()`."""
+        if not hasattr(self.schedule, "eval"):
+            raise UsageError("Pipeline.evaluate: torch's schedules only train before torch 2.9")
         return self._mean(self._run(self.schedule.eval, ids, labels, kwargs))
 
     def _run(
