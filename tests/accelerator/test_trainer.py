@@ -60,7 +60,8 @@ def test_the_trainer_goes_on_if_memory_is_not_enough(tmp_path):
     paths, reports = [], []
     for act in ("explain", "adapt"):
         given = ARGUMENTS | batch | {"deepspeed": config | {"on_out_of_memory": act}}
-        job = {"model": "llama", "arguments": given | {"eval_strategy": "no"}}
+        given |= {"eval_strategy": "no", "average_tokens_across_devices": True}
+        job = {"model": "llama", "arguments": given}
         paths.append(write_jobs([job], tmp_path / act))
         reports.append(Path(job["report"]))
     done = fork_ranks(SCRIPT, "jobs", paths[0], "0.7", paths[1], nproc=2, timeout=TIMEOUT)

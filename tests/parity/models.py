@@ -9,6 +9,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -48,7 +50,16 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-MODELS = {"t5": t5, "gpt2": gpt2, "llama": llama}
+def mixtral() -> nn.Module:
+    config = MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=16, bos_token_id=1, eos_token_id=2, loss_type="ForCausalLM",
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
+
+
+MODELS = {"t5": t5, "gpt2": gpt2, "llama": llama, "mixtral": mixtral}
 
 
 def build(name: str) -> nn.Module:

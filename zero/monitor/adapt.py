@@ -258,9 +258,11 @@ class Adaptation:
             if isinstance(leaf, torch.Tensor) and (
                 leaf.requires_grad or (is_cut and leaf.is_floating_point())
             ):
-                leaves[place] = leaf.detach().requires_grad_()
+                shown = leaf.detach().requires_grad_()
                 call.outputs += [leaf] * leaf.requires_grad
-                call.shown.append(leaves[place])
+                call.shown.append(shown)
+                # The Trainer scales the loss in place, which torch forbids for a leaf.
+                leaves[place] = shown if shown.dim() else shown.clone()
         self._waiting.append(call)
         return tree_unflatten(leaves, structure)
 

@@ -1,0 +1,161 @@
+"""Random memory caps over eight scripts, which must all end with the losses of a run without a cap:
+
+    python -m tests.accelerator.memory_caps [--caps 200] [--seed 0] [SCRIPT ...]
+
+A cap lies between what micro-batches of one sample take and what the run takes, and applies from a
+random step on; with several ranks to some of them, each with a cap of its own. Each script has a
+line with its largest relative difference of a loss and how often steps were repeated. The command
+exits with 1 if that was more than the rounding of fp32, or if a loss before the first cap has other
+bits."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
+
+from tests.accelerator import device
+from tests.accelerator.test_adapt import ENOUGH, HOST, STEPS, Losses, listening, train
+from tests.dist.training import relative
+from tests.parity.models import ROWS
+from tests.processes import fork_ranks
+
+# (number of ranks, kind, model, keys of zero_optimization, micro-batches of a step)
+SCRIPTS: dict[str, tuple[int, str, str, dict, int]] = {
+    "loop-t5-host": (1, "loop", "t5", HOST, 1),
+    "loop-t5-stage1": (2, "loop", "t5", {"stage": 1}, 1),
+    "loop-llama": (2, "loop", "llama", {}, 2),
+    "loop-llama-stage2": (3, "loop", "llama", {"stage": 2}, 1),
+    "loop-mixtral": (2, "loop", "mixtral", {}, 1),
+    "trainer-t5": (2, "trainer", "t5", {"stage": 3, **HOST}, 2),
+    "trainer-llama": (2, "trainer", "llama", {"stage": 3}, 2),
+    "trainer-llama-one": (1, "trainer", "llama", {"stage": 3, **HOST}, 2),
+}
+SAMPLES = 8  # of a micro-batch of a Trainer
+
+
+class Limits(TrainerCallback):
+    def __init__(self, limits: list[int]):
+        self.limits = limits
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        device.set_limit(self.limits[state.global_step])
+
+
+def train_by_trainer(
+    name: str, section: dict, accumulation: int, act: str, limits: list[int]
+) -> tuple[Losses, int, list[str]]:
+    """As `train`, by transformers' Trainer."""
+    if (jobs := str(Path(__file__).parents[1] / "hf" / "scripts")) not in sys.path:
+        sys.path.append(jobs)
+    jobs: Any = importlib.import_module("jobs")
+    device.set_limit(ENOUGH)
+    config = {
+        "zero_optimization": section,
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "on_out_of_memory": act,
+    }
+    with tempfile.TemporaryDirectory() as folder, listening() as said:
+        given: dict[str, Any] = {
+            "output_dir": folder, "deepspeed": config, "max_steps": STEPS, "logging_steps": 1,
+            "per_device_train_batch_size": 2 * SAMPLES // accumulation, "report_to": "none",
+            "gradient_accumulation_steps": accumulation, "save_strategy": "no",
+            "disable_tqdm": True,
+        }  # fmt: skip
+        arguments = Seq2SeqTrainingArguments(**given)
+        trainer: Any = Seq2SeqTrainer(
+            jobs.make_model(name), arguments, jobs.collate, jobs.Tokens(200, name == "t5"),
+            callbacks=[Limits(limits)],
+        )  # fmt: skip
+        torch.accelerator.reset_peak_memory_stats()
+        trainer.train()
+        most = torch.accelerator.max_memory_allocated()
+        device.set_limit(ENOUGH)
+        losses = [[each["loss"]] for each in trainer.state.log_history if "loss" in each]
+        trainer.model_wrapped.destroy()
+    return losses, most, said
+
+
+def capped(script: str, seed: int, count: int) -> list[tuple[bool, float, int]]:
+    """For each cap: whether the losses before it have the usual bits, the largest difference, and
+    how often a step was repeated.
+    """
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device.register()
+    index = rank % torch.accelerator.device_count()
+    torch.accelerator.set_device_index(index)
+    os.environ["ACCELERATE_TORCH_DEVICE"] = f"{device.NAME}:{index}"
+    _, kind, *given, accumulation = SCRIPTS[script]
+
+    def run(act: str, limits: list[int], micro_batches: int) -> tuple[Losses, int, list[str]]:
+        if kind == "loop":
+            return train(*given, micro_batches, act, limits)
+        return train_by_trainer(*given, micro_batches, act, limits)
+
+    free, small = [ENOUGH] * STEPS, ROWS // world if kind == "loop" else 2 * SAMPLES
+    usual, most, _ = run("explain", free, accumulation)
+    _, least, _ = run("explain", free, small)
+    draw, found = random.Random(seed), []
+    for _ in range(count):
+        first = draw.randrange(STEPS)
+        caps = [draw.uniform(0.1, 1) if draw.random() < 0.6 else None for _ in range(world)]
+        part = caps[rank]
+        cap = ENOUGH if part is None else least + int(part * (most - least))
+        limits = [ENOUGH] * first + [cap] * (STEPS - first)
+        losses, _, said = run("adapt", limits, accumulation)
+        worst = max(relative(*pair) for pair in zip(losses, usual, strict=True))
+        found.append((losses[:first] == usual[:first], worst, len(said)))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("scripts", nargs="*", metavar="SCRIPT", help=f"of {', '.join(SCRIPTS)}")
+    parser.add_argument("--caps", type=int, default=200, help="of all scripts together")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    scripts = options.scripts or list(SCRIPTS)
+    failed, count = False, max(1, options.caps // len(scripts))
+    for script in scripts:
+        with tempfile.TemporaryDirectory() as folder:
+            given, ranks = [script, str(options.seed), str(count), folder], SCRIPTS[script][0]
+            done = fork_ranks(__file__, *given, nproc=ranks, timeout=300 + 30 * count)
+            if done.returncode:
+                print(f"{script}: FAILED\n{done.stderr[-4000:]}", flush=True)
+                failed = True
+                continue
+            files = sorted(Path(folder).iterdir())
+            ranks = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        found = [each for rank in ranks for each in rank]
+        worst, repeats = max(each[1] for each in found), [each[2] for each in ranks[0]]
+        is_right = all(same for same, _, _ in found) and worst < 1e-6
+        failed |= not is_right
+        repeated = ", ".join(f"{n} x {repeats.count(n)}" for n in sorted(set(repeats)))
+        print(
+            f"{script}: {count} caps, losses differ by {worst:.1e} at most, repeated {repeated}"
+            f"{'' if is_right else ' FAILED'}",
+            flush=True,
+        )
+    return int(failed)
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        script, seed, count, folder = sys.argv[1:]
+        found = capped(script, int(seed), int(count))
+        torch.accelerator.synchronize()
+        assert (mistakes := device.mistakes()) == [], mistakes
+        report = Path(folder, f"{os.environ['RANK']}.json")
+        report.write_text(json.dumps(found), encoding="utf-8")
+    else:
+        sys.exit(main())
