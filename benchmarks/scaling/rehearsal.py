@@ -146,6 +146,9 @@ class RehearsedReducer:
         if self._micro_batches.reduces_now or not self._deferred:
             self._program.add("reduce", group.number)
 
+    def keep_up(self) -> None:
+        """Do nothing: reductions take no time while steps are rehearsed."""
+
     def end_backward(self) -> None:
         self._program.add("backward ends")
 

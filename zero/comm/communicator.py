@@ -337,12 +337,14 @@ class Communicator(ABC):
     # -- torch's own collectives, on every device
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Copy `tensor` of rank `src` of the world to all of it, in place. Blocking."""
+        """Copy `tensor` of rank `src` of the world to all of it, in place. Blocking.
+
+        What is in host memory does not wait for an accelerator.
+        """
         used = begin("broadcast", tensor, ranks=self.world_size)
         self._count("broadcast", tensor.numel(), tensor)
-        self._blocking(
-            "a broadcast", lambda: dist.broadcast(tensor, group=self._group, group_src=src)
-        )
+        group = self._hosts if tensor.device.type == "cpu" else self._group
+        self._blocking("a broadcast", lambda: dist.broadcast(tensor, group=group, group_src=src))
         used()
 
     def start_broadcasts(self, parts: Sequence[tuple[int, Tensor]]) -> Pending:

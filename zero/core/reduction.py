@@ -518,9 +518,10 @@ class ReductionOrder:
             rest = [group for group in self._order if group not in places]
             places |= {group: sys.maxsize if group in self._last else self._uses for group in rest}
             numbers = {group: i for i, group in enumerate(self._groups)}
-            pairs = [(numbers[group], place) for group, place in places.items()]
-            pairs = self._comm.exchange(pairs)[0]
-            self._places = {self._groups[i]: place for i, place in pairs}
+            pairs = [[numbers[group], place] for group, place in places.items()]
+            told = torch.tensor(pairs, device="cpu")
+            self._comm.broadcast(told, src=0)
+            self._places = {self._groups[i]: place for i, place in told.tolist()}
             self._order = list(self._places)
         self.clear()
 
