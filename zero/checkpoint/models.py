@@ -70,8 +70,8 @@ def write_model(
         max_file_bytes: files are split so that none is larger, unless a single tensor is.
 
     Raises:
-        OSError: the disk is full. Files have hidden names until the end, and none is left after an
-            error.
+        OSError: the files cannot be written. They have hidden names until the end, and none is left
+            after an error.
     """
     nbytes = sum(tensor.nbytes for tensor in tensors)
     folder.mkdir(parents=True, exist_ok=True)
@@ -241,7 +241,7 @@ def consolidate(
 
     Returns the files written. Raises ValueError for a damaged or missing checkpoint, for one that
     lacks required frozen weights, and for a folder that already contains a model, and OSError if
-    the disk is full. No incomplete file is left under a final name."""
+    the files cannot be written. No incomplete file is left under a final name."""
     out = Path(out)
     if existing := sorted(path.name for path in out.glob("*model*.safetensors*")):
         raise UsageError(

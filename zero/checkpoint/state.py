@@ -110,7 +110,7 @@ def slices_to_store(engine: ZeroEngine, exclude_frozen: bool) -> tuple[list[Slic
         name = name_in(each.key)
         if name in cuts:
             each = each._replace(key=f"{each.key}@{cuts[name].index}")
-        if name not in copies:  # another rank of the model group saves the others
+        if name not in copies:  # another rank of the model group saves these copies
             stored.append(each.share(rank, size))
     return stored, kinds
 

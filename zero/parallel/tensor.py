@@ -145,7 +145,7 @@ def _shard_gradient(placements: tuple, param: Any) -> None:
 
 
 def make_mesh(size: int, world_size: int, device: torch.device) -> DeviceMesh:
-    """Return the mesh of `size` neighbouring ranks around this one. All ranks must call it."""
+    """Return the mesh of this rank and its `size` - 1 neighbours. All ranks must call it."""
     if size < 1 or world_size % size:
         raise UsageError(
             f"tensor_parallel.autotp_size: {size} does not divide the number of ranks, {world_size}"

@@ -137,7 +137,7 @@ class _Loading:
             self._shard(module)
 
     def settle(self) -> None:
-        """Shard everything that was read again."""
+        """Reshard everything that has been read."""
         for group in list(self._kept):
             self._shard_again_if_replaced(group)
         for group in list(self._kept):
