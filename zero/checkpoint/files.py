@@ -19,8 +19,8 @@ processor's cache. No block is read twice.
 A run whose model is split in the same way reads its own parts. Any other run reads all parts, one
 parameter at a time.
 
-safetensors' own writer is not used, because it needs whole tensors in memory and has no checksums.
-The format itself does not prevent either."""
+safetensors' own writer is not used, because it needs whole tensors in memory and cannot compute
+checksums."""
 
 from __future__ import annotations
 
