@@ -1,4 +1,4 @@
-"""Models and synthetic batches of the benchmarks. Nothing here is about sharding."""
+"""Models and synthetic batches for the benchmarks. Nothing here concerns sharding."""
 
 from __future__ import annotations
 

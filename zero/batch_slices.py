@@ -1,14 +1,14 @@
 """Blocks that run a large batch in slices: the key `activation_checkpointing.batch_slices`.
 
-Each block is given the whole batch and runs it slice by slice. Of a slice only the input is kept,
-and backward recomputes the rest of it. So a block is gathered twice in a step and its gradient is
-reduced once, whatever the number of slices, and activations take the memory of one slice. With
-micro-batches instead, each of them would gather every block again. (RoundPipe, arXiv 2604.27085,
-and GreedySnake, arXiv 2512.17570, order their loops in this way.)
+Each block is given the whole batch and runs it slice by slice. Only the input of each slice is
+kept, and backward recomputes the rest. A block is therefore gathered only twice in a step and its
+gradient reduced once, whatever the number of slices, and activations take the memory of one slice.
+Micro-batches, in contrast, would each gather every block again. (RoundPipe, arXiv 2604.27085, and
+GreedySnake, arXiv 2512.17570, order their loops in this way.)
 
-The slices are ordinary operations of one graph: `torch.utils.checkpoint` recomputes each with its
-own random state, and autograd adds their gradients, in fp32, before a parameter gets any. This file
-knows nothing of groups or gathering."""
+The slices are ordinary operations of a single graph: `torch.utils.checkpoint` recomputes each with
+its own random state, and autograd sums their gradients in fp32 before it passes them to the
+parameters. This file does not depend on groups or gathering."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ logger = logging.getLogger("zero")
 
 # With "auto", a slice has at most this many tokens: enough for large matrix products.
 TOKENS = 8192
-# transformers' module that collects what modules inside of blocks give.
+# transformers' module that collects the outputs of modules inside blocks.
 RECORDER = "transformers.utils.output_capturing"
 _REMEDY = "delete activation_checkpointing.batch_slices, or use gradient_accumulation_steps"
 
 
 class SlicedBlock:
-    """The forward of one block, which runs a batch in slices while gradients are recorded.
+    """Replaces the forward of one block, and runs its batch in slices while gradients are recorded.
 
     Args:
         module: the block. Its inputs and outputs are tensors, in any nesting of tuples, lists and
             dicts. The first tensor of two or more dimensions says how large the batch is.
-        name: of the block, for messages.
-        slices: how many, or "auto".
+        name: the block's name, for messages.
+        slices: the number of slices, or "auto".
 
-    Raises UsageError in forward if the block cannot run in slices.
+    The forward raises UsageError if the block cannot run in slices.
     """
 
     def __init__(self, module: nn.Module, name: str, slices: int | Literal["auto"]):
         self.module: Any = module
         self.name = name
         self._slices = slices
-        # For each kind of inputs that was seen: which outputs have the batch in the first
-        # dimension. A slice of one example does not show it.
+        # For each kind of input seen so far, which outputs have the batch as their first
+        # dimension. This cannot be told from a slice of a single example.
         self._batched: dict[tuple, list[bool]] = {}
         for child in module.modules():
             if isinstance(child, _BatchNorm):
@@ -63,7 +63,7 @@ class SlicedBlock:
         self._forward: Callable[..., Any] = module.forward
         module.forward = self
         self._was_checkpointed = False
-        # With slices' gradients of 16 bits, each addition would round. (torch 2.10 and newer.)
+        # If the slices' gradients had 16 bits, each addition would round. (torch 2.10 and newer.)
         self._summed: list[Any] = [
             param
             for param in module.parameters()
@@ -73,7 +73,7 @@ class SlicedBlock:
             param.grad_dtype = torch.float32
 
     def remove(self) -> None:
-        """Give the block its own forward back, and what else it had."""
+        """Restore the block's own forward and its other attributes."""
         del self.module.forward
         if self._was_checkpointed:
             self.module.gradient_checkpointing = True
@@ -99,7 +99,7 @@ class SlicedBlock:
         number = min(wanted, batch)
         if batch == 1 < wanted:
             _warn_of_one_example()
-        # Its own checkpoint of the whole block would recompute each slice once more.
+        # The block's own checkpoint would recompute every slice a second time.
         if getattr(self.module, "gradient_checkpointing", False):
             self.module.gradient_checkpointing = False
             self._was_checkpointed = True
@@ -121,7 +121,7 @@ class SlicedBlock:
             result = checkpoint(self._run, spec, *part, use_reentrant=False)
             output, out_spec = tree_flatten(result)
             outputs.append(output)
-            # Where an input is returned, as T5's position bias is, that is the whole input again.
+            # An input that is returned unchanged (T5's position bias) is the whole input again.
             known = {id(leaf): i for i, leaf in enumerate(part) if isinstance(leaf, torch.Tensor)}
             places.append([known.get(id(value)) for value in output])
         for key, values in collected.items():
@@ -154,7 +154,7 @@ class SlicedBlock:
     def _probe(self, leaves: Sequence[Any], spec: TreeSpec, of_batch: Sequence[bool]) -> list[bool]:
         """Which outputs have the batch in the first dimension.
 
-        Raises UsageError unless two examples give the same together and one by one.
+        Raises UsageError unless two examples give the same results together and one by one.
         """
 
         def run(rows: slice) -> list[Any]:
@@ -189,7 +189,7 @@ class SlicedBlock:
 
 
 def _batch_of(leaves: Sequence[Any]) -> tuple[int, int]:
-    """The size of the batch, and the tokens of each of its examples."""
+    """Return the size of the batch and the number of tokens in each example."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2:
             return leaf.shape[0], leaf.shape[1] if leaf.dim() > 2 else 1
@@ -225,14 +225,14 @@ def _has_batch(leaf: Any, batch: int) -> bool:
 
 
 def _kind(leaf: Any, batch: int) -> Any:
-    """What must be the same so that inputs are sliced in the same way."""
+    """Return what must agree for two inputs to be sliced in the same way."""
     if isinstance(leaf, torch.Tensor):
         return leaf.dtype, leaf.dim(), _has_batch(leaf, batch)
     return leaf if isinstance(leaf, (bool, str)) else type(leaf)
 
 
 def _close(values: torch.Tensor, others: torch.Tensor) -> bool:
-    """Whether they differ by no more than the rounding of other kernels."""
+    """Whether they differ by no more than the rounding of different kernels."""
     if values.device.type == "meta":  # `zero estimate` follows a step without values
         return True
     if not values.is_floating_point():
@@ -244,7 +244,7 @@ def _close(values: torch.Tensor, others: torch.Tensor) -> bool:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Context without dropout, which draws other numbers for other shapes."""
+    """Turn dropout off in this context, because it draws different numbers for other shapes."""
     modes = {child: child.training for child in module.modules()}
     module.eval()
     try:

@@ -1,14 +1,14 @@
-"""The fused, chunked head against whole logits, TRL's loss and Liger's: tokens/s and peak memory of
-one step.
+"""Compares the fused, chunked head with whole logits, TRL's loss and Liger's loss: tokens/s and
+peak memory of one step.
 
     python -m benchmarks.applications.distill
     python -m benchmarks.applications.distill --peers FOLDER
         # made by: pip install --no-deps --target FOLDER trl liger-kernel
 
 A step starts from the hidden states of student and teacher. It computes both heads, the divergence,
-and the gradients of the hidden states and the student's head. Each variant has its own process with
-one thread. Memory is the growth of the peak RSS since before the first step; on a GPU it is the
-allocator's peak."""
+and the gradients of the hidden states and the student's head. Each variant runs in its own process
+with one thread. Memory is the growth of the peak RSS since before the first step; on a GPU it is
+the allocator's peak."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""T5-3B (random weights) with run_translation.py and offload: to host memory with a GPU, to files
-without one.
+"""Trains T5-3B (random weights) with run_translation.py and offload: to host memory with a GPU, to
+files without one.
 
     python -m benchmarks.applications.t5_3b --folder FAST_DISK [--steps 1] [--device nvme] [--small]
 
-Run it by hand: without a GPU a step takes some minutes and 60 GB of disk. Peak resident memory is
-sampled over all processes of the job. The job's own output (progress, seconds by phase) is shown.
+Run it by hand: without a GPU, a step takes several minutes and 60 GB of disk space. Peak resident
+memory is sampled over all processes of the job. The job's own output (progress, seconds by phase)
+is shown.
 """
 
 from __future__ import annotations

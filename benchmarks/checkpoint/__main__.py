@@ -5,16 +5,16 @@ given, DeepSpeed.
     python -m benchmarks.checkpoint --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
     python -m benchmarks.checkpoint --folder FOLDER_ON_THE_DISK_TO_MEASURE
 
-The state: fp32 parameters, masters and two moments. Each variant has its own processes. The
-variants take turns, because the disk of a shared machine changes its speed. Each saves several
+The state consists of fp32 parameters, masters and two moments. Each variant has its own processes.
+The variants take turns, because the disk of a shared machine varies in speed. Each saves several
 times in a round. The table has medians over all saves:
 
-blocked    seconds until training goes on; `first`: in the first save, which allocates memory for
+blocked    seconds until training continues; `first`: in the first save, which allocates memory for
            the copy
 step       seconds of the training step before the save; `after`: of the step after it
 total      seconds until everything is on disk; with an asynchronous save, the step after it runs
            meanwhile
-load       seconds to load with the files in the page cache; `cold`: with none of them there
+load       seconds to load with the files in the page cache; `cold`: with an empty page cache
 extra MB   largest anonymous memory
 
 `ours-unsynced` leaves out every fsync. The difference is the cost of durability.

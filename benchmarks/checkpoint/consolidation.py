@@ -1,5 +1,5 @@
-"""Saving a whole T5 of 1.0e9 parameters from its shards: memory and seconds, on the ranks and from
-a checkpoint.
+"""Saves a whole T5 of 1.0e9 parameters from its shards: memory and seconds, on the ranks and from a
+checkpoint.
 
     python -m benchmarks.checkpoint.consolidation
     python -m benchmarks.checkpoint.consolidation --folder FOLDER_WITH_10_GB
@@ -7,9 +7,9 @@ a checkpoint.
 Two ranks build the model in `zero.Init`, and save it as `engine.save_16bit_model` and as
 `Trainer.save_model` do. The table shows the largest anonymous memory of each rank beyond its
 shards. The limit is two groups. Then `python -m zero consolidate` consolidates a checkpoint of the
-weights (fp32, no optimizer state), in a process that may take 0.9 GiB of address space beyond its
-imports: torch built for CUDA maps several GiB of libraries. The exit code is 1 if a limit is
-passed."""
+weights (fp32, no optimizer state), in a process that may use 0.9 GiB of address space beyond its
+imports (torch built for CUDA maps several GiB of libraries). The exit code is 1 if a limit is
+exceeded."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """One rank of `benchmarks.checkpoint.consolidation`: builds the model, saves it in each way,
-reports its memory."""
+and reports its memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Sequential reads and writes of a whole file: through `ScratchFile`, by fio if it is installed,
-and by others.
+"""Measures sequential reads and writes of a whole file: with `ScratchFile`, with fio if it is
+installed, and with other methods.
 
     python -m benchmarks.checkpoint.disk
     python -m benchmarks.checkpoint.disk --folder FOLDER_ON_THE_DISK_TO_MEASURE --size-gb 4
@@ -8,10 +8,10 @@ and by others.
 "ours" (threads x block size) moves tensors of 64 MiB, two at a time. `unaligned`: host memory that
 direct I/O cannot use. Peers: fio with `O_DIRECT` (engine, jobs x requests in flight); four `dd`
 with `O_DIRECT`; system calls through the page cache; copies from and to a mapping. The last two
-begin a read with an empty cache, and end a write when all is on disk. All use the same existing
-file. They take turns in another order in each repeat, because the disk of a shared machine changes
-its speed. A ratio is formed within a repeat, to the peer with the best median. The median of the
-ratios is reported. `cpu`: CPU seconds for a GB, including started processes."""
+start a read with an empty cache, and end a write when everything is on disk. All use the same
+existing file. They take turns in a different order in each repeat, because the disk of a shared
+machine varies in speed. Ratios are formed within a repeat, to the peer with the best median, and
+the median of the ratios is reported. `cpu`: CPU seconds per GB, including started processes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Time and memory to give every rank all weights of a T5 of 1.0e9 parameters, as for an inference
-engine.
+"""Measures the time and memory of giving every rank all weights of a T5 of 1.0e9 parameters, as an
+inference engine needs them.
 
     python -m benchmarks.checkpoint.weight_sync
     python -m benchmarks.checkpoint.weight_sync --deepspeed-python PYTHON_WITH_DEEPSPEED

@@ -1,5 +1,5 @@
-"""One rank of one variant of the checkpoint benchmark: train one step, then save a few times and
-load.
+"""One rank of one variant of the checkpoint benchmark: trains one step, then saves a few times and
+loads.
 
 `benchmarks.checkpoint` starts it on each rank, in this environment or (variant `deepspeed`) in one
 that has DeepSpeed. A variant is a function from a plain model to a `Checkpoints`."""

@@ -1,4 +1,4 @@
-"""Different implementations of each collective, on gloo, or on NCCL if there are GPUs: is the
+"""Compares implementations of each collective, on gloo, or on NCCL if there are GPUs: is the
 engine's the fastest?
 
     python -m benchmarks.collectives
@@ -7,7 +7,7 @@ engine's the fastest?
 Implementations ("ways"): torch's own call; messages from rank to rank, with sums in the order of
 ranks; for an all-gather, a broadcast by each rank; for a reduce-scatter, an all-to-all and a local
 sum; and "engine", the method of `zero.comm.communicator.Communicator`. Sizes and bandwidths are
-those of NCCL's own benchmark: a size is that of the whole buffer, ranks * n elements of fp32.
+defined as in NCCL's own benchmark: a size is that of the whole buffer, ranks * n elements of fp32.
 
     algorithm bandwidth = size / time
     bus bandwidth       = algorithm bandwidth * (2 (ranks - 1) / ranks for an all-reduce or
@@ -15,9 +15,9 @@ those of NCCL's own benchmark: a size is that of the whole buffer, ranks * n ele
                           (ranks - 1) / ranks for an all-gather and a reduce-scatter, 1 for a
                           broadcast)
 
-"gradients 512" and "gradients 64" are the experiment with buckets: an all-reduce of a model's
-gradients, vectors of so many elements and square matrices of this width, one by one or copied
-together to one bucket, and back.
+"gradients 512" and "gradients 64" are an experiment with buckets: an all-reduce of a model's
+gradients, which are vectors of this many elements and square matrices of this width, one by one or
+copied into one bucket and back.
 
 The slowest rank gives the time of an operation. `/ engine`: ratio to the engine's time in the same
 repeat, median over the repeats. `cpu ms`: median over ranks, all threads of a rank. 0.002 MB is the

@@ -1,18 +1,18 @@
-"""Compressed communication: errors of a sum, bytes and time of each collective, and what becomes of
-two trainings.
+"""Compressed communication: errors of a sum, bytes and time of each collective, and the effect on
+two training runs.
 
     python -m benchmarks.collectives.compression
     python -m benchmarks.collectives.compression --parts sums collectives
-        # the others are taken from the earlier run's file
+        # the other parts are taken from an earlier run's file
     python -m benchmarks.collectives.compression --parts translation --seeds 1 2
-        # as well as the seeds that are there already
+        # in addition to the seeds that exist already
 
 sums         A gradient of 2 ranks is summed by each scheme; rank 1's values are larger by a
              factor. The error is the 2-norm of the difference to the sum in float64, over that of
-             the sum. "one scale, sum of codes" is what a known guide does: each rank scales its
-             whole tensor by its own largest value, the codes are summed over ranks, and the sum is
-             multiplied by one rank's scale. Codes of different scales are different units: the
-             sum of 100 cm and 1 inch is not 101 cm.
+             the sum. "one scale, sum of codes" is the method of a known guide: each rank scales
+             its whole tensor by its own largest value, the codes are summed over ranks, and the
+             sum is multiplied by one rank's scale. Codes of different scales have different units:
+             the sum of 100 cm and 1 inch is not 101 cm.
 collectives  The engine's all-gather and reduce-scatter on gloo, plain and compressed: bytes sent by
              a rank, and time.
 translation  The demonstration of run_translation.py, with and without: loss by step, BLEU.

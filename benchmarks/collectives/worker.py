@@ -1,11 +1,10 @@
 """One rank of the benchmark of collectives, started by `benchmarks.collectives` on each rank.
 
 Each operation has several implementations ("ways"), all blocking and in fp32. A way is a function
-of `full` (world_size
-* n elements) and `shard` (n elements), and fills one of them. The ways take turns. Each repeat has
-another order, which is the same on all ranks. First each way is tested with known numbers. All use
-the engine's own process group, because a group that was just used answers faster than one whose
-threads sleep."""
+of `full` (world_size * n elements) and `shard` (n elements), and fills one of them. The ways take
+turns, in an order that changes with each repeat and is the same on all ranks. First each way is
+tested with known numbers. All use the engine's own process group, because a group that has just
+been used responds faster than one whose threads sleep."""
 
 from __future__ import annotations
 

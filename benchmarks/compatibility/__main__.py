@@ -1,18 +1,18 @@
-"""Unmodified published training scripts on this engine and under DDP: do they run, and are the
+"""Runs unmodified published training scripts on this engine and under DDP: do they run, and are the
 numbers the same?
 
     python -m benchmarks.compatibility --examples FOLDER ... [--only trl/grpo] [--stages 3]
     [--launcher accelerate]
 
-Each installed script runs full and with adapters: train 4 steps on two CPU processes in fp32,
-evaluate, save, resume from the checkpoint of step 2, load the result. The reference is the same
-script under DDP. The command is `torchrun --nproc_per_node 2 -m zero run SCRIPT ... --deepspeed
-FILE`, but the ranks are forks of a process that has imported transformers. `--launcher accelerate`
-really calls `zero run accelerate launch`. `data` makes models and data, so no hub is
-needed.
+Each installed script runs with full fine-tuning and with adapters: it trains 4 steps on two CPU
+processes in fp32, evaluates, saves, resumes from the checkpoint of step 2, and loads the result.
+The reference is the same script under DDP. The command is `torchrun --nproc_per_node 2 -m zero run
+SCRIPT ... --deepspeed FILE`, but the ranks are forks of a process that has imported transformers.
+`--launcher accelerate` really calls `zero run accelerate launch`. The module `data` creates models
+and data, so no hub is needed.
 
-Prints a table and writes the rows to a JSON file. That keeps rows of earlier runs of other scripts
-or stages. The exit code is 1 if a script fails or a loss differs by more than 1e-5."""
+Prints a table and writes the rows to a JSON file, which keeps the rows of earlier runs of other
+scripts or stages. The exit code is 1 if a script fails or a loss differs by more than 1e-5."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loss curves of the same script, seed and configuration with DeepSpeed and with this engine.
+"""Compares loss curves of the same script, seed and configuration with DeepSpeed and this engine.
 
     python -m benchmarks.compatibility.deepspeed_losses --deepspeed-python
     PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
@@ -6,8 +6,8 @@
 DeepSpeed has its own environment (`requirements.txt` and `deepspeed==0.19.8`) and runs on the CPU.
 Compared on two processes: `initialize`/`backward`/`step` (a T5 and a GPT-2, with and without
 accumulation), a third-party Trainer script with the shipped configuration, and
-`run_translation.py`. The exit code is 1 if loss or gradient norm of any step differs by more than
-1e-4 relative."""
+`run_translation.py`. The exit code is 1 if the loss or gradient norm of any step has a relative
+difference of more than 1e-4."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 Reports the curve.
 
 `benchmarks.compatibility.deepspeed_losses` starts it on each rank in each environment. Only the
-package's name differs."""
+name of the package differs."""
 
 from __future__ import annotations
 

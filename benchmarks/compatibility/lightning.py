@@ -1,6 +1,6 @@
 """`examples/lightning_fit.py` under DDP and on the engine, for `benchmarks.compatibility`.
 
-Lightning has its own loop, launcher and checkpoints. So losses are read from the example's output,
+Lightning has its own loop, launcher and checkpoints, so losses are read from the example's output,
 with seven digits."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Scripts in `examples/pytorch` of transformers: their arguments, and tiny models and data for
 them.
 
-Nothing is downloaded. The modules in `METRICS` stand for the metrics that the scripts take from the
+Nothing is downloaded. The modules in `METRICS` replace the metrics that the scripts take from the
 hub. Image scripts need torchvision. `run_summarization` needs nltk and a folder `tokenizers/punkt`
 in its data."""
 

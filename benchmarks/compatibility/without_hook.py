@@ -1,5 +1,5 @@
-"""Runs a script of this project with DeepSpeed on CPUs. `zero.hf.enable()` in the script does
-nothing then.
+"""Runs a script of this project with DeepSpeed on CPUs. `zero.hf.enable()` in the script then
+does nothing.
 
 torchrun --nproc_per_node 2 -m benchmarks.compatibility.without_hook run_translation.py ARGS...
 """

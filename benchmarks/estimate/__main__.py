@@ -1,11 +1,12 @@
-"""`zero estimate` beside what ranks really take, on 46 cases.
+"""Compares `zero estimate` with what ranks really take, on 46 cases.
 
     python -m benchmarks.estimate
     python -m benchmarks.estimate --only 3 10
 
 Device memory is the peak of the simulated accelerator's counter (`tests/accelerator`) in three
 steps. Host memory and files are the engine's own count after them, with all buffers for copies and
-files: the simulated device's memory is host memory too. The run fails if a difference is above 10%.
+files, because the simulated device's memory is host memory too. The run fails if a difference is
+above 10%.
 """
 
 from __future__ import annotations

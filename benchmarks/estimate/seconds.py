@@ -1,15 +1,14 @@
-"""Seconds of a step by `zero estimate`, beside measured ones: on an H100 (with memory), and on this
-machine.
+"""Compares the seconds of a step that `zero estimate` predicts with measured ones: on an H100 (with
+memory), and on this machine.
 
     python -m benchmarks.estimate.seconds
     python -m benchmarks.estimate.seconds --only h100
 
-Those of the H100 were measured once (`docs/results.md`); they are predicted with the speeds
-that its maker gives, and with what is assumed of its host. On this machine, the speeds are measured
-by `zero doctor --speeds`, then the variants of `benchmarks.offload` run, one after another and each
-in a process of its own. Both take the fastest of several tries, because other jobs may use the
-cores. The run fails if a prediction is more than 1.5 times off on the H100, or more than 1.3 times
-here."""
+The runs on the H100 were measured once (`docs/results.md`). They are predicted with the speeds that
+its maker states, and with assumptions about its host. On this machine, `zero doctor --speeds`
+measures the speeds, and then the variants of `benchmarks.offload` run one after another, each in
+its own process. Both take the fastest of several tries, because other jobs may use the cores. The
+run fails if a prediction is off by a factor of more than 1.5 on the H100, or more than 1.3 here."""
 
 from __future__ import annotations
 

@@ -4,10 +4,10 @@
     python -m benchmarks.faults --trials 20 --seed 1 --parts kills damage
 
 kills    Real Trainer runs are killed by SIGKILL at random file operations, and started again by
-         the same command until they finish. Every loss and every weight must be that of an
+         the same command until they finish. Every loss and every weight must equal those of an
          uninterrupted run.
-damage   Every file of a checkpoint is flipped, cut and removed. It must be refused by name, passed
-         over, or without any effect.
+damage   Bytes of every file of a checkpoint are flipped, and the file is cut and removed. It must
+         be refused by name or skipped, or the damage must have no effect.
 config   Mutated configurations: no hang, no raw traceback, no accepted typo.
 
 A part is a module `benchmarks.faults.PART` with a function `run(trials, chance, folder)` that

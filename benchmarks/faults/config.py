@@ -3,8 +3,8 @@ misspelt key.
 
     python -m benchmarks.faults --trials 500 --seed 0 --parts config
 
-Each trial takes a configuration of this project. It misspells a key, puts in a strange value, or
-moves, adds or removes keys. The configuration is given as a dict, as text, or as text that is cut
+Each trial takes a configuration of this project, and misspells a key, inserts a strange value, or
+moves, adds or removes keys. The configuration is passed as a dict, as text, or as text that is cut
 or has changed bytes. It must be accepted, or refused by a `UsageError` that names the fault.
 Otherwise the trial fails."""
 

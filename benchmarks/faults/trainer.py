@@ -2,7 +2,7 @@
 transformers and zero.
 
 A run is an ordinary script: model, Trainer, `train(resume_from_checkpoint=...)`. A rank with a
-`Kill` ends itself by SIGKILL. Then the other ranks are killed, as a launcher would do."""
+`Kill` ends itself by SIGKILL. The other ranks are then killed, as a launcher would do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time and memory of a training step on GPUs: DDP, FSDP2, this engine and, if it is given,
+"""Measures time and memory of a training step on GPUs: DDP, FSDP2, this engine and, if given,
 DeepSpeed.
 
     python -m benchmarks.gpu
@@ -7,11 +7,12 @@ DeepSpeed.
     python -m benchmarks.gpu --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
 
 All variants train the same model in bf16 with fp32 masters on the same batch, each in its own
-processes (one a GPU). With several rounds they take turns. Ratios are to the base, within a round.
-The base is the first variant that finished in each round. `issued`: seconds until the host has
-given all work of a step to the GPU; if it is near the step's time, the host is the limit. A variant
-fails if a loss differs from the base's by more than 2%, or the fall from the first to the last loss
-by more than 10%. A variant that fails is named, and the others go on; the exit code is then 1."""
+processes, one per GPU. With several rounds, they take turns. Ratios to the base are formed within a
+round. The base is the first variant that finished in each round. `issued`: seconds until the host
+has given all work of a step to the GPU. If it is close to the step's time, the host is the limit. A
+variant fails if a loss differs from the base's by more than 2%, or the decrease from the first to
+the last loss by more than 10%. A failed variant is named while the others continue, and the exit
+code is then 1."""
 
 from __future__ import annotations
 

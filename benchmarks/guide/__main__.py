@@ -1,4 +1,4 @@
-"""The published guides' own small experiments, with their sizes, on this engine and on plain torch.
+"""Repeats the published guides' small experiments, in their sizes, on this engine and plain torch.
 
     python -m benchmarks.guide
     python -m benchmarks.guide --parts training activations --width 256 --rows 320 --epochs 3
@@ -6,15 +6,15 @@
 training     An MLP of 1000, 4000, 4000 and 1 values learns 10,000 random rows with Adam (1e-3),
              batch 32, 10 epochs: plain torch on the whole batch, and stages 0 to 3 on 2 ranks:
              seconds, bytes of model states, losses.
-activations  What autograd keeps for backward: without and with gradient checkpointing, and what is
-             left on the device if it goes to host memory (`cpu_checkpointing`). Counted in bytes
+activations  What autograd keeps for backward, without and with gradient checkpointing, and what
+             stays on the device if it moves to host memory (`cpu_checkpointing`). Counted in bytes
              of distinct storages, without parameters.
-meshes       Bytes a parameter of a rank for each stage and each mesh on 1, 2, 4, 8 ranks: data x
+meshes       A rank's bytes per parameter for each stage and each mesh on 1, 2, 4, 8 ranks: data x
              tensor x pipeline, or data x sequence.
-claims       "4, 8 and 64 times less memory" for T5-3B at stages 1, 2 and 3: the estimate of `zero
-             estimate`.
+claims       "4, 8 and 64 times less memory" for T5-3B at stages 1, 2 and 3, compared with
+             `zero estimate`.
 
-The run fails if the losses of a stage are not those of plain torch.
+The run fails if the losses of a stage differ from those of plain torch.
 """
 
 from __future__ import annotations

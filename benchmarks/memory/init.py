@@ -1,9 +1,9 @@
-"""Memory while a T5 of 1.0e9 parameters is built under `zero.Init`: peak RSS of each rank.
+"""Measures the peak RSS of each rank while a T5 of 1.0e9 parameters is built under `zero.Init`.
 
     python -m benchmarks.memory.init
 
 The limit is the rank's shards + 1 GiB. RSS includes the interpreter and its imports. The exit code
-is 1 if a rank passes the limit."""
+is 1 if a rank exceeds the limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of `benchmarks.memory.init`: builds the model as a Trainer script with ZeRO-3 does,
+"""One rank of `benchmarks.memory.init`: builds the model as a Trainer script with ZeRO-3 does, and
 reports its memory.
 """
 

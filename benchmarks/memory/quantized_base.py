@@ -1,12 +1,12 @@
-"""What the frozen base of an adapter takes on each rank, by base and engine: bytes of its weights,
-peak of host memory from before the model is loaded, and tokens per second.
+"""Measures what the frozen base of an adapter takes on each rank, by base and engine: bytes of its
+weights, peak host memory since before the model was loaded, and tokens per second.
 
     python -m benchmarks.memory.quantized_base
     python -m benchmarks.memory.quantized_base --deepspeed-python PATH_OF_A_PYTHON_WITH_DEEPSPEED
 
 A Llama with LoRA, on CPUs, loaded by `from_pretrained` in bf16 or quantized by bitsandbytes. The
-bytes are those of all frozen weights, with the scales and codebooks that decode them. A rank holds
-optimizer states of the adapter besides. Tokens per second are those of the fastest step."""
+bytes are those of all frozen weights, with the scales and codebooks that decode them. In addition,
+a rank holds the adapter's optimizer state. Tokens per second are those of the fastest step."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What the monitors cost: seconds of each step that they take, beside the step.
+"""Measures what the monitors cost: the seconds of each step that they take, and those of the step.
 
     python -m benchmarks.monitor
     python -m benchmarks.monitor --sections json_monitor --models small --steps 200
 
-Two gloo ranks train a T5 at stage 3. Measured is what the monitor does after a step. Before it all
-ranks wait for each other, so waiting for a slower rank is not counted. `cpu ms`: of all threads.
-The largest rank's median counts."""
+Two gloo ranks train a T5 at stage 3. The benchmark measures what the monitor does after a step.
+Before that, all ranks wait for each other, so that waiting for a slower rank is not counted.
+`cpu ms`: of all threads. The median of the slowest rank counts."""
 
 from __future__ import annotations
 

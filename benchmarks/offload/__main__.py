@@ -1,5 +1,5 @@
-"""A training step with parameters and optimizer in host memory or in files, compared with a lower
-bound.
+"""Measures a training step with parameters and optimizer in host memory or in files, compared with
+a lower bound.
 
     python -m benchmarks.offload
     python -m benchmarks.offload --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
@@ -8,28 +8,28 @@ bound.
     python -m benchmarks.offload.slices
         # a large batch, in micro-batches and in slices
 
-Variants of this engine at stage 3 ("ours"): without offload; all in host memory; the same with half
-of the optimizer state on the device (`ratio`); all in files, with the update inside the step; all
-in files, with reads ahead, late writes and the update during the next forward. "8-bit": with
-`zero_quantized_moments`. Peers: FSDP2 with `CPUOffloadPolicy`, and DeepSpeed with all in host
-memory. Without a GPU, FSDP2 runs without offload, and "ours" in host memory is the same as without
-offload. DeepSpeed's files need async_io, which has to be built: they are not run.
+Variants of this engine at stage 3 ("ours"): without offload; everything in host memory; the same
+with half of the optimizer state on the device (`ratio`); everything in files, with the update
+inside the step; everything in files, with early reads, late writes and the update during the next
+forward. "8-bit": with `zero_quantized_moments`. Peers: FSDP2 with `CPUOffloadPolicy`, and DeepSpeed
+with everything in host memory. Without a GPU, FSDP2 runs without offload, and "ours" in host memory
+is the same as without offload. DeepSpeed's offload to files is not run, because it needs async_io,
+which has to be built.
 
-All variants train the same model on the same batches, in new processes, in turns. Ratios are formed
-within a round. The losses must agree with those of "ours" without offload. Peaks of memory are
-those of the counted steps.
+All variants train the same model on the same batches, in turns and in new processes. Ratios are
+formed within a round. The losses must agree with those of "ours" without offload. Peaks of memory
+are those of the counted steps.
 
 `floor` is the lower bound, the largest of these times:
 
 - plain torch's forward and backward, measured;
-- 28 bytes a parameter (16 with 8-bit moments) for Adam in host memory (the part that is there),
-over the bandwidth of
-  a triad;
-- bytes to and from files, over the file's bandwidths;
-- on a GPU: gathered and reduced bytes, over the bandwidths to and from the GPU (for a peer: the
-bytes of "ours").
+- 28 bytes per parameter (16 with 8-bit moments) for the part of Adam in host memory, divided by the
+  bandwidth of a triad;
+- bytes to and from files, divided by the file's bandwidths;
+- on a GPU, gathered and reduced bytes, divided by the bandwidths to and from the GPU (for a peer,
+  the bytes of "ours").
 
-On a CPU, compute and update take the same cores, so no step reaches the floor. `cpu s`: seconds of
+On a CPU, compute and update share the same cores, so no step reaches the floor. `cpu s`: seconds of
 all threads of a rank. `/ comp.`: their ratio to plain torch's forward and backward. On a shared
 machine, compare these two."""
 

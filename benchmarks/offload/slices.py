@@ -1,12 +1,12 @@
-"""A step with a large batch, in micro-batches and in slices (`batch_slices`).
+"""Measures a step with a large batch, in micro-batches and in slices (`batch_slices`).
 
     python -m benchmarks.offload.slices
     python -m benchmarks.offload.slices --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
     python -m benchmarks.offload.slices --model t5-3b --places "in files" --folder FAST_DISK \\
         --slices 16 --ways whole slices --rounds 1 --warmup 1 --steps 1
 
-Each variant takes the same sequences in a step, with gradient checkpointing, so that all compute
-the same:
+Each variant trains on the same sequences in a step, with gradient checkpointing, so that all have
+the same amount of computation:
 
 - as micro-batches of one sequence, each of which gathers all weights again;
 - as one micro-batch, whole or in slices.
@@ -15,8 +15,8 @@ Places, at stage 3: weights and optimizer in host memory, or in files with the u
 next forward. At most a quarter of the weights may be gathered at a time (`--live`). Peers run the
 micro-batches in host memory: FSDP2 (without a GPU it runs without offload), and DeepSpeed.
 
-All variants train the same model on the same batches, in new processes, in turns. `/ memory` is the
-ratio to the same way in host memory, formed within a round. Bytes are those of a step."""
+All variants train the same model on the same batches, in turns and in new processes. `/ memory` is
+the ratio to the same way in host memory, formed within a round. Bytes are those of a step."""
 
 from __future__ import annotations
 

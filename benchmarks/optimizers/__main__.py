@@ -1,4 +1,4 @@
-"""What a training step costs with several optimizers: this engine beside FSDP2 and DeepSpeed.
+"""Measures a training step with several optimizers: this engine, FSDP2 and DeepSpeed.
 
     python -m benchmarks.optimizers
     python -m benchmarks.optimizers --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
@@ -6,9 +6,9 @@
 All systems train the same Llama (7.4M parameters) in fp32 on the same global batches, at stages 2
 and 3 on 2 and 4 processes of one thread. They take turns, so that a busy machine disturbs all of
 them alike. The table has CPU seconds of a step (forward, backward and update; all threads of a
-process; the median over steps, the mean of processes), wall seconds, bytes of optimizer state a
-parameter on the largest process, and the largest relative difference of a loss to plain torch in
-one process. What a system cannot do, and a package that is not installed, is named below the table.
+process; the median over steps, the mean over processes), wall seconds, bytes of optimizer state per
+parameter on the largest process, and the largest relative difference of a loss from plain torch in
+one process. Anything that a system cannot do, and missing packages, are named below the table.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""One step of Adam on host memory: this engine's, several of torch and, if given, DeepSpeed's C++
-op.
+"""Measures one step of Adam on host memory: this engine's, several of torch's and, if given,
+DeepSpeed's C++ op.
 
     python -m benchmarks.optimizers.cpu_adam
     python -m benchmarks.optimizers.cpu_adam --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
 
-The input is a bf16 gradient, the output a bf16 parameter; master and two moments are fp32. That is
-at least 28 bytes a parameter. With 8-bit moments it is 16. The contestants take turns on the same
+The input is a bf16 gradient, the output a bf16 parameter; master and two moments are fp32. This is
+at least 28 bytes per parameter, or 16 with 8-bit moments. The contestants take turns on the same
 memory, one step each, so that a busy machine disturbs all of them alike. The first round does not
-count. `ms`: the fastest step, in brackets the median. `cpu ms`: the least sum over all threads.
-`GB/s` and the columns after it are of the fastest step. `of triad`: relative to the bandwidth of
-two fp32 reads and one write in the same rounds."""
+count. `ms`: the fastest step, with the median in brackets. `cpu ms`: the least sum over all
+threads. `GB/s` and the following columns are those of the fastest step. `of triad`: relative to the
+bandwidth of two fp32 reads and one write in the same rounds."""
 
 from __future__ import annotations
 

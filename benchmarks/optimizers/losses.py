@@ -1,13 +1,14 @@
-"""Losses of optimizers over 200 steps: two ranks at stage 3 beside plain torch in one process.
+"""Losses of optimizers over 200 steps: two ranks at stage 3 compared with plain torch in one
+process.
 
     python -m benchmarks.optimizers.losses
 
 A small Llama learns the bytes of this project's documentation. All variants see the same batches of
-16 x 64 bytes, in the same order. A line of the table gives the mean of the last 20 losses, of both
+16 x 64 bytes, in the same order. A line of the table gives the mean of the last 20 losses of both
 runs, and their largest relative difference in the first 10 steps and in all steps. Rounding differs
-between one process and two, and training amplifies it. The picture has the losses of all variants:
-lines for the engine, dots for plain torch. bf16 variants have no plain run of their own, nor have
-8-bit moments of this engine: they are compared with AdamW in fp32."""
+between one process and two, and training amplifies it. The picture shows the losses of all
+variants, with lines for the engine and dots for plain torch. The bf16 variants and this engine's
+8-bit moments have no plain counterpart, and are compared with AdamW in fp32."""
 
 from __future__ import annotations
 

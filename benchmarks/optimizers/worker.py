@@ -1,5 +1,5 @@
-"""One rank of one system of the optimizer benchmark: trains a small Llama by several optimizers, at
-several stages.
+"""One rank of one system of the optimizer benchmark: trains a small Llama with several optimizers,
+at several stages.
 
 `benchmarks.optimizers` starts it on each rank, in this environment or (system `deepspeed`) in one
 that has DeepSpeed. A system is a function from a plain model, an optimizer's name and a stage to a

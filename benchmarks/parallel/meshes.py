@@ -1,10 +1,10 @@
-"""Step time of this engine and of torch's own parts on meshes of data, tensor and pipeline ranks.
+"""Measures step times of this engine and of torch's own parts on data, tensor and pipeline meshes.
 
     python -m benchmarks.parallel.meshes
 
 Both train the same Llama (4.2M parameters) on the same batches: this engine, and FSDP2 composed
 with torch's `parallelize_module` or with `torch.distributed.pipelining`. They take turns, so that a
-busy machine disturbs both alike. A ratio is formed within a round, and the median over the rounds
+busy machine disturbs both equally. A ratio is formed within a round, and the median over the rounds
 is reported. The run fails if losses differ.
 
 At stage 3 this engine reduces gradients with each micro-batch of a pipeline, and reshards after

@@ -3,7 +3,7 @@ each step's cost.
 
 `benchmarks.parallel.meshes` starts it on each rank. A variant is a function from a mesh to
 `train_step(ids) -> loss`. Both use torch's fused AdamW and clip gradients to a global norm of 1.0.
-Both cut layers in the same places."""
+Both divide layers in the same places."""
 
 from __future__ import annotations
 

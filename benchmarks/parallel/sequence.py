@@ -1,13 +1,13 @@
-"""The longest sequence that can be trained in a fixed memory: sharing, tiles and gradient
-checkpointing, on and off.
+"""Finds the longest sequence that can be trained in a fixed amount of memory, with sharing, tiles
+and gradient checkpointing on and off.
 
     python -m benchmarks.parallel.sequence
 
 A small Llama in fp32 at stage 3, on CPU processes with one thread each. The limit is on what a step
 adds to a process's resident memory: activations, and gradients on their way. Each row is one
 setting; a process's peak is read from the system. "sharing" is sequence parallelism: all processes
-share one sequence; without it each has one of its own. Activations in host memory
-(`cpu_checkpointing`) are not there: on a CPU they have no effect."""
+share one sequence, instead of having one each. Activations in host memory (`cpu_checkpointing`) are
+left out, because they have no effect on a CPU."""
 
 from __future__ import annotations
 

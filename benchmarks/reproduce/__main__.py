@@ -1,5 +1,5 @@
-"""All experiments of the published guides on this machine, one after the other, and one report of
-them.
+"""Runs all experiments of the published guides on this machine, one after the other, and writes a
+report.
 
     python -m benchmarks.reproduce --quick
         # small sizes: under ten minutes on two cores
@@ -8,10 +8,10 @@ them.
         # with T5-3B, which needs 60 GB there
     python -m benchmarks.reproduce --quick --only three_d gathering
 
-The report is `report.md`, with its pictures and JSON beside it (`--output`). Each experiment is a
-benchmark, an example or a command of its own; `benchmarks/reproduce/experiments.py` lists them. A
-failed one is shown in its section, and the others still run: then the exit code is 1. `--only` runs
-some, and keeps the other sections of an earlier report."""
+The report is `report.md`, with its pictures and JSON in the same folder (`--output`). Each
+experiment is a separate benchmark, example or command; `benchmarks/reproduce/experiments.py` lists
+them. A failure is shown in its section while the others still run, and the exit code is then 1.
+`--only` runs some experiments, and keeps the other sections of an earlier report."""
 
 from __future__ import annotations
 

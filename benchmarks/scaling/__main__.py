@@ -1,5 +1,5 @@
-"""Predicted step time and memory of a rank on 8 to 4,096 devices, and the prediction's error where
-it can be measured.
+"""Predicts a rank's step time and memory on 8 to 4,096 devices, and measures the prediction's error
+where possible.
 
     python -m benchmarks.scaling
         # T5-3B and 11B, Llama 8B and 70B: a table, a picture, JSON

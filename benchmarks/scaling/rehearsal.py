@@ -1,9 +1,9 @@
-"""The program of one training step: what the engine computes, gathers, waits for and reduces, and
-in which order.
+"""Records the program of one training step: what the engine computes, gathers, waits for and
+reduces, and in which order.
 
 `rehearse` runs the engine's own hooks and policies (`zero.core.hooks`, `zero.core.gathering`,
-`zero.core.reduction`) over a model, on groups that move nothing and write down what is asked of
-them. The model may be one on the meta device, of any size. `tests/accelerator/test_timeline.py`
+`zero.core.reduction`) over a model, on groups that move nothing and record what is asked of
+them. The model may be on the meta device, and of any size. `tests/accelerator/test_timeline.py`
 compares such programs with what the engine does on the simulated accelerator."""
 
 from __future__ import annotations

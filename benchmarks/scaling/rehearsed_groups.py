@@ -1,5 +1,5 @@
-"""Groups of parameters that hold nothing, and where the engine would put them: what `rehearsal`
-needs of them."""
+"""Groups of parameters without values, and where the engine would put them, as `rehearsal` needs
+them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""A model of a training step: what the engine waits for on N devices, by links and sizes that are
-given.
+"""A model of a training step: what the engine waits for on N devices, for given links and sizes.
 
     python -m benchmarks.scaling.timeline llama-8b --ds-config configs/ds_config_zero3.json --ranks
     8 64 --batch 1 --seq 2048
 
-`benchmarks/scaling/rehearsal.py` has the engine's own policies write down the program of a step.
-This file gives each operation its time on N devices. Every run prints what is assumed for that."""
+`benchmarks/scaling/rehearsal.py` has the engine's own policies record the program of a step. This
+file gives each operation its time on N devices. Every run prints its assumptions."""
 
 from __future__ import annotations
 

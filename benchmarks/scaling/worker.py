@@ -1,7 +1,7 @@
 """One process of `python -m benchmarks.scaling --check`: the median seconds of a step of a small
 Llama at stage 3.
 
-"step" is all of it. "update" is the part in `engine.step()`, with the wait for other ranks.
+"step" is the whole step, "update" the part in `engine.step()`, including the wait for other ranks.
 """
 
 from __future__ import annotations

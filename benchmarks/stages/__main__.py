@@ -6,13 +6,13 @@ loss curves.
 For each number of processes and each stage the table has: the bytes of parameters, gradients and
 optimizer state that a rank really holds for a T5 of 42M parameters in bf16, read from the engine's
 tensors; the same by formula; peak resident memory; and the time of a step in fp32 as a ratio to
-stage 0, measured in turns. Then every stage trains a tiny T5 for some hundred steps on 2 processes,
-in fp32 and bf16, and so does plain torch. The losses go to a plot. The run fails if a measured size
-differs from the formula, or the losses of a stage differ from those of stage 0.
+stage 0, measured in turns. Then every stage trains a tiny T5 for a few hundred steps on 2
+processes, in fp32 and bf16, and so does plain torch. The losses are plotted. The run fails if a
+measured size differs from the formula, or the losses of a stage differ from those of stage 0.
 
-The formula is that of arXiv 1910.02054, section 5, for Adam: 2 bytes a parameter for 16-bit
-parameters, 2 for 16-bit gradients, 12 for fp32 masters and moments. Each is divided by the number
-of ranks from the stage on that shards it. This engine differs in the gradients: see
+The formula is that of arXiv 1910.02054, section 5, for Adam: 2 bytes per parameter for
+16-bit parameters, 2 for 16-bit gradients, 12 for fp32 masters and moments. Each is divided by the
+number of ranks starting with the stage that shards it. This engine differs in the gradients: see
 `expected_bytes`."""
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `--task cost` measures memory in two bf16 steps of each stage with accumulation 2. Then it measures
 time in rounds of fp32 steps. The stages take turns, so that a busy machine disturbs all of them
-alike. `--task train` runs a short training in plain torch, and the same one at each stage in fp32
+equally. `--task train` runs a short training in plain torch, and the same one at each stage in fp32
 and bf16, for the losses."""
 
 from __future__ import annotations

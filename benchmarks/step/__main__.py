@@ -6,8 +6,8 @@ DeepSpeed's ZeRO-3.
     python -m benchmarks.step --dtype bf16
 
 All variants train the same T5 (42M parameters) on the same batches, each in its own processes. They
-take turns, so that a busy machine disturbs all of them alike. A ratio is formed within a round, and
-the median over the rounds is reported. The run fails if losses differ from DDP's."""
+take turns, so that a busy machine disturbs all of them equally. A ratio is formed within a round,
+and the median over the rounds is reported. The run fails if losses differ from DDP's."""
 
 from __future__ import annotations
 

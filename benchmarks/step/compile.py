@@ -3,8 +3,8 @@ and FSDP2.
 
     python -m benchmarks.step.compile
 
-All variants are in one process on each rank and take turns, step by step. So a busy machine
-disturbs all of them alike. A ratio is formed within a turn, and the median over the turns is
+All variants are in one process on each rank and take turns, step by step, so that a busy machine
+disturbs all of them equally. A ratio is formed within a turn, and the median over the turns is
 reported. The run fails if the losses of a variant differ from those of this engine in eager mode.
 """
 

@@ -1,20 +1,20 @@
-"""The Trainer's tests and the parity tests with older and newer libraries.
+"""Runs the Trainer's tests and the parity tests with older and newer libraries.
 
     python -m benchmarks.versions --json versions.json
     python -m benchmarks.versions --only oldest LLaMA-Factory
     python -m benchmarks.versions --only oldest --inherit --few
 
-Each corner gets a virtual environment of its own, and the tests run there. The table goes to
+Each corner gets its own virtual environment, in which the tests run. The table goes to
 standard output, and with --json the rows to a file, which keeps those of corners that did not run.
 The exit code is 1 if a test failed.
 
 A corner needs its Python: `python3.X` on PATH, or one of pyenv's. Except for the combination that
-you run this with, torch comes from PyPI, with 3 GB of CUDA's libraries. So an environment is
-removed after its tests, unless --keep names a folder for them.
+you run this with, torch comes from PyPI, with 3 GB of CUDA's libraries. An environment is therefore
+removed after its tests, unless --keep names a folder for environments.
 
---inherit    takes all packages but those that the corner pins from the environment that runs this:
-             seconds instead of minutes. Such a corner has this Python and this torch, whatever it
-             names.
+--inherit    takes all packages except those that the corner pins from the environment that runs
+             this, which takes seconds instead of minutes. Such a corner has this Python and this
+             torch, whatever it names.
 --few        a minute of tests instead of all, as continuous integration runs them. The table's
              column "tests" says so.
 """

@@ -1,6 +1,6 @@
 """Training checkpoints: the functions that scripts and the engine call.
 
-The modules say what each of them does.
+Each module describes what it does.
 """
 
 from zero.checkpoint.background import check_background_save, wait_for_background_saves

@@ -1,5 +1,5 @@
-"""PEFT's adapters in a checkpoint: under which names PEFT saves their tensors, and with which
-configuration, so that `consolidate` can write what `save_pretrained` would have written."""
+"""Describes PEFT's adapters in a checkpoint: the names under which PEFT saves their tensors, and
+their configuration, so that `consolidate` can write what `save_pretrained` would have written."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def describe_adapters(model: Any) -> dict[str, dict[str, Any]]:
-    """By adapter: its configuration, and the model's name of each tensor that PEFT saves.
+    """Return each adapter's configuration, and the model's name of each tensor that PEFT saves.
 
     The name is None where PEFT computes the tensor from several parameters. Nothing is gathered.
-    Empty if the model is not PEFT's."""
+    The result is empty if the model is not a PEFT model."""
     if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
         return {}
-    from peft import get_peft_model_state_dict  # it is there, because the model is PEFT's
+    from peft import get_peft_model_state_dict  # installed, because the model is a PEFT model
 
-    # PEFT chooses by name: a single number, shown in the tensor's shape, stands for each tensor.
+    # PEFT selects by name, so a single number, expanded to the shape, can stand for each tensor.
     stand_ins = {
         name: torch.zeros((), device="cpu").expand(value.shape)
         for name, value in model.state_dict(keep_vars=True).items()
@@ -48,7 +48,7 @@ def describe_adapters(model: Any) -> dict[str, dict[str, Any]]:
 
 
 def _name_of_equal(model: nn.Module, computed: torch.Tensor) -> str | None:
-    """The parameter with these values, which is not sharded: of a prompt, PEFT returns a copy."""
+    """Return the unsharded parameter with these values. For prompts, PEFT returns a copy."""
     for name, param in model.named_parameters():
         is_candidate = param.requires_grad and not isinstance(param, ShardedParameter)
         if is_candidate and param.shape == computed.shape:
@@ -58,7 +58,7 @@ def _name_of_equal(model: nn.Module, computed: torch.Tensor) -> str | None:
 
 
 def _stored_config(model: Any, config: Any) -> dict[str, Any]:
-    """What PEFT writes to `adapter_config.json`."""
+    """Return what PEFT writes to `adapter_config.json`."""
     config = copy.deepcopy(config)
     config.inference_mode = True
     kind, mapping = type(model.get_base_model()), None

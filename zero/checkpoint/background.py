@@ -1,9 +1,9 @@
 """Writes checkpoints while training continues (`"checkpoint": {"async_save": true}`).
 
-save_checkpoint   waits for the save before -> copies this rank's slices to host memory -> starts a
-                  thread
-thread            writes, verifies and renames as a save in the foreground does, over connections
-                  of its own
+save_checkpoint   waits for the previous save -> copies this rank's slices to host memory -> starts
+                  a thread
+thread            writes, verifies and renames like a save in the foreground, over its own
+                  connections
 step              checks whether a running save has ended on all ranks; if it failed, all ranks
                   raise its error
 exit              waits for the thread; the exit code is 1 if the save failed and no call has
@@ -57,20 +57,20 @@ class BackgroundSaves:
     def of_engine(cls, engine: ZeroEngine) -> BackgroundSaves:
         """The saves of `engine`.
 
-        The first call makes connections: every rank must make it at the same time.
+        The first call connects the ranks, so every rank must make it at the same time.
         """
         if engine not in _of_engine:
             _of_engine[engine] = cls(engine)
         return _of_engine[engine]
 
     def copy(self, slices: Sequence[Slice]) -> list[Slice]:
-        """Copies of `slices` in host memory, which is kept for the next save.
+        """Copy `slices` to host memory, which is kept for the next save.
 
-        The thread copies the optimizer's state later. Until then `ZeroOptimizer.wait` blocks
-        whoever would change it."""
+        The thread copies the optimizer's state later. Until then, `ZeroOptimizer.wait` blocks
+        anything that would change it."""
         nbytes = sum(round_up(each.values.nbytes, 64) for each in slices)
         if self._memory.numel() < nbytes:
-            # The former memory is freed before the new one comes.
+            # Free the old memory before allocating the new one.
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
             host = Tier(torch.device("cpu"), pinned=is_accelerator(self._device))
             self._memory = host.empty(nbytes, torch.uint8)
@@ -101,7 +101,7 @@ class BackgroundSaves:
 
     def _run(self, act: Callable[[], None], ready: torch.Event | None) -> None:
         try:
-            # On a stream of its own: the copies lie beside the kernels of the training.
+            # On a separate stream, so that the copies overlap with the kernels of training.
             with beside(self._device, ready) as stream:
                 for target, part in self._later:
                     values = part.values() if isinstance(part, CodedSlice) else part
@@ -117,10 +117,10 @@ class BackgroundSaves:
             self._copied.set()
 
     def wait(self) -> None:
-        """Until the running save, if there is one, has ended; raises its error, which is the same
-        on all ranks.
+        """Wait for the running save, if there is one, and raise its error, which is the same on all
+        ranks.
 
-        Every rank must wait at the same time: so each notices if another one has died.
+        Every rank must wait at the same time, so that each notices if another one has died.
         """
         while self._thread is not None:
             self._thread.join(0.01)

@@ -1,8 +1,8 @@
-"""The quantized base of a model, which is not written into checkpoints: what identifies it, so that
-training does not go on upon another one.
+"""Identifies the quantized base of a model, which checkpoints do not contain, so that training does
+not continue on a different one.
 
-Each layer's bytes are summed, each times its position, by each rank over its shards. The sums do
-not depend on the number of ranks."""
+Each rank sums the bytes of each layer in its shards, each byte multiplied by its position. The sums
+do not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from zero.errors import UsageError
 if TYPE_CHECKING:
     from zero.engine import ZeroEngine
 
-# By layer: its bytes, and their sum.
+# For each layer, the number of its bytes and their sum.
 Sums = Mapping[str, Sequence[int]]
 
-# So many bytes are summed at a time: as 64-bit integers they take eight times the memory.
+# The number of bytes summed at a time. As 64-bit integers they take eight times the memory.
 CHUNK = 1 << 20
 # Sums are kept modulo this number, because those of 64-bit integers wrap around.
 MODULUS = 1 << 53
 
-# For each group: the version of its values, and the sum of each parameter's bytes in the shard.
+# For each group, the version of its values, and the byte sum of each parameter in the shard.
 _sums: WeakKeyDictionary[ParamGroup, tuple[int, list[int]]] = WeakKeyDictionary()
 
 
 def base_layers(model: nn.Module) -> dict[str, list[torch.Tensor]]:
-    """The tensors of each quantized layer, by the layer's name."""
+    """Return the tensors of each quantized layer, by the layer's name."""
     buffers = None if keeps_codes_in_buffers(model) else False
     layers = {
         name: [each.tensor for each in quantized_tensors(module, buffers)]
@@ -44,9 +44,9 @@ def base_layers(model: nn.Module) -> dict[str, list[torch.Tensor]]:
 
 
 def sums_of_rank(engine: ZeroEngine) -> Sums:
-    """This rank's part of the sums: of its shards, and on rank 0 of what is not sharded.
+    """Return this rank's part of the sums: those of its shards, and on rank 0 of unsharded tensors.
 
-    Nothing if the model is split over a model group."""
+    Empty if the model is split over a model group."""
     found: dict[str, tuple[int, int]] = {}
     if engine.comm.model is not None:
         return found
@@ -57,7 +57,7 @@ def sums_of_rank(engine: ZeroEngine) -> Sums:
 
 
 def total(of_ranks: Sequence[Sums]) -> Sums:
-    """The sums over all ranks."""
+    """Return the sums over all ranks."""
     return {
         name: (nbytes, sum(sums[name][1] for sums in of_ranks) % MODULUS)
         for name, (nbytes, _) in of_ranks[0].items()
@@ -65,7 +65,7 @@ def total(of_ranks: Sequence[Sums]) -> Sums:
 
 
 def require_same_base(stored: Sums, here: Sums) -> None:
-    """Raise UsageError, which names a layer, if the model has another base than the checkpoint."""
+    """Raise UsageError, naming a layer, if the model's base differs from the checkpoint's."""
     for name in sorted(stored.keys() | here.keys()):
         if list(stored.get(name, ())) != list(here.get(name, ())):
             raise UsageError(
@@ -94,7 +94,7 @@ def _sum_of_rank(engine: ZeroEngine, tensor: torch.Tensor) -> int:
 
 
 def positional_sum(values: torch.Tensor, position: int) -> int:
-    """Over the bytes of `values`, of which the first is at `position` of its tensor."""
+    """Sum the bytes of `values`, the first of which is at `position` in its tensor."""
     total = 0
     for part in values.view(torch.uint8).split(CHUNK):
         end = position + part.numel()

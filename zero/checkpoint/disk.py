@@ -29,15 +29,15 @@ LOCK = ".zero-lock"
 
 
 def unfinished(path: Path) -> Path:
-    """A new name in the same folder as `path`."""
+    """Return a new name in the same folder as `path`."""
     return path.with_name(f"{UNFINISHED}{path.name}-{secrets.token_hex(4)}")
 
 
 @contextmanager
 def create(path: Path, mode: int = 0o666) -> Iterator[int]:
-    """The descriptor of a new file, durable at the end.
+    """Context with the descriptor of a new file, which is durable at the end.
 
-    FileExistsError if the name exists, even as a link.
+    Raises FileExistsError if the name exists, even as a link.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path, flags, mode)
@@ -49,7 +49,7 @@ def create(path: Path, mode: int = 0o666) -> Iterator[int]:
 
 
 def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write `path`, whole or not at all; a link of that name is replaced, not followed."""
+    """Write `path` completely or not at all. A link of that name is replaced, not followed."""
     temporary = unfinished(path)
     try:
         with create(temporary, mode) as descriptor:
@@ -62,7 +62,7 @@ def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
 
 
 def write(descriptor: int, data: memoryview, position: int) -> int:
-    """Write all of `data` at `position`; returns where it ends."""
+    """Write all of `data` at `position`, and return where it ends."""
     while data:
         count = os.pwrite(descriptor, data, position)
         data, position = data[count:], position + count
@@ -70,9 +70,9 @@ def write(descriptor: int, data: memoryview, position: int) -> int:
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor of a regular file;
+    """Context with a descriptor of a regular file.
 
-    OSError for anything else of that name, a link or a pipe too.
+    Raises OSError for anything else of that name, including links and pipes.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -82,7 +82,7 @@ def open_regular(path: Path) -> int:
 
 
 def read(path: Path) -> bytes:
-    """The content of a regular file."""
+    """Return the content of a regular file."""
     with open(open_regular(path), "rb") as file:
         return file.read()
 
@@ -97,7 +97,7 @@ def sync(folder: Path) -> None:
 
 
 def make_folders(folder: Path) -> None:
-    """The folder and those above it, durable."""
+    """Make the folder and its parents, durably."""
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(folder))
     if not folder.exists():
@@ -107,7 +107,7 @@ def make_folders(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """A file, a link, or a folder with all that is in it; nothing if there is none."""
+    """Remove a file, a link, or a folder with its content, if it exists."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -119,17 +119,17 @@ def remove(path: Path) -> None:
 
 # -- the lock
 
-# Descriptors of locked folders, the one that was asked for last at the end. A script may save to a
-# new folder each time, so the oldest ones are let go.
+# Descriptors of locked folders, the most recently used last. A script may save to a new folder each
+# time, so the oldest locks are released.
 _held: dict[str, int] = {}
 MOST_LOCKS = 16
 
 
 def lock(folder: Path) -> None:
-    """Lock a folder until this process ends, or has locked `MOST_LOCKS` others; a second call does
+    """Lock a folder until this process ends or has locked `MOST_LOCKS` others. A second call does
     nothing. The kernel drops the lock of a dead process.
 
-    Raises UsageError that names host, process and time of the process that has the lock.
+    Raises UsageError, with the host, number and start time of the process that holds the lock.
     """
     key = os.path.realpath(folder)
     if key in _held:
@@ -164,8 +164,8 @@ def lock(folder: Path) -> None:
 
 
 def _forget_locks() -> None:
-    """In a forked child, such as a worker that loads data: it must not keep the lock after the job
-    has ended.
+    """Run in forked children, such as data-loading workers, which must not keep the lock after the
+    job has ended.
     """
     for descriptor in _held.values():
         os.close(descriptor)

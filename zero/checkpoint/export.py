@@ -1,7 +1,7 @@
 """Exports the whole model of a running engine from its shards: weight by weight in bounded memory,
 as a model folder, or as a state dict.
 
-This file knows nothing of training: neither hooks nor gradients.
+This file does not depend on training, that is, on hooks or gradients.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ logger = logging.getLogger("zero")
 T = TypeVar("T")
 
 
-# For each group: the version of its values, and weak references to whole parameters that were
+# For each group, the version of its values, and weak references to whole parameters that were
 # handed out to be saved.
 _Copies = list[Callable[[], torch.Tensor | None]]
 _copies: WeakKeyDictionary[ParamGroup, tuple[int, _Copies]] = WeakKeyDictionary()
@@ -67,19 +67,19 @@ class _Part(NamedTuple):
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank has them already."""
+        """Whether this rank already has them."""
         return self.group.persistent and self.dtype == self.group.dtype
 
 
 class Weights:
-    """All weights of a model, tied ones once. They are read by all ranks at the same time.
+    """All weights of a model, with tied weights once. All ranks must read them at the same time.
 
     Args:
-        dtype: of floating-point weights, rounded from the fp32 masters where there are any: a torch
-            dtype, or "fp16", "bf16" or "fp32"; None: the dtype they are trained in.
+        dtype: the dtype of floating-point weights, rounded from the fp32 masters if there are any:
+            a torch dtype, or "fp16", "bf16" or "fp32". None means the dtype they are trained in.
 
     Attributes:
-        specs: names, shapes and dtypes, in the order in which the values come.
+        specs: names, shapes and dtypes, in the order of the values.
     """
 
     def __init__(
@@ -124,18 +124,18 @@ class Weights:
         return self.dtype if self.dtype is not None and own.is_floating_point else own
 
     def on_first(self, what: str, act: Callable[[Iterator[torch.Tensor]], T]) -> T | None:
-        """`act(values)` on rank 0, None on others: each weight in host memory, valid until the next
-        one is asked for.
+        """Return `act(values)` on rank 0, None on others. Each value is a weight in host memory,
+        valid until the next one is requested.
 
-        An error of `act`, which may stop at any weight, is raised on every rank; `what` names the
-        action in the text."""
+        An error of `act`, which may stop at any weight, is raised on every rank. `what` names the
+        action in the message."""
         ranks, stream = Ranks.of_job(self.comm.job, what), self.stream()
 
         def on_rank() -> T | None:
             try:
                 return act(value.cpu() for _, value in stream) if ranks.rank == 0 else None
             finally:
-                # every rank must take part in every gather: other ranks, and rank 0 after an error
+                # every rank must take part in every gather, rank 0 even after an error
                 for _ in stream:
                     pass
 
@@ -143,11 +143,11 @@ class Weights:
 
     @torch.no_grad()
     def stream(self, max_bytes: int = sys.maxsize) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every rank gets each (name, weight) on the compute device; a weight is valid until the
-        next one is asked for.
+        """Yield each (name, weight) on the compute device of every rank. A weight is valid until
+        the next one is requested.
 
-        Two buffers take turns: while one is handed out, the other is filled. Both take `max_bytes`
-        in all (more if a single weight is larger than half of that)."""
+        Two buffers take turns: while one is in use, the other is filled. Together they take
+        `max_bytes`, or more if a single weight is larger than half of that."""
         parts = [part for group in self.groups for part in self._parts(group, max_bytes // 2)]
         largest = max((part.nbytes for part in parts if not part.is_here), default=0)
         buffers = [
@@ -158,7 +158,7 @@ class Weights:
         for group, _, which, start, _ in parts:
             assert following is not None
             values, pending = following
-            following = next(gathers, None)  # under way while this one is handed out
+            following = next(gathers, None)  # in flight while this one is in use
             pending.wait()
             for i in range(*which.indices(len(group.params))):
                 slot, name = group.layout.slots[i], self.names[group][i]
@@ -171,7 +171,7 @@ class Weights:
             yield name, value.to(self._dtype(value.dtype))
 
     def _parts(self, group: ParamGroup, max_bytes: int) -> Iterator[_Part]:
-        """Consecutive weights of a group of at most `max_bytes`, and at least one."""
+        """Yield consecutive weights of a group, at least one and at most `max_bytes`."""
         dtype, slots = self._dtype(group.dtype), group.layout.slots
         if group.layout.padded * dtype.itemsize <= max_bytes:
             yield _Part(group, dtype, slice(0, len(slots)), 0, group.layout.padded)
@@ -184,7 +184,7 @@ class Weights:
                 first = number
 
     def _gather(self, part: _Part, buffer: torch.Tensor) -> tuple[torch.Tensor, Pending]:
-        """Start to gather weights into `buffer`, unless they are here; returns where they will
+        """Start to gather weights into `buffer`, unless they are here, and return where they will
         be.
         """
         group, layout = part.group, part.group.layout
@@ -204,8 +204,8 @@ class Weights:
 
 
 def _stored_names(model: nn.Module, group: ParamGroup) -> list[str | None]:
-    """How `model.state_dict()` names the tensors of a packed group, which may be attributes; None
-    for those that it lacks.
+    """Return how `model.state_dict()` names the tensors of a packed group, which may be attributes,
+    and None for tensors that it does not contain.
     """
     names: dict[int, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -297,7 +297,7 @@ def _show_copies(
 ) -> None:
     for name, param in module._parameters.items():
         key = prefix + name
-        # With keep_vars=True the parameters themselves were asked for.
+        # With keep_vars=True, the caller wants the parameters themselves.
         if not isinstance(param, ShardedParameter) or isinstance(state.get(key), nn.Parameter):
             continue
         group = owning_group(param)
@@ -323,11 +323,11 @@ def _warn_of_placeholders() -> None:
 
 
 def copied_state_dict(state: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    """A copy of a state dict in host memory, for stages 0 to 2, where every rank has all weights,
-    or its parts of them.
+    """Copy a state dict to host memory, for stages 0 to 2, where every rank has all weights, or its
+    parts of them.
 
     On rank 0, which saves it, the copy is in a temporary file, as at stage 3. Other ranks get the
-    values themselves. A tensor that has several names stays a single tensor. If tensors are sharded
+    values themselves. A tensor that has several names remains one tensor. If tensors are sharded
     over ranks, all ranks must call it."""
     first: dict[object, str] = {}
     same_as = {
@@ -351,7 +351,7 @@ def copied_state_dict(state: Mapping[str, torch.Tensor], rank: int) -> dict[str,
     return {name: copies[same_as[name]] for name in state}
 
 
-# -- a state dict outside of the process's own memory
+# -- a state dict outside the process's own memory
 
 
 # Bytes of a mapped model that may count as the process's own.
@@ -359,8 +359,8 @@ _RESIDENT = 1 << 29
 
 
 def _unmap_pages(mapped: weakref.ref[mmap.mmap]) -> None:
-    """As long as the mapping is used, drop its pages from this process again and again; the
-    system's cache keeps them.
+    """While the mapping is used, regularly drop its pages from this process. The system's cache
+    keeps them.
 
     The kernel would drop them only when memory is short. Until then, limits on resident memory
     would count them."""
@@ -371,13 +371,13 @@ def _unmap_pages(mapped: weakref.ref[mmap.mmap]) -> None:
 
 
 def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> dict[str, torch.Tensor]:
-    """Copies of tensors in host memory, in a file without a name that is mapped into memory.
+    """Return copies of tensors in a file without a name that is mapped into host memory.
 
-    The kernel reads and drops their pages as needed, so they take none of the process's own memory;
-    the space on the disk is free again when the last of them is gone. The file is made where
-    temporary files go (`TMPDIR`), or in the working directory if only that has room for `nbytes`.
+    The kernel reads and drops their pages as needed, so they take none of the process's own memory.
+    The disk space is freed when the last of them is gone. The file is created in the folder for
+    temporary files (`TMPDIR`), or in the working directory if only that has space for `nbytes`.
 
-    Raises OSError if there is no such room.
+    Raises OSError if neither has enough space.
     """
     places = [tempfile.gettempdir(), os.getcwd()]
     place = next((place for place in places if shutil.disk_usage(place).free > nbytes), None)

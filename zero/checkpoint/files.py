@@ -1,26 +1,26 @@
 """Tensors in files: the headers of safetensors files, and the slices of a checkpoint, one file per
 rank.
 
-[Note: slices] A checkpoint knows nothing of a run's groups and sub-groups. It knows a tensor by its
-parameter's name, and values by their position in the flattened tensor. Each rank writes the slices
-that it holds. The manifest says which file holds which range. A reader with other shards asks for
-other ranges, which are assembled from the files.
+[Note: slices] A checkpoint does not depend on a run's groups and sub-groups. It identifies a tensor
+by its parameter's name, and values by their position in the flattened tensor. Each rank writes the
+slices that it holds, and the manifest says which file holds which range. A reader with different
+shards asks for different ranges, which are assembled from the files.
 
-[Note: blocks] A few threads write, checksum (XXH3) and read a file in blocks of `BLOCK` bytes. To
-read a part of a file, they verify the blocks that contain it, while these are in the processor's
-cache. No block is read twice.
+[Note: blocks] A few threads write, checksum (XXH3) and read a file in blocks of `BLOCK` bytes. When
+they read a part of a file, they verify the blocks that contain it while these are in the
+processor's cache. No block is read twice.
 
 [Note: parts] A parameter that is split over a model group (tensor parallelism) is stored in parts:
 
     weights/NAME@I         part I of NAME, flattened; the manifest says along which dimension NAME
                            was split
-    optimizer/KEY/NAME@I   the same of an optimizer state
+    optimizer/KEY/NAME@I   the same for an optimizer state
 
-A run whose model is split in the same way reads its own parts. Any other one reads all parts, one
+A run whose model is split in the same way reads its own parts. Any other run reads all parts, one
 parameter at a time.
 
-safetensors' own writer takes whole tensors in memory, and knows no checksums. The format needs
-neither."""
+safetensors' own writer is not used, because it needs whole tensors in memory and cannot compute
+checksums."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class TensorSpec:
 class Slice(NamedTuple):
     """Elements from `start` on of the flattened tensor `key`, which has `numel`: `values`, 1-D.
 
-    To be written, it may be a `CodedSlice`: its values are made a block at a time.
+    A slice to be written may be a `CodedSlice`, whose values are produced one block at a time.
     """
 
     key: str
@@ -86,24 +86,24 @@ class Slice(NamedTuple):
 
     @classmethod
     def whole(cls, key: str, tensor: torch.Tensor) -> Slice:
-        """All of a tensor. A read fills its memory, so it must be contiguous."""
+        """Return a slice of a whole tensor. A read fills its memory, so it must be contiguous."""
         return cls(key, tensor.numel(), 0, tensor.detach().view(-1))
 
     def share(self, rank: int, size: int) -> Slice:
-        """An equal share of it, for one of `size` ranks to write, which all hold the same."""
+        """Return the equal share that one of `size` ranks with the same values writes."""
         first, end = (self.values.numel() * each // size for each in (rank, rank + 1))
         return self._replace(start=self.start + first, values=self.values[first:end])
 
 
 def name_in(key: str) -> str:
-    """The parameter that the key of a tensor in a checkpoint is about."""
+    """Return the name of the parameter to which a tensor's key in a checkpoint belongs."""
     return key.removeprefix("weights/") if key.startswith("weights/") else key.split("/", 2)[-1]
 
 
 def _in_threads(act: Callable[[int], None], numbers: Iterable[int]) -> None:
     """Call `act` for each number, in a few threads.
 
-    After an error the rest is skipped, and the error is raised.
+    After an error, the remaining numbers are skipped and the error is raised.
     """
     left, errors = iter(list(numbers)), []
 
@@ -133,7 +133,7 @@ def _in_threads(act: Callable[[int], None], numbers: Iterable[int]) -> None:
 
 
 def header(tensors: Iterable[TensorSpec]) -> bytes:
-    """What a safetensors file of these tensors begins with."""
+    """Return the header of a safetensors file of these tensors."""
     entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
@@ -150,16 +150,16 @@ def header(tensors: Iterable[TensorSpec]) -> bytes:
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:
-    """The memory of a tensor on the host."""
+    """Return the memory of a tensor on the host."""
     flat: Any = values.detach().contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 
 
 def write(slices: Sequence[Slice], folder: Path, name: str) -> dict:
-    """Write this rank's slices to a new file, durable at the end: its size, sums and slices for the
-    manifest.
+    """Write this rank's slices to a new file, durably. Returns its size, checksums and slices for
+    the manifest.
     """
-    # Larger elements first: so each element is at a multiple of its size, and in one block only.
+    # Larger elements first, so that each is at a multiple of its size, and in a single block.
     stored = [each for each in slices if each.values.numel()]
     stored.sort(key=lambda each: -each.values.itemsize)
     specs = ((f"{each.key}@{each.start}", each.values) for each in stored)
@@ -201,7 +201,7 @@ def write(slices: Sequence[Slice], folder: Path, name: str) -> dict:
 
 
 class _Target(NamedTuple):
-    """Memory for the elements that are at byte `position` of a file, where they have `dtype`."""
+    """Memory for the elements at byte `position` of a file, where they have `dtype`."""
 
     position: int
     dtype: torch.dtype
@@ -220,8 +220,8 @@ class _Target(NamedTuple):
 
 
 class CheckpointReader:
-    """Reads slices of a checkpoint, and verifies what it reads, in one process, without a process
-    group. `cuts`: how parameters are split over this run's ranks, by name.
+    """Reads slices of a checkpoint and verifies them, in one process, without a process group.
+    `cuts`: how parameters are split over this run's ranks, by name.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, cuts: Mapping[str, Cut] | None = None):
@@ -240,17 +240,17 @@ class CheckpointReader:
         return [key] if cut is None else [f"{key}@{index}" for index in range(cut[-1])]
 
     def holds(self, key: str) -> bool:
-        """Whether there is a tensor of this key, whole or in parts."""
+        """Whether there is a tensor with this key, whole or in parts."""
         return self._stored_keys(key)[0] in self.manifest.tensors
 
     def dtype(self, key: str) -> torch.dtype:
-        """ValueError for a key that the checkpoint lacks."""
+        """Raise ValueError for a key that the checkpoint does not have."""
         if not self.holds(key):
             raise ValueError(f"the checkpoint has no {key}")
         return dtype_of(self.manifest.tensors[self._stored_keys(key)[0]].dtype)
 
     def check(self, key: str, numel: int) -> None:
-        """ValueError for a key that the checkpoint lacks or has in another size."""
+        """Raise ValueError for a key that is missing, or whose size differs."""
         tensors = self.manifest.tensors
         stored = sum(tensors[each].numel for each in self._stored_keys(key) if each in tensors)
         if stored != numel:
@@ -260,9 +260,9 @@ class CheckpointReader:
         """Fill the slices' memory from the files.
 
         Raises:
-            ValueError: for a key that the checkpoint lacks or has in another size.
-            DamagedCheckpointError: what lies in the files is not what was written; some of the
-                memory is filled then.
+            ValueError: for a key that is missing, or whose size differs.
+            DamagedCheckpointError: if the files do not contain what was written. Some of the memory
+                may already be filled.
         """
         targets: dict[str, list[_Target]] = defaultdict(list)
         otherwise_cut: dict[str, list[Slice]] = defaultdict(list)
@@ -284,16 +284,16 @@ class CheckpointReader:
                 each.values.copy_(values[each.start : each.start + each.values.numel()])
 
     def verify(self, advance: Callable[[int], Any] | None = None) -> None:
-        """Compare all sums of all files; DamagedCheckpointError names one.
+        """Verify all checksums of all files. DamagedCheckpointError names a damaged file.
 
-        `advance` gets the bytes of each block.
+        `advance` is called with the number of bytes of each block.
         """
         for name in self.manifest.files:
             self._read_file(name, None, advance)
 
     def check_files(self) -> None:
         """Raise DamagedCheckpointError unless all files have their sizes, which is all that a crash
-        can change, and hold the tensors of the manifest: each file's header names them, too.
+        can change, and contain the manifest's tensors, which each file's header also names.
         """
         stored: dict[str, list[tuple[int, TensorSpec]]] = defaultdict(list)
         for key, tensor in self.manifest.tensors.items():
@@ -309,12 +309,12 @@ class CheckpointReader:
             finally:
                 os.close(descriptor)
             if found != expected:
-                self._read_file(name, None)  # whose damage is it?
+                self._read_file(name, None)  # find out which file is damaged
                 why = f"{name} has tensors of other sizes or dtypes"
                 raise damaged(self.folder / MANIFEST, why)
 
     def _joined(self, key: str) -> torch.Tensor:
-        """All of a parameter's tensor, in host memory."""
+        """Return the whole tensor of a parameter, in host memory."""
         shape, cut = torch.Size(self.manifest.parameters[name_in(key)].shape), self.stored_cut(key)
         self.check(key, shape.numel())
         parts = []
@@ -326,7 +326,7 @@ class CheckpointReader:
         return parts[0].view(shape) if cut is None else join(parts, shape, *cut[:2])
 
     def _targets(self, wanted: Slice) -> Iterator[tuple[str, _Target]]:
-        """Where the elements of a slice are: (file, what it has of them)."""
+        """Yield where the elements of a slice are: (file, the elements in it)."""
         self.check(wanted.key, wanted.numel)
         stored, start = self.manifest.tensors[wanted.key], wanted.start
         dtype = dtype_of(stored.dtype)
@@ -344,7 +344,7 @@ class CheckpointReader:
     def _read_file(
         self, name: str, targets: list[_Target] | None, advance: Callable[[int], Any] | None = None
     ) -> None:
-        """Read and verify the blocks that contain `targets`; None: all blocks."""
+        """Read and verify the blocks that contain `targets`, or all blocks with None."""
         path, entry = self.folder / name, self.manifest.files[name]
         wanted: dict[int, list[_Target]] = defaultdict(list)
         for target in targets or ():
@@ -374,7 +374,7 @@ class CheckpointReader:
             os.close(descriptor)
 
     def _buffer(self) -> torch.Tensor:
-        """This thread's memory for a block."""
+        """Return this thread's memory for a block."""
         if not hasattr(self._scratch, "block"):
             self._scratch.block = torch.empty(BLOCK, dtype=torch.uint8, device="cpu")
         return self._scratch.block
@@ -383,11 +383,11 @@ class CheckpointReader:
 def open_checkpoint(
     folder: Path, cuts: Mapping[str, Cut] | None = None, all_files: bool = True
 ) -> CheckpointReader:
-    """A reader of the checkpoint in its own folder.
+    """Return a reader of the checkpoint in its own folder.
 
     Raises:
         DamagedCheckpointError: the manifest is missing or damaged; with `all_files` also if a file
-            is missing or has another size.
+            is missing or has the wrong size.
         ValueError: another version wrote it.
     """
     reader = CheckpointReader(folder, read_manifest(folder), cuts)
@@ -397,9 +397,9 @@ def open_checkpoint(
 
 
 def join(parts: Sequence[torch.Tensor], shape: torch.Size, dim: int, blocks: int) -> torch.Tensor:
-    """The whole of `shape` from its parts (1-D).
+    """Join the parts (1-D) of a tensor of this shape.
 
-    It has `blocks` along `dim`; each part has its pieces of them all.
+    It has `blocks` along `dim`, and each part has a piece of every block.
     """
     before, after = shape[:dim], shape[dim + 1 :]
     pieces = [part.view(*before, blocks, -1, *after) for part in parts]
@@ -407,7 +407,7 @@ def join(parts: Sequence[torch.Tensor], shape: torch.Size, dim: int, blocks: int
 
 
 def _open(path: Path, entry: File) -> int:
-    """A descriptor of a file of a checkpoint that has the size that was written."""
+    """Context with a descriptor of a checkpoint's file that has the size that was written."""
     try:
         descriptor = disk.open_regular(path)
     except FileNotFoundError:

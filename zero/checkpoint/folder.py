@@ -12,7 +12,8 @@ crash.
     .zero-lock      held as long as the job lives: in the folder of the checkpoints, or the one
                     around `checkpoint-N`
 
-A name beginning with a dot is this module's. Nothing here touches a process group or a tensor.
+Names that begin with a dot are private to this module. Nothing here touches a process group or a
+tensor.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from zero.errors import UsageError
 logger = logging.getLogger("zero")
 
 LATEST = "latest"
-# Where scripts look for a model's and for an optimizer's state.
+# The files in which scripts look for the state of a model and of an optimizer.
 MODEL_FILE = "mp_rank_00_model_states.pt"
 OPTIMIZER_FILE = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 _REPLACED = ".replaced-"
 _OF_TRAINER = re.compile(r"checkpoint-\d+")
-# Names of the files that saves write to a checkpoint's folder.
+# The names of the files that saves write to a checkpoint's folder.
 _WRITTEN = re.compile(
     r"checkpoint\.json|rank\d+\.safetensors|(zero_pp_rank_\d+_)?mp_rank_00_model_states\.pt"
     r"|bf16_zero_pp_rank_\d+_mp_rank_00_optim_states\.pt"
@@ -55,7 +56,7 @@ _turn = threading.Lock()
 
 
 def check_tag(tag: str) -> str:
-    """The tag, if it can name a folder; else UsageError."""
+    """Return the tag if it can be the name of a folder, or else raise UsageError."""
     if not tag or tag.startswith(".") or tag == LATEST or Path(tag).name != tag or "\0" in tag:
         raise UsageError(f"tag {tag!r}: must be a plain folder name that does not begin with a dot")
     return tag
@@ -80,9 +81,9 @@ main(["consolidate", *sys.argv[1:], "--dtype", "fp32"])
 
 
 def job_folder(save_dir: Path) -> Path:
-    """The folder that belongs to one job.
+    """Return the folder that belongs to one job.
 
-    Inside of it, the Trainer makes a folder for each checkpoint.
+    Inside it, the Trainer makes a folder for each checkpoint.
     """
     return save_dir.parent if _OF_TRAINER.fullmatch(save_dir.name) else save_dir
 
@@ -91,9 +92,9 @@ def begin(save_dir: Path, tag: str, nbytes: int) -> Path:
     """Clean up after killed saves, check that `nbytes` fit, and make the folder to write to.
 
     Raises:
-        OSError: the folder cannot be written to, or has not enough space; nothing has been written
-            then.
-        UsageError: another job writes to it, or `tag` names what is no folder.
+        OSError: the folder cannot be written to, or does not have enough space. Nothing has been
+            written in this case.
+        UsageError: another job writes to it, or `tag` names something that is not a folder.
     """
     if os.path.lexists(save_dir / tag) and not (save_dir / tag).is_dir():
         raise UsageError(f"{save_dir / tag} is no folder: move it, or save with another tag")
@@ -113,7 +114,7 @@ def begin(save_dir: Path, tag: str, nbytes: int) -> Path:
 
 
 def write_placeholders(folder: Path, stage: int, world_size: int) -> None:
-    """Write files with the names of a DeepSpeed checkpoint. What `torch.load` gives for them says
+    """Write files with the names of a DeepSpeed checkpoint. `torch.load` returns a text that says
     where the values are.
     """
     patterns = [
@@ -142,13 +143,13 @@ def _remove_leftovers(save_dir: Path) -> None:
 
 
 def _remove_replaced(replaced: Path, target: Path) -> None:
-    """Remove the checkpoint in `replaced`, whose place `target` has taken.
+    """Remove the checkpoint in `replaced`, which `target` has replaced.
 
-    What else is in that folder, such as a tokenizer's files, moves to `target`. After a crash in
-    the middle another call does the rest.
+    Other files in that folder, such as a tokenizer's, move to `target`. After a crash in the
+    middle, another call does the rest.
     """
     if replaced.is_dir() and not replaced.is_symlink():
-        # The manifest is removed last: it tells that the files beside it are a checkpoint's.
+        # The manifest is removed last, because it marks the other files as those of a checkpoint.
         paths = sorted(replaced.iterdir(), key=lambda path: path.name == MANIFEST)
         was_checkpoint = (replaced / MANIFEST).exists()
         for path in paths:
@@ -200,8 +201,8 @@ def locate(load_dir: Path, tag: str | None) -> Path | None:
     """Find the folder of checkpoint `tag` in `load_dir`, or without a tag the latest one. Returns
     None if there is none.
 
-    `load_dir` may be a checkpoint's own folder. Raises ValueError if the tag, given or from
-    `latest`, has no folder. Warns if `latest` names an earlier checkpoint than the last one."""
+    `load_dir` may be a checkpoint's own folder. Raises ValueError if there is no folder for the
+    tag, given or from `latest`. Warns if `latest` does not name the last checkpoint."""
     if tag is None and (load_dir / MANIFEST).is_file():
         return load_dir
     latest = load_dir / LATEST
@@ -233,7 +234,7 @@ def _folder_of(load_dir: Path, tag: str) -> Path:
 
 
 def newest_first(folders: Iterable[Path]) -> list[Path]:
-    """Complete-looking checkpoints directly in `folders`, the one with the highest number first."""
+    """Return checkpoints directly in `folders` that look complete, the highest number first."""
     found = {}
     for folder in folders:
         for manifest in sorted(folder.glob(f"*/{MANIFEST}")):
@@ -246,13 +247,13 @@ def newest_first(folders: Iterable[Path]) -> list[Path]:
 
 
 def number_of(folder: Path) -> int:
-    """The number at the end of a folder's name; -1 without one."""
+    """Return the number at the end of a folder's name, or -1 if there is none."""
     digits = re.search(r"(\d+)$", folder.name)
     return int(digits[1]) if digits else -1
 
 
 def of_trainer(output_dir: Path) -> list[Path]:
-    """The Trainer's folders, `checkpoint-N`, the newest first."""
+    """Return the Trainer's folders, `checkpoint-N`, the newest first."""
     paths = (path for path in output_dir.glob("checkpoint-*") if path.is_dir())
     found = [path for path in paths if _OF_TRAINER.fullmatch(path.name)]
     return sorted(found, key=number_of, reverse=True)

@@ -28,7 +28,7 @@ MANIFEST = "checkpoint.json"
 FORMAT = "zero-checkpoint"
 FORMAT_VERSION = 2
 DATA_FILE = "rank{:05d}.safetensors"
-# Bytes of a file that share one checksum.
+# The number of a file's bytes that share one checksum.
 BLOCK = 1 << 20
 
 # safetensors' names of the dtypes that a file can have.
@@ -89,8 +89,8 @@ class StoredTensor(_Part):
 
 
 class Value(_Part):
-    """A parameter or a buffer. `dtype`: in which it is used. `group`: the index of its param group,
-    or None.
+    """A parameter or a buffer. `dtype`: the dtype in which it is used. `group`: the index of its
+    param group, or None.
 
     `cut`: (dimension, blocks, parts) if it is stored in parts; see `zero.checkpoint.files`.
     """
@@ -107,10 +107,10 @@ class Value(_Part):
 
 
 class StateKey(_Part):
-    """One kind of optimizer state: `dtype` if it is sliced like the parameter, else a number for
-    each parameter.
+    """One kind of optimizer state: `dtype` if it is sliced like the parameter, otherwise a number
+    for each parameter.
 
-    `whole` describes what is neither, by parameter: see `zero.checkpoint.values.describe`.
+    `whole` describes state that is neither, by parameter: see `zero.checkpoint.values.describe`.
     """
 
     dtype: str | None = None
@@ -125,8 +125,8 @@ class OptimizerState(_Part):
 
 
 class Adapter(_Part):
-    """Of PEFT. `tensors`: by the names in its file, those of the model; see
-    `zero.checkpoint.adapters`.
+    """A PEFT adapter. `tensors`: the model's names of the tensors, by their names in PEFT's file;
+    see `zero.checkpoint.adapters`.
     """
 
     config: dict[str, Any]
@@ -201,7 +201,7 @@ class Manifest(_Part):
 
 
 def to_text(manifest: dict) -> str:
-    """The text of the file. The checksum is of the content as JSON with sorted keys."""
+    """Return the text of the file. Its checksum covers the content as JSON with sorted keys."""
     return json.dumps(manifest | {"checksum": _checksum(manifest)}, indent=1)
 
 
@@ -211,10 +211,10 @@ def _checksum(manifest: dict) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The checked content of `checkpoint.json`.
+    """Return the checked content of `checkpoint.json`.
 
     Raises:
-        DamagedCheckpointError: it is missing, was changed, or is no manifest.
+        DamagedCheckpointError: it is missing, has been changed, or is not a manifest.
         ValueError: another version wrote it.
     """
     path = folder / MANIFEST

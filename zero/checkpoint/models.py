@@ -1,8 +1,8 @@
 """Whole models in files: writes a model folder for `from_pretrained` part by part, and reads a
 checkpoint in a single process without an engine.
 
-What is read of a checkpoint is verified as it is read. `consolidate` holds no more of the model in
-memory than `PART` elements, or one parameter that was split over ranks."""
+Everything that is read from a checkpoint is verified. `consolidate` holds at most `PART` elements
+of the model in memory, or one parameter that was split over ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ logger = logging.getLogger("zero")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MODEL_FILE = "model.safetensors"
 MAX_FILE_BYTES = 5 * 10**9
-# Elements of a tensor that are read and written at a time.
+# The number of elements of a tensor that are read and written at a time.
 PART = 1 << 22
 
 
@@ -56,22 +56,22 @@ def write_model(
     filename: str = MODEL_FILE,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[Path]:
-    """Write a model whose values come part by part; returns the files written.
+    """Write a model whose values come part by part, and return the files written.
 
     Args:
-        folder: made if need be. Other files of an earlier model of the same name are removed at the
-            end.
-        tensors: what will be written.
+        folder: created if necessary. Other files of an earlier model of the same name are removed
+            at the end.
+        tensors: the tensors to write.
         parts: their values in that order, each a tensor or a part of one, in host memory and in the
             dtype announced for it.
-        config: for `config.json`, the dtype left out; None: there is none.
-        filename: of the only file, and the pattern of several and of their index, as transformers
-            names them.
-        max_file_bytes: a new file begins where one would become larger, unless a single tensor is.
+        config: the content of `config.json` without the dtype, or None if there is none.
+        filename: the name of a single file, from which the names of several files and of their
+            index are derived as in transformers.
+        max_file_bytes: files are split so that none is larger, unless a single tensor is.
 
     Raises:
-        OSError: the disk cannot take it. Until the end files have hidden names; after an error none
-            is left.
+        OSError: the files cannot be written. They have hidden names until the end, and none is left
+            after an error.
     """
     nbytes = sum(tensor.nbytes for tensor in tensors)
     folder.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ def write_model(
 def _divide(
     tensors: Sequence[TensorSpec], filename: str, max_file_bytes: int
 ) -> dict[str, list[TensorSpec]]:
-    """The tensors of each file, by its name."""
+    """Return the tensors of each file, by its name."""
     files: list[list[TensorSpec]] = [[]]
     for tensor in tensors:
         if files[-1] and sum(other.nbytes for other in files[-1]) + tensor.nbytes > max_file_bytes:
@@ -137,8 +137,8 @@ def _write_json(path: Path, content: dict) -> Path:
 
 
 def open_at(path: str | os.PathLike, tag: str | None = None) -> CheckpointReader:
-    """A reader of a checkpoint. `path` is its own folder, or a folder that contains it, such as
-    `checkpoint-500`.
+    """Return a reader of a checkpoint. `path` is its own folder, or a folder that contains it, such
+    as `checkpoint-500`.
 
     Raises ValueError if there is no checkpoint, or if a file of it is missing.
     """
@@ -153,9 +153,9 @@ def open_at(path: str | os.PathLike, tag: str | None = None) -> CheckpointReader
 def _model_tensors(
     reader: CheckpointReader, dtype: torch.dtype | None, exclude_frozen: bool = False
 ) -> dict[str, TensorSpec]:
-    """The model's tensors by their keys in the checkpoint, tied ones once.
+    """Return the model's tensors by their keys in the checkpoint, with tied ones once.
 
-    Floating-point ones become `dtype`; None: the one they are trained in.
+    Floating-point tensors get `dtype`, or with None the dtype in which they are trained.
     """
     tensors = {}
     for kind, entries in (
@@ -176,12 +176,12 @@ def get_fp32_state_dict_from_zero_checkpoint(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """The whole model's state dict in fp32 in host memory; tied weights are one tensor under each
-    of their names.
+    """Return the whole model's state dict in fp32 in host memory. Tied weights are a single tensor
+    under each of their names.
 
     Args:
-        checkpoint_dir: the folder given to `save_checkpoint`, or the checkpoint's own.
-        tag: which one; default: the latest.
+        checkpoint_dir: the folder given to `save_checkpoint`, or the checkpoint's own folder.
+        tag: the checkpoint's tag. Default: the latest.
 
     Raises:
         ValueError: there is no such checkpoint, or a file of it is damaged.
@@ -202,8 +202,8 @@ def _state_dict(reader: CheckpointReader, exclude_frozen: bool = False) -> dict[
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike, tag: str | None = None
 ) -> nn.Module:
-    """Put a checkpoint's weights, fp32 masters where there are any, into an ordinary model on the
-    host; return it.
+    """Load a checkpoint's weights, fp32 masters if there are any, into an ordinary model on the
+    host, and return it.
 
     Raises:
         ValueError: there is no such checkpoint, or a file of it is damaged.
@@ -215,7 +215,7 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def _is_whole(reader: CheckpointReader) -> bool:
-    """Whether the checkpoint has all weights of its model, frozen ones too."""
+    """Whether the checkpoint has all weights of its model, including frozen ones."""
     return not (reader.manifest.frozen_excluded or reader.manifest.base)
 
 
@@ -227,21 +227,21 @@ def consolidate(
     progress: bool = False,
 ) -> list[Path]:
     """Write the model of a training checkpoint as safetensors, with index and `config.json`, for
-    `from_pretrained`; of a checkpoint of PEFT's adapters, the adapters, for
+    `from_pretrained`. For a checkpoint of PEFT adapters, write the adapters, for
     `PeftModel.from_pretrained`.
 
     Args:
-        checkpoint: its folder, or one that has it.
-        out: the folder to write to; made if need be.
-        dtype: of floating-point weights, rounded from the fp32 masters; None: the one they are
-            trained in.
-        max_file_bytes: a new file begins where one would become larger, unless a single tensor is.
-            An adapter is always one file.
-        progress: show a bar on stderr.
+        checkpoint: the checkpoint's folder, or a folder that contains it.
+        out: the folder to write to, created if necessary.
+        dtype: the dtype of floating-point weights, rounded from the fp32 masters. None means the
+            dtype in which they are trained.
+        max_file_bytes: files are split so that none is larger, unless a single tensor is. An
+            adapter is always one file.
+        progress: whether to show a progress bar on stderr.
 
-    Returns the files written. Raises ValueError for a damaged or missing checkpoint, for one
-    without frozen weights that are needed, and for a folder that already holds a model, OSError
-    where the disk cannot take it; nothing is left half-written under a final name."""
+    Returns the files written. Raises ValueError for a damaged or missing checkpoint, for one that
+    lacks required frozen weights, and for a folder that already contains a model, and OSError if
+    the files cannot be written. No incomplete file is left under a final name."""
     out = Path(out)
     if existing := sorted(path.name for path in out.glob("*model*.safetensors*")):
         raise UsageError(
@@ -264,21 +264,21 @@ def consolidate(
 def _parts(
     reader: CheckpointReader, tensors: Collection[tuple[str, TensorSpec]], progress: bool
 ) -> Iterator[torch.Tensor]:
-    """The values of tensors, given with their keys in the checkpoint, part by part."""
+    """Yield the values of tensors, given with their keys in the checkpoint, part by part."""
     nbytes = sum(tensor.nbytes for _, tensor in tensors)
     with tqdm(
         total=nbytes, unit="B", unit_scale=True, desc="consolidate", disable=not progress
     ) as bar:
         for key, tensor in tensors:
             numel = tensor.shape.numel()
-            # Stored parts are joined as a whole.
+            # A tensor that is stored in parts is joined as a whole.
             step = PART if reader.stored_cut(key) is None else numel
             for start in range(0, numel, step):
                 part = torch.empty(min(step, numel - start), dtype=tensor.dtype, device="cpu")
                 reader.read([Slice(key, numel, start, part)])
                 bar.update(part.nbytes)
                 yield part
-                del part  # so that there are never two
+                del part  # so that no two exist at the same time
 
 
 def _write_adapters(
@@ -317,14 +317,14 @@ def _write_adapters(
     return written
 
 
-# -- for reading by people
+# -- descriptions
 
 
 def facts(checkpoint: str | os.PathLike, progress: bool = False) -> dict[str, Any]:
-    """What a checkpoint holds, for JSON; ValueError names the file if one is damaged. Sizes are
+    """Return the content of a checkpoint, for JSON. ValueError names a damaged file. Sizes are in
     bytes.
 
-    progress: show a bar on stderr, if that is a terminal.
+    progress: whether to show a progress bar on stderr, if that is a terminal.
     """
     reader = open_at(checkpoint)
     manifest, sizes = reader.manifest, {}
@@ -366,7 +366,7 @@ def facts(checkpoint: str | os.PathLike, progress: bool = False) -> dict[str, An
 
 
 def describe(found: dict[str, Any]) -> str:
-    """`facts` as text, a line for each thing."""
+    """Return `facts` as text, one line for each."""
     lines = [
         f"checkpoint   {found['checkpoint']}",
         f"written      {found['written']}, torch {found['torch']}, format {found['format']}",
@@ -389,5 +389,5 @@ def describe(found: dict[str, Any]) -> str:
             for name, entry in found["files"].items()
         ),
     ]
-    # Names that are no valid text, such as half of a surrogate pair, can be printed, too.
+    # Print even names that are not valid text, such as half of a surrogate pair.
     return "\n".join(lines).encode(errors="backslashreplace").decode()

@@ -1,6 +1,6 @@
-"""Tells all ranks, at the same step, whether any rank has got SIGTERM.
+"""Lets all ranks know at the same step whether any of them has received SIGTERM.
 
-Schedulers send it before they stop a job.
+Schedulers send this signal before they stop a job.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from types import FrameType
 from zero.checkpoint.ranks import Ranks
 from zero.comm.communicator import communicator
 
-# What a shell reports of a program that SIGTERM ended.
+# The exit code that a shell reports for a program that SIGTERM has ended.
 EXIT_CODE = 128 + signal.SIGTERM
 
 
@@ -33,7 +33,7 @@ class SigtermWatch:
     Create it in the main thread of every rank, after `initialize`.
 
     Attributes:
-        received: whether this rank has got SIGTERM. Other ranks may not know of it yet.
+        received: whether this rank has received SIGTERM. Other ranks may not know about it yet.
     """
 
     def __init__(self) -> None:
@@ -45,8 +45,8 @@ class SigtermWatch:
         self.received = True
 
     def seen(self) -> bool:
-        """Whether any rank has got SIGTERM. All ranks must call it together, and get the same
-        answer.
+        """Whether any rank has received SIGTERM. All ranks must call this together, and get the
+        same answer.
         """
         return self._ranks.any(self.received)
 

@@ -1,5 +1,5 @@
-"""Lets the ranks of a job exchange small JSON values about a checkpoint, over connections of their
-own. If one rank fails, all raise the same error.
+"""Lets the ranks of a job exchange small JSON values about a checkpoint, over separate connections.
+If one rank fails, all raise the same error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zero.errors import UsageError
 T = TypeVar("T")
 
 _connections: WeakKeyDictionary[Communicator, dist.ProcessGroupGloo] = WeakKeyDictionary()
-# The errors that every rank raises as the kind they are; others become a RuntimeError.
+# The kinds of error that every rank raises unchanged. All others become a RuntimeError.
 _ERRORS = {
     kind.__name__: kind
     for kind in (DamagedCheckpointError, UsageError, ValueError, OSError, RuntimeError)
@@ -48,8 +48,8 @@ def connect(comm: Communicator, what: str) -> dist.ProcessGroupGloo:
 class Ranks:
     """Collectives of JSON values in host memory; `what` names the action in errors.
 
-    `watchdog` covers the waits; None in a thread, because the watchdog knows the main thread's
-    waits only."""
+    `watchdog` covers the waits. It is None in a thread, because the watchdog only knows the waits
+    of the main thread."""
 
     def __init__(
         self, connection: dist.ProcessGroupGloo, what: str, watchdog: Watchdog | None = None
@@ -59,14 +59,15 @@ class Ranks:
         self._connection: Any = connection  # torch's stubs lack its collectives
         self._what = what
         self._watchdog = watchdog
-        # Seconds that a wait may take at least: one rank may write a whole model meanwhile.
+        # The least time limit of a wait in seconds, because one rank may be writing a whole model.
         self._patience = 0.8 * default_timeout().total_seconds()
 
     @classmethod
     def of_job(cls, comm: Communicator, what: str) -> Ranks:
-        """For the main thread: all ranks meet here, because every rank must do `what`.
+        """For the main thread: wait here for all ranks, because every rank must do `what`.
 
-        A rank that waits for `LONE` seconds says so. The first call makes connections.
+        A rank that has waited for `LONE` seconds prints a message. The first call connects the
+        ranks.
         """
         with tells_if_alone(comm.rank, what, LONE):
             if comm not in _connections:
@@ -76,8 +77,8 @@ class Ranks:
         return ranks
 
     def exchange(self, act: Callable[[], object], conclude: Callable[[list[Any]], T]) -> T:
-        """Run `act` on every rank, and `conclude` on rank 0 with all results, in the order of the
-        ranks. Every rank returns what `conclude` returns.
+        """Run `act` on every rank, and `conclude` on rank 0 with all results, in rank order. Every
+        rank returns what `conclude` returns.
 
         If either fails on any rank, all ranks raise an error that names the first such rank.
         """
@@ -93,7 +94,7 @@ class Ranks:
         outcome = self._broadcast(outcome)
         if "error" in outcome:
             kind, arguments = outcome["error"]
-            # A mistake of the user's is told once; what the system refused, with its place.
+            # A user's mistake is reported once, a system error with its rank and place.
             raise _ERRORS[kind](*arguments) from (
                 None if isinstance(failure, ValueError) else failure
             )
@@ -121,7 +122,7 @@ class Ranks:
             return {"error": self._portable(error)}, error
 
     def _portable(self, error: Exception) -> tuple[str, list]:
-        """The error as all ranks raise it: its kind and its arguments."""
+        """Return the error as all ranks raise it: its kind and its arguments."""
         where = f"{self._what}: rank {self.rank}" if self.world_size > 1 else self._what
         if isinstance(error, OSError) and error.errno is not None:
             file = f": {error.filename}" if error.filename else ""
@@ -138,7 +139,7 @@ class Ranks:
             self._watchdog.wait(work.wait, self._what, self._patience)
 
     def _gather(self, value: object) -> list[Any]:
-        """Every rank's value on rank 0; nothing on the others."""
+        """Return every rank's value on rank 0, and nothing on the others."""
         content = _bytes(value)
         sizes = torch.zeros(self.world_size, dtype=torch.int64, device="cpu")
         sizes[self.rank] = content.numel()
@@ -154,7 +155,7 @@ class Ranks:
         return [_value(data[:size]) for data, size in zip(received, sizes.tolist(), strict=False)]
 
     def _broadcast(self, value: object) -> Any:
-        """Rank 0's value on every rank."""
+        """Return rank 0's value on every rank."""
         content = _bytes(value)
         size = torch.tensor([content.numel()], device="cpu")
         self._wait(self._connection.broadcast(size, 0))

@@ -3,10 +3,10 @@ that are complete.
 
 [Note: the Trainer's folders] The Trainer fills `checkpoint-N` in its own order: the model, the
 engine's checkpoint, `scheduler.pt`, random states of each rank, `trainer_state.json`. It does not
-say when it has finished, and its files have no checksums. So a later step, save or exit syncs
-those files and writes a seal: their checksums. If a run was killed before that, its folder has no
-seal. Such a folder counts as complete if every file is there and is whole, as far as its own format
-shows."""
+signal when it has finished, and its files have no checksums. A later step, save or exit therefore
+syncs those files and writes their checksums to a seal. If a run is killed before that, its folder
+has no seal. Such a folder counts as complete if every file exists and is whole, as far as this can
+be seen from the file's own format."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _SEALED = ("rng_state*.pth", "*.pt", TRAINER_STATE, LATEST)
 
 
 def find_intact(folder: str | os.PathLike, before: Path | None = None) -> Path | None:
-    """The newest checkpoint under `folder` with correct checksums only, or None.
+    """Return the newest checkpoint under `folder` in which all checksums are correct, or None.
 
-    `folder` holds checkpoints (`global_stepN`), or the Trainer's folders (`checkpoint-N`) that hold
-    one each. With `before`, a checkpoint's folder, only older ones count, if its name has a number.
+    `folder` contains checkpoints (`global_stepN`), or the Trainer's folders (`checkpoint-N`) with
+    one each. With `before`, a checkpoint's folder whose name has a number, only older ones count.
     """
     found = newest_first([Path(folder), *of_trainer(Path(folder))])
     if before is not None and number_of(before) >= 0:
@@ -57,9 +57,9 @@ def find_intact(folder: str | os.PathLike, before: Path | None = None) -> Path |
 
 
 def _first(check: Callable[[Path], None], candidates: Iterable[Path]) -> Path | None:
-    """The first candidate for which `check` raises nothing.
+    """Return the first candidate for which `check` raises nothing.
 
-    For each one before it, rank 0 logs the reason.
+    For each candidate before it, rank 0 logs the reason.
     """
     for candidate in candidates:
         try:
@@ -73,7 +73,7 @@ def _first(check: Callable[[Path], None], candidates: Iterable[Path]) -> Path | 
 
 
 def locate_tag(load_dir: Path, tag: object | None) -> str | None:
-    """`locate` as text; an error also says which checkpoint to load instead."""
+    """Like `locate`, but returns text, and errors say which checkpoint to load instead."""
     try:
         folder = locate(load_dir, None if tag is None else str(tag))
     except ValueError as error:
@@ -82,7 +82,7 @@ def locate_tag(load_dir: Path, tag: object | None) -> str | None:
 
 
 def offer(damaged: Path) -> str:
-    """The end of an error message: which checkpoint to load in place of this one."""
+    """Return the end of an error message, which says which checkpoint to load instead."""
     intact = find_intact(job_folder(damaged.parent), before=damaged)
     if intact is None:
         return "; there is no earlier intact checkpoint beside it"
@@ -94,10 +94,10 @@ def offer(damaged: Path) -> str:
 
 
 def check_resumable(folder: Path, world_size: int, sums: bool = True) -> None:
-    """Check that `world_size` ranks of a Trainer can resume from `folder`; without `sums` slices
+    """Check that a Trainer on `world_size` ranks can resume from `folder`. Without `sums`, slices
     are not read.
 
-    Raises DamagedCheckpointError that names the file that is missing or incomplete.
+    Raises DamagedCheckpointError, which names a file that is missing or incomplete.
     """
     _check_trainer_state(folder)
     _check_seal(folder)
@@ -120,8 +120,8 @@ def check_resumable(folder: Path, world_size: int, sums: bool = True) -> None:
 
 
 def check_named(folder: Path) -> None:
-    """Check the folder that a script resumes from by its name: raises DamagedCheckpointError that
-    offers another one.
+    """Check a folder from which a script resumes by name. The DamagedCheckpointError that it raises
+    suggests another one.
 
     Folders under other names, and those of other backends, are left to the Trainer.
     """
@@ -149,7 +149,7 @@ def _check_trainer_state(folder: Path) -> None:
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise damaged(path, error) from None
     step = state.get("global_step") if isinstance(state, dict) else None
-    # Under a name of its own, such as "best", a folder says no step.
+    # A folder with a custom name, such as "best", does not say its step.
     if folder in of_trainer(folder.parent) and step != number_of(folder):
         raise damaged(path, f"it is of step {step}, and not of {number_of(folder)}")
 
@@ -172,7 +172,7 @@ def _sum(path: Path) -> str:
 
 
 def _check_archive(path: Path) -> None:
-    """What `torch.save` wrote is a zip archive, whose entries have checksums."""
+    """Check a file of `torch.save`, which is a zip archive whose entries have checksums."""
     content = io.BytesIO(_read(path))
     try:
         with zipfile.ZipFile(content) as archive:
@@ -184,10 +184,10 @@ def _check_archive(path: Path) -> None:
 
 
 def _check_scheduler(path: Path, manifest: Manifest) -> None:
-    """`scheduler.pt` is of this checkpoint if it has its learning rates or its number of steps.
+    """Check that `scheduler.pt` has the learning rates or the number of steps of this checkpoint.
 
-    The file is not unpickled, which could execute code: the numbers are read from the pickle's
-    instructions."""
+    The file is not unpickled, because that could execute code. The numbers are read from the
+    pickle's instructions instead."""
     with zipfile.ZipFile(io.BytesIO(_read(path))) as archive:
         pickled = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]
     instructions = [
@@ -216,20 +216,20 @@ def _check_scheduler(path: Path, manifest: Manifest) -> None:
 
 
 _to_seal: tuple[Path, int] | None = None
-# Steps since the folder to seal has the Trainer's last file.
+# The number of steps since the Trainer's last file appeared in the folder to seal.
 _steps_since = 0
 _saved_here: set[Path] = set()
 
 
 def seal_later(folder: Path, world_size: int) -> None:
-    """On rank 0: from now on `seal` checks whether the Trainer has completed this folder."""
+    """On rank 0, have `seal` check from now on whether the Trainer has completed this folder."""
     global _to_seal, _steps_since
     seal()
     _steps_since = 0
     _to_seal = (folder, world_size) if job_folder(folder) != folder else None
     if _to_seal is None:
         return
-    for name in (SEAL, TRAINER_STATE):  # of an earlier checkpoint of this step
+    for name in (SEAL, TRAINER_STATE):  # from an earlier checkpoint of this step
         disk.remove(folder / name)
     if folder.parent not in _saved_here:
         _saved_here.add(folder.parent)
@@ -256,10 +256,10 @@ def _clean_up_after_kill(folder: Path) -> None:
 
 
 def seal_after_step() -> None:
-    """`seal`, as a part of each step.
+    """Call `seal` as a part of each step.
 
-    It is tried at the steps 1, 2, 4, 8 and so on after the Trainer's last file has appeared,
-    because a folder that never becomes complete must not cost time in each step.
+    It is only called 1, 2, 4, 8 and so on steps after the Trainer's last file has appeared, so that
+    a folder that never becomes complete does not cost time in each step.
     """
     global _steps_since
     if _to_seal is not None and (_to_seal[0] / TRAINER_STATE).exists():
@@ -270,7 +270,7 @@ def seal_after_step() -> None:
 
 @atexit.register
 def seal() -> None:
-    """If the Trainer's files are complete: sync them, and write their checksums to the seal."""
+    """If the Trainer's files are complete, sync them and write their checksums to the seal."""
     global _to_seal
     if _to_seal is None or not (_to_seal[0] / TRAINER_STATE).exists():
         return
@@ -307,11 +307,11 @@ def _world_size() -> int:
 
 
 def set_incomplete_aside(output_dir: Path, wait: float = 60.0) -> None:
-    """Rename the newest of the Trainer's folders to `incomplete-checkpoint-N` until a complete one
-    is the newest.
+    """Rename the newest of the Trainer's folders to `incomplete-checkpoint-N` until the newest one
+    is complete.
 
-    Rank 0 does so, unless another job has locked the folder. The others wait for it, for `wait`
-    seconds at most."""
+    Rank 0 does this, unless another job has locked the folder. The others wait for it, for at most
+    `wait` seconds."""
     deadline = time.monotonic() + wait
     while folders := of_trainer(output_dir):
         problem = _incomplete(folders[0])
@@ -340,7 +340,7 @@ def _set_aside(folder: Path, problem: str) -> None:
 
 
 def _incomplete(folder: Path) -> str | None:
-    """Why a run cannot resume from one of the Trainer's folders; None if it can.
+    """Return why a run cannot resume from one of the Trainer's folders, or None if it can.
 
     A folder without a checkpoint of the engine is complete if the Trainer has finished it:
     `save_only_model` and other backends make such folders."""

@@ -1,9 +1,9 @@
 """Decides which state of an engine goes into a checkpoint and under which names, and restores it.
 
-    weights/NAME           fp32 master of a trainable parameter (its 16-bit weights are that,
-                           rounded), else the weights
+    weights/NAME           fp32 master of a trainable parameter (its 16-bit weights are the
+                           rounded master), or else the weights
     optimizer/KEY/NAME     an optimizer-state tensor, such as exp_avg, of that parameter
-    optimizer/KEY/NAME/N   one of another shape, such as sums over the rows of a matrix
+    optimizer/KEY/NAME/N   one of a different shape, such as sums over the rows of a matrix
     plain/NAME             a buffer, or a parameter that is not sharded
 
 Quantized weights are not stored; see `zero.checkpoint.base`.
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("zero")
 
-# Entries of a param group that are not stored: the tensors, and how to compute, which each run
-# decides.
+# Entries of a param group that are not stored: the tensors, and settings of the computation, which
+# each run chooses for itself.
 _NOT_STORED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 
 
 def describe_engine(engine: ZeroEngine, client_state: dict, exclude_frozen: bool) -> dict:
-    """All of `checkpoint.json` that this rank knows of."""
+    """Return the part of `checkpoint.json` that this rank knows."""
     scheduler: Any = engine.lr_scheduler
     optimizer, scaler = engine.optimizer, engine.scaler
     description = {
@@ -93,8 +93,8 @@ def describe_engine(engine: ZeroEngine, client_state: dict, exclude_frozen: bool
 
 
 def slices_to_store(engine: ZeroEngine, exclude_frozen: bool) -> tuple[list[Slice], dict]:
-    """What this rank saves of all sharded parameters and of the optimizer's state, as views; and
-    the kinds of optimizer state, see `optimizer_slices`.
+    """Return what this rank saves of all sharded parameters and of the optimizer's state, as views,
+    and the kinds of optimizer state (see `optimizer_slices`).
     """
     slices, kinds = list(weights(engine, exclude_frozen)), {}
     if engine.optimizer is not None:
@@ -102,7 +102,7 @@ def slices_to_store(engine: ZeroEngine, exclude_frozen: bool) -> tuple[list[Slic
         slices += of_optimizer
     replicas = engine.comm.replicate_group
     rank, size = replicas.rank, replicas.size
-    if engine.settings.zero_optimization.stage == 0:  # all ranks hold all of it
+    if engine.settings.zero_optimization.stage == 0:  # every rank holds everything
         rank, size = engine.comm.rank, engine.comm.world_size
     copies = {name for name, param, _ in named_params(engine) if is_copy(param)}
     cuts, stored = cuts_of(engine), []
@@ -110,7 +110,7 @@ def slices_to_store(engine: ZeroEngine, exclude_frozen: bool) -> tuple[list[Slic
         name = name_in(each.key)
         if name in cuts:
             each = each._replace(key=f"{each.key}@{cuts[name].index}")
-        if name not in copies:  # another rank of the model group saves those
+        if name not in copies:  # another rank of the model group saves these copies
             stored.append(each.share(rank, size))
     return stored, kinds
 
@@ -119,8 +119,8 @@ def slices_to_store(engine: ZeroEngine, exclude_frozen: bool) -> tuple[list[Slic
 
 
 def named_params(engine: ZeroEngine) -> Iterator[tuple[str, nn.Parameter, ParamGroup]]:
-    """All sharded parameters but those of a quantized base, with their names and the groups that
-    hold their values.
+    """Yield all sharded parameters except those of a quantized base, with their names and the
+    groups that hold their values.
     """
     for group in (group for group in engine.groups if not group.packed):
         for name, param in zip(group.param_names, group.params, strict=True):
@@ -128,13 +128,13 @@ def named_params(engine: ZeroEngine) -> Iterator[tuple[str, nn.Parameter, ParamG
 
 
 def cuts_of(engine: ZeroEngine) -> dict[str, Cut]:
-    """How parameters are split over a model group, by name; only those that are."""
+    """Return how parameters are split over a model group, by name, for those that are split."""
     cuts = ((name, cut_of(param)) for name, param, _ in named_params(engine))
     return {name: cut for name, cut in cuts if cut is not None}
 
 
 def parameters(engine: ZeroEngine, exclude_frozen: bool = False) -> dict[str, dict]:
-    """Shape and compute dtype of each sharded parameter, in the model's order."""
+    """Return the shape and compute dtype of each sharded parameter, in the model's order."""
     found, cuts = {}, cuts_of(engine)
     for name, param, group in named_params(engine):
         if group.trainable or not exclude_frozen:
@@ -146,7 +146,7 @@ def parameters(engine: ZeroEngine, exclude_frozen: bool = False) -> dict[str, di
 
 
 def weights(engine: ZeroEngine, exclude_frozen: bool = False) -> Iterator[Slice]:
-    """This rank's slices of all sharded parameters, as views."""
+    """Return this rank's slices of all sharded parameters, as views."""
     for group in engine.groups:
         if group.packed or (exclude_frozen and not group.trainable):
             continue
@@ -159,11 +159,11 @@ def weights(engine: ZeroEngine, exclude_frozen: bool = False) -> Iterator[Slice]
 def plain_tensors(
     model: nn.Module, exclude_frozen: bool = False, with_base: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Persistent buffers and parameters that are not sharded: the same on all ranks.
+    """Return persistent buffers and unsharded parameters, which are the same on all ranks.
 
-    `exclude_frozen`: without frozen parameters, and without what quantized layers add to their
-    state dicts (scales and codes, which are neither parameters nor buffers). `with_base`: also
-    those of a quantized base."""
+    `exclude_frozen` leaves out frozen parameters, and what quantized layers add to their state
+    dicts (scales and codes, which are neither parameters nor buffers). `with_base` includes those
+    of a quantized base."""
     layers = {} if with_base else base_layers(model)
     base = {id(tensor) for tensors in layers.values() for tensor in tensors}
     found = {
@@ -180,7 +180,7 @@ def plain_tensors(
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """{another name: the name} of parameters that the model has under several names."""
+    """Return {other name: name} for parameters that the model has under several names."""
     first: dict[nn.Parameter, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     names = {name: first.setdefault(param, name) for name, param in named}
@@ -188,7 +188,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def model_config(model: nn.Module) -> dict | None:
-    """What transformers writes to `config.json`, if this is one of its models."""
+    """Return what transformers writes to `config.json`, if this is one of its models."""
     as_json = getattr(getattr(model, "config", None), "to_json_string", None)
     if as_json is None:
         return None
@@ -199,8 +199,8 @@ def model_config(model: nn.Module) -> dict | None:
 
 
 def _parts(sub_group: SubGroup) -> Iterator[tuple[str, int, int, slice]]:
-    """What a sub-group holds of parameters: (name, its elements, position in it, where that is in
-    the sub-group's tensors)."""
+    """Yield what a sub-group holds of parameters: (name, the parameter's elements, the position in
+    the parameter, the range in the sub-group's tensors)."""
     group, start = sub_group.group, sub_group.start
     for piece in group.pieces:
         first, end = max(piece.start, start), min(piece.start + piece.numel, sub_group.end)
@@ -217,12 +217,12 @@ def _is_number(value: object) -> bool:
 
 
 def optimizer_slices(optimizer: ZeroOptimizer) -> tuple[list[Slice], dict[str, dict]]:
-    """This rank's part of the optimizer state.
+    """Return this rank's part of the optimizer state.
 
-    Returns (slices, kinds). For each key of the state, kinds has its dtype, if it is sliced like
-    the parameter. If it is one number for each parameter, kinds has the numbers of the parameters
-    that begin on this rank, by name. What an optimizer of whole tensors keeps besides is described
-    in kinds, by name."""
+    The result is (slices, kinds). For each key of the state, kinds has its dtype if it is sliced
+    like the parameter. If it is one number for each parameter, kinds has the numbers of the
+    parameters that begin on this rank, by name. Anything else that an optimizer of whole tensors
+    keeps is described in kinds, by name."""
     if optimizer.whole is not None:
         if strangers := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
             raise UsageError(
@@ -257,7 +257,7 @@ def optimizer_slices(optimizer: ZeroOptimizer) -> tuple[list[Slice], dict[str, d
 
 
 def _package_of(optimizer: ZeroOptimizer) -> str | None:
-    """The package whose objects the optimizer may keep as state; None for torch's own."""
+    """Return the package whose objects the optimizer may keep as state, or None for torch's own."""
     package = type(optimizer.optimizer).__module__.partition(".")[0]
     return None if package == "torch" else package
 
@@ -265,7 +265,7 @@ def _package_of(optimizer: ZeroOptimizer) -> str | None:
 def _slices_of_whole_tensors(
     state: WholeTensorState, package: str | None
 ) -> tuple[list[Slice], dict[str, dict]]:
-    """As `optimizer_slices`: of the tensors that this rank owns."""
+    """Like `optimizer_slices`, for the tensors that this rank owns."""
     slices: list[Slice] = []
     kinds: dict[str, dict] = {}
     for tensor in state.own:
@@ -286,16 +286,16 @@ def _slices_of_whole_tensors(
 
 
 def read_optimizer_state(optimizer: ZeroOptimizer, reader: CheckpointReader) -> None:
-    """Give each of this rank's sub-groups or whole tensors the state that is stored.
+    """Give each of this rank's sub-groups or whole tensors its stored state.
 
-    Raises ValueError if it cannot be read, or the parameters of one sub-group disagree about a
-    number."""
+    Raises ValueError if it cannot be read, or if the parameters of one sub-group have different
+    values of a number."""
     slices: list[Slice] = []
     stored = reader.manifest.optimizer
     assert stored is not None
     coded = optimizer.state_dtype == torch.uint8
-    own_dtype = torch.float32 if coded else optimizer.state_dtype  # of all but the coded ones
-    optimizer.state.clear()  # free the memory for what is read
+    own_dtype = torch.float32 if coded else optimizer.state_dtype  # of all except coded tensors
+    optimizer.state.clear()  # free memory for the state to be read
     HostTrimmer(every=0).freed_elements(0)
     if optimizer.whole is not None:
         for tensor in optimizer.whole.own:
@@ -307,14 +307,14 @@ def read_optimizer_state(optimizer: ZeroOptimizer, reader: CheckpointReader) -> 
             # a sub-group of padding gets its state from the optimizer, as it did when training
             # began
             continue
-        state = optimizer.state[sub_group.master] = {}  # in the order in which it was made
+        state = optimizer.state[sub_group.master] = {}  # in the order in which it was created
         group, tier = optimizer.param_groups[sub_group.group_index], sub_group.shard.tier
         for key, kind in stored.state.items():
             held = [name for name in names if reader.holds(f"optimizer/{key}/{name}")]
             numbers = kind.numbers or {}
             if any(name in numbers for name in names):
                 state[key] = _number(key, numbers, names, group, sub_group.master.device)
-            elif held:  # else the param group needs none, as one of SGD without momentum
+            elif held:  # otherwise the param group needs none, as with SGD without momentum
                 dtype, size = reader.dtype(f"optimizer/{key}/{held[0]}"), sub_group.master.numel()
                 if coded and key in KEYS:
                     state[key] = torch.zeros(size, dtype=torch.float32, device="cpu")
@@ -340,7 +340,7 @@ def _state_of_whole_tensor(
     reader: CheckpointReader,
     slices: list[Slice],
 ) -> dict[str, object]:
-    """The stored state of a whole tensor, whose memory `slices` are to fill."""
+    """Return the stored state of a whole tensor, with memory that reading `slices` fills."""
     state, tier = {}, tensor.shard.tier
     group, package = optimizer.param_groups[tensor.group_index], _package_of(optimizer)
 
@@ -365,8 +365,8 @@ def _state_of_whole_tensor(
 def _number(
     key: str, numbers: dict[str, Any], names: list[str], group: dict, device: torch.device
 ) -> object:
-    """A sub-group's number, such as `step`, which must be equal for all parameters in the
-    sub-group.
+    """Return a sub-group's number, such as `step`, which must be equal for all of its
+    parameters.
     """
     if missing := [name for name in names if name not in numbers]:
         raise ValueError(f"the checkpoint has no optimizer state {key!r} of {missing[0]!r}")
@@ -386,15 +386,15 @@ def _number(
 
 
 def group_of(engine: ZeroEngine, optimizer: ZeroOptimizer) -> dict[str, int]:
-    """The index of the param group of each parameter that is in one, by name."""
+    """Return the index of each parameter's param group, by name, if it has one."""
     groups = {param: index for index, group in enumerate(optimizer.model_params) for param in group}
     named = [each for each in named_params(engine) if each[2] in optimizer.shards]
     return {name: groups[param] for name, param, _ in named if param in groups}
 
 
 def classes_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """The class and its bases: optimizers with a class in common can exchange their state, as AdamW
-    and Adam.
+    """Return the class and its bases. Optimizers with a common class, such as AdamW and Adam, can
+    exchange their state.
     """
     general = (torch.optim.Optimizer, object)
     return [kind.__name__ for kind in type(optimizer).__mro__ if kind not in general]
@@ -403,10 +403,11 @@ def classes_of(optimizer: torch.optim.Optimizer) -> list[str]:
 def restore_group_settings(
     engine: ZeroEngine, optimizer: ZeroOptimizer, manifest: Manifest
 ) -> None:
-    """Set the hyperparameters of the param groups as torch does if there are as many groups as
-    there were.
+    """Set the hyperparameters of the param groups as torch does, if the number of groups is the
+    same.
 
-    Else only the learning rates, each from the stored group of the group's first parameter.
+    Otherwise set only the learning rates, each from the stored group of the group's first
+    parameter.
     """
     assert manifest.optimizer is not None
     groups, settings = optimizer.param_groups, decode(manifest.optimizer.groups)
@@ -435,7 +436,7 @@ def restore_group_settings(
 
 
 def random_states(device: torch.device) -> object:
-    """The states of Python's, numpy's and torch's generators of this process."""
+    """Return the states of this process's generators in Python, numpy and torch."""
     version, words, gauss = random.getstate()
     states = {
         "python": (version, numpy.array(words, dtype=numpy.uint32), gauss),

@@ -1,13 +1,13 @@
 """Saves and loads training checkpoints. A save is safe against crashes, and a checkpoint loads on
 any number of ranks.
 
-    save   every rank says what it has -> rank 0 cleans up and makes a hidden folder
+    save   every rank describes what it has -> rank 0 cleans up and makes a hidden folder
            every rank writes its slices -> rank 0 writes `checkpoint.json`, renames the folder and
            updates `latest`
     load   rank 0 finds the folder
            every rank compares names and shapes; rank 0 also checks that all files are there
-           every rank reads what it needs into masters and optimizer state, and verifies it; the
-           masters are rounded into the shards, groups resharded or gathered again
+           every rank reads and verifies what it needs for masters and optimizer state; the masters
+           are rounded into the shards, and groups are resharded or gathered again
            every rank restores counters, hyperparameters and random states
 
 Each line is one exchange between the ranks. If one rank fails, every rank raises the same error.
@@ -50,7 +50,7 @@ logger = logging.getLogger("zero")
 
 # An upper bound of the bytes that describe a slice, in its file and in the manifest.
 _BYTES_PER_SLICE = 1024
-# What Python, numpy and torch raise for a stored value of another kind than theirs.
+# What Python, numpy and torch raise for a stored value of a kind that they do not expect.
 _NOT_UNDERSTOOD = ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError
 
 
@@ -71,7 +71,7 @@ def save_checkpoint(
 
     Args:
         tag: the name of the folder. Default: `global_stepN`. If the folder contains a checkpoint,
-            that is replaced; other files in it stay.
+            that is replaced, while other files in it stay.
         client_state: a dict of your own, which `load_checkpoint` returns. It may contain numbers,
             strings, tensors, and lists, tuples and dicts of these.
         save_latest: whether this checkpoint is loaded when no tag is given.
@@ -112,7 +112,7 @@ def save_checkpoint(
 
 @contextmanager
 def _abandoning(folder: Path, rank: int) -> Iterator[None]:
-    """For what a save does once its folder is there: if that fails, rank 0 removes the folder."""
+    """Context for a save after its folder has been made. If it fails, rank 0 removes the folder."""
     try:
         yield
     except Exception:
@@ -122,7 +122,7 @@ def _abandoning(folder: Path, rank: int) -> Iterator[None]:
 
 
 def _is_in_files(engine: ZeroEngine) -> bool:
-    """Whether some state is in files: it does not fit into host memory, so it cannot be copied
+    """Whether some state is in files. It does not fit in host memory then, so it cannot be copied
     there for a save in the background.
     """
     tiers = [group.tier for group in engine.groups]
@@ -132,10 +132,10 @@ def _is_in_files(engine: ZeroEngine) -> bool:
 
 
 class _Save:
-    """One save: what this rank has for it, and the steps that the ranks make together.
+    """One save: what this rank contributes, and the steps that all ranks take together.
 
     Attributes:
-        description: the content of `checkpoint.json`, on rank 0 that of all ranks.
+        description: the content of `checkpoint.json`; on rank 0, for all ranks.
     """
 
     def __init__(self, engine: ZeroEngine, rank: int, save_dir: Path, tag: str, latest: bool):
@@ -148,7 +148,7 @@ class _Save:
         self.description: dict[str, Any] = {}
 
     def collect(self, client_state: dict, exclude_frozen: bool) -> dict[str, Any]:
-        """What rank 0 must know of this rank."""
+        """Return what rank 0 must know about this rank."""
         engine, tag = self._engine, folders.check_tag(self._tag)
         self._slices, kinds = state.slices_to_store(engine, exclude_frozen)
         self.description = state.describe_engine(engine, client_state, exclude_frozen)
@@ -164,9 +164,9 @@ class _Save:
         }
 
     def begin(self, of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """On rank 0: describe what all ranks have, and make the folder.
+        """On rank 0, describe what all ranks have, and make the folder.
 
-        Returns the folder, and for plain tensors that rank 0 may lack: which rank writes them.
+        Returns the folder, and for plain tensors that rank 0 may not have, which rank writes them.
         """
         description, writers = self.description, {}
         tag = self._agreed_tag([each["tag"] for each in of_ranks])
@@ -197,10 +197,10 @@ class _Save:
         return {"folder": str(folder), "writers": writers}
 
     def _agreed_tag(self, tags: Sequence[str]) -> str:
-        """Rank 0's tag.
+        """Return rank 0's tag.
 
-        Where the ranks gave different ones: UsageError if `checkpoint.tag_validation` is "Fail", a
-        warning if "Warn".
+        If the ranks passed different tags, raises UsageError if `checkpoint.tag_validation` is
+        "Fail", and warns if it is "Warn".
         """
         validation = self._engine.settings.checkpoint.tag_validation
         if validation != "Ignore" and len(set(tags)) > 1:
@@ -213,7 +213,7 @@ class _Save:
         return tags[0]
 
     def all_slices(self, writers: dict[str, int]) -> list[Slice]:
-        """What this rank writes, with those plain tensors that no other rank writes."""
+        """Return what this rank writes, including plain tensors that no other rank writes."""
         plain = state.plain_tensors(self._engine.module, self.description["frozen_excluded"])
         return self._slices + [
             Slice.whole(f"plain/{name}", value.contiguous())
@@ -225,7 +225,7 @@ class _Save:
         """Write what `slices` returns, on every rank; then rank 0 makes the folder visible, or
         removes it.
 
-        It may run in a thread, with connections of its own.
+        It may run in a thread, with separate connections.
         """
         description = self.description
 
@@ -269,7 +269,7 @@ def load_checkpoint(
         load_optimizer_states: whether to load the optimizer's state and hyperparameters, and the
             loss scale.
         load_lr_scheduler_states: whether to load the learning-rate scheduler.
-        load_module_only: whether to load the weights alone.
+        load_module_only: whether to load only the weights.
 
     Returns:
         The checkpoint's folder, or None if you give no tag and there is no checkpoint.
@@ -342,7 +342,7 @@ def load_checkpoint(
 
 @contextmanager
 def _stored_in(folder: Path, part: str) -> Iterator[None]:
-    """For what is restored from a part of the manifest that only its own readers understand."""
+    """Context in which a part of the manifest is restored that only its own readers understand."""
     try:
         yield
     except _NOT_UNDERSTOOD as error:
@@ -352,8 +352,7 @@ def _stored_in(folder: Path, part: str) -> Iterator[None]:
 def _open(engine: ZeroEngine, source: Path, folder: Path) -> CheckpointReader:
     """A reader of the checkpoint.
 
-    Rank 0 checks that all files are there; also the Trainer's files, if it has completed its
-    folder.
+    Rank 0 checks that all files exist, including the Trainer's if it has completed its folder.
     """
     job = engine.comm.job
     try:
@@ -385,7 +384,7 @@ def _check_optimizer(engine: ZeroEngine, optimizer: ZeroOptimizer, manifest: Man
 
 
 def _shapes(engine: ZeroEngine) -> dict[str, list[int]]:
-    """The shapes of all that this rank has of the model, by name."""
+    """Return the shapes of everything that this rank has of the model, by name."""
     plain = {name: list(value.shape) for name, value in state.plain_tensors(engine.module).items()}
     return plain | {name: entry["shape"] for name, entry in state.parameters(engine).items()}
 
@@ -393,10 +392,10 @@ def _shapes(engine: ZeroEngine) -> dict[str, list[int]]:
 def _names_to_load(
     engine: ZeroEngine, manifest: Manifest, strict: bool, elsewhere: Sequence[str]
 ) -> set[str]:
-    """Names that the model and the checkpoint have in common. `elsewhere`: names that some rank
-    has.
+    """Return the names that the model and the checkpoint have in common. `elsewhere`: names that
+    some rank has.
 
-    Raises ValueError if shapes differ, or, if `strict`, names.
+    Raises ValueError if shapes differ, or with `strict`, if names differ.
     """
     stored = {name: entry.shape for name, entry in (manifest.parameters | manifest.plain).items()}
     here = _shapes(engine)
@@ -435,7 +434,7 @@ def _read(
     names: set[str],
     optimizer: ZeroOptimizer | None,
 ) -> None:
-    """Read the weights `names`, and the state of `optimizer`, if given."""
+    """Read the weights `names`, and the state of `optimizer` if it is given."""
     if engine.optimizer is not None:
         engine.optimizer.end_updates()
 

@@ -1,9 +1,9 @@
 """Converts Python values to JSON and back, exactly and without pickle: the parts of a training
 state that are not large tensors.
 
-None, bool, int, float, str, lists and dicts with string keys are JSON's own. Everything else is an
-object with the one key `KIND` that names its type and what describes it. Floats survive bit for
-bit: Python prints the shortest digits that read back as the same number."""
+None, bool, int, float, str, lists and dicts with string keys are JSON's own types. Anything else
+becomes an object with the single key `KIND`, which names its type and describes it. Floats survive
+bit for bit, because Python prints the shortest digits that read back as the same number."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ KIND = "$type"
 
 
 def encode(value: object, place: str) -> object:
-    """`value` as what `json.dumps` takes; `place` says in an error where the value came from.
+    """Convert `value` for `json.dumps`. `place` says in errors where the value came from.
 
     Raises:
-        UsageError: for a type that cannot be stored, naming its place.
+        UsageError: for a type that cannot be stored, with its place.
     """
     match value:
         case None | bool():
@@ -71,9 +71,9 @@ def _described(kind: str, dtype: str, shape: Sequence[int], data: bytes) -> dict
 def describe(
     value: object, tensors: list[torch.Tensor], place: str, package: str | None = None
 ) -> object:
-    """As `encode`, but tensors, also in lists, tuples and dicts, are appended to `tensors`; it has
-    their shapes. Objects of plain classes of `package`, such as GaLore's projectors, are described
-    by their attributes.
+    """Like `encode`, but tensors, also those in lists, tuples and dicts, are appended to `tensors`,
+    and the result has their shapes. Objects of plain classes of `package`, such as GaLore's
+    projectors, are described by their attributes.
     """
     inner = partial(describe, tensors=tensors, package=package)
     match value:
@@ -96,8 +96,8 @@ def describe(
 
 
 def _class_in(package: str | None, module: str, name: str) -> type | None:
-    """A class of a module of `package` that is imported, if its objects are their attributes alone:
-    making one from these runs no code of it.
+    """Return a class from an imported module of `package`, if its objects consist only of their
+    attributes, so that creating one from them runs none of its code.
     """
     found = getattr(sys.modules.get(module), name, None)
     is_inside = package is not None and module.partition(".")[0] == package
@@ -111,7 +111,7 @@ def rebuild(
     tensor: Callable[[int, list[int]], torch.Tensor],
     package: str | None = None,
 ) -> object:
-    """The inverse of `describe`; `tensor` gives the tensor of this number and shape."""
+    """The inverse of `describe`. `tensor` returns the tensor with this number and shape."""
     inner = partial(rebuild, tensor=tensor, package=package)
     ((kind, content),) = description.items()
     if kind == "tensor":
@@ -135,7 +135,7 @@ def rebuild(
 
 
 def decode(value: object) -> Any:
-    """The inverse of `encode`. Raises ValueError for what `encode` never made."""
+    """The inverse of `encode`. Raises ValueError for anything that `encode` cannot have made."""
     try:
         return _decode(value)
     except (KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
@@ -173,12 +173,12 @@ def _decode(value: object) -> Any:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """For instance "bfloat16"."""
+    """Return the name of a dtype, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The inverse of `dtype_name`. Raises ValueError for a name that is no dtype's."""
+    """The inverse of `dtype_name`. Raises ValueError if no dtype has this name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"unknown dtype {name!r} in a checkpoint")

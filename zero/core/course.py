@@ -1,12 +1,12 @@
-"""The course of a forward or backward: what it did to groups, in order.
+"""Records the course of a forward or backward: what it did to groups, in order.
 
-A rank that cannot go on computing would leave the others waiting for its shards and gradients. With
-the course of an earlier forward or backward of the same kind it can go on without computing: the
-policies take the same decisions as on the other ranks, and start the same collectives.
+A rank that can no longer compute would leave the others waiting for its shards and gradients. Given
+the course of an earlier forward or backward of the same kind, it can take part without computing:
+its policies make the same decisions as those of the other ranks, and start the same collectives.
 
-So each act can be repeated if it has failed half-way, for example because memory was not enough for
-a buffer: a policy notes what it has done when nothing can fail any more. This file knows neither
-the policies nor what has failed."""
+An act that fails half-way, for example because there is no memory for a buffer, must be repeatable.
+A policy therefore records what it has done only once nothing can fail any more. This file does not
+depend on the policies or on the kind of failure."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Act = tuple[Callable[..., None], tuple[object, ...]]
 
 
 class Course:
-    """Keeps the course of what `following` surrounds, and of the last one of each kind that came to
-    its end.
+    """Records the course of what `following` surrounds, and keeps the last complete one of each
+    kind.
     """
 
     def __init__(self) -> None:
@@ -43,21 +43,22 @@ class Course:
 
     @property
     def is_known(self) -> bool:
-        """Whether one of the same kind has come to its end."""
+        """Whether one of the same kind has completed."""
         return self._kind in self._known
 
     def note(self, act: Callable[..., None], *args: object) -> None:
-        """`act(*args)` has been done."""
+        """Record that `act(*args)` has been done."""
         if self.is_followed:
             self._done.append((act, args))
 
     def ends(self) -> None:
-        """The forward or backward was complete."""
+        """Record that the forward or backward is complete."""
         self._known[self._kind] = self._done
 
     def go_on(self) -> None:
-        """Do what is left, as in the last one of the same kind. Raises RuntimeError if this one has
-        gone another way.
+        """Do what remains, as in the last one of the same kind.
+
+        Raises RuntimeError if this one has taken a different course.
         """
         known, count = self._known.get(self._kind, self._done), len(self._done)
         if known[:count] != self._done:
@@ -69,7 +70,7 @@ class Course:
             act(*args)
 
     def names(self) -> dict[Hashable, list[tuple[str, list[str]]]]:
-        """The known courses, in words that other ranks understand."""
+        """Describe the known courses in a form that ranks can compare."""
         return {
             kind: [
                 (act.__name__, [each.name for each in args if isinstance(each, ParamGroup)])

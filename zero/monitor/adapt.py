@@ -1,21 +1,22 @@
 """Repeats a micro-batch for which memory was not enough, in smaller parts
 (`"on_out_of_memory": "adapt"`).
 
-The script gets the outputs of its forward cut off from their graph. So its own backward ends at
-the loss, and tells the loss's gradient. The engine's begins there, and can be repeated.
+The script gets the outputs of its forward detached from their graph. Its own backward therefore
+ends at the loss, and yields the loss's gradient. The engine's backward starts from that gradient,
+and can be repeated.
 
-[Note: what a rank does when its memory is full] It frees its activations and joins the gathers and
-reductions that are left of the forward or backward, without computing (`zero/core/course.py`).
-After each forward and backward all ranks tell whether theirs failed. If one did, all of them forget
-the gradients of the step, change the same thing, and repeat the step's micro-batches from their
-inputs and random states. Below stage 3 nothing is gathered, and the reductions come in an agreed
-order. At stage 3 a rank knows what the others will gather only from an earlier forward and
-backward. So the first training forward is preceded by those of one sample, whose course must be the
-same on all ranks.
+[Note: what a rank does when its memory is full] It frees its activations and takes part in the
+remaining gathers and reductions of the forward or backward, without computing
+(`zero/core/course.py`). After each forward and backward, all ranks report whether theirs failed. If
+one did, all of them drop the gradients of the step, make the same change, and repeat the step's
+micro-batches from their inputs and random states. Below stage 3 nothing is gathered, and the
+reductions have a fixed order. At stage 3, a rank can only know from an earlier forward and backward
+what the others will gather. The first training forward is therefore preceded by a forward and
+backward of one sample, which must take the same course on all ranks.
 
 [Note: parts of a micro-batch] The loss must be the mean over the micro-batch's labels, or their sum
-divided by a number that the script gives. Two samples show whether it is: the loss of both is
-compared with that of each."""
+divided by a number that the script passes. This is tested with two samples, by comparing the loss
+of both together with the loss of each."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ T = TypeVar("T")
 
 
 class _NotEnough(Exception):
-    """Memory was not enough on some rank. All ranks raise it; `error`: this rank's own, or None."""
+    """Some rank ran out of memory. All ranks raise this; `error` is this rank's own, or None."""
 
     def __init__(self, error: Exception | None):
         super().__init__()
@@ -67,7 +68,7 @@ class _Call:
     Attributes:
         run: the engine's own forward.
         outputs: tensors with a graph; empty if there is none, because the call was cut.
-        shown: what the script has got in their place, the loss first.
+        shown: what the script has received in their place, starting with the loss.
     """
 
     run: Callable[..., Any]
@@ -79,7 +80,7 @@ class _Call:
 
     @property
     def rows(self) -> int:
-        """Samples of the micro-batch: of the first tensor that is not a scalar."""
+        """The number of samples in the micro-batch: rows of the first tensor that is no scalar."""
         leaves = tree_flatten(self.inputs)[0]
         sizes = (each.shape[0] for each in leaves if isinstance(each, torch.Tensor) and each.dim())
         return next(sizes, 0)
@@ -95,19 +96,19 @@ class _Call:
 
 
 class Adaptation:
-    """What an engine does if memory is not enough. Raises UsageError for an engine that cannot
-    repeat a micro-batch.
+    """Handles running out of memory for one engine. Raises UsageError if the engine cannot repeat a
+    micro-batch.
     """
 
     def __init__(self, engine: ZeroEngine):
         self._engine = engine
         self._parts = 1
         self._is_checked = self._is_rehearsed = False
-        # Forwards that wait for their backward, and those whose gradients are in the step's sum.
+        # Forwards that await their backward, and those whose gradients are in the step's sum.
         self._waiting: list[_Call] = []
         self._done: list[_Call] = []
         self._backwards = self._micro_step = 0
-        # Of a transformers model: whether the labels are shifted by one when they are counted.
+        # For a transformers model: whether labels are shifted by one before they are counted.
         loss_name = getattr(getattr(engine.module, "loss_function", None), "__name__", "")
         seq2seq = getattr(getattr(engine.module, "config", None), "is_encoder_decoder", False)
         self._predicts_next = loss_name == "ForCausalLMLoss" and not seq2seq
@@ -157,7 +158,7 @@ class Adaptation:
             restore_random_states(call.random, self._engine.comm.device)
 
     def backward(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """`run`: the engine's own backward of the script's loss, which ends at what was shown."""
+        """Run `run`, the engine's backward of the loss, which ends at the outputs shown."""
         engine, reducer, waiting = self._engine, self._engine.reducer, self._waiting
         if reducer.backwards == 0:
             self._done, self._backwards = [], 0
@@ -195,8 +196,8 @@ class Adaptation:
         return result
 
     def refuse_other_backwards(self) -> None:
-        """Before a step. Raises UsageError if a backward has ended at the loss, and no other call
-        has gone on from there.
+        """Called before a step. Raises UsageError if a backward has ended at the loss and no other
+        call has continued from there.
         """
         if any(tensor.grad is not None for call in self._waiting for tensor in call.shown):
             raise UsageError(
@@ -205,8 +206,8 @@ class Adaptation:
             )
 
     def _rehearse(self, call: _Call) -> None:
-        """Before the first micro-batch at stage 3: forward and backward of one sample. See the
-        note.
+        """Before the first micro-batch at stage 3, run a forward and backward of one sample. See
+        the note.
         """
         engine, course = self._engine, self._engine.hooks.course
         if self._waiting:
@@ -267,8 +268,8 @@ class Adaptation:
         return tree_unflatten(leaves, structure)
 
     def _values(self, call: _Call) -> tuple[list[Any], Any]:
-        """The outputs of a forward in parts, of which none has a graph: the loss, and what has as
-        many rows as the micro-batch. Nothing if the forward computes no loss.
+        """Return the outputs of a forward in parts, none of which has a graph: the loss, and
+        tensors with as many rows as the micro-batch. Nothing if the forward computes no loss.
         """
         found, weights, structure = [], [], None
         with torch.no_grad():
@@ -296,7 +297,7 @@ class Adaptation:
         return values, structure
 
     def _gradients(self, calls: Sequence[_Call]) -> None:
-        """The backward of forwards whose graphs are there."""
+        """Run the backward of forwards that still have their graphs."""
         pairs = [pair for call in calls for pair in zip(call.outputs, call.shown, strict=True)]
         for call in calls:
             call.outputs = []
@@ -306,7 +307,7 @@ class Adaptation:
         self._run_backward(outputs, grads)
 
     def _repeat(self, calls: Sequence[_Call]) -> None:
-        """Forward and backward of micro-batches, each in parts."""
+        """Run the forward and backward of micro-batches, each in parts."""
         engine, micro_batches = self._engine, self._engine.micro_batches
         boundary = micro_batches.boundary
         try:
@@ -332,7 +333,7 @@ class Adaptation:
             micro_batches.boundary = boundary
 
     def _run_backward(self, outputs: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
-        """`outputs` loses its tensors, so that the graph is freed on the way."""
+        """Empty `outputs`, so that the graph is freed on the way."""
         engine = self._engine
 
         def run() -> None:
@@ -344,10 +345,11 @@ class Adaptation:
         outputs.clear()
 
     def _together(self, kind: str | None, act: Callable[[], T], held: list | None = None) -> T:
-        """What `act` returns, if memory was enough on all ranks; else raise _NotEnough on all.
+        """Return what `act` returns; raise _NotEnough on all ranks if one of them ran out of
+        memory.
 
-        `kind`: of forward or backward; None if it is neither. `held`: tensors that a rank lets go
-        whose memory was not enough.
+        `kind` is the kind of forward or backward, or None if it is neither. `held` contains tensors
+        that a rank frees if it runs out of memory.
         """
         hooks, error, result = self._engine.hooks, None, None
         with hooks.course.following(kind):
@@ -385,7 +387,7 @@ class Adaptation:
     # -- what is changed
 
     def _change(self, calls: Sequence[_Call], error: Exception | None) -> None:
-        """Change one thing, the same on all ranks. Raises `error` if nothing is left to change."""
+        """Change one thing, the same on all ranks; raise `error` if nothing is left to change."""
         engine, schedule = self._engine, self._engine.schedule
         self._free()
         elsewhere = error is not None and full_memory(error) != place_of(engine.comm.device)
@@ -432,11 +434,11 @@ class Adaptation:
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def _of_all(self, why: str) -> str:
-        """The first reason of any rank, or nothing."""
+        """Return the first reason that a rank gives, or an empty text."""
         return next(filter(None, self._ranks.exchange(why)), "")
 
     def _why_whole(self, calls: Sequence[_Call]) -> str:
-        """Why micro-batches cannot be cut; empty if they can."""
+        """Return why micro-batches cannot be split; empty if they can."""
         module = self._engine.module
         if any(call.buffers != _seen(module) for call in calls):
             return _WRITES
@@ -447,7 +449,7 @@ class Adaptation:
         return ""
 
     def _why_no_sum(self, call: _Call) -> str:
-        """Why the loss of samples is not the weighted sum of the loss of each; empty if it is."""
+        """Return why the loss of several samples is not the weighted sum of their losses, if so."""
         try:
             with torch.no_grad(), evaluating(self._engine.module):
                 is_sum = self._is_sum(call)
@@ -458,8 +460,8 @@ class Adaptation:
         return "" if is_sum else "its loss is not the mean of those of its samples"
 
     def _is_sum(self, call: _Call) -> bool:
-        """Whether the loss of two samples is the weighted sum of the loss of each. All ranks run
-        as many forwards.
+        """Whether the loss of two samples is the weighted sum of their losses. All ranks run the
+        same number of forwards.
         """
         two = _Call(call.run, call.of_rows(0, 2), None, [])
         output = self._together(_VALUES, lambda: two.run(*two.inputs[0], **two.inputs[1]))

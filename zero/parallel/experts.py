@@ -1,16 +1,17 @@
-"""Experts that do not fit into the memory for gathered weights are gathered and run in slices, some
-at a time.
+"""Gathers and runs experts in slices, a few at a time, if they do not fit in the memory for
+gathered weights.
 
 transformers packs the experts of a layer into parameters whose first dimension is the expert. A
-slice is a range of experts. It is run by the module's own forward, on a copy of the module that
-holds just these experts, in the way in which transformers runs the experts of one rank under expert
-parallelism: `num_experts` is that of the slice, and tokens of other experts get the index
+slice is a range of experts. It is run by the module's own forward on a copy of the module that
+contains only these experts, just as transformers runs the experts of one rank under expert
+parallelism: `num_experts` is the number in the slice, and tokens of other experts get the index
 `num_experts`. The results of all slices are added.
 
-Backward gathers each slice again, and runs it again: nothing is kept between but the inputs. All
-ranks run the same slices in the same order, so their gathers match: all slices in training, whose
-many tokens choose nearly all experts. Without gradients, as in generation, the ranks agree on the
-experts that some token has chosen. The gradient of all experts is whole until it is reduced."""
+The backward pass gathers and runs each slice again, because only the inputs are kept. All ranks run
+the same slices in the same order, so that their gathers match. In training they run all slices,
+because the many tokens choose nearly all experts. Without gradients, as in generation, the ranks
+agree on the experts that some token has chosen. The gradient of all experts is kept whole until it
+is reduced."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ from zero.core.sharded_param import local, owning_group
 
 
 def can_be_sliced(group: ParamGroup) -> bool:
-    """Whether the group is all experts of one module of transformers, not quantized; small
-    parameters may be in a persistent group.
+    """Whether the group consists of all experts of one of transformers' modules, not quantized.
+    Small parameters may be in a persistent group.
     """
     if group.persistent or group.packed or len(group.modules) != 1:
         return False
@@ -50,14 +51,13 @@ def can_be_sliced(group: ParamGroup) -> bool:
 
 
 def numel_of_one(group: ParamGroup) -> int:
-    """Elements of one expert."""
+    """Return the number of elements of one expert."""
     module: Any = group.modules[0]
     return group.layout.numel // module.num_experts
 
 
 class SlicedExperts:
-    """Takes the place of the forward of a module of experts. The group's own hooks must not be
-    installed.
+    """Replaces the forward of a module of experts. The group's own hooks must not be installed.
 
     Args:
         group: a group for which `can_be_sliced` is true.
@@ -77,20 +77,20 @@ class SlicedExperts:
         self._numel_of_one = numel_of_one(group)
         self._step = max(1, most // self._numel_of_one)
         group.modules.clear()
-        # Disabled here and not by a decorator, because that would import the compiler with this
-        # file.
+        # Disabled here instead of by a decorator, which would import the compiler together with
+        # this file.
         self._run: Any = torch.compiler.disable(partial(_InSlices.apply, self))
         self.module.forward = self
 
     def remove(self) -> None:
-        """Give the module its own forward back."""
+        """Restore the module's own forward."""
         self.group.modules.append(self.module)
         del self.module.forward
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Run the experts. The arguments have the names that transformers gives them."""
+        """Run the experts. The arguments have transformers' names."""
         ranges = self._ranges(top_k_index)
         return self._run(ranges, hidden_states, top_k_index, top_k_weights, *self.params)
 
@@ -99,9 +99,9 @@ class SlicedExperts:
         return MethodType(type(self.module).forward, memo[id(self.module)])
 
     def _ranges(self, index: torch.Tensor) -> list[tuple[int, int]]:
-        """(first expert, end) of each slice; equal on all ranks, which must all call this.
+        """Return (first expert, end) of each slice, equal on all ranks, which must all call this.
 
-        `index`: of the choices.
+        `index`: the indices of the chosen experts.
         """
         chosen = [1.0] * self.module.num_experts
         if not torch.is_grad_enabled():
@@ -122,8 +122,8 @@ class SlicedExperts:
     def slices(
         self, ranges: Iterable[tuple[int, int]]
     ) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
-        """(first expert, end, their part of each parameter), each in memory that is used again
-        after it.
+        """Yield (first expert, end, their part of each parameter), in memory that is reused for the
+        next slice.
         """
         for first, end in ranges:
             numel = (end - first) * self._numel_of_one
@@ -155,7 +155,7 @@ class SlicedExperts:
     def run(
         self, first: int, end: int, values: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """What the experts from `first` to `end` add to the output.
+        """Return what the experts from `first` to `end` add to the output.
 
         `inputs` are the inputs of the module's forward.
         """
@@ -217,7 +217,7 @@ class _InSlices(torch.autograd.Function):
 
 
 def _zeros_for_a_sum(like: torch.Tensor) -> torch.Tensor:
-    """Of the results of several slices: at least fp32."""
+    """Return zeros to which the results of slices are added, in at least fp32."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     return torch.zeros(like.shape, dtype=dtype, device=like.device)
 

@@ -1,13 +1,13 @@
-"""Pipeline parallelism: each rank has some layers of the model, and one engine trains them over the
-ranks that have the same layers.
+"""Pipeline parallelism: each rank has some of the model's layers, and an engine trains them over
+the ranks that have the same layers.
 
-torch's schedules (GPipe, 1F1B, interleaved 1F1B) say which micro-batch runs when. The engine sees
-forwards and backwards of a model that lacks layers. All parameters keep the names that they have in
-the whole model. So checkpoints load into any number of stages. The engine's core sees an attribute
-of the model (`zero.core.layout.PIPELINE_PLACE`) and is told which part runs (`hooks.part`), no
-more.
+torch's schedules (GPipe, 1F1B, interleaved 1F1B) decide which micro-batch runs when. The engine
+sees the forwards and backwards of a model without some of its layers. All parameters keep their
+names in the whole model, so checkpoints load into any number of stages. The engine's core only
+reads an attribute of the model (`zero.core.layout.PIPELINE_PLACE`) and which part is running
+(`hooks.part`).
 
-    split     take from the model what other ranks have
+    split     remove from the model what other ranks have
     Pipeline  run a schedule over the engine's model; a step is one call
 """
 
@@ -37,7 +37,7 @@ IGNORED = -100  # a label that does not count
 
 
 class _Elsewhere(nn.Module):
-    """In place of a module that another stage has: gives its first argument back.
+    """Replaces a module that another stage has, and returns its first argument.
 
     It keeps the module's attributes, such as `attention_type`, which models read.
     """
@@ -51,10 +51,10 @@ class _Elsewhere(nn.Module):
 
 
 class Place:
-    """The stages of one rank, of a model that is divided into `count` stages.
+    """One rank's stages of a model that is divided into `count` stages.
 
     Attributes:
-        is_tied: whether the embedding is also the weight of the head, which another rank has.
+        is_tied: whether the embedding is also the weight of the head on another rank.
         stage_of: the stage of each module that only one stage has, by name.
         own: the numbers of this rank's stages.
         switches: for each own stage, a (parent module, child's name, module) for each module that
@@ -87,13 +87,13 @@ class Place:
             parent._modules[child] = module
 
     def modules_of(self, stage: int) -> Iterator[nn.Module]:
-        """All modules that only this stage has."""
+        """Return all modules that only this stage has."""
         for *_, module in self.switches[stage]:
             yield from module.modules()
 
     @torch.no_grad()
     def require_nothing_else(self, model: Any) -> None:
-        """Raise UsageError if the model changes hidden states outside of the modules that its plan
+        """Raise UsageError if the model changes hidden states outside the modules that its plan
         names.
         """
         weight = model.get_input_embeddings().get_parameter("weight")
@@ -107,7 +107,7 @@ class Place:
         with _switched(self._modules(model, ())):
             try:
                 found = model(inputs_embeds=hidden, use_cache=False).logits
-            except IndexError as error:  # it unpacks the tensor that stands for a tuple
+            except IndexError as error:  # it unpacks the tensor that replaces a tuple
                 raise problem from error
         if not torch.equal(found, hidden):
             raise problem
@@ -115,7 +115,7 @@ class Place:
 
 @contextmanager
 def _switched(modules: list[tuple[nn.Module, str, nn.Module]]) -> Iterator[None]:
-    """Context in which parents have these modules as their children."""
+    """Context in which the parents have these modules as their children."""
     before = [(parent, child, parent._modules[child]) for parent, child, _ in modules]
     for parent, child, module in modules:
         parent._modules[child] = module
@@ -127,8 +127,8 @@ def _switched(modules: list[tuple[nn.Module, str, nn.Module]]) -> Iterator[None]
 
 
 def _stages_of_modules(model: Any, count: int) -> dict[str, int]:
-    """The stage of each module that only one stage has, by name: as transformers' plans for
-    pipelines list them.
+    """Return the stage of each module that only one stage has, by name, as listed in transformers'
+    plans for pipelines.
     """
     plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None)
     output = model.get_output_embeddings() if plan else None
@@ -168,12 +168,12 @@ def split(model: Any, mesh: DeviceMesh, stages_per_rank: int = 1) -> Any:
     """Divide a model into pipeline stages, and drop the layers of other ranks' stages.
 
     Call it before `zero.initialize`, and pass the same mesh to both. The number of stages is the
-    size of the mesh's dimension `pp`, times `stages_per_rank`; all have the same number of layers.
-    Of P ranks, rank r has the stages r, r + P, and so on. The first stage also has the embedding,
-    the last one the final norm and the head.
+    size of the mesh's dimension `pp`, times `stages_per_rank`, and all stages have the same number
+    of layers. With P ranks, rank r has the stages r, r + P, and so on. The first stage also has the
+    embedding, and the last one the final norm and the head.
 
     Raises:
-        ValueError: if the model has no plan for pipelines, or changes hidden states outside of the
+        ValueError: if the model has no plan for pipelines, or changes hidden states outside the
             modules of its plan; if its layers cannot be divided equally; or if it was built under
             `Init`.
     """
@@ -191,7 +191,7 @@ def split(model: Any, mesh: DeviceMesh, stages_per_rank: int = 1) -> Any:
     tied = head is not None and head.weight is embedding.weight
     place.is_tied = tied and ranks > 1
     if place.is_tied and rank == ranks - 1:
-        # It keeps the embedding, for the name that the weight has in the whole model.
+        # It keeps the embedding, so that the weight has the same name as in the whole model.
         for name in [name for name in place.stage_of if model.get_submodule(name) is embedding]:
             del place.stage_of[name]
     place.prune(model)
@@ -207,8 +207,8 @@ def split(model: Any, mesh: DeviceMesh, stages_per_rank: int = 1) -> Any:
 
 
 class _Stage(nn.Module):
-    """One stage of the engine's model, as torch's schedules call it: ids or hidden states in,
-    hidden or logits out.
+    """One stage of the engine's model, as torch's schedules call it: it takes ids or hidden states,
+    and returns hidden states or logits.
     """
 
     engine: Any
@@ -225,19 +225,19 @@ class _Stage(nn.Module):
     def forward(self, tensor: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         self.before(self.number)
         name = "input_ids" if self.number == 0 else "inputs_embeds"
-        with _switched(self.place.switches[self.number]):  # the model runs this stage alone
+        with _switched(self.place.switches[self.number]):  # the model runs only this stage
             return self.engine(**{name: tensor}, use_cache=False, **kwargs).logits
 
 
 class _TorchStage(PipelineStage):
-    """torch's stage, which tells the pipeline of each backward."""
+    """torch's stage, which notifies the pipeline of each backward."""
 
     before_backward: Callable[[int], None]
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """The messages by which neighbours connect.
+        """Return the messages with which neighbours connect.
 
-        Older torch sends an int64 where the neighbour awaits an fp32, and gloo ends the process.
+        Older torch sends an int64 where the neighbour expects an fp32, and gloo ends the process.
         """
         messages = super()._get_init_p2p_neighbors_ops()
         for message in messages:
@@ -245,14 +245,14 @@ class _TorchStage(PipelineStage):
         return messages
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        if self.has_backward:  # schedules also call this in evaluation
+        if self.has_backward:  # schedules also call this during evaluation
             self.before_backward(self.stage_index)
         super().backward_one_chunk(*args, **kwargs)
 
 
 def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The sum of the cross-entropies of the next tokens; -100 does not count. (batch, length,
-    vocabulary), fp32.
+    """Return the sum of the next tokens' cross-entropies, without labels of -100. Logits: (batch,
+    length, vocabulary), fp32.
     """
     logits, labels = logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten()
     return nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
@@ -322,8 +322,8 @@ class Pipeline:
             self._tie(mesh)
 
     def _torch_stage(self, number: int, length: int, group: dist.ProcessGroup) -> _TorchStage:
-        """With the shapes of what it exchanges: torch would find them out by a forward and a
-        backward of its own.
+        """Build a stage with the shapes that it exchanges. Otherwise torch would run an extra
+        forward and backward to find them.
         """
         engine, place = self.engine, self._place
         config = cast(Any, engine.module).config.get_text_config()
@@ -344,7 +344,7 @@ class Pipeline:
         return made
 
     def _tie(self, mesh: DeviceMesh) -> None:
-        """Have the gradients of an embedding that is also the head's weight summed over its two
+        """If the embedding is also the head's weight, have its gradients summed over its two
         owners.
         """
         pipelines = mesh.mesh.movedim(_dimension(mesh), -1).flatten(0, -2)
@@ -356,7 +356,7 @@ class Pipeline:
             weight._zero_is_copy = is_copy(weight) or not self.is_first
             owner = owning_group(weight)
             assert owner is not None, "the engine has taken over all parameters"
-            # In a group of its own, the weight is sharded in the same way on both stages.
+            # In a separate group, the weight is sharded in the same way on both stages.
             place = owner.layout.slots[owner.index[weight]], owner.layout.padded
             places: list[object] = [None] * dist.get_world_size(group)
             dist.all_gather_object(places, place, group=group)
@@ -365,13 +365,13 @@ class Pipeline:
             self.engine.optimizer.before_norm.append(sum_gradient)
 
     def _tell_stage(self, stage: int) -> None:
-        """The engine's next forward or backward is one of this stage."""
+        """Set the stage of the engine's next forward or backward."""
         if len(self._place.own) > 1:
             self.engine.hooks.part = stage
             self.engine.hooks.absent = self._absent[stage]
 
     def _absent_from(self, stage: int) -> frozenset[ParamGroup]:
-        """The groups whose modules are all in other stages of this rank."""
+        """Return the groups whose modules all belong to other stages of this rank."""
         others: set[nn.Module] = set()
         for other in self._place.own:
             if other != stage:
@@ -381,7 +381,7 @@ class Pipeline:
 
     def _before_backward(self, stage: int) -> None:
         self._left -= 1
-        if not self._left:  # the engine knows by this count that it is the last backward of a step
+        if not self._left:  # this count tells the engine that it is the last backward of a step
             self.engine.micro_steps += self._micro_batches - 1
         self.engine.micro_batches.loss_was_scaled = True  # on other ranks
         self._tell_stage(stage)
@@ -396,9 +396,9 @@ class Pipeline:
 
         Args:
             ids, labels: int64, (micro-batches * rows, length), equal on the ranks of one pipeline.
-            kwargs: of the same rows, given to each stage, such as `attention_mask`.
+            kwargs: tensors for the same rows that each stage gets, such as `attention_mask`.
 
-        Returns the mean loss over what counts in the whole batch, on all ranks.
+        Returns the mean loss over all labels of the whole batch that count, on all ranks.
         """
         scaler = self.engine.scaler
         scale = 1.0 if scaler is None else scaler.scale
@@ -411,7 +411,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, ids: torch.Tensor, labels: torch.Tensor, **kwargs: torch.Tensor) -> float:
-        """As `step`, but without a backward and an update; for `engine.eval()`."""
+        """Like `step`, but without backward and update; for `engine.eval()`."""
         if not hasattr(self.schedule, "eval"):
             raise UsageError("Pipeline.evaluate: torch's schedules only train before torch 2.9")
         return self._mean(self._run(self.schedule.eval, ids, labels, kwargs))
@@ -419,11 +419,11 @@ class Pipeline:
     def _run(
         self, run: Callable, ids: torch.Tensor, labels: torch.Tensor, kwargs: dict
     ) -> list[torch.Tensor]:
-        """The micro-batches' losses, on ranks with the last stage."""
+        """Return the micro-batches' losses, on ranks with the last stage."""
         engine = self.engine
         tokens = self._count(labels).to(engine.comm.device, torch.float64)
         engine.comm.all_reduce(tokens)
-        # The engine divides by the number of micro-batches and of ranks with batches of their own.
+        # The engine divides by the number of micro-batches and of ranks with different batches.
         self._factor = self._micro_batches * engine.comm.world_size / max(tokens.item(), 1)
         self._left = self._micro_batches * len(self.stages)
         losses: list[torch.Tensor] = []
@@ -433,9 +433,9 @@ class Pipeline:
         return [loss.detach() for loss in losses]
 
     def _mean(self, losses: list[torch.Tensor]) -> float:
-        """The mean over what counts in the whole batch, on all ranks.
+        """Return the mean over all labels of the whole batch that count, on all ranks.
 
-        Ranks of tensor parallelism have equal losses.
+        Ranks of one tensor-parallel group have equal losses.
         """
         job = self.engine.comm.job
         total = sum(losses, torch.zeros((), device=self.engine.comm.device)).double().view(1)
@@ -444,9 +444,9 @@ class Pipeline:
 
 
 def _sum_gradient(param: nn.Parameter, group: Any, in_shards: bool) -> None:
-    """Make the reduced gradient of `param` the sum over `group`, whose ranks have it too.
+    """Sum the reduced gradient of `param` over `group`, whose ranks also have this parameter.
 
-    `in_shards`: all of them have the same part of it. Otherwise the whole gradient is exchanged."""
+    `in_shards`: all of them hold the same part of it. Otherwise the whole gradient is exchanged."""
     state = ParameterState(param, GRADIENT)
     read, write = state.read_full, state.write_full
     if in_shards:

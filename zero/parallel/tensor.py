@@ -1,9 +1,9 @@
-"""Tensor parallelism: models whose parameters are `DTensor`s, each rank of a model group having a
-shard of each layer.
+"""Tensor parallelism: models whose parameters are `DTensor`s, so that each rank of a model group
+has a shard of each layer.
 
-torch and transformers shard the layers and add up what the shards compute. This file gets such a
-model ready for an engine, which sees the local shards alone, and shards an ordinary model by its
-own plan. The engine knows the attributes that `prepare` sets (see `zero.core.sharded_param`)."""
+torch and transformers shard the layers and sum the results of the shards. This file prepares such a
+model for an engine, which only sees the local shards, and shards an ordinary model by its own plan.
+The engine knows the attributes that `prepare` sets (see `zero.core.sharded_param`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zero.core.quantized_weights import is_quantized
 from zero.core.sharded_param import local, owning_group, set_owning_group, show
 from zero.errors import UsageError
 
-# By the names of modules and parameters: transformers' name for a way to shard them.
+# transformers' name for the way of sharding, by the name of the module or parameter.
 Plan = Mapping[str, str]
 
 
@@ -38,20 +38,20 @@ class TPShard:
         self.described = [placement.dim % param.dim(), blocks, self._mesh.size()]
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """The whole from every rank's part. All ranks of the mesh must call it."""
+        """Join all ranks' parts to the whole. All ranks of the mesh must call it."""
         how = {"run_check": False, **self._whole}
         return DTensor.from_local(part, self._mesh, self._placements, **how).full_tensor()
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the whole."""
+        """Return this rank's part of the whole."""
         return distribute_tensor(whole, self._mesh, self._placements, src_data_rank=None).to_local()
 
 
 def mesh_in(model: nn.Module) -> DeviceMesh | None:
-    """The mesh of the model's DTensors, None if it has none.
+    """Return the mesh of the model's DTensors, or None if it has no DTensors.
 
-    Raises UsageError for several dimensions, for several sets of ranks, and for a model that
-    `fully_shard` has wrapped."""
+    Raises UsageError for several dimensions or sets of ranks, and for a model that `fully_shard`
+    has wrapped."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             kind = type(module).__name__
@@ -64,7 +64,7 @@ def mesh_in(model: nn.Module) -> DeviceMesh | None:
             continue
         mesh = param.device_mesh
         found = mesh if found is None else found
-        # transformers makes one more mesh for experts, of the same ranks
+        # transformers makes another mesh for experts, with the same ranks
         if mesh.ndim > 1 or not torch.equal(mesh.mesh, found.mesh):
             raise UsageError(
                 f"parameter {name!r} is a DTensor of {mesh}: cut the model over one mesh of one "
@@ -81,11 +81,11 @@ def prepare(
     dtype: torch.dtype | None,
     plan: Plan | None = None,
 ) -> None:
-    """Get a model with DTensors of `mesh` ready for an engine that computes in `dtype` (None: as
-    they are).
+    """Prepare a model with DTensors on `mesh` for an engine that computes in `dtype` (None: their
+    own dtypes).
 
-    `plan`: by which it was sharded (None: its own). Ordinary parameters and buffers get the values
-    of the mesh's first rank. All ranks must call it.
+    `plan`: the plan by which it was sharded (None: its own). Ordinary parameters and buffers get
+    the values of the mesh's first rank. All ranks must call it.
     """
     if mesh.device_type != device.type:
         raise UsageError(
@@ -103,8 +103,8 @@ def prepare(
             of_first = distribute_tensor(tensor.detach().to(device), mesh, [Replicate()])
             tensor.copy_(of_first.to_local())
     for module in _summed_over_ranks(model, plan):
-        # transformers sums these gradients in a hook that it adds in the first forward. It must be
-        # there before the engine's, which takes the gradient away.
+        # transformers sums these gradients in a hook that it adds in the first forward. This must
+        # come before the engine's hook, which takes the gradient away.
         with torch.enable_grad():
             weight = module.get_parameter("weight")
             module(torch.zeros(1, *weight.shape, dtype=weight.dtype, device=weight.device))
@@ -121,10 +121,10 @@ def _prepare_dtensor(
             "Replicate"
         )
     if owning_group(param) is not None:
-        return  # by an earlier engine, for which it was prepared
+        return  # already prepared for an earlier engine
     fits = (param.dtype, param.device) == (dtype, device)
     if dtype is not None and param.is_floating_point() and not fits:
-        # A DTensor's dtype cannot change. The object stays: optimizers have it.
+        # A DTensor's dtype cannot change. Keep the object, because optimizers refer to it.
         moved = nn.Parameter(param.detach().to(device, dtype), param.requires_grad)
         torch.utils.swap_tensors(param, moved)
     if not is_whole:
@@ -134,8 +134,8 @@ def _prepare_dtensor(
 
 
 def _shard_gradient(placements: tuple, param: Any) -> None:
-    """Give the gradient the parameter's placement: a sum over ranks may be outstanding, or it may
-    not be sharded yet.
+    """Give the gradient the parameter's placement, because it may still have to be summed over
+    ranks or sharded.
     """
     if param.grad is not None and param.grad.placements != placements:
         param.grad = param.grad.redistribute(placements=placements)
@@ -145,7 +145,7 @@ def _shard_gradient(placements: tuple, param: Any) -> None:
 
 
 def make_mesh(size: int, world_size: int, device: torch.device) -> DeviceMesh:
-    """The mesh of `size` neighbouring ranks that this rank is in. All ranks must call it."""
+    """Return the mesh of this rank and its `size` - 1 neighbours. All ranks must call it."""
     if size < 1 or world_size % size:
         raise UsageError(
             f"tensor_parallel.autotp_size: {size} does not divide the number of ranks, {world_size}"
@@ -158,13 +158,13 @@ def make_mesh(size: int, world_size: int, device: torch.device) -> DeviceMesh:
 def parallelize(
     model: nn.Module, mesh: DeviceMesh, whole_experts: bool, plan: Plan | None = None
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Shard a model over `mesh` by `plan`, or by its own: transformers' `tp_plan`, or that of any
-    model whose `config` has a `base_model_tp_plan`. Returns the new parameters, by those that they
-    replace.
+    """Shard a model over `mesh` by `plan`, or by its own plan: transformers' `tp_plan`, or that of
+    any model whose `config` has a `base_model_tp_plan`. Returns the new parameters, by the ones
+    that they replace.
 
-    whole_experts: a rank gets some of the experts, and tokens travel to them (expert parallelism).
-    Otherwise it gets a part of each. Raises UsageError for a model without a plan, and where the
-    mesh does not divide its heads or experts. All ranks must call it."""
+    whole_experts: each rank gets some of the experts, and tokens are sent to them (expert
+    parallelism). Otherwise it gets a part of each expert. Raises UsageError for a model without a
+    plan, and if the mesh does not divide its heads or experts. All ranks must call it."""
     planned, styles = _plan_of(model, plan)
     if plan is None and not styles:
         raise UsageError(
@@ -202,12 +202,12 @@ def parallelize(
             continue
         path, _, attribute = name.rpartition(".")
         module = planned.get_submodule(path)
-        if old not in found:  # it may be tied to one that is sharded already
+        if old not in found:  # it may be tied to one that is already sharded
             _take_back(old)
             shard()
             found[old] = new = module.get_parameter(attribute)
             if isinstance(new, DTensor):
-                # else it would keep the memory of the whole
+                # otherwise it would keep the whole parameter's memory
                 new._local_tensor = new._local_tensor.clone()
         module._parameters[attribute] = found[old]
     for module in planned.modules():
@@ -225,8 +225,8 @@ def parallelize(
 
 
 def _with_local_parts(vectors: Any, forward: Callable, *args: Any, **kwargs: Any) -> Any:
-    """The forward of IA3, which multiplies plain tensors by its vectors. (They are in a module of
-    their own, so that transformers' style "local_params" does not reach them.)
+    """The forward of IA3, which multiplies plain tensors by its vectors. (They are in a separate
+    module, so that transformers' style "local_params" does not reach them.)
     """
     whole = dict(vectors.items())
     vectors._parameters.update({name: vector.to_local() for name, vector in whole.items()})
@@ -245,10 +245,10 @@ def _dora(
     base_result: torch.Tensor | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    """The forward of DoRA on a linear layer that is sharded: what it adds to the layer's outputs.
+    """The forward of DoRA on a sharded linear layer: returns what it adds to the layer's outputs.
 
-    It divides by the norms over a weight's inputs, which are constants for autograd. If the inputs
-    are sharded, their squares are summed over ranks."""
+    It divides by the norms over a weight's inputs, which autograd treats as constants. If the
+    inputs are sharded, the squares are summed over ranks."""
     half_a, half_b = others["lora_A"], others["lora_B"]
     with torch.no_grad():
         weight, (placement,) = base_layer.weight, base_layer.weight.placements
@@ -265,13 +265,13 @@ def _dora(
 
 
 def _local_part(param: torch.Tensor) -> torch.Tensor:
-    """For autograd, unlike `local`."""
+    """Visible to autograd, unlike `local`."""
     return param.to_local() if isinstance(param, DTensor) else param
 
 
 def _with_own_heads(mesh: DeviceMesh, get_prompt: Callable, *args: Any, **kwargs: Any) -> Any:
-    """PEFT's `get_prompt`, which for prefix tuning gives keys and values of all heads: of a cache,
-    keep those of this rank's heads.
+    """PEFT's `get_prompt`, which returns the keys and values of all heads for prefix tuning: keep
+    those of this rank's heads in the cache.
     """
     found = get_prompt(*args, **kwargs)
     for layer in getattr(found, "layers", ()):
@@ -283,8 +283,9 @@ def _with_own_heads(mesh: DeviceMesh, get_prompt: Callable, *args: Any, **kwargs
 
 
 def _plan_of(model: nn.Module, plan: Plan | None) -> tuple[Any, Plan]:
-    """The module of `model` that has a plan for tensor parallelism, and the styles by the names of
-    its modules and parameters; no styles if there is none. `plan`, if it is given, is the model's.
+    """Return the module of `model` that has a plan for tensor parallelism, and the styles by the
+    names of its modules and parameters; no styles if there is none. `plan`, if given, is the
+    model's.
     """
     if plan is not None:
         return model, plan
@@ -299,7 +300,7 @@ def _plan_of(model: nn.Module, plan: Plan | None) -> tuple[Any, Plan]:
     for module in model.modules():
         config = getattr(module, "config", None)
         for own in (getattr(module, "tp_plan", None), getattr(config, "base_model_tp_plan", None)):
-            # A method of transformers' models, which needs nothing but a module.
+            # A method of transformers' models that only needs a module.
             expand: Any = PreTrainedModel._expand_parallel_plan
             if own and (found := expand(module, own)):
                 return module, found
@@ -310,16 +311,17 @@ def _plan_of(model: nn.Module, plan: Plan | None) -> tuple[Any, Plan]:
 _BY_OUTPUTS = ("colwise", "colwise_gather_output", "colwise_rep")
 _BY_INPUTS = ("rowwise", "rowwise_split_input", "rowwise_rep")
 _OF_LINEAR = (*_BY_OUTPUTS, *_BY_INPUTS)
-# The styles that PEFT's trained copy of a module (`modules_to_save`) can have as the module has.
+# The styles that PEFT's trained copy of a module (`modules_to_save`) can share with the module.
 _OF_COPIES = (*_OF_LINEAR, "embedding_rowwise", "embedding_colwise")
 
 
 def _plan_with_adapters(planned: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """The styles by name, with those of PEFT's adapters in place of what they are around.
+    """Return the styles by name, with those of PEFT's adapters instead of the modules they wrap.
 
     LoRA computes `base(x) + B(A(x))`. If the outputs of the base layer are sharded, so are those of
-    B, and if its inputs are, so are those of A. The other matrix is whole on every rank, and gets
-    the same gradient there: transformers' styles sum what A gives, and the gradient of what B gets.
+    B, and if its inputs are sharded, so are those of A. The other matrix is whole on every rank and
+    gets the same gradient there, because transformers' styles sum A's outputs, and the gradients of
+    B's inputs.
 
     Raises UsageError for adapters that need a whole weight or activation."""
     found: dict[str, str] = {}
@@ -328,14 +330,16 @@ def _plan_with_adapters(planned: nn.Module, plan: Mapping[str, str]) -> dict[str
         module: Any = modules.get(name)
         kind = type(module).__name__
         if hasattr(module, "ia3_l") and isinstance(module.base_layer, nn.Linear):
-            # A vector is as the inputs (of feed-forward layers) or outputs that it scales.
+            # A vector is sharded like the inputs (of feed-forward layers) or outputs that it
+            # scales.
             inner = ["base_layer"]
             if style == ("rowwise" if module.is_feedforward else "colwise"):
                 found |= {f"{name}.ia3_l.{adapter}": style for adapter in module.ia3_l}
         elif hasattr(module, "base_layer"):
             is_lora = hasattr(module, "lora_A") and isinstance(module.base_layer, nn.Linear)
             magnitudes = getattr(module, "lora_magnitude_vector", {})
-            # DoRA's magnitudes are of outputs: they cannot be sharded where those are gathered.
+            # DoRA's magnitudes scale outputs, so they cannot be sharded if the outputs are
+            # gathered.
             fits = style == "colwise" or style in (_BY_INPUTS if magnitudes else _OF_LINEAR)
             if not is_lora or not fits or module.lora_variant.keys() - magnitudes.keys():
                 raise _not_sharded(name, style, kind)
@@ -370,7 +374,7 @@ def _not_sharded(name: str, style: str, kind: str) -> UsageError:
 def _steps(
     planned: Any, plan: Plan, mesh: DeviceMesh, whole_experts: bool
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """The parameters and modules that the plans name, each with what shards it."""
+    """Return the parameters and modules that the plans name, each with what shards it."""
     from transformers.distributed.tensor_parallel import (
         ALL_PARALLEL_STYLES,
         apply_tensor_parallelism,
@@ -396,7 +400,7 @@ def _steps(
 
 
 def _plan_of_experts(planned: Any, size: int) -> dict[str, str]:
-    """transformers' plan for expert parallelism."""
+    """Return transformers' plan for expert parallelism."""
     own = getattr(planned, "ep_plan", None)
     plan = planned._expand_parallel_plan(own) if own else {}
     if not plan:
@@ -424,8 +428,8 @@ def check_heads(model: Any, size: int) -> None:
 
 @torch.no_grad()
 def _take_back(param: nn.Parameter) -> None:
-    """Make a parameter that was sharded under `zero.Init` an ordinary one, with all values on every
-    rank.
+    """Turn a parameter that was sharded under `zero.Init` into an ordinary one, with all values on
+    every rank.
     """
     if (group := owning_group(param)) is None:
         return
@@ -436,7 +440,7 @@ def _take_back(param: nn.Parameter) -> None:
 
 
 def _summed_over_ranks(model: nn.Module, plan: Plan | None) -> Iterator[nn.Module]:
-    """The modules whose weights' gradients transformers sums over the ranks of the mesh."""
+    """Return the modules whose weight gradients transformers sums over the ranks of the mesh."""
     planned, plan = _plan_of(model, plan)
     modules = dict(planned.named_modules())
     for name, style in plan.items():

@@ -1,10 +1,10 @@
-"""The weights of a layer's experts in bitsandbytes' 4 bits.
+"""Stores the weights of a layer's experts in bitsandbytes' 4-bit formats.
 
-transformers keeps all experts of a layer in one 3-D parameter, and bitsandbytes packs linear layers
-alone. `bitsandbytes.nn.parametrize` would put a property of the module in the parameter's place,
-where PEFT's `target_parameters` do not find it, and on which its LoRA fails in the second forward.
-So the parameter stays, and is a tensor that holds packed values. The codes and scales are those of
-bitsandbytes."""
+transformers keeps all experts of a layer in one 3-D parameter, but bitsandbytes packs only linear
+layers. `bitsandbytes.nn.parametrize` would replace the parameter by a property of the module, which
+PEFT's `target_parameters` does not find, and with which its LoRA fails in the second forward. The
+parameter is therefore kept, as a tensor that holds packed values. The codes and scales are the same
+as those that bitsandbytes computes."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ aten = torch.ops.aten
 
 
 class QuantizedExperts(torch.Tensor):
-    """Packed weights of all experts of a layer. A read gives ordinary values, and `weights[i]`
-    unpacks one expert. `to(dtype)` changes the dtype of what is read, not the codes.
+    """Packed weights of all experts of a layer. Reads give ordinary values, and `weights[i]`
+    unpacks one expert. `to(dtype)` changes the dtype of the values that are read, not the codes.
 
     Attributes:
-        packed: codes of 4 bits.
+        packed: the 4-bit codes.
         absmax: a scale for each block of codes. With double quantization these are codes too, and
             `offset`, `nested_absmax` and `nested_code` decode them.
         quant_type: "nf4" or "fp4".
     """
 
-    # The engine may cast it as it casts other weights.
+    # The engine may cast it like other weights.
     keeps_codes_when_cast = True
     BLOCK, NESTED_BLOCK = 64, 256
 
@@ -86,7 +86,7 @@ class QuantizedExperts(torch.Tensor):
         return cls(tensors, quant_type, shape, torch.get_default_dtype())
 
     def storage(self) -> NoReturn:
-        """Called to save the tensor: there is no format for it."""
+        """Called when the tensor is saved, for which there is no format."""
         raise UsageError(
             "a model with experts in 4 bits cannot be saved: save its adapter, and quantize the "
             "experts again when you load the base"
@@ -97,7 +97,7 @@ class QuantizedExperts(torch.Tensor):
         return type(self)(tensors, self.quant_type, self.shape, dtype)
 
     def _values(self, expert: int | None = None) -> torch.Tensor:
-        """The values of one expert, or of all."""
+        """Return the values of one expert, or of all experts."""
         from bitsandbytes.functional import QuantState, dequantize_4bit, dequantize_blockwise
 
         shape, packed, absmax = self.shape, self.packed, self.absmax
@@ -126,7 +126,7 @@ class QuantizedExperts(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         self = args[0]
-        # A read of a sharded tensor is noticed by its `__torch_function__`, which is off here.
+        # Reads of a sharded tensor are detected in `__torch_function__`, which is disabled here.
         with torch._C._EnableTorchFunction():
             if func is aten.detach.default:
                 return self._with(lambda tensor: tensor, self.dtype)
@@ -149,10 +149,10 @@ class QuantizedExperts(torch.Tensor):
 
 def quantize_experts(model: nn.Module) -> None:
     """Quantize the experts of a model that transformers has loaded with
-    `BitsAndBytesConfig(load_in_4bit=True)`, which leaves them as they are.
+    `BitsAndBytesConfig(load_in_4bit=True)`, which does not quantize them.
 
-    With zero at stage 3 they are quantized while the model is loaded. Call this for the same
-    weights elsewhere, such as in an evaluation by plain PEFT, before adapters are added.
+    At stage 3, zero quantizes them while the model is loaded. To get the same weights elsewhere,
+    such as when you evaluate with plain PEFT, call this function before you add adapters.
     """
     for module_name, module in model.named_modules():
         for name, param in list(module.named_parameters(recurse=False)):
@@ -161,8 +161,8 @@ def quantize_experts(model: nn.Module) -> None:
 
 
 def quantizes(model: Any, module: nn.Module, name: str, param: torch.Tensor) -> bool:
-    """Whether `param` of `module` in `model` is to be in 4 bits: the weights of fused experts are,
-    unless `llm_int8_skip_modules` names them.
+    """Whether `param` of `module` in `model` should be quantized to 4 bits. This holds for the
+    weights of fused experts, unless `llm_int8_skip_modules` names them.
     """
     settings: Any = getattr(getattr(model, "config", None), "quantization_config", None)
     if not getattr(settings, "load_in_4bit", False) or param.dim() != 3:
@@ -175,7 +175,7 @@ def quantizes(model: Any, module: nn.Module, name: str, param: torch.Tensor) -> 
 
 
 def quantized(model: Any, param: torch.Tensor) -> nn.Parameter:
-    """`param`, quantized as the linear layers of `model` are."""
+    """Return `param`, quantized like the linear layers of `model`."""
     settings = model.config.quantization_config
     values = QuantizedExperts.of(
         param, settings.bnb_4bit_quant_type, settings.bnb_4bit_use_double_quant

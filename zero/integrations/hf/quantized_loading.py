@@ -1,16 +1,17 @@
 """Shards a quantized model while transformers loads it, so that no rank ever holds all of it.
 
-transformers builds no quantized model under `deepspeed.zero.Init`. It builds it on the meta device,
-and its loader assigns one complete parameter or buffer after another, in the order of their names.
-torch calls a hook before each assignment: there the tensor is sharded, together with the scales and
-codebooks that decode it. Experts that transformers leaves in 16 bits are quantized first. Nothing
-is patched.
+transformers does not build quantized models under `deepspeed.zero.Init`. It builds them on the meta
+device, and its loader then assigns one complete parameter or buffer after another, in the order of
+their names. torch calls a hook before each assignment, and this hook shards the tensor, together
+with the scales and codebooks that decode it. Experts that transformers leaves in 16 bits are
+quantized first. Nothing is patched.
 
 [Note: reads before zero.initialize] A script may do anything with a loaded model: cast its norms,
-generate, resize its embeddings, save it. No hook of an engine gathers for it yet. So a read of a
-sharded tensor gathers its group, and the groups read last stay unsharded. Once others have been
-read, or by `zero.initialize`, a group is sharded again: with the values that the script has written
-to it meanwhile, or anew if the script has given it other data. All ranks must run such code alike.
+generate, resize its embeddings, save it. At this point there are no engine hooks that could gather
+its parameters. Reading a sharded tensor therefore gathers its group, and the most recently read
+groups stay unsharded. A group is sharded again once others have been read, or in `zero.initialize`.
+It then keeps the values that the script has written to it, and is built from scratch if the script
+has replaced its data. All ranks must run such code in the same way.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from zero.core.sharded_param import owning_group, set_owning_group
 from zero.init import Init
 from zero.integrations.hf.quantized_experts import quantized, quantizes
 
-# Groups that stay unsharded after a read. A function reads a few parameters at once: six at most
-# in torch's own modules (multi-head attention).
+# The number of groups that stay unsharded after a read. A function reads a few parameters at once,
+# at most six in torch's own modules (multi-head attention).
 KEPT_AFTER_READS = 8
 
 
 def _stage3_config() -> dict[str, Any] | None:
-    """The configuration of the `HfDeepSpeedConfig` that is alive, if it has stage 3."""
+    """Return the configuration of the live `HfDeepSpeedConfig`, if its stage is 3."""
     integration = sys.modules.get("transformers.integrations.deepspeed")
     if integration is None or not integration.is_deepspeed_zero3_enabled():
         return None
@@ -50,11 +51,11 @@ def _stage3_config() -> dict[str, Any] | None:
 
 
 def _is_loaded(former: torch.Tensor | None, tensor: torch.Tensor, module: nn.Module) -> bool:
-    """Whether a loader is about to assign the complete `tensor` to an attribute of `module`, which
-    was `former`.
+    """Whether a loader is about to assign the complete `tensor` to an attribute of `module`, in
+    place of `former`.
 
-    transformers marks a tensor before it puts it in the place of one on the meta device. torchao
-    puts a quantized one in the place of the weight, before transformers marks the module."""
+    transformers marks a tensor before it replaces one on the meta device. torchao replaces the
+    weight by a quantized one before transformers marks the module."""
     if owning_group(tensor) is not None or isinstance(tensor, DTensor):
         return False
     if former is not None and former.is_meta:
@@ -63,14 +64,14 @@ def _is_loaded(former: torch.Tensor | None, tensor: torch.Tensor, module: nn.Mod
 
 
 class _Loading:
-    """Shards tensors as the loader assigns them, and gathers those that are read before
+    """Shards tensors as the loader assigns them, and gathers those that a script reads before
     `zero.initialize`.
     """
 
     def __init__(self) -> None:
         self._config: dict[str, Any] | None = None
         self._init: Init | None = None
-        # In the order of their reads; unsharded.
+        # Unsharded groups, in the order in which they were read.
         self._kept: list[ParamGroup] = []
         # A module's parent, and its name there.
         self._parents: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], str]] = (
@@ -97,7 +98,7 @@ class _Loading:
         return param
 
     def _model_of(self, module: nn.Module, name: str) -> tuple[nn.Module, str]:
-        """The model that `module` is a part of, and the path of `module.name` there."""
+        """Return the model that contains `module`, and the path of `module.name` in it."""
         while module in self._parents:
             reference, own = self._parents[module]
             parent = reference()
@@ -136,7 +137,7 @@ class _Loading:
             self._shard(module)
 
     def settle(self) -> None:
-        """Shard all again that was read."""
+        """Reshard everything that has been read."""
         for group in list(self._kept):
             self._shard_again_if_replaced(group)
         for group in list(self._kept):
@@ -150,7 +151,7 @@ class _Loading:
             group.watch_reads(self._before_read)
 
     def _before_read(self, param: nn.Parameter, func: Callable) -> None:
-        """Unshard the group of `param`, and shard those again that were read long ago."""
+        """Unshard the group of `param`, and reshard the groups that were read longest ago."""
         group = owning_group(param)
         assert group is not None
         group.unshard()
@@ -161,8 +162,8 @@ class _Loading:
             self._reshard(kept)
 
     def _shard_again_if_replaced(self, group: ParamGroup) -> None:
-        """If a script has given a parameter other data, make groups anew: its dtype or shape may
-        have changed.
+        """If a script has replaced the data of a parameter, rebuild its group, because the dtype or
+        shape may have changed.
         """
         if not _is_whole(group):
             self._kept.remove(group)
@@ -174,14 +175,14 @@ class _Loading:
 
     def _reshard(self, group: ParamGroup) -> None:
         self._kept.remove(group)
-        # `param.data` may have been written to, which torch does not count.
+        # The script may have written to `param.data`, which torch's version counter does not see.
         group.keep_written_values()
         if group.release():
             group.reshard_but_keep_aliases()
 
 
 def _is_whole(group: ParamGroup) -> bool:
-    """Whether `group` is unsharded and no other group has taken its parameters over."""
+    """Whether `group` is unsharded and no other group has taken over its parameters."""
     return group.state is State.UNSHARDED and all(
         owning_group(tensor) is group for tensor in group.index
     )
@@ -197,7 +198,7 @@ def _is_replaced(param: torch.Tensor, view: torch.Tensor) -> bool:
 
 
 _loading = _Loading()
-# Shards again what a script has read of the models loaded so far; all ranks must call it.
+# Reshards what a script has read from the models loaded so far. All ranks must call it.
 settle = _loading.settle
 
 

@@ -1,16 +1,16 @@
-"""Models of which an adapter is trained, for `zero estimate`: PEFT's, on a base that may be
-quantized by bitsandbytes.
+"""Builds models with trainable adapters for `zero estimate`: PEFT's adapters, on a base that
+bitsandbytes may have quantized.
 
 [Note: bytes of quantized weights]
-Of a weight with n elements, in the linear layers but the head:
+A weight with n elements in a linear layer (other than the head) takes:
 
     load_in_4bit    n / 2 codes, and a scale for each 64 elements, which takes 4 bytes, or
                     1 + 4 / 256 with bnb_4bit_use_double_quant
     load_in_8bit    n codes, and 4 bytes for each row
 
-A layer decodes its weight for each use, so that it is there in the model's dtype for that time, and
-in the backward again. Everything else has the model's dtype, but for experts that share a
-parameter: at stage 3 the engine quantizes them, too
+A layer decodes its weight each time it is used, so the weight exists in the model's dtype for that
+time, and again in the backward pass. Everything else has the model's dtype, except for experts that
+share a parameter: at stage 3 the engine quantizes these as well
 (`zero/integrations/hf/quantized_experts.py`)."""
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from zero.core.layout import packs_experts
 from zero.errors import UsageError
 from zero.integrations.hf.quantized_experts import quantize_experts
 
-# Elements that share a scale, and scales that share one.
+# The number of elements that share a scale, and of scales that share a scale.
 BLOCK, NESTED = 64, 256
 
 
 def quantization_of(config: transformers.PretrainedConfig) -> dict[str, Any]:
-    """The section `quantization_config`; empty if the weights are not quantized.
+    """Return the section `quantization_config`, empty if the weights are not quantized.
 
-    UsageError for another library than bitsandbytes.
+    Raises UsageError for any library other than bitsandbytes.
     """
     given = getattr(config, "quantization_config", None) or {}
     found = given if isinstance(given, dict) else given.to_dict()
@@ -53,7 +53,7 @@ def quantization_of(config: transformers.PretrainedConfig) -> dict[str, Any]:
 
 
 def packed_bytes(weight: torch.Tensor, quantization: dict[str, Any]) -> tuple[int, int]:
-    """Bytes of the codes of a weight (rows x columns), and of their scales."""
+    """Return the bytes of the codes of a weight (rows x columns), and of their scales."""
     if not quantization.get("load_in_4bit"):
         return weight.numel(), 4 * weight.shape[0]
     blocks = math.ceil(weight.numel() / BLOCK)
@@ -63,7 +63,7 @@ def packed_bytes(weight: torch.Tensor, quantization: dict[str, Any]) -> tuple[in
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen layer with codes in the place of its weight, of a layer on the meta device."""
+    """A frozen layer with codes instead of a weight, made from a layer on the meta device."""
 
     def __init__(self, layer: nn.Linear, quantization: dict[str, Any]):
         nn.Module.__init__(self)
@@ -82,7 +82,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """Keeps the codes for the backward, and not the weight that is decoded from them."""
+    """Keeps the codes for the backward pass, rather than the weight decoded from them."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, codes: torch.Tensor, rows: int) -> torch.Tensor:
@@ -97,7 +97,7 @@ class _Product(torch.autograd.Function):
 
 
 def quantize(model: Any, quantization: dict[str, Any]) -> None:
-    """Put quantized layers in the place of linear ones, as transformers does when it loads them."""
+    """Replace linear layers by quantized ones, as transformers does when it loads a model."""
     kept = quantization.get("llm_int8_skip_modules") or []
     head = model.get_output_embeddings()
     for name, layer in list(model.named_modules()):
@@ -109,7 +109,7 @@ def quantize(model: Any, quantization: dict[str, Any]) -> None:
 def quantize_fused_experts(model: Any) -> None:
     """Quantize experts that share a parameter, as stage 3 does while it loads a model in 4 bits.
 
-    UsageError without bitsandbytes.
+    Raises UsageError if bitsandbytes is not installed.
     """
     quantization = quantization_of(model.config) if hasattr(model, "config") else {}
     if not quantization.get("load_in_4bit") or not any(map(packs_experts, model.modules())):
@@ -121,12 +121,12 @@ def quantize_fused_experts(model: Any) -> None:
             "config.json: experts in 4 bits are estimated with bitsandbytes: pip install it"
         ) from error
     model.config.quantization_config = transformers.BitsAndBytesConfig.from_dict(quantization)
-    with mock.patch.dict(name2qmap):  # without what it keeps of tensors that have no values
+    with mock.patch.dict(name2qmap):  # discard what it remembers of tensors without values
         quantize_experts(model)
 
 
 def elements(model: nn.Module) -> int:
-    """Elements of all parameters; of a quantized weight those that its codes stand for."""
+    """Count the elements of all parameters; for a quantized weight, those that its codes encode."""
     packed = sum(
         layer.in_features * layer.out_features - layer.weight.numel()
         for layer in model.modules()
@@ -136,20 +136,20 @@ def elements(model: nn.Module) -> int:
 
 
 def add_adapter(model: Any, adapter: str) -> None:
-    """Add PEFT's adapter to a transformers model, all else of which is frozen.
+    """Add a PEFT adapter to a transformers model, and freeze everything else.
 
     Args:
-        adapter: the folder with adapter_config.json, that file, or a rank: then LoRA of all linear
-            layers but the head.
+        adapter: the folder with adapter_config.json, that file, or a rank, which means LoRA on all
+            linear layers except the head.
 
-    UsageError if it cannot be read, or does not fit the model.
+    Raises UsageError if it cannot be read, or does not fit the model.
     """
     try:
         with warnings.catch_warnings():
             # PEFT's own patterns for fused experts match nothing where "all-linear" excludes them.
             warnings.filterwarnings("ignore", "The following", RuntimeWarning)
             model.add_adapter(_adapter_config(adapter))
-    except Exception as error:  # of any kind: the file is somebody else's
+    except Exception as error:  # of any kind: the file is not ours
         raise UsageError(f"--adapter {adapter}: {' '.join(str(error).split())[:200]}") from error
 
 

@@ -1,7 +1,7 @@
-"""Single calls of torch on a device that computes nothing: what they make, and what they cost.
+"""Single torch calls on a device that computes nothing: what they produce, and what they cost.
 
-A step has thousands of calls, and some hundred different ones: layers are alike, and so are the
-steps of two configurations. So torch derives the shapes of a call once."""
+A step has thousands of calls, but only some hundred different ones, because layers repeat, and so
+do the steps of different configurations. torch therefore derives the shapes of each call once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ META = torch.device("meta")
 
 _aten = torch.ops.aten
 FILLS = (_aten.zeros.default, _aten.ones.default, _aten.full.default)
-# Torch's formulas, and those that it lacks: fused attention on CPUs, where a causal mask saves
+# torch's formulas, and those that it lacks: fused attention on CPUs, where a causal mask saves
 # nothing, and experts.
 _FORMULAS = flop_registry | {
     _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_, **__: (
@@ -29,20 +29,20 @@ _FORMULAS = flop_registry | {
 
 
 def operations(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
-    """Floating-point operations of one call: matrix products count, all others are 0."""
+    """Return the floating-point operations of one call. Only matrix products count."""
     formula = _FORMULAS.get(getattr(func, "overloadpacket", func))
     return 0 if formula is None else formula(*args, **kwargs, out_val=out)
 
 
 class Call(NamedTuple):
-    """What a call on device tensors makes.
+    """The result of a call on device tensors.
 
     Attributes:
-        outputs: shape, stride and dtype in the place of each tensor.
+        outputs: the outputs, with shape, stride and dtype in place of each tensor.
         returns_input: whether it writes into its first argument and returns that.
-        operations: floating-point ones, if it is a matrix product.
-        touched: bytes read and written, if it is none.
-        is_complete: whether the next such call need not be made.
+        operations: its floating-point operations, if it is a matrix product.
+        touched: the bytes that it reads and writes, if it is not one.
+        is_complete: whether the next such call can be skipped.
     """
 
     outputs: Any
@@ -70,8 +70,8 @@ known_calls: dict[Any, Call] = {}
 
 
 def key_of(func: Any, args: tuple, kwargs: dict) -> Any:
-    """What the call's result depends on. None: it has to be made, because it changes a shape, or a
-    tensor in it is not on the device.
+    """Return what the result of the call depends on, or None if the call must be executed, because
+    it changes a shape, or because one of its tensors is not on the device.
     """
     if func.namespace != "aten" or torch.Tag.inplace_view in func.tags:
         return None
@@ -90,7 +90,7 @@ def key_of(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _shapes(value: Any) -> Any:
-    """The value with the shape, stride and dtype of each tensor in its place. ValueError for a
+    """Replace each tensor in the value by its shape, stride and dtype. Raises ValueError for a
     tensor in host memory.
     """
     if isinstance(value, torch.Tensor):
@@ -99,7 +99,7 @@ def _shapes(value: Any) -> Any:
         return _Shape(value.shape, value.stride(), value.dtype)
     if isinstance(value, (list, tuple)):
         return tuple(map(_shapes, value))
-    return type(value), value  # 1, 1.0 and True are equal, but make other dtypes
+    return type(value), value  # 1, 1.0 and True are equal, but lead to different dtypes
 
 
 class _Shape(NamedTuple):
@@ -109,7 +109,7 @@ class _Shape(NamedTuple):
 
 
 def like(shapes: Any) -> Any:
-    """New tensors of these shapes."""
+    """Make new tensors of these shapes."""
     if isinstance(shapes, _Shape):
         return torch.empty_strided(*shapes[:2], dtype=shapes.dtype, device=META)
     if shapes and isinstance(shapes[0], type):
@@ -118,7 +118,7 @@ def like(shapes: Any) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in the arguments or results of a call."""
+    """Return the tensors in the arguments or results of a call."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -129,7 +129,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is on the device, and all of its storage."""
+    """Whether the tensor and its whole storage are on the device."""
     return is_on_device(tensor) and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 

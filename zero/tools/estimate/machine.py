@@ -1,10 +1,10 @@
-"""A machine that computes nothing, on which the engine runs as one of many ranks.
+"""Imitates a machine that computes nothing, on which the engine runs as one of many ranks.
 
-The compute device is torch's `meta` device, so its tensors have shapes and no memory. Large tensors
-in host memory are real ones whose pages are never touched: `Memory` skips each operation on them.
-Collectives, streams, pinned memory and files do nothing but count. All of it is substituted for
-the duration of `imitated`, in torch and in each module of the engine that has imported the
-name."""
+The compute device is torch's `meta` device, whose tensors have shapes but no memory. Large tensors
+in host memory are real, but their pages are never touched, because `Memory` skips every operation
+on them. Collectives, streams, pinned memory and files only count. While the context `imitated` is
+active, they replace the originals in torch and in each engine module that has imported their
+names."""
 
 from __future__ import annotations
 
@@ -48,29 +48,29 @@ from zero.tools.estimate.calls import (
 )
 
 DEVICE, HOST, DISK = "device", "host", "disk"
-# Parts of host memory: buffers for transfers.
+# The parts of host memory that are buffers for transfers.
 PINNED, PAGEABLE = "buffers, pinned", "buffers, pageable"
-# The place of tensors in those buffers, which are counted themselves.
+# The place of tensors inside these buffers. The buffers themselves are counted.
 IN_BUFFER = "in a buffer"
-# Tensors in host memory of at most so many elements are computed with: a checksum of each parameter
-# among them.
+# Operations on host tensors of at most this many elements are really executed, for example for the
+# checksum of each parameter.
 COMPUTED = 1 << 16
 
 _aten = torch.ops.aten
 
 
 class Memory(TorchDispatchMode):
-    """Counts the bytes of all storages from the operation that makes them until they are freed.
+    """Counts the bytes of all storages, from the operation that creates them until they are freed.
 
     Attributes:
-        live: bytes now, by (place, part).
-        most: of each of these, the most so far.
+        live: the current bytes, by (place, part).
+        most: the largest number of bytes so far, by (place, part).
         fullest: by place, the parts at the fullest moment so far.
-        part: what is allocated now belongs to it.
-        cause: of what is moved now.
-        operations: floating-point ones of matrix products so far.
+        part: the part to which new memory belongs.
+        cause: the cause of current traffic.
+        operations: floating-point operations of matrix products so far.
         touched: bytes that all other operations on the device have read and written so far.
-        moved: bytes so far by (link, cause).
+        moved: bytes moved so far, by (link, cause).
     """
 
     def __init__(self, part: str):
@@ -83,25 +83,25 @@ class Memory(TorchDispatchMode):
         self.moved: Counter[tuple[str, str]] = Counter()
         self._totals: Counter[str] = Counter()
         self._peaks: Counter[str] = Counter()
-        # By storage: place, part, bytes.
+        # Place, part and bytes, by storage.
         self._known: dict[int, tuple[str, str, int]] = {}
-        # Of small tensors that were copied to the device: the engine reads some of them again.
+        # Values of small tensors copied to the device, because the engine reads some back.
         self._values: dict[int, torch.Tensor] = {}
 
     # -- bytes
 
     def forget_peaks(self) -> None:
-        """From now on the fullest moment is searched for."""
+        """Start to look for the fullest moment."""
         self._peaks.clear()
         for place in self.fullest:
             self.add(place, self.part, 0)
 
     def forget_most(self) -> None:
-        """From now on the most of each part is searched for."""
+        """Start to look for the maximum of each part."""
         self.most = Counter(self.live)
 
     def add(self, place: str, part: str, nbytes: int) -> None:
-        """Count bytes: of a tensor, or of no tensor, then they are never freed."""
+        """Count bytes of a tensor, or bytes that belong to no tensor and are never freed."""
         self.live[place, part] += nbytes
         self._totals[place] += nbytes
         self.most[place, part] = max(self.most[place, part], self.live[place, part])
@@ -112,7 +112,7 @@ class Memory(TorchDispatchMode):
             }
 
     def note(self, tensor: torch.Tensor, place: str | None = None) -> None:
-        """Count the tensor's storage, unless it is known. Without a place, by its device."""
+        """Count the tensor's storage unless it is known. `place` defaults to its device."""
         storage = tensor.untyped_storage()
         if (key := storage._cdata) not in self._known:
             place = place or (DEVICE if is_on_device(tensor) else HOST)
@@ -122,7 +122,7 @@ class Memory(TorchDispatchMode):
             weakref.finalize(storage, self._forget, key).atexit = False
 
     def label(self, tensor: torch.Tensor | None, part: str) -> None:
-        """The tensor's storage is `part` from now on."""
+        """From now on, count the tensor's storage as `part`."""
         if tensor is None or (key := tensor.untyped_storage()._cdata) not in self._known:
             return
         place, before, nbytes = self._known[key]
@@ -153,7 +153,7 @@ class Memory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if DTensor in types:  # it calls again, with the parts of this rank
+        if DTensor in types:  # it calls again, with this rank's parts
             return NotImplemented
         kwargs = dict(kwargs or {})
         if func.is_view:
@@ -186,7 +186,7 @@ class Memory(TorchDispatchMode):
         if func is _aten._to_copy.default and args[0].numel() <= COMPUTED:
             return self._copy_small(func, args[0], kwargs)
         if getattr(func, "overloadpacket", None) is _aten._grouped_mm:
-            # torch's formula for shapes takes bf16 alone
+            # torch's formula for shapes only accepts bf16
             narrow = (each.bfloat16() for each in args[:2])
             return func(*narrow, *args[2:], **kwargs).to(args[0].dtype)
         if func in FILLS and torch.device(kwargs.get("device") or "cpu").type == "cpu":
@@ -202,7 +202,7 @@ class Memory(TorchDispatchMode):
         return self._skip(func, args, kwargs, torch.device(target) if target else None)
 
     def _skip(self, func: Any, args: tuple, kwargs: dict, target: torch.device | None) -> Any:
-        """The result's shape alone, without touching host memory."""
+        """Return only the shape of the result, without touching host memory."""
         schema = func._schema
         if schema.is_mutable:
             if not schema.returns:
@@ -220,7 +220,7 @@ class Memory(TorchDispatchMode):
         return out if target.type == META.type else tree_map_only(torch.Tensor, _on_host, out)
 
     def _copy_small(self, func: Any, source: torch.Tensor, kwargs: dict) -> torch.Tensor:
-        """A copy of a small tensor, which keeps its values over a stay on the device."""
+        """Copy a small tensor, which keeps its values while it is on the device."""
         target = torch.device(kwargs.get("device") or source.device)
         if not is_on_device(source):
             out = func(source, **kwargs)
@@ -252,7 +252,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Done:
-    """Work, a stream or an event: all is done at once. It keeps what it is of until then."""
+    """Work, a stream or an event, which completes immediately. It keeps its object until then."""
 
     def __init__(self, *kept: Any):
         self._kept = kept
@@ -272,12 +272,12 @@ class _Done:
     wait_event = wait_stream = synchronize = wait
 
     def query(self) -> bool:
-        """As if work were late: then more buffers are under way."""
+        """Act as if the work were late, so that more buffers are in flight."""
         return False
 
 
 class _File:
-    """A rank's file, as the tiers see it: what is read and written is counted."""
+    """A rank's file, as the tiers see it. Reads and writes are counted."""
 
     def __init__(self, memory: Memory, settings: AioConfig):
         self._memory = memory
@@ -311,7 +311,7 @@ class _File:
     def _move(self, link: str, mapped: torch.Tensor, host: torch.Tensor) -> None:
         self._memory.moved[link, self._memory.cause] += mapped.nbytes
         if self._memory.place_of(host) == HOST:
-            # Direct I/O needs an aligned buffer for each request that is under way.
+            # Direct I/O needs an aligned buffer for each request in flight.
             size = nvme.request_bytes(self._settings)
             most = min(self._settings.thread_count, math.ceil(host.nbytes / size)) * size
             if most > self._bounced:
@@ -324,10 +324,10 @@ class _File:
 
 @contextlib.contextmanager
 def imitated(memory: Memory, rank: int, ranks: int, of_machine: int) -> Iterator[None]:
-    """Context in which this process is rank `rank` of `ranks`, of which each machine has
-    `of_machine`.
+    """Context in which this process is rank `rank` of `ranks`, with `of_machine` ranks on each
+    machine.
 
-    Raises RuntimeError where the process has a process group already.
+    Raises RuntimeError if the process already has a process group.
     """
     new_block = pinned.new_block
     with contextlib.ExitStack() as stack:
@@ -346,16 +346,16 @@ def imitated(memory: Memory, rank: int, ranks: int, of_machine: int) -> Iterator
             for module in [each for key, each in sys.modules.items() if key.startswith("zero.")]:
                 for key in [key for key, value in vars(module).items() if value is original]:
                     stack.enter_context(mock.patch.object(module, key, substitute))
-        # A mesh looks for the module of its kind of device.
+        # A mesh looks up the torch module of its device type.
         stack.enter_context(mock.patch.object(torch, META.type, torch.cpu, create=True))
-        # Tensors of tiers are counted as tensors, unlike those in buffers that are used again.
+        # The tiers' tensors are counted as tensors, unlike those in reused buffers.
         of_tier = mock.patch.object(tiers, "new_block", lambda size, pin: new_block(size, False))
         stack.enter_context(of_tier)
         stack.enter_context(memory)
         yield
 
 
-Substitute = tuple[Any, str, Any]  # owner, name, and what stands there instead
+Substitute = tuple[Any, str, Any]  # owner, name, and the replacement
 
 
 def _substitutes_of_ranks(of_machine: int) -> list[Substitute]:
@@ -371,7 +371,7 @@ def _substitutes_of_ranks(of_machine: int) -> list[Substitute]:
         (Communicator, "exchange", exchange),
         (communicator, "_communicators", {}),
         (world, "compute_device", lambda: META),
-        # The watchdog of a job of one rank waits for nobody.
+        # In a job of one rank, the watchdog has nobody to wait for.
         (watchdog, "Watchdog", lambda rank, ranks, *rest: alone(0, 1, *rest)),
         (watchdog, "end_with_launcher", lambda: None),
         (zero_device, "use", lambda device: None),
@@ -392,8 +392,8 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """Fused attention: torch takes none on the meta device. Where a mask has a gradient, it takes
-    none anywhere.
+    """Fused attention, which torch does not use on the meta device. With a mask that needs a
+    gradient, torch uses it nowhere.
     """
     tensors = (query, key, value)
     if attn_mask is not None and attn_mask.requires_grad:
@@ -442,7 +442,7 @@ def _substitutes_of_tensors(memory: Memory) -> list[Substitute]:
         (torch.UntypedStorage, "data_ptr", lambda each: each._cdata << 40 if each.nbytes() else 0),
         (torch.UntypedStorage, "resize_", resize_counted),
         (torch.Tensor, "data_ptr", address),
-        (torch.Tensor, "is_meta", False),  # a meta tensor of a model has no values: it is refused
+        (torch.Tensor, "is_meta", False),  # the engine refuses meta tensors in a model
         (torch.Tensor, "is_pinned", is_pinned),
         (torch.Tensor, "record_stream", lambda tensor, stream: None),
         (functional, "scaled_dot_product_attention", attention),
@@ -451,8 +451,8 @@ def _substitutes_of_tensors(memory: Memory) -> list[Substitute]:
 
 
 def _substitutes_of_experts() -> list[Substitute]:
-    """With expert parallelism, the values of tokens say how many go to which rank. Here each rank
-    gets as many.
+    """With expert parallelism, the tokens' values decide how many go to each rank. Here every rank
+    gets the same number.
     """
     try:
         from transformers.distributed.expert_parallel import AllToAllEP
@@ -474,7 +474,7 @@ def _substitutes_of_experts() -> list[Substitute]:
 def _substitutes_on_host(memory: Memory) -> list[Substitute]:
     files: dict[str, _File] = {}
     new_block, frombuffer = pinned.new_block, torch.frombuffer
-    # Memory of buffers that are used again: these are counted, unlike the tensors in them.
+    # Memory of reused buffers, which are counted instead of the tensors in them.
     buffers = weakref.WeakSet[mmap.mmap]()
 
     def scratch_file(folder: str, aio: AioConfig) -> _File:
@@ -492,7 +492,7 @@ def _substitutes_on_host(memory: Memory) -> list[Substitute]:
         return tensor
 
     def store(_: Any, target: torch.Tensor, values: torch.Tensor, *rest: Any) -> None:
-        # Blocks are rounded one after another: one of them shows what all take.
+        # Blocks are rounded one at a time, so one of them shows how much memory is needed.
         target.copy_(values)
         block = values[: rounding.BLOCK]
         rounding.rounded(block, torch.empty_like(block, dtype=torch.int32))

@@ -1,4 +1,4 @@
-"""The model of an estimate: read from its folder, built without values, and called for one
+"""Reads the model of an estimate from its folder, builds it without values, and calls it for one
 micro-batch."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zero.tools.estimate.calls import META
 from zero.tools.estimate.machine import Memory
 from zero.tools.estimate.question import Question, model_folder
 
-# Of integers in `config.json`, by the end of the key; larger ones are mistakes.
+# The largest plausible integers in `config.json`, by the end of the key.
 _BOUNDS = {
     "layers": 10_000,
     "layer": 10_000,
@@ -48,29 +48,29 @@ _POSITIVE = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
     *("d_model", "d_ff", "d_kv", "num_layers", "num_heads", "n_embd", "n_layer", "n_head"),
 )
-# Of a model: there is none with so many parameters.
+# No model has this many parameters.
 MOST_PARAMETERS = 10**13
 _REMEDY = "leave --batch and --seq out, then activations are not counted"
 
 
 def read_config(source: str) -> transformers.PretrainedConfig:
-    """The configuration of a model's folder, or of a file `config.json`.
+    """Read the configuration from a model's folder, or from a file `config.json`.
 
-    Raises UsageError where there is none, or where a value in it is absurd.
+    Raises UsageError if there is none, or if a value in it is absurd.
     """
     folder = model_folder(source)
     try:
         _require_bounds(json.loads((folder / "config.json").read_text()))
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         _require_sizes(config)
-    except Exception as error:  # of any kind: the file is somebody else's
+    except Exception as error:  # of any kind: the file is not ours
         raise UsageError(f"{source}: {' '.join(str(error).split())}") from error
     class_of(config)
     return config
 
 
 def _require_bounds(value: Any, key: str = "config.json") -> None:
-    """Refuse numbers of `config.json` with which a model cannot be built, or without an end."""
+    """Refuse numbers in `config.json` with which building a model would fail or never end."""
     if isinstance(value, dict):
         for name, inner in value.items():
             _require_bounds(inner, name)
@@ -86,7 +86,7 @@ def _require_bounds(value: Any, key: str = "config.json") -> None:
 
 
 def _require_sizes(config: transformers.PretrainedConfig) -> None:
-    """Refuse a list of classes that is none, and heads that cannot share keys and values."""
+    """Refuse an invalid list of classes, and heads that cannot share keys and values."""
     if not isinstance(names := config.architectures or [], list) or not all(
         isinstance(name, str) for name in names
     ):
@@ -100,11 +100,10 @@ def _require_sizes(config: transformers.PretrainedConfig) -> None:
 def class_of(
     config: transformers.PretrainedConfig,
 ) -> tuple[type[transformers.PreTrainedModel], bool]:
-    """The model's class, and whether `architectures` names it. Else it is the language model of
-    this model_type.
+    """Return the model's class, and whether `architectures` names it. If not, it is the language
+    model of this model_type, or else the base model.
 
-    If there is none, it is the base model. Raises UsageError for a type of which transformers has
-    no model."""
+    Raises UsageError for a type for which transformers has no model."""
     for name in config.architectures or ():
         kind = getattr(transformers, name, None)
         if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
@@ -116,7 +115,7 @@ def class_of(
     )
     for mapping in (head, MODEL_MAPPING):
         if type(config) in mapping:
-            kinds: Any = mapping[type(config)]  # one, or several
+            kinds: Any = mapping[type(config)]  # one class, or several
             return (kinds[0] if isinstance(kinds, tuple) else kinds), False
     raise UsageError(
         f"config.json: model_type {config.model_type} has no model in transformers: name one in "
@@ -127,9 +126,9 @@ def class_of(
 def build(
     config: transformers.PretrainedConfig, dtype: torch.dtype, adapter: str = ""
 ) -> nn.Module:
-    """The model on the meta device, of this dtype, with an adapter if one is named.
+    """Build the model in this dtype on the meta device, with an adapter if one is named.
 
-    Raises UsageError for one whose constructor refuses the configuration, or asks for values.
+    Raises UsageError if its constructor refuses the configuration, or needs values.
     """
     kind, _ = class_of(config)
     quantization = quantization_of(config)
@@ -141,13 +140,13 @@ def build(
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        # `init_weights` ties parameters, too.
+        # `init_weights` also ties parameters.
         with META, Memory(""), no_init_weights():
             model = kind(config)
             model.tie_weights()
             if quantization:
                 quantize(model, quantization)
-    except Exception as error:  # of any kind: the constructor is somebody else's
+    except Exception as error:  # of any kind: the constructor is not ours
         why = " ".join(str(error).split())[:200]
         raise UsageError(f"config.json: {kind.__name__} cannot be built with it: {why}") from error
     finally:
@@ -172,16 +171,15 @@ def without_values(model: nn.Module) -> nn.Module:
 
 
 def enable_checkpointing(model: Any) -> None:
-    """Gradient checkpointing of a transformers model without dropout."""
+    """Enable gradient checkpointing of a transformers model without dropout."""
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", FutureWarning
-        )  # transformers 5.23 has a new name, earlier releases do not
+        # transformers 5.23 has a new name for it.
+        warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
 
 
 def micro_batch(engine: ZeroEngine, question: Question) -> Callable[[], torch.Tensor]:
-    """A function that runs the forward of a micro-batch and returns the loss."""
+    """Return a function that runs the forward of a micro-batch and returns the loss."""
     if not (question.batch and question.length):
         _replace_forwards(engine)
         return lambda: engine(torch.zeros(1, device=META, requires_grad=True)).sum()
@@ -193,7 +191,7 @@ def micro_batch(engine: ZeroEngine, question: Question) -> Callable[[], torch.Te
     def loss() -> torch.Tensor:
         try:
             return engine(input_ids=ids, labels=labels, use_cache=False).loss
-        except Exception as error:  # of any kind: the forward is somebody else's
+        except Exception as error:  # of any kind: the forward is not ours
             why = " ".join(str(error).split())[:200]
             raise UsageError(
                 f"{type(model).__name__} does not train on token ids and labels ({why}): {_REMEDY}"
@@ -219,8 +217,8 @@ def _require_tokens(model: nn.Module, length: int) -> None:
 
 
 def _replace_forwards(engine: ZeroEngine) -> None:
-    """The forward of the model calls its modules as they were made, and these use their parameters
-    alone: there are no activations, and any input will do.
+    """Make the forward call all modules in their order in the model, and let each use only its own
+    parameters. There are no activations, and any input will do.
     """
     owned: dict[nn.Module, list[nn.Parameter]] = {engine.module: []}
     for group in engine.groups:

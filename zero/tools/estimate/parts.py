@@ -1,6 +1,6 @@
-"""Attributes memory to its part, and traffic to its cause, while a method of the engine runs.
+"""Attributes memory to a part, and traffic to a cause, while a method of the engine runs.
 
-Of the estimate, this file alone knows the engine's methods by name.
+This is the only file of the estimate that knows the engine's methods by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zero.optim.sharded_optimizer import ZeroOptimizer
 from zero.optim.subgroups import SubGroup, SubGroupInMemory, is_state_tensor
 from zero.tools.estimate.machine import Memory
 
-# Parts of memory.
+# The parts of memory.
 PARAMETERS, GATHERED, SECOND, GRADIENTS, MASTERS, STATE, ACTIVATIONS = (
     "parameters",
     "gathered parameters",
@@ -34,7 +34,7 @@ PARAMETERS, GATHERED, SECOND, GRADIENTS, MASTERS, STATE, ACTIVATIONS = (
 )
 MOVING, SUMS, CODES = "gradients on their way", "sums of micro-batches", "codes of quantization"
 TILES, WHOLE = "temporary tensors of the optimizer", "whole tensors of the optimizer"
-# Causes of traffic.
+# The causes of traffic.
 GATHERS, REFRESH = "parameters for forward and backward", "updated parameters"
 UPDATES, EXCHANGE = "masters and optimizer state", "whole tensors to their owners and back"
 
@@ -42,9 +42,9 @@ Labels = Callable[..., Iterator[tuple[torch.Tensor | None, str]]]
 
 
 class During(NamedTuple):
-    """While `method` of `owner` runs, new memory is `part`, and what is moved has `cause`; None: as
-    before. `labels` gives tensors that are something else from now on; it gets the method's
-    arguments, before it is called and after.
+    """While `method` of `owner` runs, count new memory as `part` and traffic as `cause` (None: no
+    change). `labels` returns tensors that belong to another part from now on. It gets the method's
+    arguments, before the call and after it.
     """
 
     owner: type
@@ -113,7 +113,7 @@ _METHODS = (
 
 @contextlib.contextmanager
 def labelled(memory: Memory) -> Iterator[None]:
-    """A context in which `memory` learns which part or cause it is counting for."""
+    """Context in which `memory` is told the part and the cause that it counts for."""
     with contextlib.ExitStack() as stack:
         for each in _METHODS:
             stack.enter_context(mock.patch.object(each.owner, each.method, _told(memory, each)))

@@ -1,6 +1,6 @@
-"""`zero plan`: the fastest configuration with which a training fits, as a ds_config.json.
+"""`zero plan`: writes the fastest configuration with which training fits, as a ds_config.json.
 
-What is tried, and in which order, is `zero/tools/estimate/remedies.py`'s."""
+`zero/tools/estimate/remedies.py` decides what is tried, and in which order."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from zero.tools.estimate.remedies import Remedy, Search
 from zero.tools.estimate.report import described, needed, size
 from zero.tools.explain import explain
 
-# What is changed until it fits.
+# The configuration that is changed until it fits.
 START: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}
-# Remedies that are named beside the best one.
+# The number of remedies that are named in addition to the best one.
 OTHERS = 2
 
 
 def plan(
     source: str, question: Question, limits: Mapping[str, int], out: Path, as_json: bool
 ) -> str:
-    """Write the configuration to `out`; returns what to print.
+    """Write the configuration to `out`, and return what to print.
 
     Raises UsageError if nothing fits.
     """
@@ -67,7 +67,7 @@ def plan(
 
 
 def _reasons(search: Search) -> Iterator[str]:
-    """Why nothing simpler is enough."""
+    """Explain why nothing simpler is enough."""
     too_large = [f"  {needed(each)}" for each in search.too_large()]
     if too_large:
         yield "What needs more memory than there is:"
@@ -75,7 +75,7 @@ def _reasons(search: Search) -> Iterator[str]:
 
 
 def configuration(remedy: Remedy, question: Question) -> dict[str, Any]:
-    """The keys of `START` with those of the remedy, and its batch."""
+    """Return the keys of `START`, changed by those of the remedy, and its batch."""
     batch, slices = remedy.question.batch, remedy.change.slices
     activations = {"activation_checkpointing": {"batch_slices": slices}} if slices else {}
     return activations | {

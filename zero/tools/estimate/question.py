@@ -1,6 +1,4 @@
-"""The question to `zero estimate`, and the mistakes in it that can be found before transformers is
-imported.
-"""
+"""The question to `zero estimate`, and the checks of it that do not need transformers."""
 
 from __future__ import annotations
 
@@ -15,11 +13,11 @@ from zero.tools.estimate.speeds import Speeds
 
 @dataclass(frozen=True)
 class Question:
-    """What is estimated.
+    """What to estimate.
 
-    `batch` and `length` are of one micro-batch on one rank; 0: activations are left out. `speeds`
-    are of the machine. `adapter`: its folder or rank, as `add_adapter` takes it. `per_host`: ranks
-    that share the memory of a host.
+    `batch` and `length` describe one micro-batch on one rank; with 0, activations are left out.
+    `speeds` are those of the machine. `adapter` is a folder or a rank, as for `add_adapter`.
+    `per_host` is the number of ranks that share the memory of a host.
     """
 
     world_size: int
@@ -32,9 +30,9 @@ class Question:
 
 
 def model_folder(source: str) -> Path:
-    """The folder of a model, which is named by itself or by its `config.json`.
+    """Return the folder of a model, given the folder or its `config.json`.
 
-    UsageError where there is none.
+    Raises UsageError if it does not exist.
     """
     folder = Path(source)
     folder = folder.parent if folder.name == "config.json" else folder
@@ -58,8 +56,8 @@ def model_folder(source: str) -> Path:
 
 
 def with_batch(config: Config, source: str, question: Question) -> tuple[Config, Question]:
-    """With the batch sizes that follow from the known ones. UsageError if they differ, or one is
-    missing for --seq.
+    """Add the batch sizes that follow from the known ones. Raises UsageError if they contradict
+    each other, or if --seq needs one that is missing.
 
     source: the configuration's file, for the message.
     """

@@ -1,12 +1,11 @@
-"""Predicts what a training run takes on each rank, in memory and traffic, before anything is
-started.
+"""Predicts the memory and traffic of a training run on each rank, before anything is started.
 
 The engine itself runs two steps, as one of many ranks, on a machine that computes nothing
-(`zero/tools/estimate/machine.py`). So each key, tier and optimizer has the effect that it has in a
-run. The first step makes the optimizer's state, the second one is measured.
+(`zero/tools/estimate/machine.py`). Every key, tier and optimizer therefore has the same effect as
+in a run. The first step creates the optimizer's state, and the second one is measured.
 
-Not included: torch itself, buffers of NCCL, fragmentation. An attention mask is counted, also where
-a kernel would need none."""
+Not included are torch itself, NCCL's buffers, and fragmentation. An attention mask is counted even
+if a kernel would not need one."""
 
 from __future__ import annotations
 
@@ -43,24 +42,24 @@ from zero.tools.estimate.parts import (
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.traffic import MicroBatch, Traffic, Update
 
-# Micro-batches that are followed: all between the first and the last are alike.
+# The number of simulated micro-batches. All between the first and the last are the same.
 FOLLOWED = 3
-# Parts of fewer bytes are numbers, such as norms.
+# Parts with fewer bytes are single numbers, such as norms.
 LEAST = 256
-# Ranks that are followed where the optimizer's tensors are owned by single ranks.
+# The number of ranks that are simulated if single ranks own the optimizer's tensors.
 OWNERS = 8
 
 
 @dataclass
 class Estimate:
-    """Bytes of one rank by place ("device", "host", "disk") and by part; `elements` counts the
+    """The bytes of one rank by place ("device", "host", "disk") and by part; `elements` counts the
     model's parameters.
 
     Attributes:
-        tokens: of all ranks in an optimizer step; 0: unknown.
-        activations: at their most, which need not be the fullest moment.
+        tokens: the tokens of all ranks in an optimizer step; 0 if unknown.
+        activations: their largest size, which need not be reached at the fullest moment.
         traffic: what the rank moves in the step.
-        seconds: of the step: see `Traffic.seconds`.
+        seconds: the seconds of the step: see `Traffic.seconds`.
     """
 
     elements: int
@@ -81,7 +80,7 @@ class Estimate:
 
 
 def fill_in(config: Config, model: transformers.PretrainedConfig) -> Config:
-    """Replace "auto" by what transformers writes: sizes from the model's hidden size, and bf16."""
+    """Replace "auto" by the values of transformers: sizes from the hidden size, and bf16."""
     zero, auto = config.zero_optimization, config.origin.auto
     if "zero_optimization.stage" in auto:
         raise UsageError(
@@ -104,10 +103,10 @@ def fill_in(config: Config, model: transformers.PretrainedConfig) -> Config:
 
 
 def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
-    """What one rank holds at most in a step, and what it moves in a step. The rank is the one that
-    holds most on its device.
+    """Estimate the largest memory of one rank in a step, and what it moves. It is the rank with the
+    most memory on its device.
 
-    Raises UsageError for a model whose forward needs other inputs than token ids, if activations
+    Raises UsageError for a model whose forward needs inputs other than token ids, if activations
     are asked for."""
     if (sharing := config.sequence_parallel_size) > 1 and question.batch:
         raise UsageError(
@@ -126,7 +125,7 @@ def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
 
 
 def _as_run(config: Config, question: Question) -> Config:
-    """The configuration for the imitated run."""
+    """Return the configuration for the imitated run."""
     zero, steps = config.zero_optimization, config.gradient_accumulation_steps or 1
     offload = zero.offload_optimizer
     if offload is not None:  # updates in a thread would not be counted
@@ -144,7 +143,7 @@ def _as_run(config: Config, question: Question) -> Config:
 def _of_rank(
     model: nn.Module, config: Config, question: Question, rank: int
 ) -> tuple[Estimate, bool]:
-    """The estimate of one rank, and whether ranks own tensors of the optimizer."""
+    """Return the estimate of one rank, and whether ranks own tensors of the optimizer."""
     memory, run = Memory(ACTIVATIONS), _as_run(config, question)
     second = config.zero_optimization.zero_hpz_partition_size
     of_machine = second if second and second > 1 else question.world_size
@@ -177,7 +176,7 @@ def _of_rank(
 
 
 def _whole_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Codes of quantized weights and their scales. They are as large on each rank, unless the
+    """Yield the codes and scales of quantized weights. Every rank holds all of them, unless the
     engine takes them over.
     """
     yield from (param for param in model.parameters() if not param.is_floating_point())
@@ -187,7 +186,7 @@ def _whole_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 def _followed(
     engine: ZeroEngine, config: Config, question: Question, memory: Memory, elements: int
 ) -> Estimate:
-    """Run two steps; the second one is what counts."""
+    """Run two steps, of which only the second one counts."""
     loss = micro_batch(engine, question)
     memory.forget_peaks()
     _step(engine, loss, memory)
@@ -216,9 +215,9 @@ def _followed(
 
 
 def _update(engine: ZeroEngine, optimizer: ZeroOptimizer, config: Config, memory: Memory) -> Update:
-    """Bytes of memory that updates read and write: gradients are read, masters and state both read
-    and written, and so are weights that are masters; others are written. What is in files passes
-    through host memory. Owned tensors are updated by operations on the device.
+    """Return the bytes of memory that updates read and write. Gradients are read; masters, state
+    and weights without masters are both read and written; other weights are written. Data in
+    files passes through host memory. Owned tensors are updated by operations on the device.
     """
     zero = config.zero_optimization
     offload = zero.offload_optimizer or OffloadOptimizerConfig()
@@ -244,7 +243,7 @@ def _update(engine: ZeroEngine, optimizer: ZeroOptimizer, config: Config, memory
 
     update.on_host = passes((HOST, DISK), True)
     if overlaps_step(offload, torch.device("cuda")):
-        # A persistent group is updated inside of the step.
+        # A persistent group is updated inside the step.
         offloaded = [shard for shard in optimizer.shards.values() if shard.is_offloaded]
         late = [shard for shard in offloaded if not shard.group.persistent]
         numel, of_late = (
@@ -256,12 +255,12 @@ def _update(engine: ZeroEngine, optimizer: ZeroOptimizer, config: Config, memory
 
 
 def _owns_tensors(engine: ZeroEngine) -> bool:
-    """Whether each tensor of the optimizer is updated by a rank that owns it."""
+    """Whether each of the optimizer's tensors is updated by a rank that owns it."""
     return engine.optimizer is not None and engine.optimizer.whole is not None
 
 
 def _step(engine: ZeroEngine, loss: Callable[[], torch.Tensor], memory: Memory) -> list[MicroBatch]:
-    """Run a step. Returns what each micro-batch has moved and computed."""
+    """Run a step, and return what each micro-batch has moved and computed."""
     found: list[MicroBatch] = []
     for _ in range(engine.settings.gradient_accumulation_steps or 1):
         memory.moved, memory.operations, memory.touched = Counter(), 0, 0

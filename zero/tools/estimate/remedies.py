@@ -1,7 +1,7 @@
-"""Finds changes for a training run that does not fit, or that would fit without its offload. The
-change with the fastest step comes first.
+"""Finds changes for a training run that does not fit, or that would also fit without its offload.
+The change with the fastest step comes first.
 
-A slower change is named, too, if it needs less memory or fewer settings than all that are faster.
+A slower change is also named if it needs less memory or fewer settings than all faster ones.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import Estimate, estimate
 
 # The largest number of remedies that are named. A slower one is named for its memory only if it
-# needs at most this fraction of the memory of the others.
+# needs at most this fraction of the others' memory.
 MOST, LESS = 5, 0.9
-# Steps of `ratio` between nothing and all of the optimizer.
+# The number of steps of `ratio` between nothing and the whole optimizer.
 RATIOS = 20
-# Numbers of slices of a batch that are tried. More take minutes.
+# The numbers of slices of a batch that are tried. Trying more would take minutes.
 SLICES = (4, 16, 64)
-# Activations of twice the micro-batch are at least twice as many over this.
+# Twice the micro-batch has at least twice the activations, divided by this.
 GROWTH = 1.2
-# A change is named for its speed if a step takes less than this part of its time.
+# A change is named for its speed if a step takes less than this fraction of the time.
 FASTER = 0.95
 NO_OFFLOAD = {"device": "none"}
 
 
 class Change(NamedTuple):
-    """Words for a change, the keys of zero_optimization and of bf16 to set, what it costs beside
+    """A change in words, the keys of zero_optimization and of bf16 to set, what it costs apart from
     time, and the number of slices in which each block runs its batch.
     """
 
@@ -59,17 +59,17 @@ class Change(NamedTuple):
         return config.model_copy(update=sections)
 
     def in_slices(self, slices: int) -> Change:
-        """The change with slices in the place of micro-batches."""
+        """Return the change with slices instead of micro-batches."""
         prices = self.price, "activations are computed twice"
         return self._replace(price=", ".join(filter(None, prices)), slices=slices)
 
     def moves_with_each_micro_batch(self, config: Config, ranks: int) -> bool:
-        """Whether parameters or gradients are copied or sent for each micro-batch again."""
+        """Whether parameters or gradients are copied or sent again for each micro-batch."""
         zero = self.applied(config).zero_optimization
         return zero.offloads_optimizer or zero.offloads_params or (zero.stage == 3 and ranks > 1)
 
     def settings(self, config: Config) -> int:
-        """How many of the keys have another value now."""
+        """Return how many of the keys now have a different value."""
         after = self.applied(config)
         return sum(
             getattr(getattr(config, section), key) != getattr(getattr(after, section), key)
@@ -89,8 +89,8 @@ class Change(NamedTuple):
 
 
 class Remedy(NamedTuple):
-    """A change in words, what is estimated with it, how many settings it changes, what it costs
-    beside time, and its keys with the micro-batch and the checkpointing that it was tried with.
+    """A change in words, the estimate with it, how many settings it changes, what it costs apart
+    from time, and its keys with the micro-batch and checkpointing with which it was tried.
     """
 
     words: str
@@ -102,34 +102,34 @@ class Remedy(NamedTuple):
 
     @property
     def rank(self) -> tuple[float, int]:
-        """By time; where that differs by less than the assumptions are worth, by the number of
-        settings.
+        """Order by time, or by the number of settings if the times differ by less than the
+        assumptions allow.
         """
         return float(f"{self.found.seconds:.1e}"), self.settings
 
 
 def fits(found: Estimate, limits: Mapping[str, int]) -> bool:
-    """Whether there is room. `limits`: bytes by place ("device", "host")."""
+    """Whether it fits. `limits`: bytes by place ("device", "host")."""
     return all(found.total(place) <= most for place, most in limits.items())
 
 
 def remedies(
     model: nn.Module, config: Config, question: Question, limits: Mapping[str, int]
 ) -> list[Remedy]:
-    """Changes after which there is room, ordered by the predicted time of a step.
+    """Return the changes with which it fits, ordered by the predicted time of a step.
 
     Stage, offload and its ratio are changed, with and without gradient checkpointing, and with
     micro-batches of half the size, a quarter and so on. The step keeps its number of sequences.
-    Less precise states are tried where nothing else in memory is enough."""
+    Less precise states are tried only if nothing else in memory is enough."""
     return Search(model, config, question, limits).remedies()
 
 
 def faster(
     model: nn.Module, config: Config, question: Question, limits: Mapping[str, int], now: Estimate
 ) -> Remedy | None:
-    """Less offload or sharding, or slices in the place of micro-batches, with which there is room
-    and a step is faster than `now`; the fastest one. None: there is none, or the device's memory is
-    not limited.
+    """Return the fastest change to less offload or sharding, or to slices instead of micro-batches,
+    that fits and makes a step faster than `now`. None if there is none, or if the device's memory
+    is not limited.
     """
     if DEVICE not in limits:
         return None
@@ -145,7 +145,7 @@ def faster(
 
 
 def _unneeded(zero: ZeroConfig) -> Iterator[Change]:
-    """What may be left out, each with a clause that says so."""
+    """Return what could be left out, each with a clause that says so."""
     off = {"offload_optimizer": NO_OFFLOAD, "offload_param": NO_OFFLOAD}
     if zero.offloads_optimizer or zero.offloads_params:
         yield Change("offload is not needed", off)
@@ -156,7 +156,7 @@ def _unneeded(zero: ZeroConfig) -> Iterator[Change]:
 
 
 class Search:
-    """Looks for room among changes, micro-batches and both ways of gradient checkpointing."""
+    """Searches changes and micro-batches that fit, with and without gradient checkpointing."""
 
     def __init__(
         self, model: nn.Module, config: Config, question: Question, limits: Mapping[str, int]
@@ -176,8 +176,8 @@ class Search:
         return sorted(best, key=lambda remedy: remedy.rank)
 
     def too_large(self) -> Iterator[Remedy]:
-        """After `remedies`: changes for which there is no room even with the smallest micro-batch,
-        each of which needs less of the device than those before.
+        """After `remedies`: return the changes that do not fit even with the smallest micro-batch,
+        each of which needs less device memory than those before it.
         """
         asked, least = self._question, math.inf
         batch = list(_halves(asked.batch))[-1]
@@ -189,8 +189,8 @@ class Search:
                 yield self._remedy(change, found, batch, checkpointing)
 
     def _enough(self, changes: Iterable[Change]) -> Iterator[Remedy]:
-        """Those of the changes after which there is room, each with the largest micro-batch for
-        which there is. What takes too much with the smallest one is tried no further.
+        """Return the changes that fit, each with the largest micro-batch that fits. A change that
+        takes too much with the smallest one is not tried any further.
         """
         asked = self._question
         batches = list(_halves(asked.batch))
@@ -212,8 +212,8 @@ class Search:
                 yield from self.in_slices(change)
 
     def in_slices(self, change: Change) -> Iterator[Remedy]:
-        """The change with one micro-batch of all sequences of a step, in the fewest slices with
-        which there is room: one remedy at most.
+        """Return the change with one micro-batch of all sequences of a step, in the fewest slices
+        that fit: at most one remedy.
         """
         whole = _sequences(self._config, self._question)
         if self._config.activation_checkpointing.batch_slices is not None or whole < 2:
@@ -226,9 +226,9 @@ class Search:
                 return
 
     def _may_fit(self, change: Change, batch: int, smallest: int, checkpointing: bool) -> bool:
-        """Whether it is worth an estimate, judged by the one with the smallest micro-batch:
+        """Whether it is worth an estimate, judged by the one with the smallest micro-batch, because
         activations grow with the micro-batch. A part of the optimizer may move back from host
-        memory to the device, where it takes as much.
+        memory to the device, where it takes the same amount.
         """
         found = self._estimate(change, smallest, checkpointing)
         if found is None:
@@ -247,13 +247,13 @@ class Search:
                 yield self._remedy(tried, found, batch, checkpointing)
 
     def _tried(self, change: Change, batch: int, checkpointing: bool) -> Iterator[Change]:
-        """The change, and if it offloads the optimizer the smallest `ratio` above 0 with which the
-        device has room.
+        """Return the change; if it offloads the optimizer, with the smallest `ratio` above 0 that
+        fits on the device.
         """
         most = self._limits.get(DEVICE, 0)
 
         def used(part: int) -> float:
-            """Bytes of the device with this part of the optimizer offloaded, of `RATIOS`."""
+            """Return the device's bytes with `part` / `RATIOS` of the optimizer offloaded."""
             tried = change if part == RATIOS else change.with_ratio(part / RATIOS)
             found = self._estimate(tried, batch, checkpointing)
             return math.inf if found is None else found.total(DEVICE)
@@ -261,7 +261,7 @@ class Search:
         yield change
         if not change.divides or used(RATIOS) > most or used(0) <= most:
             return
-        # Nearly a line, but for whole blocks: look first where that would meet the limit.
+        # Nearly linear, except for whole blocks: start where a line would meet the limit.
         part = math.ceil(RATIOS * (used(0) - most) / (used(0) - used(RATIOS)))
         while used(part) > most:
             part += 1
@@ -271,7 +271,7 @@ class Search:
             yield change.with_ratio(part / RATIOS)
 
     def _estimate(self, change: Change, batch: int, checkpointing: bool) -> Estimate | None:
-        """None: the engine refuses the change together with other keys."""
+        """None if the engine refuses the change in combination with other keys."""
         key = change.words, change.slices, batch, checkpointing
         if key not in self._estimates:
             question = replace(self._question, batch=batch, checkpointing=checkpointing)
@@ -285,7 +285,7 @@ class Search:
         return self._estimates[key]
 
     def _steps(self, batch: int) -> int | None:
-        """Micro-batches of a step, which keeps its number of sequences."""
+        """Return the micro-batches of a step, which keeps its number of sequences."""
         steps, asked = self._config.gradient_accumulation_steps, self._question.batch
         return steps if batch == asked else _sequences(self._config, self._question) // batch
 
@@ -314,12 +314,12 @@ def can_checkpoint(model: nn.Module, question: Question) -> bool:
 
 
 def _sequences(config: Config, question: Question) -> int:
-    """Of a step, on one rank."""
+    """Return the number for a step on one rank."""
     return question.batch * (config.gradient_accumulation_steps or 1)
 
 
 def _halves(batch: int) -> Iterator[int]:
-    """The size, its half and so on, as long as that is whole, then 1."""
+    """Return the size, its half and so on while that is an integer, and finally 1."""
     yield batch
     while batch > 1:
         batch = batch // 2 if batch % 2 == 0 else 1
@@ -327,7 +327,9 @@ def _halves(batch: int) -> Iterator[int]:
 
 
 def _changes(zero: ZeroConfig, host_is_limited: bool) -> Iterator[Change]:
-    """What may be changed, at first nothing. Files are a remedy for too little host memory only."""
+    """Return what may be changed, starting with nothing. Files only help against too little host
+    memory.
+    """
     three, few = {"stage": 3}, {"stage3_max_live_parameters": 0}
     at_three = "zero_optimization.stage 3 with " if zero.stage < 3 else ""
     yield Change("", {})
@@ -358,7 +360,9 @@ def _changes(zero: ZeroConfig, host_is_limited: bool) -> Iterator[Change]:
 
 
 def _less_precise(config: Config) -> Iterator[Change]:
-    """All in host memory, in fewer bytes. The engine refuses it for optimizers other than Adam."""
+    """Everything in host memory, in fewer bytes. The engine refuses this unless the optimizer is
+    Adam.
+    """
     zero = config.zero_optimization
     keys = {"stage": 3, "stage3_max_live_parameters": 0, "zero_quantized_moments": True}
     keys |= {f"offload_{part}": _section(zero, "cpu") for part in ("optimizer", "param")}
@@ -387,8 +391,8 @@ def _section(zero: ZeroConfig, device: str) -> dict[str, Any]:
 
 
 def _undominated(found: Sequence[Remedy], limits: Mapping[str, int]) -> list[Remedy]:
-    """Those that need fewer settings than all faster ones, and as many of those that need less
-    memory as are named.
+    """Keep those that need fewer settings than all faster ones, and of those that need less memory
+    as many as may be named.
     """
     simpler, smaller, least, fewest = [], [], math.inf, math.inf
     for remedy in sorted(found, key=lambda remedy: remedy.rank):

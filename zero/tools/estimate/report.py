@@ -24,7 +24,7 @@ _PLACES = {DEVICE: "on a device", HOST: "into host memory"}
 def report(
     source: str, config: Config, question: Question, limits: Mapping[str, int], as_json: bool
 ) -> str:
-    """The estimate. `limits`: bytes that a process has, by place ("device", "host").
+    """Return the estimate. `limits`: the bytes available to a process, by place ("device", "host").
 
     Raises ValueError for a model that cannot be read.
     """
@@ -44,9 +44,13 @@ def report(
 
 @dataclass(frozen=True)
 class _Answer:
-    """Attributes: found: as it was asked; other: with gradient checkpointing if `found` is without,
-    and vice versa. better: what to change where it does not fit. unneeded: with which less of
-    offload or sharding it fits, too, and is faster.
+    """An estimate and what could be changed.
+
+    Attributes:
+        found: the estimate as asked for.
+        other: the same with gradient checkpointing if `found` is without it, and vice versa.
+        better: changes with which it fits, if it does not fit.
+        unneeded: a change to less offload or sharding that also fits and is faster.
     """
 
     shape: transformers.PretrainedConfig
@@ -133,7 +137,7 @@ class _Answer:
         return f"{word} gradient checkpointing: {', '.join(texts)}, {_times(other, found)}."
 
     def _verdict(self) -> list[str]:
-        """Whether it fits, and what to change."""
+        """Say whether it fits, and what to change."""
         if fits(self.found, self.limits):
             return self._fits() if self.limits else []
         lines = []
@@ -150,7 +154,7 @@ class _Answer:
         return lines
 
     def _room(self, place: str, most: int) -> str:
-        """That of a host is named whole, its ranks having a part each."""
+        """Return the limit in words: for a host its whole memory, which its ranks share."""
         ranks = self.question.per_host if place == HOST else 1
         shared = f", shared by {ranks} ranks" if ranks > 1 else ""
         return f"{_PLACES[place]} of {size(most * ranks)}{shared}"
@@ -175,7 +179,7 @@ class _Answer:
 
 
 def pinned(found: Estimate, config: Config) -> int:
-    """Bytes of the host memory that is pinned (page-locked) where there is an accelerator.
+    """Return the bytes of host memory that are pinned (page-locked) if there is an accelerator.
 
     The rest is pageable.
     """
@@ -198,7 +202,7 @@ def _brief(found: Estimate) -> dict[str, Any]:
 
 
 def needed(remedy: Remedy) -> str:
-    """What is changed, and the memory that it takes."""
+    """Say what is changed, and how much memory that takes."""
     sizes = [size(remedy.found.total(DEVICE))]
     ranks = remedy.question.per_host
     shared = f" ({ranks} ranks)" if ranks > 1 else ""
@@ -209,7 +213,7 @@ def needed(remedy: Remedy) -> str:
 
 
 def described(remedy: Remedy) -> str:
-    """What is changed, what that takes, and its price."""
+    """Say what is changed, what that takes, and what it costs."""
     price = f" (the price: {remedy.price})" if remedy.price else ""
     return f"{needed(remedy)}, {_time(remedy.found)}{price}"
 
@@ -227,13 +231,13 @@ def _table(parts: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 
 def _time(found: Estimate) -> str:
-    """The time of a step in two digits, and its tokens/s in three."""
+    """Return the time of a step with two digits, and its tokens/s with three."""
     text = f"{_rounded(found.seconds, 2)} s a step"
     return text + (f", {_rounded(found.tokens_per_second, 3)} tokens/s" if found.tokens else "")
 
 
 def _times(new: Estimate, old: Estimate) -> str:
-    """Both times, in as many digits as show the difference; three at most."""
+    """Return both times with as many digits as show the difference, at most three."""
     for digits in (2, 3):
         there, here = (_rounded(each.seconds, digits) for each in (new, old))
         if there != here:
@@ -243,7 +247,7 @@ def _times(new: Estimate, old: Estimate) -> str:
 
 
 def _rounded(number: float, digits: int) -> str:
-    """The number in so many digits, zeros at its end included."""
+    """Return the number with this many digits, including trailing zeros."""
     places = digits - 1 - math.floor(math.log10(number)) if number else 0
     return f"{round(number, places):,.{max(places, 0)}f}"
 

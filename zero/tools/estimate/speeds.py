@@ -1,5 +1,5 @@
-"""Speeds of a machine, on which the seconds of an estimate rest: those that `zero doctor --speeds`
-has measured, or those of a common device by its maker.
+"""The speeds of a machine, from which an estimate's seconds are computed: those that
+`zero doctor --speeds` has measured, or those that the maker of a common device states.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from pathlib import Path
 
 from zero.errors import UsageError
 
-# What a training reaches of the figures of makers: of matrix products as H100s run them
-# (docs/results.md), of memory, of PCIe, and of an NVMe drive that writes for a long time.
+# The fraction of the makers' figures that training reaches: for matrix products as measured on an
+# H100 (docs/results.md), for memory, for PCIe, and for an NVMe drive that writes for a long time.
 REACHED_COMPUTE, REACHED_MEMORY, REACHED_PCIE, REACHED_DISK = 0.5, 0.8, 0.8, 0.7
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """What one rank has of its machine: TFLOP/s of matrix products, GB/s of all else.
+    """The speeds that one rank has: TFLOP/s for matrix products, GB/s for everything else.
 
-    The defaults are those of an H100 with the host around it and a PCIe 4 drive.
+    The defaults describe an H100 with its host and a PCIe 4 drive.
 
     Attributes:
-        compute: of 16-bit matrix products on the device.
-        compute_fp32: of those in fp32, without TF32.
-        device_memory: of the memory of the device, which all other operations read and write.
-        network: sent to other ranks.
-        to_device: of copies from host memory. `from_device`: of copies back.
-        disk_read: of the rank's file. `disk_written`: likewise.
-        memory: at which updates by the CPU read and write states; what sixteen cores of a server
-            with DDR5 reach.
-        memory_8_bit: the same where moments have 8 bits, which are decoded and coded.
-        has_accelerator: whether the device is not the host itself.
+        compute: 16-bit matrix products on the device.
+        compute_fp32: matrix products in fp32, without TF32.
+        device_memory: the device's memory, which all other operations read and write.
+        network: messages to other ranks.
+        to_device: copies from host memory. `from_device`: copies back.
+        disk_read: reads of the rank's file. `disk_written`: writes.
+        memory: the speed at which updates by the CPU read and write states. The default is what
+            sixteen cores of a server with DDR5 reach.
+        memory_8_bit: the same for 8-bit moments, which are decoded and encoded.
+        has_accelerator: whether the device is something other than the host itself.
         source: where the speeds come from, in words.
     """
 
@@ -62,9 +62,9 @@ class Speeds:
         return f"speeds ({self.source}): {compute}; in GB/s: {', '.join(links)}"
 
 
-# By the makers: TFLOP/s of dense 16-bit matrix products with sums in fp32, and of fp32; GB/s of the
-# device's memory, and of PCIe, one direction. NVIDIA: whitepapers of GA102 (2.1), Ada (1.1) and RTX
-# Blackwell (1.1); data sheets of A100 80GB SXM, H100 SXM, H200 SXM, and HGX B200.
+# The makers' figures: TFLOP/s of dense 16-bit matrix products with sums in fp32, and of fp32; GB/s
+# of the device's memory, and of PCIe in one direction. NVIDIA: whitepapers of GA102 (2.1), Ada
+# (1.1) and RTX Blackwell (1.1); data sheets of A100 80GB SXM, H100 SXM, H200 SXM, and HGX B200.
 _GPUS = {
     "rtx3090": (71, 35.6, 936, "pcie4"),
     "rtx4090": (165.2, 82.6, 1008, "pcie4"),
@@ -82,9 +82,11 @@ DEVICES = (*_GPUS, *_PCIE, *_NVME)
 
 
 def of_device(names: str) -> Speeds:
-    """The speeds of a GPU, PCIe and drive, named with commas between them: "rtx4090,pcie3,nvme4".
+    """Return the speeds of a GPU, PCIe and drive, given as names separated by commas, such as
+    "rtx4090,pcie3,nvme4".
 
-    What is not named is as with the GPU's own PCIe, or as assumed. UsageError for unknown names.
+    By default PCIe is the GPU's own, and other speeds are the assumed ones. Raises UsageError for
+    unknown names.
     """
     known = [re.sub(r"[ _-]", "", name).lower() for name in names.split(",") if name]
     if unknown := [name for name in known if name not in DEVICES]:
@@ -92,7 +94,7 @@ def of_device(names: str) -> Speeds:
     if not known:
         return Speeds()
     speeds = Speeds(source=f"by the makers of {', '.join(known)}; others assumed")
-    for name in sorted(known, key=DEVICES.index):  # a PCIe that is named replaces the GPU's
+    for name in sorted(known, key=DEVICES.index):  # a named PCIe replaces the GPU's
         if name in _GPUS:
             compute, compute_fp32, memory, pcie = _GPUS[name]
             speeds = replace(
@@ -112,16 +114,16 @@ def of_device(names: str) -> Speeds:
 
 
 def default_file() -> Path:
-    """Where `zero doctor --speeds` writes, and `zero estimate` looks: speeds.json in
+    """Return the file that `zero doctor --speeds` writes and `zero estimate` reads: speeds.json in
     ~/.cache/zero (XDG_CACHE_HOME).
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "zero/speeds.json"
 
 
 def read(file: Path) -> Speeds:
-    """The speeds of a file by `zero doctor --speeds`; what it lacks is assumed.
+    """Read speeds from a file of `zero doctor --speeds`; missing ones get the assumed values.
 
-    UsageError if it is no such file.
+    Raises UsageError if it is not such a file.
     """
     try:
         given = json.loads(file.read_text(encoding="utf-8"))["speeds"]
@@ -139,7 +141,7 @@ def read(file: Path) -> Speeds:
     return speeds
 
 
-# What single options set, both ways of a link at once.
+# The speeds that each option sets; for a link, both directions at once.
 GIVEN = {
     "network": ("network",),
     "host": ("to_device", "from_device"),
@@ -150,8 +152,8 @@ GIVEN = {
 
 
 def chosen(file: Path | None, device: str | None, given: Mapping[str, float | None]) -> Speeds:
-    """The speeds of this file, else of this device, else of the default file, else assumed; where
-    one is `given` by its name in `GIVEN`, that one.
+    """Return the speeds of this file, or else of this device, of the default file, or the assumed
+    ones. Speeds that are `given` under their names in `GIVEN` replace them.
     """
     if file is None and device is None and default_file().is_file():
         file = default_file()

@@ -4,15 +4,16 @@ machine of given speeds.
 [Note: traffic]
 network
     bytes that the rank sends to others. Of a buffer that an all-gather fills, or that a
-    reduce-scatter reads, a rank sends all but one N-th, N being the ranks of the group: this is
-    what a ring sends, and what the engine's messages on gloo have. An all-reduce is both.
+    reduce-scatter reads, a rank sends all but one N-th, N being the size of the group: this
+    is what a ring sends, and what the engine sends on gloo. An all-reduce is both.
 host to device, device to host
-    copies between an accelerator and host memory. On a machine without one there are none.
+    copies between an accelerator and host memory. Without an accelerator there are none.
 disk read, disk written
     bytes of the rank's own file.
 
-A step has all of its micro-batches. Counted is what grows with the model: not the norm's sum, not
-orders on which ranks agree. The numbers are the engine's own counters (`zero/comm/traffic.py`)."""
+A step includes all of its micro-batches. Only traffic that grows with the model is counted, not the
+sum for the norm or messages by which ranks agree on an order. The numbers are the engine's own
+counters (`zero/comm/traffic.py`)."""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ from zero.tools.estimate.speeds import Speeds
 
 
 class MicroBatch(NamedTuple):
-    """What one micro-batch has moved and computed; the last one of a step has the optimizer's part.
+    """What one micro-batch has moved and computed. The last one of a step includes the optimizer.
 
     Attributes:
         moved: bytes by link and cause.
-        operations: of matrix products, floating-point ones. `forward`: those of the forward.
+        operations: floating-point operations of matrix products. `forward`: those of the forward.
         touched: bytes that all other operations of forward and backward read and write.
     """
 
@@ -46,10 +47,10 @@ class Update:
 
     Attributes:
         on_host: bytes of host memory that updates by the CPU read and write. `on_device`: likewise.
-        has_8_bit_moments: whether the CPU decodes and codes moments.
-        late: the part of updates by the CPU, 0 to 1, that may run during the next forward.
-        is_pipelined: whether files are read and written beside them.
-        cause: of the traffic with files that belongs to it.
+        has_8_bit_moments: whether the CPU decodes and encodes moments.
+        late: the fraction of updates by the CPU that may run during the next forward, 0 to 1.
+        is_pipelined: whether files are read and written at the same time.
+        cause: the cause of the file traffic that belongs to the update.
     """
 
     on_host: int = 0
@@ -62,8 +63,8 @@ class Update:
 
 @dataclass
 class Traffic:
-    """Bytes by link and cause; floating-point operations (0: unknown), those of the first forward;
-    bytes of device memory that other operations read and write.
+    """Bytes by link and cause, floating-point operations (0: unknown) and those of the first
+    forward, and bytes of device memory that other operations read and write.
     """
 
     links: dict[str, Counter[str]] = field(
@@ -76,8 +77,8 @@ class Traffic:
 
     @classmethod
     def of(cls, micro_batches: Sequence[MicroBatch], steps: int) -> Traffic:
-        """The traffic of a step of `steps` micro-batches, of which the first, a middle one and the
-        last were followed.
+        """Return the traffic of a step of `steps` micro-batches, of which the first, a middle one
+        and the last were simulated.
         """
         found = cls(forward=micro_batches[0].forward)
         for number, each in enumerate(micro_batches):
@@ -90,12 +91,12 @@ class Traffic:
         return found
 
     def widen(self, other: Traffic) -> None:
-        """Take what is more in `other`."""
+        """Take the larger values of `other`."""
         for link, causes in other.links.items():
             self.links[link] |= causes
 
     def seconds(self, speeds: Speeds, itemsize: int) -> float:
-        """Of the step, if nothing overlaps but updates that the configuration lets overlap.
+        """Return the seconds of the step. Only the updates that may overlap do so.
 
         Args:
             itemsize: bytes of an element in the model's dtype.
@@ -104,7 +105,7 @@ class Traffic:
         return sum(parts.values()) - self._hidden(parts, speeds)
 
     def parts(self, speeds: Speeds, itemsize: int) -> dict[str, float]:
-        """Seconds of each part of the step, by its name."""
+        """Return the seconds of each part of the step, by its name."""
         rates = {NETWORK: speeds.network, READ: speeds.disk_read, WRITTEN: speeds.disk_written}
         if speeds.has_accelerator:
             rates |= {IN: speeds.to_device, OUT: speeds.from_device}
@@ -126,8 +127,8 @@ class Traffic:
         }
 
     def _hidden(self, parts: dict[str, float], speeds: Speeds) -> float:
-        """Seconds of the update that lie beside something else. Without an accelerator forward and
-        update share the cores, so that only files do.
+        """Return the seconds of the update that overlap with something else. Without an
+        accelerator, forward and update share the cores, so that only file traffic overlaps.
         """
         update, files = parts["update on the host"], parts.get("files of the update", 0.0)
         hidden = min(update, files) if self.update.is_pipelined else 0.0
