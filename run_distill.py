@@ -27,6 +27,7 @@ from transformers import set_seed
 
 from distill import demonstration, pipeline
 from distill.arguments import fail, is_demonstration, parse_arguments
+from distill.cache import CacheError
 from distill.config import DistillationConfig
 from translation.records import InputError
 
@@ -46,7 +47,7 @@ def main() -> None:
             demonstration.run(data_args, args)
         else:
             pipeline.run(arguments)
-    except InputError as error:
+    except (InputError, CacheError) as error:
         fail(str(error))
 
 

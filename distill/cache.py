@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from accelerate import PartialState
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
@@ -246,7 +247,8 @@ def _read_description(folder: Path) -> Description:
         ) from None
     except (json.JSONDecodeError, TypeError) as error:
         raise CacheError(
-            f"{folder / 'cache.json'}: damaged ({error}); create the cache again"
+            f"{folder / 'cache.json'}: damaged ({error}); delete {folder} and run "
+            "cache_teacher again"
         ) from error
 
 
@@ -321,15 +323,16 @@ def write_cache(
         CacheError: the folder holds a different or a damaged cache.
     """
     folder = Path(folder)
-    if (folder / "cache.json").exists():
-        TeacherCache(folder).check(**asdict(description))
-    elif rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "cache.json").write_text(
-            json.dumps(asdict(description), indent=2) + "\n", encoding="utf-8"
-        )
-    held = TeacherCache(folder) if (folder / "cache.json").exists() else ()
+    if rank == 0:
+        _describe(folder, description)
+    if world_size > 1:
+        PartialState().wait_for_everyone()
+    held = TeacherCache(folder)
+    held.check(**asdict(description))
     missing = [example for example in examples if example_keys(collate([example]))[0] not in held]
+    if world_size > 1:
+        # All ranks must find the same examples missing, so none may write before all have read.
+        PartialState().wait_for_everyone()
     writer = CacheWriter(folder, rank)
     stride = batch_size * world_size
     steps = range(0, len(missing), stride)
@@ -344,6 +347,16 @@ def write_cache(
             writer.add(key, tuple(part[batch.examples == index].cpu() for part in stored))
     writer.flush()
     return len(missing)
+
+
+def _describe(folder: Path, description: Description) -> None:
+    """Write `cache.json`, unless the folder holds parts of a cache already."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.glob("part-*.safetensors")):
+        return
+    partial = folder / "cache.json.partial"
+    partial.write_text(json.dumps(asdict(description), indent=2) + "\n", encoding="utf-8")
+    partial.replace(folder / "cache.json")
 
 
 def _store(batch: Batch, logits_of: Callable, description: Description) -> tuple[torch.Tensor, ...]:

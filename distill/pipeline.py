@@ -335,7 +335,8 @@ def cache_teacher(arguments: Arguments) -> None:
     """Write the teacher's probabilities for the training data to `--teacher_cache`.
 
     Raises:
-        InputError: as `run`; also if the folder holds another cache.
+        InputError: as `run`.
+        CacheError: the folder holds another cache.
     """
     model_args, data_args, args = arguments
     name = required(args.teacher_model_name_or_path, "teacher_model_name_or_path")
@@ -355,30 +356,32 @@ def cache_teacher(arguments: Arguments) -> None:
     )
     commit = getattr(AutoConfig.from_pretrained(name), "_commit_hash", None)
     head = cast(nn.Linear, teacher.get_output_embeddings())
+    tokens = min(len(tokenizer), head.weight.shape[0])
+    if args.top_k >= tokens:
+        raise InputError(
+            f"--top_k {args.top_k}: it must be less than the {tokens} tokens of the vocabulary"
+        )
     description = cache.Description(
         teacher=name,
         revision=cache.teacher_revision(name, commit),
         tokenizer=cache.tokenizer_hash(tokenizer),
         temperature=args.temperature,
         top_k=args.top_k,
-        tokens=min(len(tokenizer), head.weight.shape[0]),
+        tokens=tokens,
         sampling=args.cache_sampling,
     )
     live = DistillationTrainer.place_teacher(teacher, args)
-    try:
-        count = cache.write_cache(
-            folder,
-            description,
-            examples,
-            data.Collator(pad_token_id(tokenizer)),
-            partial(_ask, live),
-            args.per_device_eval_batch_size,
-            args.process_index,
-            args.world_size,
-            is_first,
-        )
-    except cache.CacheError as error:
-        raise InputError(str(error)) from error
+    count = cache.write_cache(
+        folder,
+        description,
+        examples,
+        data.Collator(pad_token_id(tokenizer)),
+        partial(_ask, live),
+        args.per_device_eval_batch_size,
+        args.process_index,
+        args.world_size,
+        is_first,
+    )
     if is_first:
         already = len(examples) - count
         logger.info("%s: %d examples added, %d were already there", folder, count, already)

@@ -309,6 +309,18 @@ def test_what_a_cache_cannot_give_is_an_error(tmp_path):
         TeacherCache(tmp_path / "nowhere")
 
 
+def test_a_cache_that_was_described_alone_is_begun_again(tmp_path):
+    """As after a run that was killed, or refused, before it stored anything."""
+    other = replace(DESCRIPTION, top_k=7)
+    for text in ("{", json.dumps(vars(other))):
+        (tmp_path / "cache.json").write_text(text)
+        cache._describe(tmp_path, DESCRIPTION)
+        assert TeacherCache(tmp_path).description == DESCRIPTION
+    write_cache(tmp_path, DESCRIPTION, models.sequences(3), COLLATE, say, 2, show_progress=False)
+    with pytest.raises(CacheError, match="different top_k"):
+        write_cache(tmp_path, other, models.sequences(3), COLLATE, say, 2, show_progress=False)
+
+
 def test_a_damaged_part_is_named(tmp_path):
     examples = models.sequences(3)
     write_cache(tmp_path, DESCRIPTION, examples, COLLATE, say, 2, show_progress=False)

@@ -166,6 +166,10 @@ JOBS: dict[str, list[str]] = {
         "cache_teacher", "--teacher_model_name_or_path", "{}/t5", "--train_file", "{}/pairs.jsonl",
         *PAIRS, "--cache_sampling", "importance", "--top_k", "12", "--teacher_cache", "{}/cache_t5",
     ],
+    "too many tokens": [
+        "cache_teacher", "--teacher_model_name_or_path", "{}/t5", "--train_file", "{}/pairs.jsonl",
+        *PAIRS, "--top_k", "100000", "--teacher_cache", "{}/cache_of_too_many",
+    ],
     "t5_from_cache": [
         *COMMON, "--teacher_cache", "{}/cache_t5", "--teacher_model_name_or_path", "{}/t5",
         "--init_student_from_teacher", "1,3", "--train_file", "{}/pairs.jsonl", "--validation_file",
@@ -363,6 +367,7 @@ def test_t5_is_scored_with_bleu(finished):
         ("other tokenizer", ["different tokenizers", "--loss_type uld"]),
         ("cache of other data", ["different temperature", "cache_teacher"]),
         ("samples for another loss", ["cache_t5 holds sampled tokens", "forward_kl"]),
+        ("too many tokens", ["--top_k 100000", "less than the"]),
         ("broken", ["broken.jsonl, line 2: not valid JSON"]),
         ("no text", ["--train_file", "blank.jsonl: there is nothing in it"]),
         (
@@ -423,3 +428,5 @@ def test_two_ranks_write_the_cache_that_one_writes(finished, sharded):
     )
     assert one.description == two.description
     assert one._where.keys() == two._where.keys() and len(one) > 1
+    stored = sum(len(file.get_tensor("keys")) for file in two._files)
+    assert stored == len(two)  # none twice

@@ -7,6 +7,7 @@ know how an engine trains."""
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -96,13 +97,21 @@ class DeepSpeedEngine(ZeroEngine):
         with explained(self):
             super().step()
 
+    # The Trainer looks for the last argument in the signature.
     def save_checkpoint(
-        self, save_dir: Any, tag: str | None = None, client_state: dict | None = None, **kwargs: Any
+        self,
+        save_dir: str | os.PathLike,
+        tag: str | None = None,
+        client_state: dict | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """`ZeroEngine.save_checkpoint`, with what a lack of memory has changed."""
+        """`ZeroEngine.save_checkpoint`, with the changes made because memory ran out."""
         if self.adaptation is not None:
             client_state = (client_state or {}) | {KEY: self.adaptation.settings()}
-        return super().save_checkpoint(save_dir, tag, client_state, **kwargs)
+        return super().save_checkpoint(
+            save_dir, tag, client_state, save_latest, exclude_frozen_parameters
+        )
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict]:
         """`ZeroEngine.load_checkpoint`, likewise."""
