@@ -103,6 +103,7 @@ _METHODS = (
     During(GradientReducer, "collect", MOVING, GRADIENTS, _collected),
     During(GradientReducer, "reduce", MOVING, GRADIENTS, _sum),
     During(GradientReducer, "drain", MOVING, GRADIENTS),
+    During(GradientReducer, "keep_up", MOVING, GRADIENTS),
     During(CompressedCommunicator, "all_gather", CODES),
     During(CompressedCommunicator, "reduce_scatter", CODES),
     During(ZeroOptimizer, "step", TILES, UPDATES, _all_states),
