@@ -372,7 +372,8 @@ def test_what_the_configuration_lets_overlap_is_not_added(ask):
 
     def seconds(**settings: Any) -> float:
         offload = {"device": "nvme", "nvme_path": "/tmp", **settings}
-        return ask(shape, {"stage": 3, "offload_optimizer": offload}, *options)["seconds"]
+        zero = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": offload}
+        return ask(shape, zero, *options)["seconds"]
 
     in_step, late = seconds(overlap_step=False), seconds(overlap_step=True)
     assert seconds(overlap_step=True, pipeline_read=True) < late < in_step
