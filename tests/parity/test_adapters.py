@@ -200,8 +200,10 @@ def sharded(rank: int, world_size: int, name: str, case: str, folder: Path) -> l
     return results
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", TASKS)
+# Each kind with one of the models, in turn.
+@pytest.mark.parametrize(
+    ("name", "case"), [(list(TASKS)[number % 2], case) for number, case in enumerate(CASES)]
+)
 def test_adapters_are_bit_for_bit(name: str, case: str, tmp_path: Path) -> None:
     ((expected, saved),) = run_on(1, reference, name, case, 2, tmp_path)
     of_ranks = run_on(2, sharded, name, case, tmp_path)
@@ -254,9 +256,7 @@ def whole_run(rank: int, world_size: int, name: str, case: str) -> Curve:
     ("name", "case"),
     [
         ("llama", "LoRA"),
-        ("t5", "DoRA"),
         ("t5", "resized"),
-        ("llama", "tokens"),
         ("llama", "two"),
         ("t5", "prefix"),
         ("t5", "NF4"),

@@ -199,8 +199,7 @@ def read_block_by_block(rank: int, world_size: int, name: str, threshold: int, s
     engine(**toy_batches(1)[0])  # the engine notices reads again
 
 
-@pytest.mark.parametrize("safe", [False, True])
-@pytest.mark.parametrize("threshold", [0, 30])
+@pytest.mark.parametrize(("threshold", "safe"), [(0, True), (30, False)])
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_a_model_is_read_and_merged_block_by_block(name, threshold, safe):
     run_on(2, read_block_by_block, name, threshold, safe)

@@ -108,7 +108,6 @@ def load_train(rank: int, world_size: int, name: str, config: dict, folder: str)
 @pytest.mark.parametrize(
     "name",
     [
-        "Adafactor, lr",
         "torch's Adafactor",
         "Muon",
         "LowRank",
