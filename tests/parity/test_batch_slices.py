@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -19,6 +23,7 @@ from tests.processes import run_on
 from tests.releases import needs
 from tests.tolerance import assert_close, rounding
 from zero import batch_slices
+from zero.config.load import load_config
 from zero.errors import UsageError
 from zero.fragments import safe_get_full_grad
 
@@ -352,6 +357,24 @@ def compiled(rank: int, world_size: int) -> list[list[float]]:
 def test_slices_are_compiled():
     for whole, in_slices in run_on(2, compiled):
         assert relative(in_slices, whole) <= rounding(torch.float32, TERMS)
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ("activation_checkpointing", "batch_slices"),
+        ("zero_optimization.offload_optimizer", "ratio"),
+    ],
+)
+def test_accelerate_leaves_the_word_to_zero(section, key):
+    """It fills in each "auto", and has no argument for these keys."""
+    inner: dict[str, Any] = {key: "Auto"}
+    for name in reversed(section.split(".")):
+        inner = {name: inner}
+    plugin: Any = SimpleNamespace(hf_ds_config=HfDeepSpeedConfig(inner))
+    DeepSpeedPlugin.fill_match(plugin, f"{section}.{key}")
+    found = load_config(plugin.hf_ds_config.config)
+    assert attrgetter(f"{section}.{key}")(found) == "auto"
 
 
 def copies(rank: int, world_size: int) -> None:
