@@ -210,8 +210,11 @@ class SlicedBlock:
             torch.set_rng_state(before[0])
             for device, state in zip(devices, before[1:], strict=True):
                 set_random_state(device, state)
+            in_training = len(both)
             with evaluating(self.module):
                 both, *single = run_all()
+            if len(both) != in_training:
+                self._refuse("draws random numbers and returns other outputs only in training")
         found = []
         for together, first, second in zip(both, *single, strict=True):
             if not isinstance(together, torch.Tensor):

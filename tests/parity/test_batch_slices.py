@@ -219,6 +219,11 @@ class WithLoss(Block):
         return hidden, hidden.square().mean() if self.training else hidden.new_zeros(())
 
 
+class WithLossInTraining(WithLoss):
+    def forward(self, hidden: torch.Tensor, scale: dict[str, Any]) -> tuple[Any, ...]:
+        return super().forward(hidden, scale)[: 1 + self.training]
+
+
 class KeepingLoss(Block):
     def forward(self, hidden: torch.Tensor, scale: dict[str, Any]) -> tuple[torch.Tensor, None]:
         hidden, _ = super().forward(hidden, scale)
@@ -314,6 +319,7 @@ REFUSED = {
     Mixing: "block 'blocks.0' gives other values",
     MixingInTraining: "block 'blocks.0' gives other values",
     WithLoss: "block 'blocks.0' returns a tensor without a batch dimension",
+    WithLossInTraining: "block 'blocks.0' draws random numbers and returns other outputs",
     KeepingLoss: "block 'blocks.0' keeps 'loss' with gradients",
     Counting: "block 'blocks.0' writes to its buffer 'seen'",
     Gated: "block 'blocks.0' gives other values",
