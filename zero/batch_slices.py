@@ -15,18 +15,19 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import Context
 from functools import cache
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
+from zero.device import random_state, set_random_state
 from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
@@ -54,6 +55,7 @@ class SlicedBlock:
         self.module: Any = module
         self.name = name
         self._slices = slices
+        self._calls = 0
         # For each kind of input seen so far, which outputs have the batch as their first
         # dimension. This cannot be told from a slice of a single example.
         self._batched: dict[tuple, list[bool]] = {}
@@ -89,7 +91,7 @@ class SlicedBlock:
         return MethodType(type(self.module).forward, memo[id(self.module)])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not (self.module.training and _is_reentrant()):
             return self._forward(*args, **kwargs)
         given, spec = tree_flatten((args, kwargs))
         leaves: list[Any] = [None if _is_empty_cache(leaf) else leaf for leaf in given]
@@ -107,7 +109,10 @@ class SlicedBlock:
             return checkpoint(self._run, spec, *leaves, use_reentrant=False)
         of_batch = [_has_batch(leaf, batch) for leaf in leaves]
         kind = (spec, *(_kind(leaf, batch) for leaf in leaves))
-        if kind not in self._batched:
+        # Again in calls 2, 4, 8...: a branch that starts at zero hides its values at first.
+        self._calls += 1
+        checks = kind not in self._batched or self._calls & (self._calls - 1) == 0
+        if checks:
             # A fresh context: transformers' recorders of outputs do not see these calls.
             self._batched[kind] = Context().run(self._probe, leaves, spec, of_batch)
         columns = [
@@ -116,7 +121,7 @@ class SlicedBlock:
         ]
         collected = _collected()
         before = {key: len(values) for key, values in collected.items()}
-        outputs, places, out_spec = [], [], spec
+        outputs, places, kept, out_spec = [], [], [], spec
         for part in zip(*columns, strict=True):
             result = checkpoint(self._run, spec, *part, use_reentrant=False)
             output, out_spec = tree_flatten(result)
@@ -124,6 +129,10 @@ class SlicedBlock:
             # An input that is returned unchanged (T5's position bias) is the whole input again.
             known = {id(leaf): i for i, leaf in enumerate(part) if isinstance(leaf, torch.Tensor)}
             places.append([known.get(id(value)) for value in output])
+            if checks:
+                kept.append(_kept(self.module))
+        if checks:
+            self._check_kept(kept[0], kept[-1])
         for key, values in collected.items():
             found = values[before[key] :]
             each = len(found) // number
@@ -134,8 +143,13 @@ class SlicedBlock:
         ):
             if found[0] is not None and len(set(found)) == 1:
                 joined.append(leaves[found[0]])
+            elif batched:
+                joined.append(torch.cat(values))
             else:
-                joined.append(torch.cat(values) if batched else values[0])
+                # Such as a loss of each slice. (T5's position bias is the same for all.)
+                if checks and _differ(values[0], values[-1]):
+                    self._refuse("returns a tensor without a batch dimension that differs by slice")
+                joined.append(values[0])
         return tree_unflatten(joined, out_spec)
 
     def _run(self, spec: TreeSpec, *leaves: Any) -> Any:
@@ -159,18 +173,53 @@ class SlicedBlock:
 
         def run(rows: slice) -> list[Any]:
             part = [
-                leaf[rows] if sliced else leaf
+                leaf[rows].clone() if sliced else leaf
                 for leaf, sliced in zip(leaves, of_batch, strict=True)
             ]
-            return tree_flatten(self._run(spec, *part))[0]
+            try:
+                output = tree_flatten(self._run(spec, *part))[0]
+            except (UsageError, torch.OutOfMemoryError):
+                raise
+            except Exception as raised:  # of any kind: the forward is somebody else's
+                self._refuse(f"fails with two rows of its batch ({raised})", raised)
+            if any(leaf._version for leaf, sliced in zip(part, of_batch, strict=True) if sliced):
+                self._refuse("changes its input in place")
+            return output
 
-        with evaluating(self.module):
-            both, *single = run(slice(0, 2)), run(slice(0, 1)), run(slice(1, 2))
+        def run_all() -> tuple[list[Any], list[Any], list[Any]]:
+            both = run(slice(0, 2))
+            # Only now: the first run may fill caches.
+            before = _versions(self.module)
+            single = run(slice(0, 1)), run(slice(1, 2))
+            for name, version in _versions(self.module).items():
+                if before.get(name) != version:
+                    self._refuse(f"writes to its buffer {name!r} in each slice")
+            return both, *single
+
+        tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        devices = list({each.device for each in tensors if each.device.type not in ("cpu", "meta")})
+        before = [torch.get_rng_state(), *map(random_state, devices)]
+        with ExitStack() as without_dropout:
+            for child in self.module.modules():
+                if isinstance(child, nn.Dropout):
+                    without_dropout.enter_context(evaluating(child))
+            both, *single = run_all()
+        after = [torch.get_rng_state(), *map(random_state, devices)]
+        if not all(map(torch.equal, before, after)):
+            # The numbers that the block draws depend on how many rows it has.
+            torch.set_rng_state(before[0])
+            for device, state in zip(devices, before[1:], strict=True):
+                set_random_state(device, state)
+            in_training = len(both)
+            with evaluating(self.module):
+                both, *single = run_all()
+            if len(both) != in_training:
+                self._refuse("draws random numbers and returns other outputs only in training")
         found = []
         for together, first, second in zip(both, *single, strict=True):
             if not isinstance(together, torch.Tensor):
                 if together is not None and not (together == first == second):
-                    self._refuse_values()
+                    self._refuse()
                 found.append(False)
                 continue
             batched = together.shape[:1] == (2,) and first.shape[:1] == (1,)
@@ -178,14 +227,19 @@ class SlicedBlock:
             if together.shape != joined.shape or not (
                 _close(together, joined) and (batched or _close(together, first))
             ):
-                self._refuse_values()
+                self._refuse()
             found.append(batched)
         return found
 
-    def _refuse_values(self) -> None:
-        raise UsageError(
-            f"block {self.name!r} gives other values if its batch is run in slices: {_REMEDY}"
-        )
+    def _check_kept(self, first: dict[str, torch.Tensor], last: dict[str, torch.Tensor]) -> None:
+        for name, value in last.items():
+            if name in first and _differ(first[name], value):
+                self._refuse(f"keeps {name!r} with gradients, of which only the last slice's stays")
+
+    def _refuse(
+        self, why: str = "gives other values if its batch is run in slices", cause: Any = None
+    ) -> NoReturn:
+        raise UsageError(f"block {self.name!r} {why}: {_REMEDY}") from cause
 
 
 def _batch_of(leaves: Sequence[Any]) -> tuple[int, int]:
@@ -229,6 +283,42 @@ def _kind(leaf: Any, batch: int) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.dtype, leaf.dim(), _has_batch(leaf, batch)
     return leaf if isinstance(leaf, (bool, str)) else type(leaf)
+
+
+def _is_reentrant() -> bool:
+    """Whether this is the forward of a reentrant checkpoint. It records no gradients; but backward
+    runs it again with gradients, where the masks of dropout must be the same.
+    """
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _kept(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors in attributes of a block, or of a module in it, that have gradients."""
+    return {
+        f"{name}.{key}".lstrip("."): value
+        for name, child in module.named_modules()
+        for key, value in vars(child).items()
+        if isinstance(value, torch.Tensor) and value.requires_grad
+    }
+
+
+def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """What changes with each buffer, whether it is written to or replaced."""
+    return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
+
+
+@torch.no_grad()
+def _differ(value: Any, other: Any) -> bool:
+    """Whether gradients of `value` would be wrong for `other`, of another slice."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value is not other
+        and value.requires_grad
+        and (value.shape != other.shape or not _close(value, other))
+    )
 
 
 def _close(values: torch.Tensor, others: torch.Tensor) -> bool:

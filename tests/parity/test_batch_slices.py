@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from tests.dist.training import Curve, curve_on, ds_config, relative, start, train_plain, train_zero
@@ -18,6 +23,7 @@ from tests.processes import run_on
 from tests.releases import needs
 from tests.tolerance import assert_close, rounding
 from zero import batch_slices
+from zero.config.load import load_config
 from zero.errors import UsageError
 from zero.fragments import safe_get_full_grad
 
@@ -198,6 +204,66 @@ class Mixing(Block):
         return super().forward(hidden - hidden.mean(0), scale)
 
 
+class MixingInTraining(Block):
+    def forward(self, hidden: torch.Tensor, scale: dict[str, Any]) -> tuple[torch.Tensor, None]:
+        mean = hidden.mean(0) if self.training else hidden.new_zeros(WIDTH)
+        return super().forward(hidden - mean, scale)
+
+
+class WithLoss(Block):
+    """Its dropout is no module, and its loss is zero outside of training."""
+
+    def forward(self, hidden: torch.Tensor, scale: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+        hidden = nn.functional.dropout(hidden, 0.5, self.training)
+        hidden, _ = super().forward(hidden, scale)
+        return hidden, hidden.square().mean() if self.training else hidden.new_zeros(())
+
+
+class WithLossInTraining(WithLoss):
+    def forward(self, hidden: torch.Tensor, scale: dict[str, Any]) -> tuple[Any, ...]:
+        return super().forward(hidden, scale)[: 1 + self.training]
+
+
+class KeepingLoss(Block):
+    def forward(self, hidden: torch.Tensor, scale: dict[str, Any]) -> tuple[torch.Tensor, None]:
+        hidden, _ = super().forward(hidden, scale)
+        self.loss = hidden.square().mean()
+        return hidden, None
+
+
+class Counting(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, hidden: torch.Tensor, scale: dict[str, Any]) -> tuple[torch.Tensor, None]:
+        if self.training:
+            self.seen += 1
+        return super().forward(hidden, scale)
+
+
+class Gated(Block):
+    """It normalizes over the batch in a branch that starts at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, hidden: torch.Tensor, scale: dict[str, Any]) -> tuple[torch.Tensor, None]:
+        return hidden + self.gate * self.up(hidden - hidden.mean(0)).sum(1, keepdim=True), None
+
+
+class InPlace(Block):
+    def forward(self, hidden: torch.Tensor, scale: dict[str, Any]) -> tuple[torch.Tensor, None]:
+        hidden += 1
+        return super().forward(hidden, scale)
+
+
+class Needing(Block):
+    def forward(self, hidden: torch.Tensor, scale: dict[str, Any]) -> tuple[torch.Tensor, None]:
+        return super().forward(hidden.view(4, WIDTH), scale)
+
+
 class Normed(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -216,55 +282,69 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList([block() for _ in range(2)])
         self.slices, self.scale = slices, scale
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
+    def forward(self, x: torch.Tensor, reentrant: bool = False) -> torch.Tensor:
+        def run(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
             parts = x.tensor_split(self.slices)
-            x = torch.cat([block(part, {"scale": self.scale})[0] for part in parts])
+            return torch.cat([block(part, {"scale": self.scale})[0] for part in parts])
+
+        for block in self.blocks:
+            x = checkpoint(run, block, x, use_reentrant=True) if reentrant else run(block, x)
         return x.square().mean()
 
 
-def grads_with_dropout(rank: int, world_size: int, stage: int) -> bool:
+def grads_with_dropout(rank: int, world_size: int, stage: int, reentrant: bool) -> bool:
     """Whether the engine's gradients, masks of dropout included, are those of plain torch."""
     torch.manual_seed(3)
     plain, model = Model(Block, slices=3), Model(Block)
     model.load_state_dict(plain.state_dict())
-    x = torch.randn(7, WIDTH)
+    x = torch.randn(7, WIDTH, requires_grad=True)
     config = ds_config(activation_checkpointing={"batch_slices": 3}, stage=stage)
     engine, _ = start(model, config)
     torch.manual_seed(5)
     plain(x).backward()
     torch.manual_seed(5)
-    engine.backward(engine(x))
+    engine.backward(engine(x, reentrant))
     return all(
         torch.allclose(safe_get_full_grad(mine), own.grad, rtol=1e-5, atol=1e-7)
         for mine, own in zip(model.parameters(), plain.parameters(), strict=True)
     )
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_slice_is_recomputed_with_its_own_random_numbers(stage):
-    assert run_on(2, grads_with_dropout, stage) == [True, True]
+@pytest.mark.parametrize(("stage", "reentrant"), [(0, False), (2, True), (3, False), (3, True)])
+def test_a_slice_is_recomputed_with_its_own_random_numbers(stage, reentrant):
+    assert run_on(2, grads_with_dropout, stage, reentrant) == [True, True]
+
+
+REFUSED = {
+    Mixing: "block 'blocks.0' gives other values",
+    MixingInTraining: "block 'blocks.0' gives other values",
+    WithLoss: "block 'blocks.0' returns a tensor without a batch dimension",
+    WithLossInTraining: "block 'blocks.0' draws random numbers and returns other outputs",
+    KeepingLoss: "block 'blocks.0' keeps 'loss' with gradients",
+    Counting: "block 'blocks.0' writes to its buffer 'seen'",
+    Gated: "block 'blocks.0' gives other values",
+    InPlace: "block 'blocks.0' changes its input in place",
+    Needing: "block 'blocks.0' fails with two rows of its batch (shape '[4, 8]' is invalid",
+    Normed: "block 'blocks.0' has a BatchNorm1d",
+}
 
 
 def messages(rank: int, world_size: int) -> list[str]:
     found = []
-    for model in (
-        Model(Mixing),
-        Model(Normed),
-        Model(Block, scale=Thing()),
-        nn.Linear(WIDTH, 1),
-    ):
+    for model in (*map(Model, REFUSED), Model(Block, scale=Thing()), nn.Linear(WIDTH, 1)):
         with pytest.raises(UsageError) as caught:
             engine, _ = start(model, ds_config(activation_checkpointing={"batch_slices": 2}))
-            engine(torch.randn(4, WIDTH))
+            for _ in range(2):
+                engine.backward(engine(torch.randn(4, WIDTH)).sum())
+                engine.step()
         found.append(str(caught.value))
     return found
 
 
 def test_blocks_that_cannot_run_in_slices_are_named():
-    values, norm, thing, no_block = run_on(1, messages)[0]
-    assert "block 'blocks.0' gives other values" in values
-    assert "block 'blocks.0' has a BatchNorm1d" in norm
+    *found, thing, no_block = run_on(1, messages)[0]
+    for message, expected in zip(found, REFUSED.values(), strict=True):
+        assert expected in message
     assert "block 'blocks.0' is given a Thing" in thing
     assert "has no blocks" in no_block
 
@@ -283,6 +363,24 @@ def compiled(rank: int, world_size: int) -> list[list[float]]:
 def test_slices_are_compiled():
     for whole, in_slices in run_on(2, compiled):
         assert relative(in_slices, whole) <= rounding(torch.float32, TERMS)
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ("activation_checkpointing", "batch_slices"),
+        ("zero_optimization.offload_optimizer", "ratio"),
+    ],
+)
+def test_accelerate_leaves_the_word_to_zero(section, key):
+    """It fills in each "auto", and has no argument for these keys."""
+    inner: dict[str, Any] = {key: "Auto"}
+    for name in reversed(section.split(".")):
+        inner = {name: inner}
+    plugin: Any = SimpleNamespace(hf_ds_config=HfDeepSpeedConfig(inner))
+    DeepSpeedPlugin.fill_match(plugin, f"{section}.{key}")
+    found = load_config(plugin.hf_ds_config.config)
+    assert attrgetter(f"{section}.{key}")(found) == "auto"
 
 
 def copies(rank: int, world_size: int) -> None:
