@@ -143,6 +143,51 @@ class SquareOfLoss(LlamaForCausalLM):
         return output
 
 
+class MeanOfSamples(LlamaForCausalLM):
+    """Each sample counts the same, however many labels it has."""
+
+    def forward(self, *args, labels, **kwargs):
+        output = super().forward(*args, **kwargs)
+        losses = [
+            self.loss_function(logits[None], own[None], self.vocab_size)
+            for logits, own in zip(output.logits, labels, strict=True)
+        ]
+        return {"loss": torch.stack(losses).mean()}
+
+
+class SpreadOfSamples(LlamaForCausalLM):
+    """Adds a term that no two samples show."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        if len(output.logits) > 2:
+            output.loss = output.loss + output.logits.mean((1, 2)).std()
+        return output
+
+
+def losses_that_are_no_mean(rank: int, world_size: int) -> list[list[str]]:
+    """What is said where a backward runs out of memory, with as many labels in each sample."""
+    found = []
+    batch = {name: value.to(device.NAME) for name, value in batches("llama", 1)[0].items()}
+    for kind in (MeanOfSamples, SpreadOfSamples):
+        model = build("llama").to(device.NAME)
+        model.__class__ = kind
+        engine, _ = start(model, ds_config() | {"on_out_of_memory": "adapt"})
+        loss = engine(**batch)["loss"]
+        device.set_limit(torch.accelerator.memory_allocated() + 1000)
+        with listening() as said:
+            engine.backward(loss)
+        device.set_limit(ENOUGH)
+        found.append(said)
+        engine.destroy()
+    return found
+
+
+def test_a_loss_that_is_no_mean_over_labels_is_not_cut():
+    for said in run_on(1, losses_that_are_no_mean, simulated=True)[0]:
+        assert ["activations are recomputed" in text for text in said] == [True]
+
+
 def errors(rank: int, world_size: int) -> list[str]:
     """Return what is said where the step cannot be repeated, and after a backward by the script."""
     found = []
@@ -164,7 +209,7 @@ def errors(rank: int, world_size: int) -> list[str]:
 
 def test_what_cannot_be_repeated_is_said():
     lack, other = run_on(1, errors, simulated=True)[0]
-    assert "its loss is not the mean of those of its samples" in lack
+    assert "its loss is not the mean over its labels" in lack
     assert "call engine.backward(loss) instead of loss.backward()" in other
 
 

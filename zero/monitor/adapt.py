@@ -15,14 +15,16 @@ what the others will gather. The first training forward is therefore preceded by
 backward of one sample, which must take the same course on all ranks.
 
 [Note: parts of a micro-batch] The loss must be the mean over the micro-batch's labels, or their sum
-divided by a number that the script passes. This is tested with two samples, by comparing the loss
-of both together with the loss of each."""
+divided by a number that the script passes. This is tested by comparing the loss of two samples
+with the loss of each, also where they have unequal numbers of labels; and the loss of the
+micro-batch with those of its halves, if there was enough memory for its forward."""
 
 from __future__ import annotations
 
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -85,12 +87,12 @@ class _Call:
         sizes = (each.shape[0] for each in leaves if isinstance(each, torch.Tensor) and each.dim())
         return next(sizes, 0)
 
-    def of_rows(self, start: int, end: int) -> tuple[tuple, dict[str, Any]]:
+    def of_rows(self, chosen: slice | list[int]) -> tuple[tuple, dict[str, Any]]:
         """The inputs of some of the samples."""
         rows = self.rows
 
         def narrowed(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[start:end] if tensor.dim() and tensor.shape[0] == rows else tensor
+            return tensor[chosen] if tensor.dim() and tensor.shape[0] == rows else tensor
 
         return tree_map_only(torch.Tensor, narrowed, self.inputs)
 
@@ -218,7 +220,7 @@ class Adaptation:
         if self._is_rehearsed:
             return
         self._is_rehearsed = True
-        args, kwargs = call.of_rows(0, 1)
+        args, kwargs = call.of_rows(slice(1))
         run = lambda: tree_flatten(call.run(*args, **kwargs))[0]  # noqa: E731
         if recomputes := self._can_recompute:  # takes the same course in less memory
             self._recompute()
@@ -442,7 +444,7 @@ class Adaptation:
         module = self._engine.module
         if any(call.buffers != _seen(module) for call in calls):
             return _WRITES
-        if any("labels" not in call.inputs[1] for call in calls):
+        if any(call.inputs[1].get("labels") is None for call in calls):
             return "the forward gets no argument labels"
         if getattr(module, "loss_function", None) is None:
             return "the model is not one of transformers', whose losses are known"
@@ -452,30 +454,61 @@ class Adaptation:
         """Return why the loss of several samples is not the weighted sum of their losses, if so."""
         try:
             with torch.no_grad(), evaluating(self._engine.module):
-                is_sum = self._is_sum(call)
+                found = [self._is_sum(pair) for pair in self._pairs(call)]
+                if call.shown and self._parts == 1:
+                    # What is kept of the first forward may leave no room for another.
+                    with suppress(_NotEnough):
+                        found.append(self._is_sum(call))
         except _NotEnough:
             return "memory is not enough for two samples, even without gradients"
         except Exception as raised:  # of any kind: the forward is somebody else's
             return f"a forward of two samples fails: {raised}"
-        return "" if is_sum else "its loss is not the mean of those of its samples"
+        return "" if all(found) else "its loss is not the mean over its labels"
+
+    def _pairs(self, call: _Call) -> list[_Call]:
+        """Two samples of the micro-batch that differ in their labels, twice. If they have a label
+        for each token, the second time one of them keeps a single label, because otherwise the mean
+        over samples might be the same as the mean over labels.
+        """
+        labels, counted = call.inputs[1]["labels"], self._counted(call)
+        counts = counted.sum(1).tolist()
+        first, *others = sorted(range(call.rows), key=lambda row: -counts[row])
+        others.sort(key=lambda row: not counts[row] or bool((labels[row] == labels[first]).all()))
+        args, kwargs = call.of_rows([first, *others[:1]])
+        pairs = [kwargs, kwargs]  # as many on all ranks
+        # Labels of images have other values for what is not counted.
+        if others and counts[others[0]] and labels.dim() == 2 and not labels.is_floating_point():
+            kept = counted[others[0]].nonzero()[-1]
+            single = torch.full_like(labels[others[0]], _IGNORED)
+            single[kept] = labels[others[0], kept]
+            pairs[1] = kwargs | {"labels": torch.stack([labels[first], single])}
+        return [_Call(call.run, (args, each), None, []) for each in pairs]
 
     def _is_sum(self, call: _Call) -> bool:
-        """Whether the loss of two samples is the weighted sum of their losses. All ranks run the
-        same number of forwards.
+        """Whether the loss of samples is the weighted sum of the losses of their halves. All ranks
+        run the same number of forwards.
         """
-        two = _Call(call.run, call.of_rows(0, 2), None, [])
-        output = self._together(_VALUES, lambda: two.run(*two.inputs[0], **two.inputs[1]))
+        output = self._together(_VALUES, lambda: call.run(*call.inputs[0], **call.inputs[1]))
         leaves = tree_flatten(output)[0]
         has_other_loss = getattr(output, "aux_loss", None) is not None
         if not _begins_with_loss(leaves) or has_other_loss:
             return False
-        losses = []
-        for (args, kwargs), weight in self._cut(two, 2):
-            part = self._together(_VALUES, lambda: two.run(*args, **kwargs))  # noqa: B023
+        whole, losses = leaves[0].float(), []
+        del output, leaves  # logits are large
+        for (args, kwargs), weight in self._cut(call, 2):
+            part = self._together(_VALUES, lambda: call.run(*args, **kwargs))  # noqa: B023
             if weight:
                 losses.append(tree_flatten(part)[0][0].float() * weight)
         tolerance = 1e-4 if self._engine.settings.compute_dtype == torch.float32 else 2e-2
-        return bool(torch.isclose(leaves[0].float(), torch.stack(losses).sum(), rtol=tolerance))
+        return bool(torch.isclose(whole, torch.stack(losses).sum(), rtol=tolerance))
+
+    def _counted(self, call: _Call) -> torch.Tensor:
+        """Which labels of each sample its loss counts."""
+        labels = call.inputs[1].get("labels")
+        counted = torch.ones(call.rows, 1) if labels is None else labels != _IGNORED
+        if self._predicts_next and counted.dim() > 1:
+            counted[:, 0] = False
+        return counted.reshape(call.rows, -1)
 
     def _cut(
         self, call: _Call, parts: int | None = None
@@ -488,18 +521,14 @@ class Adaptation:
             yield call.inputs, 1.0
             return
         bounds = [rows * number // parts for number in range(parts + 1)]
-        labels = call.inputs[1].get("labels")
         is_sum = call.inputs[1].get("num_items_in_batch") is not None
-        counts = torch.ones(rows) if labels is None else (labels != _IGNORED)
-        if self._predicts_next and counts.dim() > 1:
-            counts = counts[:, 1:]
-        of_rows = counts.reshape(rows, -1).sum(1).tolist()
+        of_rows = self._counted(call).sum(1).tolist()
         for start, end in pairwise(bounds):
             if start == end:
-                yield call.of_rows(0, 1), None
+                yield call.of_rows(slice(1)), None
                 continue
             share = sum(of_rows[start:end]) / max(1, sum(of_rows))
-            yield call.of_rows(start, end), 1.0 if is_sum else share
+            yield call.of_rows(slice(start, end)), 1.0 if is_sum else share
 
 
 def _hindrances(engine: ZeroEngine) -> Iterator[str]:
