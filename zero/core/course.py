@@ -63,7 +63,7 @@ class Course:
         known, count = self._known.get(self._kind, self._done), len(self._done)
         if known[:count] != self._done:
             raise RuntimeError(
-                "memory was not enough, and other ranks may wait for this one for ever: it goes "
+                "memory was not enough, and other ranks may wait for this one forever: it goes "
                 f"another way through the model in this {self._kind} than in the last one"
             )
         for act, args in known[count:]:
