@@ -34,7 +34,7 @@ from zero.core.sharded_param import ShardedParameter, placeholder
 from zero.device import empty_cache, is_accelerator, synchronize
 from zero.errors import UsageError
 from zero.offload.activations import HostActivations
-from zero.offload.tiers import Tier, trim
+from zero.offload.tiers import Tier, scratch_file, trim
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import WEIGHTS, states_named
 from zero.optim.sharded_optimizer import NonFiniteGradientError, ZeroOptimizer, param_group_of
@@ -72,7 +72,7 @@ class ZeroEngine(Accumulation, nn.Module):
         global_steps, micro_steps, skipped_steps, global_samples: counters.
         throughput: samples per second.
         residency: the number of gathered elements, now and at its peak.
-        activations: `HostActivations` if `cpu_checkpointing` is on, or None.
+        activations: `HostActivations` if `cpu_checkpointing` or `nvme_path` is set, or None.
         is_compiled: whether `compile` was called.
         monitor: the object that records each step, or None.
     """
@@ -146,8 +146,12 @@ class ZeroEngine(Accumulation, nn.Module):
             ignore_unused=settings.zero_optimization.ignore_unused_parameters,
         )
         self.activations: HostActivations | None = None
-        if settings.activation_checkpointing.cpu_checkpointing and is_accelerator(self.comm.device):
-            self.activations = HostActivations(self.comm.device)
+        kept = settings.activation_checkpointing
+        if kept.nvme_path or (kept.cpu_checkpointing and is_accelerator(self.comm.device)):
+            file = scratch_file(kept.nvme_path, settings.aio) if kept.nvme_path else None
+            self.activations = HostActivations(
+                self.comm.device, Tier(torch.device("cpu"), file=file)
+            )
         self.scaler = LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None
         self.optimizer: ZeroOptimizer | None = None
         if optimizer is not None:

@@ -15,8 +15,10 @@ import torch
 
 from tests.accelerator import device
 from tests.processes import run_on
-from zero.offload import activations
+from zero.config import AioConfig
+from zero.offload import activations, tiers
 from zero.offload.activations import HostActivations
+from zero.offload.tiers import Tier, scratch_file
 
 ROWS, WIDTH = 8, 16
 
@@ -33,14 +35,17 @@ def outputs(tripled: torch.Tensor) -> list[torch.Tensor]:
     ]
 
 
-def shared(rank: int, world_size: int) -> None:
-    activations.MIN_BYTES = 1
+def shared(rank: int, world_size: int, folder: str | None) -> None:
+    activations.MIN_BYTES = tiers.LEAST_BYTES_IN_A_FILE = 1
+    activations._PIECE = 64
+    file = scratch_file(folder, AioConfig()) if folder else None
+    tier = Tier(torch.device("cpu"), file=file)
     x = torch.randn(ROWS, WIDTH, device=device.NAME, requires_grad=True)
     hidden = 2 * x
     expected = [hidden.sin(), hidden.t().cos(), *outputs(hidden * 3)]
     (gradient,) = torch.autograd.grad(sum(each.sum() for each in expected), x)
     del expected, hidden
-    moved, used = HostActivations(x.device), torch.accelerator.memory_allocated()
+    moved, used = HostActivations(x.device, tier), torch.accelerator.memory_allocated()
     for goes_back in (True, False):
         with moved.context():
             hidden = 2 * x
@@ -65,9 +70,10 @@ def shared(rank: int, world_size: int) -> None:
         assert torch.accelerator.memory_allocated() == used and not any(map(call, copies))
 
 
-def test_what_several_operations_save_is_copied_once():
+@pytest.mark.parametrize("in_file", [False, True])
+def test_what_several_operations_save_is_copied_once(in_file, tmp_path):
     """Without these copies, the change in place would be an error in backward."""
-    run_on(1, shared, simulated=True)
+    run_on(1, shared, str(tmp_path) if in_file else None, simulated=True)
 
 
 def conjugates(w: torch.Tensor) -> torch.Tensor:

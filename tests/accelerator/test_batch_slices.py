@@ -13,7 +13,9 @@ from tests.accelerator.test_counts import BLOCKS, WIDTH, Model
 from tests.dist.training import ds_config, start, step
 from tests.processes import run_on
 from zero.comm import traffic
-from zero.comm.traffic import IN, NETWORK, OUT
+from zero.comm.traffic import IN, NETWORK, OUT, READ, WRITTEN
+from zero.offload import tiers
+from zero.offload.activations import MIN_BYTES
 
 ROWS = 4096
 HOST = {"device": "cpu"}
@@ -35,6 +37,7 @@ def third_step(
         **AWAY,
         **sections,
     )
+    tiers.LEAST_BYTES_IN_A_FILE = MIN_BYTES
     torch.manual_seed(0)
     engine: zero.ZeroEngine = start(Model().to(device.NAME), config)[0]
     rows = torch.randn(ROWS, WIDTH, device=device.NAME).chunk(micro_batches)
@@ -69,17 +72,22 @@ def test_weights_and_gradients_move_once_whatever_the_number_of_slices():
         assert all(moved[link] > 3 * whole[0][0][link] for link in (IN, OUT, NETWORK))
 
 
-def test_inputs_of_blocks_wait_in_host_memory():
+def test_inputs_of_blocks_wait_in_host_memory_or_in_a_file(tmp_path):
     section = {"batch_slices": 16}
-    kept, away = (
+    kept, on_host, in_file = (
         run_on(2, third_step, 1, {"activation_checkpointing": each}, simulated=True)
-        for each in (section, section | {"cpu_checkpointing": True})
+        for each in (
+            section,
+            section | {"cpu_checkpointing": True},
+            section | {"nvme_path": str(tmp_path)},
+        )
     )
-    for (moved, peak, waits), (without, most, waits_without) in zip(away, kept, strict=True):
-        # Each goes out once and comes back once, as does the input of the loss's square.
-        results = (BLOCKS + 1) * ROWS * 4 * WIDTH
-        for link in (IN, OUT):
-            assert moved[link] == without[link] + results
-        # Of those of all blocks, the device has that of the block that runs.
-        assert peak <= most - (BLOCKS - 1) * ROWS * 4 * WIDTH
-        assert waits == waits_without
+    # Each goes out once and comes back once, as does the input of the loss's square.
+    results = (BLOCKS + 1) * ROWS * 4 * WIDTH
+    # Of those of all blocks, the device has that of the block that runs (and the next one).
+    for away, links, on_device in ((on_host, (IN, OUT), 1), (in_file, (READ, WRITTEN), 2)):
+        for (moved, peak, waits), (without, most, waits_without) in zip(away, kept, strict=True):
+            for link in links:
+                assert moved[link] == without[link] + results
+            assert peak <= most - (BLOCKS - on_device) * ROWS * 4 * WIDTH
+            assert away is in_file or waits == waits_without

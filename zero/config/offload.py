@@ -14,6 +14,7 @@ def _check_path(text: str) -> str:
     return text
 
 
+Folder = Annotated[str, AfterValidator(_check_path)]
 _FILES = "device nvme"
 _ACCELERATE = "accelerate's own setting"
 
@@ -34,9 +35,7 @@ class OffloadConfig(Section):
 
     device: Device = key("none", auto=_ACCELERATE)
     pin_memory: bool = True
-    nvme_path: Annotated[str, AfterValidator(_check_path)] | None = key(
-        None, needs=_FILES, auto=_ACCELERATE
-    )
+    nvme_path: Folder | None = key(None, needs=_FILES, auto=_ACCELERATE)
 
     def why_idle(self, name: str) -> str | None:
         if self.device == "none" and name != "device":

@@ -22,7 +22,7 @@ from zero.config.monitor import (
     TensorBoardConfig,
     WandbConfig,
 )
-from zero.config.offload import AioConfig
+from zero.config.offload import AioConfig, Folder
 from zero.config.optim import OptimizerConfig, SchedulerConfig
 from zero.config.parallel import ExpertParallelConfig, TensorParallelConfig
 from zero.config.precision import BF16Config, DataTypesConfig, FP16Config
@@ -38,6 +38,9 @@ class ActivationCheckpointingConfig(Section):
         cpu_checkpointing: Keep activations in host memory instead of on the GPU until backward
             needs them. Combine it with gradient checkpointing, so that fewer of them have to be
             copied.
+        nvme_path: Keep activations of at least 1 MiB in a file in this folder, on a fast disk,
+            instead of on the GPU or in host memory. Backward reads them ahead of their use. It
+            may differ between machines. Not in DeepSpeed.
         batch_slices: Run each block's batch in slices, of which only the inputs are kept; backward
             recomputes the rest. A large batch then needs the activations of only one slice at a
             time, and offloaded or sharded weights are gathered only twice in a step, instead of
@@ -48,6 +51,7 @@ class ActivationCheckpointingConfig(Section):
     """
 
     cpu_checkpointing: bool = False
+    nvme_path: Folder | None = None
     batch_slices: Positive | Annotated[Literal["auto"], AnyCase()] | None = None
 
 
@@ -233,7 +237,8 @@ class Config(Section):
     def why_idle(self, name: str) -> str | None:
         zero = self.zero_optimization
         sections = zero.offload_param, zero.offload_optimizer
-        if name == "aio" and not any(each and each.device == "nvme" for each in sections):
+        in_files = any(each and each.device == "nvme" for each in sections)
+        if name == "aio" and not (in_files or self.activation_checkpointing.nvme_path):
             return "nothing is offloaded to nvme"
         return None
 

@@ -1,18 +1,21 @@
-"""Activations in host memory between forward and backward: the `activation_checkpointing` section.
+"""Activations in host memory or in a file between forward and backward: the section
+`activation_checkpointing`.
 
-`cpu_checkpointing` needs no change of the model. Every tensor that autograd saves during the
-engine's forward is copied to host memory, pinned if there is a GPU, and back when backward needs
-it. (With gradient checkpointing those are the inputs of the checkpointed blocks and little else.)
-Operations that save the same memory share the copies. So values, strides and gradients stay the
-same. The host waits for no copy: copies are among the kernels of the stream that saves. Views of
-weights are not copied: the core decides about their memory. The other keys of the section cut or
-pack activations over model-parallel ranks. This file knows nothing of groups, hooks or
-gathering."""
+`cpu_checkpointing` and `nvme_path` need no change of the model. Every tensor that autograd saves
+during the engine's forward is copied to host memory, pinned if there is a GPU, and back when
+backward needs it. (With gradient checkpointing those are the inputs of the checkpointed blocks and
+little else.) Operations that save the same memory share the copies. So values, strides and
+gradients stay the same. With host memory, the host waits for no copy: copies are among the kernels
+of the stream that saves. With a file, it waits while two pieces are being written, and
+backward reads each tensor while it uses the one that was saved after it. Views of weights are not
+copied: the core decides about their memory. The other keys of the section cut or pack activations
+over model-parallel ranks. This file knows nothing of groups, hooks or gathering."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,11 +27,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero.comm.traffic import note_copy
+from zero.comm.work import Pending
 from zero.device import compute_stream, is_accelerator
+from zero.offload.nvme import Transfer
 from zero.offload.pinned import HostMemory
+from zero.offload.tiers import Tier
 
 # Smaller tensors (scalars, statistics of norms) are not worth a transfer.
 MIN_BYTES = 1 << 14
+# Bytes that move to or from a file as one, and the number of such pieces on their way.
+_PIECE, _IN_FLIGHT = 1 << 26, 2
 
 
 class _Kept:
@@ -51,12 +59,84 @@ class _Kept:
         return self._values
 
 
+class _KeptInFile:
+    """The same in a file, without a copy on the device until it is needed.
+
+    Values move in pieces, so that host memory holds only a few pieces at a time.
+
+    Args:
+        region: the values.
+        tier: has the file.
+        memory: buffers for the way out.
+        in_flight: all writes that may not have ended, of this and of other tensors.
+        before: returns the one that was saved before this one, which backward needs next.
+    """
+
+    def __init__(
+        self,
+        region: torch.Tensor,
+        tier: Tier,
+        memory: HostMemory,
+        in_flight: deque[Transfer],
+        before: Callable[[], _KeptInFile | None],
+    ):
+        self._tier, self._before = tier, before
+        self._shape, self._device = region.shape, region.device
+        self._home = tier.empty(region.numel(), region.dtype)
+        self._values: torch.Tensor | None = None
+        self._to_read: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+        self._reads: deque[Pending] = deque()
+        self._writes: list[Transfer] = []
+        assert tier.file is not None
+        for target, values in self._pieces(region.reshape(-1)):
+            while len(in_flight) >= _IN_FLIGHT:
+                in_flight.popleft().wait()
+            # Copied among the kernels of this stream: the model may then change the values in
+            # place.
+            staged = memory.like(values)
+            note_copy(staged, values)
+            staged.copy_(values, non_blocking=True)
+            arrived = None
+            if is_accelerator(self._device):
+                arrived = compute_stream(self._device).record_event().synchronize
+            self._writes.append(tier.file.write(target, staged, after=arrived))
+            in_flight.append(self._writes[-1])
+
+    def _pieces(self, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        numel = _PIECE // values.itemsize
+        return zip(self._home.split(numel), values.split(numel), strict=True)
+
+    def fetch(self) -> None:
+        """Start to bring the values back."""
+        if self._values is None:
+            for write in self._writes:
+                write.wait()
+            self._values = torch.empty(self._shape, dtype=self._home.dtype, device=self._device)
+            self._to_read.extend(self._pieces(self._values.view(-1)))
+            self._read_on()
+
+    def back(self) -> torch.Tensor:
+        self.fetch()
+        if (before := self._before()) is not None:
+            before.fetch()
+        while self._reads:
+            self._reads.popleft().wait()
+            self._read_on()
+        assert self._values is not None
+        return self._values
+
+    def _read_on(self) -> None:
+        while self._to_read and len(self._reads) < _IN_FLIGHT:
+            home, values = self._to_read.popleft()
+            self._reads.append(self._tier.load(values, home))
+
+
 class _Packed(NamedTuple):
     """What autograd saves in place of a tensor: the copy, the tensor's shape, and its stride if the
     copy is flat.
     """
 
-    kept: _Kept
+    kept: _Kept | _KeptInFile
     shape: torch.Size
     stride: tuple[int, ...] | None
 
@@ -74,10 +154,16 @@ class _PackedParts(NamedTuple):
 
 
 class HostActivations:
-    """Makes contexts in which saved tensors of `device` live on the host; counts `moved_bytes`."""
+    """Makes contexts in which saved tensors of `device` live on the host; counts `moved_bytes`.
 
-    def __init__(self, device: torch.device):
+    `tier`: large ones are kept in its file, if it has one.
+    """
+
+    def __init__(self, device: torch.device, tier: Tier | None = None):
         self.device = device
+        self._tier = tier or Tier(torch.device("cpu"))
+        self._in_flight: deque[Transfer] = deque()
+        self._latest: Callable[[], _KeptInFile | None] = lambda: None
         # For each stream, because a stream orders the last copy from a buffer and the next one to
         # it. (torch's pinned memory would be up to twice as large.)
         self._memory: defaultdict[torch.Stream | None, HostMemory] = defaultdict(
@@ -85,7 +171,7 @@ class HostActivations:
         )
         self.moved_bytes = 0
         self._weights: set[int] = set()
-        self._kept: WeakValueDictionary[tuple, _Kept] = WeakValueDictionary()
+        self._kept: WeakValueDictionary[tuple, _Kept | _KeptInFile] = WeakValueDictionary()
 
     @contextmanager
     def context(self, weights: Iterable[torch.Tensor] = ()) -> Iterator[None]:
@@ -107,6 +193,9 @@ class HostActivations:
         if tensor.device != self.device or not (is_wrapper or _is_plain(tensor)):
             return tensor
         if tensor.nbytes < MIN_BYTES or self._is_weight(tensor):
+            return tensor
+        is_on_host = not is_accelerator(self.device) and self._tier.file is not None
+        if is_on_host and not self._tier.puts_in_file(tensor.nbytes):
             return tensor
         tensor, versions = tensor.detach(), (*versions, tensor._version)
         if is_wrapper:
@@ -136,9 +225,16 @@ class HostActivations:
         )
         key = *key, region.dtype, lazy, versions, stream
         if (kept := self._kept.get(key)) is None:
-            self._kept[key] = kept = _Kept(region, self._memory[stream])
+            self._kept[key] = kept = self._keep(region, self._memory[stream])
             self.moved_bytes += region.nbytes
         return _Packed(kept, tensor.shape, tensor.stride() if is_dense else None)
+
+    def _keep(self, region: torch.Tensor, memory: HostMemory) -> _Kept | _KeptInFile:
+        if not self._tier.puts_in_file(region.nbytes):
+            return _Kept(region, memory)
+        kept = _KeptInFile(region, self._tier, memory, self._in_flight, self._latest)
+        self._latest = weakref.ref(kept)
+        return kept
 
     def _unpack(self, packed: torch.Tensor | _Packed | _PackedParts) -> torch.Tensor:
         if isinstance(packed, _Packed):

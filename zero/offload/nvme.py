@@ -38,7 +38,7 @@ from zero.offload.pinned import PAGE, HostMemory, round_up
 
 logger = logging.getLogger("zero")
 
-_NVME_PATH = "zero_optimization.offload_*.nvme_path"
+_NVME_PATH = "nvme_path"
 # The page cache drops and writes back whole folios of up to 2 MiB. So no two tensors share one.
 _FOLIO = 2 << 20
 # The file grows by at least this. Growing takes no space on disk.
