@@ -45,9 +45,8 @@ class Stored:
     def __getitem__(self, part: slice) -> Stored:
         """Return a range of the flattened tensor."""
         start, end, _ = part.indices(self.numel())
-        return Stored(
-            (end - start,), self.dtype, lambda first, last: self.read(start + first, start + last)
-        )
+        shape = torch.Size((end - start,))
+        return Stored(shape, self.dtype, lambda first, last: self.read(start + first, start + last))
 
     def values(self) -> torch.Tensor:
         """Return the flattened tensor."""
