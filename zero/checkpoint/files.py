@@ -76,7 +76,8 @@ class TensorSpec:
 class Slice(NamedTuple):
     """Elements from `start` on of the flattened tensor `key`, which has `numel`: `values`, 1-D.
 
-    A slice to be written may be a `CodedSlice`, whose values are produced one block at a time.
+    A slice to be written may be a `CodedSlice`, or anything else with a size whose `values()` are
+    produced one block at a time.
     """
 
     key: str
@@ -178,7 +179,7 @@ def write(slices: Sequence[Slice], folder: Path, name: str) -> dict:
                 content, first = contents[index], position - starts[index]
                 last = min(content.nbytes, end - starts[index])
                 values = content[first // content.itemsize : last // content.itemsize]
-                if isinstance(values, CodedSlice):
+                if not isinstance(values, torch.Tensor):
                     values = values.values()
                 piece = bytes_of(values.cpu())
                 hashed.update(piece)

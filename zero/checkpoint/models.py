@@ -370,7 +370,9 @@ def describe(found: dict[str, Any]) -> str:
     lines = [
         f"checkpoint   {found['checkpoint']}",
         f"written      {found['written']}, torch {found['torch']}, format {found['format']}",
-        f"by           {found['ranks']} ranks, stage {found['stage']}",
+        f"by           {found['ranks']} ranks, stage {found['stage']}"
+        if found["ranks"]
+        else "by           zero adopt",
         f"steps        {found['steps']} ({found['skipped_steps']} skipped)",
         f"parameters   {found['parameters']:,}, {found['trained_parameters']:,} of them trained, "
         "computing in "

@@ -47,7 +47,7 @@ logger = logging.getLogger("zero")
 
 # Entries of a param group that are not stored: the tensors, and settings of the computation, which
 # each run chooses for itself.
-_NOT_STORED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+NOT_STORED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 
 
 def describe_engine(engine: ZeroEngine, client_state: dict, exclude_frozen: bool) -> dict:
@@ -84,7 +84,7 @@ def describe_engine(engine: ZeroEngine, client_state: dict, exclude_frozen: bool
     if optimizer is not None:
         classes, groups = classes_of(optimizer.optimizer), []
         for index, group in enumerate(optimizer.param_groups):
-            stored = {key: value for key, value in group.items() if key not in _NOT_STORED}
+            stored = {key: value for key, value in group.items() if key not in NOT_STORED}
             groups.append(encode(stored, f"param_groups[{index}]"))
         description["optimizer"] = {"classes": classes, "groups": groups, "state": {}}
         for name, group in group_of(engine, optimizer).items():

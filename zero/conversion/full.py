@@ -1,0 +1,197 @@
+"""Reads checkpoints in which one file has all values of a kind: a folder of transformers' Trainer,
+and the full state dicts of FSDP that accelerate saves.
+
+    model.safetensors   or several files with an index, pytorch_model.bin, pytorch_model_fsdp.bin,
+                        adapter_model.safetensors
+    optimizer.pt        numbers the parameters, as torch's optimizers do
+    optimizer.bin       names them
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from zero.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_FILE
+from zero.checkpoint.manifest import SAFETENSORS_NAMES
+from zero.conversion import pickles
+from zero.conversion.named import named_state, put_progress
+from zero.conversion.training_state import Stored, TrainingState
+from zero.errors import UsageError
+
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+OPTIMIZERS = "optimizer.pt", "optimizer.bin"
+MODELS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    ADAPTER_FILE,
+    "pytorch_model_fsdp.bin",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+
+def recognizes(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in OPTIMIZERS) and _model_file(folder) is not None
+
+
+def _model_file(folder: Path) -> Path | None:
+    return next((folder / name for name in MODELS if (folder / name).is_file()), None)
+
+
+def read(folder: Path) -> TrainingState:
+    """Return the state in a folder.
+
+    Raises UsageError, which names the file, if it cannot be read or does not fit the model in the
+    folder's `config.json`.
+    """
+    model_file = _model_file(folder)
+    assert model_file is not None
+    optimizer_file = next(folder / name for name in OPTIMIZERS if (folder / name).is_file())
+    weights = tensors_of(model_file)
+    saved = pickles.load(optimizer_file)
+    if not isinstance(saved, dict) or not saved.keys() >= {"state", "param_groups"}:
+        raise UsageError(f"{optimizer_file}: it has no `state` and `param_groups` of an optimizer")
+    optimizer, groups = saved["state"], saved["param_groups"]
+    described = any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+    model = skeleton(folder) if described or optimizer_file.name == "optimizer.pt" else None
+    if model is not None and optimizer_file.name == "optimizer.pt":
+        optimizer, groups = _named(model, optimizer, groups, optimizer_file)
+    source = f"the Trainer's {model_file.name} and {optimizer_file.name}"
+    state = named_state(source, model_file, weights, optimizer, groups, model)
+    put_progress(state, folder)
+    return state
+
+
+# -- weights
+
+
+def tensors_of(path: Path) -> dict[str, Stored]:
+    """Return the tensors in a file, or in the files of an index."""
+    if path.name.endswith(".index.json"):
+        try:
+            names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+            files = [path.parent / Path(name).name for name in names]
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise UsageError(f"{path} is damaged: {error}") from None
+        return {name: value for file in files for name, value in tensors_of(file).items()}
+    if path.suffix == ".safetensors":
+        return _safetensors(path)
+    content = pickles.load(path)
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: it is no state dict")
+    return {name: each for name, each in content.items() if isinstance(each, Stored)}
+
+
+def _safetensors(path: Path) -> dict[str, Stored]:
+    try:
+        with safe_open(path, framework="pt"):  # checks the header against the file
+            pass
+    except SafetensorError as error:
+        raise UsageError(f"{path} is damaged: {error}") from None
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    found = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in _DTYPES:
+            raise UsageError(f"{path}: {name} has the dtype {entry['dtype']}, which torch lacks")
+        dtype = _DTYPES[entry["dtype"]]
+        place = 8 + length + entry["data_offsets"][0]
+        found[name] = Stored(tuple(entry["shape"]), dtype, partial(_read, path, place, dtype))
+    return found
+
+
+def _read(path: Path, place: int, dtype: torch.dtype, start: int, end: int) -> torch.Tensor:
+    return pickles.read_at(path, place + start * dtype.itemsize, dtype, end - start)
+
+
+# -- the model
+
+
+def skeleton(folder: Path) -> nn.Module:
+    """Build the model of a folder's `config.json`, or the adapters of its `adapter_config.json`,
+    without memory for weights. Its parameters have the order that the optimizer had.
+    """
+    import transformers  # takes seconds to import
+
+    if (folder / ADAPTER_CONFIG).is_file():
+        return _with_adapters(folder)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        kind = getattr(transformers, (config.architectures or [""])[0], None)
+    except (OSError, ValueError) as error:
+        line = str(error).splitlines()[0]
+        raise UsageError(f"{folder}: the model cannot be built: {line}") from None
+    if kind is None:
+        raise UsageError(
+            f"{folder / 'config.json'}: transformers has no class {config.architectures}, so the "
+            "parameters in the optimizer's file have no names; save with named parameters "
+            "(torch's DCP), which zero adopt reads without the model's class"
+        )
+    with torch.device("meta"):
+        return kind(config)
+
+
+def _with_adapters(folder: Path) -> nn.Module:
+    import peft
+
+    config = peft.PeftConfig.from_pretrained(str(folder))
+    base = Path(str(config.base_model_name_or_path))
+    if not (base / "config.json").is_file():
+        raise UsageError(
+            f"{folder / ADAPTER_CONFIG}: base_model_name_or_path is {base}, which is no folder "
+            "with a config.json; write the path of the base model there"
+        )
+    config.inference_mode = False
+    with torch.device("meta"):
+        return peft.get_peft_model(skeleton(base), config)  # pyright: ignore[reportArgumentType]
+
+
+def _named(
+    model: nn.Module, optimizer: dict[int, dict], groups: list[dict[str, Any]], file: Path
+) -> tuple[dict[str, dict], list[dict[str, Any]]]:
+    """Return the state and the param groups of an optimizer with names instead of numbers."""
+    names = _names_of(model, groups, file)
+    of_number = {
+        number: name
+        for group, of_group in zip(groups, names, strict=True)
+        for number, name in zip(group["params"], of_group, strict=True)
+    }
+    named = [group | {"params": of_group} for group, of_group in zip(groups, names, strict=True)]
+    return {of_number[number]: each for number, each in optimizer.items()}, named
+
+
+def _names_of(model: nn.Module, groups: Sequence[dict[str, Any]], file: Path) -> list[list[str]]:
+    """Return the names of the parameters in each param group, in the order of the file's numbers.
+
+    A torch optimizer that was given names has stored them. Otherwise the groups must be those of
+    the Trainer, or one group of all trained parameters.
+    """
+    if all("param_names" in group for group in groups):
+        return [list(group["param_names"]) for group in groups]
+    from transformers import Trainer
+
+    trained = [name for name, param in model.named_parameters() if param.requires_grad]
+    # The method uses nothing of its Trainer.
+    decay = set(Trainer.get_decay_parameter_names(None, model))  # pyright: ignore[reportArgumentType]
+    with_decay = [name for name in trained if name in decay]
+    possible = [[with_decay, [name for name in trained if name not in decay]], [trained]]
+    counts = [len(group["params"]) for group in groups]
+    for names in possible:
+        if counts == [len(each) for each in names]:
+            return names
+    raise UsageError(
+        f"{file}: it has param groups of {counts} parameters. The Trainer would make groups of "
+        f"{[len(each) for each in possible[0]]}, or an optimizer of all {len(trained)} trained "
+        "parameters one group; other groups have no names in the file, so they are not taken over"
+    )

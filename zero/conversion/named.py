@@ -1,0 +1,199 @@
+"""Makes a `TrainingState` of tensors and optimizer state that have names: what the formats of torch
+and the Trainer share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.checkpoint.adapters import describe_adapters
+from zero.checkpoint.state import NOT_STORED, model_config, tied_names
+from zero.conversion import pickles
+from zero.conversion.ours import files_of_trainer
+from zero.conversion.training_state import Number, Parameter, Stored, TrainingState
+from zero.errors import UsageError
+
+# Optimizers are recognized by what they keep for a parameter.
+_OPTIMIZERS = {
+    frozenset({"step", "exp_avg", "exp_avg_sq"}): "AdamW",
+    frozenset({"momentum_buffer"}): "SGD",
+    frozenset({"exp_avg"}): "Lion",
+}
+
+
+def named_state(
+    source: str,
+    file: Path,
+    weights: Mapping[str, Stored],
+    optimizer: Mapping[str, Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+    model: nn.Module | None,
+) -> TrainingState:
+    """Return the state of a model.
+
+    Args:
+        source: what it is read from, for people.
+        file: the file of the weights, which errors name.
+        optimizer: the state of each parameter, by its name.
+        groups: the param groups; "params" are names.
+        model: the model without values. Without it, what the optimizer does not have must be a tied
+            weight or a buffer that is no floating-point tensor.
+    """
+    group_of = {name: index for index, group in enumerate(groups) for name in group["params"]}
+    state = TrainingState(source, {})
+    if model is None:
+        _put_weights(state, weights, group_of, file)
+    else:
+        _put_weights_of(state, weights, model, file)
+    for name, index in group_of.items():
+        if name not in state.parameters:
+            raise UsageError(f"{file}: it lacks {name}, which the optimizer trains")
+        parameter = state.parameters[name]
+        parameter.group = index
+        parameter.state = {
+            key: _state_value(value, parameter, f"{file.parent}: {key!r} of {name}")
+            for key, value in optimizer.get(name, {}).items()
+            if value is not None
+        }
+    kinds = {frozenset(each.state) for each in state.parameters.values() if each.state}
+    if len(kinds) > 1 or not kinds <= _OPTIMIZERS.keys():
+        found = " or ".join(str(sorted(each)) for each in kinds)
+        raise UsageError(
+            f"{source}: an optimizer that keeps {found} for a parameter is not taken over; AdamW, "
+            "SGD with momentum and Lion are"
+        )
+    state.optimizer = _OPTIMIZERS[kinds.pop()] if kinds else "SGD"
+    _fill(state)
+    for group in groups:
+        options = {key: value for key, value in group.items() if key not in NOT_STORED}
+        kept, left_out = pickles.without_records(options)
+        state.groups.append(kept)
+        state.missing += [f"the option {name!r} of the optimizer" for name in left_out]
+    return state
+
+
+def _put_weights_of(
+    state: TrainingState, weights: Mapping[str, Stored], model: nn.Module, file: Path
+) -> None:
+    """Put what `model` has into the state."""
+    state.adapters = describe_adapters(model)
+    state.frozen_excluded = bool(state.adapters)
+    state.model_config = None if state.adapters else model_config(model)
+    for described in state.adapters.values():
+        model_names = {name: own for name, own in described["tensors"].items() if own}
+        weights = {model_names.get(name, name): value for name, value in weights.items()}
+    tied: dict[str, list[str]] = {}
+    for other, name in tied_names(model).items():
+        tied.setdefault(name, []).append(other)
+    for name, param in model.named_parameters():
+        names = [name, *tied.get(name, [])]
+        found = next((weights[each] for each in names if each in weights), None)
+        if found is None and state.adapters and not param.requires_grad:
+            continue
+        if found is None or found.shape != tuple(param.shape):
+            what = "is missing" if found is None else f"has the shape {list(found.shape)}"
+            raise UsageError(
+                f"{file}: {name} {what}, and the model of config.json has it with the shape "
+                f"{list(param.shape)}. transformers renames or splits the weights of some models "
+                "when it saves them; these are not taken over"
+            )
+        state.parameters[name] = Parameter(found, found.dtype, param.requires_grad, tied=names[1:])
+    persistent = model.state_dict(keep_vars=True).keys()
+    names = [name for name, _ in model.named_buffers() if name in persistent]
+    state.buffers = {name: weights[name] for name in names if name in weights}
+
+
+def _put_weights(
+    state: TrainingState, weights: Mapping[str, Stored], trained: Mapping[str, int], file: Path
+) -> None:
+    """Put all weights into the state, without a model that says what they are."""
+    for name in weights:
+        if name in trained:
+            state.parameters[name] = Parameter(weights[name], weights[name].dtype)
+    for name, value in weights.items():
+        if name in trained:
+            continue
+        same = (
+            parameter
+            for parameter in state.parameters.values()
+            if parameter.weights.shape == value.shape
+            and torch.equal(parameter.weights.values(), value.values())
+        )
+        if (parameter := next(same, None)) is not None:
+            parameter.tied.append(name)
+        elif not value.dtype.is_floating_point:
+            state.buffers[name] = value
+        else:
+            raise UsageError(
+                f"{file}: the optimizer does not have {name}, and nothing says whether it is a "
+                "frozen parameter or a buffer; put the model's config.json into the folder"
+            )
+
+
+def _state_value(value: Any, parameter: Parameter, place: str) -> Stored | Number:
+    if isinstance(value, Stored):
+        if value.shape == parameter.weights.shape and value.shape:
+            return value
+        value = value.tensor() if value.numel() == 1 else value
+    if isinstance(value, (bool, int, float, torch.Tensor)):
+        return value
+    raise UsageError(f"{place}: neither a number nor a tensor of the parameter's shape")
+
+
+def _fill(state: TrainingState) -> None:
+    """Give parameters that have never had a gradient the state that zero gives them: it counts
+    their missing gradients as zeros.
+    """
+    trained = [each for each in state.parameters.values() if each.group is not None]
+    complete = next((each.state for each in trained if each.state), {})
+    for parameter in (each for each in trained if not each.state):
+        for key, value in complete.items():
+            if isinstance(value, Stored):
+                shape, dtype = parameter.weights.shape, value.dtype
+                parameter.state[key] = Stored(
+                    shape,
+                    dtype,
+                    lambda start, end, dtype=dtype: torch.zeros(end - start, dtype=dtype),
+                )
+            else:
+                parameter.state[key] = value
+
+
+# -- the Trainer's files
+
+
+def put_progress(state: TrainingState, folder: Path) -> None:
+    """Put what the Trainer's files in the folder say into the state, and what they lack."""
+    state.beside = files_of_trainer(folder)
+    names = {path.name for path in state.beside}
+    counts: list[Any] = [each.state.get("step", 0) for each in state.parameters.values()]
+    state.global_steps = int(max(map(float, counts), default=0))
+    if "trainer_state.json" in names:
+        path = folder / "trainer_state.json"
+        try:
+            state.global_steps = int(json.loads(path.read_text())["global_step"])
+        except (LookupError, TypeError, ValueError) as error:
+            raise UsageError(f"{path} is damaged: {error}") from None
+    else:
+        state.missing.append("data position: there is no trainer_state.json")
+    if "scheduler.pt" in names:
+        scheduler = pickles.load(folder / "scheduler.pt")
+        if not isinstance(scheduler, dict) or not isinstance(scheduler.get("last_epoch"), int):
+            raise UsageError(f"{folder / 'scheduler.pt'}: it has no `last_epoch` of a scheduler")
+        kept, _ = pickles.without_records(scheduler)
+        # a schedule of the configuration's section `scheduler` counts from -1
+        state.lr_scheduler = kept | {"last_batch_iteration": scheduler["last_epoch"] - 1}
+    else:
+        state.missing.append("learning-rate schedule: there is no scheduler.pt")
+    if "scaler.pt" in names:
+        scaler = pickles.load(folder / "scaler.pt")
+        steps = int(scaler["_growth_tracker"])
+        counted = {"overflows_left": 1, "steps": steps, "last_overflow": -1}
+        state.loss_scaler = {"scale": float(scaler["scale"])} | counted
+    if not any(name.startswith("rng_state") for name in names):
+        state.missing.append("random states: there is no rng_state*.pth")

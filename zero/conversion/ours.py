@@ -1,0 +1,261 @@
+"""Checkpoints of zero: writes one from a `TrainingState`, reads one as a `TrainingState`, and lets
+an engine load a `TrainingState` as if it were one."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero.checkpoint import folder as folders
+from zero.checkpoint.files import CheckpointReader, Slice
+from zero.checkpoint.files import write as write_slices
+from zero.checkpoint.manifest import BLOCK, DATA_FILE, FORMAT, FORMAT_VERSION, Manifest
+from zero.checkpoint.models import open_at
+from zero.checkpoint.values import decode, dtype_name, dtype_of, encode
+from zero.conversion.training_state import Parameter, Stored, TrainingState
+from zero.errors import UsageError
+
+# Optimizers with the same state, so that each can take over that of the others.
+ADAMS = "AdamW", "Adam", "FusedAdam", "DeepSpeedCPUAdam"
+FILES_OF_TRAINER = (
+    "trainer_state.json scheduler.pt scaler.pt rng_state*.pth training_args.bin *token* *.jinja "
+    "vocab* merges.txt *.model *config.json"
+).split()
+
+
+def files_of_trainer(folder: Path) -> list[Path]:
+    """Return the files that go along with any kind of checkpoint, with `trainer_state.json` last:
+    it says that a folder is complete.
+    """
+    found = {path for pattern in FILES_OF_TRAINER for path in folder.glob(pattern)}
+    return sorted(found, key=lambda path: (path.name == "trainer_state.json", path.name))
+
+
+# -- write
+
+
+def write(state: TrainingState, out: Path) -> Path:
+    """Write a checkpoint to `out/global_stepN`, with the Trainer's files beside it, and return its
+    folder. Other ranks are not needed.
+
+    Raises OSError if the disk is full, and UsageError for values that cannot be stored.
+    """
+    tag, description, slices = f"global_step{state.global_steps}", describe(state), to_store(state)
+    folder = folders.begin(out, tag, sum(each.values.nbytes for each in slices))
+    try:
+        written = write_slices(slices, folder, DATA_FILE.format(0))
+        description["files"] = {written["name"]: written["file"]}
+        description["tensors"] = written["tensors"]
+        folders.commit(folder, tag, description, latest=True)
+    except BaseException:
+        folders.abandon(folder)
+        raise
+    copy_beside(state, out)
+    return out / tag
+
+
+def copy_beside(state: TrainingState, out: Path) -> None:
+    for path in state.beside:
+        shutil.copyfile(path, out / path.name)
+
+
+def to_store(state: TrainingState) -> list[Slice]:
+    """Return everything that a checkpoint has in files."""
+    slices = [_slice(f"plain/{name}", value) for name, value in state.buffers.items()]
+    for name, parameter in state.parameters.items():
+        slices.append(_slice(f"weights/{name}", parameter.weights))
+        for key, value in parameter.state.items():
+            if isinstance(value, Stored):
+                slices.append(_slice(f"optimizer/{key}/{name}", value))
+    return slices
+
+
+def _slice(key: str, value: Any) -> Slice:
+    return Slice(key, value.numel(), 0, value[:])
+
+
+def describe(state: TrainingState) -> dict[str, Any]:
+    """Return the content of `checkpoint.json`, without what is known when the files are written."""
+    accumulation = state.micro_steps // state.global_steps if state.global_steps else 0
+    names = {
+        other: name for name, parameter in state.parameters.items() for other in parameter.tied
+    }
+    return {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "torch": torch.__version__,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "tag": f"global_step{state.global_steps}",
+        # No rank wrote it, so its random states belong to none.
+        "world_size": 0,
+        "random_states": [],
+        "stage": 3,
+        "global_steps": state.global_steps,
+        "micro_steps": state.micro_steps,
+        "skipped_steps": state.skipped_steps,
+        "global_samples": state.global_samples,
+        "gradient_accumulation_steps": accumulation,
+        "loss_scaler": encode(state.loss_scaler, "loss_scaler"),
+        "lr_scheduler": encode(state.lr_scheduler, "lr_scheduler"),
+        "client_state": encode(state.client_state, "client_state"),
+        "frozen_excluded": state.frozen_excluded,
+        "parameters": {name: _value(each) for name, each in state.parameters.items()},
+        "tied": names,
+        "plain": {
+            name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
+            for name, value in state.buffers.items()
+        },
+        "optimizer": None if state.optimizer is None else _describe_optimizer(state),
+        "hf_config": state.model_config,
+        "adapters": state.adapters,
+        "files": {},
+        "tensors": {},
+    }
+
+
+def _value(parameter: Parameter) -> dict[str, Any]:
+    return {
+        "shape": list(parameter.weights.shape),
+        "dtype": dtype_name(parameter.dtype),
+        "trainable": parameter.trainable,
+        "group": parameter.group,
+    }
+
+
+def _describe_optimizer(state: TrainingState) -> dict[str, Any]:
+    kinds: dict[str, dict] = {}
+    for name, parameter in state.parameters.items():
+        for key, value in parameter.state.items():
+            kind = kinds.setdefault(key, {})
+            if not isinstance(value, Stored):
+                place = f"optimizer state {key!r} of {name}"
+                kind.setdefault("numbers", {})[name] = encode(value, place)
+            elif value.shape == parameter.weights.shape:
+                kind["dtype"] = dtype_name(value.dtype)
+            else:
+                raise UsageError(
+                    f"{state.source}: the optimizer state {key!r} of {name} has the shape "
+                    f"{list(value.shape)}, and not that of the parameter, so it is not taken over"
+                )
+    classes = [str(state.optimizer)]
+    if state.optimizer in ADAMS:
+        classes += [name for name in ADAMS if name != state.optimizer]
+    groups = [encode(each, f"param_groups[{index}]") for index, each in enumerate(state.groups)]
+    return {"classes": classes, "groups": groups, "state": kinds}
+
+
+# -- load without a copy on disk
+
+
+class _Reader(CheckpointReader):
+    """Reads the values of a `TrainingState` where an engine reads a checkpoint of ours."""
+
+    def __init__(self, folder: Path, manifest: Manifest, values: dict[str, Stored]):
+        super().__init__(folder, manifest)
+        self._values = values
+
+    def read(self, slices: Sequence[Slice]) -> None:
+        for each in slices:
+            self.check(each.key, each.numel)
+            stored, first = self._values[each.key], each.start
+            target: Any = each.values
+            for start in range(0, target.numel(), BLOCK):
+                part = target[start : start + BLOCK]
+                part.copy_(stored.read(first + start, first + start + part.numel()))
+
+    def check_files(self) -> None:
+        """Nothing to check: the format's own reader has compared its tensors with their files."""
+
+    def verify(self, advance: Callable[[int], Any] | None = None) -> None:
+        """The format has no checksums."""
+
+
+def reader(state: TrainingState, folder: Path) -> CheckpointReader:
+    """Return a reader with which an engine loads the state. `folder` is named in errors."""
+    description, slices = describe(state), to_store(state)
+    slices = sorted((each for each in slices if each.numel), key=lambda x: -x.values.itemsize)
+    *starts, size = accumulate((each.values.nbytes for each in slices), initial=0)
+    name = DATA_FILE.format(0)
+    for each, start in zip(slices, starts, strict=True):
+        place = [0, each.numel, name, start]
+        entry = {"dtype": dtype_name(each.values.dtype), "numel": each.numel, "slices": [place]}
+        description["tensors"][each.key] = entry
+    description["files"][name] = {"bytes": size, "sums": [""] * -(-size // BLOCK)}
+    values: dict[str, Any] = {each.key: each.values for each in slices}
+    return _Reader(folder, Manifest.model_validate(description), values)
+
+
+# -- read
+
+
+def read(folder: Path) -> TrainingState:
+    """Return the state in a checkpoint of ours.
+
+    Raises ValueError if there is none. Reading a tensor raises it if a file is damaged.
+    """
+    source = open_at(folder)
+    manifest, missing = source.manifest, []
+    if manifest.base:
+        raise UsageError(f"{folder}: its quantized base is not in the checkpoint")
+
+    def stored(key: str, shape: Sequence[int]) -> Stored:
+        dtype, numel = source.dtype(key), torch.Size(shape).numel()
+
+        def read(start: int, end: int) -> torch.Tensor:
+            values = torch.empty(end - start, dtype=dtype, device="cpu")
+            source.read([Slice(key, numel, start, values)])
+            return values
+
+        return Stored(tuple(shape), dtype, read)
+
+    parameters = {}
+    for name, value in manifest.parameters.items():
+        parameters[name] = Parameter(
+            stored(f"weights/{name}", value.shape),
+            dtype_of(value.dtype),
+            value.trainable,
+            value.group,
+            tied=[other for other, first in manifest.tied.items() if first == name],
+        )
+    optimizer = manifest.optimizer
+    for key, kind in optimizer.state.items() if optimizer else ():
+        if kind.whole:
+            raise UsageError(
+                f"{folder}: the optimizer keeps {key!r} as a whole, which other formats do not have"
+            )
+        for name, parameter in parameters.items():
+            if source.holds(f"optimizer/{key}/{name}"):
+                parameter.state[key] = stored(f"optimizer/{key}/{name}", parameter.weights.shape)
+            elif kind.numbers and name in kind.numbers:
+                parameter.state[key] = decode(kind.numbers[name])
+    job = folders.locate(folder, None)
+    beside = files_of_trainer(folder.parent if job == folder else folder)
+    if not any(path.match("rng_state*.pth") for path in beside):
+        missing.append("random states: the folder has none of the Trainer's")
+    return TrainingState(
+        source=f"zero, {manifest.world_size} ranks",
+        parameters=parameters,
+        buffers={
+            name: stored(f"plain/{name}", value.shape) for name, value in manifest.plain.items()
+        },
+        optimizer=optimizer and optimizer.classes[0],
+        groups=decode(optimizer.groups) if optimizer else [],
+        lr_scheduler=decode(manifest.lr_scheduler),
+        loss_scaler=decode(manifest.loss_scaler),
+        global_steps=manifest.global_steps,
+        micro_steps=manifest.micro_steps,
+        skipped_steps=manifest.skipped_steps,
+        global_samples=manifest.global_samples,
+        client_state=decode(manifest.client_state),
+        frozen_excluded=manifest.frozen_excluded,
+        model_config=manifest.hf_config,
+        adapters={name: each.model_dump() for name, each in manifest.adapters.items()},
+        beside=beside,
+        missing=missing,
+    )

@@ -1,0 +1,65 @@
+"""`zero adopt` and `zero convert`: checkpoints come from other engines and go back to them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from zero.checkpoint import folder as folders
+from zero.conversion import full, ours
+from zero.conversion.training_state import TrainingState
+from zero.errors import UsageError
+from zero.tools.arguments import Parser
+
+# Each can say whether a folder has its files, and read it. The first that recognizes a folder does.
+READERS = (full,)
+
+
+def adopt(arguments: list[str]) -> None:
+    parser = Parser(
+        "adopt",
+        "Make a checkpoint of zero from one of another engine, which is not changed.",
+        "output/checkpoint-500 adopted/checkpoint-500",
+        json="the new folder and what was not carried over",
+    )
+    parser.add_argument("folder", help="the checkpoint of another engine")
+    parser.add_argument("out", nargs="?", help="the folder to write to; default: FOLDER-zero")
+    options = parser.parse_args(arguments)
+    folder = Path(options.folder).resolve()
+    out = _new(folder, Path(options.out or f"{folder}-zero"))
+    state = read_any(folder)
+    _report(state, ours.write(state, out).parent, options.json)
+
+
+def read_any(folder: Path) -> TrainingState:
+    """Return the state in a checkpoint of another engine, which its files identify."""
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: there is no such folder")
+    if folders.locate(folder, None) is not None:
+        raise UsageError(f"{folder} is a checkpoint of zero already: resume from it as it is")
+    for reader in READERS:
+        if reader.recognizes(folder):
+            return reader.read(folder)
+    names = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+    raise UsageError(
+        f"{folder}: no checkpoint that zero can read; it has {names}. Name the folder that the "
+        "other engine saved, such as checkpoint-500"
+    )
+
+
+def _new(folder: Path, out: Path) -> Path:
+    if out.exists() and any(out.iterdir()):
+        raise UsageError(f"{out} is not empty; name a new folder")
+    if out.resolve().is_relative_to(folder):
+        raise UsageError(f"{out} is inside of {folder}, which is not changed; name another folder")
+    return out
+
+
+def _report(state: TrainingState, out: Path, as_json: bool) -> None:
+    if as_json:
+        found = {"folder": str(out), "source": state.source, "missing": state.missing}
+        print(json.dumps(found))
+        return
+    print(f"{out}: step {state.global_steps} of {state.source}")
+    for each in state.missing:
+        print(f"not carried over: {each}")
