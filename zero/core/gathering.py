@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 
 from zero.comm.communicator import Communicator
-from zero.core.course import Course
+from zero.core.replay import PassRecorder
 from zero.core.derivatives import in_gradient_transform
 from zero.core.forward_writes import ForwardWrites
 from zero.core.param_group import ParamGroup, State
@@ -31,7 +31,7 @@ class Gathering:
         writes: keeps what a forward writes to the weights.
 
     Attributes:
-        course: what is done here.
+        recorder: records what is done here.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Gathering:
         self._uses: Counter[ParamGroup] = Counter()
         self._before_use = before_use
         self._writes = writes
-        self.course = Course()
+        self.recorder = PassRecorder()
 
     def begin_pass(self, kind: Hashable, wraps: bool, trains: bool = False) -> None:
         """Begin a pass of `kind`.
@@ -78,7 +78,7 @@ class Gathering:
                 group.reshard()
         if self._writes is not None:
             self._writes.end_pass(has_trained)
-        self.course.note(self.end_pass, has_trained)
+        self.recorder.record(self.end_pass, has_trained)
 
     def unshard(self, group: ParamGroup) -> None:
         """The group is used from now on: its parameters show their values.
@@ -101,7 +101,7 @@ class Gathering:
         self._comm.watchdog.set_position(group)
         self._comm.clock.progress.advance(len(self._groups))
         self._schedule.visit(self._position[group])
-        self.course.note(self._visit, group)
+        self.recorder.record(self._visit, group)
 
     def _show(self, group: ParamGroup) -> None:
         if group.state is State.SHARDED:
@@ -112,7 +112,7 @@ class Gathering:
         if self._writes is not None:
             self._writes.shown(group)
         self._uses[group] += 1
-        self.course.note(self._show, group)
+        self.recorder.record(self._show, group)
 
     def release(self, group: ParamGroup) -> None:
         """One use of the group is over.
@@ -126,7 +126,7 @@ class Gathering:
         self._uses[group] -= 1
         if group.release() and not self._schedule.keep(self._position[group], self._residency.live):
             group.reshard()
-        self.course.note(self.release, group)
+        self.recorder.record(self.release, group)
 
     def release_all_but(self, kept: Collection[ParamGroup]) -> None:
         """End all uses. Each group in `kept` keeps one."""
