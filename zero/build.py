@@ -18,7 +18,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from zero.batch_slices import RECORDER, SlicedBlock
 from zero.comm.communicator import Communicator
 from zero.comm.consistency import flat, hyper_parameters, require_same, versions
 from zero.comm.quantized import CompressedCommunicator, machine_size
@@ -49,7 +48,8 @@ from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import Placement
 from zero.optim.rounding import StochasticRounding
 from zero.optim.sharded_optimizer import ZeroOptimizer, param_group_of
-from zero.parallel.experts import SlicedExperts, can_be_sliced, numel_of_one
+from zero.slicing.blocks import RECORDER, SlicedBlock
+from zero.slicing.experts import SlicedExperts, can_be_sliced, numel_of_one
 
 logger = logging.getLogger("zero")
 

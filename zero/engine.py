@@ -17,7 +17,6 @@ from torch import nn
 
 from zero import build, checkpoint
 from zero.accumulation import Accumulation
-from zero.batch_slices import SlicedBlock
 from zero.checkpoint.export import Weights, save_16bit_model, show_copies_in_state_dicts
 from zero.comm.clock import Throughput
 from zero.comm.communicator import Communicator, communicator
@@ -38,6 +37,7 @@ from zero.offload.tiers import Tier, trim
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import WEIGHTS, states_named
 from zero.optim.sharded_optimizer import NonFiniteGradientError, ZeroOptimizer, param_group_of
+from zero.slicing.blocks import SlicedBlock
 
 if TYPE_CHECKING:
     from zero.monitor.monitor import Monitor

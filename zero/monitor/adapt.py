@@ -33,7 +33,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from zero.batch_slices import evaluating
 from zero.checkpoint.state import random_states, restore_random_states
 from zero.core.layout import LEAF_FLAG
 from zero.device import empty_cache
@@ -41,7 +40,8 @@ from zero.engine import ZeroEngine
 from zero.errors import UsageError
 from zero.monitor.memory_usage import place_of
 from zero.monitor.out_of_memory import add_line, explain, full_memory
-from zero.parallel.experts import SlicedExperts
+from zero.slicing.experts import SlicedExperts
+from zero.slicing.probe import evaluating
 
 logger = logging.getLogger("zero")
 
