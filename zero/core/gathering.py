@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
 
 from zero.comm.communicator import Communicator
-from zero.core.replay import PassRecorder
 from zero.core.derivatives import in_gradient_transform
 from zero.core.forward_writes import ForwardWrites
 from zero.core.param_group import ParamGroup, State
+from zero.core.replay import PassRecorder
 from zero.core.schedule import Residency, Schedule
 from zero.errors import UsageError
 
 
+@dataclass(eq=False, repr=False)
 class Gathering:
     """Unshards groups before their use and reshards them after it, by `schedule`.
 
@@ -34,23 +36,16 @@ class Gathering:
         recorder: records what is done here.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[ParamGroup],
-        schedule: Schedule,
-        comm: Communicator,
-        residency: Residency,
-        before_use: Callable[[], None],
-        writes: ForwardWrites | None = None,
-    ):
-        self._groups = list(groups)
-        self._schedule = schedule
-        self._comm = comm
-        self._residency = residency
+    _groups: Sequence[ParamGroup]
+    _schedule: Schedule
+    _comm: Communicator
+    _residency: Residency
+    _before_use: Callable[[], None]
+    _writes: ForwardWrites | None = None
+
+    def __post_init__(self) -> None:
         self._position = {group: i for i, group in enumerate(self._groups)}
         self._uses: Counter[ParamGroup] = Counter()
-        self._before_use = before_use
-        self._writes = writes
         self.recorder = PassRecorder()
 
     def begin_pass(self, kind: Hashable, wraps: bool, trains: bool = False) -> None:

@@ -38,7 +38,6 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from zero.core.replay import PassRecorder
 from zero.core.derivatives import asks_for_other_gradients, in_forward_mode
 from zero.core.external_access import (
     MissingGradients,

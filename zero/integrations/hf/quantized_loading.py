@@ -167,7 +167,7 @@ class _Loading:
         """
         if not _is_whole(group):
             self._kept.remove(group)
-        elif any(map(_is_replaced, group.params, group.unsharded_values())):
+        elif any(map(_is_replaced, group.params, group.views)):
             self._kept.remove(group)
             for tensor in group.index:
                 set_owning_group(tensor, None)
