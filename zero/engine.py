@@ -467,9 +467,8 @@ class ZeroEngine(Accumulation, nn.Module):
             if after.dtype != before.dtype or after.device != before.device:
                 raise UsageError(
                     f"the engine's parameters are {before.dtype} on {before.device}; choose fp16, "
-                    "bf16 or fp32 in the "
-                    f"configuration instead of converting the engine to {after.dtype} on "
-                    f"{after.device}"
+                    "bf16 or fp32 in the configuration instead of converting the engine to "
+                    f"{after.dtype} on {after.device}"
                 )
         return self
 

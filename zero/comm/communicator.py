@@ -294,11 +294,7 @@ class Communicator(ABC):
         return Pending([scattered], finish)
 
     def start_all_to_all(
-        self,
-        received: Tensor,
-        sent: Tensor,
-        group: NamedGroup | None = None,
-        across: bool = False,
+        self, received: Tensor, sent: Tensor, group: NamedGroup | None = None, across: bool = False
     ) -> Pending:
         """Start to send row i of `sent` to rank i of the shard group; row i of `received` is what
         that rank sends here.
@@ -370,11 +366,7 @@ class Communicator(ABC):
         return pending.observed_by(used)
 
     def start_all_to_all_of_parts(
-        self,
-        received: Tensor,
-        sent: Tensor,
-        received_sizes: list[int],
-        sent_sizes: list[int],
+        self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int]
     ) -> Pending:
         """Start to send part i of `sent`, of `sent_sizes[i]` elements, to rank i of the shard
         group; fill `received`.
