@@ -65,8 +65,7 @@ class Accumulation:
         if not self.managed_gradient_accumulation():
             raise UsageError(
                 "set_gradient_accumulation_boundary: managed_gradient_accumulation is false, so "
-                "that each step() is "
-                "the boundary; leave the call out"
+                "that each step() is the boundary; leave the call out"
             )
         self.micro_batches.boundary = is_boundary
 

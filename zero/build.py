@@ -18,7 +18,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from zero.batch_slices import RECORDER, SlicedBlock
 from zero.comm.communicator import Communicator
 from zero.comm.consistency import flat, hyper_parameters, require_same, versions
 from zero.comm.quantized import CompressedCommunicator, machine_size
@@ -49,7 +48,8 @@ from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import Placement
 from zero.optim.rounding import StochasticRounding
 from zero.optim.sharded_optimizer import ZeroOptimizer, param_group_of
-from zero.parallel.experts import SlicedExperts, can_be_sliced, numel_of_one
+from zero.slicing.blocks import RECORDER, SlicedBlock
+from zero.slicing.experts import SlicedExperts, can_be_sliced, numel_of_one
 
 logger = logging.getLogger("zero")
 
@@ -292,8 +292,7 @@ def warn_if_crowded(groups: Sequence[ParamGroup], limit: int) -> None:
         needed = max(both for both, _ in pairs)
         logger.warning(
             "zero_optimization.stage3_max_live_parameters is %s: too small for two of this model's "
-            "largest blocks, so "
-            "most all-gathers overlap with no computation. %s would be enough",
+            "largest blocks, so most all-gathers overlap with no computation. %s would be enough",
             f"{limit:,}",
             f"{needed:,}",
         )
@@ -434,8 +433,7 @@ def make_optimizer(
     ]:
         raise UsageError(
             f"the optimizer has {len(strangers)} parameter(s) that are not the model's, the first "
-            "one of shape "
-            f"{tuple(strangers[0].shape)}: give them an optimizer of their own"
+            f"one of shape {tuple(strangers[0].shape)}: give them an optimizer of their own"
         )
     elementwise, cut = updates_elements(inner, settings), next(filter(cut_of, known), None)
     if cut is not None and not elementwise:
@@ -474,8 +472,7 @@ def _state_dtype(
     if narrow and not elementwise:
         raise UsageError(
             f"bf16.bf16_optimizer_states: {type(optimizer).__name__} updates whole tensors, and "
-            "their state has the "
-            "dtype that the optimizer gives it; set it to false"
+            "their state has the dtype that the optimizer gives it; set it to false"
         )
     if not settings.zero_optimization.zero_quantized_moments:
         return torch.bfloat16 if narrow else torch.float32
@@ -487,9 +484,8 @@ def _state_dtype(
     if not elementwise or not has_adams_moments(optimizer):
         raise UsageError(
             "zero_optimization.zero_quantized_moments: acts on torch's Adam and AdamW, element by "
-            "element and without "
-            f"amsgrad; the optimizer is {type(optimizer).__name__}; take one of them, or set it to "
-            "false"
+            f"element and without amsgrad; the optimizer is {type(optimizer).__name__}; take one "
+            "of them, or set it to false"
         )
     return torch.uint8
 
@@ -529,7 +525,6 @@ def make_scheduler(given: Any, optimizer: torch.optim.Optimizer | None) -> Any:
     if hasattr(given, "get_last_lr") and getattr(given, "optimizer", optimizer) is not optimizer:
         raise UsageError(
             "initialize: lr_scheduler belongs to another optimizer; pass that optimizer too, or a "
-            "function "
-            "that makes the scheduler of the configured optimizer"
+            "function that makes the scheduler of the configured optimizer"
         )
     return given(optimizer) if callable(given) and not hasattr(given, "get_last_lr") else given

@@ -17,7 +17,6 @@ from torch import nn
 
 from zero import build, checkpoint
 from zero.accumulation import Accumulation
-from zero.batch_slices import SlicedBlock
 from zero.checkpoint.export import Weights, save_16bit_model, show_copies_in_state_dicts
 from zero.comm.clock import Throughput
 from zero.comm.communicator import Communicator, communicator
@@ -38,6 +37,7 @@ from zero.offload.tiers import Tier, scratch_file, trim
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import WEIGHTS, states_named
 from zero.optim.sharded_optimizer import NonFiniteGradientError, ZeroOptimizer, param_group_of
+from zero.slicing.blocks import SlicedBlock
 
 if TYPE_CHECKING:
     from zero.monitor.monitor import Monitor
@@ -471,9 +471,8 @@ class ZeroEngine(Accumulation, nn.Module):
             if after.dtype != before.dtype or after.device != before.device:
                 raise UsageError(
                     f"the engine's parameters are {before.dtype} on {before.device}; choose fp16, "
-                    "bf16 or fp32 in the "
-                    f"configuration instead of converting the engine to {after.dtype} on "
-                    f"{after.device}"
+                    "bf16 or fp32 in the configuration instead of converting the engine to "
+                    f"{after.dtype} on {after.device}"
                 )
         return self
 

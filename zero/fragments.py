@@ -107,7 +107,7 @@ class ParameterState:
         If it still waits for its last micro-batch: a copy that is reduced now.
         """
         group = self.group
-        waiting = self.optimizer.reducer.carried(group)
+        waiting = self.optimizer.reducer.gradients[group].carried
         reduced = self._shard.grad
         if waiting is None:
             assert reduced is not None, "this rank has a gradient if `exists`"
@@ -195,7 +195,10 @@ class ParameterState:
         self._refuse_local()
         if not self.exists:
             return self._refuse_unknown()
-        if self.kind == GRADIENT and self.optimizer.reducer.carried(self.group) is not None:
+        if (
+            self.kind == GRADIENT
+            and self.optimizer.reducer.gradients[self.group].carried is not None
+        ):
             raise UsageError(
                 "at stages 0 and 1, gradients can be set only after the last micro-batch of a step"
             )

@@ -66,47 +66,53 @@ LOSS_TOLERANCE = {4: 1e-3, 2: 2e-2}
 Row = dict[str, Any]
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = Parser(__doc__)
+def parse_job_arguments(parser: Parser, warmup: int, steps: int, output: str) -> argparse.Namespace:
+    """Add the options of every job, with these defaults, parse, and make the folders."""
     parser.add_argument("--model", choices=MODELS, default="t5-small")
-    parser.add_argument(
-        "--variants", nargs="+", choices=list(VARIANTS), help="default: all that can run"
-    )
     parser.add_argument(
         "--deepspeed-python",
         type=interpreter,
         help="interpreter of an environment that has deepspeed",
     )
-    parser.add_argument(
-        "--ranks", type=count, default=1, help="one for each GPU, if there are GPUs"
-    )
+    parser.add_argument("--ranks", type=count, default=1, help="one for each GPU, if there are any")
     parser.add_argument(
         "--threads", type=count, help="compute threads of a process; default: its part of the cores"
     )
-    parser.add_argument("--batch", type=count, default=1, help="sentences per process and step")
     parser.add_argument(
         "--length", type=count, default=128, help="tokens of each source and of each target"
     )
     parser.add_argument("--rounds", type=count, default=2)
-    parser.add_argument("--warmup", type=int, default=2, help="steps that do not count, per round")
-    parser.add_argument("--steps", type=count, default=5, help="steps counted, per round")
+    parser.add_argument(
+        "--warmup", type=int, default=warmup, help="steps that do not count, per round"
+    )
+    parser.add_argument("--steps", type=count, default=steps, help="steps counted, per round")
     parser.add_argument(
         "--folder",
         type=Path,
         help="folder for the offload files; default: the folder of the output",
     )
     parser.add_argument(
-        "--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "offload.json"
+        "--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / output
     )
     args = parser.parse_args()
     args.threads = args.threads or max(1, (os.cpu_count() or 1) // args.ranks)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.folder = (args.folder or args.output.parent).resolve()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    return args
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = Parser(__doc__)
+    parser.add_argument(
+        "--variants", nargs="+", choices=list(VARIANTS), help="default: all that can run"
+    )
+    parser.add_argument("--batch", type=count, default=1, help="sentences per process and step")
+    args = parse_job_arguments(parser, warmup=2, steps=5, output="offload.json")
     args.variants = list(dict.fromkeys([REFERENCE, *(args.variants or VARIANTS)]))
     if any(name.startswith("deepspeed") for name in args.variants) and not args.deepspeed_python:
         args.variants = [name for name in args.variants if not name.startswith("deepspeed")]
         print("DeepSpeed is missing: --deepspeed-python was not given")
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.folder = (args.folder or args.output.parent).resolve()
-    args.folder.mkdir(parents=True, exist_ok=True)
     return args
 
 

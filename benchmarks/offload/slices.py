@@ -24,14 +24,21 @@ import argparse
 import os
 import sys
 import tempfile
-from pathlib import Path
 
 import torch
 
-from benchmarks.arguments import Parser, interpreter, result_file
-from benchmarks.launch import REPOSITORY
+from benchmarks.arguments import Parser
 from benchmarks.models import build_t5
-from benchmarks.offload.__main__ import Row, cause, check_losses, over_rounds, row_of, run, write
+from benchmarks.offload.__main__ import (
+    Row,
+    cause,
+    check_losses,
+    over_rounds,
+    parse_job_arguments,
+    row_of,
+    run,
+    write,
+)
 from benchmarks.offload.worker import MODELS
 from zero.tools.arguments import count
 
@@ -44,7 +51,6 @@ MICRO_BATCHES, WHOLE = "micro-batches", "whole"
 
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--model", choices=MODELS, default="t5-small")
     parser.add_argument("--sequences", type=count, default=16, help="of a step, per process")
     parser.add_argument("--slices", type=count, nargs="+", default=[4, 16])
     parser.add_argument("--places", nargs="+", choices=PLACES, default=list(PLACES))
@@ -55,42 +61,15 @@ def parse_arguments() -> argparse.Namespace:
         default=[MICRO_BATCHES, WHOLE, "slices"],
     )
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
-    parser.add_argument(
-        "--deepspeed-python",
-        type=interpreter,
-        help="interpreter of an environment that has deepspeed",
-    )
-    parser.add_argument("--ranks", type=count, default=1, help="one for each GPU, if there are any")
-    parser.add_argument(
-        "--threads", type=count, help="compute threads of a process; default: its part of the cores"
-    )
-    parser.add_argument(
-        "--length", type=count, default=128, help="tokens of each source and of each target"
-    )
     parser.add_argument("--live", type=count, help="weights that may be gathered at a time")
-    parser.add_argument("--rounds", type=count, default=2)
-    parser.add_argument("--warmup", type=int, default=1, help="steps that do not count, per round")
-    parser.add_argument("--steps", type=count, default=3, help="steps counted, per round")
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        help="folder for the offload files; default: the folder of the output",
-    )
-    parser.add_argument(
-        "--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "slices.json"
-    )
-    args = parser.parse_args()
+    args = parse_job_arguments(parser, warmup=1, steps=3, output="slices.json")
     args.batch = args.sequences  # of the worker, and of a row
-    args.threads = args.threads or max(1, (os.cpu_count() or 1) // args.ranks)
     with torch.device("meta"):
         parameters = sum(param.numel() for param in build_t5(MODELS[args.model], 0).parameters())
     args.live = args.live or parameters // 4
     if not args.deepspeed_python and "deepspeed" in args.peers:
         args.peers.remove("deepspeed")
         print("DeepSpeed is missing: --deepspeed-python was not given")
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.folder = (args.folder or args.output.parent).resolve()
-    args.folder.mkdir(parents=True, exist_ok=True)
     return args
 
 

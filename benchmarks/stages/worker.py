@@ -92,7 +92,7 @@ def state_bytes(engine: zero.ZeroEngine) -> dict[str, int]:
     parts = {
         "parameters": bytes_of(tensor for group in groups for tensor in (group.full, group.shard)),
         "gradients": bytes_of(shard.grad for shard in shards),
-        "accumulated": bytes_of(engine.reducer.carried(group) for group in groups),
+        "accumulated": bytes_of(engine.reducer.gradients[group].carried for group in groups),
         "optimizer": bytes_of([*(shard.master for shard in shards), *moments]),
     }
     for address in parts["parameters"]:

@@ -22,10 +22,10 @@ from tests.parity.models import VOCABULARY, batches, build
 from tests.processes import run_on
 from tests.releases import needs
 from tests.tolerance import assert_close, rounding
-from zero import batch_slices
 from zero.config.load import load_config
 from zero.errors import UsageError
 from zero.fragments import safe_get_full_grad
+from zero.slicing import blocks
 
 STEPS, WIDTH = 4, 8
 # About the sum of the inner lengths of these models in a forward.
@@ -390,7 +390,7 @@ def copies(rank: int, world_size: int) -> None:
     section = {"batch_slices": 2}
     config = ds_config(activation_checkpointing=section, bf16={"enabled": True}, stage=1)
     engine, _ = start(model, config)
-    with mock.patch.object(batch_slices.logger, "warning") as told:
+    with mock.patch.object(blocks.logger, "warning") as told:
         engine(torch.randn(4, WIDTH, dtype=torch.bfloat16))
         assert not told.called
         engine(torch.randn(1, WIDTH, dtype=torch.bfloat16))

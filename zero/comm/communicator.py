@@ -294,11 +294,7 @@ class Communicator(ABC):
         return Pending([scattered], finish)
 
     def start_all_to_all(
-        self,
-        received: Tensor,
-        sent: Tensor,
-        group: NamedGroup | None = None,
-        across: bool = False,
+        self, received: Tensor, sent: Tensor, group: NamedGroup | None = None, across: bool = False
     ) -> Pending:
         """Start to send row i of `sent` to rank i of the shard group; row i of `received` is what
         that rank sends here.
@@ -370,11 +366,7 @@ class Communicator(ABC):
         return pending.observed_by(used)
 
     def start_all_to_all_of_parts(
-        self,
-        received: Tensor,
-        sent: Tensor,
-        received_sizes: list[int],
-        sent_sizes: list[int],
+        self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int]
     ) -> Pending:
         """Start to send part i of `sent`, of `sent_sizes[i]` elements, to rank i of the shard
         group; fill `received`.
@@ -538,17 +530,10 @@ class GlooCommunicator(Communicator):
     is_native = False
 
     def _exchange(
-        self,
-        name: str,
-        ranks: Group,
-        tag: int,
-        sent: Sequence[Tensor],
-        received: Sequence[Tensor],
+        self, ranks: Group, tag: int, sent: Sequence[Tensor], received: Sequence[Tensor]
     ) -> list[Work]:
         """Start messages: `sent[i]` goes to place i of `ranks`, and what comes from there fills
         `received[i]`.
-
-        `name`: of the operation, for whoever follows the messages.
         """
         # gloo tells a peer that a message is awaited by the same socket: behind a sent message that
         # comes too late.
@@ -571,7 +556,7 @@ class GlooCommunicator(Communicator):
             return Pending()
         slices = full.view(ranks.size, -1).unbind()
         tag = self._tags.next("gather", group)
-        works = self._exchange("all_gather", ranks, tag, [own] * ranks.size, slices)
+        works = self._exchange(ranks, tag, [own] * ranks.size, slices)
         return Pending(works, None, (full, own), self.watchdog, group)
 
     def _start_reduce_scatter(
@@ -599,7 +584,7 @@ class GlooCommunicator(Communicator):
         ]
         self._count("reduce_scatter", width * ranks.size, full, group)
         tag = self._tags.next("reduce", group)
-        works = self._exchange("reduce_scatter", ranks, tag, rows, terms)
+        works = self._exchange(ranks, tag, rows, terms)
 
         def finish() -> None:
             if replicas.size == 1:
@@ -608,9 +593,7 @@ class GlooCommunicator(Communicator):
             sums = torch.empty(replicas.size, width, dtype=torch.float32, device=out.device)
             own = _add_up(sums[replicas.rank], terms, False)
             self._count("reduce_replicas", width, own, group)
-            works = self._exchange(
-                "reduce_replicas", replicas, tag, [own] * replicas.size, sums.unbind()
-            )
+            works = self._exchange(replicas, tag, [own] * replicas.size, sums.unbind())
             Pending(works, None, (), self.watchdog, group).wait()
             _add_up(out, sums.unbind(), accumulate)
 
@@ -621,7 +604,7 @@ class GlooCommunicator(Communicator):
     ) -> Pending:
         ranks = self.replicate_group if across else self.shard_group
         tag = self._tags.next("reduce", group)
-        works = self._exchange("all_to_all", ranks, tag, sent.unbind(), received.unbind())
+        works = self._exchange(ranks, tag, sent.unbind(), received.unbind())
         return Pending(works, None, (received, sent), self.watchdog, group)
 
     def _scatter(self, shard: Tensor, slices: list[Tensor] | None, src: int) -> None:

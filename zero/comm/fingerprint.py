@@ -18,15 +18,9 @@ from zero.comm.watchdog import ADVICE
 # Operations that are kept, to find the first one that differs.
 KEPT = 20_000
 # Python's hash of a text is another one in each process, that of a number is not.
-_NUMBERS = {
-    "all_gather": 1,
-    "reduce_scatter": 2,
-    "broadcast": 3,
-    "scatter": 4,
-    "all_reduce": 5,
-    "all_to_all": 6,
-    "reduce_replicas": 7,
-}
+_KINDS: list[str] = (
+    "all_gather reduce_scatter broadcast scatter all_reduce all_to_all reduce_replicas".split()
+)
 # Quantized gradients go by all-to-all. Whole tensors do so too, but in the step, where no reduction
 # is under way.
 _REDUCTIONS = ("reduce_scatter", "reduce_replicas", "all_to_all")
@@ -100,7 +94,7 @@ class CollectiveOrder:
         """An operation on `numel` elements, of `group` if it is about one."""
         serial, name = (0, "") if group is None else (group.serial, group.name)
         channel = self._channels[kind in _REDUCTIONS]
-        channel.digest = hash((channel.digest, _NUMBERS[kind], serial, numel))
+        channel.digest = hash((channel.digest, _KINDS.index(kind), serial, numel))
         channel.count += 1
         channel.recent.append(Operation(kind, numel, name))
 

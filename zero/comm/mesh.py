@@ -53,8 +53,7 @@ def sizes_of(mesh: DeviceMesh, world_size: int) -> dict[str, int]:
     if not names or names != tuple(name for name in DIMENSIONS if name in names):
         raise UsageError(
             f"mesh: the dimensions are {given}; name them 'pp', 'replicate', 'shard' and 'tp', in "
-            "this order; each may "
-            "be left out"
+            "this order; each may be left out"
         )
     if mesh.mesh.flatten().tolist() != list(range(world_size)):
         product = " x ".join(map(str, mesh.mesh.shape))

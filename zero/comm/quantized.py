@@ -30,6 +30,7 @@ own gradients as they are."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -161,6 +162,7 @@ class _CodedSum:
                 decode(message, part, self._bits, add=True, factor=factor)
 
 
+@dataclass(eq=False, repr=False)
 class CompressedCommunicator:
     """A communicator whose `all_gather` of weights, and whose sums of gradients, send codes and
     scales.
@@ -175,24 +177,16 @@ class CompressedCommunicator:
             rank sends to each other one.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        *,
-        weights: bool,
-        frozen_weights: bool,
-        gradient_bits: int | None,
-        machine: Communicator | None = None,
-    ):
-        self._comm = comm
-        self._weights = weights
-        self._frozen_weights = frozen_weights
-        self._gradient_bits = gradient_bits
-        self._machine = machine
-        self._sums: torch.Stream | None = None  # made when it is needed
+    comm: Communicator
+    _: KW_ONLY
+    weights: bool
+    frozen_weights: bool
+    gradient_bits: int | None
+    machine: Communicator | None = None
+    _sums: torch.Stream | None = field(default=None, init=False)  # made when it is needed
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
+        return getattr(self.comm, name)
 
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, group: NamedGroup | None = None
@@ -202,9 +196,9 @@ class CompressedCommunicator:
         """
         is_frozen = group is not None and not group.trainable
         if not full.is_floating_point() or not (
-            self._weights or (self._frozen_weights and is_frozen)
+            self.weights or (self.frozen_weights and is_frozen)
         ):
-            return self._comm.all_gather(full, shard, group)
+            return self.comm.all_gather(full, shard, group)
         ranks, n = self.shard_group, shard.numel()
         if shard.device != full.device:
             own = full.narrow(0, ranks.rank * n, n)
@@ -214,7 +208,7 @@ class CompressedCommunicator:
             ranks.size, message_bytes(n, 8), dtype=torch.uint8, device=full.device
         )
         encode(shard, messages[ranks.rank], 8)
-        gathered = self._comm.all_gather(messages.view(-1), messages[ranks.rank], group)
+        gathered = self.comm.all_gather(messages.view(-1), messages[ranks.rank], group)
 
         def finish() -> None:
             for message, part in zip(messages, full.split(n), strict=True):
@@ -233,9 +227,9 @@ class CompressedCommunicator:
         """As `Communicator.reduce_scatter`, with sums in fp32 on every backend, at most `max_numel`
         elements each.
         """
-        bits = self._gradient_bits
+        bits = self.gradient_bits
         if bits is None:
-            return self._comm.reduce_scatter(out, full, accumulate, max_numel, group)
+            return self.comm.reduce_scatter(out, full, accumulate, max_numel, group)
         slices = full.view(self.shard_group.size, -1)
         step = max(BLOCK, max_numel // self.shard_group.size // BLOCK * BLOCK)
         columns = zip(out.split(step), slices.split(step, dim=1), strict=True)
@@ -258,12 +252,12 @@ class CompressedCommunicator:
 
         See the note on machines.
         """
-        near = self._machine or self._comm
+        near = self.machine or self.comm
         ranks, machines = near.shard_group, near.replicate_group
         coded = _CodedSum(rows.unflatten(0, (-1, ranks.size)).transpose(0, 1), ranks.rank, bits)
         coded.encode()
         arrived = near.start_all_to_all(coded.received, coded.sent, group)
-        if self._machine is None:
+        if self.machine is None:
             return Pending([arrived], lambda: self._finish(out, coded, accumulate))
         sums = torch.empty(machines.size, out.numel(), dtype=torch.float32, device=out.device)
         of_machines = _CodedSum(sums.unsqueeze(1), machines.rank, bits)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from zero.comm.watchdog import Watchdog
@@ -16,6 +17,7 @@ class Waitable(Protocol):
     def wait(self) -> object: ...
 
 
+@dataclass(eq=False, repr=False)
 class Pending:
     """An operation in flight. Any thread may call `wait()`, more than once.
 
@@ -27,19 +29,13 @@ class Pending:
         what: its name in the watchdog's messages.
     """
 
-    def __init__(
-        self,
-        works: Sequence[Waitable] = (),
-        finish: Callable[[], None] | None = None,
-        keep: tuple = (),
-        watchdog: Watchdog | None = None,
-        what: object = "",
-    ):
-        self._works = works
-        self._finish = finish
-        self._keep = keep
-        self._watchdog = watchdog
-        self._what = what
+    works: Sequence[Waitable] = ()
+    finish: Callable[[], None] | None = None
+    keep: tuple = ()
+    watchdog: Watchdog | None = None
+    what: object = ""
+
+    def __post_init__(self) -> None:
         self._observed: Callable[[], None] | None = None
         # A second thread must neither run `finish` again nor return before the first one has.
         self._lock = threading.Lock()
@@ -51,19 +47,19 @@ class Pending:
 
     def wait(self) -> None:
         with self._lock:
-            if self._works and self._watchdog is not None:
-                self._watchdog.wait(self._wait_for_works, self._what)
+            if self.works and self.watchdog is not None:
+                self.watchdog.wait(self._wait_for_works, self.what)
             else:
                 self._wait_for_works()
-            if self._finish is not None:
-                self._finish()
-            self._works = ()
-            self._finish = None
-            self._keep = ()
+            if self.finish is not None:
+                self.finish()
+            self.works = ()
+            self.finish = None
+            self.keep = ()
             if self._observed is not None:
                 self._observed()
                 self._observed = None
 
     def _wait_for_works(self) -> None:
-        for work in self._works:
+        for work in self.works:
             work.wait()

@@ -69,13 +69,7 @@ class Section(BaseModel):
 
 
 def key(
-    default: Any,
-    *,
-    needs: str = "",
-    auto: str = "",
-    unit: str = "",
-    idle: str = "",
-    **options: Any,
+    default: Any, *, needs: str = "", auto: str = "", unit: str = "", idle: str = "", **options: Any
 ) -> Any:
     """A field of a section with notes about its key.
 

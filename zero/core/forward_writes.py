@@ -170,6 +170,5 @@ def _refuse_lost(changed: Sequence[tuple[ParamGroup, torch.Tensor]], who: str) -
 @torch.no_grad()
 def _checksums(group: ParamGroup) -> torch.Tensor:
     """A 64-bit number for the values of each parameter, on the group's device."""
-    values = group.unsharded_values()
-    numbers = (each.reshape(-1).view(_INTEGERS[each.element_size()]) for each in values)
+    numbers = (view.reshape(-1).view(_INTEGERS[view.element_size()]) for view in group.views)
     return torch.stack([each.sum(dtype=torch.int64) for each in numbers])

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
 
 from zero.comm.communicator import Communicator
-from zero.core.course import Course
 from zero.core.derivatives import in_gradient_transform
 from zero.core.forward_writes import ForwardWrites
 from zero.core.param_group import ParamGroup, State
+from zero.core.replay import PassRecorder
 from zero.core.schedule import Residency, Schedule
 from zero.errors import UsageError
 
 
+@dataclass(eq=False, repr=False)
 class Gathering:
     """Unshards groups before their use and reshards them after it, by `schedule`.
 
@@ -31,27 +33,20 @@ class Gathering:
         writes: keeps what a forward writes to the weights.
 
     Attributes:
-        course: what is done here.
+        recorder: records what is done here.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[ParamGroup],
-        schedule: Schedule,
-        comm: Communicator,
-        residency: Residency,
-        before_use: Callable[[], None],
-        writes: ForwardWrites | None = None,
-    ):
-        self._groups = list(groups)
-        self._schedule = schedule
-        self._comm = comm
-        self._residency = residency
+    _groups: Sequence[ParamGroup]
+    _schedule: Schedule
+    _comm: Communicator
+    _residency: Residency
+    _before_use: Callable[[], None]
+    _writes: ForwardWrites | None = None
+
+    def __post_init__(self) -> None:
         self._position = {group: i for i, group in enumerate(self._groups)}
         self._uses: Counter[ParamGroup] = Counter()
-        self._before_use = before_use
-        self._writes = writes
-        self.course = Course()
+        self.recorder = PassRecorder()
 
     def begin_pass(self, kind: Hashable, wraps: bool, trains: bool = False) -> None:
         """Begin a pass of `kind`.
@@ -78,7 +73,7 @@ class Gathering:
                 group.reshard()
         if self._writes is not None:
             self._writes.end_pass(has_trained)
-        self.course.note(self.end_pass, has_trained)
+        self.recorder.record(self.end_pass, has_trained)
 
     def unshard(self, group: ParamGroup) -> None:
         """The group is used from now on: its parameters show their values.
@@ -101,7 +96,7 @@ class Gathering:
         self._comm.watchdog.set_position(group)
         self._comm.clock.progress.advance(len(self._groups))
         self._schedule.visit(self._position[group])
-        self.course.note(self._visit, group)
+        self.recorder.record(self._visit, group)
 
     def _show(self, group: ParamGroup) -> None:
         if group.state is State.SHARDED:
@@ -112,7 +107,7 @@ class Gathering:
         if self._writes is not None:
             self._writes.shown(group)
         self._uses[group] += 1
-        self.course.note(self._show, group)
+        self.recorder.record(self._show, group)
 
     def release(self, group: ParamGroup) -> None:
         """One use of the group is over.
@@ -126,7 +121,7 @@ class Gathering:
         self._uses[group] -= 1
         if group.release() and not self._schedule.keep(self._position[group], self._residency.live):
             group.reshard()
-        self.course.note(self.release, group)
+        self.recorder.record(self.release, group)
 
     def release_all_but(self, kept: Collection[ParamGroup]) -> None:
         """End all uses. Each group in `kept` keeps one."""

@@ -38,7 +38,6 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from zero.core.course import Course
 from zero.core.derivatives import asks_for_other_gradients, in_forward_mode
 from zero.core.external_access import (
     MissingGradients,
@@ -126,6 +125,7 @@ class ModuleHooks:
         part: the part of the model that runs next, if it runs in parts (`zero.parallel.pipeline`),
             else None.
         absent: groups that get no gradients in the next backward.
+        recorder: records forwards and backwards.
     """
 
     def __init__(
@@ -139,6 +139,7 @@ class ModuleHooks:
     ):
         self.module = model
         self.groups = list(groups)
+        self.recorder = gathering.recorder
         self._gathering = gathering
         self._reductions = reductions
         self._reads = OutsideReads(gathering)
@@ -264,8 +265,8 @@ class ModuleHooks:
         if in_backward():
             return
         self._depth = max(0, self._depth - 1)
-        if self._depth > 0 or (output is None and self.course.is_followed):
-            return  # in the second case, what has raised the exception goes on with the course
+        if self._depth > 0 or (output is None and self.recorder.is_recording):
+            return  # in the second case, the rest is replayed after the exception
         if not self._is_searched:
             # For views of weights of other modules than the one that keeps them.
             self._is_searched = True
@@ -287,19 +288,14 @@ class ModuleHooks:
         self._awaited = 0
         self._in_pass = False
 
-    @property
-    def course(self) -> Course:
-        """The course of forwards and backwards."""
-        return self._gathering.course
-
-    def go_on_without_computing(self) -> None:
+    def replay_rest(self) -> None:
         """A forward or backward has raised an exception, perhaps on this rank alone: start what the
         other ranks start until its end. The results are of no use.
         """
-        self.course.go_on()
-        if self._reductions.is_open:  # in the first backward, whose course is not known
+        self.recorder.replay_rest()
+        if self._reductions.is_open:  # in the first backward, which has no recording
             self._reductions.finish()
-        # All uses have ended with the course.
+        # The replay has ended all uses.
         self._in_backward.clear()
         self._reads.held.clear()
         self.forget_broken_pass()
@@ -433,7 +429,7 @@ class ModuleHooks:
             self._gathering.end_pass()
             self._record("backward")
         self._reductions.begin(self.absent)
-        self.course.note(self._gradients_begin)
+        self.recorder.record(self._gradients_begin)
 
     def _pre_backward(self, groups: list[ParamGroup], grads: tuple) -> None:
         self._backward_begins()
@@ -487,7 +483,7 @@ class ModuleHooks:
             if not group.shared and not any(group in used for used in self._nested.values()):
                 self._release_from_backward(group)
             self._reductions.complete(group)
-            self.course.note(self._reductions.complete, group)
+            self.recorder.record(self._reductions.complete, group)
 
     def _release_from_backward(self, group: ParamGroup, *_: object) -> None:
         if group in self._in_backward:
@@ -529,7 +525,7 @@ class ModuleHooks:
             self._stand_ins = StandIns(self._trained_params())
         self._is_first = False
         self._reductions.finish()
-        self.course.note(self._reductions.finish)
+        self.recorder.record(self._reductions.finish)
         self._awaited = max(0, self._awaited - 1)
         if not self._awaited:
             self._missing.warn()

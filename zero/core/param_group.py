@@ -84,6 +84,7 @@ class ParamGroup(NamedGroup):
         home: the shard's first tier.
         full: 1-D, compute dtype, all values with padding; its storage is empty while the group is
             sharded.
+        views: of `full`, one for each parameter, which shows it while the group is unsharded.
         shard_range: the shard's start and end in `full`.
         pieces: which part of each parameter is in the shard.
         users: how many callers need the parameters now.
@@ -249,7 +250,7 @@ class ParamGroup(NamedGroup):
             self.residency.persistent -= self.layout.numel
         elif self.state is not State.SHARDED:
             self.reshard()
-        self._views = []
+        self.views = []
         self.state = State.SHARDED
         self.shard = self.shard.new_empty(0)
         self.full = self.full.new_empty(0)
@@ -327,15 +328,19 @@ class ParamGroup(NamedGroup):
                 f"{self} is in use with rounded values: change weights before forward or after the "
                 "step"
             )
-        self._values_change()
-        own = self._own_slice(self.full)
         if self.persistent:
             self.comm.broadcast(self.full, src)
-            self.shard.copy_(own)
         else:
-            self.comm.scatter(own, self.full, src)
-            self.tier.store(self.shard, own).wait()
+            self.comm.scatter(self._own_slice(self.full), self.full, src)
+        self._store_own_slice()
+
+    def _store_own_slice(self) -> None:
+        """Make this rank's slice of `full` the values of the shard and of the optimizer."""
+        self._values_change()
         self._note_versions()
+        own = self._own_slice(self.full)
+        if self.shard.data_ptr() != own.data_ptr():
+            self.tier.store(self.shard, own).wait()
         if self.optimizer_shard is not None:
             self.optimizer_shard.shard_was_replaced()
 
@@ -350,10 +355,6 @@ class ParamGroup(NamedGroup):
             or (self.optimizer_shard is not None and not self.optimizer_shard.shares_weights)
         )
 
-    def unsharded_values(self) -> list[torch.Tensor]:
-        """Views of `full`, one for each parameter."""
-        return self._views
-
     @torch.no_grad()
     def take_in_replaced_data(self) -> list[int]:
         """The parameters, by index, whose `param.data` a script has replaced since they were shown.
@@ -361,7 +362,7 @@ class ParamGroup(NamedGroup):
         The new values are copied to `full`, and the parameters are views of it again. Raises
         UsageError if they have another shape."""
         replaced = []
-        for i, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
+        for i, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
             shown = local(param)
             is_view = shown.data_ptr() == view.data_ptr() and shown.stride() == view.stride()
             if is_view or owning_group(param) is not self:
@@ -394,9 +395,7 @@ class ParamGroup(NamedGroup):
 
     @torch.no_grad()
     def keep_written_values(self) -> None:
-        """Make this rank's slice of `full` the values of the shard and of the optimizer.
-
-        Every rank must have written the same values."""
+        """Keep what a forward has written to `full`. Every rank must have written the same."""
         self._note_versions()
         if self.source is not self.comm:
             raise UsageError(
@@ -404,12 +403,7 @@ class ParamGroup(NamedGroup):
                 "delete zero_quantized_weights, or change the weights between two steps inside of "
                 "zero.GatheredParameters(param, modifier_rank=0)"
             )
-        self._values_change()
-        own = self._own_slice(self.full)
-        if self.shard.data_ptr() != own.data_ptr():
-            self.tier.store(self.shard, own).wait()
-        if self.optimizer_shard is not None:
-            self.optimizer_shard.shard_was_replaced()
+        self._store_own_slice()
 
     def _note_versions(self) -> None:
         self._versions = [param._version for param in self.params]
@@ -541,13 +535,13 @@ class ParamGroup(NamedGroup):
 
     def _make_views(self) -> None:
         """From the next `_show_values` on, parameters are views of the present `full`."""
-        self._views = [
+        self.views = [
             self.as_shown(index, self.full.narrow(0, slot.offset, slot.numel))
             for index, slot in enumerate(self.layout.slots)
         ]
 
     def _show_values(self) -> None:
-        for i, view in enumerate(self._views):
+        for i, view in enumerate(self.views):
             self._show(i, view)
         self._note_versions()
 

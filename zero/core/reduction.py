@@ -31,7 +31,7 @@ import sys
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 
 import torch
 from torch import nn
@@ -44,7 +44,6 @@ from zero.core.micro_batches import MicroBatches
 from zero.core.optimizer_shard import OptimizerShard
 from zero.core.param_group import ParamGroup
 from zero.core.sharded_param import local
-from zero.offload.tiers import Tier
 
 
 @dataclass
@@ -71,7 +70,8 @@ class GroupGradients:
         flat: the buffer in which gradients are reduced. apart: elements of `parts` outside of it.
         arrived: parameters whose gradient has arrived, reduced or not.
     Of the accumulation:
-        carried: this rank's sum over micro-batches, which waits for the last one (stages 0 and 1).
+        carried: this rank's sum over micro-batches, of the size of `group.full`, which waits for
+            the last one (stages 0 and 1).
         is_fresh: the group's `OptimizerShard` holds a gradient.
     """
 
@@ -83,6 +83,7 @@ class GroupGradients:
     is_fresh: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class GradientReducer:
     """Collects each group's gradients in one flat buffer, reduces it over ranks and adds it to the
     optimizer's shard.
@@ -108,31 +109,21 @@ class GradientReducer:
         buffered: elements in flat buffers.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        shards: Sequence[OptimizerShard],
-        micro_batches: MicroBatches,
-        *,
-        bucket_size: int,
-        overlap: bool,
-        contiguous: bool,
-        dtype: torch.dtype | None = None,
-        sum_dtype: torch.dtype = torch.float32,
-        narrow: bool = False,
-        deferred: bool = False,
-    ):
-        self.comm = comm
-        self._micro_batches = micro_batches
-        self.dtype = dtype
-        self.sum_dtype = sum_dtype
-        self.narrow = narrow
+    comm: Communicator
+    shards: InitVar[Sequence[OptimizerShard]]
+    micro_batches: MicroBatches
+    _: KW_ONLY
+    bucket_size: int
+    overlap: bool
+    contiguous: bool
+    dtype: torch.dtype | None = None
+    sum_dtype: torch.dtype = torch.float32
+    narrow: bool = False
+    deferred: bool = False
+
+    def __post_init__(self, shards: Sequence[OptimizerShard]) -> None:
         self._shards = {shard.group: shard for shard in shards}
         self.gradients: dict[ParamGroup, GroupGradients] = defaultdict(GroupGradients)
-        self.bucket_size = bucket_size
-        self.overlap = overlap
-        self.contiguous = contiguous
-        self.deferred = deferred
         self._in_flight: deque[_Reduction] = deque()
         self._offloading: deque[tuple[OptimizerShard, Pending]] = deque()
         self.buffered = self.backwards = 0
@@ -204,7 +195,7 @@ class GradientReducer:
         """Start to reduce the collected gradients of `group` times `factor`, by default the factor
         of the current backward. Parameters without a gradient count as zero.
         """
-        factor = self._micro_batches.factor if factor is None else factor
+        factor = self.micro_batches.factor if factor is None else factor
         entry = self.gradients[group]
         flat = self._flatten(group, entry)
         missing = set(range(len(group.params))).difference(entry.parts)
@@ -227,7 +218,7 @@ class GradientReducer:
         entry.carried = None
 
     def _start_carried(self, group: ParamGroup) -> None:
-        """Reduce the sum over micro-batches."""
+        """Reduce the sum over micro-batches, if there is one."""
         entry = self.gradients[group]
         if (carried := entry.carried) is not None:
             entry.carried = None
@@ -267,7 +258,7 @@ class GradientReducer:
         self._in_flight.append(_Reduction(shard, flat.numel(), out, pending))
 
     def _kept_dtype(self, reduced: torch.dtype, accumulate: bool) -> torch.dtype:
-        if self.narrow and not accumulate and self._micro_batches.reduces_now:
+        if self.narrow and not accumulate and self.micro_batches.reduces_now:
             return min(reduced, self.sum_dtype, key=lambda dtype: dtype.itemsize)
         return self.sum_dtype
 
@@ -290,33 +281,17 @@ class GradientReducer:
         if reduction.shard.is_offloaded:
             self._offloading.append((reduction.shard, written))
 
-    def move_carried(self, group: ParamGroup, tier: Tier) -> None:
-        """Move the sum that waits for a last micro-batch to `tier`.
-
-        No reduction may be in flight.
-        """
-        if (carried := self.gradients[group].carried) is not None:
-            self.gradients[group].carried = tier.keep(carried)
-
     @property
     def keeps_on_rank(self) -> bool:
         """Whether `reduce` only adds to this rank's sum: a later micro-batch is reduced with it."""
-        return self.deferred and not self._micro_batches.reduces_now
-
-    def carried(self, group: ParamGroup) -> torch.Tensor | None:
-        """This rank's sum over micro-batches, of the size of `group.full`, that waits for the last
-        one (stages 0, 1).
-        """
-        return self.gradients[group].carried
+        return self.deferred and not self.micro_batches.reduces_now
 
     def complete(self, group: ParamGroup) -> None:
         """Before a step: reduce what still waits for a last micro-batch; zero where no backward
         gave a gradient.
         """
-        entry = self.gradients[group]
-        if entry.carried is not None:
-            self._start_carried(group)
-        elif not entry.is_fresh:
+        self._start_carried(group)
+        if not (entry := self.gradients[group]).is_fresh:
             entry.is_fresh = True
             shard = self._shards[group]
             zeros = shard.reduction_target(self.sum_dtype, accumulate=False).zero_()
@@ -368,7 +343,7 @@ class GradientReducer:
     def _flat(self, group: ParamGroup) -> torch.Tensor:
         self.buffered += group.layout.padded
         dtype = self.dtype or group.dtype
-        is_alone = self.gradients[group].carried is None and self._micro_batches.reduces_now
+        is_alone = self.gradients[group].carried is None and self.micro_batches.reduces_now
         if self.deferred and not is_alone:  # a part of a sum, which is rounded later
             dtype = max(group.dtype, dtype, key=lambda dtype: dtype.itemsize)
         return torch.empty(group.layout.padded, dtype=dtype, device=self.comm.device)

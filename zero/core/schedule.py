@@ -71,23 +71,19 @@ class Plan:
             self.wrap_distance[position] = self.total - end + self.first_distance[group]
 
 
+@dataclass(eq=False, repr=False)
 class Schedule:
     """Follows the visits of a pass and answers what to prefetch and whether to keep.
 
     Args (all in elements): sizes: of each group, by index; prefetch_bucket_size,
     max_live_parameters and max_reuse_distance: like the settings `stage3_*` of the same names."""
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        prefetch_bucket_size: int,
-        max_live_parameters: int,
-        max_reuse_distance: int,
-    ):
-        self.sizes = tuple(sizes)
-        self.prefetch_bucket_size = prefetch_bucket_size
-        self.max_live_parameters = max_live_parameters
-        self.max_reuse_distance = max_reuse_distance
+    sizes: Sequence[int]
+    prefetch_bucket_size: int
+    max_live_parameters: int
+    max_reuse_distance: int
+
+    def __post_init__(self) -> None:
         self.plans: dict[Hashable, Plan] = {}
         self._plan: Plan | None = None
         self._kind: Hashable = None

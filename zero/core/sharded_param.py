@@ -97,11 +97,10 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
 _WITHOUT_VALUES = frozenset(
     "dim element_size get_device is_complex is_contiguous is_floating_point is_pinned is_set_to "
     "is_shared is_signed ndimension nelement numel size storage_offset stride data_ptr "
-    "register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad "
-    "new_empty new_empty_strided new_full new_ones new_tensor new_zeros "
-    "empty_like full_like ones_like rand_like randint_like randn_like zeros_like "
-    "_has_compatible_shallow_copy_type _is_alias_of _is_view is_inference is_same_size "
-    "__len__ __repr__ __format__".split()
+    "register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad new_empty "
+    "new_empty_strided new_full new_ones new_tensor new_zeros empty_like full_like ones_like "
+    "rand_like randint_like randn_like zeros_like _has_compatible_shallow_copy_type _is_alias_of "
+    "_is_view is_inference is_same_size __len__ __repr__ __format__".split()
 )
 # Their result is a view, or a copy on another device or in another dtype: it has no values either.
 _VIEWS = frozenset(

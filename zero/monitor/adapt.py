@@ -5,14 +5,14 @@ The script gets the outputs of its forward detached from their graph. Its own ba
 ends at the loss, and yields the loss's gradient. The engine's backward starts from that gradient,
 and can be repeated.
 
-[Note: what a rank does when its memory is full] It frees its activations and takes part in the
+[Note: what a rank does when its memory is full] It frees its activations and replays the
 remaining gathers and reductions of the forward or backward, without computing
-(`zero/core/course.py`). After each forward and backward, all ranks report whether theirs failed. If
+(`zero/core/replay.py`). After each forward and backward, all ranks report whether theirs failed. If
 one did, all of them drop the gradients of the step, make the same change, and repeat the step's
 micro-batches from their inputs and random states. Below stage 3 nothing is gathered, and the
 reductions have a fixed order. At stage 3, a rank can only know from an earlier forward and backward
 what the others will gather. The first training forward is therefore preceded by a forward and
-backward of one sample, which must take the same course on all ranks.
+backward of one sample, which must be recorded alike on all ranks.
 
 [Note: parts of a micro-batch] The loss must be the mean over the micro-batch's labels, or their sum
 divided by a number that the script passes. This is tested by comparing the loss of two samples
@@ -33,7 +33,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from zero.batch_slices import evaluating
 from zero.checkpoint.state import random_states, restore_random_states
 from zero.core.layout import LEAF_FLAG
 from zero.device import empty_cache
@@ -41,7 +40,8 @@ from zero.engine import ZeroEngine
 from zero.errors import UsageError
 from zero.monitor.memory_usage import place_of
 from zero.monitor.out_of_memory import add_line, explain, full_memory
-from zero.parallel.experts import SlicedExperts
+from zero.slicing.experts import SlicedExperts
+from zero.slicing.probe import evaluating
 
 logger = logging.getLogger("zero")
 
@@ -211,7 +211,7 @@ class Adaptation:
         """Before the first micro-batch at stage 3, run a forward and backward of one sample. See
         the note.
         """
-        engine, course = self._engine, self._engine.hooks.course
+        engine = self._engine
         if self._waiting:
             raise UsageError(
                 f'{KEY} "adapt": at stage 3 with several processes, call backward before the next '
@@ -222,7 +222,7 @@ class Adaptation:
         self._is_rehearsed = True
         args, kwargs = call.of_rows(slice(1))
         run = lambda: tree_flatten(call.run(*args, **kwargs))[0]  # noqa: E731
-        if recomputes := self._can_recompute:  # takes the same course in less memory
+        if recomputes := self._can_recompute:  # starts the same gathers, in less memory
             self._recompute()
         with torch.no_grad():
             self._together(_VALUES, run)
@@ -237,8 +237,8 @@ class Adaptation:
         restore_random_states(call.random, engine.comm.device)
         if call.buffers != _seen(engine.module):
             raise UsageError(f'{KEY} "adapt": {_WRITES}; set it to "explain"')
-        courses = self._ranks.exchange(course.names())
-        if any(each != courses[0] for each in courses):
+        recorded = self._ranks.exchange(engine.hooks.recorder.names())
+        if any(each != recorded[0] for each in recorded):
             raise UsageError(
                 f'{KEY} "adapt": processes go different ways through the model; set it to "explain"'
             )
@@ -354,10 +354,10 @@ class Adaptation:
         that a rank frees if it runs out of memory.
         """
         hooks, error, result = self._engine.hooks, None, None
-        with hooks.course.following(kind):
+        with hooks.recorder.recording(kind):
             try:
                 result = act()
-                hooks.course.ends()
+                hooks.recorder.complete()
             except Exception as raised:
                 if full_memory(raised) is None:
                     hooks.forget_broken_pass()
@@ -369,9 +369,9 @@ class Adaptation:
                 if held is not None:
                     held.clear()
                 self._free()
-                if self._gathers_with_others and not hooks.course.is_known:
+                if self._gathers_with_others and not hooks.recorder.can_replay:
                     raise _final(error, f"this process has no room for a {kind} of one sample")
-                hooks.go_on_without_computing()
+                hooks.replay_rest()
         failed = torch.tensor(float(error is not None))
         if self._ranks.world_size > 1:
             failed = self._ranks.all_reduce(failed)

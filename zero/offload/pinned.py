@@ -91,8 +91,7 @@ def new_block(size: int, pin: bool) -> memoryview:
             limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
             logger.warning(
                 "cannot pin %d bytes of host memory (CUDA error %d): copies to and from the GPU "
-                "will be slower. "
-                "The limit of locked memory (ulimit -l) is %s",
+                "will be slower. The limit of locked memory (ulimit -l) is %s",
                 size,
                 code,
                 "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes",

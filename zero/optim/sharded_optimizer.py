@@ -20,6 +20,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -80,6 +81,7 @@ class NonFiniteGradientError(RuntimeError):
     """Gradients stayed non-finite at the smallest loss scale."""
 
 
+@dataclass(eq=False, repr=False)
 class ZeroOptimizer:
     """Runs `optimizer`, which was made for the model's parameters, on this rank's masters.
 
@@ -109,39 +111,37 @@ class ZeroOptimizer:
         writes: what forwards wrote to weights, or None.
     """
 
-    def __init__(
+    optimizer: torch.optim.Optimizer
+    reducer: GradientReducer
+    comm: Communicator
+    placement: Placement
+    _: KW_ONLY
+    sub_group_size: InitVar[int]
+    elementwise: InitVar[bool] = True
+    clipping: float = 0.0
+    scaler: LossScaler | None = None
+    reduce_op: InitVar[str] = "mean"
+    checks_overflow: bool = True
+    overlap: bool = False
+    read_ahead: InitVar[bool] = False
+    write_behind: InitVar[bool] = False
+    forward_order: Callable[[], Sequence[ParamGroup]] = tuple
+    rounding: StochasticRounding | None = None
+    state_dtype: torch.dtype = torch.float32
+
+    def __post_init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        reducer: GradientReducer,
-        comm: Communicator,
-        placement: Placement,
-        *,
         sub_group_size: int,
-        elementwise: bool = True,
-        clipping: float = 0.0,
-        scaler: LossScaler | None = None,
-        reduce_op: str = "mean",
-        checks_overflow: bool = True,
-        overlap: bool = False,
-        read_ahead: bool = False,
-        write_behind: bool = False,
-        forward_order: Callable[[], Sequence[ParamGroup]] = tuple,
-        rounding: StochasticRounding | None = None,
-        state_dtype: torch.dtype = torch.float32,
-    ):
-        self.optimizer = optimizer
-        self.reducer = reducer
-        self.comm = comm
+        elementwise: bool,
+        reduce_op: str,
+        read_ahead: bool,
+        write_behind: bool,
+    ) -> None:
+        optimizer, comm, placement = self.optimizer, self.comm, self.placement
         self.shards = {shard.group: shard for shard in placement.shards}
-        self.clipping = clipping
-        self.scaler = scaler
-        self._placement = placement
-        self._overlap = overlap
-        self._forward_order = forward_order
         self._reduce_factor = comm.mean_factor * (comm.world_size if reduce_op == "sum" else 1)
         self._replicated = any(group.layout.replicated for group in self.shards)
         self.overflow = False
-        self._checks_overflow = checks_overflow
         self.grad_norm: float | None = None
         self.before_norm: list[Callable[[], None]] = []
         self.writes: ForwardWrites | None = None
@@ -156,10 +156,8 @@ class ZeroOptimizer:
         self._has_kernel = updates_on_host and adam_cpu.is_compiled()
         # Without a compiler. If nothing is offloaded, torch's own step has the kernel's bits.
         self._fuses_on_host = updates_on_host and placement.offloads and not self._has_kernel
-        self._rounding = rounding
-        self.state_dtype = state_dtype
         self._updates = Updates(comm.device, read_ahead, write_behind, comm.clock.shows)
-        master_dtype = torch.float32 if rounding is None else torch.bfloat16
+        master_dtype = torch.float32 if self.rounding is None else torch.bfloat16
         for group, shard in self.shards.items():
             shard.make_master(self._updates.wait, master_dtype)
             _optimizer_of[group] = weakref.ref(self)
@@ -168,7 +166,8 @@ class ZeroOptimizer:
         if elementwise:
             self._state = SubGroupState(optimizer, shards, group_of, sub_group_size)
         else:
-            self._state = self.whole = WholeTensorState(optimizer, shards, group_of, comm, rounding)
+            self.whole = WholeTensorState(optimizer, shards, group_of, comm, self.rounding)
+            self._state = self.whole
 
     def _number_parameters(self, group_of: dict[nn.Parameter, int]) -> None:
         """Number the trained parameters in the order of the param groups, and find this rank's
@@ -257,7 +256,7 @@ class ZeroOptimizer:
         to_mean = self.gradient_factor
         norm = self.comm.watchdog.wait(self._global_norm, "the norm of the gradients")
         self.grad_norm = norm * to_mean
-        self.overflow = self._checks_overflow and not math.isfinite(self.grad_norm)
+        self.overflow = self.checks_overflow and not math.isfinite(self.grad_norm)
         if self.overflow and self.scaler is not None and self.scaler.exhausted:
             raise NonFiniteGradientError(self._explain_non_finite())
         if self.overflow and self.scaler is None:
@@ -296,8 +295,8 @@ class ZeroOptimizer:
                 f"optimizer {name} has {mode}(), which needs whole tensors: delete {key}"
             )
         self.wait()
-        if self._rounding is not None:
-            self._rounding.begin_step()
+        if self.rounding is not None:
+            self.rounding.begin_step()
         self.whole.switch(mode)
         for group in self.shards:
             group.refresh()
@@ -336,8 +335,8 @@ class ZeroOptimizer:
         self._updates.fail(RuntimeError(why))
 
     def _update(self, factor: float) -> None:
-        if self._rounding is not None:
-            self._rounding.begin_step()
+        if self.rounding is not None:
+            self.rounding.begin_step()
         state = self._state
         if isinstance(state, WholeTensorState):
             try:
@@ -360,7 +359,7 @@ class ZeroOptimizer:
             fuses_on_host=self._fuses_on_host and is_plain_adam,
             # If the model computes on the CPU, updates have torch's bits, offloaded or not.
             torch_sqrt=self.comm.device.type == "cpu",
-            rounding=self._rounding,
+            rounding=self.rounding,
             state_dtype=self.state_dtype,
             frozen=self._frozen_ranges(),
         )
@@ -368,7 +367,7 @@ class ZeroOptimizer:
         self._updates.run(now, update)
         for group in self.shards:
             group.refresh()
-        order = dict.fromkeys((*self._forward_order(), *self.shards))
+        order = dict.fromkeys((*self.forward_order(), *self.shards))
         place = {group: number for number, group in enumerate(order)}
         later = [each for each in self.sub_groups if self._can_wait(each.group)]
         self._updates.start(sorted(later, key=lambda each: place[each.group]), update)
@@ -385,14 +384,14 @@ class ZeroOptimizer:
         """Whether the group may be updated after the step: not if all ranks gather it there, nor on
         an accelerator.
         """
-        may_wait = self._overlap and not (group.persistent or group.has_aliases)
+        may_wait = self.overlap and not (group.persistent or group.has_aliases)
         return may_wait and not is_accelerator(self.shards[group].tier.device)
 
     # -- moves
 
     def _place(self) -> None:
         """Move the shards that the placement wants on another tier."""
-        changes = self._placement.changes(self.comm, self._bytes_of)
+        changes = self.placement.changes(self.comm, self._bytes_of)
         for shard, tier in changes:
             self._move_state(shard, tier)
             shard.move(tier)
@@ -425,7 +424,9 @@ class ZeroOptimizer:
                 continue
             if GRADIENTS in names:
                 shard.move_gradient(tier)
-                self.reducer.move_carried(group, tier)
+                gradients = self.reducer.gradients[group]
+                if gradients.carried is not None:
+                    gradients.carried = tier.keep(gradients.carried)
             if MASTERS in names and not shard.shares_weights:
                 shard.master = tier.keep(shard.master)
             if MOMENTS in names:

@@ -118,9 +118,8 @@ class WholeTensorState:
             ):
                 raise UsageError(
                     f"optimizer {type(self._optimizer).__name__} keeps parameters of its own in "
-                    f"the attribute {key!r}. "
-                    "It would update nothing, because it gets other tensors in param_groups: let "
-                    "step() read those"
+                    f"the attribute {key!r}. It would update nothing, because it gets other "
+                    "tensors in param_groups: let step() read those"
                 )
         for param_group in self._optimizer.param_groups:
             names = param_group.get("param_names", [None] * len(param_group["params"]))

@@ -34,7 +34,7 @@ def places(engine: zero.ZeroEngine) -> dict[str, list[int]]:
     ]
     shards = engine.optimizer.shards.values()
     found["hp_params"] = [shard.master.data_ptr() for shard in shards if not shard.shares_weights]
-    waiting = [engine.reducer.carried(group) for group in groups]
+    waiting = [engine.reducer.gradients[group].carried for group in groups]
     held = [*(shard.grad for shard in shards), *waiting]
     found["lp_grads"] = [grad.data_ptr() for grad in held if grad is not None]
     found["optim_states"] = [

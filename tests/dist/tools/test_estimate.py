@@ -82,7 +82,7 @@ def measure(rank: int, world_size: int, name: str, settings: dict[str, Any]) -> 
         engine.backward(engine(**rows).loss)
         if number == 2:
             carried = storages(
-                [engine.reducer.carried(param_group) for param_group in engine.groups]
+                [engine.reducer.gradients[param_group].carried for param_group in engine.groups]
             )
         if number < 3:
             engine.step()

@@ -50,11 +50,7 @@ def _plan(model: nn.Module, settings: Config, size: int) -> tensor_parallel.Plan
 
 
 def _parallelize(
-    model: nn.Module,
-    size: int,
-    mesh: Any,
-    whole_experts: bool,
-    plan: tensor_parallel.Plan | None,
+    model: nn.Module, size: int, mesh: Any, whole_experts: bool, plan: tensor_parallel.Plan | None
 ) -> tuple[Any, Replaced]:
     """Shard `model` over `size` neighbouring ranks, unless it has DTensors already.
 

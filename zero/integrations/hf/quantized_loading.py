@@ -114,11 +114,7 @@ class _Loading:
             self._registered(module, module._buffers, name, buffer)
 
     def _registered(
-        self,
-        module: nn.Module,
-        tensors: dict[str, Any],
-        name: str,
-        tensor: torch.Tensor | None,
+        self, module: nn.Module, tensors: dict[str, Any], name: str, tensor: torch.Tensor | None
     ) -> None:
         config = _stage3_config()
         if config is None or tensor is None or Init.is_active():
@@ -167,7 +163,7 @@ class _Loading:
         """
         if not _is_whole(group):
             self._kept.remove(group)
-        elif any(map(_is_replaced, group.params, group.unsharded_values())):
+        elif any(map(_is_replaced, group.params, group.views)):
             self._kept.remove(group)
             for tensor in group.index:
                 set_owning_group(tensor, None)
@@ -190,11 +186,7 @@ def _is_whole(group: ParamGroup) -> bool:
 
 def _is_replaced(param: torch.Tensor, view: torch.Tensor) -> bool:
     """Whether `param` shows other memory than the `view` of its group's buffer."""
-    return (param.data_ptr(), param.dtype, param.shape) != (
-        view.data_ptr(),
-        view.dtype,
-        view.shape,
-    )
+    return (param.data_ptr(), param.dtype, param.shape) != (view.data_ptr(), view.dtype, view.shape)
 
 
 _loading = _Loading()

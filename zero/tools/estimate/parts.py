@@ -71,7 +71,7 @@ def _master(shard: OptimizerShard, *_: Any) -> Iterator[tuple[torch.Tensor | Non
 
 
 def _sum(reducer: GradientReducer, group: ParamGroup) -> Iterator[tuple[torch.Tensor | None, str]]:
-    yield reducer.carried(group), SUMS
+    yield reducer.gradients[group].carried, SUMS
 
 
 def _collected(

@@ -8,27 +8,25 @@ GreedySnake, arXiv 2512.17570, order their loops in this way.)
 
 The slices are ordinary operations of a single graph: `torch.utils.checkpoint` recomputes each with
 its own random state, and autograd sums their gradients in fp32 before it passes them to the
-parameters. This file does not depend on groups or gathering."""
+parameters. `zero/slicing/probe.py` refuses blocks for which this would change the results. Nothing
+here depends on groups or gathering."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import Context
-from functools import cache
+from functools import cache, partial
 from types import MethodType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from zero.device import random_state, set_random_state
-from zero.errors import UsageError
+from zero.slicing.probe import BlockProbe, kept_tensors
 
 logger = logging.getLogger("zero")
 
@@ -36,7 +34,6 @@ logger = logging.getLogger("zero")
 TOKENS = 8192
 # transformers' module that collects the outputs of modules inside blocks.
 RECORDER = "transformers.utils.output_capturing"
-_REMEDY = "delete activation_checkpointing.batch_slices, or use gradient_accumulation_steps"
 
 
 class SlicedBlock:
@@ -53,15 +50,12 @@ class SlicedBlock:
 
     def __init__(self, module: nn.Module, name: str, slices: int | Literal["auto"]):
         self.module: Any = module
-        self.name = name
+        self._probe = BlockProbe(module, name)
         self._slices = slices
         self._calls = 0
         # For each kind of input seen so far, which outputs have the batch as their first
         # dimension. This cannot be told from a slice of a single example.
         self._batched: dict[tuple, list[bool]] = {}
-        for child in module.modules():
-            if isinstance(child, _BatchNorm):
-                raise UsageError(f"block {name!r} has a {type(child).__name__}: {_REMEDY}")
         self._forward: Callable[..., Any] = module.forward
         module.forward = self
         self._was_checkpointed = False
@@ -95,7 +89,7 @@ class SlicedBlock:
             return self._forward(*args, **kwargs)
         given, spec = tree_flatten((args, kwargs))
         leaves: list[Any] = [None if _is_empty_cache(leaf) else leaf for leaf in given]
-        self._refuse_objects(leaves)
+        self._probe.refuse_objects(leaves)
         batch, tokens = _batch_of(leaves)
         wanted = -(-batch * tokens // TOKENS) if isinstance(self._slices, str) else self._slices
         number = min(wanted, batch)
@@ -114,7 +108,8 @@ class SlicedBlock:
         checks = kind not in self._batched or self._calls & (self._calls - 1) == 0
         if checks:
             # A fresh context: transformers' recorders of outputs do not see these calls.
-            self._batched[kind] = Context().run(self._probe, leaves, spec, of_batch)
+            run = partial(self._run, spec)
+            self._batched[kind] = Context().run(self._probe.compare, run, leaves, of_batch)
         columns = [
             leaf.tensor_split(number) if sliced else [leaf] * number
             for leaf, sliced in zip(leaves, of_batch, strict=True)
@@ -130,9 +125,9 @@ class SlicedBlock:
             known = {id(leaf): i for i, leaf in enumerate(part) if isinstance(leaf, torch.Tensor)}
             places.append([known.get(id(value)) for value in output])
             if checks:
-                kept.append(_kept(self.module))
+                kept.append(kept_tensors(self.module))
         if checks:
-            self._check_kept(kept[0], kept[-1])
+            self._probe.refuse_kept(kept[0], kept[-1])
         for key, values in collected.items():
             found = values[before[key] :]
             each = len(found) // number
@@ -147,99 +142,14 @@ class SlicedBlock:
                 joined.append(torch.cat(values))
             else:
                 # Such as a loss of each slice. (T5's position bias is the same for all.)
-                if checks and _differ(values[0], values[-1]):
-                    self._refuse("returns a tensor without a batch dimension that differs by slice")
+                if checks:
+                    self._probe.refuse_different(values[0], values[-1])
                 joined.append(values[0])
         return tree_unflatten(joined, out_spec)
 
     def _run(self, spec: TreeSpec, *leaves: Any) -> Any:
         args, kwargs = tree_unflatten(list(leaves), spec)
         return self._forward(*args, **kwargs)
-
-    def _refuse_objects(self, leaves: Sequence[Any]) -> None:
-        for leaf in leaves:
-            if not isinstance(leaf, (torch.Tensor, bool, int, float, str, type(None), torch.dtype)):
-                raise UsageError(
-                    f"block {self.name!r} is given a {type(leaf).__name__}, which cannot be sliced "
-                    f"along the batch: {_REMEDY}"
-                )
-
-    @torch.no_grad()
-    def _probe(self, leaves: Sequence[Any], spec: TreeSpec, of_batch: Sequence[bool]) -> list[bool]:
-        """Which outputs have the batch in the first dimension.
-
-        Raises UsageError unless two examples give the same results together and one by one.
-        """
-
-        def run(rows: slice) -> list[Any]:
-            part = [
-                leaf[rows].clone() if sliced else leaf
-                for leaf, sliced in zip(leaves, of_batch, strict=True)
-            ]
-            try:
-                output = tree_flatten(self._run(spec, *part))[0]
-            except (UsageError, torch.OutOfMemoryError):
-                raise
-            except Exception as raised:  # of any kind: the forward is somebody else's
-                self._refuse(f"fails with two rows of its batch ({raised})", raised)
-            if any(leaf._version for leaf, sliced in zip(part, of_batch, strict=True) if sliced):
-                self._refuse("changes its input in place")
-            return output
-
-        def run_all() -> tuple[list[Any], list[Any], list[Any]]:
-            both = run(slice(0, 2))
-            # Only now: the first run may fill caches.
-            before = _versions(self.module)
-            single = run(slice(0, 1)), run(slice(1, 2))
-            for name, version in _versions(self.module).items():
-                if before.get(name) != version:
-                    self._refuse(f"writes to its buffer {name!r} in each slice")
-            return both, *single
-
-        tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-        devices = list({each.device for each in tensors if each.device.type not in ("cpu", "meta")})
-        before = [torch.get_rng_state(), *map(random_state, devices)]
-        with ExitStack() as without_dropout:
-            for child in self.module.modules():
-                if isinstance(child, nn.Dropout):
-                    without_dropout.enter_context(evaluating(child))
-            both, *single = run_all()
-        after = [torch.get_rng_state(), *map(random_state, devices)]
-        if not all(map(torch.equal, before, after)):
-            # The numbers that the block draws depend on how many rows it has.
-            torch.set_rng_state(before[0])
-            for device, state in zip(devices, before[1:], strict=True):
-                set_random_state(device, state)
-            in_training = len(both)
-            with evaluating(self.module):
-                both, *single = run_all()
-            if len(both) != in_training:
-                self._refuse("draws random numbers and returns other outputs only in training")
-        found = []
-        for together, first, second in zip(both, *single, strict=True):
-            if not isinstance(together, torch.Tensor):
-                if together is not None and not (together == first == second):
-                    self._refuse()
-                found.append(False)
-                continue
-            batched = together.shape[:1] == (2,) and first.shape[:1] == (1,)
-            joined = torch.cat((first, second)) if batched else second
-            if together.shape != joined.shape or not (
-                _close(together, joined) and (batched or _close(together, first))
-            ):
-                self._refuse()
-            found.append(batched)
-        return found
-
-    def _check_kept(self, first: dict[str, torch.Tensor], last: dict[str, torch.Tensor]) -> None:
-        for name, value in last.items():
-            if name in first and _differ(first[name], value):
-                self._refuse(f"keeps {name!r} with gradients, of which only the last slice's stays")
-
-    def _refuse(
-        self, why: str = "gives other values if its batch is run in slices", cause: Any = None
-    ) -> NoReturn:
-        raise UsageError(f"block {self.name!r} {why}: {_REMEDY}") from cause
 
 
 def _batch_of(leaves: Sequence[Any]) -> tuple[int, int]:
@@ -293,52 +203,3 @@ def _is_reentrant() -> bool:
     while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
         frame = frame.f_back
     return frame is not None
-
-
-def _kept(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors in attributes of a block, or of a module in it, that have gradients."""
-    return {
-        f"{name}.{key}".lstrip("."): value
-        for name, child in module.named_modules()
-        for key, value in vars(child).items()
-        if isinstance(value, torch.Tensor) and value.requires_grad
-    }
-
-
-def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """What changes with each buffer, whether it is written to or replaced."""
-    return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
-
-
-@torch.no_grad()
-def _differ(value: Any, other: Any) -> bool:
-    """Whether gradients of `value` would be wrong for `other`, of another slice."""
-    return (
-        isinstance(value, torch.Tensor)
-        and value is not other
-        and value.requires_grad
-        and (value.shape != other.shape or not _close(value, other))
-    )
-
-
-def _close(values: torch.Tensor, others: torch.Tensor) -> bool:
-    """Whether they differ by no more than the rounding of different kernels."""
-    if values.device.type == "meta":  # `zero estimate` follows a step without values
-        return True
-    if not values.is_floating_point():
-        return torch.equal(values, others)
-    limit = 16 * torch.finfo(values.dtype).eps
-    values, others = (each.double().nan_to_num() for each in (values, others))
-    return bool((values - others).norm() <= limit * others.norm())
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Turn dropout off in this context, because it draws different numbers for other shapes."""
-    modes = {child: child.training for child in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for child, mode in modes.items():
-            child.training = mode

@@ -1,0 +1,78 @@
+"""Records the actions of forward and backward passes, so that a rank can replay them.
+
+A rank that can no longer compute would leave the others waiting for its shards and gradients. From
+the recording of an earlier pass of the same kind it can replay the rest without computing: its
+policies make the same decisions as those of the other ranks, and start the same collectives.
+
+An action that fails half-way, for example because there is no memory for a buffer, must be
+repeatable. A policy therefore records what it has done only once nothing can fail any more. This
+file does not depend on the policies or on the kind of failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+
+from zero.core.param_group import ParamGroup
+
+Action = tuple[Callable[..., None], tuple[object, ...]]
+
+
+class PassRecorder:
+    """Records what `recording` surrounds, and keeps the last complete recording of each kind."""
+
+    def __init__(self) -> None:
+        self._recordings: dict[Hashable, list[Action]] = {}
+        self._kind: Hashable = None
+        self._done: list[Action] = []
+
+    @contextmanager
+    def recording(self, kind: Hashable) -> Iterator[None]:
+        """Context of a forward or backward of `kind`."""
+        self._kind, self._done = kind, []
+        try:
+            yield
+        finally:
+            self._kind = None
+
+    @property
+    def is_recording(self) -> bool:
+        return self._kind is not None
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether a pass of the same kind has completed."""
+        return self._kind in self._recordings
+
+    def record(self, action: Callable[..., None], *args: object) -> None:
+        """Note that `action(*args)` has been done."""
+        if self.is_recording:
+            self._done.append((action, args))
+
+    def complete(self) -> None:
+        """The forward or backward has ended without an error: keep its recording."""
+        self._recordings[self._kind] = self._done
+
+    def replay_rest(self) -> None:
+        """Do what this pass has not done yet, as in the last one of the same kind.
+
+        Raises RuntimeError if this one has done something else so far.
+        """
+        recorded, count = self._recordings.get(self._kind, self._done), len(self._done)
+        if recorded[:count] != self._done:
+            raise RuntimeError(
+                "memory was not enough, and other ranks may wait for this one forever: it goes "
+                f"another way through the model in this {self._kind} than in the last one"
+            )
+        for action, args in recorded[count:]:
+            action(*args)
+
+    def names(self) -> dict[Hashable, list[tuple[str, list[str]]]]:
+        """Describe the recordings in a form that ranks can compare."""
+        return {
+            kind: [
+                (action.__name__, [each.name for each in args if isinstance(each, ParamGroup)])
+                for action, args in actions
+            ]
+            for kind, actions in self._recordings.items()
+        }
