@@ -148,6 +148,8 @@ def room(device: torch.device) -> tuple[int, int]:
     if limit is not None and used is not None:
         cached = _of_container("memory.stat", "file") or 0
         available, total = min(available, limit - used + cached), min(total, limit)
+    if (most := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
+        available = min(available, most - psutil.Process().memory_info().vms)
     # Where a container forbids it, the peak stays that of the whole run.
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

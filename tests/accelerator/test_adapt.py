@@ -241,14 +241,16 @@ def test_gathers_that_a_rank_cannot_join_are_refused():
     )
 
 
-def settings_after_a_resume(rank: int, world_size: int, folder: str) -> tuple[dict, dict, dict]:
+def settings_after_a_resume(
+    rank: int, world_size: int, folder: str, changed: dict
+) -> tuple[dict, dict, dict]:
     found = []
     for resumes in (False, True):
         engine, _ = start(build("t5").to(device.NAME), ds_config() | {"on_out_of_memory": "adapt"})
         if resumes:
             _, client_state = engine.load_checkpoint(folder)
         else:
-            engine.adaptation.restore({"parts": 4, "recomputes": 1, "max_live": 0})
+            engine.adaptation.restore(changed)
             engine.save_checkpoint(folder, client_state={"mine": 1})
         found.append(engine.adaptation.settings())
         engine.destroy()
@@ -256,8 +258,8 @@ def settings_after_a_resume(rank: int, world_size: int, folder: str) -> tuple[di
 
 
 def test_a_checkpoint_remembers_what_was_changed(tmp_path):
-    found = run_on(1, settings_after_a_resume, str(tmp_path), simulated=True)[0]
-    changed = {"parts": 4, "recomputes": 1, "max_live": 0}
+    changed = {"parts": 4, "recomputes": 1, "max_live": 0, "states_on_host": 1}
+    found = run_on(1, settings_after_a_resume, str(tmp_path), changed, simulated=True)[0]
     assert found == (changed, changed, {"mine": 1})
 
 

@@ -7,8 +7,13 @@ and can be repeated.
 
 [Note: what a rank does when its memory is full] It frees its activations and replays the
 remaining gathers and reductions of the forward or backward, without computing
+<<<<<<< HEAD
 (`zero/core/replay.py`). After each forward and backward, all ranks report whether theirs failed. If
 one did, all of them drop the gradients of the step, make the same change, and repeat the step's
+=======
+(`zero/core/course.py`). After each forward and backward, all ranks report whether theirs failed. If
+one did, all of them drop the gradients of the step, make the same changes, and repeat the step's
+>>>>>>> any31
 micro-batches from their inputs and random states. Below stage 3 nothing is gathered, and the
 reductions have a fixed order. At stage 3, a rank can only know from an earlier forward and backward
 what the others will gather. The first training forward is therefore preceded by a forward and
@@ -17,7 +22,12 @@ backward of one sample, which must be recorded alike on all ranks.
 [Note: parts of a micro-batch] The loss must be the mean over the micro-batch's labels, or their sum
 divided by a number that the script passes. This is tested by comparing the loss of two samples
 with the loss of each, also where they have unequal numbers of labels; and the loss of the
-micro-batch with those of its halves, if there was enough memory for its forward."""
+micro-batch with those of its halves, if there was enough memory for its forward.
+
+[Note: how much is changed] A step that fails again and again costs more than a few samples. Before
+the step is repeated, a forward and backward of one sample and one of several show how much memory
+is free at their peaks, and so how many samples a part may have. If there is no room for a single
+one, the next change is made."""
 
 from __future__ import annotations
 
@@ -35,13 +45,19 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from zero.checkpoint.state import random_states, restore_random_states
 from zero.core.layout import LEAF_FLAG
-from zero.device import empty_cache
+from zero.device import empty_cache, room
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
-from zero.monitor.memory_usage import place_of
+from zero.monitor.memory_usage import DEVICE, OPTIMIZER, bytes_by_kind, place_of
 from zero.monitor.out_of_memory import add_line, explain, full_memory
+<<<<<<< HEAD
 from zero.slicing.experts import SlicedExperts
 from zero.slicing.probe import evaluating
+=======
+from zero.offload.tiers import Tier
+from zero.optim.placement import MASTERS, MOMENTS
+from zero.parallel.experts import SlicedExperts
+>>>>>>> any31
 
 logger = logging.getLogger("zero")
 
@@ -51,6 +67,8 @@ _BESIDE = "the script computes gradients beside those of the loss"
 _FORWARD, _VALUES, _BACKWARD = "forward", "forward without gradients", "backward"
 _NOT_THERE = "the memory of the host is full, and activations are on the device"
 _IGNORED = -100  # labels that transformers' losses do not count
+# Of the memory that is free at the peak: the next batch may be longer, and allocators lose some.
+_USED = 0.9
 
 T = TypeVar("T")
 
@@ -104,7 +122,9 @@ class Adaptation:
 
     def __init__(self, engine: ZeroEngine):
         self._engine = engine
-        self._parts = 1
+        self._parts = self._evaluation_parts = 1
+        self._states_on_host = False  # except in a step
+        self._is_alone = False
         self._is_checked = self._is_rehearsed = False
         # Forwards that await their backward, and those whose gradients are in the step's sum.
         self._waiting: list[_Call] = []
@@ -131,6 +151,7 @@ class Adaptation:
             "parts": self._parts,
             "recomputes": int(self._recomputes),
             "max_live": self._engine.schedule.max_live_parameters,
+            "states_on_host": int(self._states_on_host),
         }
 
     def restore(self, settings: dict[str, int]) -> None:
@@ -139,11 +160,15 @@ class Adaptation:
         if settings["recomputes"] and self._can_recompute:
             self._recompute()
         schedule.max_live_parameters = min(schedule.max_live_parameters, settings["max_live"])
+        if settings.get("states_on_host"):
+            self._move_states(on_host=True)
 
     # -- what the script calls
 
     def forward(self, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        module = self._engine.module
+        module, reducer = self._engine.module, self._engine.reducer
+        if not (torch.is_grad_enabled() or module.training):
+            return self._evaluate(_Call(run, (args, kwargs), None, _seen(module)))
         if not (torch.is_grad_enabled() and module.training):
             return run(*args, **kwargs)
         if self._micro_step != self._engine.micro_steps:
@@ -151,12 +176,23 @@ class Adaptation:
         call = _Call(run, (args, kwargs), random_states(self._engine.comm.device), _seen(module))
         if self._gathers_with_others:
             self._rehearse(call)
+        done = self._done if reducer.backwards else []
+        is_known = not reducer.backwards or self._backwards == reducer.backwards
+        dropped: list[_Call] = []
         while True:
             try:
+                if dropped:
+                    self._repeat(dropped, ends=False)
+                    self._backwards, dropped = reducer.backwards, []
+                    restore_random_states(call.random, self._engine.comm.device)
                 return self._shown(call)
             except _NotEnough as raised:
                 error = raised.error
-            self._change([call], error)
+            if not is_known:
+                raise _final(error, _BESIDE)
+            reducer.clear()
+            dropped = list(done)
+            self._change([*done, call], error)
             restore_random_states(call.random, self._engine.comm.device)
 
     def backward(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -197,15 +233,22 @@ class Adaptation:
         self._backwards = reducer.backwards
         return result
 
-    def refuse_other_backwards(self) -> None:
-        """Called before a step. Raises UsageError if a backward has ended at the loss and no other
-        call has continued from there.
+    def step(self, run: Callable[[], None]) -> None:
+        """Run `run`, the engine's step, with the optimizer's state on the device.
+
+        Raises UsageError if a backward has ended at the loss and no other call has continued from
+        there.
         """
         if any(tensor.grad is not None for call in self._waiting for tensor in call.shown):
             raise UsageError(
                 f'{KEY} "adapt": call engine.backward(loss) instead of loss.backward(), which '
                 'cannot be repeated; or set it to "explain"'
             )
+        if not (self._states_on_host and self._engine.ends_step):
+            return run()
+        self._move_states(on_host=False)
+        run()
+        self._move_states(on_host=True)
 
     def _rehearse(self, call: _Call) -> None:
         """Before the first micro-batch at stage 3, run a forward and backward of one sample. See
@@ -243,6 +286,41 @@ class Adaptation:
                 f'{KEY} "adapt": processes go different ways through the model; set it to "explain"'
             )
 
+    def _evaluate(self, call: _Call) -> Any:
+        """Run a forward of an evaluation, in parts if memory is not enough for the whole."""
+        # Below stage 3 a script may evaluate on some of the ranks.
+        self._is_alone = not self._gathers_with_others
+        try:
+            while self._evaluation_parts == 1:
+                try:
+                    return self._together(
+                        _VALUES, lambda: call.run(*call.inputs[0], **call.inputs[1])
+                    )
+                except _NotEnough as raised:
+                    error = raised.error
+                self._cut_evaluation(call, error)
+            while True:
+                try:
+                    return tree_unflatten(*self._values(call, self._evaluation_parts))
+                except _NotEnough as raised:
+                    error = raised.error
+                self._cut_evaluation(call, error)
+        finally:
+            self._is_alone = False
+
+    def _cut_evaluation(self, call: _Call, error: Exception | None) -> None:
+        most, why = self._most_rows([call]), ""
+        if most <= self._evaluation_parts:
+            why = f"an evaluation of {most} sample(s) is cut into as many parts already"
+        elif call.inputs[1].get("past_key_values") is not None:
+            why = "the forward continues a cache"
+        elif call.inputs[1].get("labels") is not None:
+            why = self._why_whole([call]) or self._why_no_sum(call)
+        if why := self._of_all(why):
+            raise _final(error, why)
+        self._evaluation_parts = min(2 * self._evaluation_parts, most)
+        self._tell(f"each batch of an evaluation is cut into {self._evaluation_parts} parts")
+
     # -- one try
 
     def _shown(self, call: _Call) -> Any:
@@ -250,7 +328,9 @@ class Adaptation:
         leaves: list[Any] = []
         structure: Any = None
         if self._parts > 1:
-            leaves, structure = self._values(call)
+            leaves, structure = self._values(call, self._parts)
+            if not _begins_with_loss(leaves):
+                leaves = []
         is_cut = bool(leaves)
         if not leaves:
             output = self._together(_FORWARD, lambda: call.run(*call.inputs[0], **call.inputs[1]))
@@ -269,29 +349,29 @@ class Adaptation:
         self._waiting.append(call)
         return tree_unflatten(leaves, structure)
 
-    def _values(self, call: _Call) -> tuple[list[Any], Any]:
-        """Return the outputs of a forward in parts, none of which has a graph: the loss, and
-        tensors with as many rows as the micro-batch. Nothing if the forward computes no loss.
+    def _values(self, call: _Call, parts: int) -> tuple[list[Any], Any]:
+        """Return the outputs of a forward in parts, none of which has a graph: the loss if there is
+        one, and tensors with as many rows as the micro-batch; None for anything else.
         """
         found, weights, structure = [], [], None
         with torch.no_grad():
-            for (args, kwargs), weight in self._cut(call):
+            for (args, kwargs), weight in self._cut(call, parts):
                 output = self._together(_VALUES, lambda: call.run(*args, **kwargs))  # noqa: B023
                 leaves, structure = tree_flatten(output)
-                if not _begins_with_loss(leaves):
-                    return [], None
                 if weight is not None:
                     weights.append(weight)
                     found.append(leaves)
 
             def merged() -> list[Any]:
+                columns = list(zip(*found, strict=True))
+                if not _begins_with_loss(found[0]):
+                    return list(map(_joined, columns))
                 # The mean over no labels is NaN.
                 terms = [
                     leaves[0] * weight if weight else torch.zeros_like(leaves[0])
                     for leaves, weight in zip(found, weights, strict=True)
                 ]
-                rest = list(zip(*found, strict=True))[1:]
-                return [torch.stack(terms).sum(), *map(_joined, rest)]
+                return [torch.stack(terms).sum(), *map(_joined, columns[1:])]
 
             values = self._together(None, merged)
         if call.buffers != _seen(self._engine.module):
@@ -308,18 +388,20 @@ class Adaptation:
         del pairs
         self._run_backward(outputs, grads)
 
-    def _repeat(self, calls: Sequence[_Call]) -> None:
-        """Run the forward and backward of micro-batches, each in parts."""
+    def _repeat(self, calls: Sequence[_Call], ends: bool = True) -> None:
+        """Run the forward and backward of micro-batches, each in parts. `ends`: the last one is the
+        current micro-batch, which may be the last of its step.
+        """
         engine, micro_batches = self._engine, self._engine.micro_batches
         boundary = micro_batches.boundary
         try:
-            for call in calls:
+            for index, call in enumerate(calls, 1):
                 del call.shown[1:]  # logits are large
                 restore_random_states(call.random, engine.comm.device)
                 parts = list(self._cut(call))
                 done = engine.reducer.backwards
                 for number, ((args, kwargs), weight) in enumerate(parts, 1):
-                    is_last = call is calls[-1] and number == len(parts)
+                    is_last = ends and index == len(calls) and number == len(parts)
                     micro_batches.boundary = boundary if is_last else False
 
                     def run() -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -365,7 +447,7 @@ class Adaptation:
                 explain(self._engine, raised)
                 # The frames of the traceback hold activations.
                 error = raised.with_traceback(None)
-            if error is not None and kind is not None and self._ranks.world_size > 1:
+            if error is not None and kind is not None and self._has_others:
                 if held is not None:
                     held.clear()
                 self._free()
@@ -373,7 +455,7 @@ class Adaptation:
                     raise _final(error, f"this process has no room for a {kind} of one sample")
                 hooks.replay_rest()
         failed = torch.tensor(float(error is not None))
-        if self._ranks.world_size > 1:
+        if self._has_others:
             failed = self._ranks.all_reduce(failed)
         if failed:
             del result
@@ -389,38 +471,127 @@ class Adaptation:
     # -- what is changed
 
     def _change(self, calls: Sequence[_Call], error: Exception | None) -> None:
-        """Change one thing, the same on all ranks; raise `error` if nothing is left to change."""
-        engine, schedule = self._engine, self._engine.schedule
+        """Change as much as is needed, the same on all ranks; raise `error` if nothing is left to
+        change. No gradients are kept now. See the note.
+        """
         self._free()
-        elsewhere = error is not None and full_memory(error) != place_of(engine.comm.device)
-        if why := self._of_all(_NOT_THERE if elsewhere and engine.activations is None else ""):
+        elsewhere = error is not None and full_memory(error) != place_of(self._engine.comm.device)
+        if why := self._of_all(
+            _NOT_THERE if elsewhere and self._engine.activations is None else ""
+        ):
             raise _final(error, why)
-        most = max(self._ranks.exchange(max(call.rows for call in calls)))
+        most, done = self._most_rows(calls), []
         why = self._of_all(self._why_whole(calls))
+        is_whole = bool(why)
         if not why and most <= self._parts:
             why = f"a micro-batch of {most} sample(s) is cut into {self._parts} part(s) already"
-        if not why and not self._is_checked:
+        elif not why and not self._is_checked:
             why = self._of_all(self._why_no_sum(calls[-1]))
             self._is_checked = not why
-        if not why:
-            self._parts = min(2 * self._parts, most)
-            done = (
-                f"each micro-batch is cut into {self._parts} parts, with the gradient of the whole"
-            )
-        elif self._can_recompute:
-            self._recompute()
-            done = "activations are recomputed in the backward"
-        elif engine.settings.zero_optimization.stage == 3 and schedule.max_live_parameters:
-            schedule.max_live_parameters = 0
-            done = "zero_optimization.stage3_max_live_parameters is 0 now"
-        else:
+            is_whole = bool(why)
+        if why and not self._change_other(done):
             raise _final(error, why)
-        if self._ranks.rank == 0:
-            logger.warning(
-                "step %d: memory was not enough; %s, and the step is repeated",
-                engine.global_steps + 1,
-                done,
-            )
+        # What the forward writes would be written once more.
+        if why != _WRITES:
+            while not (rows := self._rows_with_room(calls[-1], most, is_whole)):
+                if not self._change_other(done):
+                    break
+            least = self._parts if done else 2 * self._parts
+            parts = min(most, max(least, -(-most // rows) if rows else most))
+            if not is_whole and parts > self._parts:
+                self._parts = parts
+                done.append(
+                    f"each micro-batch is cut into {parts} parts, with the gradient of the whole"
+                )
+        self._tell(f"{' and '.join(done)}, and the step is repeated")
+
+    def _rows_with_room(self, call: _Call, most: int, is_whole: bool) -> int:
+        """Return how many samples have room for a forward and backward on all ranks, at most
+        `most`; 0 if not even one has. `is_whole`: the micro-batch cannot be cut.
+        """
+        if is_whole or most == 1:
+            return most if self._free_at_peak(call, most) is not None else 0
+        with_one = self._free_at_peak(call, 1)
+        if with_one is None:
+            return 0
+        for rows in sorted({2, max(2, most // 4)}, reverse=True):
+            with_more = self._free_at_peak(call, rows)
+            if with_more is not None:
+                each = max(1, (with_one - with_more) // (rows - 1))
+                fit = 1 + max(0, int(_USED * with_one)) // each
+                return min(most, *self._ranks.exchange(fit))
+        return 1
+
+    def _free_at_peak(self, call: _Call, rows: int) -> int | None:
+        """Return the bytes that are free at the peak of the forward and backward of some samples,
+        or None if a rank has not enough. If a step has several backwards, this is the peak of the
+        second one, during which there are gradients of the first.
+        """
+        engine, parts = self._engine, self._parts
+        loss = torch.zeros((), device=engine.comm.device, requires_grad=True)
+        loss.grad = torch.ones_like(loss)
+        some = _Call(call.run, call.of_rows(slice(rows)), call.random, call.buffers, shown=[loss])
+        is_only = rows >= call.rows and engine.settings.gradient_accumulation_steps == 1
+        room(engine.comm.device)
+        try:
+            self._parts = 1
+            self._repeat([some] if is_only else [some, some])
+            return room(engine.comm.device)[0]
+        except _NotEnough:
+            return None
+        finally:
+            self._parts = parts
+            engine.reducer.clear()
+            self._free()
+
+    def _change_other(self, done: list[str]) -> bool:
+        """Change one thing but the size of the parts, and add it to `done`. False if nothing is
+        left.
+        """
+        schedule = self._engine.schedule
+        if self._can_recompute:
+            self._recompute()
+            done.append("activations are recomputed in the backward")
+        elif self._engine.settings.zero_optimization.stage == 3 and schedule.max_live_parameters:
+            schedule.max_live_parameters = 0
+            done.append("zero_optimization.stage3_max_live_parameters is 0 now")
+        elif all(self._ranks.exchange(self._can_move_states)):
+            self._move_states(on_host=True)
+            done.append("the optimizer's state is in host memory except in a step")
+        else:
+            return False
+        return True
+
+    @property
+    def _can_move_states(self) -> bool:
+        """Whether the device holds state of the optimizer, which only the step needs."""
+        optimizer = self._engine.optimizer
+        if self._states_on_host or optimizer is None or hasattr(optimizer.optimizer, "eval"):
+            return False  # schedule-free optimizers use it for an evaluation, too
+        return bool(bytes_by_kind(self._engine).get(DEVICE, {}).get(OPTIMIZER))
+
+    def _move_states(self, on_host: bool) -> None:
+        optimizer, device = self._engine.optimizer, self._engine.comm.device
+        assert optimizer is not None
+        optimizer.wait()
+        optimizer.move(
+            (MOMENTS, MASTERS), Tier(torch.device("cpu") if on_host else device, on_host)
+        )
+        self._states_on_host |= on_host
+        empty_cache(device)
+
+    def _tell(self, done: str) -> None:
+        if self._is_alone or self._ranks.rank == 0:
+            step = self._engine.global_steps + 1
+            logger.warning("step %d: memory was not enough; %s", step, done)
+
+    @property
+    def _has_others(self) -> bool:
+        return self._ranks.world_size > 1 and not self._is_alone
+
+    def _most_rows(self, calls: Sequence[_Call]) -> int:
+        rows = max(call.rows for call in calls)
+        return max(self._ranks.exchange(rows)) if self._has_others else rows
 
     @property
     def _recomputes(self) -> bool:
@@ -437,7 +608,7 @@ class Adaptation:
 
     def _of_all(self, why: str) -> str:
         """Return the first reason that a rank gives, or an empty text."""
-        return next(filter(None, self._ranks.exchange(why)), "")
+        return next(filter(None, self._ranks.exchange(why)), "") if self._has_others else why
 
     def _why_whole(self, calls: Sequence[_Call]) -> str:
         """Return why micro-batches cannot be split; empty if they can."""

@@ -92,10 +92,11 @@ class DeepSpeedEngine(ZeroEngine):
                     name,
                 )
                 break
-        if self.adaptation is not None:
-            self.adaptation.refuse_other_backwards()
         with explained(self):
-            super().step()
+            if self.adaptation is None:
+                super().step()
+            else:
+                self.adaptation.step(super().step)
 
     # The Trainer looks for the last argument in the signature.
     def save_checkpoint(
