@@ -7,13 +7,8 @@ and can be repeated.
 
 [Note: what a rank does when its memory is full] It frees its activations and replays the
 remaining gathers and reductions of the forward or backward, without computing
-<<<<<<< HEAD
 (`zero/core/replay.py`). After each forward and backward, all ranks report whether theirs failed. If
-one did, all of them drop the gradients of the step, make the same change, and repeat the step's
-=======
-(`zero/core/course.py`). After each forward and backward, all ranks report whether theirs failed. If
 one did, all of them drop the gradients of the step, make the same changes, and repeat the step's
->>>>>>> any31
 micro-batches from their inputs and random states. Below stage 3 nothing is gathered, and the
 reductions have a fixed order. At stage 3, a rank can only know from an earlier forward and backward
 what the others will gather. The first training forward is therefore preceded by a forward and
@@ -50,14 +45,10 @@ from zero.engine import ZeroEngine
 from zero.errors import UsageError
 from zero.monitor.memory_usage import DEVICE, OPTIMIZER, bytes_by_kind, place_of
 from zero.monitor.out_of_memory import add_line, explain, full_memory
-<<<<<<< HEAD
-from zero.slicing.experts import SlicedExperts
-from zero.slicing.probe import evaluating
-=======
 from zero.offload.tiers import Tier
 from zero.optim.placement import MASTERS, MOMENTS
-from zero.parallel.experts import SlicedExperts
->>>>>>> any31
+from zero.slicing.experts import SlicedExperts
+from zero.slicing.probe import evaluating
 
 logger = logging.getLogger("zero")
 
