@@ -83,7 +83,7 @@ def _state(folder: Path, values: dict[str, Any], source: str) -> TrainingState:
     if not all(isinstance(group.get("params"), list) for group in ordered):
         raise UsageError(f"{folder}: its param groups do not name their parameters")
     tensors = {name: each for name, each in values.items() if isinstance(each, Stored)}
-    first = str(ordered[0]["params"][0])
+    first = next((str(name) for group in ordered for name in group["params"]), "")
     of_model = next((key for key in tensors if key.removesuffix(first) in ("", "model.")), None)
     if of_model is None:
         of_model = next((key for key in tensors if key.endswith(f".{first}")), first)
