@@ -20,9 +20,13 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from zero.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_FILE
+from zero.checkpoint.export import on_disk
+from zero.checkpoint.files import TensorSpec
 from zero.checkpoint.manifest import SAFETENSORS_NAMES
+from zero.checkpoint.models import write_model
 from zero.conversion import pickles
-from zero.conversion.named import named_state, put_progress
+from zero.conversion.named import named_state, put_progress, state_dicts
+from zero.conversion.ours import copy_beside
 from zero.conversion.training_state import Stored, TrainingState
 from zero.errors import UsageError
 
@@ -195,3 +199,33 @@ def _names_of(model: nn.Module, groups: Sequence[dict[str, Any]], file: Path) ->
         f"{[len(each) for each in possible[0]]}, or an optimizer of all {len(trained)} trained "
         "parameters one group; other groups have no names in the file, so they are not taken over"
     )
+
+
+# -- write
+
+
+def write(state: TrainingState, out: Path) -> None:
+    """Write what the Trainer loads without any engine: the model, `optimizer.pt`, and its own
+    files. The model's weights are fp32.
+
+    The values are in a temporary file on the way. Raises OSError if the disk has no space for them.
+    """
+    if state.frozen_excluded:
+        raise UsageError(
+            f"{state.source}: it lacks the frozen weights; write adapters with zero consolidate"
+        )
+    model, optimizer = state_dicts(state, on_disk)
+    tied = {other for each in state.parameters.values() for other in each.tied}
+    specs = [
+        TensorSpec(name, value.shape, value.dtype)
+        for name, value in model.items()
+        if name not in tied
+    ]
+    write_model(out, specs, (model[spec.name] for spec in specs), state.model_config)
+    names = [name for group in optimizer["param_groups"] for name in group["params"]]
+    number_of = {name: number for number, name in enumerate(names)}
+    for group in optimizer["param_groups"]:
+        group["params"] = [number_of[name] for name in group["params"]]
+    numbered = {number_of[name]: each for name, each in optimizer["state"].items()}
+    torch.save(optimizer | {"state": numbered}, out / "optimizer.pt")
+    copy_beside(state, out)

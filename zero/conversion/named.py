@@ -4,7 +4,7 @@ and the Trainer share."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +197,36 @@ def put_progress(state: TrainingState, folder: Path) -> None:
         state.loss_scaler = {"scale": float(scaler["scale"])} | counted
     if not any(name.startswith("rng_state") for name in names):
         state.missing.append("random states: there is no rng_state*.pth")
+
+
+# -- out
+
+
+def state_dicts(
+    state: TrainingState, keep: Callable[[Iterable[tuple[str, torch.Tensor]], int], dict]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the state dicts of the model and of the optimizer, with names.
+
+    `keep` puts tensors, of which there are so many bytes, where they need not be in memory.
+    """
+    tensors = {f"weights/{name}": each.weights for name, each in state.parameters.items()}
+    tensors |= {f"plain/{name}": each for name, each in state.buffers.items()}
+    for name, each in state.parameters.items():
+        for key, value in each.state.items():
+            if isinstance(value, Stored):
+                tensors[f"optimizer/{key}/{name}"] = value
+    nbytes = sum(each.nbytes for each in tensors.values())
+    kept = keep(((name, each.tensor()) for name, each in tensors.items()), nbytes)
+    model = {name: kept[f"plain/{name}"] for name in state.buffers}
+    optimizer: dict[str, dict[str, Any]] = {}
+    for name, each in state.parameters.items():
+        model |= dict.fromkeys([name, *each.tied], kept[f"weights/{name}"])
+        if each.state:
+            optimizer[name] = {
+                key: kept.get(f"optimizer/{key}/{name}", value) for key, value in each.state.items()
+            }
+    groups = [
+        options | {"params": [name for name, p in state.parameters.items() if p.group == index]}
+        for index, options in enumerate(state.groups)
+    ]
+    return model, {"state": optimizer, "param_groups": groups}

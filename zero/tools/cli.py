@@ -98,7 +98,7 @@ from zero.tools.arguments import (
     output_file,
     program,
 )
-from zero.tools.convert import adopt
+from zero.tools.convert import adopt, convert
 from zero.tools.doctor.command import doctor
 from zero.tools.estimate.question import Question, model_folder, with_batch
 from zero.tools.estimate.speeds import DEVICES, GIVEN, chosen
@@ -323,6 +323,7 @@ def _consolidate(arguments: list[str]) -> None:
 COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "adopt": adopt,
     "consolidate": _consolidate,
+    "convert": convert,
     "doctor": doctor,
     "estimate": _estimate,
     "explain": _explain,

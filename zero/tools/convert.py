@@ -6,13 +6,15 @@ import json
 from pathlib import Path
 
 from zero.checkpoint import folder as folders
-from zero.conversion import full, ours
+from zero.conversion import dcp, full, ours
 from zero.conversion.training_state import TrainingState
 from zero.errors import UsageError
 from zero.tools.arguments import Parser
 
 # Each can say whether a folder has its files, and read it. The first that recognizes a folder does.
-READERS = (full,)
+READERS = (dcp, full)
+WRITERS = {"dcp": dcp.write, "hf": full.write}
+TO = "dcp: FSDP in accelerate's layout; hf: a folder for the Trainer without any engine"
 
 
 def adopt(arguments: list[str]) -> None:
@@ -29,6 +31,24 @@ def adopt(arguments: list[str]) -> None:
     out = _new(folder, Path(options.out or f"{folder}-zero"))
     state = read_any(folder)
     _report(state, ours.write(state, out).parent, options.json)
+
+
+def convert(arguments: list[str]) -> None:
+    parser = Parser(
+        "convert",
+        "Write a checkpoint of zero as another engine loads it.",
+        "output/checkpoint-500 --to hf back/checkpoint-500",
+        json="the new folder and what was not carried over",
+    )
+    parser.add_argument("folder", help="the checkpoint of zero")
+    parser.add_argument("--to", choices=WRITERS, required=True, help=TO)
+    parser.add_argument("out", nargs="?", help="the folder to write to; default: FOLDER-TO")
+    options = parser.parse_intermixed_args(arguments)  # OUT may come last
+    folder = Path(options.folder).resolve()
+    out = _new(folder, Path(options.out or f"{folder}-{options.to}"))
+    state = ours.read(folder)
+    WRITERS[options.to](state, out)
+    _report(state, out, options.json)
 
 
 def read_any(folder: Path) -> TrainingState:

@@ -1,0 +1,239 @@
+"""torch's distributed checkpoints (DCP): reads those of FSDP through accelerate, and of torchtitan,
+and writes accelerate's.
+
+    .metadata            a pickle: the chunks of each tensor, and where they are
+    __RANK_N.distcp      chunks, and other values, each as a file of `torch.save`
+
+accelerate has one such folder for the model and one for the optimizer. torchtitan has a single one.
+Both call an optimizer's state `optimizer.state.NAME.exp_avg`.
+
+Chunks that divide a tensor along its first dimension, as FSDP's do, are read in parts. A tensor
+that is also divided along others, by tensor parallelism, is joined in memory."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from zero.checkpoint.export import on_disk
+from zero.conversion import full, pickles
+from zero.conversion.named import named_state, put_progress, state_dicts
+from zero.conversion.ours import copy_beside
+from zero.conversion.training_state import Stored, TrainingState
+from zero.errors import UsageError
+
+METADATA = ".metadata"
+MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
+# What torchtitan keeps beside the model, whose names have no prefix there.
+_BESIDE_MODEL = "optimizer.", "lr_scheduler.", "train_state.", "dataloader."
+
+
+def recognizes(folder: Path) -> bool:
+    places = [folder / METADATA, folder / MODEL_FOLDER / METADATA]
+    return any(path.is_file() for path in places)
+
+
+def read(folder: Path) -> TrainingState:
+    """Return the state in a folder.
+
+    Raises UsageError, which names the file, if it cannot be read, or has no optimizer state.
+    """
+    model_folder = folder / MODEL_FOLDER
+    if (model_folder / METADATA).is_file():
+        values = _open(model_folder) | _open(folder / OPTIMIZER_FOLDER)
+        return _state(folder, values, "accelerate's FSDP")
+    values = _open(folder)
+    state = _state(folder, values, "torch's DCP")
+    for name in ("train_state", "lr_scheduler", "dataloader"):
+        prefix = f"{name}."
+        found = {key.removeprefix(prefix): v for key, v in values.items() if key.startswith(prefix)}
+        kept, left_out = pickles.without_records(found)
+        state.missing += [f"{prefix}{key}" for key in left_out]
+        if name == "lr_scheduler" and kept:
+            state.lr_scheduler = kept
+            state.missing = [each for each in state.missing if not each.startswith("learning-rate")]
+        elif kept:
+            state.client_state[name] = kept
+    return state
+
+
+def _state(folder: Path, values: dict[str, Any], source: str) -> TrainingState:
+    marker = ".param_groups."
+    key = next((key for key in values if marker in key), None)
+    if key is None:
+        raise UsageError(f"{folder}: it has no state of an optimizer; zero loads the model alone")
+    prefix = key[: key.index(marker) + 1]
+    optimizer: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        kind, _, rest = key.removeprefix(prefix).partition(".")
+        if key.startswith(prefix) and kind in ("state", "param_groups"):
+            name, _, option = rest.rpartition(".")
+            target = optimizer if kind == "state" else groups
+            target.setdefault(name, {})[option] = value
+    by_name = next(iter(groups)) if not next(iter(groups)).isdecimal() else None
+    ordered = _joined(groups) if by_name else [groups[key] for key in sorted(groups, key=int)]
+    if not all(isinstance(group.get("params"), list) for group in ordered):
+        raise UsageError(f"{folder}: its param groups do not name their parameters")
+    tensors = {name: each for name, each in values.items() if isinstance(each, Stored)}
+    first = next((str(name) for group in ordered for name in group["params"]), "")
+    of_model = next((key for key in tensors if key.removesuffix(first) in ("", "model.")), None)
+    if of_model is None:
+        of_model = next((key for key in tensors if key.endswith(f".{first}")), first)
+    model_prefix = of_model.removesuffix(first)
+    weights = {
+        name.removeprefix(model_prefix): each
+        for name, each in tensors.items()
+        if name.startswith(model_prefix)
+        and not name.startswith(prefix)
+        and (model_prefix or not name.startswith(_BESIDE_MODEL))
+    }
+    model = full.skeleton(folder) if (folder / "config.json").is_file() else None
+    state = named_state(source, folder, weights, optimizer, ordered, model)
+    put_progress(state, folder)
+    return state
+
+
+def _joined(of_names: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the param groups, if each parameter has its own options: one for equal options."""
+    groups: list[dict[str, Any]] = []
+    for name, options in of_names.items():
+        same = (group for group in groups if group | {"params": 0} == options | {"params": 0})
+        if (group := next(same, None)) is None:
+            groups.append(options | {"params": [name]})
+        else:
+            group["params"].append(name)
+    return groups
+
+
+# -- the files
+
+
+class _Chunk(NamedTuple):
+    offsets: tuple[int, ...]
+    values: Stored
+
+
+class _Chunks:
+    """A tensor in chunks."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, chunks: Sequence[_Chunk]):
+        self._shape, self._dtype = shape, dtype
+        self._chunks = sorted(chunks, key=lambda chunk: chunk.offsets)
+        row = math.prod(shape[1:])
+        self._starts = [chunk.offsets[0] * row if chunk.offsets else 0 for chunk in self._chunks]
+        self._in_rows = all(chunk.values.shape[1:] == shape[1:] for chunk in self._chunks)
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        if not self._in_rows:
+            return _whole(self).view(-1)[start:end]
+        found = torch.empty(end - start, dtype=self._dtype, device="cpu")
+        position = start
+        while position < end:
+            index = bisect_right(self._starts, position) - 1
+            values, first = self._chunks[index].values, self._starts[index]
+            last = min(end, first + values.numel())
+            part = values.read(position - first, last - first)
+            found[position - start : last - start] = part
+            position = last
+        return found
+
+    def joined(self) -> torch.Tensor:
+        whole = torch.empty(self._shape, dtype=self._dtype, device="cpu")
+        for offsets, values in self._chunks:
+            place = tuple(
+                slice(offset, offset + n) for offset, n in zip(offsets, values.shape, strict=True)
+            )
+            whole[place] = values.tensor()
+        return whole
+
+
+@lru_cache(maxsize=4)  # one for each thread that writes
+def _whole(chunks: _Chunks) -> torch.Tensor:
+    return chunks.joined()
+
+
+def _open(folder: Path) -> dict[str, Any]:
+    """Return everything in a folder by its name: tensors, and other values."""
+    path = folder / METADATA
+    try:
+        metadata = pickles.load_plain(path)
+        places = {_identity(index): info for index, info in metadata.storage_data.items()}
+        return {
+            name: _tensor(folder, name, entry, places)
+            if entry.kind.name == "TensorStorageMetadata"
+            else _load(folder, places[name, None])
+            for name, entry in metadata.state_dict_metadata.items()
+        }
+    except FileNotFoundError:
+        raise UsageError(f"{path} is missing") from None
+    except (AttributeError, LookupError, TypeError) as error:
+        raise UsageError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+
+
+def _identity(index: pickles.Record) -> tuple[str, tuple[int, ...] | None]:
+    offset = index.state.get("offset")
+    return index.fqn, None if offset is None else tuple(offset)
+
+
+def _load(folder: Path, info: pickles.Record) -> Any:
+    file = Path(info.relative_path)
+    if file.name != info.relative_path or info.state.get("transform_descriptors"):
+        raise UsageError(f"{folder / METADATA}: {file} is elsewhere, or compressed")
+    return pickles.load(folder / file, info.offset, info.offset + info.length)
+
+
+def _tensor(folder: Path, name: str, entry: pickles.Record, places: dict) -> Stored:
+    shape, dtype = tuple(entry.size), entry.properties.state[0]
+    chunks = []
+    for chunk in entry.chunks:
+        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        if 0 in sizes:
+            continue
+        values = _load(folder, places[name, offsets])
+        if not isinstance(values, Stored) or values.dtype != dtype:
+            raise UsageError(f"{folder}: {name} is no tensor of {dtype}")
+        if values.shape != sizes and values.numel() == math.prod(sizes) == 1:
+            values = Stored(sizes, dtype, values.read)
+        within = len(offsets) == len(sizes) == len(shape) and all(
+            first >= 0 and first + n <= most
+            for first, n, most in zip(offsets, sizes, shape, strict=True)
+        )
+        if values.shape != sizes or not within:
+            raise UsageError(f"{folder}: a chunk of {name} has another shape than {METADATA} says")
+        chunks.append(_Chunk(offsets, values))
+    if sum(chunk.values.numel() for chunk in chunks) != math.prod(shape):
+        raise UsageError(f"{folder}: a chunk of {name} is missing, or there twice")
+    return Stored(shape, dtype, _Chunks(shape, dtype, chunks).read)
+
+
+# -- write
+
+
+def write(state: TrainingState, out: Path) -> None:
+    """Write what accelerate's FSDP loads, with any number of ranks.
+
+    The values are in a temporary file on the way. Raises OSError if the disk has no space for them.
+    """
+    from torch.distributed import checkpoint
+
+    model, optimizer = state_dicts(state, on_disk)
+    for group in optimizer["param_groups"]:
+        # an optimizer asks for all of its options
+        defaults = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
+        defaults |= {"initial_lr": group["lr"], "maximize": False, "decoupled_weight_decay": True}
+        group |= {key: value for key, value in defaults.items() if key not in group}
+    out.mkdir(parents=True, exist_ok=True)
+    parts = {MODEL_FOLDER: {"model": model}, OPTIMIZER_FOLDER: {"optimizer": optimizer}}
+    for name, content in parts.items():
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is")
+            checkpoint.save(content, checkpoint_id=out / name, no_dist=True)
+    copy_beside(state, out)
