@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from zero.checkpoint.export import Weights
-from zero.core.gathered_parameters import GatheredParameters
 from zero.core.param_group import ParamGroup, unsharded
 from zero.core.quantized_weights import is_quantized
 from zero.core.sharded_param import (
@@ -29,6 +28,7 @@ from zero.core.sharded_param import (
 )
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
+from zero.gathered_parameters import GatheredParameters
 
 
 def stream_weights(

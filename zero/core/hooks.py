@@ -263,8 +263,9 @@ class ModuleHooks:
         # A module may keep views of another module's weights.
         sharded = [group for group in self.groups if not group.persistent]
         self._find_views(module, sharded, whole_model=True)
-        with_grad = list(tensors_with_grad(output, in_objects=True))
-        if not (with_grad and torch.is_grad_enabled()):
+        records = torch.is_grad_enabled()
+        with_grad = list(tensors_with_grad(output, in_objects=True)) if records else []
+        if not with_grad:
             self._end_pass()
             return
         self._awaited += 1
