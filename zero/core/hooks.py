@@ -36,10 +36,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
+from torch.autograd import forward_ad
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from zero.core.derivatives import asks_for_other_gradients, in_forward_mode
+from zero.core.derivatives import asks_for_other_gradients
 from zero.core.external_access import (
     MissingGradients,
     OutsideReads,
@@ -373,8 +374,9 @@ class ModuleHooks:
                 is_hooked = True
         self._called.update(self._hooked.intersection(groups))
         may_follow = passed_through or any(group.trainable for group in groups)
-        if (may_follow and not is_hooked) or in_forward_mode():
-            # The result is kept on the module, or written into an argument.
+        if (may_follow and not is_hooked) or forward_ad._current_level >= 0:
+            # The result is kept on the module, or written into an argument; or the graph gets
+            # forward-mode derivatives, whose nodes do not show up in any output.
             for group in groups:
                 self._reads.hold(group)
 
