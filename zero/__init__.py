@@ -5,8 +5,8 @@ the script with `zero run`, or see `zero.hf.enable`.
 """
 
 from zero import fragments
-from zero.core.gathered_parameters import GatheredParameters
 from zero.engine import ZeroEngine
+from zero.gathered_parameters import GatheredParameters
 from zero.init import Init
 from zero.integrations.deepspeed import labels, leaf
 from zero.integrations.deepspeed.engine import initialize

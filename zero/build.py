@@ -94,7 +94,7 @@ def make_groups(
     """
     check_model(model)
     zero = settings.zero_optimization
-    dtype = settings.compute_dtype if settings.fp16.enabled or settings.bf16.enabled else None
+    dtype = settings.sixteen_bit_dtype
     if dtype is None:
         refuse_doubles(model)
     # Below stage 3 nothing is gathered for use; a group is what one reduction takes.
@@ -107,8 +107,10 @@ def make_groups(
         packed_too=zero.stage == 3,
         buffers=_sharded_buffers(model, zero),
     )
-    if zero.stage == 3:
-        _keep_formats(model)
+    # bitsandbytes' forward in eval mode repacks weights for some CPUs. Sharded ones stay.
+    for module in cast(Any, model).modules() if zero.stage == 3 else ():
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            module.support_avx512bf16_for_cpu = False
     for param in () if dtype is None else model.parameters():
         # In no group, but it must have the dtype of the layer's inputs.
         is_empty = param.numel() == 0 and param.is_floating_point()
@@ -143,13 +145,6 @@ def _sharded_buffers(model: nn.Module, zero: ZeroConfig) -> bool | None:
     if zero.stage < 3 or zero.stage3_shard_buffers is not None:
         return zero.stage == 3 and zero.stage3_shard_buffers
     return None if keeps_codes_in_buffers(model) else False
-
-
-def _keep_formats(model: nn.Module) -> None:
-    """bitsandbytes' forward in eval mode repacks weights for some CPUs. Sharded ones stay."""
-    for module in cast(Any, model).modules():
-        if getattr(module, "support_avx512bf16_for_cpu", False):
-            module.support_avx512bf16_for_cpu = False
 
 
 def describe_quantized(model: nn.Module, settings: Config, ranks: int) -> str:

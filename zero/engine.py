@@ -8,24 +8,25 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from zero import build, checkpoint
-from zero.accumulation import Accumulation
 from zero.checkpoint.export import Weights, save_16bit_model, show_copies_in_state_dicts
 from zero.comm.clock import Throughput
 from zero.comm.communicator import Communicator, communicator
-from zero.config import Config
+from zero.config import Config, ResolvedConfig
 from zero.config.table import announce
 from zero.core.forward_writes import ForwardWrites
 from zero.core.gathering import Gathering
 from zero.core.hooks import ModuleHooks
 from zero.core.layout import called_blocks
+from zero.core.micro_batches import MicroBatches
 from zero.core.param_group import State
 from zero.core.reduction import ReductionOrder
 from zero.core.schedule import Residency
@@ -39,9 +40,6 @@ from zero.optim.placement import WEIGHTS, states_named
 from zero.optim.sharded_optimizer import NonFiniteGradientError, ZeroOptimizer, param_group_of
 from zero.slicing.blocks import SlicedBlock
 
-if TYPE_CHECKING:
-    from zero.monitor.monitor import Monitor
-
 logger = logging.getLogger("zero")
 
 # Steps in a row that may be skipped without fp16.
@@ -50,7 +48,17 @@ SKIPS_ALLOWED = 3
 _engine_of: WeakKeyDictionary[nn.Module, weakref.ref[ZeroEngine]] = WeakKeyDictionary()
 
 
-class ZeroEngine(Accumulation, nn.Module):
+class StepMonitor(Protocol):
+    """What the engine tells of its steps, such as to `zero.monitor.monitor.Monitor`."""
+
+    def loss(self, loss: torch.Tensor) -> None: ...
+
+    def end_step(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ZeroEngine(nn.Module):
     """A model whose optimizer state (from stage 1 on), gradients (from stage 2 on) and parameters
     (at stage 3) are sharded over all ranks.
 
@@ -69,7 +77,9 @@ class ZeroEngine(Accumulation, nn.Module):
         optimizer: a `ZeroOptimizer`, or None.
         lr_scheduler: the scheduler, which advances after each step that was not skipped, or None.
         config: your configuration as a dict.
-        global_steps, micro_steps, skipped_steps, global_samples: counters.
+        global_steps, micro_steps, skipped_steps: counters.
+        global_samples: samples of all ranks in all steps so far.
+        micro_batches: shared with the hooks and the reducer.
         throughput: samples per second.
         residency: the number of gathered elements, now and at its peak.
         activations: `HostActivations` if `cpu_checkpointing` or `nvme_path` is set, or None.
@@ -78,7 +88,7 @@ class ZeroEngine(Accumulation, nn.Module):
     """
 
     optimizer_class = ZeroOptimizer
-    monitor: Monitor | None = None
+    monitor: StepMonitor | None = None
     _skips_in_a_row = 0
     _lost_its_hooks = False
 
@@ -90,11 +100,10 @@ class ZeroEngine(Accumulation, nn.Module):
         lr_scheduler: Any = None,
         comm: Communicator | None = None,
     ):
+        super().__init__()
         comm = comm or communicator()
         settings = settings.resolve(comm.world_size)
-        super().__init__(settings)
-        self.comm = comm
-        self.config = settings.origin.raw
+        self._begin(model, settings, comm)
         if comm.job.rank == 0:
             ranks = settings.zero_optimization.shards_over(comm.world_size)
             facts = build.describe_optimizer(optimizer, settings)
@@ -104,15 +113,11 @@ class ZeroEngine(Accumulation, nn.Module):
                 logger.warning("%s is an old name of %s", old, new)
         if settings.watchdog_timeout is not None:
             comm.watchdog.timeout = settings.watchdog_timeout
-        self.module = model
         # The Trainer makes an engine of the same model for each training.
         earlier = _engine_of.get(model, lambda: None)()
         if earlier is not None:
             earlier.destroy()
         _engine_of[model] = weakref.ref(self)
-        self.global_steps = self.skipped_steps = 0
-        self.throughput = Throughput(settings.train_batch_size)
-        self._step_applied = self.is_compiled = False
         self.residency = Residency()
 
         build.require_agreement(comm, settings, model, optimizer)
@@ -145,15 +150,12 @@ class ZeroEngine(Accumulation, nn.Module):
             self.micro_batches,
             ignore_unused=settings.zero_optimization.ignore_unused_parameters,
         )
-        self.activations: HostActivations | None = None
         kept = settings.activation_checkpointing
         if kept.nvme_path or (kept.cpu_checkpointing and is_accelerator(self.comm.device)):
             file = scratch_file(kept.nvme_path, settings.aio) if kept.nvme_path else None
             self.activations = HostActivations(
                 self.comm.device, Tier(torch.device("cpu"), file=file)
             )
-        self.scaler = LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None
-        self.optimizer: ZeroOptimizer | None = None
         if optimizer is not None:
             self.optimizer = build.make_optimizer(
                 self.optimizer_class,
@@ -172,6 +174,24 @@ class ZeroEngine(Accumulation, nn.Module):
         self.comm.watchdog.has_engine = True
         if settings.compile.enabled:
             self.compile(settings.compile.backend, settings.compile.kwargs)
+
+    def _begin(self, model: nn.Module, settings: ResolvedConfig, comm: Communicator) -> None:
+        """Set what an engine has before its model is sharded; `zero verify` trains with no more."""
+        self.module = model
+        self.settings = settings
+        self.config = settings.origin.raw
+        self.comm = comm
+        self.global_steps = self.skipped_steps = self.global_samples = 0
+        self.throughput = Throughput(settings.train_batch_size)
+        self.micro_batches = MicroBatches(
+            settings.gradient_accumulation_steps,
+            settings.managed_gradient_accumulation,
+            scales_loss=settings.fp16.enabled,
+        )
+        self._step_applied = self.is_compiled = False
+        self.activations: HostActivations | None = None
+        self.scaler = LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None
+        self.optimizer: ZeroOptimizer | None = None
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
         raise UsageError(
@@ -374,6 +394,102 @@ class ZeroEngine(Accumulation, nn.Module):
         if self.optimizer is not None:
             self.optimizer.move(names, tier)
 
+    # -- where a step ends, and when gradients are reduced
+
+    @property
+    def micro_steps(self) -> int:
+        """The number of calls of `step()` so far."""
+        return self.micro_batches.count
+
+    @micro_steps.setter
+    def micro_steps(self, count: int) -> None:
+        self.micro_batches.count = count
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether the engine counts micro-batches. If not, each call of `step()` ends the
+        accumulation.
+        """
+        return self.micro_batches.managed
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch is the last one before the parameters are updated."""
+        return self.micro_batches.is_last
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether the next call of `step()` updates the parameters."""
+        return self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Set whether the current micro-batch is the last one of a step. From now on the engine
+        no longer counts micro-batches itself.
+        """
+        if not self.managed_gradient_accumulation():
+            raise UsageError(
+                "set_gradient_accumulation_boundary: managed_gradient_accumulation is false, so "
+                "that each step() is the boundary; leave the call out"
+            )
+        self.micro_batches.boundary = is_boundary
+
+    def _count_samples(self) -> None:
+        """At the end of an accumulation, before its gradients are forgotten."""
+        steps = self.settings.gradient_accumulation_steps
+        steps_made = steps if self.managed_gradient_accumulation() else self.reducer.backwards
+        self.global_samples += self.settings.train_batch_size // steps * steps_made
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which gradients are not reduced over the ranks, at stages 0 and 1.
+
+        Leave it before you call `step()`.
+        """
+        stage = self.settings.zero_optimization.stage
+        if stage >= 2:
+            raise UsageError(
+                f"no_sync context manager is incompatible with zero_optimization.stage {stage}: at "
+                "this ZeRO stage no "
+                "rank keeps whole gradients; use stage 1, or coalesce_grad_reduction()"
+            )
+        if self.micro_batches.holds_back:
+            raise UsageError(
+                "no_sync context manager reentry is unsupported: leave the first one before the "
+                "second"
+            )
+        self.micro_batches.holds_back = True
+        try:
+            yield
+        finally:
+            self.micro_batches.holds_back = False
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """A context in which the gradients of several backward passes are reduced only once, when
+        the context ends, at stages 1 to 3.
+
+        Until then each rank holds full gradients, as at stage 1. Leave the context before you call
+        `step()`. A boundary that is set inside is reset when the context ends."""
+        if not self.managed_gradient_accumulation():
+            raise UsageError(
+                "coalesce_grad_reduction: managed_gradient_accumulation is false, so that step() "
+                "ends the accumulation"
+            )
+        if self.settings.zero_optimization.stage == 0:
+            raise NotImplementedError(
+                "coalesce_grad_reduction acts at zero_optimization.stage 1 to 3; use no_sync()"
+            )
+        if self.micro_batches.holds_back:
+            raise UsageError(
+                "coalesce_grad_reduction cannot be nested inside another one or inside no_sync"
+            )
+        boundary = self.micro_batches.boundary
+        self.micro_batches.holds_back = True
+        try:
+            with self.reducer.deferring():
+                yield
+        finally:
+            self.micro_batches.holds_back = False
+            self.micro_batches.boundary = boundary
+
     # -- weights out
 
     def save_16bit_model(
@@ -425,27 +541,7 @@ class ZeroEngine(Accumulation, nn.Module):
             self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
         )
 
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable | None = None,
-    ) -> tuple[str | None, dict]:
-        """Restore what `save_checkpoint` wrote: see `zero.checkpoint.load_checkpoint`."""
-        return checkpoint.load_checkpoint(
-            self,
-            load_dir,
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            custom_load_fn,
-        )
+    load_checkpoint = checkpoint.load_checkpoint
 
     def wait_for_checkpoint(self) -> None:
         """Wait until all asynchronous saves are complete. If one has failed, raise its error."""

@@ -129,13 +129,11 @@ class Init:
             )
         source = config_dict_or_path if config_dict_or_path is not None else config
         self.enabled = enabled
-        self.dtype = dtype
         if not self.enabled:
             return
         settings = load_config({} if source is None else source, allow_auto=True)
         zero = settings.zero_optimization
-        if dtype is None and settings.compute_dtype != torch.float32:
-            self.dtype = settings.compute_dtype
+        self.dtype = dtype or settings.sixteen_bit_dtype
         self.strict = zero.enable_sanity_checks
         # Which buffers `shard_loaded` takes, as `quantized_tensors` says.
         self.buffers = zero.stage3_shard_buffers

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from zero.checkpoint.export import Weights
-from zero.core.gathered_parameters import GatheredParameters
 from zero.core.param_group import ParamGroup, unsharded
-from zero.core.quantized_weights import is_quantized
+from zero.core.quantized_weights import is_quantized, public_attributes
 from zero.core.sharded_param import (
     ReadHook,
     ShardedParameter,
@@ -29,6 +28,7 @@ from zero.core.sharded_param import (
 )
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
+from zero.gathered_parameters import GatheredParameters
 
 
 def stream_weights(
@@ -251,7 +251,7 @@ class GatheredWhenRead:
                 # PEFT has quantized the weight again, but the reader has the former object.
                 base._parameters[name] = param
                 show(param, merged.data)
-                vars(param).update(_public(merged))
+                vars(param).update(public_attributes(merged))
         for attributes, values in former:
             self._gathered.callback(attributes.update, values)
 
@@ -261,11 +261,9 @@ def _attributes(base: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     a copy of it. (8-bit layers have more of them in `state`.)
     """
     owners = [base, *base._parameters.values(), getattr(base, "state", None)]
-    return [(vars(owner), _public(owner)) for owner in owners if hasattr(owner, "__dict__")]
-
-
-def _public(owner: object) -> dict[str, Any]:
-    return {name: value for name, value in vars(owner).items() if not name.startswith("_")}
+    return [
+        (vars(owner), public_attributes(owner)) for owner in owners if hasattr(owner, "__dict__")
+    ]
 
 
 class _DeferredMerge:

@@ -31,7 +31,6 @@ from zero.checkpoint.ranks import Ranks
 from zero.checkpoint.state import model_config, plain_tensors, tied_names
 from zero.comm.communicator import Communicator
 from zero.comm.work import Pending
-from zero.core.gathered_parameters import gather_range
 from zero.core.layout import PIPELINE_PLACE
 from zero.core.param_group import ParamGroup
 from zero.core.quantized_weights import wraps_tensors
@@ -194,7 +193,7 @@ class Weights:
         group.wait_for_update()
         source = group.shard if part.dtype == group.dtype else precise_values(group)
         if into.numel() < layout.padded or layout.replicated:
-            return into, gather_range(group, into, part.start, source)
+            return into, group.gather_range(into, part.start, source)
         own = into[slice(*group.shard_range)]
         if source is group.shard:
             group.tier.load(own, source).wait()

@@ -18,6 +18,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -62,6 +63,7 @@ class _Wait(NamedTuple):
         return time.monotonic() - self.since
 
 
+@dataclass(eq=False, repr=False)
 class Watchdog:
     """Watches the waits of one rank until `stop`; `timeout` in seconds.
 
@@ -70,26 +72,21 @@ class Watchdog:
     `mark`, for an accelerator, whose collectives do not block the host: called in the thread, it
     returns a function that says whether the device has done all that it had been given."""
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        timeout: float,
-        mark: Callable[[], Callable[[], bool]] | None = None,
-    ):
-        self.rank = rank
-        self.world_size = world_size
-        self.timeout = timeout
+    rank: int
+    world_size: int
+    timeout: float
+    mark: Callable[[], Callable[[], bool]] | None = None
+
+    def __post_init__(self) -> None:
         self.has_engine = False
         self._position: Callable[[], object] = lambda: "no module yet"
         self._waiting: _Wait | None = None
         # When the main thread started something the last time.
         self._moved = time.monotonic()
-        self._mark = mark
         self._is_past: Callable[[], bool] | None = None
         self._stopped = threading.Event()
         self._main = threading.get_ident()
-        if world_size > 1:
+        if self.world_size > 1:
             # A connection of its own: the main thread may be waiting on the other one.
             store: Any = dist.distributed_c10d._get_default_store()
             self._store = store.clone()
@@ -203,11 +200,11 @@ class Watchdog:
         done the rest.
         """
         idle = time.monotonic() - self._moved
-        if self._mark is None or self._waiting is not None or idle < self.timeout / 2:
+        if self.mark is None or self._waiting is not None or idle < self.timeout / 2:
             self._is_past = None
             return False
         if self._is_past is None:
-            self._is_past = self._mark()
+            self._is_past = self.mark()
         return not self._is_past() and idle > self.timeout
 
     def _status(self) -> str:

@@ -248,11 +248,16 @@ class Config(Section):
         return self._origin
 
     @property
-    def compute_dtype(self) -> torch.dtype:
-        """Dtype of the gathered parameters: float16, bfloat16 or float32."""
+    def sixteen_bit_dtype(self) -> torch.dtype | None:
+        """The dtype to which a model is converted, or None if it keeps its own."""
         if self.fp16.enabled:
             return torch.float16
-        return torch.bfloat16 if self.bf16.enabled else torch.float32
+        return torch.bfloat16 if self.bf16.enabled else None
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of the gathered parameters: float16, bfloat16 or float32."""
+        return self.sixteen_bit_dtype or torch.float32
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -322,20 +327,16 @@ class Config(Section):
         train = train or micro * steps * world_size
         if train != micro * steps * world_size:
             raise UsageError(f"{place}: train_batch_size: {self.batch_mismatch(world_size)}")
-        values = dict(self)
-        values["train_batch_size"] = train
-        values["train_micro_batch_size_per_gpu"] = micro
-        values["gradient_accumulation_steps"] = steps
-        resolved = ResolvedConfig.model_construct(**values)
+        sizes: dict[str, Any] = {"train_batch_size": train, "gradient_accumulation_steps": steps}
+        sizes["train_micro_batch_size_per_gpu"] = micro
+        resolved = ResolvedConfig.model_construct(**dict(self) | sizes)
         resolved._origin = self._origin
         return resolved
 
     def batch_mismatch(self, world_size: int | None = None) -> str:
         """Says how `train_batch_size` differs from the product of the numbers that are given."""
-        given = {}
-        for name in "train_micro_batch_size_per_gpu", "gradient_accumulation_steps":
-            if getattr(self, name) is not None:
-                given[name] = getattr(self, name)
+        names = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         factors = [f"{name} {value}" for name, value in given.items()]
         if world_size is not None:
             shared = self.sequence_parallel_size > 1

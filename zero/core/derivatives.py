@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
-from torch.autograd import forward_ad
 from torch.autograd.graph import Node, get_gradient_edge
 
 
@@ -36,11 +35,6 @@ def in_gradient_transform() -> bool:
     return peek_interpreter_stack() is not None and any(
         transform.key() != TransformType.Vmap for transform in get_interpreter_stack() or ()
     )
-
-
-def in_forward_mode() -> bool:
-    """Whether the graph gets forward-mode derivatives, whose nodes do not show up in any output."""
-    return forward_ad._current_level >= 0
 
 
 def _accumulator(param: torch.Tensor) -> Node:

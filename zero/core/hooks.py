@@ -29,16 +29,18 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
+from torch.autograd import forward_ad
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from zero.core.derivatives import asks_for_other_gradients, in_forward_mode
+from zero.core.derivatives import asks_for_other_gradients
 from zero.core.external_access import (
     MissingGradients,
     OutsideReads,
@@ -111,11 +113,12 @@ def _call_outside_of_transforms(function: Callable[..., Any], *args: Any, **kwar
 def _do_nothing(*args: object, **kwargs: object) -> None: ...
 
 
+@dataclass(eq=False, repr=False)
 class ModuleHooks:
     """Installs and serves the hooks of one engine's model.
 
     Args:
-        model: the root module.
+        module: the root module.
         groups: all of its groups.
         gathering, reductions: the policies.
         ignore_unused: a trainable parameter without a gradient is not an error.
@@ -128,24 +131,17 @@ class ModuleHooks:
         recorder: records forwards and backwards.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        groups: Sequence[ParamGroup],
-        gathering: Gathering,
-        reductions: ReductionOrder,
-        micro_batches: MicroBatches,
-        ignore_unused: bool = True,
-    ):
-        self.module = model
-        self.groups = list(groups)
-        self.recorder = gathering.recorder
-        self._gathering = gathering
-        self._reductions = reductions
-        self._reads = OutsideReads(gathering)
+    module: nn.Module
+    groups: Sequence[ParamGroup]
+    _gathering: Gathering
+    _reductions: ReductionOrder
+    _micro_batches: MicroBatches
+    ignore_unused: bool = True
+
+    def __post_init__(self) -> None:
+        self.recorder = self._gathering.recorder
+        self._reads = OutsideReads(self._gathering)
         self._missing = MissingGradients()
-        self._ignore_unused = ignore_unused
-        self._micro_batches = micro_batches
         # Groups that are unsharded for a backward that is running or will follow.
         self._in_backward: set[ParamGroup] = set()
         # Calls of the root module under way: its forward may call it again.
@@ -160,10 +156,8 @@ class ModuleHooks:
         self._unfrozen: set[ParamGroup] = set()
         self._backward_is_open = self._is_derivative = self._has_gradients = False
         self._graph_task = -1
-        # Modules whose attributes were searched for views of their weights after their first call.
-        self._searched: set[nn.Module] = set()
-        # Whether that of the root was searched for views of all weights.
-        self._is_searched = False
+        # Modules whose attributes were searched for views of their own weights, or of all weights.
+        self._searched: set[tuple[nn.Module, bool]] = set()
         # The groups that each backward inside of the backward uses, by its graph task.
         self._nested: dict[int, set[ParamGroup]] = {}
         # Between the first backward and the next backward or step.
@@ -267,18 +261,17 @@ class ModuleHooks:
         self._depth = max(0, self._depth - 1)
         if self._depth > 0 or (output is None and self.recorder.is_recording):
             return  # in the second case, the rest is replayed after the exception
-        if not self._is_searched:
-            # For views of weights of other modules than the one that keeps them.
-            self._is_searched = True
-            self._find_views(module, [group for group in self.groups if not group.persistent])
-        is_awaited = False
-        for tensor in tensors_with_grad(output, in_objects=True) if torch.is_grad_enabled() else ():
-            tensor.register_hook(self._backward_begins)
-            is_awaited = True
-        if is_awaited:
-            self._awaited += 1
-        else:
+        # A module may keep views of another module's weights.
+        sharded = [group for group in self.groups if not group.persistent]
+        self._find_views(module, sharded, whole_model=True)
+        records = torch.is_grad_enabled()
+        with_grad = list(tensors_with_grad(output, in_objects=True)) if records else []
+        if not with_grad:
             self._end_pass()
+            return
+        self._awaited += 1
+        for tensor in with_grad:
+            tensor.register_hook(self._backward_begins)
 
     def forget_broken_pass(self) -> None:
         """Release the groups of a forward that had no backward, or that raised an exception."""
@@ -359,9 +352,7 @@ class ModuleHooks:
         self, groups: list[ParamGroup], module: nn.Module, args: tuple, kwargs: dict, output: object
     ) -> None:
         if not in_backward():
-            if module not in self._searched:
-                self._searched.add(module)
-                self._find_views(module, groups)
+            self._find_views(module, groups)
             returned = groups_shown_by(output, groups)
             for group in groups:
                 if group.has_aliases or group in returned:
@@ -383,13 +374,21 @@ class ModuleHooks:
                 is_hooked = True
         self._called.update(self._hooked.intersection(groups))
         may_follow = passed_through or any(group.trainable for group in groups)
-        if (may_follow and not is_hooked) or in_forward_mode():
-            # The result is kept on the module, or written into an argument.
+        if (may_follow and not is_hooked) or forward_ad._current_level >= 0:
+            # The result is kept on the module, or written into an argument; or the graph gets
+            # forward-mode derivatives, whose nodes do not show up in any output.
             for group in groups:
                 self._reads.hold(group)
 
-    def _find_views(self, module: nn.Module, groups: Sequence[ParamGroup]) -> None:
-        """Note which of `groups` have weights that the module keeps views of."""
+    def _find_views(
+        self, module: nn.Module, groups: Sequence[ParamGroup], whole_model: bool = False
+    ) -> None:
+        """After a module's first call, note which of `groups` have weights that it keeps views
+        of.
+        """
+        if (module, whole_model) in self._searched:
+            return
+        self._searched.add((module, whole_model))
         # Parameters that are also in a list, like those of an LSTM, and codes in buffers are not
         # views. Looking at the storage of codes would leave them gathered.
         views = [each for each in tensors_in(_kept_by(module)) if owning_group(each) is None]
@@ -515,7 +514,7 @@ class ModuleHooks:
 
     def _finish_backward(self) -> None:
         self._close_backward()
-        if not self._ignore_unused and (name := next(self._reductions.missing(), None)) is not None:
+        if not self.ignore_unused and (name := next(self._reductions.missing(), None)) is not None:
             raise UsageError(
                 f"parameter {name!r} got no gradient in this backward, and "
                 "zero_optimization.ignore_unused_parameters is false: set it to true, or freeze "

@@ -456,6 +456,23 @@ class ParamGroup(NamedGroup):
         read = self.tier.load(own, self.shard)
         return Pending([read], lambda: self.source.all_gather(self.full, own, self).wait())
 
+    def gather_range(self, into: torch.Tensor, start: int, source: torch.Tensor) -> Pending:
+        """Start to fill `into` (1-D) with the elements of `full` from `start` on; the group stays
+        as it is.
+
+        `source` is each rank's part of them: the shard or the master. `into` may have another
+        dtype, the same on all ranks."""
+        self.wait_for_update()
+        ranks, owned = self.comm.shard_group, []
+        for rank in range(ranks.size):
+            first, end = self.layout.shard_range(rank)
+            low, high = max(first, start), min(end, start + into.numel())
+            if low < high:
+                owned.append((rank, into[low - start : high - start]))
+                if rank == ranks.rank:
+                    owned[-1][1].copy_(source[low - first : high - first])
+        return Pending() if self.layout.replicated else self.comm.start_broadcasts(owned)
+
     def wait_for_all_gather(self) -> None:
         """GATHERING -> GATHERED."""
         assert self.state is State.GATHERING, self.describe()

@@ -44,7 +44,7 @@ def is_quantized(param: torch.Tensor) -> bool:
     if wraps_tensors(param):
         return True
     is_plain = plain_class(param) in (nn.Parameter, torch.Tensor, DTensor)
-    if not is_plain and any(True for _ in reachable(_public(param))):
+    if not is_plain and any(True for _ in reachable(public_attributes(param))):
         return True
     if param.is_floating_point():
         return param.element_size() == 1
@@ -84,7 +84,7 @@ def quantized_tensors(module: nn.Module, buffers: bool | None = False) -> list[Q
     sources: dict[str, object] = {}
     if is_layer:
         sources |= {name: param for name, param in frozen.items() if not name.endswith("bias")}
-        sources |= _public(module)
+        sources |= public_attributes(module)
     if is_layer or buffers:
         sources |= large
     wrapped = {
@@ -120,7 +120,7 @@ def _memory(tensor: torch.Tensor) -> object:
     return part.device, part.data_ptr(), part.dtype, part.shape, part.stride()
 
 
-def _public(owner: object) -> dict[str, object]:
+def public_attributes(owner: object) -> dict[str, object]:
     return {name: value for name, value in vars(owner).items() if not name.startswith("_")}
 
 
@@ -142,12 +142,12 @@ def reachable(
             items = {key: getattr(value, key) for key in inner}
         else:
             yield name, value
-            items = _public(value)
+            items = public_attributes(value)
     elif isinstance(value, Mapping):
         items = value
     elif isinstance(value, (list, tuple)):
         items = dict(enumerate(value))
     elif hasattr(value, "__dict__"):
-        items = _public(value)
+        items = public_attributes(value)
     for key, item in items.items():
         yield from reachable(item, f"{name}.{key}" if name else str(key), seen)

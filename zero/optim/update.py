@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 
@@ -20,6 +21,7 @@ from zero.optim.subgroups import SubGroup, SubGroupInMemory, is_state_tensor
 from zero.optim.twin import twin_of
 
 
+@dataclass(eq=False, repr=False)
 class SubGroupUpdate:
     """The update of one step, sub-group by sub-group, with the settings that `optimizer` has now: a
     scheduler may change them while sub-groups are still to be updated.
@@ -40,45 +42,39 @@ class SubGroupUpdate:
         frozen: ranges of the shards, (start, end) in elements, that keep their masters and state.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        factor: float,
-        *,
-        by_kernel: bool,
-        torch_sqrt: bool,
-        fuses_on_host: bool = False,
-        rounding: StochasticRounding | None = None,
-        state_dtype: torch.dtype = torch.float32,
-        frozen: Mapping[OptimizerShard, Sequence[tuple[int, int]]] | None = None,
-    ):
-        self._frozen = frozen or {}
-        given = [group | {"params": []} for group in optimizer.param_groups]
+    optimizer: torch.optim.Optimizer
+    factor: float
+    _: KW_ONLY
+    by_kernel: bool
+    torch_sqrt: bool
+    fuses_on_host: bool = False
+    rounding: StochasticRounding | None = None
+    state_dtype: torch.dtype = torch.float32
+    frozen: Mapping[OptimizerShard, Sequence[tuple[int, int]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        given = [group | {"params": []} for group in self.optimizer.param_groups]
         self._param_groups: list[dict] = [
             {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
             for group in given
         ]
-        self._twin = twin_of(optimizer, param_groups=self._param_groups)
-        self._factor = factor
-        self._by_kernel = by_kernel
-        self._torch_sqrt = torch_sqrt
-        self._on_host = {"fused": True, "foreach": False} if fuses_on_host else {}
-        self._rounding = rounding
-        self._has_narrow_state = state_dtype == torch.bfloat16
-        self._has_codes = state_dtype == torch.uint8
+        self._twin = twin_of(self.optimizer, param_groups=self._param_groups)
+        self._on_host = {"fused": True, "foreach": False} if self.fuses_on_host else {}
+        self._has_narrow_state = self.state_dtype == torch.bfloat16
+        self._has_codes = self.state_dtype == torch.uint8
 
     def __call__(self, values: SubGroupInMemory) -> torch.Tensor:
         """Update master and state; returns the values for the group's weights."""
         sub_group, stored_master, stored = values.sub_group, values.master, values.state
         param_group = self._param_groups[sub_group.group_index]
-        if self._rounding is not None:
+        if self.rounding is not None:
             values.master = stored_master.float()
         if self._has_narrow_state:
             values.state = {k: v.float() if is_state_tensor(v) else v for k, v in stored.items()}
         out = None
         with self._frozen_parts_kept(values):
-            if self._by_kernel and sub_group.master.device.type == "cpu":
-                out = values.weights_target() if self._rounding is None else None
+            if self.by_kernel and sub_group.master.device.type == "cpu":
+                out = values.weights_target() if self.rounding is None else None
                 self._adam(values, param_group, out)
             else:
                 if self._has_codes:
@@ -90,18 +86,18 @@ class SubGroupUpdate:
             for part in self._frozen_parts(sub_group):
                 out[part].copy_(values.master[part])
             return out
-        if self._rounding is not None:
-            self._narrow(self._rounding, values, stored_master, stored)
+        if self.rounding is not None:
+            self._narrow(self.rounding, values, stored_master, stored)
         return values.master
 
     def _frozen_parts(self, sub_group: SubGroup) -> list[slice]:
         """The parts of a sub-group whose parameters are frozen."""
-        if not self._frozen:
+        if not self.frozen:
             return []
         numel = sub_group.master.numel()
         ranges = [
             (max(start - sub_group.start, 0), min(end - sub_group.start, numel))
-            for start, end in self._frozen.get(sub_group.shard, ())
+            for start, end in self.frozen.get(sub_group.shard, ())
         ]
         return [slice(start, end) for start, end in ranges if start < end]
 
@@ -156,8 +152,8 @@ class SubGroupUpdate:
             eps=param_group["eps"],
             weight_decay=param_group["weight_decay"],
             decoupled=param_group["decoupled_weight_decay"],
-            factor=self._factor,
-            torch_sqrt=self._torch_sqrt,
+            factor=self.factor,
+            torch_sqrt=self.torch_sqrt,
         )
 
     def _torch_step(self, values: SubGroupInMemory, param_group: dict) -> None:
@@ -166,7 +162,7 @@ class SubGroupUpdate:
         Raises UsageError if it changes a number of the param group, which would change once for
         each sub-group.
         """
-        master, grad, factor = values.master.detach(), values.grad, self._factor
+        master, grad, factor = values.master.detach(), values.grad, self.factor
         if grad.dtype == master.dtype:
             master.grad = grad if factor == 1.0 else grad.mul_(factor)
         else:  # a vector of one element, unlike a number, widens and multiplies in one pass

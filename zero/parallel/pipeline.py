@@ -86,11 +86,6 @@ class Place:
         for parent, child, module in self._modules(model, self.own):
             parent._modules[child] = module
 
-    def modules_of(self, stage: int) -> Iterator[nn.Module]:
-        """Return all modules that only this stage has."""
-        for *_, module in self.switches[stage]:
-            yield from module.modules()
-
     @torch.no_grad()
     def require_nothing_else(self, model: Any) -> None:
         """Raise UsageError if the model changes hidden states outside the modules that its plan
@@ -372,10 +367,9 @@ class Pipeline:
 
     def _absent_from(self, stage: int) -> frozenset[ParamGroup]:
         """Return the groups whose modules all belong to other stages of this rank."""
-        others: set[nn.Module] = set()
-        for other in self._place.own:
-            if other != stage:
-                others.update(self._place.modules_of(other))
+        own = self._place.own
+        switches = [each for other in own if other != stage for each in self._place.switches[other]]
+        others = {inner for *_, module in switches for inner in module.modules()}
         groups = self.engine.groups
         return frozenset(g for g in groups if g.modules and others.issuperset(g.modules))
 

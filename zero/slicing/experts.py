@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from zero.comm.work import Pending
-from zero.core.gathered_parameters import gather_range
 from zero.core.gathering import Gathering
 from zero.core.layout import packs_experts
 from zero.core.param_group import ParamGroup
@@ -146,7 +145,7 @@ class SlicedExperts:
             shape, device = (end - first, *slot.shape[1:]), self.group.comm.device
             part = torch.empty(shape, dtype=self.group.dtype, device=device)
             start = slot.offset + first * row
-            works.append(gather_range(self.group, part.view(-1), start, shard))
+            works.append(self.group.gather_range(part.view(-1), start, shard))
             found.append(part)
         with self.group.comm.clock.waiting("gather"):
             Pending(works).wait()

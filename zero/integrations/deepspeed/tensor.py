@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -104,9 +105,7 @@ def share_model(
     plan = _plan(model, settings, tp)
     found, replaced = _parallelize(model, tp, mesh, ep > 1, plan)
     if found is not None:
-        sixteen_bit = settings.fp16.enabled or settings.bf16.enabled
-        dtype = settings.compute_dtype if sixteen_bit else None
-        tensor_parallel.prepare(model, found, job.device, dtype, plan)
+        tensor_parallel.prepare(model, found, job.device, settings.sixteen_bit_dtype, plan)
     models = groups(sizes, of_data=False)
     set_parallel_sizes(sizes.get("pp", 1), tp, job.device, ranks_of_sample)
     if len(models[0]) == 1:
@@ -134,8 +133,9 @@ def _sizes(
         found = tensor_parallel.mesh_in(model)
         tp = autotp if autotp > 1 or found is None else found.size()
         if ranks % tp:
-            message = f"{tp} does not divide the number of ranks, {ranks}"
-            raise UsageError(f"tensor parallelism: {message}")
+            raise UsageError(
+                f"tensor parallelism: {tp} does not divide the number of ranks, {ranks}"
+            )
         return {"shard": ranks // tp, "tp": tp}
     sizes = sizes_of(mesh, ranks)
     if autotp not in (1, sizes.get("tp", 1)):
@@ -151,17 +151,16 @@ def with_new_parameters(optimizer: Any, params: Any, replaced: Replaced) -> tupl
     accelerate wraps the optimizer if its `ParallelismConfig` has tensor parallelism. Here it is
     unwrapped."""
 
-    def renewed(given: Any) -> Any:
-        if isinstance(given, dict):
-            return given | {"params": renewed(given["params"])}
-        return [replaced.get(each, each) for each in given]
+    def renewed(given: Iterable[Any]) -> list[Any]:
+        return [
+            each | {"params": renewed(each["params"])}
+            if isinstance(each, dict)
+            else replaced.get(each, each)
+            for each in given
+        ]
 
     if type(optimizer).__name__ == "AcceleratedOptimizer":
         optimizer = optimizer.optimizer
     for group in getattr(optimizer, "param_groups", ()):
         group["params"] = renewed(group["params"])
-    if params is not None and replaced:
-        params = [
-            renewed(each) if isinstance(each, dict) else replaced.get(each, each) for each in params
-        ]
-    return optimizer, params
+    return optimizer, renewed(params) if params is not None and replaced else params

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from zero.core.gathered_parameters import GatheredParameters as EagerGatheredParameters
+from zero.gathered_parameters import GatheredParameters as EagerGatheredParameters
 from zero.streaming import GatheredWhenRead
 
 # Frames between TRL's function and this one: contextlib's, and that of `gather_params`.

@@ -84,7 +84,10 @@ class _Model:
         whole = self.ranks.gather(positions)
         # As transformers does: with a mask, positions do not separate sequences.
         documents = _documents(whole) if mask is None else None
-        whole_mask = None if mask is None else _needed_mask(self.ranks.gather(mask).bool())
+        whole_mask = None if mask is None else self.ranks.gather(mask).bool()
+        # No token attends to a later one, so padding on the right needs no square mask.
+        if whole_mask is not None and not (whole_mask[:, 1:] & ~whole_mask[:, :-1]).any():
+            whole_mask = None
         _forward, self.calls = _Whole(self.ranks, whole_mask, whole, documents), 0
         if self.has_chunks and whole_mask is not None:
             raise _error("attention in chunks takes padding on the right only")
@@ -247,14 +250,6 @@ def _for_whole_sequences(given: dict[str, Any]) -> dict[str, Any]:
         given["mask_function"] = _within_documents(given["mask_function"], positions, documents)
         given["allow_is_causal_skip"] = False
     return given
-
-
-def _needed_mask(mask: torch.Tensor) -> torch.Tensor | None:
-    """None if padding is on the right only, as no token attends to a later one.
-
-    Then no square mask need be made.
-    """
-    return mask if (mask[:, 1:] & ~mask[:, :-1]).any() else None
 
 
 def _documents(positions: torch.Tensor) -> torch.Tensor | None:

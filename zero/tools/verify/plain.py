@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.accumulation import Accumulation
 from zero.build import make_scheduler, place_buffers
-from zero.comm.clock import Throughput
 from zero.comm.communicator import Communicator, communicator
 from zero.config import Config, ResolvedConfig
 from zero.errors import UsageError
@@ -214,19 +212,12 @@ class PlainEngine(DeepSpeedEngine):
             )
         comm = communicator()
         resolved = settings.resolve(comm.world_size)
-        Accumulation.__init__(self, resolved)
-        self.comm = comm
-        self.config = resolved.origin.raw
-        self.module = model
-        self.global_steps = self.skipped_steps = 0
-        self.throughput = Throughput(resolved.train_batch_size)
+        nn.Module.__init__(self)
+        self._begin(model, resolved, comm)
         self.groups = []
-        self.activations = None
         self.hooks: Any = _NoHooks(model)
-        self._step_applied = self.is_compiled = False
-        self.scaler = LossScaler.from_config(resolved.fp16) if resolved.fp16.enabled else None
         given = self._place_parameters(resolved)
-        self.optimizer = self.reducer = None
+        self.reducer = None
         if optimizer is not None:
             # The engine's values begin with those that a script gave, but those of zero.Init are
             # rounded.

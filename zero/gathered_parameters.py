@@ -19,25 +19,6 @@ from zero.core.sharded_param import owning_group
 logger = logging.getLogger("zero")
 
 
-def gather_range(
-    group: ParamGroup, into: torch.Tensor, start: int, source: torch.Tensor
-) -> Pending:
-    """Start to fill `into` (1-D) with the elements of the group's full buffer from `start` on.
-
-    `source` is each rank's part of them: the shard or the master. `into` may have another dtype,
-    the same on all ranks."""
-    group.wait_for_update()
-    ranks, owned = group.comm.shard_group, []
-    for rank in range(ranks.size):
-        first, end = group.layout.shard_range(rank)
-        low, high = max(first, start), min(end, start + into.numel())
-        if low < high:
-            owned.append((rank, into[low - start : high - start]))
-            if rank == ranks.rank:
-                owned[-1][1].copy_(source[low - first : high - first])
-    return Pending() if group.layout.replicated else group.comm.start_broadcasts(owned)
-
-
 @torch.inference_mode(False)
 @torch.no_grad()
 def _gather_single(group: ParamGroup, indices: Iterable[int]) -> Pending:
@@ -46,7 +27,7 @@ def _gather_single(group: ParamGroup, indices: Iterable[int]) -> Pending:
     for i in indices:
         slot = group.layout.slots[i]
         values = torch.empty(slot.numel, dtype=group.dtype, device=group.comm.device)
-        works.append(gather_range(group, values, slot.offset, group.shard))
+        works.append(group.gather_range(values, slot.offset, group.shard))
         group.add_single(i, values)
     return Pending(works)
 
