@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import zero
 from tests.dist.training import (
@@ -31,17 +32,20 @@ from tests.dist.training import (
     train_plain,
     train_zero,
 )
+from tests.hf.scripts.quantized import LiveBytes
 from tests.parity.models import ROWS, batches, build
 from tests.parity.test_fp32 import SMALL
-from tests.parity.test_quantized import saved_base, with_adapter
+from tests.parity.test_quantized import quantization, saved_base, with_adapter
 from tests.parity.test_tensor_parallel import build as tensor_parallel_model
 from tests.processes import run_on
 from tests.tolerance import rounding
 from zero.checkpoint.files import bytes_of
+from zero.checkpoint.merging import merge
 from zero.checkpoint.models import consolidate
 from zero.core.quantized_weights import reachable
 from zero.errors import UsageError
 
+IN_PEFT = "ignore:.*gradient_checkpointing:FutureWarning"
 STEPS = 4
 TASKS = {"t5": "SEQ_2_SEQ_LM", "llama": "CAUSAL_LM"}
 LINEAR = {"t5": ["q", "v", "wi", "wo"], "llama": ["q_proj", "v_proj", "down_proj"]}
@@ -124,11 +128,25 @@ CASES: dict[str, Case] = {
 }
 
 
-def adapted(name: str, case: str) -> Any:
-    change, config = NF4 if case == "NF4" else CASES[case]
+# What `consolidate` says of adapters that it cannot merge.
+UNMERGEABLE = {
+    "prompt": "has prompts",
+    "prefix": "has prompts",
+    "two": "has 2 adapters",
+}
+
+
+def changed_base(name: str, case: str) -> Any:
+    change, _ = NF4 if case == "NF4" else CASES[case]
     base = build(name)
     if change is not None:
         change(base)
+    return base
+
+
+def adapted(name: str, case: str) -> Any:
+    base = changed_base(name, case)
+    _, config = NF4 if case == "NF4" else CASES[case]
     torch.manual_seed(4)
     model = peft.get_peft_model(base, config(name))
     if case == "two":
@@ -166,6 +184,11 @@ def reference(rank: int, world_size: int, name: str, case: str, count: int, fold
     model = adapted(name, case)
     curve = train_in_slices(model, batches(name, STEPS), count)
     model.save_pretrained(folder / "plain")
+    base = changed_base(name, case)
+    base.save_pretrained(folder / "base")
+    if case not in UNMERGEABLE:
+        merged = peft.PeftModel.from_pretrained(base, folder / "plain").merge_and_unload()
+        merged.save_pretrained(folder / "expected")
     return curve, files_of(folder / "plain")
 
 
@@ -201,6 +224,7 @@ def sharded(rank: int, world_size: int, name: str, case: str, folder: Path) -> l
 
 
 # Each kind with one of the models, in turn.
+@pytest.mark.filterwarnings(IN_PEFT)
 @pytest.mark.parametrize(
     ("name", "case"), [(list(TASKS)[number % 2], case) for number, case in enumerate(CASES)]
 )
@@ -218,6 +242,15 @@ def test_adapters_are_bit_for_bit(name: str, case: str, tmp_path: Path) -> None:
             raise AssertionError(title) from error
     consolidate(tmp_path / "checkpoint", tmp_path / "consolidated")
     assert_same_adapters(tmp_path / "consolidated", tmp_path / "plain")
+    if case in UNMERGEABLE:
+        with pytest.raises(UsageError, match=UNMERGEABLE[case]):
+            merge(tmp_path / "checkpoint", tmp_path / "base", tmp_path / "merged")
+        return
+    merge(tmp_path / "checkpoint", tmp_path / "base", tmp_path / "merged")
+    merged, expected_files = files_of(tmp_path / "merged"), files_of(tmp_path / "expected")
+    assert merged.keys() == expected_files.keys()
+    for key, value in expected_files.items():
+        assert merged[key].dtype == value.dtype and torch.equal(merged[key], value), key
 
 
 # -- resuming and merging
@@ -336,6 +369,36 @@ def with_decoders(param: Any) -> list[bytes]:
 def test_a_quantized_base_is_merged_into_block_by_block(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     run_on(2, merged, saved_base(tmp_path, kind), kind)
+
+
+@pytest.mark.filterwarnings(IN_PEFT)
+@pytest.mark.parametrize("kind", ["nf4 in bf16, nested", "int8", "nf4, experts too"])
+def test_an_adapter_is_merged_into_the_files_of_its_base(kind: str, tmp_path: Path) -> None:
+    """With the bits of PEFT's merge into the dequantized model, and one block in memory. Experts
+    are in 16 bits, because they cannot be saved in 4, and each has tensors of its own in the files.
+    """
+    pytest.importorskip("bitsandbytes")
+    base, adapter, out = (tmp_path / name for name in ("base", "adapter", "out"))
+    given = {} if "experts" in kind else {"quantization_config": quantization(kind)}
+    dense = saved_base(tmp_path / "dense", kind)
+    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.bfloat16, **given)
+    model.save_pretrained(base, max_shard_size="100KB")
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if "experts" in kind else None
+    config = lora("llama", target_modules=["q_proj", "v_proj"], target_parameters=experts)
+    randomized(peft.get_peft_model(model, config)).save_pretrained(adapter)
+    with LiveBytes() as memory:
+        merge(adapter, base, out, max_file_bytes=100_000)
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    plain = peft.PeftModel.from_pretrained(plain.dequantize() if given else plain, adapter)
+    expected = plain.merge_and_unload().state_dict()
+    found = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key].dtype == value.dtype and torch.equal(found[key], value), key
+    block = sum(value.nbytes for key, value in expected.items() if "layers.0." in key)
+    # PEFT computes what it adds in fp32, for all experts of a layer at a time.
+    blocks = 3 if experts else 1
+    assert memory.peak <= blocks * block + sum(value.nbytes for value in files_of(adapter).values())
 
 
 # -- tensor parallelism

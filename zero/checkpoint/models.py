@@ -243,10 +243,7 @@ def consolidate(
     lacks required frozen weights, and for a folder that already contains a model, and OSError if
     the files cannot be written. No incomplete file is left under a final name."""
     out = Path(out)
-    if existing := sorted(path.name for path in out.glob("*model*.safetensors*")):
-        raise UsageError(
-            f"{out} already holds a model ({existing[0]}); choose another folder or remove it"
-        )
+    require_no_model(out)
     reader = open_at(checkpoint)
     tensors = _model_tensors(reader, dtype)
     if reader.manifest.adapters:
@@ -259,6 +256,13 @@ def consolidate(
         )
     config, parts = reader.manifest.hf_config, _parts(reader, tensors.items(), progress)
     return write_model(out, list(tensors.values()), parts, config, max_file_bytes=max_file_bytes)
+
+
+def require_no_model(folder: Path) -> None:
+    if existing := sorted(path.name for path in folder.glob("*model*.safetensors*")):
+        raise UsageError(
+            f"{folder} already holds a model ({existing[0]}); choose another folder or remove it"
+        )
 
 
 def _parts(

@@ -61,12 +61,12 @@ Writes the fastest configuration with which training fits, says what each key do
 next best configurations.
 
        zero inspect CHECKPOINT
-       zero consolidate CHECKPOINT OUT [--dtype fp16|bf16|fp32] [--max-file-size GB]
+       zero consolidate CHECKPOINT OUT [--dtype fp16|bf16|fp32] [--max-file-size GB] [--merge BASE]
 
 `inspect` shows what a training checkpoint contains, and verifies its checksums. `consolidate` turns
 it into a model folder for `from_pretrained`; if it is one of adapters, into a folder for
-`PeftModel.from_pretrained`. CHECKPOINT is a folder such as output/checkpoint-500, or the folder
-global_step... inside it.
+`PeftModel.from_pretrained`, or with --merge into the model in BASE with the adapter merged into it.
+CHECKPOINT is a folder such as output/checkpoint-500, or the folder global_step... inside it.
 
 `zero COMMAND --help` shows all options and an example. With --json, a command prints a JSON object.
 A mistake gives one line and exit code 2. If the command `zero` is not installed, use
@@ -85,6 +85,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from zero.checkpoint.merging import merge
 from zero.checkpoint.models import DTYPES, MAX_FILE_BYTES, consolidate, describe, facts
 from zero.errors import UsageError, refuse
 from zero.hf import STARTUP, enable
@@ -312,9 +313,14 @@ def _consolidate(arguments: list[str]) -> None:
     parser.add_argument("out", help="the folder to write to")
     parser.add_argument("--dtype", choices=DTYPES, help=dtypes)
     parser.add_argument("--max-file-size", type=above_zero, default=most, metavar="GB")
+    base = "merge the adapter into the model in this folder, one weight at a time"
+    parser.add_argument("--merge", metavar="BASE", help=base)
     options = parser.parse_args(arguments)
-    dtype, max_file_bytes = DTYPES.get(options.dtype), int(options.max_file_size * 1e9)
-    written = consolidate(options.checkpoint, options.out, dtype, max_file_bytes, progress=True)
+    how = DTYPES.get(options.dtype), int(options.max_file_size * 1e9), True
+    if options.merge is None:
+        written = consolidate(options.checkpoint, options.out, *how)
+    else:
+        written = merge(options.checkpoint, options.merge, options.out, *how)
     files = list(map(str, written))
     print(json.dumps({"files": files}) if options.json else "\n".join(files))
 
