@@ -15,21 +15,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from multiprocessing import get_context
 from pathlib import Path
 
 import matplotlib
+import torch
 
 matplotlib.use("Agg")
 
 from matplotlib import pyplot
 
+import run_distill
+import run_translation
 from benchmarks.arguments import Parser, result_file
-from benchmarks.launch import REPOSITORY, run_job
+from benchmarks.launch import REPOSITORY
 from translation.corpus import build_corpus
 from translation.model import BUILT_IN_CORPUS_SIZE, FREE_TEXT_SIZE, small_t5_config
 from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
@@ -72,13 +76,24 @@ def prepare(args: argparse.Namespace) -> dict[str, Path]:
     return data
 
 
-def run(script: str, output: Path, *options: object) -> tuple[float, float]:
-    """Run a script that trains or predicts. Return its BLEU on the test file, and its seconds."""
-    start = time.perf_counter()
-    command = [script, "--output_dir", str(output), *COMMON, *map(str, options)]
-    run_job(sys.executable, command, 1, timeout=7200)
+def run(main: Callable[[], None], output: Path, *options: object) -> tuple[float, float]:
+    """Run a script that trains or predicts, in a fork of this process, which has imported it.
+
+    Return its BLEU on the test file, and its CPU seconds.
+    """
+    sys.argv = [main.__module__, "--output_dir", str(output), *COMMON, *map(str, options)]
+    print(" ".join(sys.argv), file=sys.stderr, flush=True)
+    before = os.times()
+    process = get_context("fork").Process(target=main)
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"exit code {process.exitcode}: {' '.join(sys.argv)}")
+    after = os.times()
+    seconds = after.children_user + after.children_system
+    seconds -= before.children_user + before.children_system
     result = json.loads((output / "predict_results.json").read_text())
-    return result["predict_bleu"], time.perf_counter() - start
+    return result["predict_bleu"], seconds
 
 
 def train_teacher(data: dict[str, Path], args: argparse.Namespace) -> None:
@@ -87,7 +102,7 @@ def train_teacher(data: dict[str, Path], args: argparse.Namespace) -> None:
     lengths = ("--max_source_length", args.length, "--max_target_length", args.length)
     common = ("--source_lang", "en", "--target_lang", "de", *lengths)
     bleu, seconds = run(
-        "run_translation.py", folder / "teacher", "--config_name", folder / "teacher_config",
+        run_translation.main, folder / "teacher", "--config_name", folder / "teacher_config",
         *common, "--do_train", "--train_file", data["train"], "--validation_file",
         data["validation"], "--test_file", data["test"], "--num_beams", 4, "--max_steps",
         args.teacher_steps, "--learning_rate", args.learning_rate,
@@ -95,7 +110,7 @@ def train_teacher(data: dict[str, Path], args: argparse.Namespace) -> None:
     )  # fmt: skip
     translated = folder / "teacher_on_train"
     run(
-        "run_translation.py", translated, "--model_name_or_path", folder / "teacher", *common,
+        run_translation.main, translated, "--model_name_or_path", folder / "teacher", *common,
         "--test_file", data["train"], "--num_beams", 1,
     )  # fmt: skip
     sources = (source for source, _ in read_pairs(data["train"]))
@@ -126,8 +141,8 @@ def train_student(name: str, seed: int, data: dict[str, Path], args: argparse.Na
         options += ["--kd_alpha", 0.9, "--temperature", 1]
     else:
         options += ["--train_file", data["train"], "--kd_alpha", 0]
-    bleu, seconds = run("run_distill.py", folder / f"{name.replace(' ', '_')}_{seed}", *options)
-    print(f"{name}, seed {seed}: BLEU {bleu:.2f}, {seconds:.0f} s", flush=True)
+    bleu, seconds = run(run_distill.main, folder / f"{name.replace(' ', '_')}_{seed}", *options)
+    print(f"{name}, seed {seed}: BLEU {bleu:.2f}, {seconds:.0f} CPU s", flush=True)
     return bleu
 
 
@@ -153,6 +168,7 @@ def plot(teacher: float, students: dict[str, list[float]], path: Path) -> None:
 
 
 def measure(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
     args.folder.mkdir(parents=True, exist_ok=True)
     data = prepare(args)
     if not (args.folder / "teacher.json").exists():
@@ -160,8 +176,9 @@ def measure(args: argparse.Namespace) -> None:
     teacher = json.loads((args.folder / "teacher.json").read_text())
     sizes = [parameters(args.folder / f"{name}_config") for name in ("teacher", "student")]
     print(
-        f"teacher: {sizes[0]:,} parameters, BLEU {teacher['bleu']:.2f}, {teacher['seconds']:.0f} s;"
-        f" students: {sizes[1]:,} parameters ({sizes[1] / sizes[0]:.0%})",
+        f"teacher: {sizes[0]:,} parameters, BLEU {teacher['bleu']:.2f}, "
+        f"{teacher['seconds']:.0f} CPU s; "
+        f"students: {sizes[1]:,} parameters ({sizes[1] / sizes[0]:.0%})",
         flush=True,
     )
     students = {
