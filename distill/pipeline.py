@@ -95,17 +95,20 @@ def run(arguments: Arguments) -> None:
         )
     except ValueError as error:
         raise InputError(str(error)) from error
+    figures = {}
     if args.do_train:
         result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-        trainer.save_model()
+        # An internal call does not push, which happens after conversion.
+        trainer.save_model(_internal_call=True)
+        figures["train_runtime"] = result.metrics["train_runtime"]
         trainer.log_metrics("train", result.metrics)
         trainer.save_metrics("train", result.metrics)
         trainer.save_state()
-    figures = {}
     if args.do_eval:
-        figures = trainer.evaluate()
-        trainer.log_metrics("eval", figures)
-        trainer.save_metrics("eval", figures)
+        metrics = trainer.evaluate()
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+        figures |= metrics
     if args.do_predict:
         figures |= _predict(trainer, splits["test"])
     if args.do_train and args.process_index == 0:
@@ -113,6 +116,8 @@ def run(arguments: Arguments) -> None:
         report.convert(folder, data_args.export_dtype)
         source = args.teacher_model_name_or_path or args.teacher_cache or "no teacher"
         export.write_card(folder, args, source, figures, data_file)
+        if args.push_to_hub:
+            export.push(folder, trainer)
         logger.info("student: %s (%s)", folder, data_args.export_dtype)
 
 
