@@ -42,7 +42,7 @@ from zero.tools.arguments import count
 STUDENTS = ("from scratch", "from the teacher's layers", "with the teacher")
 COMMON = """--save_strategy no --report_to none --disable_tqdm True --adam_beta2 0.99
  --warmup_steps 50 --per_device_eval_batch_size 128 --train_sampling_strategy group_by_length
- --do_predict --predict_with_generate True""".split()
+ --ddp_find_unused_parameters False --do_predict --predict_with_generate True""".split()
 
 
 def read_pairs(path: Path) -> list[tuple[str, str]]:
