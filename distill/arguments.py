@@ -38,7 +38,10 @@ class ModelArguments:
     )
     init_student_from_teacher: str | None = field(
         default=None,
-        metadata={"help": "Build the student from these layers of the teacher, such as 0,5,11."},
+        metadata={
+            "help": "Build the student from these layers of the teacher: numbers such as 0,5,11, "
+            "or best:3, the three that change their input most."
+        },
     )
     tokenizer_name: str | None = field(
         default=None,

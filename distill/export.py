@@ -1,11 +1,18 @@
-"""The model card of a student: its teacher and data, the recipe, and the held-out figures."""
+"""What becomes of a trained student: its model card, and its upload to the hub."""
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from huggingface_hub import HfApi
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
 from distill.config import DistillationConfig
+from translation.records import required
 
 RECIPE = (
     "loss_type", "kd_alpha", "temperature", "temperature_schedule", "final_temperature", "beta",
@@ -25,8 +32,8 @@ def write_card(
     figures: Mapping[str, float],
     trained_on: str,
 ) -> None:
-    """Write the student's model card, `README.md`: its teacher and data, the recipe, and the
-    held-out figures.
+    """Write the student's model card, `README.md`: its teacher and data, the recipe with its
+    command, and the figures of training and of the held-out data.
     """
     defaults = {
         field.name: field.default for field in DistillationConfig.__dataclass_fields__.values()
@@ -51,15 +58,40 @@ def write_card(
         "",
         "## Recipe",
         "",
+        "```bash",
+        f"python {shlex.join(sys.argv)}",
+        "```",
+        "",
         "| argument | value |",
         "|---|---|",
     ]
     lines += [f"| `{name}` | {value} |" for name, value in recipe.items()]
-    lines += ["", "## Held-out figures", "", "| metric | value |", "|---|---|"]
+    lines += ["", "## Figures", "", "| metric | value |", "|---|---|"]
     lines += [
         f"| {name} | {value:.4g} |"
         for name, value in figures.items()
         if isinstance(value, int | float)
     ]
-    lines += ["", "`loss` and `ppl` are cross-entropy in nats per token and its exponential.", ""]
+    lines += [
+        "",
+        "`loss` and `ppl` are cross-entropy in nats per token and its exponential. `train_runtime` "
+        "is in seconds.",
+        "",
+    ]
     Path(folder, "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def push(folder: str | Path, trainer: Trainer) -> None:
+    """Upload the student as it is in `folder`. `Trainer.push_to_hub` would save it again first, in
+    the dtype of training and with a card of its own.
+    """
+    trainer._finish_current_push()
+    args = trainer.args
+    HfApi().upload_folder(
+        repo_id=required(trainer.hub_model_id, "hub_model_id"),
+        folder_path=folder,
+        commit_message="End of training",
+        token=args.hub_token,
+        revision=args.hub_revision,
+        ignore_patterns=["_*", f"{PREFIX_CHECKPOINT_DIR}-*"],
+    )

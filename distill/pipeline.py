@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from torch import nn
 from torch.utils.data import Dataset
@@ -29,7 +30,18 @@ from distill.alignment import encode_twice
 from distill.arguments import Arguments, DataArguments, ModelArguments
 from distill.batch import Batch, with_decoder_inputs
 from distill.config import DistillationConfig
-from distill.student import copy_layers, cut_config, from_config, load_config, parse_layers
+from distill.importance import block_influence, most_influential
+from distill.student import (
+    Layers,
+    copy_layers,
+    cut_config,
+    depth,
+    from_config,
+    load_config,
+    parse_best,
+    parse_layers,
+    stacks,
+)
 from distill.teacher import LiveTeacher, Observed, load_model
 from distill.trainer import DistillationTrainer
 from translation import report
@@ -41,6 +53,9 @@ logger = logging.getLogger(__name__)
 
 Examples = list[dict[str, list[int]]]
 
+# How many examples show which layers of the teacher are best.
+MEASURED_EXAMPLES = 64
+
 
 def run(arguments: Arguments) -> None:
     """Train, evaluate and predict. Write the student, its card and the figures to
@@ -51,19 +66,19 @@ def run(arguments: Arguments) -> None:
     """
     model_args, data_args, args = arguments
     tokenizer, teacher_tokenizer = load_tokenizers(model_args, args)
+    pairs = _student_kind(model_args, args).is_encoder_decoder
+    splits = _load_splits(data_args, args, tokenizer, teacher_tokenizer, pairs)
     is_live = args.needs_teacher() and not args.teacher_cache
     quantization = _quantization(args)
+    best = _best_layers(model_args, args, splits, tokenizer)
     teacher = None
     if model_args.init_student_from_teacher or (is_live and not quantization):
         teacher = _load_teacher(args, teacher_tokenizer)
-    student = load_student(model_args, teacher, len(tokenizer))
+    student = load_student(model_args, teacher, best, len(tokenizer))
     if not is_live:
         teacher = None  # it was needed only to make the student
     elif quantization:
         teacher = _load_teacher(args, teacher_tokenizer, **quantization)
-    splits = _load_splits(
-        data_args, args, tokenizer, teacher_tokenizer, student.config.is_encoder_decoder
-    )
     try:
         trainer = DistillationTrainer(
             student,
@@ -80,17 +95,20 @@ def run(arguments: Arguments) -> None:
         )
     except ValueError as error:
         raise InputError(str(error)) from error
+    figures = {}
     if args.do_train:
         result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-        trainer.save_model()
+        # An internal call does not push, which happens after conversion.
+        trainer.save_model(_internal_call=True)
+        figures["train_runtime"] = result.metrics["train_runtime"]
         trainer.log_metrics("train", result.metrics)
         trainer.save_metrics("train", result.metrics)
         trainer.save_state()
-    figures = {}
     if args.do_eval:
-        figures = trainer.evaluate()
-        trainer.log_metrics("eval", figures)
-        trainer.save_metrics("eval", figures)
+        metrics = trainer.evaluate()
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+        figures |= metrics
     if args.do_predict:
         figures |= _predict(trainer, splits["test"])
     if args.do_train and args.process_index == 0:
@@ -98,6 +116,8 @@ def run(arguments: Arguments) -> None:
         report.convert(folder, data_args.export_dtype)
         source = args.teacher_model_name_or_path or args.teacher_cache or "no teacher"
         export.write_card(folder, args, source, figures, data_file)
+        if args.push_to_hub:
+            export.push(folder, trainer)
         logger.info("student: %s (%s)", folder, data_args.export_dtype)
 
 
@@ -196,11 +216,54 @@ def _check_vocabulary(argument: str, model: PreTrainedModel, tokens: int) -> Non
         )
 
 
+def _student_kind(model_args: ModelArguments, args: DistillationConfig) -> PretrainedConfig:
+    """Return a configuration of the student's kind: its own, or the teacher's."""
+    names = {
+        "model_name_or_path": model_args.model_name_or_path,
+        "student_config": model_args.student_config,
+        "teacher_model_name_or_path": args.teacher_model_name_or_path,
+    }
+    argument = next(argument for argument, name in names.items() if name)
+    return load_config(required(names[argument], argument), argument)
+
+
+def _best_layers(
+    model_args: ModelArguments,
+    args: DistillationConfig,
+    splits: dict[str, Examples],
+    tokenizer: PreTrainedTokenizerBase,
+) -> Layers | None:
+    """Return the layers that `--init_student_from_teacher best:N` means; None if it gives numbers.
+
+    The teacher runs on the first examples. It is loaded for this alone, because its engine may
+    round its weights, and the student is made of the exact ones.
+    """
+    text = model_args.init_student_from_teacher
+    if text is None:
+        return None
+    name = required(args.teacher_model_name_or_path, "teacher_model_name_or_path")
+    count = parse_best(text, depth(load_config(name, "teacher_model_name_or_path")))
+    if count is None:
+        return None
+    teacher = _load_teacher(args, tokenizer, **_quantization(args))
+    live = DistillationTrainer.place_teacher(teacher, args)
+    examples = next(iter(splits.values()))[:MEASURED_EXAMPLES]
+    size = args.per_device_train_batch_size
+    collate = data.Collator(pad_token_id(tokenizer))
+    batches = (collate(examples[at : at + size]) for at in range(0, len(examples), size))
+    influence = block_influence(live, batches)
+    best = broadcast_object_list([most_influential(influence, count)])[0]
+    for stack, layers in best.items():
+        of_all = ", ".join(f"{value:.3f}" for value in influence[stack])
+        logger.info("student: layers %s of the teacher's %s (influence: %s)", layers, stack, of_all)
+    return best
+
+
 def load_student(
-    model_args: ModelArguments, teacher: PreTrainedModel | None, tokens: int
+    model_args: ModelArguments, teacher: PreTrainedModel | None, best: Layers | None, tokens: int
 ) -> PreTrainedModel:
     """Return the student: a named model, a new one from a configuration, or some layers of the
-    teacher.
+    teacher (`best`, or those whose numbers are given).
     """
     if model_args.model_name_or_path:
         try:
@@ -214,8 +277,9 @@ def load_student(
     if teacher is None or not model_args.init_student_from_teacher:
         name = required(model_args.student_config, "student_config")
         return _new_student(load_config(name), tokens)
-    layers = parse_layers(
-        model_args.init_student_from_teacher, teacher.config.get_text_config().num_hidden_layers
+    layers = best or dict.fromkeys(
+        stacks(teacher),
+        parse_layers(model_args.init_student_from_teacher, depth(teacher.config)),
     )
     config = cut_config(teacher.config, layers)
     if model_args.student_config:

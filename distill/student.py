@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,6 +19,8 @@ from transformers import (
 import zero
 from translation.records import InputError
 
+# Indices of layers, by the name of the list that holds them.
+Layers = Mapping[str, Sequence[int]]
 _LAYER = re.compile(
     r"^(?P<before>.*?\.(?:layers|layer|h|blocks|block))\.(?P<index>\d+)\.(?P<after>.*)$"
 )
@@ -29,14 +32,39 @@ def from_config(config: PretrainedConfig) -> PreTrainedModel:
     return kind.from_config(config)
 
 
-def load_config(name: str) -> PretrainedConfig:
+def load_config(name: str, argument: str = "student_config") -> PretrainedConfig:
     """Load a model's configuration from a folder, a JSON file or the hub."""
     try:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise InputError(
-            f"--student_config {name}: no model configuration could be loaded from it ({error})"
+            f"--{argument} {name}: no model configuration could be loaded from it ({error})"
         ) from error
+
+
+def depth(config: PretrainedConfig) -> int:
+    """Return the number of layers of a model, or of the shorter one of its encoder and decoder."""
+    text = config.get_text_config()
+    return min(
+        text.num_hidden_layers,
+        getattr(text, "num_decoder_layers", None) or text.num_hidden_layers,
+    )
+
+
+def parse_best(text: str, available: int) -> int | None:
+    """Return 3 for "best:3", and None for layer indices.
+
+    InputError if the teacher, which has `available` layers, does not have that many.
+    """
+    if not text.startswith("best:"):
+        return None
+    number = text.removeprefix("best:")
+    if not number.isdigit() or not 1 <= int(number) <= available:
+        raise InputError(
+            f"--init_student_from_teacher {text}: give a number of layers from 1 to {available}, "
+            "such as best:1"
+        )
+    return int(number)
 
 
 def parse_layers(text: str, available: int) -> list[int]:
@@ -54,21 +82,34 @@ def parse_layers(text: str, available: int) -> list[int]:
     return [int(part) for part in parts]
 
 
-def cut_config(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedConfig:
-    """Return a configuration with only these layers of `config`, in both encoder and decoder."""
+def stacks(model: PreTrainedModel) -> dict[str, list[nn.Module]]:
+    """Return the layers of the model by the name of the list that holds them: one list, or those
+    of encoder and decoder.
+    """
+    found: dict[str, list[nn.Module]] = {}
+    for name, module in model.named_modules():
+        layer = _LAYER.match(f"{name}.")
+        if layer is not None and not layer["after"]:
+            found.setdefault(layer["before"], []).append(module)
+    return found
+
+
+def cut_config(config: PretrainedConfig, layers: Layers) -> PretrainedConfig:
+    """Return `config` with only these layers of each stack. All stacks keep the same number."""
     cut = copy.deepcopy(config)
-    cut.num_hidden_layers = len(layers)
+    kept = next(iter(layers.values()))
+    cut.num_hidden_layers = len(kept)
     if getattr(cut, "num_decoder_layers", None) is not None:
-        cut.num_decoder_layers = len(layers)
+        cut.num_decoder_layers = len(kept)
     if getattr(cut, "layer_types", None):
-        cut.layer_types = [config.layer_types[layer] for layer in layers]
+        cut.layer_types = [config.layer_types[layer] for layer in kept]
     return cut
 
 
 @torch.no_grad()
-def copy_layers(student: PreTrainedModel, teacher: PreTrainedModel, layers: Sequence[int]) -> None:
-    """Copy the teacher's layer `layers[i]` to the student's layer i, and copy all other weights
-    too.
+def copy_layers(student: PreTrainedModel, teacher: PreTrainedModel, layers: Layers) -> None:
+    """Copy the teacher's layer `layers[stack][i]` to the student's layer i of the same stack, and
+    copy all other weights too.
 
     Both models may be sharded: one parameter at a time is gathered. Some parameters exist only in
     the teacher's first layer (T5's position biases). They go to the student's first layer.
@@ -95,7 +136,14 @@ def copy_layers(student: PreTrainedModel, teacher: PreTrainedModel, layers: Sequ
             param.copy_(theirs)
 
 
-def _source_name(name: str, layers: Sequence[int]) -> str:
-    if (found := _LAYER.match(name)) is None:
+def _source_name(name: str, layers: Layers) -> str:
+    found = _LAYER.match(name)
+    if found is None or found["before"] not in layers:
         return name
-    return f"{found['before']}.{layers[int(found['index'])]}.{found['after']}"
+    stack, index = found["before"], int(found["index"])
+    if index >= len(layers[stack]):
+        raise InputError(
+            f"--init_student_from_teacher names {len(layers[stack])} layers, and the model of "
+            "--student_config has more: name one for each, or leave out --student_config"
+        )
+    return f"{stack}.{layers[stack][index]}.{found['after']}"

@@ -4,6 +4,7 @@ generated batches.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -36,7 +37,9 @@ from distill.hidden import (
     relation_heads,
     relation_loss,
 )
-from distill.student import parse_layers
+from distill.importance import block_influence, most_influential
+from distill.student import parse_best, parse_layers
+from distill.teacher import LiveTeacher
 from distill.vocabulary import VocabularyError, align, align_rows
 from tests.distill import models
 from tests.tolerance import assert_close
@@ -211,6 +214,44 @@ def test_layers_are_mapped_evenly_or_as_told():
         parse_layer_mapping("3:1", 2, 6)
     with pytest.raises(InputError, match="'7' is not a layer"):
         parse_layers("0,7", 6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stacks"),
+    [("llama", {"model.layers": 0}), ("t5", {"encoder.block": 0, "decoder.block": 1})],
+)
+def test_the_influence_of_a_layer_is_the_change_of_its_input_without_padding(kind, stacks):
+    """Each example alone has no padding, and transformers returns its hidden states itself."""
+    model = getattr(models, kind)(16, 3, seed=0)
+    examples = models.pairs(6) if kind == "t5" else models.sequences(6)
+    expected: dict[str, list[torch.Tensor]] = {name: [] for name in stacks}
+    with torch.no_grad():
+        for example in map(models.Pad(), ([example] for example in examples)):
+            output = model.eval()(**example, output_hidden_states=True)
+            states = (output.get("encoder_hidden_states") or output["hidden_states"], None)
+            if kind == "t5":
+                states = (states[0], output["decoder_hidden_states"])
+            for name, which in stacks.items():
+                # The last hidden state comes after a norm, and is no layer's output.
+                layers = itertools.pairwise(states[which][:-1])
+                changes = [1 - torch.cosine_similarity(*pair, dim=-1) for pair in layers]
+                expected[name].append(torch.stack(changes, dim=-1)[0])
+    teacher = LiveTeacher(model, torch.device("cpu"))
+    batches = [models.Pad()(examples[:4]), models.Pad()(examples[4:])]
+    found = block_influence(teacher, batches)
+    assert found.keys() == expected.keys()
+    for name, changes in expected.items():
+        assert len(found[name]) == 3
+        assert found[name][:2] == pytest.approx(torch.cat(changes).mean(0).tolist(), rel=1e-4)
+
+
+def test_the_layers_with_the_greatest_influence_keep_their_order():
+    influence = {"encoder": [0.3, 0.1, 0.2], "decoder": [0.1, 0.2, 0.4]}
+    assert most_influential(influence, 2) == {"encoder": [0, 2], "decoder": [1, 2]}
+    assert parse_best("0,2", 3) is None and parse_best("best:2", 3) == 2
+    for text in ("best:0", "best:4", "best:"):
+        with pytest.raises(InputError, match="from 1 to 3"):
+            parse_best(text, 3)
 
 
 def test_relations_see_no_hidden_token_and_are_kl():

@@ -17,6 +17,7 @@ from transformers import (
     LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    pipeline,
 )
 
 from distill.cache import TeacherCache
@@ -106,8 +107,8 @@ JOBS: dict[str, list[str]] = {
     "layers": [
         *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0,3",
         "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--temperature", "2",
-        "--temperature_schedule", "linear", "--loss_type", "skew_reverse_kl", "--output_dir",
-        "{}/out_layers",
+        "--temperature_schedule", "linear", "--loss_type", "skew_reverse_kl", "--push_to_hub",
+        "True", "--hub_model_id", "me/student", "--output_dir", "{}/out_layers",
     ],
     "teacher_device": [
         *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0,3",
@@ -156,7 +157,7 @@ JOBS: dict[str, list[str]] = {
         "{}/text.txt", "--output_dir", "{}/out_refused",
     ],
     "t5": [
-        *COMMON, "--teacher_model_name_or_path", "{}/t5", "--init_student_from_teacher", "1,3",
+        *COMMON, "--teacher_model_name_or_path", "{}/t5", "--init_student_from_teacher", "best:2",
         "--train_file", "{}/pairs.jsonl", "--validation_file", "{}/pairs.jsonl", "--test_file",
         "{}/pairs.jsonl",
         *PAIRS, "--do_predict", "--predict_with_generate", "True", "--generation_max_length", "8",
@@ -210,6 +211,11 @@ JOBS: dict[str, list[str]] = {
         "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--output_dir",
         "{}/out_prefix", "--source_prefix", "translate: ",
     ],
+    "too many layers": [
+        *COMMON, "--teacher_model_name_or_path", "{}/t5", "--init_student_from_teacher", "best:5",
+        "--train_file", "{}/pairs.jsonl", "--validation_file", "{}/pairs.jsonl", *PAIRS,
+        "--output_dir", "{}/out_layers_of_t5",
+    ],
     "no student": [*COMMON, "--teacher_model_name_or_path", "{}/teacher", "--train_file",
     "{}/text.txt",
                    "--validation_file", "{}/text.txt", "--output_dir", "{}/out_none"],
@@ -235,8 +241,8 @@ SHARDED: dict[str, list[str]] = {
         "{}/out_shipped",
     ],
     "on_policy": [
-        *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0,3",
-        "--lmbda", "0.5",
+        *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher",
+        "best:2", "--lmbda", "0.5",
         "--seq_kd", "True", "--max_new_tokens", "5", "--loss_type", "jsd", "--train_file",
         "{}/turns.jsonl",
         "--validation_file", "{}/text.txt", "--deepspeed", "{}/stage3.json", "--output_dir",
@@ -304,7 +310,7 @@ def figures(finished, name: str) -> dict[str, float]:
 def test_a_student_cut_out_of_its_teacher(finished):
     found = figures(finished, "layers")
     assert found["eval_kd_loss"] > 0 and found["eval_teacher_ce"] > 0
-    folder = finished["folder"] / "out_layers"
+    folder = finished["folder"] / "out_layers_on_the_hub"
     student = LlamaForCausalLM.from_pretrained(folder)
     assert student.config.num_hidden_layers == 2 and student.dtype == torch.bfloat16
     teacher = LlamaForCausalLM.from_pretrained(finished["folder"] / "teacher").state_dict()
@@ -312,7 +318,10 @@ def test_a_student_cut_out_of_its_teacher(finished):
         weight = student.state_dict()[f"model.layers.{ours}.mlp.up_proj.weight"].float()
         assert (weight - teacher[f"model.layers.{theirs}.mlp.up_proj.weight"]).abs().max() < 0.01
     card = (folder / "README.md").read_text()
-    assert "| `loss_type` | skew_reverse_kl |" in card and "eval_ppl" in card
+    words = ("run_distill.py", "| `loss_type` | skew_reverse_kl |", "train_runtime", "eval_ppl")
+    assert all(word in card for word in words)
+    written = pipeline("text-generation", model=str(folder))("def add", max_new_tokens=2)
+    assert written[0]["generated_text"].startswith("def add")
 
 
 def test_a_teacher_on_a_device_of_its_own_says_the_same(finished):
@@ -376,6 +385,7 @@ def test_t5_is_scored_with_bleu(finished):
         ),
         ("small vocabulary", ["--model_name_or_path", "embeddings for 7 tokens"]),
         ("no such layer", ["'9' is not a layer", "0 to 3"]),
+        ("too many layers", ["best:5", "from 1 to 4"]),
         ("prefix of a causal model", ["--source_prefix is for encoder-decoder models"]),
         ("no student", ["there is no student", "--student_config"]),
         ("wrong temperature", ["temperature is 0", "positive"]),

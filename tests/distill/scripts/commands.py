@@ -3,20 +3,37 @@ longer than a run.
 
     commands.py jobs.json
 
-A job is a list of arguments. Rank 0 writes `[[exit code, message], ...]` to `jobs.json.out`.
+A job is a list of arguments. What it pushes to the hub is copied to a folder beside its own.
+Rank 0 writes `[[exit code, message], ...]` to `jobs.json.out`.
 """
 
 import contextlib
 import io
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
 
 import run_distill
 
 
+def create_repo(_hub, repo_id, **_options):
+    return SimpleNamespace(repo_id=repo_id)
+
+
+def upload_folder(_hub, folder_path, ignore_patterns, **_options):
+    shutil.copytree(
+        folder_path, f"{folder_path}_on_the_hub", ignore=shutil.ignore_patterns(*ignore_patterns)
+    )
+
+
 def main() -> None:
+    huggingface_hub.HfApi.create_repo = create_repo
+    huggingface_hub.HfApi.upload_folder = upload_folder
     path = Path(sys.argv[1])
     results = []
     for arguments in json.loads(path.read_text(encoding="utf-8")):

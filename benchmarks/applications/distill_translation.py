@@ -1,0 +1,225 @@
+"""From a translation T5 to one of a fifth of its size: BLEU of the teacher, and of students with
+and without it.
+
+    python -m benchmarks.applications.distill_translation
+    python -m benchmarks.applications.distill_translation --data FOLDER --teacher-steps 3000
+        # FOLDER has en-de.train.jsonl, en-de.validation.jsonl and en-de.test.jsonl
+
+`run_translation.py` trains the teacher and lets it translate the training sentences. Then
+`run_distill.py` trains three students for each seed, for the same steps: from scratch, from the
+teacher's best layers, and from these layers with the teacher. The last one learns from the
+teacher's probabilities and from its translations (sequence-level distillation, arXiv 1606.07947).
+One process with one thread runs at a time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from multiprocessing import get_context
+from pathlib import Path
+
+import matplotlib
+import torch
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot
+
+import run_distill
+import run_translation
+from benchmarks.arguments import Parser, result_file
+from benchmarks.launch import REPOSITORY
+from translation.corpus import build_corpus
+from translation.model import BUILT_IN_CORPUS_SIZE, FREE_TEXT_SIZE, small_t5_config
+from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
+from zero.tools.arguments import count
+
+STUDENTS = ("from scratch", "from the teacher's layers", "with the teacher")
+COMMON = """--save_strategy no --report_to none --disable_tqdm True --adam_beta2 0.99
+ --warmup_steps 50 --per_device_eval_batch_size 128 --train_sampling_strategy group_by_length
+ --ddp_find_unused_parameters False --do_predict --predict_with_generate True""".split()
+
+
+def read_pairs(path: Path) -> list[tuple[str, str]]:
+    records = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [(record["translation"]["en"], record["translation"]["de"]) for record in records]
+
+
+def write_pairs(path: Path, pairs: Iterable[tuple[str, str]]) -> None:
+    records = ({"translation": {"en": source, "de": target}} for source, target in pairs)
+    lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def prepare(args: argparse.Namespace) -> dict[str, Path]:
+    """Return the files of the splits. Write tokenizer and configurations of both models."""
+    folder: Path = args.folder
+    splits = ("train", "validation", "test")
+    data = {split: (args.data or folder) / f"en-de.{split}.jsonl" for split in splits}
+    if args.data is None:
+        for split, pairs in build_corpus()._asdict().items():
+            write_pairs(data[split], pairs)
+    size = FREE_TEXT_SIZE if args.data else BUILT_IN_CORPUS_SIZE
+    texts = (text for pair in read_pairs(data["train"]) for text in pair)
+    pieces = train_sentencepiece(texts, args.vocabulary, size.character_coverage)
+    tokenizer = t5_tokenizer(scored_pieces(pieces))
+    for name in ("teacher", "student"):
+        layers = getattr(args, f"{name}_layers")
+        config = small_t5_config(tokenizer, size._replace(d_model=args.width, num_layers=layers))
+        config.save_pretrained(folder / f"{name}_config")
+        tokenizer.save_pretrained(folder / f"{name}_config")
+    return data
+
+
+def run(main: Callable[[], None], output: Path, *options: object) -> tuple[float, float]:
+    """Run a script that trains or predicts, in a fork of this process, which has imported it.
+
+    Return its BLEU on the test file, and its CPU seconds.
+    """
+    sys.argv = [main.__module__, "--output_dir", str(output), *COMMON, *map(str, options)]
+    print(" ".join(sys.argv), file=sys.stderr, flush=True)
+    before = os.times()
+    process = get_context("fork").Process(target=main)
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"exit code {process.exitcode}: {' '.join(sys.argv)}")
+    after = os.times()
+    seconds = after.children_user + after.children_system
+    seconds -= before.children_user + before.children_system
+    result = json.loads((output / "predict_results.json").read_text())
+    return result["predict_bleu"], seconds
+
+
+def train_teacher(data: dict[str, Path], args: argparse.Namespace) -> None:
+    """Train the teacher, and write what it makes of the training sentences, `translated.jsonl`."""
+    folder: Path = args.folder
+    lengths = ("--max_source_length", args.length, "--max_target_length", args.length)
+    common = ("--source_lang", "en", "--target_lang", "de", *lengths)
+    bleu, seconds = run(
+        run_translation.main, folder / "teacher", "--config_name", folder / "teacher_config",
+        *common, "--do_train", "--train_file", data["train"], "--validation_file",
+        data["validation"], "--test_file", data["test"], "--num_beams", 4, "--max_steps",
+        args.teacher_steps, "--learning_rate", args.learning_rate,
+        "--lr_scheduler_type", "cosine", "--per_device_train_batch_size", args.batch,
+    )  # fmt: skip
+    translated = folder / "teacher_on_train"
+    run(
+        run_translation.main, translated, "--model_name_or_path", folder / "teacher", *common,
+        "--test_file", data["train"], "--num_beams", 1,
+    )  # fmt: skip
+    sources = (source for source, _ in read_pairs(data["train"]))
+    targets = (translated / "generated_predictions.txt").read_text(encoding="utf-8").splitlines()
+    pairs = zip(sources, targets, strict=True)
+    write_pairs(folder / "translated.jsonl", (pair for pair in pairs if pair[1]))
+    (folder / "teacher.json").write_text(json.dumps({"bleu": bleu, "seconds": seconds}))
+
+
+def train_student(name: str, seed: int, data: dict[str, Path], args: argparse.Namespace) -> float:
+    """Train a student, and return its BLEU on the test sentences."""
+    folder: Path = args.folder
+    options = [
+        "--do_train", "--test_file", data["test"], "--tokenizer_name", folder / "teacher_config",
+        "--source_column", "translation.en", "--target_column", "translation.de",
+        "--max_length", args.length, "--generation_max_length", args.length,
+        "--generation_num_beams", 4, "--seed", seed, "--max_steps", args.student_steps,
+        "--learning_rate", args.learning_rate, "--lr_scheduler_type", "cosine",
+        "--per_device_train_batch_size", args.batch,
+    ]  # fmt: skip
+    if name == "from scratch":
+        options += ["--student_config", folder / "student_config"]
+    else:
+        options += ["--teacher_model_name_or_path", folder / "teacher"]
+        options += ["--init_student_from_teacher", f"best:{args.student_layers}"]
+    if name == "with the teacher":
+        options += ["--train_file", folder / "translated.jsonl"]
+        options += ["--kd_alpha", 0.9, "--temperature", 1]
+    else:
+        options += ["--train_file", data["train"], "--kd_alpha", 0]
+    bleu, seconds = run(run_distill.main, folder / f"{name.replace(' ', '_')}_{seed}", *options)
+    print(f"{name}, seed {seed}: BLEU {bleu:.2f}, {seconds:.0f} CPU s", flush=True)
+    return bleu
+
+
+def parameters(folder: Path) -> int:
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+    return AutoModelForSeq2SeqLM.from_config(AutoConfig.from_pretrained(folder)).num_parameters()
+
+
+def plot(teacher: float, students: dict[str, list[float]], path: Path) -> None:
+    """Plot the BLEU of each seed's students, and the teacher's as a line."""
+    figure, axes = pyplot.subplots(figsize=(7, 2.6))
+    for row, bleu in enumerate(students.values()):
+        axes.plot(bleu, [row] * len(bleu), "o", alpha=0.7)
+    axes.axvline(teacher, color="grey", linestyle="--", label="teacher")
+    axes.set_yticks(range(len(students)), students)
+    axes.set_ylim(len(students) - 0.5, -0.5)
+    axes.set(xlabel="BLEU on the test file")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def measure(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    data = prepare(args)
+    if not (args.folder / "teacher.json").exists():
+        train_teacher(data, args)
+    teacher = json.loads((args.folder / "teacher.json").read_text())
+    sizes = [parameters(args.folder / f"{name}_config") for name in ("teacher", "student")]
+    print(
+        f"teacher: {sizes[0]:,} parameters, BLEU {teacher['bleu']:.2f}, "
+        f"{teacher['seconds']:.0f} CPU s; "
+        f"students: {sizes[1]:,} parameters ({sizes[1] / sizes[0]:.0%})",
+        flush=True,
+    )
+    students = {
+        name: [train_student(name, seed, data, args) for seed in range(args.seeds)]
+        for name in STUDENTS
+    }
+    rows = [["BLEU", *(f"seed {seed}" for seed in range(args.seeds)), "mean"]]
+    rows += [["---"] * (args.seeds + 2)]
+    for name, bleu in {"teacher": [teacher["bleu"]] * args.seeds, **students}.items():
+        rows.append([name, *(f"{score:.2f}" for score in bleu), f"{statistics.mean(bleu):.2f}"])
+    print("\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows))
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    result = {"teacher": teacher, "students": students, "parameters": sizes}
+    args.output.write_text(json.dumps(result, indent=2))
+    plot(teacher["bleu"], students, args.output.with_suffix(".png"))
+    print(f"\nwritten: {args.output} and {args.output.with_suffix('.png').name}")
+
+
+def main() -> None:
+    parser = Parser(__doc__)
+    parser.add_argument("--data", type=Path, help="folder with three splits; default: Babel's data")
+    parser.add_argument("--vocabulary", type=count, default=2000)
+    parser.add_argument("--width", type=count, default=128, help="d_model of both models")
+    parser.add_argument("--teacher-layers", type=count, default=6)
+    parser.add_argument("--student-layers", type=count, default=1)
+    parser.add_argument("--teacher-steps", type=count, default=1200)
+    parser.add_argument("--student-steps", type=count, default=300)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--batch", type=count, default=64)
+    parser.add_argument("--length", type=count, default=32, help="tokens of a sentence, at most")
+    parser.add_argument("--seeds", type=count, default=3)
+    parser.add_argument("--folder", type=Path, help="keeps the models; a teacher in it is used")
+    output = REPOSITORY / "benchmarks" / "out" / "distill_translation.json"
+    parser.add_argument("--output", type=result_file, default=output)
+    args = parser.parse_args()
+    if args.folder:
+        return measure(args)
+    with tempfile.TemporaryDirectory() as folder:
+        args.folder = Path(folder)
+        measure(args)
+
+
+if __name__ == "__main__":
+    main()
