@@ -56,7 +56,15 @@ SERVERS = {
     ],
     "transformers": ["transformers", "peft", "trl"],
     "zero": ["zero"],
-    "tests": ["pytest", "torch._dynamo", "tests.dist.training", "tests.parity.models"],
+    "tests": [
+        "pytest",
+        "torch._dynamo",
+        "peft",
+        "bitsandbytes",
+        "torchao.quantization",
+        "tests.dist.training",
+        "tests.parity.models",
+    ],
 }
 # transformers imports these classes only when they are used. A server imports them before it forks.
 _LAZY = {
@@ -201,6 +209,7 @@ def run_on(
         Path(folder, "task").write_bytes(pickle.dumps((fn, args)))
         request = {"command": None, "ranks": world_size, "env": {}, "cwd": os.getcwd()}
         request |= {"simulated": simulated, "gpu": gpu}
+        request["module"] = fn.__module__
         code, stdout, stderr = _ask("tests", request, Path(folder), timeout)
         results = [Path(folder, f"result{rank}") for rank in range(world_size)]
         missing = [rank for rank, path in enumerate(results) if not path.exists()]
@@ -247,7 +256,13 @@ def _server(imported: str) -> subprocess.Popen[str]:
     if imported not in _servers:
         command = [sys.executable, "-m", "tests.processes", imported]
         environment = child_environment(
-            {"TQDM_DISABLE": "1", "HF_HOME": tempfile.mkdtemp(prefix="zero-tests-")}
+            {
+                "TQDM_DISABLE": "1",
+                "HF_HOME": tempfile.mkdtemp(prefix="zero-tests-"),
+                # A test module may ask for a GPU when it is imported. Without this, torch asks
+                # CUDA, and then no fork could use a GPU.
+                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            }
         )
         server = subprocess.Popen(
             command,
@@ -302,6 +317,10 @@ def _serve(imported: str) -> None:
     os.write(answers, b"ready\n")
     for line in sys.stdin:
         request: dict[str, Any] = json.loads(line)
+        if (module := request.get("module")) and module not in sys.modules:
+            # Otherwise each rank would import it, which often takes longer than the test itself.
+            importlib.import_module(module)
+            gc.freeze()
         ranks = []
         for rank in range(max(1, request["ranks"])):
             pid = os.fork()
