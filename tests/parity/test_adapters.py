@@ -401,6 +401,26 @@ def test_an_adapter_is_merged_into_the_files_of_its_base(kind: str, tmp_path: Pa
     assert memory.peak <= blocks * block + sum(value.nbytes for value in files_of(adapter).values())
 
 
+@pytest.mark.filterwarnings("ignore")  # PEFT warns of some of it, too
+def test_an_adapter_that_no_files_can_take_is_refused_by_name(tmp_path: Path) -> None:
+    def refusal(base: str) -> str:
+        with pytest.raises(UsageError) as error:
+            merge(tmp_path / "adapter", tmp_path / base, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        return str(error.value)
+
+    build("t5").save_pretrained(tmp_path / "t5")
+    adapted("t5", "head").save_pretrained(tmp_path / "adapter")
+    assert "ties 'shared.weight'" in refusal("t5") and "lm_head.weight'" in refusal("t5")
+    config = json.loads((tmp_path / "t5" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq"}
+    (tmp_path / "t5" / "config.json").write_text(json.dumps(config))
+    assert "quantized with gptq" in refusal("t5")
+    build("llama").save_pretrained(tmp_path / "llama")
+    adapted("llama", "resized").save_pretrained(tmp_path / "adapter")
+    assert "does not fit the base model: size mismatch" in refusal("llama")
+
+
 # -- tensor parallelism
 
 

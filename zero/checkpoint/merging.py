@@ -344,12 +344,17 @@ def _with_adapter(model: Any, adapter: Path) -> Any:
         raise UsageError(
             f"{adapter} has prompts and no weights to merge: load it with PeftModel.from_pretrained"
         )
+    adapted = peft.PeftModel(model, kind, low_cpu_mem_usage=True)
     try:
-        return peft.PeftModel.from_pretrained(
-            model, adapter, low_cpu_mem_usage=True, torch_device="cpu"
+        result = adapted.load_adapter(
+            adapter, "default", low_cpu_mem_usage=True, torch_device="cpu"
         )
+        wrong = [*result.missing_keys, *result.unexpected_keys]
     except RuntimeError as error:  # shapes differ
+        wrong = [str(error).splitlines()[-1].strip(" \t.")]
+    if wrong:
         raise UsageError(
-            f"{adapter} does not fit the base model. If the run resized its embeddings, do the "
-            f"same and save it before you merge. {error}"
-        ) from error
+            f"{adapter} does not fit the base model: {wrong[0]}. Name the model that it was "
+            "trained on. If the run resized the vocabulary, resize and save the base model first"
+        )
+    return adapted
