@@ -55,7 +55,7 @@ SERVERS = {
         "translation.trainer",
     ],
     "transformers": ["transformers", "peft", "trl"],
-    "zero": ["zero"],
+    "zero": ["zero", "torch._dynamo"],
     "tests": [
         "pytest",
         "torch._dynamo",
