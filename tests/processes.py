@@ -44,7 +44,8 @@ THREADS = os.environ.get("ZERO_TEST_THREADS", "1")
 
 STARTING = 200.0  # seconds for a server's imports
 
-# What each server imports. `fork_ranks` uses one of the first three, `run_on` the last one.
+# What each server imports. `fork_ranks` uses one of the first three, `run_on` the last one, which
+# later imports the modules of the functions that it runs.
 SERVERS = {
     "transformers on zero": [
         "zero.hf",
@@ -55,7 +56,7 @@ SERVERS = {
         "translation.trainer",
     ],
     "transformers": ["transformers", "peft", "trl"],
-    "zero": ["zero"],
+    "zero": ["zero", "torch._dynamo"],
     "tests": [
         "pytest",
         "torch._dynamo",

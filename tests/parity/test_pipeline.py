@@ -43,7 +43,7 @@ from zero.parallel.pipeline import IGNORED, Pipeline, split
 pytestmark = needs("torch", "2.9", "its schedules do not evaluate")
 
 ROWS, LENGTH, MICRO_BATCHES, CLIP = 16, 9, 4, 0.5
-STEPS, MANY_STEPS, SAVED_AFTER = 4, 20, 2
+STEPS, MANY_STEPS, SAVED_AFTER = 4, 12, 2
 SIZES = {
     "vocab_size": VOCABULARY + 1,
     "num_hidden_layers": 4,

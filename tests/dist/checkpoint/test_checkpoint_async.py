@@ -20,7 +20,7 @@ import torch
 from tests.dist.checkpoint.test_checkpoint_faults import lift_file_size_limit, limit_file_size
 from tests.dist.training import ds_config, start, train_zero
 from tests.parity.models import batches, build
-from tests.processes import child_environment, kill_tree, run_on, torchrun
+from tests.processes import child_environment, fork_ranks, kill_tree, run_on
 from zero.checkpoint import training
 from zero.checkpoint.background import BackgroundSaves
 from zero.checkpoint.disk import LOCK
@@ -208,7 +208,8 @@ torch.distributed.destroy_process_group()
 def test_exit_waits_and_tells_of_a_failure(disk, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    process = torchrun(script, tmp_path / "checkpoints", disk, nproc=2, timeout=120)
+    folder = tmp_path / "checkpoints"
+    process = fork_ranks(script, folder, disk, nproc=2, timeout=120, imported="zero")
     assert find_intact(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "good", (
         process.stderr
     )

@@ -18,7 +18,7 @@ from transformers import T5ForConditionalGeneration
 from tests.dist.checkpoint.test_export import Wide, limited_memory
 from tests.dist.training import ds_config, start, train_zero
 from tests.parity.models import batches, build
-from tests.processes import run, run_on
+from tests.processes import fork_ranks, run_on
 from zero.checkpoint import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
@@ -102,7 +102,8 @@ def test_consolidated_as_trained_loads_with_from_pretrained(checkpoint, tmp_path
 
 def test_the_script_in_a_folder_of_checkpoints_makes_a_model_of_one(checkpoint, tmp_path):
     folder, expected = checkpoint
-    done = run([sys.executable, Path(folder) / "zero_to_fp32.py", folder, tmp_path], timeout=120)
+    script = Path(folder) / "zero_to_fp32.py"
+    done = fork_ranks(script, folder, tmp_path, nproc=0, timeout=120, imported="zero")
     assert done.returncode == 0, done.stderr
     state = from_pretrained(tmp_path, torch.float32)
     assert all(torch.equal(state[name], value) for name, value in expected["masters"].items())
@@ -201,7 +202,8 @@ def test_what_all_ranks_hold_is_written_once(world_size):
 
 
 def command(*arguments: object) -> tuple[int, str, str]:
-    process = run([sys.executable, "-m", "zero", *map(str, arguments)], timeout=120)
+    words = map(str, arguments)
+    process = fork_ranks("-m", "zero", *words, nproc=0, timeout=120, imported="zero")
     return process.returncode, process.stdout, process.stderr
 
 

@@ -12,7 +12,7 @@ import torch
 import zero
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import ds_config, loss_of
-from tests.processes import run_on, torchrun
+from tests.processes import fork_ranks, run_on, torchrun
 from zero.comm.consistency import disagree, spread
 
 SGD, ADAM = torch.optim.SGD, torch.optim.AdamW
@@ -197,7 +197,7 @@ def test_a_rank_that_died_before_the_first_save_is_named(tmp_path):
 def test_uneven_numbers_of_batches_are_named(tmp_path):
     script = tmp_path / "uneven.py"
     script.write_text(UNEVEN)
-    done = torchrun(script, nproc=2, timeout=60)
+    done = fork_ranks(script, nproc=2, timeout=60, imported="zero")
     assert done.returncode == 1
     assert "rank 1 lost the connection while it waited at group" in done.stderr
     assert "rank 0 has ended its work" in done.stderr and "same number of batches" in done.stderr
@@ -221,7 +221,8 @@ if zero.comm.world.dist.get_rank() == 0:
 def test_a_model_that_rank_0_loads_alone_is_named(which, tmp_path):
     script = tmp_path / "lone.py"
     script.write_text(LONE_LOAD)
-    done = torchrun(script, which, nproc=2, timeout=120, env={"DEEPSPEED_TIMEOUT": "0.1"})
+    env = {"DEEPSPEED_TIMEOUT": "0.1"}
+    done = fork_ranks(script, which, nproc=2, timeout=120, imported="zero", env=env)
     assert done.returncode == 1
     assert "all ranks must create and load the model" in done.stderr, done.stderr
     assert "number of batches" not in done.stderr

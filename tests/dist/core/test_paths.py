@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.dist.core.test_own_loops import LR, ROWS, SMALL, WIDTH, Experts, build, engine_of
 from tests.dist.training import ds_config
-from tests.processes import run_on, torchrun
+from tests.processes import fork_ranks, run_on
 from zero import fragments
 from zero.integrations.deepspeed.labels import ZeroParamStatus
 from zero.integrations.deepspeed.leaf import set_z3_leaf_modules
@@ -112,7 +112,7 @@ engine.backward(engine(torch.ones(2, 8), 1 + engine.global_rank))
 def test_ranks_that_part_are_named(tmp_path):
     script = tmp_path / "diverging.py"
     script.write_text(DIVERGING)
-    done = torchrun(script, nproc=2, timeout=60)
+    done = fork_ranks(script, nproc=2, timeout=60, imported="zero")
     assert done.returncode == 1
     for rank, expert in ((0, 1), (1, 2)):
         assert f"rank {rank} has waited" in done.stderr

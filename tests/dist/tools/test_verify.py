@@ -19,7 +19,7 @@ import torch
 import zero
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import adamw, ds_config, loss_of, one_group, split, trainable
-from tests.processes import REPOSITORY, kill_tree, run, run_on
+from tests.processes import REPOSITORY, fork_ranks, kill_tree, run_on
 from zero.comm.communicator import Communicator
 from zero.config import load_config
 from zero.core.param_group import ParamGroup
@@ -271,6 +271,12 @@ def test_what_is_rounding():
     assert tensor([nan, 1.0], [1.0, 1.0], [1.0, 1.0]).differs(usual)
 
 
+def verify(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run `zero verify COMMAND`."""
+    words, others = ("-m", "zero", "verify", *command), {"cwd": REPOSITORY, "imported": "zero"}
+    return fork_ranks(*words, nproc=0, timeout=120, **others)
+
+
 SAVES = """
 import sys
 import torch, zero
@@ -289,26 +295,13 @@ for step in range(3):
 def test_nothing_is_saved_while_a_script_is_verified(tmp_path: Path):
     script, output = tmp_path / "script.py", tmp_path / "output"
     script.write_text(SAVES)
-    done = run(
-        [sys.executable, "-m", "zero", "verify", script, output], timeout=120, cwd=REPOSITORY
-    )
+    done = verify(script, output)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal within rounding for 1 step(s)" in done.stdout and not output.exists()
 
 
 def test_the_command_runs_a_script_twice():
-    command = [
-        sys.executable,
-        "-m",
-        "zero",
-        "verify",
-        "--steps",
-        "1",
-        "examples/torch_loop.py",
-        "--output",
-        "/nowhere",
-    ]
-    done = run(command, timeout=120, cwd=REPOSITORY)
+    done = verify("--steps", "1", "examples/torch_loop.py", "--output", "/nowhere")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal within rounding for 1 step(s)" in done.stdout
     assert "on plain torch: step 1 of 1" in done.stderr
@@ -317,7 +310,7 @@ def test_the_command_runs_a_script_twice():
 def test_a_script_without_a_step_is_refused(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text("print('nothing trains here')")
-    done = run([sys.executable, "-m", "zero", "verify", str(script)], timeout=60, cwd=REPOSITORY)
+    done = verify(script)
     assert done.returncode == 2
     assert "took no optimizer step" in done.stderr
     assert "nothing trains here" in done.stderr
@@ -340,14 +333,13 @@ for step in range(2):
 def test_skipped_and_missing_steps_are_named(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(OVERFLOWS)
-    command = [sys.executable, "-m", "zero", "verify", "--steps", "3", script]
-    done = run(command, timeout=120, cwd=REPOSITORY)
+    done = verify("--steps", "3", script)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
         "Both runs skipped 1 step(s)" in done.stdout
         and "--steps 3: the script took only 2" in done.stderr
     )
-    done = run([*command, "all"], timeout=120, cwd=REPOSITORY)
+    done = verify("--steps", "3", script, "all")
     assert done.returncode == 2 and "no update was compared" in done.stderr
 
 

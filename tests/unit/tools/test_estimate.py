@@ -497,8 +497,12 @@ def test_less_precise_states_are_a_remedy_where_nothing_else_in_memory_is_enough
     assert lean and "at random" in lean[0]["price"] and "8 bits" in lean[0]["price"]
     assert lean[0]["disk"] == 0 and lean[0]["host"] <= 84 << 20
     assert "(the price: the optimizer's moments have 8 bits" in ask(shape, {"stage": 3}, *limits)
-    enough = ask(shape, {"stage": 3}, "--json", "--device-memory", "40M")["remedies"]
-    assert enough and not any(each["price"] for each in enough)
+    found = ask(shape, {"stage": 3}, "--json", "--device-memory", "40M")
+    enough = found["remedies"]
+    assert not found["fits"] and not any(each["price"] for each in enough)
+    assert all(each["device"] <= 40 << 20 for each in enough)
+    seconds = [float(f"{each['seconds']:.1e}") for each in enough]
+    assert len(seconds) > 1 and seconds == sorted(seconds)
 
 
 def test_what_cannot_fit_is_tried_once(monkeypatch):
