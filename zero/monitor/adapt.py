@@ -344,27 +344,33 @@ class Adaptation:
         """Return the outputs of a forward in parts, none of which has a graph: the loss if there is
         one, and tensors with as many rows as the micro-batch; None for anything else.
         """
-        found, weights, structure = [], [], None
+        values: list[Any] = []
+        terms: list[torch.Tensor] = []
+        structure, done = None, 0
         with torch.no_grad():
-            for (args, kwargs), weight in self._cut(call, parts):
-                output = self._together(_VALUES, lambda: call.run(*args, **kwargs))  # noqa: B023
+            for inputs, weight in self._cut(call, parts):
+                output = self._together(_VALUES, lambda: call.run(*inputs[0], **inputs[1]))  # noqa: B023
                 leaves, structure = tree_flatten(output)
+                del output
+                start = done
                 if weight is not None:
-                    weights.append(weight)
-                    found.append(leaves)
+                    done += _Call(call.run, inputs, None, []).rows
 
-            def merged() -> list[Any]:
-                columns = list(zip(*found, strict=True))
-                if not _begins_with_loss(found[0]):
-                    return list(map(_joined, columns))
-                # The mean over no labels is NaN.
-                terms = [
-                    leaves[0] * weight if weight else torch.zeros_like(leaves[0])
-                    for leaves, weight in zip(found, weights, strict=True)
-                ]
-                return [torch.stack(terms).sum(), *map(_joined, columns[1:])]
+                def keep() -> None:
+                    rows, loss = slice(start, done), leaves[0]  # noqa: B023
+                    if not values:
+                        values.extend(_for_all(leaf, done, call.rows) for leaf in leaves)  # noqa: B023
+                    for value, leaf in zip(values, leaves, strict=True):  # noqa: B023
+                        if value is not None:
+                            value[rows] = leaf
+                    if _begins_with_loss(leaves):  # noqa: B023
+                        # The mean over no labels is NaN.
+                        terms.append(loss * weight if weight else torch.zeros_like(loss))  # noqa: B023
 
-            values = self._together(None, merged)
+                self._together(None, (lambda: None) if weight is None else keep)
+                leaves = []
+        if terms:
+            values[0] = torch.stack(terms).sum()
         if call.buffers != _seen(self._engine.module):
             raise UsageError(f'{KEY} "adapt": {_WRITES}; set it to "explain"')
         return values, structure
@@ -444,7 +450,7 @@ class Adaptation:
                 self._free()
                 if self._gathers_with_others and not hooks.course.is_known:
                     raise _final(error, f"this process has no room for a {kind} of one sample")
-                hooks.go_on_without_computing()
+                self._join()
         failed = torch.tensor(float(error is not None))
         if self._has_others:
             failed = self._ranks.all_reduce(failed)
@@ -454,6 +460,23 @@ class Adaptation:
             self._engine.reshard()
             raise _NotEnough(error)
         return result  # pyright: ignore[reportReturnType]
+
+    def _join(self) -> None:
+        """Take part in what the others gather and reduce until the end of the forward or backward.
+        If that takes more memory than there is, wait for reductions that have started.
+        """
+        reducer = self._engine.reducer
+        while True:
+            try:
+                return self._engine.hooks.go_on_without_computing()
+            except Exception as raised:
+                if full_memory(raised) is None:
+                    raise
+                buffered = reducer.buffered
+                reducer.drain()
+                self._free()
+                if reducer.buffered == buffered:
+                    raise
 
     def _free(self) -> None:
         gc.collect()
@@ -719,10 +742,11 @@ def _begins_with_loss(leaves: Sequence[Any]) -> bool:
     return isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.is_floating_point()
 
 
-def _joined(column: Sequence[Any]) -> torch.Tensor | None:
-    tensors = [each for each in column if each is not None]
-    is_rows = tensors and all(isinstance(each, torch.Tensor) and each.dim() for each in tensors)
-    return torch.cat(tensors) if is_rows else None
+def _for_all(leaf: Any, rows: int, all_rows: int) -> torch.Tensor | None:
+    """A tensor for all samples, where `leaf` is one of `rows` samples."""
+    if not (isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == rows):
+        return None
+    return leaf.new_empty((all_rows, *leaf.shape[1:]))
 
 
 def _seen(module: nn.Module) -> list[tuple[int, int]]:
