@@ -447,7 +447,6 @@ class Adaptation:
             if error is not None and kind is not None and self._has_others:
                 if held is not None:
                     held.clear()
-                self._free()
                 if self._gathers_with_others and not hooks.course.is_known:
                     raise _final(error, f"this process has no room for a {kind} of one sample")
                 self._join()
@@ -462,10 +461,14 @@ class Adaptation:
         return result  # pyright: ignore[reportReturnType]
 
     def _join(self) -> None:
-        """Take part in what the others gather and reduce until the end of the forward or backward.
-        If that takes more memory than there is, wait for reductions that have started.
+        """Take part in what the others gather and reduce until the end of the forward or backward,
+        whose gradients are of no use. If there is not even memory for that, wait for reductions
+        that have started.
         """
         reducer = self._engine.reducer
+        for entry in reducer.gradients.values():
+            entry.parts.clear()
+        self._free()
         while True:
             try:
                 return self._engine.hooks.go_on_without_computing()
