@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from zero.batch_slices import evaluating
 from zero.checkpoint.state import random_states, restore_random_states
 from zero.core.layout import LEAF_FLAG
-from zero.device import empty_cache, room
+from zero.device import empty_cache, is_accelerator, room
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
 from zero.monitor.memory_usage import DEVICE, OPTIMIZER, bytes_by_kind, place_of
@@ -151,7 +151,7 @@ class Adaptation:
         if settings["recomputes"] and self._can_recompute:
             self._recompute()
         schedule.max_live_parameters = min(schedule.max_live_parameters, settings["max_live"])
-        if settings.get("states_on_host"):
+        if settings.get("states_on_host") and is_accelerator(self._engine.comm.device):
             self._move_states(on_host=True)
 
     # -- what the script calls
@@ -527,7 +527,8 @@ class Adaptation:
         `most`; 0 if not even one has. `is_whole`: the micro-batch cannot be cut.
         """
         if is_whole or most == 1:
-            return most if self._free_at_peak(call, most) is not None else 0
+            is_only = self._engine.settings.gradient_accumulation_steps == 1
+            return most if self._free_at_peak(call, most, is_only) is not None else 0
         with_one = self._free_at_peak(call, 1)
         if with_one is None:
             return 0
@@ -539,16 +540,15 @@ class Adaptation:
                 return min(most, *self._ranks.exchange(fit))
         return 1
 
-    def _free_at_peak(self, call: _Call, rows: int) -> int | None:
+    def _free_at_peak(self, call: _Call, rows: int, is_only: bool = False) -> int | None:
         """Return the bytes that are free at the peak of the forward and backward of some samples,
-        or None if a rank has not enough. If a step has several backwards, this is the peak of the
-        second one, during which there are gradients of the first.
+        or None if a rank has not enough. `is_only`: the step has no other backward, whose gradients
+        would also need memory.
         """
         engine, parts = self._engine, self._parts
         loss = torch.zeros((), device=engine.comm.device, requires_grad=True)
         loss.grad = torch.ones_like(loss)
         some = _Call(call.run, call.of_rows(slice(rows)), call.random, call.buffers, shown=[loss])
-        is_only = rows >= call.rows and engine.settings.gradient_accumulation_steps == 1
         room(engine.comm.device)
         try:
             self._parts = 1
