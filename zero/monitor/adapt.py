@@ -201,6 +201,9 @@ class Adaptation:
         only_loss = all(t.grad is None for call in calls for t in call.shown[1:])
         if self._parts > 1 and not only_loss:
             raise UsageError(f'{KEY} "adapt": {_BESIDE}; set it to "explain"')
+        if only_loss:
+            for call in calls:  # logits are large
+                del call.outputs[1:], call.shown[1:]
         after = random_states(engine.comm.device)
         calls_to_repeat = calls if self._parts > 1 else []
         while True:
