@@ -5,6 +5,7 @@ the losses of a run that had enough memory.
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import random
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from tests.parity.models import ROWS, batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.processes import run_on
 from zero.errors import UsageError
-from zero.monitor.memory_usage import DEVICE, bytes_by_kind
+from zero.monitor.memory_usage import DEVICE, OPTIMIZER, bytes_by_kind
 
 STEPS, CAPS = 3, 4
 HOST = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
@@ -225,6 +226,84 @@ def backward_of_logits(rank: int, world_size: int) -> str:
 
 def test_gradients_of_other_outputs_are_not_lost():
     assert "gradients beside those of the loss" in run_on(1, backward_of_logits, simulated=True)[0]
+
+
+def evaluations(rank: int, world_size: int) -> list[tuple[list[float], torch.Tensor, list[str]]]:
+    """Losses, logits and what was said: of a batch with enough memory, and with too little for the
+    last rank; then the same without labels.
+    """
+    config = ds_config(**SMALL) | {"on_out_of_memory": "adapt"}
+    engine, _ = start(build("t5").to(device.NAME), config)
+    batch = {name: value.to(device.NAME) for name, value in data("t5")[0].items()}
+    step(engine, [{name: value[:1] for name, value in batch.items()}])
+    engine.eval()
+    ids = {"input_ids": batch["input_ids"], "decoder_input_ids": batch["labels"].relu()}
+    found = []
+    for inputs in batch, ids:
+        peaks = []
+        for rows, is_capped in (ROWS // 2, False), (ROWS, False), (ROWS, True):
+            gc.collect()
+            engine.reshard()
+            if is_capped and rank == world_size - 1:
+                device.set_limit(sum(peaks) // 2)
+            torch.accelerator.reset_peak_memory_stats()
+            with torch.no_grad(), listening() as said:
+                some = {name: value[:rows] for name, value in inputs.items()}
+                output = engine(**some, use_cache=False)
+            peaks.append(torch.accelerator.max_memory_allocated())
+            device.set_limit(ENOUGH)
+            losses = [] if output.loss is None else [output.loss.item()]
+            if rows == ROWS:
+                found.append((losses, output.logits.cpu(), said))
+            del output
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_evaluation_is_cut(world_size):
+    ranks = run_on(world_size, evaluations, simulated=True)
+    for (usual, usual_logits, _), (losses, logits, _) in itertools.chain(
+        *((found[:2], found[2:]) for found in ranks)
+    ):
+        assert relative(losses, usual) < 1e-6
+        torch.testing.assert_close(logits, usual_logits)
+    (_, _, nothing), (_, _, said), *_ = ranks[0]
+    assert (nothing, ["an evaluation is cut into" in text for text in said][:1]) == ([], [True])
+
+
+def states_on_host(rank: int, world_size: int) -> list[tuple[Losses, dict[str, dict[str, int]]]]:
+    """Losses, and bytes by place and kind after a backward: with enough memory, and with too little
+    for the optimizer's state beside a sample's activations, which are recomputed.
+    """
+    found, most = [], ENOUGH
+    for act in "explain", "adapt":
+        gc.collect()
+        model: Any = build("llama").to(device.NAME)
+        model.gradient_checkpointing_enable()
+        sections = SMALL | {"bf16": {"enabled": True}, "stage3_max_live_parameters": 0}
+        engine, _ = start(model, ds_config(**sections) | {"on_out_of_memory": act})
+        batch = {name: value[:1].to(device.NAME) for name, value in batches("llama", 1)[0].items()}
+        losses = [step(engine, [batch])]
+        torch.accelerator.reset_peak_memory_stats()
+        device.set_limit(most - 1000)
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        most = torch.accelerator.max_memory_allocated()
+        kinds = bytes_by_kind(engine)
+        device.set_limit(ENOUGH)
+        engine.step()
+        found.append(([*losses, [loss.item()], step(engine, [batch])], kinds))
+        engine.destroy()
+        del engine, model, loss
+    return found
+
+
+def test_the_optimizer_s_state_is_moved_if_nothing_else_helps():
+    (usual, before), (losses, after) = run_on(1, states_on_host, simulated=True)[0]
+    assert losses == usual
+    assert after["host"][OPTIMIZER] >= before[DEVICE][OPTIMIZER]
+    assert OPTIMIZER not in after[DEVICE]
 
 
 def refusal(rank: int, world_size: int) -> str:

@@ -341,12 +341,13 @@ class GradientReducer:
             shard.grad = None
 
     def _flat(self, group: ParamGroup) -> torch.Tensor:
-        self.buffered += group.layout.padded
         dtype = self.dtype or group.dtype
         is_alone = self.gradients[group].carried is None and self.micro_batches.reduces_now
         if self.deferred and not is_alone:  # a part of a sum, which is rounded later
             dtype = max(group.dtype, dtype, key=lambda dtype: dtype.itemsize)
-        return torch.empty(group.layout.padded, dtype=dtype, device=self.comm.device)
+        flat = torch.empty(group.layout.padded, dtype=dtype, device=self.comm.device)
+        self.buffered += group.layout.padded
+        return flat
 
     @staticmethod
     def _place(group: ParamGroup, flat: torch.Tensor, index: int) -> torch.Tensor:

@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from zero.checkpoint.state import random_states, restore_random_states
 from zero.core.layout import LEAF_FLAG
-from zero.device import empty_cache, room
+from zero.device import empty_cache, is_accelerator, room
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
 from zero.monitor.memory_usage import DEVICE, OPTIMIZER, bytes_by_kind, place_of
@@ -151,7 +151,7 @@ class Adaptation:
         if settings["recomputes"] and self._can_recompute:
             self._recompute()
         schedule.max_live_parameters = min(schedule.max_live_parameters, settings["max_live"])
-        if settings.get("states_on_host"):
+        if settings.get("states_on_host") and is_accelerator(self._engine.comm.device):
             self._move_states(on_host=True)
 
     # -- what the script calls
@@ -201,6 +201,9 @@ class Adaptation:
         only_loss = all(t.grad is None for call in calls for t in call.shown[1:])
         if self._parts > 1 and not only_loss:
             raise UsageError(f'{KEY} "adapt": {_BESIDE}; set it to "explain"')
+        if only_loss:
+            for call in calls:  # logits are large
+                del call.outputs[1:], call.shown[1:]
         after = random_states(engine.comm.device)
         calls_to_repeat = calls if self._parts > 1 else []
         while True:
@@ -344,27 +347,33 @@ class Adaptation:
         """Return the outputs of a forward in parts, none of which has a graph: the loss if there is
         one, and tensors with as many rows as the micro-batch; None for anything else.
         """
-        found, weights, structure = [], [], None
+        values: list[Any] = []
+        terms: list[torch.Tensor] = []
+        structure, done = None, 0
         with torch.no_grad():
-            for (args, kwargs), weight in self._cut(call, parts):
-                output = self._together(_VALUES, lambda: call.run(*args, **kwargs))  # noqa: B023
+            for inputs, weight in self._cut(call, parts):
+                output = self._together(_VALUES, lambda: call.run(*inputs[0], **inputs[1]))  # noqa: B023
                 leaves, structure = tree_flatten(output)
+                del output
+                start = done
                 if weight is not None:
-                    weights.append(weight)
-                    found.append(leaves)
+                    done += _Call(call.run, inputs, None, []).rows
 
-            def merged() -> list[Any]:
-                columns = list(zip(*found, strict=True))
-                if not _begins_with_loss(found[0]):
-                    return list(map(_joined, columns))
-                # The mean over no labels is NaN.
-                terms = [
-                    leaves[0] * weight if weight else torch.zeros_like(leaves[0])
-                    for leaves, weight in zip(found, weights, strict=True)
-                ]
-                return [torch.stack(terms).sum(), *map(_joined, columns[1:])]
+                def keep() -> None:
+                    rows, loss = slice(start, done), leaves[0]  # noqa: B023
+                    if not values:
+                        values.extend(_for_all(leaf, done, call.rows) for leaf in leaves)  # noqa: B023
+                    for value, leaf in zip(values, leaves, strict=True):  # noqa: B023
+                        if value is not None:
+                            value[rows] = leaf
+                    if _begins_with_loss(leaves):  # noqa: B023
+                        # The mean over no labels is NaN.
+                        terms.append(loss * weight if weight else torch.zeros_like(loss))  # noqa: B023
 
-            values = self._together(None, merged)
+                self._together(None, (lambda: None) if weight is None else keep)
+                leaves = []
+        if terms:
+            values[0] = torch.stack(terms).sum()
         if call.buffers != _seen(self._engine.module):
             raise UsageError(f'{KEY} "adapt": {_WRITES}; set it to "explain"')
         return values, structure
@@ -441,10 +450,9 @@ class Adaptation:
             if error is not None and kind is not None and self._has_others:
                 if held is not None:
                     held.clear()
-                self._free()
                 if self._gathers_with_others and not hooks.recorder.can_replay:
                     raise _final(error, f"this process has no room for a {kind} of one sample")
-                hooks.replay_rest()
+                self._join()
         failed = torch.tensor(float(error is not None))
         if self._has_others:
             failed = self._ranks.all_reduce(failed)
@@ -454,6 +462,27 @@ class Adaptation:
             self._engine.reshard()
             raise _NotEnough(error)
         return result  # pyright: ignore[reportReturnType]
+
+    def _join(self) -> None:
+        """Take part in what the others gather and reduce until the end of the forward or backward,
+        whose gradients are of no use. If there is not even memory for that, wait for reductions
+        that have started.
+        """
+        reducer = self._engine.reducer
+        for entry in reducer.gradients.values():
+            entry.parts.clear()
+        self._free()
+        while True:
+            try:
+                return self._engine.hooks.replay_rest()
+            except Exception as raised:
+                if full_memory(raised) is None:
+                    raise
+                buffered = reducer.buffered
+                reducer.drain()
+                self._free()
+                if reducer.buffered == buffered:
+                    raise
 
     def _free(self) -> None:
         gc.collect()
@@ -501,7 +530,8 @@ class Adaptation:
         `most`; 0 if not even one has. `is_whole`: the micro-batch cannot be cut.
         """
         if is_whole or most == 1:
-            return most if self._free_at_peak(call, most) is not None else 0
+            is_only = self._engine.settings.gradient_accumulation_steps == 1
+            return most if self._free_at_peak(call, most, is_only) is not None else 0
         with_one = self._free_at_peak(call, 1)
         if with_one is None:
             return 0
@@ -513,16 +543,15 @@ class Adaptation:
                 return min(most, *self._ranks.exchange(fit))
         return 1
 
-    def _free_at_peak(self, call: _Call, rows: int) -> int | None:
+    def _free_at_peak(self, call: _Call, rows: int, is_only: bool = False) -> int | None:
         """Return the bytes that are free at the peak of the forward and backward of some samples,
-        or None if a rank has not enough. If a step has several backwards, this is the peak of the
-        second one, during which there are gradients of the first.
+        or None if a rank has not enough. `is_only`: the step has no other backward, whose gradients
+        would also need memory.
         """
         engine, parts = self._engine, self._parts
         loss = torch.zeros((), device=engine.comm.device, requires_grad=True)
         loss.grad = torch.ones_like(loss)
         some = _Call(call.run, call.of_rows(slice(rows)), call.random, call.buffers, shown=[loss])
-        is_only = rows >= call.rows and engine.settings.gradient_accumulation_steps == 1
         room(engine.comm.device)
         try:
             self._parts = 1
@@ -719,10 +748,11 @@ def _begins_with_loss(leaves: Sequence[Any]) -> bool:
     return isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.is_floating_point()
 
 
-def _joined(column: Sequence[Any]) -> torch.Tensor | None:
-    tensors = [each for each in column if each is not None]
-    is_rows = tensors and all(isinstance(each, torch.Tensor) and each.dim() for each in tensors)
-    return torch.cat(tensors) if is_rows else None
+def _for_all(leaf: Any, rows: int, all_rows: int) -> torch.Tensor | None:
+    """A tensor for all samples, where `leaf` is one of `rows` samples."""
+    if not (isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == rows):
+        return None
+    return leaf.new_empty((all_rows, *leaf.shape[1:]))
 
 
 def _seen(module: nn.Module) -> list[tuple[int, int]]:

@@ -69,7 +69,7 @@ def test_speeds_are_measured_and_written(capsys, tmp_path, monkeypatch):
     assert code == 0 and found.source.startswith("measured by 1 process on ")
     assert not found.has_accelerator and "network" not in written
     assert "network" in text and "(assumed)" in text and str(file) in text
-    measured = ("compute", "compute_fp32", "device_memory", "disk_read", "disk_written", "memory")
+    measured = ("compute", "compute_fp32", "device_memory", "calls", "disk_read", "memory")
     assert all(f"{name.replace('_', ' '):<16}" in text and written[name] > 0 for name in measured)
     code, text = doctor(capsys, "--json", "--speeds", str(file), "--folder", str(tmp_path))
     assert json.loads(text)["speeds"].keys() == vars(found).keys()

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero.device import is_accelerator, synchronize
 from zero.offload.nvme import ScratchFile
@@ -31,8 +33,8 @@ ELEMENTS = 16 << 20  # of a sub-group that is updated
 # and written, 16-bit weights are written. Moments are fp32, or codes with a scale for each block.
 UPDATED = 28
 UPDATED_8_BIT = 2 + 2 * 4 + 2 * 2 + 2
-# Units: TFLOP/s for matrix products, GB/s for the rest.
-TERA, GIGA = 1e12, 1e9
+# Units: TFLOP/s for matrix products, thousands of calls a second, GB/s for the rest.
+TERA, GIGA, KILO = 1e12, 1e9, 1e3
 
 
 def measure(device: torch.device, folder: Path) -> dict[str, Any]:
@@ -49,6 +51,7 @@ def _measured(device: torch.device, folder: Path) -> Iterator[tuple[str, float]]
     yield "compute", _matrix_products(device, torch.bfloat16)
     yield "compute_fp32", _matrix_products(device, torch.float32)
     yield "device_memory", _memory(device)
+    yield "calls", _calls(device)
     if is_accelerator(device):
         host = torch.ones(VALUES, dtype=torch.uint8, pin_memory=True)
         there = torch.empty_like(host, device=device)
@@ -93,6 +96,32 @@ def _memory(device: torch.device) -> float:
     """As an elementwise operation has it: two tensors are read, and one is written."""
     a, b, out = (torch.ones(VALUES // 4, device=device) for _ in range(3))
     return 3 * a.nbytes / _seconds(lambda: torch.add(a, b, out=out), device) / GIGA
+
+
+class _Counter(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _calls(device: torch.device) -> float:
+    """As training has it, with Python's modules and autograd, but with so few elements that the
+    operations themselves take no time.
+    """
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, device=device)
+    inputs = torch.randn(1, 2, 16, device=device)
+
+    def run() -> None:
+        layer(inputs).sum().backward()
+
+    run()  # makes the gradients
+    with _Counter() as calls:
+        run()
+    return calls.count / _seconds(run, device) / KILO
 
 
 def _file(folder: Path) -> Iterator[tuple[str, float]]:
@@ -146,6 +175,7 @@ def table(speeds: Speeds, measured: dict[str, Any]) -> str:
     for name, speed in vars(speeds).items():
         if isinstance(speed, float):
             unit = "TFLOP/s" if name.startswith("compute") else "GB/s"
+            unit = "thousand a second" if name == "calls" else unit
             note = "" if name in measured else "  (assumed)"
             lines.append(f"  {name.replace('_', ' '):<16}{speed:>10.4g} {unit}{note}")
     return "\n".join(lines)

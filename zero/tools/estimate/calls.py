@@ -41,7 +41,7 @@ class Call(NamedTuple):
         outputs: the outputs, with shape, stride and dtype in place of each tensor.
         returns_input: whether it writes into its first argument and returns that.
         operations: its floating-point operations, if it is a matrix product.
-        touched: the bytes that it reads and writes, if it is not one.
+        touched: the bytes that it reads and writes.
         is_complete: whether the next such call can be skipped.
     """
 
@@ -55,7 +55,7 @@ class Call(NamedTuple):
     def of(cls, func: Any, args: tuple, kwargs: dict, out: Any) -> Call:
         inputs, made = list(tensors_in((args, kwargs))), list(tensors_in(out))
         count, touched = operations(func, args, kwargs, out), 0
-        if not count and func.namespace in ("aten", "bitsandbytes"):
+        if func.namespace in ("aten", "bitsandbytes"):
             moved = [*inputs, *made] if inputs or func in FILLS else []
             touched = sum(each.nbytes for each in moved if is_on_device(each))
         aliases = [each.alias_info for each in func._schema.returns]

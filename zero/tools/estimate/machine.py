@@ -69,7 +69,9 @@ class Memory(TorchDispatchMode):
         part: the part to which new memory belongs.
         cause: the cause of current traffic.
         operations: floating-point operations of matrix products so far.
+        fed: bytes that these have read and written so far.
         touched: bytes that all other operations on the device have read and written so far.
+        calls: how many operations have been started so far.
         moved: bytes moved so far, by (link, cause).
     """
 
@@ -79,7 +81,7 @@ class Memory(TorchDispatchMode):
         self.live: Counter[tuple[str, str]] = Counter()
         self.most: Counter[tuple[str, str]] = Counter()
         self.fullest: dict[str, dict[str, int]] = {DEVICE: {}, HOST: {}, DISK: {}}
-        self.operations = self.touched = 0
+        self.operations = self.fed = self.touched = self.calls = 0
         self.moved: Counter[tuple[str, str]] = Counter()
         self._totals: Counter[str] = Counter()
         self._peaks: Counter[str] = Counter()
@@ -156,6 +158,7 @@ class Memory(TorchDispatchMode):
         if DTensor in types:  # it calls again, with this rank's parts
             return NotImplemented
         kwargs = dict(kwargs or {})
+        self.calls += 1
         if func.is_view:
             out = func(*args, **kwargs)
             for leaf in tensors_in(out):
@@ -172,7 +175,10 @@ class Memory(TorchDispatchMode):
             if key is not None and call.is_complete:
                 known_calls[key] = call
         self.operations += call.operations
-        self.touched += call.touched
+        if call.operations:
+            self.fed += call.touched
+        else:
+            self.touched += call.touched
         before, self.part = self.part, "activations" if is_pinned else self.part
         for leaf in tensors_in(out):
             self.note(leaf)

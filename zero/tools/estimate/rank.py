@@ -199,6 +199,11 @@ def _followed(
     found.traffic = Traffic.of(moved, steps)
     if engine.optimizer is not None:
         found.traffic.update = _update(engine, engine.optimizer, config, memory)
+        # The norm is computed of the reduced gradients.
+        for shard in engine.optimizer.shards.values():
+            found.traffic.touched += (
+                shard.group.layout.shard_numel * engine.reducer.sum_dtype.itemsize
+            )
     if question.batch:
         found.parts = memory.fullest
     else:
@@ -263,11 +268,13 @@ def _step(engine: ZeroEngine, loss: Callable[[], torch.Tensor], memory: Memory) 
     """Run a step, and return what each micro-batch has moved and computed."""
     found: list[MicroBatch] = []
     for _ in range(engine.settings.gradient_accumulation_steps or 1):
-        memory.moved, memory.operations, memory.touched = Counter(), 0, 0
+        memory.moved, memory.operations = Counter(), 0
+        memory.fed = memory.touched = memory.calls = 0
         value = loss()
         forward = memory.operations
         engine.backward(value)
         touched, memory.touched = memory.touched, 0
         engine.step()
-        found.append(MicroBatch(memory.moved, memory.operations, forward, touched))
+        counts = memory.operations, forward, memory.fed, touched, memory.calls
+        found.append(MicroBatch(memory.moved, *counts))
     return found

@@ -21,7 +21,8 @@ REACHED_COMPUTE, REACHED_MEMORY, REACHED_PCIE, REACHED_DISK = 0.5, 0.8, 0.8, 0.7
 
 @dataclass(frozen=True)
 class Speeds:
-    """The speeds that one rank has: TFLOP/s for matrix products, GB/s for everything else.
+    """The speeds that one rank has: TFLOP/s for matrix products, GB/s for everything else but
+    `calls`.
 
     The defaults describe an H100 with its host and a PCIe 4 drive.
 
@@ -35,6 +36,7 @@ class Speeds:
         memory: the speed at which updates by the CPU read and write states. The default is what
             sixteen cores of a server with DDR5 reach.
         memory_8_bit: the same for 8-bit moments, which are decoded and encoded.
+        calls: thousands of operations that the host starts in a second.
         has_accelerator: whether the device is something other than the host itself.
         source: where the speeds come from, in words.
     """
@@ -49,6 +51,7 @@ class Speeds:
     disk_written: float = 3.5
     memory: float = 200.0
     memory_8_bit: float = 70.0
+    calls: float = 200.0
     has_accelerator: bool = True
     source: str = "assumed, an H100"
 
@@ -56,10 +59,11 @@ class Speeds:
         links = [
             f"{field.name.replace('_', ' ')} {getattr(self, field.name):.3g}"
             for field in fields(self)
-            if field.type == "float" and not field.name.startswith("compute")
+            if field.type == "float" and not field.name.startswith(("compute", "calls"))
         ]
         compute = f"compute {self.compute:.3g} ({self.compute_fp32:.3g} in fp32) TFLOP/s"
-        return f"speeds ({self.source}): {compute}; in GB/s: {', '.join(links)}"
+        calls = f"{1000 * self.calls:,.0f} operations a second"
+        return f"speeds ({self.source}): {compute}; {calls}; in GB/s: {', '.join(links)}"
 
 
 # The makers' figures: TFLOP/s of dense 16-bit matrix products with sums in fp32, and of fp32; GB/s

@@ -32,13 +32,17 @@ class MicroBatch(NamedTuple):
     Attributes:
         moved: bytes by link and cause.
         operations: floating-point operations of matrix products. `forward`: those of the forward.
+        fed: bytes that these products read and write.
         touched: bytes that all other operations of forward and backward read and write.
+        calls: how many operations were started.
     """
 
     moved: Counter[tuple[str, str]]
     operations: int
     forward: int
+    fed: int
     touched: int
+    calls: int
 
 
 @dataclass
@@ -64,7 +68,8 @@ class Update:
 @dataclass
 class Traffic:
     """Bytes by link and cause, floating-point operations (0: unknown) and those of the first
-    forward, and bytes of device memory that other operations read and write.
+    forward, bytes of device memory that matrix products and other operations read and write, and
+    the number of all operations.
     """
 
     links: dict[str, Counter[str]] = field(
@@ -73,7 +78,9 @@ class Traffic:
     update: Update = field(default_factory=Update)
     operations: int = 0
     forward: int = 0
+    fed: int = 0
     touched: int = 0
+    calls: int = 0
 
     @classmethod
     def of(cls, micro_batches: Sequence[MicroBatch], steps: int) -> Traffic:
@@ -83,8 +90,8 @@ class Traffic:
         found = cls(forward=micro_batches[0].forward)
         for number, each in enumerate(micro_batches):
             times = steps - 2 if number == 1 and steps > 2 else 1
-            found.operations += times * each.operations
-            found.touched += times * each.touched
+            for name in ("operations", "fed", "touched", "calls"):
+                setattr(found, name, getattr(found, name) + times * getattr(each, name))
             for (link, cause), nbytes in each.moved.items():
                 if link in found.links and nbytes:
                     found.links[link][cause] += times * nbytes
@@ -118,9 +125,17 @@ class Traffic:
         coded = self.update.has_8_bit_moments
         on_host = self.update.on_host / (speeds.memory_8_bit if coded else speeds.memory)
         on_device = self.update.on_device / speeds.device_memory
+        products = self.operations / compute / 1e12
+        others = self.touched / speeds.device_memory / 1e9
+        starts = self.calls / speeds.calls / 1e3
+        if speeds.has_accelerator:  # which computes while the host starts the next operations
+            starts = max(0.0, starts - products - others)
+        else:  # an accelerator also reads the next blocks while it multiplies
+            products += self.fed / speeds.device_memory / 1e9
         return {
-            "matrix products": self.operations / compute / 1e12,
-            "other operations": self.touched / speeds.device_memory / 1e9,
+            "matrix products": products,
+            "other operations": others,
+            "starting operations": starts,
             "update on the device": on_device / 1e9,
             "update on the host": on_host / 1e9,
             **moved,
@@ -132,7 +147,8 @@ class Traffic:
         """
         update, files = parts["update on the host"], parts.get("files of the update", 0.0)
         hidden = min(update, files) if self.update.is_pipelined else 0.0
-        compute = parts["matrix products"] + parts["other operations"]
+        names = "matrix products", "other operations", "starting operations"
+        compute = sum(parts[name] for name in names)
         forward = compute * self.forward / max(1, self.operations)
         rest = (update if speeds.has_accelerator else 0.0) + files - hidden
         return hidden + min(forward, self.update.late * max(0.0, rest))
