@@ -57,15 +57,15 @@ def read_any(folder: Path) -> TrainingState:
     """Return the state in a checkpoint of another engine, which its files identify."""
     if not folder.is_dir():
         raise UsageError(f"{folder}: there is no such folder")
-    if folders.locate(folder, None) is not None:
-        raise UsageError(f"{folder} is a checkpoint of zero already: resume from it as it is")
     for reader in READERS:
         if reader.recognizes(folder):
             try:
                 return reader.read(folder)
             except _NOT_UNDERSTOOD as error:
-                what = f"{type(error).__name__}: {error}"
+                what = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 raise UsageError(f"{folder}: a file is not as its format says ({what})") from error
+    if folders.locate(folder, None) is not None:
+        raise UsageError(f"{folder} is a checkpoint of zero already: resume from it as it is")
     names = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     raise UsageError(
         f"{folder}: no checkpoint that zero can read; it has {names}. Name the folder that the "
