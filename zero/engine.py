@@ -23,6 +23,7 @@ from zero.comm.clock import Throughput
 from zero.comm.communicator import Communicator, communicator
 from zero.config import Config
 from zero.config.table import announce
+from zero.conversion import deepspeed
 from zero.core.forward_writes import ForwardWrites
 from zero.core.gathering import Gathering
 from zero.core.hooks import ModuleHooks
@@ -441,6 +442,7 @@ class ZeroEngine(Accumulation, nn.Module):
             load_lr_scheduler_states,
             load_module_only,
             custom_load_fn,
+            open_deepspeed=deepspeed.open_,
         )
 
     def wait_for_checkpoint(self) -> None:
