@@ -80,7 +80,7 @@ def run(package: Any, settings: dict[str, Any]) -> list[float]:
     for step, batch in enumerate(islice(batches, settings["last"])):
         if step < settings["first"]:
             continue
-        rows = {name: values[rank::world_size] for name, values in batch.items()}
+        rows = {name: values[rank::world_size].contiguous() for name, values in batch.items()}
         loss = loss_of(engine, settings["model"], rows)
         engine.backward(loss)
         engine.step()

@@ -1,5 +1,6 @@
 """DeepSpeed's checkpoints: reads those of stages 1, 2 and 3 and the universal form, and writes for
 stage 3.
+
     latest                                      the name of the newest folder
     global_stepN/
         mp_rank_00_model_states.pt              stages 1 and 2: the weights; at all stages counters
@@ -269,8 +270,8 @@ def joined(pieces: Sequence[Stored], shape: Sequence[int], what: str) -> Stored:
     starts = list(accumulate((each.numel() for each in pieces), initial=0))
     if starts[-1] != math.prod(shape) or len({each.dtype for each in pieces}) != 1:
         raise UsageError(
-            f"{what} has {starts[-1]} elements, not {math.prod(shape)}. Either a file is damaged, or "
-            "they were offloaded to NVMe, from where they are not taken over"
+            f"{what} has {starts[-1]} elements, not {math.prod(shape)}. Either a file is damaged, "
+            "or they were offloaded to NVMe, from where they are not taken over"
         )
 
     def read(start: int, end: int) -> torch.Tensor:
@@ -589,4 +590,4 @@ class _Pickler(pickle._Pickler):  # the one in C looks classes up before it writ
 
 
 def _save(content: dict[str, Any], path: Path) -> None:
-    torch.save(content, path, pickle_module=SimpleNamespace(Pickler=_Pickler))
+    torch.save(content, path, pickle_module=SimpleNamespace(__name__="pickle", Pickler=_Pickler))
