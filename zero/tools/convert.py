@@ -13,6 +13,8 @@ from zero.tools.arguments import Parser
 
 # Each can say whether a folder has its files, and read it. The first that recognizes a folder does.
 READERS = (dcp, full)
+# What Python and torch raise for a value of a kind that a reader does not expect in a file.
+_NOT_UNDERSTOOD = ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError
 WRITERS = {"dcp": dcp.write, "hf": full.write}
 TO = "dcp: FSDP in accelerate's layout; hf: a folder for the Trainer without any engine"
 
@@ -59,7 +61,11 @@ def read_any(folder: Path) -> TrainingState:
         raise UsageError(f"{folder} is a checkpoint of zero already: resume from it as it is")
     for reader in READERS:
         if reader.recognizes(folder):
-            return reader.read(folder)
+            try:
+                return reader.read(folder)
+            except _NOT_UNDERSTOOD as error:
+                what = f"{type(error).__name__}: {error}"
+                raise UsageError(f"{folder}: a file is not as its format says ({what})") from error
     names = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     raise UsageError(
         f"{folder}: no checkpoint that zero can read; it has {names}. Name the folder that the "

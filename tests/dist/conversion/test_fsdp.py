@@ -17,8 +17,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     FullyShardedDataParallel,
     StateDictType,
     fully_shard,
@@ -77,11 +75,18 @@ class Counter:
 
 
 def save_fsdp2(rank: int, world_size: int, folder: Path) -> Losses:
-    """Train with FSDP2, and save in accelerate's and in torchtitan's layout on the way."""
+    """Train with FSDP2, and save in accelerate's two layouts and in torchtitan's on the way."""
     model, optimizer = fsdp2()
     losses = train(model, optimizer, toy_batches(SAVED))
     of_model = get_model_state_dict(model)
     save_parts(folder / "accelerate", of_model, get_optimizer_state_dict(model, optimizer))
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full_model = get_model_state_dict(model, options=whole)
+    full_optimizer = get_optimizer_state_dict(model, optimizer, options=whole)
+    if rank == 0:
+        (folder / "full").mkdir()
+        torch.save(full_model, folder / "full" / "pytorch_model_fsdp.bin")
+        torch.save(full_optimizer, folder / "full" / "optimizer.bin")
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     titan = {
         "optimizer": get_optimizer_state_dict(model, optimizer, options=flat),
@@ -92,7 +97,8 @@ def save_fsdp2(rank: int, world_size: int, folder: Path) -> Losses:
 
 
 def save_fsdp1(rank: int, world_size: int, folder: Path) -> Losses:
-    """Train with FSDP1, and save sharded and full state dicts."""
+    """Train with FSDP1. Its full state dicts are not tested: on the CPU, torch gives both moments
+    the memory of one."""
     fsdp = FullyShardedDataParallel
     model = fsdp(toy(blocks=2), use_orig_params=True, device_id=torch.device("cpu"))
     optimizer = adamw(one_group(trainable(model)))  # all parameters are vectors now
@@ -100,13 +106,6 @@ def save_fsdp1(rank: int, world_size: int, folder: Path) -> Losses:
     with fsdp.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         of_model, of_optimizer = model.state_dict(), fsdp.optim_state_dict(model, optimizer)
         save_parts(folder / "sharded", of_model, of_optimizer)
-    settings = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
-    with fsdp.state_dict_type(model, StateDictType.FULL_STATE_DICT, *settings):
-        of_model, of_optimizer = model.state_dict(), fsdp.optim_state_dict(model, optimizer)
-        if rank == 0:
-            (folder / "full").mkdir()
-            torch.save(of_model, folder / "full" / "pytorch_model_fsdp.bin")
-            torch.save(of_optimizer, folder / "full" / "optimizer.bin")
     return losses + train(model, optimizer, toy_batches(STEPS)[SAVED:])
 
 
@@ -120,7 +119,7 @@ def resume(rank: int, world_size: int, folder: Path, tied: bool) -> Losses:
 
 @pytest.mark.parametrize(
     ("save", "layouts"),
-    [(save_fsdp2, ("accelerate", "titan")), (save_fsdp1, ("sharded", "full"))],
+    [(save_fsdp2, ("accelerate", "full", "titan")), (save_fsdp1, ("sharded",))],
 )
 def test_from_fsdp(tmp_path: Path, save: Any, layouts: tuple[str, ...]) -> None:
     losses = run_on(2, save, tmp_path)

@@ -1,0 +1,146 @@
+"""Folders of the Trainer: names are given to what the optimizer numbers, and what does not fit is
+refused in one line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from zero.checkpoint.models import consolidate
+from zero.conversion import full, ours
+from zero.tools.cli import main
+
+STEP = 3
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=1,
+        num_attention_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def save(model: nn.Module, folder: Path) -> torch.optim.Optimizer:
+    """Train for `STEP` steps, and save what the Trainer does."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    for _ in range(STEP):
+        for param in trained:
+            param.grad = torch.rand_like(param)
+        optimizer.step()
+    model.save_pretrained(folder)
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": STEP}))
+    torch.save({"last_epoch": STEP, "_last_lr": [1e-3]}, folder / "scheduler.pt")
+    return optimizer
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT's, with transformers 5
+def test_adapters(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
+    optimizer = save(model, tmp_path / "checkpoint-3")
+    state = full.read(tmp_path / "checkpoint-3")
+    for name, param in model.named_parameters():
+        assert (name in state.parameters) == param.requires_grad
+        if param.requires_grad:
+            found, expected = state.parameters[name], optimizer.state[param]
+            assert torch.equal(found.weights.tensor(), param.detach())
+            assert torch.equal(found.state["exp_avg"].tensor(), expected["exp_avg"])
+            assert found.state["step"] == STEP
+    ours.write(state, tmp_path / "out")
+    consolidate(tmp_path / "out", tmp_path / "adapters")
+    name = "adapter_model.safetensors"
+    written, expected = (
+        load_file(tmp_path / "adapters" / name),
+        load_file(tmp_path / "checkpoint-3" / name),
+    )
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[key], expected[key]) for key in expected)
+
+
+def test_a_checkpoint_of_ours_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    save(llama(), tmp_path / "checkpoint-3")
+    state = full.read(tmp_path / "checkpoint-3")
+    ours.write(state, tmp_path / "out")
+    for again in (ours.read(tmp_path / "out"), ours.read(tmp_path / "out" / "global_step3")):
+        assert again.parameters.keys() == state.parameters.keys()
+        for name, parameter in state.parameters.items():
+            found = again.parameters[name]
+            assert torch.equal(found.weights.tensor(), parameter.weights.tensor())
+            assert torch.equal(found.state["exp_avg"].tensor(), parameter.state["exp_avg"].tensor())
+            assert found.state["step"] == STEP and found.group == 0
+            assert found.tied == parameter.tied
+        assert again.groups == state.groups and again.global_steps == STEP
+        assert {path.name for path in again.beside} == {path.name for path in state.beside}
+
+
+def remove_a_weight(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors")
+
+
+def shorten_the_weights(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-10])
+
+
+def save_other_groups(folder: Path) -> None:
+    parameters = list(llama().parameters())
+    groups = [{"params": parameters[:1]}, {"params": parameters[1:]}]
+    torch.save(torch.optim.AdamW(groups).state_dict(), folder / "optimizer.pt")
+
+
+def keep_eight_bits(folder: Path) -> None:
+    saved = torch.load(folder / "optimizer.pt")
+    for state in saved["state"].values():
+        state["state1"] = torch.zeros(5, dtype=torch.uint8)
+    torch.save(saved, folder / "optimizer.pt")
+
+
+def remove_the_optimizer(folder: Path) -> None:
+    (folder / "optimizer.pt").unlink()
+
+
+def damage_the_progress(folder: Path) -> None:
+    (folder / "trainer_state.json").write_text("[]")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (remove_a_weight, "model.safetensors: model.norm.weight is missing"),
+        (shorten_the_weights, "model.safetensors is damaged"),
+        (save_other_groups, r"optimizer.pt: it has param groups of \[1, 10\] parameters"),
+        (keep_eight_bits, "'state1' of model.embed_tokens.weight: neither a number nor a tensor"),
+        (remove_the_optimizer, "no checkpoint that zero can read"),
+        (damage_the_progress, "trainer_state.json is damaged"),
+    ],
+)
+def test_refuses_in_one_line(
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    save(llama(), tmp_path / "checkpoint-3")
+    damage(tmp_path / "checkpoint-3")
+    with pytest.raises(SystemExit, match="2"):
+        main(["adopt", str(tmp_path / "checkpoint-3")])
+    *of_libraries, line = capsys.readouterr().err.splitlines()
+    assert not any(each.startswith("zero") for each in of_libraries)
+    assert re.search(message, line), line
+    assert not (tmp_path / "checkpoint-3-zero").exists()
