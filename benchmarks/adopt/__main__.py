@@ -105,7 +105,9 @@ def compare(python: str, work: Path) -> list[dict[str, Any]]:
     for ranks in (1, 2, 3):
         written = [work / f"back-{model}-{ranks}" for model, _ in names]
         for folder, out in zip(folders, written, strict=True):
-            deepspeed.write(ours.read(folder), out, ranks)
+            state = ours.read(folder)
+            state.ranks = ranks
+            deepspeed.write(state, out)
         resumed = [resume(*name, folder) for name, folder in zip(names, written, strict=True)]
         add("zero to DeepSpeed", names, ranks, run_all(python, "deepspeed", resumed, ranks), whole)
     return rows

@@ -309,7 +309,8 @@ def _state(shards: _Shards, place: Path, beside: Path) -> TrainingState:
     if config.get("zero_optimization", {}).get("mics_shard_size", -1) > 0:
         raise UsageError(f"{place} was saved with mics_shard_size; {_NOT_TAKEN}")
     version, ranks = model.get("ds_version", "of unknown version"), model["dp_world_size"]
-    state = TrainingState(f"DeepSpeed {version}, stage {shards.stage}, {ranks} ranks", {})
+    source = f"DeepSpeed {version}, stage {shards.stage}, {ranks} ranks"
+    state = TrainingState(source, {}, ranks=ranks)
     if isinstance(shards, _Universal):
         state.source = f"DeepSpeed {version}, universal, of {ranks} ranks"
     _put_parameters(state, shards)
@@ -422,8 +423,8 @@ _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 _SUB_GROUP_SIZE = 10**9
 
 
-def write(state: TrainingState, out: Path, ranks: int) -> None:
-    """Write what DeepSpeed 0.19 loads at stage 3 on so many ranks.
+def write(state: TrainingState, out: Path) -> None:
+    """Write what DeepSpeed 0.19 loads at stage 3 on `state.ranks` ranks.
 
     Memory is needed for one rank's part of the masters and of the optimizer state.
 
@@ -435,6 +436,7 @@ def write(state: TrainingState, out: Path, ranks: int) -> None:
         )
     folder = out / f"global_step{state.global_steps}"
     folder.mkdir(parents=True)
+    ranks = state.ranks
     parts = [part for index in range(len(state.groups)) for part in _parts(state, index, ranks)]
     for rank in range(ranks):
         name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
