@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 
-from zero.checkpoint.adapters import ADAPTER_CONFIG
+from zero.checkpoint.adapters import ADAPTER_CONFIG, describe_adapters
 from zero.checkpoint.files import CheckpointReader
 from zero.checkpoint.folder import LATEST, locate_deepspeed
 from zero.checkpoint.state import NOT_STORED
-from zero.conversion import ours, pickles
+from zero.conversion import full, ours, pickles
 from zero.conversion.named import optimizer_of
 from zero.conversion.training_state import Number, Parameter, Stored, TrainingState
 from zero.errors import UsageError
@@ -321,7 +321,11 @@ def _state(shards: _Shards, place: Path, beside: Path) -> TrainingState:
     if "config.json" in names:
         state.model_config = json.loads((beside / "config.json").read_text())
     if ADAPTER_CONFIG in names:
-        state.missing.append("the description of PEFT's adapters, which zero consolidate needs")
+        state.frozen_excluded = all(each.trainable for each in state.parameters.values())
+        try:
+            state.adapters = describe_adapters(full.skeleton(beside))
+        except UsageError as error:
+            state.missing.append(f"what zero consolidate needs for PEFT's adapters: {error}")
     if not any(name.startswith("rng_state") for name in names):
         state.missing.append("random states: DeepSpeed saves none")
     if "trainer_state.json" not in names:
