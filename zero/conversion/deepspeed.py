@@ -75,7 +75,7 @@ def _read(place: Path, beside: Path) -> TrainingState:
     try:
         shards = _Universal(place) if (place / "zero").is_dir() else _shards(place)
         return _state(shards, place, beside)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
         what = f"{type(error).__name__}: {error}"
@@ -141,6 +141,13 @@ class _Shards:
 class _Stage3(_Shards):
     stage = 3
 
+    def __init__(self, place: Path, models: list[dict], optimizers: list[dict], base: dict):
+        super().__init__(place, models, optimizers, base)
+        self._starts: dict[str, int] = {}
+        for shapes in self.model["param_shapes"]:
+            sizes = (-(-math.prod(shape) // len(optimizers)) for shape in shapes.values())
+            self._starts |= zip(shapes, accumulate(sizes, initial=0), strict=False)
+
     def masters(self, part: int) -> list[Stored]:
         return [each["fp32_flat_groups"][part] for each in self.optimizers]
 
@@ -148,12 +155,8 @@ class _Stage3(_Shards):
         return self.optimizers[rank]["optimizer_state_dict"]["state"].get(part, {})
 
     def places(self, part: int, name: str, numel: int) -> list[slice]:
-        ranks, start = len(self.optimizers), 0
-        for other, shape in self.model["param_shapes"][part].items():
-            if other == name:
-                break
-            start += -(-math.prod(shape) // ranks)
-        return [slice(start, start + n) for n in _divided(numel, ranks)]
+        start = self._starts[name]
+        return [slice(start, start + n) for n in _divided(numel, len(self.optimizers))]
 
 
 class _Stage2(_Shards):
@@ -193,13 +196,12 @@ class _Universal(_Shards):
         self.stage = 3 if file.name == names[1] else 2
 
     def keys(self, part: int, name: str) -> dict[str, Number | None]:
-        folder = self.place / "zero" / name
         found: dict[str, Number | None] = {
             key: _number(value)
             for key, value in self.base["state"].get(part, {}).items()
             if not isinstance(value, Stored) or value.numel() == 1
         }
-        for path in sorted(folder.glob("*.pt")):
+        for path in sorted(self._folder(name).glob("*.pt")):
             if path.stem == "step":
                 found["step"] = _number(_load(path))
             elif path.stem != "fp32":
@@ -207,11 +209,16 @@ class _Universal(_Shards):
         return found
 
     def tensor(self, part: int, name: str, shape: tuple[int, ...], key: str | None) -> Stored:
-        path = self.place / "zero" / name / f"{key or 'fp32'}.pt"
+        path = self._folder(name) / f"{key or 'fp32'}.pt"
         content = _load(path)
         if content.get("cat_dim") or content.get("vocab_tensor"):
             raise UsageError(f"{path}: it is of a run with tensor parallelism; {_NOT_TAKEN}")
         return joined([content["param"]], shape, str(path))
+
+    def _folder(self, name: str) -> Path:
+        if Path(name).name != name:
+            raise UsageError(f"{self.place}: a parameter has the name {name!r}")
+        return self.place / "zero" / name
 
 
 _NOT_TAKEN = "that is not taken over. Carry over the weights with DeepSpeed's zero_to_fp32.py"
