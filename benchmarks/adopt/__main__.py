@@ -68,7 +68,7 @@ def resume(model: str, stage: int, folder: Path) -> dict[str, Any]:
 
 
 def difference(resumed: Sequence[float], whole: Sequence[float]) -> float:
-    pairs = zip(resumed, whole[SAVED:], strict=True)
+    pairs = zip(resumed, whole[-len(resumed) :], strict=True)
     return max(abs(here - there) / abs(there) for here, there in pairs)
 
 

@@ -210,7 +210,9 @@ class _Universal(_Shards):
 
     def tensor(self, part: int, name: str, shape: tuple[int, ...], key: str | None) -> Stored:
         path = self._folder(name) / f"{key or 'fp32'}.pt"
-        content = _load(path)
+        content: Any = _load(path)
+        if isinstance(content, Stored):  # of stage 3
+            return joined([content], shape, str(path))
         if content.get("cat_dim") or content.get("vocab_tensor"):
             raise UsageError(f"{path}: it is of a run with tensor parallelism; {_NOT_TAKEN}")
         return joined([content["param"]], shape, str(path))
