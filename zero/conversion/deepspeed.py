@@ -490,10 +490,10 @@ def _optimizer_content(
         masters.append(torch.cat([_of_rank(each.weights, rank, ranks).float() for each in of_part]))
         states[index] = {}
         for key, value in of_part[0].state.items():
+            of_key: list[Any] = [each.state[key] for each in of_part]
             if isinstance(value, Stored):
-                pieces = [_of_rank(each.state[key], rank, ranks) for each in of_part]
-                value = torch.cat([piece.float() for piece in pieces])
-            elif len({float(each.state[key]) for each in of_part}) > 1:
+                value = torch.cat([_of_rank(each, rank, ranks).float() for each in of_key])
+            elif len(set(map(float, of_key))) > 1:
                 raise UsageError(
                     f"{state.source}: {key!r} differs between {names[0]} and others of its param "
                     "group, and DeepSpeed has one for all of them"
@@ -591,7 +591,11 @@ class _Named:
         self.name, self.values = name, values
 
 
-class _Pickler(pickle._Pickler):  # the one in C looks classes up before it writes their names
+# The one in C looks classes up before it writes their names.
+_PicklerInPython: Any = vars(pickle)["_Pickler"]
+
+
+class _Pickler(_PicklerInPython):
     """Writes the name of DeepSpeed's class in place of `_Named`."""
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
