@@ -22,6 +22,7 @@ from zero.comm.clock import Throughput
 from zero.comm.communicator import Communicator, communicator
 from zero.config import Config, ResolvedConfig
 from zero.config.table import announce
+from zero.conversion import deepspeed
 from zero.core.forward_writes import ForwardWrites
 from zero.core.gathering import Gathering
 from zero.core.hooks import ModuleHooks
@@ -541,7 +542,28 @@ class ZeroEngine(nn.Module):
             self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
         )
 
-    load_checkpoint = checkpoint.load_checkpoint
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable | None = None,
+    ) -> tuple[str | None, dict]:
+        """Restore what `save_checkpoint` wrote: see `zero.checkpoint.load_checkpoint`."""
+        return checkpoint.load_checkpoint(
+            self,
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+            open_deepspeed=deepspeed.open_,
+        )
 
     def wait_for_checkpoint(self) -> None:
         """Wait until all asynchronous saves are complete. If one has failed, raise its error."""

@@ -74,3 +74,19 @@ def test_back_to_the_plain_trainer(tmp_path: Path) -> None:
         resumed.append(job(each["model"], resume=str(out)))
     for report, expected in zip(run_plain(resumed, tmp_path / "plain"), reports, strict=True):
         assert_equal_losses(report, expected, rounding(torch.float32, 1))
+
+
+def test_folder_of_deepspeed(tmp_path: Path) -> None:
+    first = job("t5")
+    first["arguments"]["deepspeed"] = ZERO
+    (whole,) = run_unmodified([first], tmp_path / "zero", 1)
+    folder = tmp_path / "zero" / "output0" / f"checkpoint-{SAVED}"
+    out = tmp_path / "deepspeed" / folder.name
+    main(["convert", str(folder), "--to", "deepspeed", str(out)])
+    (out / "zero_to_fp32.py").touch()  # DeepSpeed has it there, too
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    resumed = job("t5", resume=str(out))
+    resumed["arguments"]["deepspeed"] = ZERO
+    (report,) = run_unmodified([resumed], tmp_path / "resumed", 1)
+    assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    assert_equal_losses(report, whole, 0)

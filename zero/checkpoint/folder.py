@@ -37,6 +37,7 @@ from zero.errors import UsageError
 logger = logging.getLogger("zero")
 
 LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"  # of DeepSpeed
 # The files in which scripts look for the state of a model and of an optimizer.
 MODEL_FILE = "mp_rank_00_model_states.pt"
 OPTIMIZER_FILE = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -224,6 +225,26 @@ def locate(load_dir: Path, tag: str | None) -> Path | None:
                 *(latest, folder.name, newest.name, LATEST),
             )
     return folder
+
+
+def locate_deepspeed(load_dir: Path, tag: str | None) -> Path | None:
+    """Like `locate`, but finds the folder of a checkpoint that DeepSpeed has written. Its tag may
+    also be that of a universal checkpoint.
+    """
+    tags = [] if tag is None else [tag]
+    for latest in (LATEST, LATEST_UNIVERSAL) if tag is None else ():
+        if (load_dir / latest).is_file():
+            tags.append(disk.read(load_dir / latest).decode(errors="replace").strip())
+    folders = [load_dir / each for each in tags if Path(each).name == each]
+    return next(filter(_is_of_deepspeed, folders if tag else [load_dir, *folders]), None)
+
+
+def _is_of_deepspeed(folder: Path) -> bool:
+    # A damaged checkpoint of zero also has files with these names.
+    if (folder / MANIFEST).exists() or any(folder.glob("rank*.safetensors")):
+        return False
+    is_universal = (folder / "zero" / "optimizer_state.pt").is_file()
+    return is_universal or any(folder.glob("*zero_pp_rank_*_optim_states.pt"))
 
 
 def _folder_of(load_dir: Path, tag: str) -> Path:

@@ -31,6 +31,7 @@ from zero.checkpoint.folder import (
     RECOVERY_SCRIPT,
     job_folder,
     locate,
+    locate_deepspeed,
     newest_first,
     number_of,
     of_trainer,
@@ -100,6 +101,8 @@ def check_resumable(folder: Path, world_size: int, sums: bool = True) -> None:
     Raises DamagedCheckpointError, which names a file that is missing or incomplete.
     """
     _check_trainer_state(folder)
+    if locate_deepspeed(folder, None) is not None:
+        return  # the engine reads it too, and finds out what is missing then
     _check_seal(folder)
     checkpoint = locate(folder, None)
     if checkpoint is None:

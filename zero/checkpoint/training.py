@@ -255,8 +255,11 @@ def load_checkpoint(
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
     custom_load_fn: Callable | None = None,
+    *,
+    open_deepspeed: Callable[[Path], CheckpointReader],
 ) -> tuple[str | None, dict]:
-    """Restore a checkpoint of `save_checkpoint`, on any number of ranks. Every rank must call it.
+    """Restore a checkpoint of `save_checkpoint` or of DeepSpeed, on any number of ranks. Every rank
+    must call it.
 
     Random states are restored only if the number of ranks is the same, and not if the folder also
     contains those of the Trainer, which restores them itself.
@@ -270,6 +273,7 @@ def load_checkpoint(
             loss scale.
         load_lr_scheduler_states: whether to load the learning-rate scheduler.
         load_module_only: whether to load only the weights.
+        open_deepspeed: returns a reader of a folder that DeepSpeed has written.
 
     Returns:
         The checkpoint's folder, or None if you give no tag and there is no checkpoint.
@@ -293,7 +297,8 @@ def load_checkpoint(
     found = ranks.exchange(
         lambda: {"names": list(here) if is_split else [], "base": base.sums_of_rank(engine)},
         lambda of_ranks: {
-            "folder": resumable.locate_tag(source, tag),
+            "deepspeed": (deepspeed := _locate_deepspeed(source, tag)),
+            "folder": deepspeed or resumable.locate_tag(source, tag),
             "has_random_states": any(source.glob("rng_state*.pth")),
             "elsewhere": sorted(set().union(*(each["names"] for each in of_ranks))),
             "base": base.total([each["base"] for each in of_ranks]),
@@ -307,7 +312,7 @@ def load_checkpoint(
     optimizer = engine.optimizer if load_optimizer_states and not load_module_only else None
 
     def check() -> tuple[CheckpointReader, set[str]]:
-        reader = _open(engine, source, folder)
+        reader = open_deepspeed(folder) if found["deepspeed"] else _open(engine, source, folder)
         names = _names_to_load(engine, reader.manifest, load_module_strict, found["elsewhere"])
         if not load_module_only and not is_split:
             base.require_same_base(reader.manifest.base, found["base"])
@@ -338,6 +343,18 @@ def load_checkpoint(
 
     _read(engine, ranks, reader, names, optimizer)
     return str(folder), ranks.together(restore)
+
+
+def _locate_deepspeed(source: Path, tag: object | None) -> str | None:
+    """Return the folder of a checkpoint of DeepSpeed, and say on rank 0 that it is one."""
+    folder = folders.locate_deepspeed(source, None if tag is None else str(tag))
+    if folder is None:
+        return None
+    text = (
+        "%s is a checkpoint of DeepSpeed: it is read and not changed, and saves have zero's format"
+    )
+    logger.warning(text, folder)
+    return str(folder)
 
 
 @contextmanager

@@ -60,14 +60,7 @@ def named_state(
             for key, value in optimizer.get(name, {}).items()
             if value is not None
         }
-    kinds = {frozenset(each.state) for each in state.parameters.values() if each.state}
-    if len(kinds) > 1 or not kinds <= _OPTIMIZERS.keys():
-        found = " or ".join(str(sorted(each)) for each in kinds)
-        raise UsageError(
-            f"{source}: an optimizer that keeps {found} for a parameter is not taken over; AdamW, "
-            "SGD with momentum and Lion are"
-        )
-    state.optimizer = _OPTIMIZERS[kinds.pop()] if kinds else "SGD"
+    state.optimizer = optimizer_of(state)
     _fill(state)
     for group in groups:
         options = {key: value for key, value in group.items() if key not in NOT_STORED}
@@ -75,6 +68,18 @@ def named_state(
         state.groups.append(kept)
         state.missing += [f"the option {name!r} of the optimizer" for name in left_out]
     return state
+
+
+def optimizer_of(state: TrainingState) -> str:
+    """Return the class of the optimizer that keeps what the parameters have."""
+    kinds = {frozenset(each.state) for each in state.parameters.values() if each.state}
+    if len(kinds) > 1 or not kinds <= _OPTIMIZERS.keys():
+        found = " or ".join(str(sorted(each)) for each in kinds)
+        raise UsageError(
+            f"{state.source}: an optimizer that keeps {found} for a parameter is not taken over; "
+            "AdamW, SGD with momentum and Lion are"
+        )
+    return _OPTIMIZERS[kinds.pop()] if kinds else "SGD"
 
 
 def _put_weights_of(

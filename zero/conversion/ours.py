@@ -252,6 +252,7 @@ def read(folder: Path) -> TrainingState:
         micro_steps=manifest.micro_steps,
         skipped_steps=manifest.skipped_steps,
         global_samples=manifest.global_samples,
+        ranks=max(manifest.world_size, 1),  # none, if `zero adopt` wrote it
         client_state=decode(manifest.client_state),
         frozen_excluded=manifest.frozen_excluded,
         model_config=manifest.hf_config,

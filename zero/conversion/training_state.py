@@ -91,6 +91,7 @@ class TrainingState:
         buffers: persistent buffers by name.
         optimizer: the name of its class, or None if there is no optimizer state.
         groups: the options of each param group, such as "lr".
+        ranks: how many processes saved it.
         client_state: values of the user's script.
         frozen_excluded: whether the weights of frozen parameters are left out.
         model_config: the content of the model's `config.json`, if it is one of transformers'.
@@ -110,6 +111,7 @@ class TrainingState:
     micro_steps: int = 0
     skipped_steps: int = 0
     global_samples: int = 0
+    ranks: int = 1
     client_state: dict[str, Any] = field(default_factory=dict)
     frozen_excluded: bool = False
     model_config: dict[str, Any] | None = None

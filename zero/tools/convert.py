@@ -6,17 +6,20 @@ import json
 from pathlib import Path
 
 from zero.checkpoint import folder as folders
-from zero.conversion import dcp, full, ours
+from zero.conversion import dcp, deepspeed, full, ours
 from zero.conversion.training_state import TrainingState
 from zero.errors import UsageError
-from zero.tools.arguments import Parser
+from zero.tools.arguments import Parser, count
 
 # Each can say whether a folder has its files, and read it. The first that recognizes a folder does.
-READERS = (dcp, full)
+READERS = (deepspeed, dcp, full)
 # What Python and torch raise for a value of a kind that a reader does not expect in a file.
 _NOT_UNDERSTOOD = ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError
-WRITERS = {"dcp": dcp.write, "hf": full.write}
-TO = "dcp: FSDP in accelerate's layout; hf: a folder for the Trainer without any engine"
+WRITERS = {"deepspeed": deepspeed.write, "dcp": dcp.write, "hf": full.write}
+TO = (
+    "deepspeed: its stage 3; dcp: FSDP in accelerate's layout; hf: a folder for the Trainer "
+    "without any engine"
+)
 
 
 def adopt(arguments: list[str]) -> None:
@@ -44,11 +47,14 @@ def convert(arguments: list[str]) -> None:
     )
     parser.add_argument("folder", help="the checkpoint of zero")
     parser.add_argument("--to", choices=WRITERS, required=True, help=TO)
+    ranks = "on how many processes DeepSpeed will resume; default: as many as have saved"
+    parser.add_argument("--ranks", type=count, help=ranks)
     parser.add_argument("out", nargs="?", help="the folder to write to; default: FOLDER-TO")
     options = parser.parse_intermixed_args(arguments)  # OUT may come last
     folder = Path(options.folder).resolve()
     out = _new(folder, Path(options.out or f"{folder}-{options.to}"))
     state = ours.read(folder)
+    state.ranks = options.ranks or state.ranks
     WRITERS[options.to](state, out)
     _report(state, out, options.json)
 

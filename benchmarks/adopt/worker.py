@@ -1,0 +1,107 @@
+"""One rank of runs that start, or go on from a checkpoint, and may save one. Reports their losses.
+
+`benchmarks.adopt` and `tests/fixtures/deepspeed/make.py` start it with zero and with DeepSpeed.
+Only the name of the package differs. A step has the same rows on any number of ranks that divides
+`ROWS`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.launch import report
+from benchmarks.models import build_t5, synthetic_batches
+
+VOCABULARY, LENGTH, ROWS = 32, 8, 6
+T5 = {"d_model": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 4, "vocab_size": 32}
+
+
+def build(name: str) -> nn.Module:
+    if name == "t5":
+        return build_t5(T5, seed=3)
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=VOCABULARY,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def param_groups(model: nn.Module) -> list[dict]:
+    """Return the Trainer's two groups: with and without weight decay."""
+    decay = [param for param in model.parameters() if param.ndim > 1]
+    others = [param for param in model.parameters() if param.ndim <= 1]
+    return [{"params": decay, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+
+
+def loss_of(engine: nn.Module, name: str, rows: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the mean loss of the rows, whose rounding does not depend on their number."""
+    labels = rows["labels"]
+    if name == "t5":
+        logits = engine(**rows).logits
+    else:
+        logits, labels = (
+            engine(input_ids=rows["input_ids"]).logits[:, :-1],
+            rows["input_ids"][:, 1:],
+        )
+    return nn.functional.cross_entropy(logits.double().flatten(0, 1), labels.flatten())
+
+
+def run(package: Any, settings: dict[str, Any]) -> list[float]:
+    """Run the steps from `first` to `last`, and return their mean losses over all ranks.
+
+    Settings:
+        model, config: the name of the model, and the configuration.
+        load: the folder to go on from, if any.
+        save, save_at: the folder to save to after so many steps, if any.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = build(settings["model"])
+    config = settings["config"] | {"train_micro_batch_size_per_gpu": ROWS // world_size}
+    optimizer = torch.optim.AdamW(param_groups(model), lr=1e-2)
+    engine, *_ = package.initialize(model=model, optimizer=optimizer, config=config)
+    if "load" in settings:
+        folder, _ = engine.load_checkpoint(settings["load"])
+        assert folder is not None
+    losses = []
+    batches = synthetic_batches(VOCABULARY, ROWS, LENGTH, LENGTH, seed=5)
+    for step, batch in enumerate(islice(batches, settings["last"])):
+        if step < settings["first"]:
+            continue
+        rows = {name: values[rank::world_size].contiguous() for name, values in batch.items()}
+        loss = loss_of(engine, settings["model"], rows)
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / world_size)
+        if step + 1 == settings.get("save_at"):
+            engine.save_checkpoint(settings["save"])
+    return losses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--package", choices=["zero", "deepspeed"], required=True)
+    parser.add_argument("--runs", type=json.loads, required=True, help="settings of each run")
+    args = parser.parse_args()
+    package = importlib.import_module(args.package)
+    package.comm.init_distributed(dist_backend="gloo")
+    report({"losses": [run(package, settings) for settings in args.runs]})
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Runs of the real DeepSpeed go on with zero, at the losses that they had with DeepSpeed.
+
+`tests/fixtures/deepspeed/make.py` has made the checkpoints and these losses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import zero
+from benchmarks.adopt.__main__ import TOLERANCE, difference, resume
+from benchmarks.adopt.worker import run
+from tests.fixtures.deepspeed.make import CASES, HERE
+from tests.processes import run_on
+from tests.tolerance import rounding
+from zero.conversion import deepspeed
+from zero.conversion.training_state import Stored, TrainingState
+from zero.errors import UsageError
+from zero.tools.cli import main
+
+EXACT = [name for name, (_, _, others) in CASES.items() if not others]
+
+
+def go_on(rank: int, world_size: int, folders: dict[str, Path]) -> dict[str, list[float]]:
+    """Resume each case from a folder, and return the losses of ten steps."""
+    found = {}
+    for name, folder in folders.items():
+        model, stage, others = CASES[name]
+        settings = resume(model, stage, folder)
+        settings["config"] |= others
+        found[name] = run(zero, settings)
+    return found
+
+
+def uninterrupted(name: str) -> list[float]:
+    return json.loads((HERE / name / "losses.json").read_text())
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_losses(nproc: int) -> None:
+    folders = {name: HERE / name for name in (CASES if nproc == 2 else EXACT)}
+    before = sorted(path.stat().st_mtime_ns for path in HERE.rglob("*.pt"))
+    resumed = run_on(nproc, go_on, folders)[0]
+    assert before == sorted(path.stat().st_mtime_ns for path in HERE.rglob("*.pt"))
+    for name, losses in resumed.items():
+        others = CASES[name][-1]
+        dtype = torch.bfloat16 if "bf16" in others else torch.float16
+        allowed = rounding(dtype, 1, 1) if others else TOLERANCE
+        assert difference(losses, uninterrupted(name)) <= allowed, name
+
+
+def test_adopted_folder_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "adopted"
+    main(["adopt", str(HERE / "t5-1"), str(out)])
+    assert "step 3 of DeepSpeed 0.19.8, stage 1, 2 ranks" in capfd.readouterr().out
+    losses = run_on(1, go_on, {"t5-1": out})[0]["t5-1"]
+    assert difference(losses, uninterrupted("t5-1")) <= TOLERANCE
+
+
+def same(first: TrainingState, second: TrainingState) -> None:
+    assert first.groups == second.groups
+    assert first.parameters.keys() == second.parameters.keys()
+    for name, here in first.parameters.items():
+        there = second.parameters[name]
+        assert torch.equal(here.weights.tensor(), there.weights.tensor())
+        assert (here.group, here.dtype, here.tied) == (there.group, there.dtype, there.tied)
+        assert here.state.keys() == there.state.keys()
+        for key, value in here.state.items():
+            other = there.state[key]
+            if isinstance(value, Stored):
+                assert isinstance(other, Stored) and torch.equal(value.tensor(), other.tensor())
+            else:
+                assert value == other
+
+
+def test_universal_has_the_same_values() -> None:
+    universal = deepspeed.read(HERE / "llama-3-universal")
+    assert universal.source == "DeepSpeed 0.19.8, universal, of 2 ranks"
+    same(universal, deepspeed.read(HERE / "llama-3"))
+
+
+@pytest.mark.parametrize("name", ["llama-2-fp16", "t5-3-bf16"])
+def test_what_is_written_for_other_ranks_is_read_again(name: str, tmp_path: Path) -> None:
+    state = deepspeed.read(HERE / name)
+    state.ranks = 3
+    deepspeed.write(state, tmp_path)
+    again = deepspeed.read(tmp_path)
+    same(state, again)
+    assert again.source == "DeepSpeed 0.19.8, stage 3, 3 ranks"
+    for key in ("loss_scaler", "lr_scheduler", "global_steps", "global_samples", "client_state"):
+        assert getattr(again, key) == getattr(state, key)
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    folder = shutil.copytree(HERE / "llama-3", tmp_path / "job")
+    missing = folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    missing.unlink()
+    with pytest.raises(UsageError, match=f"{missing} is missing"):
+        deepspeed.read(folder)
+
+
+def test_other_parallelism_is_refused(tmp_path: Path) -> None:
+    folder = shutil.copytree(HERE / "t5-1", tmp_path / "job")
+    model = folder / "global_step3" / "mp_rank_00_model_states.pt"
+    shutil.copy(model, model.with_name("mp_rank_01_model_states.pt"))
+    with pytest.raises(UsageError, match="mp_rank_01.*parallelism.*zero_to_fp32.py"):
+        deepspeed.read(folder)
