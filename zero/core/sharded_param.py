@@ -113,10 +113,8 @@ _VIEW_PROPERTIES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 
 def _name(func: Callable) -> str:
     """The name of a function or property, as `__torch_function__` gets it."""
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__"):
-        return getattr(getattr(func, "__self__", None), "__name__", "")
-    return name
+    owner = getattr(func, "__self__", None) if _is_property(func) else func
+    return getattr(owner, "__name__", "")
 
 
 def _is_property(func: Callable) -> bool:
@@ -134,11 +132,6 @@ def needs_values(func: Callable) -> bool:
 
 def _gives_view(func: Callable) -> bool:
     return _name(func) in (_VIEW_PROPERTIES if _is_property(func) else _VIEWS)
-
-
-def _changes_nothing(func: Callable, args: tuple) -> bool:
-    """Whether `func` pads by 0: transformers does so to the bias of each head that is tied."""
-    return _name(func) == "pad" and len(args) > 1 and not any(args[1])
 
 
 _WRITING_OPERATORS = {"__setitem__"} | {
@@ -205,7 +198,8 @@ class PlaceholderView(torch.Tensor):
     ) -> object:
         kwargs = kwargs or {}
         views = list(_without_values((args, kwargs)))
-        if _changes_nothing(func, args):
+        # transformers pads the bias of each head that is tied by 0.
+        if _name(func) == "pad" and len(args) > 1 and not any(args[1]):
             return args[0]
         if not views or (needs_values(func) and not _gives_view(func)):
             _refuse_access(func, args, kwargs)

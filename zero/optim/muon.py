@@ -14,19 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero.config.optim import optimizer_defaults
 from zero.errors import UsageError
 from zero.optim.elementwise import loss_of
 
 # torch has it since 2.9. Without it, MuonWithAdamW refuses groups for Muon.
 _Muon: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)
 # What a group has that says nothing else; as in DeepSpeed and in Muon's first implementation.
-MUON_DEFAULTS: dict[str, Any] = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
-ADAM_DEFAULTS: dict[str, Any] = {
-    "lr": 3e-4,
-    "betas": (0.9, 0.95),
-    "eps": 1e-10,
-    "weight_decay": 0.0,
-}
+_DEFAULTS = optimizer_defaults("Muon")
+MUON_DEFAULTS = {key: _DEFAULTS[key] for key in ("lr", "momentum", "weight_decay")}
+ADAM_DEFAULTS = {key: _DEFAULTS[key] for key in ("betas", "eps", "weight_decay")} | {"lr": 3e-4}
 # Matrices whose names contain one of these are no hidden layers, for which Muon is made.
 NOT_HIDDEN = ("embed", "lm_head")
 # Most elements of a batch of matrices. Small matrices gain by a batch; big ones would only take

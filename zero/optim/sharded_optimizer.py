@@ -266,9 +266,7 @@ class ZeroOptimizer:
             if self.overflow:
                 self.grad_norm = math.inf  # also where inf - inf has made it NaN
         if not self.overflow:
-            clips = self.clipping > 0  # as `torch.nn.utils.clip_grad_norm_`
-            factor = min(1.0, self.clipping / (self.grad_norm + 1e-6)) if clips else 1.0
-            self._update(to_mean * factor)
+            self._update(to_mean * self._clip_coefficient())
         if self.writes is not None:
             self.writes.end_of_step()
         self.zero_grad()
@@ -524,6 +522,12 @@ class ZeroOptimizer:
         ]
         found = iter(torch._foreach_norm(unknown, dtype=torch.float32) if unknown else ())
         return [(next(found) if norm is None else norm).to(self.comm.device) for norm in norms]
+
+    def _clip_coefficient(self) -> float:
+        """As `torch.nn.utils.clip_grad_norm_`."""
+        if self.grad_norm is None or self.clipping <= 0:
+            return 1.0
+        return min(1.0, self.clipping / (self.grad_norm + 1e-6))
 
     def _explain_non_finite(self) -> str:
         """Names the model's first parameter with a non-finite gradient on any rank."""

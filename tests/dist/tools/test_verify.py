@@ -79,7 +79,7 @@ def with_other_numbers(factor: float = 1.0, **numbers: Any) -> Any:
 
     def init(update: SubGroupUpdate, *args: Any, **kwargs: Any) -> None:
         begin_update(update, *args, **kwargs)
-        update._factor *= factor
+        update.factor *= factor
         for group in update._param_groups:
             group |= {
                 key: group[key] * value if key == "lr" else value for key, value in numbers.items()
