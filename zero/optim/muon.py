@@ -22,8 +22,10 @@ from zero.optim.elementwise import loss_of
 _Muon: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)
 # What a group has that says nothing else; as in DeepSpeed and in Muon's first implementation.
 _DEFAULTS = optimizer_defaults("Muon")
-MUON_DEFAULTS = {key: _DEFAULTS[key] for key in ("lr", "momentum", "weight_decay")}
-ADAM_DEFAULTS = {key: _DEFAULTS[key] for key in ("betas", "eps", "weight_decay")} | {"lr": 3e-4}
+MUON_DEFAULTS: dict[str, Any] = {key: _DEFAULTS[key] for key in ("lr", "momentum", "weight_decay")}
+ADAM_DEFAULTS: dict[str, Any] = {"lr": 3e-4} | {
+    key: _DEFAULTS[key] for key in ("betas", "eps", "weight_decay")
+}
 # Matrices whose names contain one of these are no hidden layers, for which Muon is made.
 NOT_HIDDEN = ("embed", "lm_head")
 # Most elements of a batch of matrices. Small matrices gain by a batch; big ones would only take
