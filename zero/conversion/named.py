@@ -210,10 +210,21 @@ def put_progress(state: TrainingState, folder: Path) -> None:
 def state_dicts(
     state: TrainingState, keep: Callable[[Iterable[tuple[str, torch.Tensor]], int], dict]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the state dicts of the model and of the optimizer, with names.
+    """Return the state dicts of the model and of the optimizer, with names. What they cannot hold
+    is added to what is missing.
 
     `keep` puts tensors, of which there are so many bytes, where they need not be in memory.
     """
+    if state.optimizer is None:
+        raise UsageError(f"{state.source}: it has no optimizer state; use zero consolidate")
+    files = {path.name for path in state.beside}
+    lacks = {
+        "loss scale": state.loss_scaler is not None,
+        "client_state": bool(state.client_state),
+        "learning-rate schedule: there is no scheduler.pt": "scheduler.pt" not in files,
+        "data position: there is no trainer_state.json": "trainer_state.json" not in files,
+    }
+    state.missing += [what for what, is_lacking in lacks.items() if is_lacking]
     tensors = {f"weights/{name}": each.weights for name, each in state.parameters.items()}
     tensors |= {f"plain/{name}": each for name, each in state.buffers.items()}
     for name, each in state.parameters.items():

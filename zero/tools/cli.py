@@ -68,6 +68,13 @@ it into a model folder for `from_pretrained`; if it is one of adapters, into a f
 `PeftModel.from_pretrained`. CHECKPOINT is a folder such as output/checkpoint-500, or the folder
 global_step... inside it.
 
+       zero adopt FOLDER [OUT]
+       zero convert CHECKPOINT --to deepspeed|dcp|hf [OUT]
+
+`adopt` makes a checkpoint of zero from one of another engine: DeepSpeed, FSDP, or the Trainer
+without any. `convert` writes one of zero as another engine loads it. Both say what is not carried
+over, and change nothing in the folder that they read.
+
 `zero COMMAND --help` shows all options and an example. With --json, a command prints a JSON object.
 A mistake gives one line and exit code 2. If the command `zero` is not installed, use
 `python -m zero`.

@@ -68,7 +68,7 @@ def read_any(folder: Path) -> TrainingState:
             try:
                 return reader.read(folder)
             except _NOT_UNDERSTOOD as error:
-                what = f"{type(error).__name__}: {error}"
+                what = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 raise UsageError(f"{folder}: a file is not as its format says ({what})") from error
     if folders.locate(folder, None) is not None:
         raise UsageError(f"{folder} is a checkpoint of zero already: resume from it as it is")
