@@ -5,9 +5,8 @@ runs that were not interrupted.
 
 T5 (with tied embeddings) and Llama in fp32, AdamW with two param groups and a warm-up. Three steps
 on two ranks, then ten more: with the same engine, and with the other one on 1, 2 and 3 ranks.
-DeepSpeed resumes on the two ranks for which `zero convert --ranks` has written. Prints the largest
-relative difference of the ten losses. A new environment compiles a part of DeepSpeed first, which
-takes minutes."""
+Prints the largest relative difference of the ten losses. A new environment compiles a part of
+DeepSpeed first, which takes minutes."""
 
 from __future__ import annotations
 
