@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,7 @@ from zero.config import load_config
 from zero.tools.cli import main
 from zero.tools.estimate import remedies as remedies_of_estimate
 from zero.tools.estimate.calls import known_calls
+from zero.tools.estimate.machine import _on_host
 from zero.tools.estimate.model import build, class_of
 from zero.tools.estimate.plan import configuration
 from zero.tools.estimate.question import Question
@@ -633,3 +636,13 @@ def test_states_without_masters_are_estimated_on_the_device(ask):
     lean = {"enabled": True, "bf16_master_weights_and_grads": True}
     found = ask(llama(), {"stage": 3}, "--json", bf16=lean)["bytes"]["device"]
     assert "masters" not in found and found["optimizer state"] > 0
+
+
+def test_large_codes_on_the_host_take_no_real_memory():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before, size = resident(), 1 << 28
+    codes = _on_host(torch.empty(size, dtype=torch.uint8, device="meta"))
+    assert codes.shape == (size,) and not codes[:: size // 16].any()
+    assert resident() - before < size // 4

@@ -250,8 +250,14 @@ def _shape_on_device(tensor: torch.Tensor) -> torch.Tensor:
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     # Flags and indices are read, and decide what the engine does next.
-    is_read = tensor.numel() <= COMPUTED or not tensor.is_floating_point()
-    return (torch.zeros if is_read else torch.empty)(tensor.shape, dtype=tensor.dtype)
+    if tensor.is_floating_point() and tensor.numel() > COMPUTED:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    if tensor.nbytes <= COMPUTED:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    # Zeros that take no memory until they are written to: torch.zeros would write them, and the
+    # codes of 8-bit moments are large.
+    pages = memoryview(mmap.mmap(-1, tensor.nbytes))
+    return torch.frombuffer(pages, dtype=tensor.dtype).view(tensor.shape)
 
 
 # -- what a machine has
