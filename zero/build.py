@@ -156,7 +156,7 @@ def describe_quantized(model: nn.Module, settings: Config, ranks: int) -> str:
     sharded: dict[torch.Tensor, int] = {}
     whole: dict[torch.Tensor, str] = {}
     experts: dict[torch.Tensor, str] = {}
-    of_experts = 0
+    of_experts = in_fp32 = 0
     for prefix, module in model.named_modules():
         params = dict(module.named_parameters(recurse=False))
         own_buffers = dict(module.named_buffers(recurse=False))
@@ -164,6 +164,7 @@ def describe_quantized(model: nn.Module, settings: Config, ranks: int) -> str:
         known = {tensor for each in found for tensor in (each.tensor, *each.aliases)}
         nbytes = {each.tensor: local(each.tensor).nbytes for each in found}
         sharded |= nbytes
+        in_fp32 += bool(found) and getattr(module, "compute_dtype", None) == torch.float32
         if packs_experts(module):
             of_experts += sum(nbytes.values())
             experts |= {
@@ -202,6 +203,13 @@ def describe_quantized(model: nn.Module, settings: Config, ranks: int) -> str:
     if sharded and experts:
         cost = sum(local(tensor).nbytes for tensor in experts)
         lines.append(f"experts that are not quantized: {named(experts)}, {share(cost)}")
+    if in_fp32 and settings.compute_dtype != torch.float32:
+        dtype = str(settings.compute_dtype)
+        lines.append(
+            f"{in_fp32} quantized layers compute in fp32, which is slow: set "
+            f"bnb_4bit_compute_dtype={dtype} in BitsAndBytesConfig (with TRL's scripts, --dtype "
+            f"{dtype.removeprefix('torch.')})"
+        )
     if whole and zero.stage == 3:
         lines.append(f"not sharded: {named(whole)} on every rank")
     return "".join(f"\n{line}" for line in lines)

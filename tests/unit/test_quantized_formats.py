@@ -12,9 +12,10 @@ from zero.integrations.hf.quantized_experts import QuantizedExperts
 from zero.model_checks import check_model
 
 
-def described(model, stage=3, shard_buffers=None, ranks=2):
+def described(model, stage=3, shard_buffers=None, ranks=2, dtype=torch.float32):
     section = SimpleNamespace(stage=stage, stage3_shard_buffers=shard_buffers)
-    return describe_quantized(model, SimpleNamespace(zero_optimization=section), ranks)
+    settings = SimpleNamespace(zero_optimization=section, compute_dtype=dtype)
+    return describe_quantized(model, settings, ranks)
 
 
 def frozen(*shape, dtype=torch.uint8):
@@ -34,6 +35,17 @@ def test_the_table_says_what_each_rank_holds():
     )
     assert "all of them on every rank, because only stage 3" in described(quantized(), stage=2)
     assert described(nn.Linear(64, 64)) == ""
+
+
+def test_the_table_names_layers_that_compute_in_fp32():
+    """Which is the default of bitsandbytes, whatever the configuration says."""
+    model = quantized()
+    model.layer.compute_dtype = torch.float32
+    assert "fp32" not in described(model)
+    line = "\n1 quantized layers compute in fp32, which is slow: set bnb_4bit_compute_dtype="
+    assert line + "torch.bfloat16" in described(model, dtype=torch.bfloat16)
+    model.layer.compute_dtype = torch.bfloat16
+    assert "fp32" not in described(model, dtype=torch.bfloat16)
 
 
 def test_the_table_names_what_is_not_sharded():
