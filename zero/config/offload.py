@@ -84,9 +84,9 @@ class OffloadOptimizerConfig(OffloadConfig):
         pipeline_read: Read the next sub-group from the file while the current one is being updated.
         pipeline_write: Write the previous sub-group to the file while the current one is being
             updated.
-        ratio: The fraction of the optimizer state that is offloaded. With `"auto"`, which DeepSpeed
-            does not have, only as much is offloaded as it takes to keep a tenth of device memory
-            (at least 1 GiB) free.
+        ratio: The fraction of the optimizer state that is offloaded. `"auto"`, which DeepSpeed
+            does not have, offloads just enough to keep a tenth of device memory (at least 1 GiB)
+            free.
             - 1: All of the optimizer state is offloaded.
             - auto: Only as much is offloaded as needed to keep a tenth of device memory (at least 1
               GiB) free.

@@ -257,18 +257,18 @@ class SchedulerParams(Settings):
         warmup_min_ratio: The rate at the start, as a fraction of the optimizer's rate.
         cos_min_ratio: The rate at the end, as a fraction of the optimizer's rate.
         lr_range_test_min_lr: The rate at the start.
-        lr_range_test_step_size: How many steps one interval has.
+        lr_range_test_step_size: Number of steps in one interval.
         lr_range_test_step_rate: How much the rate grows in one interval, as a fraction of the first
             rate.
         lr_range_test_staircase: Raise the rate only at the end of each interval.
         cycle_min_lr: The lowest rate. Required.
         cycle_max_lr: The highest rate. Required.
         decay_lr_rate: How much the rate decays after the cycle, per `decay_step_size` steps.
-        cycle_first_step_size: For how many steps the rate rises.
-        cycle_second_step_size: For how many steps the rate falls. Default: as many as it rises.
-        cycle_first_stair_count: In how many stairs the rate rises. 0: in a straight line.
-        cycle_second_stair_count: In how many stairs the rate falls. Default: as many as it rises.
-        decay_step_size: How many steps one interval of the decay has. 0: no decay.
+        cycle_first_step_size: Number of steps in which the rate rises.
+        cycle_second_step_size: Number of steps in which the rate falls. Default: the same number.
+        cycle_first_stair_count: Number of stairs in the rise. 0: linear.
+        cycle_second_stair_count: Number of stairs in the fall. Default: the same number.
+        decay_step_size: Number of steps in one interval of the decay. 0: no decay.
         cycle_momentum: Vary the first of the optimizer's `betas` as well, in the opposite direction
             of the rate. The second is set to 0.99.
         cycle_min_mom: The lowest momentum.

@@ -153,10 +153,9 @@ class Config(Section):
         steps_per_print: The number of steps from one line of metrics on rank 0 to the next.
             Default: no lines are printed.
             - N: Rank 0 prints a line of metrics every N steps. The Trainer switches this off.
-        wall_clock_breakdown: Print after each step how many seconds rank 0 spent in forward,
-            backward and step, and how many of these it spent waiting.
-        memory_breakdown: Print after each step how much memory the engine uses on rank 0, by place
-            and kind.
+        wall_clock_breakdown: After each step, print the seconds that rank 0 spent in forward,
+            backward and step, and how much of that was waiting.
+        memory_breakdown: After each step, print the engine's memory on rank 0, by place and kind.
         watchdog_timeout: If ranks wait for each other for this many seconds, the job ends and says
             which rank waits where. Default: 0.8 times the process group's timeout. Not in
             DeepSpeed.
