@@ -530,10 +530,17 @@ class GlooCommunicator(Communicator):
     is_native = False
 
     def _exchange(
-        self, ranks: Group, tag: int, sent: Sequence[Tensor], received: Sequence[Tensor]
+        self,
+        name: str,
+        ranks: Group,
+        tag: int,
+        sent: Sequence[Tensor],
+        received: Sequence[Tensor],
     ) -> list[Work]:
         """Start messages: `sent[i]` goes to place i of `ranks`, and what comes from there fills
         `received[i]`.
+
+        `name`: of the operation, for whoever follows the messages.
         """
         # gloo tells a peer that a message is awaited by the same socket: behind a sent message that
         # comes too late.
@@ -556,7 +563,7 @@ class GlooCommunicator(Communicator):
             return Pending()
         slices = full.view(ranks.size, -1).unbind()
         tag = self._tags.next("gather", group)
-        works = self._exchange(ranks, tag, [own] * ranks.size, slices)
+        works = self._exchange("all_gather", ranks, tag, [own] * ranks.size, slices)
         return Pending(works, None, (full, own), self.watchdog, group)
 
     def _start_reduce_scatter(
@@ -584,7 +591,7 @@ class GlooCommunicator(Communicator):
         ]
         self._count("reduce_scatter", width * ranks.size, full, group)
         tag = self._tags.next("reduce", group)
-        works = self._exchange(ranks, tag, rows, terms)
+        works = self._exchange("reduce_scatter", ranks, tag, rows, terms)
 
         def finish() -> None:
             if replicas.size == 1:
@@ -593,7 +600,9 @@ class GlooCommunicator(Communicator):
             sums = torch.empty(replicas.size, width, dtype=torch.float32, device=out.device)
             own = _add_up(sums[replicas.rank], terms, False)
             self._count("reduce_replicas", width, own, group)
-            works = self._exchange(replicas, tag, [own] * replicas.size, sums.unbind())
+            works = self._exchange(
+                "reduce_replicas", replicas, tag, [own] * replicas.size, sums.unbind()
+            )
             Pending(works, None, (), self.watchdog, group).wait()
             _add_up(out, sums.unbind(), accumulate)
 
@@ -604,7 +613,7 @@ class GlooCommunicator(Communicator):
     ) -> Pending:
         ranks = self.replicate_group if across else self.shard_group
         tag = self._tags.next("reduce", group)
-        works = self._exchange(ranks, tag, sent.unbind(), received.unbind())
+        works = self._exchange("all_to_all", ranks, tag, sent.unbind(), received.unbind())
         return Pending(works, None, (received, sent), self.watchdog, group)
 
     def _scatter(self, shard: Tensor, slices: list[Tensor] | None, src: int) -> None:
