@@ -239,7 +239,7 @@ def read(folder: Path) -> TrainingState:
     if not any(path.match("rng_state*.pth") for path in beside):
         missing.append("random states: the folder has none of the Trainer's")
     return TrainingState(
-        source=f"zero, {manifest.world_size} ranks",
+        source=f"zero, saved by {manifest.world_size} rank(s)" if manifest.world_size else "zero",
         parameters=parameters,
         buffers={
             name: stored(f"plain/{name}", value.shape) for name, value in manifest.plain.items()
