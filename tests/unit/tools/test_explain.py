@@ -127,7 +127,7 @@ VALUES = [
     (
         {"wall_clock_breakdown": False},
         "wall_clock_breakdown",
-        "Off. If true: Print after each step",
+        "Off. If true: After each step, print the seconds",
     ),
     ({"gradient_clipping": 0}, "gradient_clipping", "Gradients are not clipped."),
     ({"scheduler": {"type": "WarmupLR", "params": {}}}, "scheduler.type", "then stays."),
