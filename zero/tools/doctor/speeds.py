@@ -25,8 +25,9 @@ from zero.tools.estimate.speeds import Speeds
 
 # The fastest of the tries within this time counts, so that other work on the machine does not.
 SECONDS, LEAST_TRIES = 1.5, 3
-MATRIX = 4096  # rows and columns on an accelerator
-MATRIX_ON_HOST = 768
+# Rows, inner size and columns of a product: on an accelerator, and on the host, where only products
+# of few tokens are multiplied, which are slower.
+MATRICES, MATRICES_ON_HOST = (4096, 4096, 4096), (128, 512, 2048)
 VALUES = 64 << 20  # bytes of a tensor that is copied, sent, or written to a file
 ELEMENTS = 16 << 20  # of a sub-group that is updated
 # Bytes that an update of one element moves: a 16-bit gradient is read, master and moments are read
@@ -87,9 +88,10 @@ def _seconds(run: Callable[[], object], device: torch.device, limit: float | Non
 
 
 def _matrix_products(device: torch.device, dtype: torch.dtype) -> float:
-    size = MATRIX if is_accelerator(device) else MATRIX_ON_HOST
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / _seconds(lambda: a @ b, device) / TERA
+    rows, inner, columns = MATRICES if is_accelerator(device) else MATRICES_ON_HOST
+    a = torch.randn(rows, inner, device=device, dtype=dtype)
+    b = torch.randn(inner, columns, device=device, dtype=dtype)
+    return 2 * rows * inner * columns / _seconds(lambda: a @ b, device) / TERA
 
 
 def _memory(device: torch.device) -> float:
