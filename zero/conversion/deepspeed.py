@@ -18,13 +18,11 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -431,7 +429,6 @@ def _loss_scaler(found: Any) -> dict[str, Any] | None:
 
 # -- write
 
-_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 # Elements of a rank's flat tensor: `sub_group_size`, which DeepSpeed must have as well.
 _SUB_GROUP_SIZE = 10**9
 
@@ -455,11 +452,11 @@ def write(state: TrainingState, out: Path) -> None:
         name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         if any(each.dtype == torch.bfloat16 for each in state.parameters.values()):
             name = f"bf16_{name}"
-        _save(_optimizer_content(state, parts, rank, ranks), folder / name)
+        pickles.save(_optimizer_content(state, parts, rank, ranks), folder / name)
         name = _MODEL_FILE_OF_RANK.format(rank)
-        _save(_model_content(state, parts, rank, ranks), folder / name)
+        pickles.save(_model_content(state, parts, rank, ranks), folder / name)
     (out / LATEST).write_text(folder.name)
-    if _scaler(state).values["dynamic"]:
+    if _scaler(state).dynamic:
         what = (
             "loss_scale_window, hysteresis and min_loss_scale: DeepSpeed goes on with its defaults"
         )
@@ -509,7 +506,7 @@ def _optimizer_content(
         "optimizer_state_dict": {
             "zero_stage": 3,
             "loss_scaler": scaler,
-            "dynamic_loss_scale": scaler.values["dynamic"],
+            "dynamic_loss_scale": scaler.dynamic,
             "overflow": False,
             "partition_count": ranks,
             "optimizer_state_dict": {"state": states, "param_groups": groups},
@@ -566,47 +563,29 @@ def _of_rank(values: Stored, rank: int, ranks: int) -> torch.Tensor:
     return torch.nn.functional.pad(part, (0, most - part.numel()))
 
 
-def _scaler(state: TrainingState) -> _Named:
+def _scaler(state: TrainingState) -> pickles.Record:
     found = state.loss_scaler
     if found is None or (found["steps"] == 0 < state.global_steps):  # a static scale counts nothing
-        scale = 1.0 if found is None else found["scale"]
-        return _Named("LossScaler", {"cur_scale": scale, "dynamic": False})
-    counted = {
-        "cur_scale": found["scale"],
-        "cur_iter": found["steps"],
-        "last_overflow_iter": found["last_overflow"],
-        "cur_hysteresis": found["overflows_left"],
-    }
-    # DeepSpeed takes these settings from here, and not from the configuration.
-    settings = {"scale_window": 1000, "min_scale": 1, "delayed_shift": 2}
-    others = {"scale_factor": 2.0, "consecutive_hysteresis": False, "dtype": torch.float16}
-    others |= {"raise_error_at_min_scale": True, "dynamic": True}
-    return _Named("DynamicLossScaler", counted | settings | others)
-
-
-class _Named:
-    """An object of a class of DeepSpeed's, which need not be installed to write it."""
-
-    def __init__(self, name: str, values: dict[str, Any]):
-        self.name, self.values = name, values
-
-
-# The one in C looks classes up before it writes their names.
-_PicklerInPython: Any = vars(pickle)["_Pickler"]
-
-
-class _Pickler(_PicklerInPython):
-    """Writes the name of DeepSpeed's class in place of `_Named`."""
-
-    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
-        if isinstance(obj, _Named):
-            self.write(pickle.GLOBAL + f"{_SCALERS}\n{obj.name}\n".encode() + pickle.EMPTY_TUPLE)
-            self.write(pickle.NEWOBJ)
-            self.save(obj.values)
-            self.write(pickle.BUILD)
-        else:
-            super().save(obj, save_persistent_id)
-
-
-def _save(content: dict[str, Any], path: Path) -> None:
-    torch.save(content, path, pickle_module=SimpleNamespace(__name__="pickle", Pickler=_Pickler))
+        name, values = "LossScaler", {"cur_scale": 1.0 if found is None else found["scale"]}
+        values["dynamic"] = False
+    else:
+        # DeepSpeed takes the settings from here, and not from the configuration.
+        name, values = (
+            "DynamicLossScaler",
+            {
+                "cur_scale": found["scale"],
+                "cur_iter": found["steps"],
+                "last_overflow_iter": found["last_overflow"],
+                "cur_hysteresis": found["overflows_left"],
+                "scale_window": 1000,
+                "min_scale": 1,
+                "delayed_shift": 2,
+                "scale_factor": 2.0,
+                "consecutive_hysteresis": False,
+                "dtype": torch.float16,
+                "raise_error_at_min_scale": True,
+                "dynamic": True,
+            },
+        )
+    kind = pickles.Global("deepspeed.runtime.fp16.loss_scaler", name)
+    return pickles.Record(kind, (), values)

@@ -1,4 +1,5 @@
-"""Reads what `pickle` and `torch.save` have written, without executing anything.
+"""Reads what `pickle` and `torch.save` have written, without executing anything, and writes objects
+of classes that need not be installed.
 
 pickle's own reader imports modules and calls what a file names, and it trusts lengths and indices
 in the file, so that a few changed bytes run a command or take all memory. The interpreter below
@@ -15,11 +16,13 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import pickletools
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -518,3 +521,27 @@ class _Part:
     def add(self, count: int, levels: int) -> None:
         self.count += count
         self.levels = max(self.levels, levels + 1)
+
+
+# -- write
+
+
+def save(content: Any, path: Path) -> None:
+    """Write a file of `torch.save`, with each record as the object that it describes."""
+    torch.save(content, path, pickle_module=SimpleNamespace(__name__="pickle", Pickler=_Pickler))
+
+
+# The one in C looks classes up before it writes their names.
+_PicklerInPython: Any = vars(pickle)["_Pickler"]
+
+
+class _Pickler(_PicklerInPython):
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        if isinstance(obj, Record):
+            self.write(pickle.GLOBAL + f"{obj.kind.module}\n{obj.kind.name}\n".encode())
+            self.save(obj.args)
+            self.write(pickle.NEWOBJ)
+            self.save(obj.state)
+            self.write(pickle.BUILD)
+        else:
+            super().save(obj, save_persistent_id)
