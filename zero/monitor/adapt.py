@@ -521,7 +521,7 @@ class Adaptation:
             if not is_whole and parts > self._parts:
                 self._parts = parts
                 done.append(
-                    f"each micro-batch is now split into {parts} parts, with the gradient of the whole"
+                    f"each micro-batch is now split into {parts} parts, with the whole's gradient"
                 )
         self._tell(f"{' and '.join(done)}, and the step is repeated")
 
