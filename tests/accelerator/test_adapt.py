@@ -47,7 +47,7 @@ class _Messages(logging.Handler):
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "memory was not enough" in record.getMessage():
+        if "ran out of memory, so" in record.getMessage():
             self.texts.append(record.getMessage())
 
 
@@ -134,7 +134,7 @@ def one_sample(rank: int, world_size: int) -> tuple[Losses, Losses, list[str]]:
 def test_activations_are_recomputed_if_there_is_one_sample():
     for rank, (usual, losses, said) in enumerate(run_on(2, one_sample, simulated=True)):
         assert losses == usual
-        assert rank or ["activations are recomputed" in text for text in said] == [True]
+        assert rank or ["activations are now recomputed" in text for text in said] == [True]
 
 
 class SquareOfLoss(LlamaForCausalLM):
@@ -186,7 +186,7 @@ def losses_that_are_no_mean(rank: int, world_size: int) -> list[list[str]]:
 
 def test_a_loss_that_is_no_mean_over_labels_is_not_cut():
     for said in run_on(1, losses_that_are_no_mean, simulated=True)[0]:
-        assert ["activations are recomputed" in text for text in said] == [True]
+        assert ["activations are now recomputed" in text for text in said] == [True]
 
 
 def errors(rank: int, world_size: int) -> list[str]:
@@ -269,7 +269,7 @@ def test_an_evaluation_is_cut(world_size):
         assert relative(losses, usual) < 1e-6
         torch.testing.assert_close(logits, usual_logits)
     (_, _, nothing), (_, _, said), *_ = ranks[0]
-    assert (nothing, ["an evaluation is cut into" in text for text in said][:1]) == ([], [True])
+    assert (nothing, ["now split into" in text for text in said][:1]) == ([], [True])
 
 
 def states_on_host(rank: int, world_size: int) -> list[tuple[Losses, dict[str, dict[str, int]]]]:
@@ -391,4 +391,4 @@ def test_a_step_that_runs_out_of_memory_is_repeated(world_size, name, section, a
         for first, losses, said in runs:
             assert losses[:first] == usual[:first]  # not cut: the same bits
             assert all(relative(*pair) < 1e-6 for pair in zip(losses, usual, strict=True))
-            assert all("is cut into" in text for text in said) and len(said) <= 3
+            assert all("is now split into" in text for text in said) and len(said) <= 3

@@ -20,7 +20,7 @@ CLOSE = rounding(torch.float32, 600, STEPS)
 
 def test_the_gallery_is_described():
     page = (CONFIGS / "README.md").read_text(encoding="utf-8")
-    assert len(GALLERY) == 7
+    assert len(GALLERY) == 8
     assert [path.name for path in CONFIGS.glob("*.json") if f"]({path.name})" not in page] == []
 
 

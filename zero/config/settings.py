@@ -44,8 +44,8 @@ class ActivationCheckpointingConfig(Section):
         batch_slices: Run each block's batch in slices, of which only the inputs are kept; backward
             recomputes the rest. A large batch then needs the activations of only one slice at a
             time, and offloaded or sharded weights are gathered only twice in a step, instead of
-            twice in each of its micro-batches. It replaces gradient checkpointing. Not in
-            DeepSpeed.
+            twice in each of its micro-batches. It replaces gradient checkpointing: see
+            `docs/offload.md`. Not in DeepSpeed.
             - auto: A batch runs in slices of at most 8,192 tokens.
             - N: A batch runs in N slices.
     """
@@ -145,8 +145,9 @@ class Config(Section):
             gradients are scaled down to it. 0 switches clipping off.
             - 0: Gradients are not clipped.
             - N: Gradients are scaled down if their global L2 norm exceeds N.
-        on_out_of_memory: What happens if a forward or backward pass runs out of memory. Not in
-            DeepSpeed.
+        on_out_of_memory: What happens if a forward or backward pass runs out of memory. `explain`
+            ends the run with an error that says what filled the memory and what to change; `adapt`
+            repeats the step in smaller parts: see `docs/troubleshooting.md`. Not in DeepSpeed.
             - explain: The error says what filled the memory and what to change.
             - adapt: The micro-batch is repeated in smaller parts: see `docs/troubleshooting.md`.
         log_level: The level of the logger `zero`.

@@ -61,8 +61,8 @@ class PassRecorder:
         recorded, count = self._recordings.get(self._kind, self._done), len(self._done)
         if recorded[:count] != self._done:
             raise RuntimeError(
-                "memory was not enough, and other ranks may wait for this one forever: it goes "
-                f"another way through the model in this {self._kind} than in the last one"
+                "this rank ran out of memory, and others may wait for it forever, because this "
+                f"{self._kind} runs other modules than the last one"
             )
         for action, args in recorded[count:]:
             action(*args)

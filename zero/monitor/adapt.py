@@ -1,4 +1,4 @@
-"""Repeats a micro-batch for which memory was not enough, in smaller parts
+"""Repeats a micro-batch that ran out of memory, in smaller parts
 (`"on_out_of_memory": "adapt"`).
 
 The script gets the outputs of its forward detached from their graph. Its own backward therefore
@@ -305,7 +305,7 @@ class Adaptation:
     def _cut_evaluation(self, call: _Call, error: Exception | None) -> None:
         most, why = self._most_rows([call]), ""
         if most <= self._evaluation_parts:
-            why = f"an evaluation of {most} sample(s) is cut into as many parts already"
+            why = f"an evaluation of {most} sample(s) is split into as many parts already"
         elif call.inputs[1].get("past_key_values") is not None:
             why = "the forward continues a cache"
         elif call.inputs[1].get("labels") is not None:
@@ -313,7 +313,7 @@ class Adaptation:
         if why := self._of_all(why):
             raise _final(error, why)
         self._evaluation_parts = min(2 * self._evaluation_parts, most)
-        self._tell(f"each batch of an evaluation is cut into {self._evaluation_parts} parts")
+        self._tell(f"each batch of an evaluation is now split into {self._evaluation_parts} parts")
 
     # -- one try
 
@@ -504,7 +504,7 @@ class Adaptation:
         why = self._of_all(self._why_whole(calls))
         is_whole = bool(why)
         if not why and most <= self._parts:
-            why = f"a micro-batch of {most} sample(s) is cut into {self._parts} part(s) already"
+            why = f"a micro-batch of {most} sample(s) is split into {self._parts} part(s) already"
         elif not why and not self._is_checked:
             why = self._of_all(self._why_no_sum(calls[-1]))
             self._is_checked = not why
@@ -521,7 +521,7 @@ class Adaptation:
             if not is_whole and parts > self._parts:
                 self._parts = parts
                 done.append(
-                    f"each micro-batch is cut into {parts} parts, with the gradient of the whole"
+                    f"each micro-batch is now split into {parts} parts, with the whole's gradient"
                 )
         self._tell(f"{' and '.join(done)}, and the step is repeated")
 
@@ -571,13 +571,13 @@ class Adaptation:
         schedule = self._engine.schedule
         if self._can_recompute:
             self._recompute()
-            done.append("activations are recomputed in the backward")
+            done.append("activations are now recomputed in backward")
         elif self._engine.settings.zero_optimization.stage == 3 and schedule.max_live_parameters:
             schedule.max_live_parameters = 0
-            done.append("zero_optimization.stage3_max_live_parameters is 0 now")
+            done.append("zero_optimization.stage3_max_live_parameters is now 0")
         elif all(self._ranks.exchange(self._can_move_states)):
             self._move_states(on_host=True)
-            done.append("the optimizer's state is in host memory except in a step")
+            done.append("the optimizer's state is now in host memory except during a step")
         else:
             return False
         return True
@@ -603,7 +603,7 @@ class Adaptation:
     def _tell(self, done: str) -> None:
         if self._is_alone or self._ranks.rank == 0:
             step = self._engine.global_steps + 1
-            logger.warning("step %d: memory was not enough; %s", step, done)
+            logger.warning("step %d ran out of memory, so %s", step, done)
 
     @property
     def _has_others(self) -> bool:
@@ -761,6 +761,6 @@ def _seen(module: nn.Module) -> list[tuple[int, int]]:
 
 
 def _final(error: Exception | None, why: str) -> Exception:
-    error = error or torch.OutOfMemoryError("memory was not enough on another rank")
+    error = error or torch.OutOfMemoryError("another rank ran out of memory")
     add_line(error, f'zero: {KEY} is "adapt", but nothing more can be changed: {why}')
     return error

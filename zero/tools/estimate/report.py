@@ -170,8 +170,9 @@ class _Answer:
         elif self.unneeded is not None:
             without, most = self.unneeded.found, size(self.limits[DEVICE])
             lines.append(
-                f"{self.unneeded.words.capitalize()}: {size(self.found.total(DEVICE))} of {most} "
-                f"are in use; then {size(without.total(DEVICE))} are, and a step is "
+                f"{self.unneeded.words.capitalize()}: the run would take "
+                f"{size(without.total(DEVICE))} of {most} instead of "
+                f"{size(self.found.total(DEVICE))}, and a step would be "
                 f"{_rounded(self.found.seconds / without.seconds, 2)} times as fast "
                 f"({_time(without)})."
             )

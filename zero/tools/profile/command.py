@@ -34,7 +34,8 @@ def trace(arguments: list[str]) -> int:
         "trace",
         "Run a script up to one optimizer step, write a trace of that step for "
         "https://ui.perfetto.dev, and stop. "
-        " Nothing is saved. All ranks of this machine are in one file.",
+        "Nothing is saved. One file has all ranks of this machine, and those of other machines if "
+        "TMPDIR is a folder that all machines share.",
         "--step 5 --out trace.json torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
         json="the seconds by track",
     )

@@ -56,7 +56,7 @@ class Difference:
         more = f", and {self.others} more" if self.others else ""
         where = "before the first step" if self.step == 0 else f"step {self.step}"
         what = self.name if self.kind == "setting" else f"{self.kind} of {self.name}"
-        by = f" by {self.relative:.2g} of its size" if math.isfinite(self.relative) else ""
+        by = f" (relative difference {self.relative:.2g})" if math.isfinite(self.relative) else ""
         return f"{where}: {what} differs{by}{more}.\n  {self.cause}"
 
 
