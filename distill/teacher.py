@@ -22,6 +22,7 @@ from distill.config import DistillationConfig
 from distill.fused import HeadTeacher, LogitsTeacher
 from distill.heads import Result, TaskHead, install_task_head, is_final
 from distill.hidden import Attention, AttentionRecorder
+from zero.config.sharding import frozen_beside
 
 
 def load_model(name: str, **options: object) -> PreTrainedModel:
@@ -38,9 +39,8 @@ def teacher_ds_config(args: DistillationConfig, teacher: PreTrainedModel) -> dic
     """Return the teacher's ds_config: the file of `--teacher_deepspeed`, or one with the student's
     stage and precision.
 
-    It has no optimizer. At stage 3 the default offloads the parameters, and prefetches one group
-    while another is in use, so at most two parameter groups are gathered at a time, besides
-    persistent parameters."""
+    `zero estimate --teacher` predicts what the default takes.
+    """
     source = args.teacher_deepspeed or args.deepspeed or {}
     given = (
         source if isinstance(source, dict) else json.loads(Path(source).read_text(encoding="utf-8"))
@@ -57,17 +57,9 @@ def teacher_ds_config(args: DistillationConfig, teacher: PreTrainedModel) -> dic
     section = {
         key: value for key, value in given.get("zero_optimization", {}).items() if value != "auto"
     }
-    section.pop("offload_optimizer", None)
-    if section.get("stage", 0) == 3 and not args.teacher_deepspeed:
-        section |= {
-            "offload_param": {"device": "cpu", "pin_memory": torch.accelerator.is_available()},
-            "stage3_prefetch_bucket_size": 1,
-            "stage3_max_reuse_distance": 0,
-            "stage3_param_persistence_threshold": section.get(
-                "stage3_param_persistence_threshold",
-                10 * teacher.config.get_text_config().hidden_size,
-            ),
-        }
+    if not args.teacher_deepspeed:
+        hidden_size = teacher.config.get_text_config().hidden_size
+        section = frozen_beside(section, hidden_size, torch.accelerator.is_available())
     return (
         config
         | {key: given[key] for key in ("aio",) if key in given}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,11 +97,20 @@ def measure(
     if checkpointing:
         enable_checkpointing(model)
     engine = zero.initialize(model=model, config=settings)[0]
-    torch.accelerator.reset_peak_memory_stats()
     ids = torch.randint(3, config.vocab_size, (batch, length)).to(device.NAME)
+    return measure_steps(
+        lambda: engine(input_ids=ids, labels=ids, use_cache=False).loss, settings, engine
+    )
+
+
+def measure_steps(
+    loss: Callable[[], torch.Tensor], settings: dict[str, Any], engine: Any, *others: Any
+) -> dict[str, int]:
+    """Train `engine`, and return what it and the `others` hold, as `measure` does."""
+    torch.accelerator.reset_peak_memory_stats()
     micro_batches = STEPS * settings.get("gradient_accumulation_steps", 1)
     for _ in range(micro_batches):
-        engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+        engine.backward(loss())
         engine.step()
     optimizer = engine.optimizer
     assert optimizer is not None  # these cases train
@@ -110,8 +121,10 @@ def measure(
     pools += [file._bounces for file in tiers._files.values()]
     tiers._staging._copies.clear()
     buffers = sum(len(block) for pool in pools for block in pool._free)
-    kept = {place: sum(parts.values()) for place, parts in bytes_by_kind(engine).items()}
+    kept: Counter[str] = Counter()
+    for each in (engine, *others):
+        kept += {place: sum(parts.values()) for place, parts in bytes_by_kind(each).items()}
     if engine.activations is not None:  # all of a forward's are there when it ends
         buffers += engine.activations.moved_bytes // micro_batches
     peak = torch.accelerator.max_memory_allocated()
-    return {DEVICE: peak, HOST: kept.get(HOST, 0) + buffers, DISK: kept.get(DISK, 0)}
+    return {DEVICE: peak, HOST: kept[HOST] + buffers, DISK: kept[DISK]}

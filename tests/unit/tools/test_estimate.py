@@ -595,6 +595,25 @@ def test_an_estimate_does_not_depend_on_those_before():
     assert (again.parts, again.traffic) == (first.parts, first.traffic)
 
 
+def test_a_teacher_is_estimated_beside_its_student(ask, tmp_path, capsys):
+    llama(num_hidden_layers=6).save_pretrained(tmp_path / "teacher")
+    beside = ["--teacher", str(tmp_path / "teacher"), "--batch", "2", "--seq", "8"]
+    alone = ask(llama(), {"stage": 3}, *beside[2:], "--json")
+    whole = ask(llama(), {"stage": 3}, *beside, "--json")
+    coded = ask(llama(), {"stage": 3}, *beside, "--teacher-bits", "4", "--json")
+    on_host = [found["bytes"]["host"] for found in (whole, coded)]
+    assert on_host[0]["parameters of the teacher"] > 1.5 * on_host[1]["parameters of the teacher"]
+    assert whole["pinned"] == on_host[0]["parameters of the teacher"]
+    assert whole["operations"] > 1.5 * alone["operations"]
+    (tmp_path / "stage1.json").write_text('{"zero_optimization": {"stage": 1}}')
+    given = [*beside[:2], "--teacher-ds-config", str(tmp_path / "stage1.json")]
+    text = ask(llama(), {"stage": 3}, *given)
+    on_device = text.partition("\n  host ")[0]
+    assert f"beside {beside[1]} (" in text and "parameters of the teacher" in on_device
+    options = ["--teacher-bits", "4"]
+    assert "need --teacher" in refusal(capsys, ask, llama(), {"stage": 3}, *options)
+
+
 @pytest.fixture
 def plan(tmp_path, capsys) -> Callable[..., str]:
     """Call `zero plan` for a model's configuration. Returns what it prints."""

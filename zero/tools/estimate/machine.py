@@ -67,6 +67,7 @@ class Memory(TorchDispatchMode):
         most: the largest number of bytes so far, by (place, part).
         fullest: by place, the parts at the fullest moment so far.
         part: the part to which new memory belongs.
+        whose: the end of each part's name, if the memory is not that of the trained model.
         cause: the cause of current traffic.
         operations: floating-point operations of matrix products so far.
         fed: bytes that these have read and written so far.
@@ -78,6 +79,7 @@ class Memory(TorchDispatchMode):
     def __init__(self, part: str):
         super().__init__()
         self.part = self.cause = part
+        self.whose = ""
         self.live: Counter[tuple[str, str]] = Counter()
         self.most: Counter[tuple[str, str]] = Counter()
         self.fullest: dict[str, dict[str, int]] = {DEVICE: {}, HOST: {}, DISK: {}}
@@ -119,12 +121,14 @@ class Memory(TorchDispatchMode):
         if (key := storage._cdata) not in self._known:
             place = place or (DEVICE if is_on_device(tensor) else HOST)
             nbytes = 0 if place == IN_BUFFER else storage.nbytes()
-            self._known[key] = (place, self.part, nbytes)
-            self.add(place, self.part, nbytes)
+            part = self.part + self.whose
+            self._known[key] = (place, part, nbytes)
+            self.add(place, part, nbytes)
             weakref.finalize(storage, self._forget, key).atexit = False
 
     def label(self, tensor: torch.Tensor | None, part: str) -> None:
         """From now on, count the tensor's storage as `part`."""
+        part += self.whose
         if tensor is None or (key := tensor.untyped_storage()._cdata) not in self._known:
             return
         place, before, nbytes = self._known[key]
@@ -133,6 +137,15 @@ class Memory(TorchDispatchMode):
             self.live[place, before] -= nbytes
             self._totals[place] -= nbytes
             self.add(place, part, nbytes)
+
+    @contextlib.contextmanager
+    def counting(self, whose: str) -> Iterator[None]:
+        """Context in which memory is that of another model."""
+        before, self.whose = self.whose, whose
+        try:
+            yield
+        finally:
+            self.whose = before
 
     def place_of(self, tensor: torch.Tensor) -> str:
         known = self._known.get(tensor.untyped_storage()._cdata)

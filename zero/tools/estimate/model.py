@@ -124,7 +124,10 @@ def class_of(
 
 
 def build(
-    config: transformers.PretrainedConfig, dtype: torch.dtype, adapter: str = ""
+    config: transformers.PretrainedConfig,
+    dtype: torch.dtype,
+    adapter: str = "",
+    is_frozen: bool = False,
 ) -> nn.Module:
     """Build the model in this dtype on the meta device, with an adapter if one is named.
 
@@ -132,7 +135,7 @@ def build(
     """
     kind, _ = class_of(config)
     quantization = quantization_of(config)
-    if quantization and not adapter:
+    if quantization and not (adapter or is_frozen):
         raise UsageError(
             "config.json: quantized weights (quantization_config) are frozen; name the adapter "
             "that is trained with --adapter, for example --adapter 16 for LoRA of that rank"
@@ -154,9 +157,11 @@ def build(
     if adapter:
         with META, Memory(""):
             add_adapter(model, adapter)
+    if is_frozen:
+        model.requires_grad_(False)
     if (numel := sum(param.numel() for param in model.parameters())) > MOST_PARAMETERS:
         raise UsageError(f"config.json: {numel:.1e} parameters; a size in it must be wrong")
-    return model.train()
+    return model.train(not is_frozen)
 
 
 def without_values(model: nn.Module) -> nn.Module:
@@ -181,26 +186,28 @@ def enable_checkpointing(model: Any) -> None:
 def micro_batch(engine: ZeroEngine, question: Question) -> Callable[[], torch.Tensor]:
     """Return a function that runs the forward of a micro-batch and returns the loss."""
     if not (question.batch and question.length):
-        _replace_forwards(engine)
+        replace_forwards(engine)
         return lambda: engine(torch.zeros(1, device=META, requires_grad=True)).sum()
     model = engine.module
-    _require_tokens(model, question.length)
+    require_tokens(model, question.length)
     ids = torch.zeros(question.batch, question.length, dtype=torch.long, device=META)
     labels = ids[:, 0] if type(model).__name__.endswith("ForSequenceClassification") else ids
-
-    def loss() -> torch.Tensor:
-        try:
-            return engine(input_ids=ids, labels=labels, use_cache=False).loss
-        except Exception as error:  # of any kind: the forward is not ours
-            why = " ".join(str(error).split())[:200]
-            raise UsageError(
-                f"{type(model).__name__} does not train on token ids and labels ({why}): {_REMEDY}"
-            ) from error
-
-    return loss
+    return lambda: forward(engine, input_ids=ids, labels=labels).loss
 
 
-def _require_tokens(model: nn.Module, length: int) -> None:
+def forward(engine: ZeroEngine, **inputs: torch.Tensor) -> Any:
+    """Return the output of the model. Raises UsageError if its forward fails."""
+    try:
+        return engine(**inputs, use_cache=False)
+    except Exception as error:  # of any kind: the forward is not ours
+        why = " ".join(str(error).split())[:200]
+        raise UsageError(
+            f"{type(engine.module).__name__} does not take {' and '.join(inputs)} ({why}): "
+            f"{_REMEDY}"
+        ) from error
+
+
+def require_tokens(model: nn.Module, length: int) -> None:
     name = type(model).__name__
     if model.main_input_name != "input_ids":
         raise UsageError(f"{name} takes {model.main_input_name}, not token ids: {_REMEDY}")
@@ -216,7 +223,7 @@ def _require_tokens(model: nn.Module, length: int) -> None:
         )
 
 
-def _replace_forwards(engine: ZeroEngine) -> None:
+def replace_forwards(engine: ZeroEngine) -> None:
     """Make the forward call all modules in their order in the model, and let each use only its own
     parameters. There are no activations, and any input will do.
     """

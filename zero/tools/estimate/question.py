@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zero.config import Config
 from zero.errors import UsageError
 from zero.tools.estimate.speeds import Speeds
+
+if TYPE_CHECKING:
+    from zero.tools.estimate.teacher import Teacher
 
 
 @dataclass(frozen=True)
@@ -17,7 +21,8 @@ class Question:
 
     `batch` and `length` describe one micro-batch on one rank; with 0, activations are left out.
     `speeds` are those of the machine. `adapter` is a folder or a rank, as for `add_adapter`.
-    `per_host` is the number of ranks that share the memory of a host.
+    `per_host` is the number of ranks that share the memory of a host. `teacher` is a frozen model
+    that runs before the trained one.
     """
 
     world_size: int
@@ -27,6 +32,7 @@ class Question:
     speeds: Speeds = Speeds()  # noqa: RUF009 (it is frozen)
     adapter: str = ""
     per_host: int = 1
+    teacher: Teacher | None = None
 
 
 def model_folder(source: str) -> Path:

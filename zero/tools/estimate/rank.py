@@ -40,6 +40,7 @@ from zero.tools.estimate.parts import (
     labelled,
 )
 from zero.tools.estimate.question import Question
+from zero.tools.estimate.teacher import distillation, engine_of
 from zero.tools.estimate.traffic import MicroBatch, Traffic, Update
 
 # The number of simulated micro-batches. All between the first and the last are the same.
@@ -167,7 +168,12 @@ def _of_rank(
                 optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
             engine = ZeroEngine(model.train(), run, optimizer, comm=comm)
             engine.comm.clock.shows = False
-            found = _followed(engine, config, question, memory, count)
+            if question.teacher is None:
+                loss = micro_batch(engine, question)
+            else:
+                teacher = engine_of(question.teacher, config, memory)
+                loss = distillation(engine, teacher, question, memory)
+            found = _followed(engine, loss, config, question, memory, count)
             owns = _owns_tensors(engine) and question.world_size > 1
             engine.destroy()
             return found, owns
@@ -184,10 +190,14 @@ def _whole_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _followed(
-    engine: ZeroEngine, config: Config, question: Question, memory: Memory, elements: int
+    engine: ZeroEngine,
+    loss: Callable[[], torch.Tensor],
+    config: Config,
+    question: Question,
+    memory: Memory,
+    elements: int,
 ) -> Estimate:
     """Run two steps, of which only the second one counts."""
-    loss = micro_batch(engine, question)
     memory.forget_peaks()
     _step(engine, loss, memory)
     memory.forget_most()
@@ -208,7 +218,7 @@ def _followed(
         found.parts = memory.fullest
     else:
         for (place, part), nbytes in memory.most.items():
-            if part != ACTIVATIONS:
+            if not part.startswith(ACTIVATIONS):
                 found.parts.setdefault(place, {})[part] = nbytes
         item = engine.settings.compute_dtype.itemsize
         found.parts[DEVICE][GATHERED] = engine.residency.peak * item

@@ -10,26 +10,35 @@ from typing import Any
 
 import transformers
 
-from zero.config import Config
+from zero.config import Config, ZeroConfig
 from zero.tools.estimate.machine import DEVICE, DISK, HOST, PAGEABLE, PINNED
 from zero.tools.estimate.model import build, class_of, read_config
-from zero.tools.estimate.parts import TILES
+from zero.tools.estimate.parts import ACTIVATIONS, PARAMETERS, TILES
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import Estimate, estimate, fill_in
 from zero.tools.estimate.remedies import Remedy, can_checkpoint, faster, fits, remedies
+from zero.tools.estimate.teacher import OF_TEACHER, Teacher
 
 _PLACES = {DEVICE: "on a device", HOST: "into host memory"}
 
 
 def report(
-    source: str, config: Config, question: Question, limits: Mapping[str, int], as_json: bool
+    source: str,
+    config: Config,
+    question: Question,
+    limits: Mapping[str, int],
+    as_json: bool,
+    teacher: tuple[str, Config | None, int | None] | None = None,
 ) -> str:
     """Return the estimate. `limits`: the bytes available to a process, by place ("device", "host").
+    `teacher`: the first arguments of `Teacher.read`.
 
     Raises ValueError for a model that cannot be read.
     """
     shape = read_config(source)
     config = fill_in(config, shape)
+    if teacher is not None:
+        question = replace(question, teacher=Teacher.read(*teacher, config))
     model = build(shape, config.compute_dtype, question.adapter)
     found, other, better, unneeded = estimate(model, config, question), None, [], None
     if can_checkpoint(model, question):
@@ -69,7 +78,7 @@ class _Answer:
             "class": class_of(self.shape)[0].__name__,
             "elements": found.elements,
             "bytes": found.parts,
-            "pinned": pinned(found, self.config),
+            "pinned": pinned(found, self.config, self.question),
             "host_memory_of_a_host": found.total(HOST) * self.question.per_host,
             "traffic": found.traffic.links,
             "operations": found.traffic.operations,
@@ -99,10 +108,11 @@ class _Answer:
             )
         world = self.question.world_size
         ranks = "1 rank, which" if world == 1 else f"{world} ranks, each of which"
-        lines.append(f"{source}: {found.elements:,} parameters, {ranks} holds at most:")
+        teacher = "" if self.question.teacher is None else f", beside {self.question.teacher}"
+        lines.append(f"{source}: {found.elements:,} parameters{teacher}; {ranks} holds at most:")
         lines += _table(found.parts)
         if host := found.total(HOST):
-            locked = pinned(found, self.config)
+            locked = pinned(found, self.config, self.question)
             lines.append(
                 f"Of the host memory {size(locked)} are pinned, and {size(host - locked)} are "
                 "pageable."
@@ -179,18 +189,24 @@ class _Answer:
         return lines
 
 
-def pinned(found: Estimate, config: Config) -> int:
+def pinned(found: Estimate, config: Config, question: Question) -> int:
     """Return the bytes of host memory that are pinned (page-locked) if there is an accelerator.
 
     The rest is pageable.
     """
     zero = config.zero_optimization
-    weights = bool(zero.offload_param and zero.offloads_params and zero.offload_param.pin_memory)
     optimizer = bool(
         zero.offload_optimizer and zero.offloads_optimizer and zero.offload_optimizer.pin_memory
     )
-    pins = {"parameters": weights, "activations": True, PINNED: True, PAGEABLE: False, TILES: False}
+    pins = {PARAMETERS: _pins(zero), ACTIVATIONS: True, PINNED: True, PAGEABLE: False, TILES: False}
+    if question.teacher is not None:
+        pins[PARAMETERS + OF_TEACHER] = _pins(question.teacher.beside(config).zero_optimization)
     return sum(nbytes for part, nbytes in found.parts[HOST].items() if pins.get(part, optimizer))
+
+
+def _pins(zero: ZeroConfig) -> bool:
+    """Whether parameters in host memory are pinned."""
+    return bool(zero.offload_param and zero.offloads_params and zero.offload_param.pin_memory)
 
 
 def _brief(found: Estimate) -> dict[str, Any]:
