@@ -609,4 +609,4 @@ class _Pickler(_PicklerInPython):
 
 
 def _save(content: dict[str, Any], path: Path) -> None:
-    torch.save(content, path, pickle_module=SimpleNamespace(__name__="pickle", Pickler=_Pickler))
+    ours.save(content, path, pickle_module=SimpleNamespace(__name__="pickle", Pickler=_Pickler))

@@ -26,7 +26,7 @@ from zero.checkpoint.manifest import SAFETENSORS_NAMES
 from zero.checkpoint.models import write_model
 from zero.conversion import pickles
 from zero.conversion.named import named_state, put_progress, state_dicts
-from zero.conversion.ours import copy_beside
+from zero.conversion.ours import copy_beside, save
 from zero.conversion.training_state import Stored, TrainingState
 from zero.errors import UsageError
 
@@ -227,5 +227,5 @@ def write(state: TrainingState, out: Path) -> None:
     for group in optimizer["param_groups"]:
         group["params"] = [number_of[name] for name in group["params"]]
     numbered = {number_of[name]: each for name, each in optimizer["state"].items()}
-    torch.save(optimizer | {"state": numbered}, out / "optimizer.pt")
+    save(optimizer | {"state": numbered}, out / "optimizer.pt")
     copy_beside(state, out)

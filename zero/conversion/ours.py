@@ -65,6 +65,17 @@ def copy_beside(state: TrainingState, out: Path) -> None:
         shutil.copyfile(path, out / path.name)
 
 
+def save(content: Any, path: Path, **options: Any) -> None:
+    """Like `torch.save`, but if the disk is full, OSError says so."""
+    try:
+        with open(path, "wb") as file:
+            torch.save(content, file, **options)
+    except RuntimeError as error:  # torch fails again when it closes the archive
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
 def to_store(state: TrainingState) -> list[Slice]:
     """Return everything that a checkpoint has in files."""
     slices = [_slice(f"plain/{name}", value) for name, value in state.buffers.items()]
