@@ -223,6 +223,7 @@ def write(state: TrainingState, out: Path) -> None:
     The values are in a temporary file on the way. Raises OSError if the disk has no space for them.
     """
     from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.api import CheckpointException
 
     model, optimizer = state_dicts(state, on_disk)
     for group in optimizer["param_groups"]:
@@ -235,5 +236,8 @@ def write(state: TrainingState, out: Path) -> None:
     for name, content in parts.items():
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is")
-            checkpoint.save(content, checkpoint_id=out / name, no_dist=True)
+            try:
+                checkpoint.save(content, checkpoint_id=out / name, no_dist=True)
+            except CheckpointException as error:  # no Exception; it has those of all ranks
+                raise error.failures[0][0] from None
     copy_beside(state, out)

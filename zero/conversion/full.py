@@ -227,5 +227,5 @@ def write(state: TrainingState, out: Path) -> None:
     for group in optimizer["param_groups"]:
         group["params"] = [number_of[name] for name in group["params"]]
     numbered = {number_of[name]: each for name, each in optimizer["state"].items()}
-    torch.save(optimizer | {"state": numbered}, out / "optimizer.pt")
+    pickles.save(optimizer | {"state": numbered}, out / "optimizer.pt")
     copy_beside(state, out)

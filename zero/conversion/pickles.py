@@ -8,9 +8,11 @@ everything else into a `Record`, which does nothing. A tensor becomes a `Stored`
 checked against the file, and its values are read when they are needed.
 
 [Note: size] Each instruction takes a byte of the file and makes at most one object, so what is made
-cannot be much larger than the file. Lists that contain one list many times could still grow without
-bound when they are copied or written as JSON. `_check_extent` refuses these, and also what is
-nested so deeply that Python's stack would overflow."""
+cannot be much larger than the file. Calls such as that of `set` copy what they are given, which may
+be the same list each time, so all copies together must not have more elements than the file has
+bytes. Lists that contain one list many times could still grow without bound when they are copied or
+written as JSON. `_check_extent` refuses these, and also what is nested so deeply that Python's
+stack would overflow."""
 
 from __future__ import annotations
 
@@ -35,6 +37,7 @@ from zero.errors import UsageError
 MOST_LEVELS = 50
 # How many times as many values as instructions there may be, because parts are shared.
 _MOST_SHARED = 20
+_MOST_DIMENSIONS = 64  # torch's own limit
 _LOCAL_HEADER = 30
 _DTYPES = {name: each for name, each in vars(torch).items() if isinstance(each, torch.dtype)}
 _STORAGES = {
@@ -263,6 +266,8 @@ def _tensor(
     dtype = storage.dtype if dtype is None else dtype
     if not isinstance(storage, _Storage) or dtype is None or len(size) != len(stride):
         raise ValueError("a tensor without storage, dtype or strides")
+    if len(size) > _MOST_DIMENSIONS:
+        raise ValueError(f"a tensor of {len(size)} dimensions")
     if any(type(each) is not int or each < 0 for each in (offset, *size, *stride)):
         raise ValueError(f"a tensor of shape {size}, strides {stride}, at {offset}")
     numel, available = 1, storage.nbytes // dtype.itemsize
@@ -318,6 +323,7 @@ _CALLS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_parameter"): _first_argument,
     ("torch._utils", "_rebuild_parameter_with_state"): _first_argument,
 }
+_COPIES = dict, set, tuple, bytes
 _CONSTANTS = set(
     "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING "
     "BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8 UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8"
@@ -390,6 +396,7 @@ def interpret(content: bytes, persistent: Callable[[object], object] | None = No
     stack: list[Any] = []
     marked: list[list[Any]] = []
     memo: dict[int, Any] = {}
+    copies = 0  # elements of what calls have made; see the note on size
     instructions: Any = pickletools.genops(content)
 
     def since_mark() -> list[Any]:
@@ -454,10 +461,14 @@ def interpret(content: bytes, persistent: Callable[[object], object] | None = No
                 stack.append(_global(module, name))
             case "REDUCE" | "NEWOBJ":
                 args, kind = stack.pop(), stack.pop()
-                stack.append(_call(kind, args))
+                made = _call(kind, args)
+                copies += len(made) if isinstance(made, _COPIES) else 0
+                if copies > len(content):
+                    raise ValueError("its calls copy the same parts too often")
+                stack.append(made)
             case "NEWOBJ_EX":
                 keywords, args, kind = stack.pop(), stack.pop(), stack.pop()
-                stack.append(_call(kind, (*args, keywords)))
+                stack.append(_call(kind, (args, keywords)))
             case "BUILD":
                 state = stack.pop()
                 if isinstance(stack[-1], Record):  # a dict's attributes, such as _metadata, are not
@@ -527,8 +538,18 @@ class _Part:
 
 
 def save(content: Any, path: Path) -> None:
-    """Write a file of `torch.save`, with each record as the object that it describes."""
-    torch.save(content, path, pickle_module=SimpleNamespace(__name__="pickle", Pickler=_Pickler))
+    """Write a file of `torch.save`, with each record as the object that it describes.
+
+    Raises OSError if the disk is full.
+    """
+    pickler = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
+    try:
+        with open(path, "wb") as file:
+            torch.save(content, file, pickle_module=pickler)
+    except RuntimeError as error:  # torch fails again when it closes the archive
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 # The one in C looks classes up before it writes their names.

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from zero.checkpoint import disk
 from zero.checkpoint import folder as folders
 from zero.conversion import dcp, deepspeed, full, ours
-from zero.conversion.training_state import TrainingState
+from zero.conversion.training_state import Stored, TrainingState
 from zero.errors import UsageError
 from zero.tools.arguments import Parser, count
 
@@ -33,9 +39,10 @@ def adopt(arguments: list[str]) -> None:
     parser.add_argument("out", nargs="?", help="the folder to write to; default: FOLDER-zero")
     options = parser.parse_args(arguments)
     folder = Path(options.folder).resolve()
-    out = _new(folder, Path(options.out or f"{folder}-zero"))
+    out = _new(folder, options.out, "zero")
     state = read_any(folder)
-    _report(state, ours.write(state, out).parent, options.json)
+    _write(ours.write, state, out)
+    _report(state, out, options.json)
 
 
 def convert(arguments: list[str]) -> None:
@@ -51,11 +58,15 @@ def convert(arguments: list[str]) -> None:
     parser.add_argument("--ranks", type=count, help=ranks)
     parser.add_argument("out", nargs="?", help="the folder to write to; default: FOLDER-TO")
     options = parser.parse_intermixed_args(arguments)  # OUT may come last
+    if options.ranks and options.to != "deepspeed":
+        parser.error(f"--ranks is for DeepSpeed; {options.to} loads on any number of processes")
     folder = Path(options.folder).resolve()
-    out = _new(folder, Path(options.out or f"{folder}-{options.to}"))
+    out = _new(folder, options.out, options.to)
+    if any(reader.recognizes(folder) for reader in READERS):
+        raise UsageError(f"{folder} is of another engine: turn it into one of zero with adopt")
     state = ours.read(folder)
     state.ranks = options.ranks or state.ranks
-    WRITERS[options.to](state, out)
+    _write(WRITERS[options.to], state, out)
     _report(state, out, options.json)
 
 
@@ -72,6 +83,9 @@ def read_any(folder: Path) -> TrainingState:
                 raise UsageError(f"{folder}: a file is not as its format says ({what})") from error
     if folders.locate(folder, None) is not None:
         raise UsageError(f"{folder} is a checkpoint of zero already: resume from it as it is")
+    inside = (path for path in folder.iterdir() if any(each.recognizes(path) for each in READERS))
+    if newest := max(inside, key=folders.number_of, default=None):
+        raise UsageError(f"{folder} contains checkpoints: name one of them, such as {newest}")
     names = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     raise UsageError(
         f"{folder}: no checkpoint that zero can read; it has {names}. Name the folder that the "
@@ -79,12 +93,52 @@ def read_any(folder: Path) -> TrainingState:
     )
 
 
-def _new(folder: Path, out: Path) -> Path:
+def _new(folder: Path, given: str | None, kind: str) -> Path:
+    """Return the folder to write to. By default it is beside the one that has `latest`."""
+    job = folder.parent if (folder.parent / folders.LATEST).is_file() else folder
+    out = Path(given or f"{job}-{kind}")
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"{out} is not empty; name a new folder")
+    if os.path.ismount(out):
+        raise UsageError(f"{out} is the root of a file system; name a folder in it")
     if out.resolve().is_relative_to(folder):
         raise UsageError(f"{out} is inside of {folder}, which is not changed; name another folder")
     return out
+
+
+def _write(write: Callable[[TrainingState, Path], Any], state: TrainingState, out: Path) -> None:
+    """Have `write` make a hidden folder, which is renamed to `out` once it is whole.
+
+    What a killed process has left there is removed. Raises OSError if the disk is full.
+    """
+    out = out.resolve()
+    work = out.with_name(f".unfinished-{out.name}")
+    disk.make_folders(work)
+    disk.lock(work)
+    for path in work.iterdir():
+        if path.name != disk.LOCK:
+            disk.remove(path)
+    try:
+        nbytes, free = _nbytes(state), shutil.disk_usage(work).free
+        if nbytes > free:
+            sizes = f"it takes {folders.megabytes(nbytes)} and {folders.megabytes(free)} are free"
+            raise OSError(errno.ENOSPC, f"{sizes}; make room or name another folder", str(out))
+        write(state, work)
+        disk.remove(work / disk.LOCK)
+        work.rename(out)
+    except BaseException as error:
+        disk.remove(work)
+        if isinstance(error, OSError) and error.errno and error.filename is None:
+            raise OSError(error.errno, error.strerror, str(out)) from error
+        raise
+    disk.sync(out.parent)
+
+
+def _nbytes(state: TrainingState) -> int:
+    tensors: list[Any] = [*state.buffers.values()]
+    for each in state.parameters.values():
+        tensors += [each.weights, *each.state.values()]
+    return sum(each.nbytes for each in tensors if isinstance(each, Stored))
 
 
 def _report(state: TrainingState, out: Path, as_json: bool) -> None:

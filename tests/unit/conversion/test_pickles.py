@@ -90,6 +90,15 @@ def test_refuses_what_would_grow(tmp_path: Path, value: list, why: str) -> None:
         pickles.load_plain(tmp_path / "file")
 
 
+@pytest.mark.parametrize("kind", ["__builtin__ set", "torch Size", "collections OrderedDict"])
+def test_refuses_calls_that_copy_one_list_many_times(tmp_path: Path, kind: str) -> None:
+    pairs = b"".join(b"J" + number.to_bytes(4, "little") + b"N\x86" for number in range(2000))
+    one_copy = b"c" + kind.replace(" ", "\n").encode() + b"\nh\x00\x85R"
+    (tmp_path / "file").write_bytes(b"\x80\x02]q\x00(" + pairs + b"e0(" + one_copy * 100 + b"l.")
+    with pytest.raises(UsageError, match="copy the same parts too often"):
+        pickles.load_plain(tmp_path / "file")
+
+
 def archive_of(pickled: bytes, entries: dict[str, bytes]) -> bytes:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
