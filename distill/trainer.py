@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Seq2SeqTrainer
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import EvalLoopOutput
@@ -318,6 +318,10 @@ class DistillationTrainer(Seq2SeqTrainer):
         super().log(logs, start_time)
 
     # -- evaluation
+
+    def _get_eval_sampler(self, eval_dataset: Dataset) -> SequentialSampler:
+        """Keep the dataset's order, as `TranslationTrainer` does."""
+        return SequentialSampler(cast(Sized, eval_dataset))
 
     def evaluation_loop(
         self,

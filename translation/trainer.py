@@ -1,7 +1,11 @@
 """Makes losses and scores of Seq2SeqTrainer independent of the number of ranks."""
 
+from collections.abc import Sized
+from typing import cast
+
 import torch
 from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset, SequentialSampler
 from transformers import PreTrainedTokenizerBase, Seq2SeqTrainer, Seq2SeqTrainingArguments
 from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.trainer_utils import EvalLoopOutput
@@ -50,3 +54,9 @@ class TranslationTrainer(Seq2SeqTrainer):
     def evaluation_loop(self, *args, **kwargs) -> EvalLoopOutput:
         self.gather_function = self.accelerator.gather_for_metrics
         return super().evaluation_loop(*args, **kwargs)
+
+    def _get_eval_sampler(self, eval_dataset: Dataset) -> SequentialSampler:
+        """Keep the dataset's order, in which predictions are written, even if batches of training
+        are grouped by length.
+        """
+        return SequentialSampler(cast(Sized, eval_dataset))
