@@ -263,6 +263,9 @@ def _server(imported: str) -> subprocess.Popen[str]:
                 # A test module may ask for a GPU when it is imported. Without this, torch asks
                 # CUDA, and then no fork could use a GPU.
                 "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+                # Threads have no memory of their own, which would be used where a test has used up
+                # the addresses of a process.
+                "MALLOC_ARENA_MAX": "1",
             }
         )
         server = subprocess.Popen(

@@ -1,23 +1,22 @@
-"""Random memory caps over nine scripts, which must all end with the losses of a run without a cap:
+"""Random memory caps over twelve scripts, which must all end with the losses of an uncapped run:
 
     python -m tests.accelerator.memory_caps [--caps 200] [--seed 0] [SCRIPT ...]
 
 A cap lies between what micro-batches of one sample take and what the run takes, and applies from a
-random step on; with several ranks to some of them, each with a cap of its own. The last script
-computes on the CPU, with its states offloaded, and the cap is one of addresses (`ulimit -v`). Each
-script has a line with its largest relative difference of a loss and how often a step was repeated.
-The command exits with 1 if the difference was more than the rounding of fp32, if a loss before the
-first cap has other bits, or if a step was repeated more than twice."""
+random step on; with several ranks to some of them, each with a cap of its own. The last two scripts
+compute on the CPU, with their states offloaded, and the cap is one of addresses (`ulimit -v`),
+between an eighth of those that a step takes and all of them. Each script has a line with its
+largest relative difference of a loss and how often a step was repeated. The command exits with 1 if
+the difference was more than the rounding of fp32, if a loss before the first cap has other bits, or
+if a step was repeated more than twice."""
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib
 import json
 import os
 import random
-import resource
 import sys
 import tempfile
 from collections import Counter
@@ -25,10 +24,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    PreTrainedTokenizerFast,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    TrainerCallback,
+)
+from trl import SFTConfig, SFTTrainer
 
 from tests.accelerator import device
 from tests.accelerator.test_adapt import ENOUGH, HOST, STEPS, Losses, listening, train
+from tests.dist.monitor.test_host_memory import limited
 from tests.dist.training import ds_config, relative, start, step
 from tests.parity.models import ROWS, VOCABULARY, build
 from tests.processes import fork_ranks, torchrun
@@ -43,12 +52,15 @@ SCRIPTS: dict[str, tuple[int, str, str, dict, int]] = {
     "trainer-t5": (2, "trainer", "t5", {"stage": 3, **HOST}, 2),
     "trainer-llama": (2, "trainer", "llama", {"stage": 3}, 2),
     "trainer-llama-one": (1, "trainer", "llama", {"stage": 3, **HOST}, 2),
+    "trl-llama": (2, "trl", "llama", {"stage": 3}, 1),
     "host-llama": (1, "host", "llama", HOST, 1),
+    "host-llama-two": (2, "host", "llama", HOST, 1),
 }
 SAMPLES = 8  # of a micro-batch of a Trainer
-# On the CPU: samples of a micro-batch, and the range of the bytes of addresses that a step may add.
-ON_HOST, LEAST, MOST = 768, 6 << 20, 24 << 20
-M_MMAP_THRESHOLD = -3  # of mallopt
+ON_HOST = 768  # samples of a micro-batch on the CPU
+# A process may use no more addresses than those of its tensors: freed memory goes back to the
+# system, and threads have no memory of their own, which malloc would use if an allocation fails.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4096", "MALLOC_ARENA_MAX": "1"}
 REPEATS = 2  # of a step
 
 
@@ -61,9 +73,9 @@ class Limits(TrainerCallback):
 
 
 def train_by_trainer(
-    name: str, section: dict, accumulation: int, act: str, limits: list[int]
+    kind: str, name: str, section: dict, accumulation: int, act: str, limits: list[int]
 ) -> tuple[Losses, int, list[str]]:
-    """As `train`, by transformers' Trainer."""
+    """As `train`, by transformers' Trainer, or that of TRL."""
     if (jobs := str(Path(__file__).parents[1] / "hf" / "scripts")) not in sys.path:
         sys.path.append(jobs)
     jobs: Any = importlib.import_module("jobs")
@@ -75,17 +87,20 @@ def train_by_trainer(
         "on_out_of_memory": act,
     }
     with tempfile.TemporaryDirectory() as folder, listening() as said:
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "output_dir": folder, "deepspeed": config, "max_steps": STEPS, "logging_steps": 1,
             "per_device_train_batch_size": 2 * SAMPLES // accumulation, "report_to": "none",
             "gradient_accumulation_steps": accumulation, "save_strategy": "no",
             "disable_tqdm": True,
         }  # fmt: skip
-        arguments = Seq2SeqTrainingArguments(**given)
-        trainer: Any = Seq2SeqTrainer(
-            jobs.make_model(name), arguments, jobs.collate, jobs.Tokens(200, name == "t5"),
-            callbacks=[Limits(limits)],
-        )  # fmt: skip
+        callbacks = [Limits(limits)]
+        if kind == "trl":
+            trainer = sft_trainer(arguments, jobs.make_model(name), callbacks)
+        else:
+            trainer = Seq2SeqTrainer(
+                jobs.make_model(name), Seq2SeqTrainingArguments(**arguments), jobs.collate,
+                jobs.Tokens(200, name == "t5"), callbacks=callbacks,
+            )  # fmt: skip
         torch.accelerator.reset_peak_memory_stats()
         trainer.train()
         most = torch.accelerator.max_memory_allocated()
@@ -95,25 +110,34 @@ def train_by_trainer(
     return losses, most, said
 
 
+def sft_trainer(arguments: dict[str, Any], model: Any, callbacks: list) -> Any:
+    """TRL's trainer, with texts of unequal lengths."""
+    words = Tokenizer(WordLevel({str(number): number for number in range(64)}, unk_token="0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
+    generator = torch.Generator().manual_seed(11)
+    lengths = [4 + number % 5 for number in range(200)]
+    texts = [torch.randint(3, 64, (each,), generator=generator).tolist() for each in lengths]
+    return SFTTrainer(
+        model, SFTConfig(**arguments, bf16=False, gradient_checkpointing=False),
+        train_dataset=Dataset.from_dict({"input_ids": texts}), processing_class=tokenizer,
+        callbacks=callbacks,
+    )  # fmt: skip
+
+
 def train_on_host(
     name: str, section: dict, act: str, limits: list[int]
 ) -> tuple[Losses, int, list[str]]:
     """As `train`, on the CPU, with limits for the addresses that a step adds."""
     engine, _ = start(build(name), ds_config(**section) | {"on_out_of_memory": act})
-    generator, losses = torch.Generator().manual_seed(11), []
-    unlimited = resource.RLIM_INFINITY
+    generator, losses, most = torch.Generator().manual_seed(11), [], 0
     with listening() as said:
-        for limit in limits:
+        for nbytes in limits:
             ids = torch.randint(3, VOCABULARY, (ON_HOST, 9), generator=generator)
-            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-            most = pages * resource.getpagesize() + limit
-            resource.setrlimit(resource.RLIMIT_AS, (most, unlimited))
-            try:
+            with limited(nbytes) as peak:
                 losses.append(step(engine, [{"input_ids": ids, "labels": ids}]))
-            finally:
-                resource.setrlimit(resource.RLIMIT_AS, (unlimited, unlimited))
+            most = max(most, peak())
     engine.destroy()
-    return losses, MOST, said
+    return losses, most, said
 
 
 def capped(script: str, seed: int, count: int) -> list[tuple[bool, float, int]]:
@@ -122,10 +146,7 @@ def capped(script: str, seed: int, count: int) -> list[tuple[bool, float, int]]:
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _, kind, *given, accumulation = SCRIPTS[script]
-    if kind == "host":
-        # Freed memory goes back to the system, so that each run needs new addresses.
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
-    else:
+    if kind != "host":
         use_device(rank)
 
     def run(act: str, limits: list[int], micro_batches: int) -> tuple[Losses, int, list[str]]:
@@ -133,15 +154,22 @@ def capped(script: str, seed: int, count: int) -> list[tuple[bool, float, int]]:
             return train_on_host(*given, act, limits)
         if kind == "loop":
             return train(*given, micro_batches, act, limits)
-        return train_by_trainer(*given, micro_batches, act, limits)
+        return train_by_trainer(kind, *given, micro_batches, act, limits)
 
     free, small = [ENOUGH] * STEPS, ROWS // world if kind == "loop" else 2 * SAMPLES
     usual, most, _ = run("explain", free, accumulation)
-    least = LEAST if kind == "host" else run("explain", free, small)[1]
+    if kind == "host":
+        least = most // 8
+        run("adapt", [most // 2] * STEPS, accumulation)  # what it imports for that, and remembers
+    else:
+        least = run("explain", free, small)[1]
     draw, found = random.Random(seed), []
     for _ in range(count):
         first = draw.randrange(STEPS)
-        caps = [draw.uniform(0.1, 1) if draw.random() < 0.6 else None for _ in range(world)]
+        caps = [
+            draw.uniform(0.1, 1) if world == 1 or draw.random() < 0.6 else None
+            for _ in range(world)
+        ]
         part = caps[rank]
         cap = ENOUGH if part is None else least + int(part * (most - least))
         limits = [ENOUGH] * first + [cap] * (STEPS - first)
@@ -174,8 +202,11 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             given, ranks = [script, str(options.seed), str(count), folder], SCRIPTS[script][0]
             # A forked process has free memory of its parent, which would be used first.
-            launch = torchrun if SCRIPTS[script][1] == "host" else fork_ranks
-            done = launch(__file__, *given, nproc=ranks, timeout=300 + 60 * count)
+            timeout = 300 + 60 * count
+            if SCRIPTS[script][1] == "host":
+                done = torchrun(__file__, *given, nproc=ranks, timeout=timeout, env=MALLOC)
+            else:
+                done = fork_ranks(__file__, *given, nproc=ranks, timeout=timeout)
             if done.returncode:
                 print(f"{script}: FAILED\n{done.stderr[-4000:]}", flush=True)
                 failed = True

@@ -2,7 +2,8 @@
 (`"on_out_of_memory": "adapt"`).
 
 The script gets the outputs of its forward detached from their graph. Its own backward therefore
-ends at the loss, and yields the loss's gradient. The engine's backward starts from that gradient,
+ends at these outputs, and yields their gradients: that of the loss, or those of outputs from which
+the script computes a loss itself, as TRL does. The engine's backward starts from these gradients,
 and can be repeated.
 
 [Note: what a rank does when its memory is full] It frees its activations and replays the
@@ -17,7 +18,8 @@ backward of one sample, which must be recorded alike on all ranks.
 [Note: parts of a micro-batch] The loss must be the mean over the micro-batch's labels, or their sum
 divided by a number that the script passes. This is tested by comparing the loss of two samples
 with the loss of each, also where they have unequal numbers of labels; and the loss of the
-micro-batch with those of its halves, if there was enough memory for its forward.
+micro-batch with those of its halves, if there was enough memory for its forward. Other outputs may
+have gradients if they have a row for each sample. The rows of two samples are compared likewise.
 
 [Note: how much is changed] A step that fails again and again costs more than a few samples. Before
 the step is repeated, a forward and backward of one sample and one of several show how much memory
@@ -31,6 +33,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -54,9 +57,12 @@ logger = logging.getLogger("zero")
 
 KEY = "on_out_of_memory"
 _WRITES = "the forward writes to the model's buffers"
-_BESIDE = "the script computes gradients beside those of the loss"
+_BESIDE = "the script computes gradients beside those of the forward's outputs"
+_NO_ROWS = "the script's loss depends on an output that has no row for each sample"
 _FORWARD, _VALUES, _BACKWARD = "forward", "forward without gradients", "backward"
 _NOT_THERE = "the memory of the host is full, and activations are on the device"
+_NO_MEAN = "its loss is not the mean over its labels"
+_NOT_APART = "the outputs of a sample depend on the other samples"
 _IGNORED = -100  # labels that transformers' losses do not count
 # Of the memory that is free at the peak: the next batch may be longer, and allocators lose some.
 _USED = 0.9
@@ -78,16 +84,16 @@ class _Call:
 
     Attributes:
         run: the engine's own forward.
-        outputs: tensors with a graph; empty if there is none, because the call was cut.
-        shown: what the script has received in their place, starting with the loss.
+        shown: what the script has received for its outputs, by their places. The first is the loss.
+        outputs: the tensors with a graph in the same places; empty if the call was cut.
     """
 
     run: Callable[..., Any]
     inputs: tuple[tuple, dict[str, Any]]
     random: object
     buffers: list[tuple[int, int]]
-    outputs: list[torch.Tensor] = field(default_factory=list)
-    shown: list[torch.Tensor] = field(default_factory=list)
+    shown: dict[int, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -104,6 +110,11 @@ class _Call:
             return tensor[chosen] if tensor.dim() and tensor.shape[0] == rows else tensor
 
         return tree_map_only(torch.Tensor, narrowed, self.inputs)
+
+    def gradients(self) -> dict[int, torch.Tensor]:
+        """The gradients of the outputs, by their places."""
+        found = {place: shown.grad for place, shown in self.shown.items()}
+        return {place: grad for place, grad in found.items() if grad is not None}
 
 
 class Adaptation:
@@ -193,17 +204,14 @@ class Adaptation:
             self._done, self._backwards = [], 0
         before = reducer.backwards
         result = run()
-        calls = [each for each in waiting if any(t.grad is not None for t in each.shown)]
+        calls = [each for each in waiting if each.gradients()]
         if not calls:
             return result  # the script computes its loss itself
         self._waiting = []
         is_known = self._backwards == before == reducer.backwards
-        only_loss = all(t.grad is None for call in calls for t in call.shown[1:])
-        if self._parts > 1 and not only_loss:
-            raise UsageError(f'{KEY} "adapt": {_BESIDE}; set it to "explain"')
-        if only_loss:
-            for call in calls:  # logits are large
-                del call.outputs[1:], call.shown[1:]
+        for call in calls:  # logits are large
+            call.shown = {place: call.shown[place] for place in call.gradients()}
+            call.outputs = {place: call.outputs[place] for place in call.shown if call.outputs}
         after = random_states(engine.comm.device)
         calls_to_repeat = calls if self._parts > 1 else []
         while True:
@@ -216,9 +224,9 @@ class Adaptation:
             except _NotEnough as raised:
                 error = raised.error
             for call in calls:
-                call.outputs = []
+                call.outputs = {}
             reducer.clear()
-            if not (is_known and only_loss):
+            if not is_known:
                 raise _final(error, _BESIDE)
             calls_to_repeat = [*self._done, *calls]
             self._change(calls_to_repeat, error)
@@ -233,7 +241,7 @@ class Adaptation:
         Raises UsageError if a backward has ended at the loss and no other call has continued from
         there.
         """
-        if any(tensor.grad is not None for call in self._waiting for tensor in call.shown):
+        if any(call.gradients() for call in self._waiting):
             raise UsageError(
                 f'{KEY} "adapt": call engine.backward(loss) instead of loss.backward(), which '
                 'cannot be repeated; or set it to "explain"'
@@ -335,9 +343,9 @@ class Adaptation:
             if isinstance(leaf, torch.Tensor) and (
                 leaf.requires_grad or (is_cut and leaf.is_floating_point())
             ):
-                shown = leaf.detach().requires_grad_()
-                call.outputs += [leaf] * leaf.requires_grad
-                call.shown.append(shown)
+                call.shown[place] = shown = leaf.detach().requires_grad_()
+                if leaf.requires_grad:
+                    call.outputs[place] = leaf
                 # The Trainer scales the loss in place, which torch forbids for a leaf.
                 leaves[place] = shown if shown.dim() else shown.clone()
         self._waiting.append(call)
@@ -349,23 +357,21 @@ class Adaptation:
         """
         values: list[Any] = []
         terms: list[torch.Tensor] = []
-        structure, done = None, 0
+        structure = None
         with torch.no_grad():
-            for inputs, weight in self._cut(call, parts):
-                output = self._together(_VALUES, lambda: call.run(*inputs[0], **inputs[1]))  # noqa: B023
+            for chosen, weight in self._cut(call, parts):
+                args, kwargs = call.of_rows(chosen)
+                output = self._together(_VALUES, lambda: call.run(*args, **kwargs))  # noqa: B023
                 leaves, structure = tree_flatten(output)
                 del output
-                start = done
-                if weight is not None:
-                    done += _Call(call.run, inputs, None, []).rows
 
                 def keep() -> None:
-                    rows, loss = slice(start, done), leaves[0]  # noqa: B023
+                    loss, rows = leaves[0], chosen.stop - chosen.start  # noqa: B023
                     if not values:
-                        values.extend(_for_all(leaf, done, call.rows) for leaf in leaves)  # noqa: B023
+                        values.extend(_for_all(leaf, rows, call.rows) for leaf in leaves)  # noqa: B023
                     for value, leaf in zip(values, leaves, strict=True):  # noqa: B023
                         if value is not None:
-                            value[rows] = leaf
+                            value[chosen] = leaf  # noqa: B023
                     if _begins_with_loss(leaves):  # noqa: B023
                         # The mean over no labels is NaN.
                         terms.append(loss * weight if weight else torch.zeros_like(loss))  # noqa: B023
@@ -380,12 +386,10 @@ class Adaptation:
 
     def _gradients(self, calls: Sequence[_Call]) -> None:
         """Run the backward of forwards that still have their graphs."""
-        pairs = [pair for call in calls for pair in zip(call.outputs, call.shown, strict=True)]
+        outputs = [each for call in calls for each in call.outputs.values()]
+        grads = [each for call in calls for each in call.gradients().values()]
         for call in calls:
-            call.outputs = []
-        pairs = [(output, shown.grad) for output, shown in pairs if shown.grad is not None]
-        outputs, grads = map(list, zip(*pairs, strict=True))
-        del pairs
+            call.outputs = {}
         self._run_backward(outputs, grads)
 
     def _repeat(self, calls: Sequence[_Call], ends: bool = True) -> None:
@@ -396,22 +400,14 @@ class Adaptation:
         boundary = micro_batches.boundary
         try:
             for index, call in enumerate(calls, 1):
-                del call.shown[1:]  # logits are large
                 restore_random_states(call.random, engine.comm.device)
                 parts = list(self._cut(call))
                 done = engine.reducer.backwards
-                for number, ((args, kwargs), weight) in enumerate(parts, 1):
+                for number, (chosen, weight) in enumerate(parts, 1):
                     is_last = ends and index == len(calls) and number == len(parts)
                     micro_batches.boundary = boundary if is_last else False
-
-                    def run() -> tuple[list[torch.Tensor], torch.Tensor]:
-                        grad = call.shown[0].grad  # noqa: B023
-                        assert grad is not None
-                        loss = tree_flatten(call.run(*args, **kwargs))[0][:1]  # noqa: B023
-                        return loss, grad * (weight or 0.0)  # noqa: B023
-
-                    outputs, scale = self._together(_FORWARD, run)
-                    self._run_backward(outputs, [scale])
+                    run = partial(_outputs_of, call, chosen, weight)
+                    self._run_backward(*self._together(_FORWARD, run))
                 engine.reducer.backwards = done + 1
         finally:
             micro_batches.boundary = boundary
@@ -535,12 +531,17 @@ class Adaptation:
         with_one = self._free_at_peak(call, 1)
         if with_one is None:
             return 0
-        for rows in sorted({2, max(2, most // 4)}, reverse=True):
+        rows, too_many = most, most + 1
+        while rows > 2:
+            rows = max(2, rows // 4)
             with_more = self._free_at_peak(call, rows)
             if with_more is not None:
                 each = max(1, (with_one - with_more) // (rows - 1))
                 fit = 1 + max(0, int(_USED * with_one)) // each
-                return min(most, *self._ranks.exchange(fit))
+                fit = min(fit, too_many - 1)
+                # That is not exact on the host, where freed memory is not given back at once.
+                return min(self._ranks.exchange(max(fit, int(_USED * rows))))
+            too_many = rows
         return 1
 
     def _free_at_peak(self, call: _Call, rows: int, is_only: bool = False) -> int | None:
@@ -551,7 +552,7 @@ class Adaptation:
         engine, parts = self._engine, self._parts
         loss = torch.zeros((), device=engine.comm.device, requires_grad=True)
         loss.grad = torch.ones_like(loss)
-        some = _Call(call.run, call.of_rows(slice(rows)), call.random, call.buffers, shown=[loss])
+        some = _Call(call.run, call.of_rows(slice(rows)), call.random, call.buffers, {0: loss})
         room(engine.comm.device)
         try:
             self._parts = 1
@@ -639,22 +640,22 @@ class Adaptation:
             return "the forward gets no argument labels"
         if getattr(module, "loss_function", None) is None:
             return "the model is not one of transformers', whose losses are known"
-        return ""
+        return _why_no_rows(calls)
 
     def _why_no_sum(self, call: _Call) -> str:
         """Return why the loss of several samples is not the weighted sum of their losses, if so."""
         try:
             with torch.no_grad(), evaluating(self._engine.module):
-                found = [self._is_sum(pair) for pair in self._pairs(call)]
+                found = [self._why_no_sum_of(pair) for pair in self._pairs(call)]
                 if call.shown and self._parts == 1:
                     # What is kept of the first forward may leave no room for another.
                     with suppress(_NotEnough):
-                        found.append(self._is_sum(call))
+                        found.append(self._why_no_sum_of(call))
         except _NotEnough:
             return "memory is not enough for two samples, even without gradients"
         except Exception as raised:  # of any kind: the forward is somebody else's
             return f"a forward of two samples fails: {raised}"
-        return "" if all(found) else "its loss is not the mean over its labels"
+        return next(filter(None, found), "")
 
     def _pairs(self, call: _Call) -> list[_Call]:
         """Two samples of the micro-batch that differ in their labels, twice. If they have a label
@@ -675,23 +676,38 @@ class Adaptation:
             pairs[1] = kwargs | {"labels": torch.stack([labels[first], single])}
         return [_Call(call.run, (args, each), None, []) for each in pairs]
 
-    def _is_sum(self, call: _Call) -> bool:
-        """Whether the loss of samples is the weighted sum of the losses of their halves. All ranks
-        run the same number of forwards.
+    def _why_no_sum_of(self, call: _Call) -> str:
+        """Return why these samples have other values together than apart, if so. All ranks run the
+        same number of forwards.
         """
         output = self._together(_VALUES, lambda: call.run(*call.inputs[0], **call.inputs[1]))
         leaves = tree_flatten(output)[0]
         has_other_loss = getattr(output, "aux_loss", None) is not None
         if not _begins_with_loss(leaves) or has_other_loss:
-            return False
+            return _NO_MEAN
         whole, losses = leaves[0].float(), []
-        del output, leaves  # logits are large
-        for (args, kwargs), weight in self._cut(call, 2):
-            part = self._together(_VALUES, lambda: call.run(*args, **kwargs))  # noqa: B023
-            if weight:
-                losses.append(tree_flatten(part)[0][0].float() * weight)
+        # Logits of a whole micro-batch are large.
+        rows = {
+            place: leaf
+            for place, leaf in enumerate([] if call.shown else leaves)
+            if _has_rows(leaf, call.rows) and leaf.is_floating_point()
+        }
         tolerance = 1e-4 if self._engine.settings.compute_dtype == torch.float32 else 2e-2
-        return bool(torch.isclose(whole, torch.stack(losses).sum(), rtol=tolerance))
+        del output, leaves
+        why = ""
+        for chosen, weight in self._cut(call, 2):
+            args, kwargs = call.of_rows(chosen)
+            part = self._together(_VALUES, lambda: call.run(*args, **kwargs))  # noqa: B023
+            leaves = tree_flatten(part)[0]
+            if weight:
+                losses.append(leaves[0].float() * weight)
+            for place, values in rows.items():
+                usual = values[chosen].float()
+                if (leaves[place] - usual).norm() > tolerance * usual.norm():
+                    why = _NOT_APART
+            del part, leaves
+        is_sum = torch.isclose(whole, torch.stack(losses).sum(), rtol=tolerance)
+        return why if is_sum else _NO_MEAN
 
     def _counted(self, call: _Call) -> torch.Tensor:
         """Which labels of each sample its loss counts."""
@@ -701,25 +717,23 @@ class Adaptation:
             counted[:, 0] = False
         return counted.reshape(call.rows, -1)
 
-    def _cut(
-        self, call: _Call, parts: int | None = None
-    ) -> Iterator[tuple[tuple[tuple, dict[str, Any]], float | None]]:
-        """The inputs of each part, and what its loss counts. None: this rank has fewer samples than
-        parts, and repeats one, because all ranks run as many backwards.
+    def _cut(self, call: _Call, parts: int | None = None) -> Iterator[tuple[slice, float | None]]:
+        """The samples of each part, and what its loss counts. None: this rank has fewer samples
+        than parts, and repeats one, because all ranks run as many backwards.
         """
         parts, rows = parts or self._parts, call.rows
         if parts == 1:
-            yield call.inputs, 1.0
+            yield slice(None), 1.0
             return
         bounds = [rows * number // parts for number in range(parts + 1)]
         is_sum = call.inputs[1].get("num_items_in_batch") is not None
         of_rows = self._counted(call).sum(1).tolist()
         for start, end in pairwise(bounds):
             if start == end:
-                yield call.of_rows(slice(1)), None
+                yield slice(0, 1), None
                 continue
             share = sum(of_rows[start:end]) / max(1, sum(of_rows))
-            yield call.of_rows(slice(start, end)), 1.0 if is_sum else share
+            yield slice(start, end), 1.0 if is_sum else share
 
 
 def _hindrances(engine: ZeroEngine) -> Iterator[str]:
@@ -748,11 +762,42 @@ def _begins_with_loss(leaves: Sequence[Any]) -> bool:
     return isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.is_floating_point()
 
 
+def _outputs_of(
+    call: _Call, chosen: slice, weight: float | None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The outputs of some samples that need a gradient, and these gradients. `weight` is that of
+    the samples' loss; None if all gradients are zero.
+    """
+    args, kwargs = call.of_rows(chosen)
+    leaves = tree_flatten(call.run(*args, **kwargs))[0]
+    outputs, grads = [], []
+    for place, grad in call.gradients().items():
+        if leaves[place].requires_grad:
+            outputs.append(leaves[place])
+            rows = grad[chosen] * (weight is not None) if grad.dim() else grad * (weight or 0.0)
+            grads.append(rows)
+    return outputs, grads
+
+
+def _has_rows(leaf: Any, rows: int) -> bool:
+    """Whether `leaf` is a tensor of `rows` samples."""
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == rows
+
+
 def _for_all(leaf: Any, rows: int, all_rows: int) -> torch.Tensor | None:
     """A tensor for all samples, where `leaf` is one of `rows` samples."""
-    if not (isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == rows):
-        return None
-    return leaf.new_empty((all_rows, *leaf.shape[1:]))
+    return leaf.new_empty((all_rows, *leaf.shape[1:])) if _has_rows(leaf, rows) else None
+
+
+def _why_no_rows(calls: Sequence[_Call]) -> str:
+    """Return why the gradients of the outputs cannot be cut; empty if they can."""
+    others = [
+        _has_rows(grad, call.rows)
+        for call in calls
+        for place, grad in call.gradients().items()
+        if place or grad.dim()
+    ]
+    return "" if all(others) else _NO_ROWS
 
 
 def _seen(module: nn.Module) -> list[tuple[int, int]]:

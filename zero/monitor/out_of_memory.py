@@ -27,16 +27,17 @@ from zero.monitor.memory_usage import (
 ACTIVATIONS = "activations and temporary tensors"
 _MODEL = "the model, of which an engine is being made"
 _ESTIMATE = "zero estimate MODEL --ds-config FILE --world {ranks} --{place}-memory {total:.1f}G"
-# What torch's allocator of host memory says; it has no class of its own.
-_HOST_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
+# What torch says of host memory: its errors for that have no class of their own.
+_HOST_TEXTS = os.strerror(errno.ENOMEM), "std::bad_alloc"
 
 
 def full_memory(error: BaseException) -> str | None:
     """The place where an allocation has failed, "device" or "host"; None for another error."""
     if isinstance(error, torch.OutOfMemoryError):
         return DEVICE
-    is_mapping = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    is_host = is_mapping or isinstance(error, MemoryError) or _HOST_ALLOCATOR in str(error)
+    if isinstance(error, OSError):
+        return HOST if error.errno == errno.ENOMEM else None
+    is_host = isinstance(error, MemoryError) or any(text in str(error) for text in _HOST_TEXTS)
     return HOST if is_host else None
 
 

@@ -4,44 +4,96 @@ explained.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.dist.training import ds_config, relative, start, step
 from tests.parity.models import build
 from tests.processes import run_on
+from zero.monitor.out_of_memory import full_memory
 
 ROWS = 768
-LITTLE = 15 << 20
-NO_LIMIT = resource.RLIM_INFINITY
+LARGE = 1 << 28
+M_MMAP_THRESHOLD = -3  # of mallopt
+NO_LIMIT, ENOUGH = resource.RLIM_INFINITY, 1 << 34
+HOST = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
 
 
-def limit(nbytes: int) -> None:
-    """Let this process allocate `nbytes` more."""
-    in_use = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    most = in_use * resource.getpagesize() + nbytes
-    resource.setrlimit(resource.RLIMIT_AS, (most, NO_LIMIT))
-
-
-def train(rank: int, world_size: int, act: str, nbytes: int) -> list[float] | str:
-    """The losses, or what is said if memory is not enough."""
-    torch.manual_seed(3)
-    ids = torch.randint(3, 97, (ROWS, 16))
-    engine, _ = start(build("llama"), ds_config(stage=1) | {"on_out_of_memory": act})
-    losses = step(engine, [{"input_ids": ids[:2], "labels": ids[:2]}])
-    limit(nbytes)
+@contextmanager
+def limited(nbytes: int) -> Iterator[Callable[[], int]]:
+    """Context in which this process may use `nbytes` more addresses. The function returns how many
+    it has used, if it has never used more.
+    """
+    in_use = addresses("VmSize")
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + nbytes, NO_LIMIT))
     try:
-        return losses + step(engine, [{"input_ids": ids, "labels": ids}])
-    except RuntimeError as error:
-        return str(error)
+        yield lambda: addresses("VmPeak") - in_use
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (NO_LIMIT, NO_LIMIT))
 
 
-def test_a_lack_of_host_memory_is_adapted_to_and_explained():
-    cases = ("explain", 1 << 34), ("explain", LITTLE), ("adapt", LITTLE)
-    usual, text, losses = (run_on(1, train, *case)[0] for case in cases)
-    assert relative(losses, usual) < 1e-5
-    assert "in host memory on this rank: activations and temporary tensors" in text
+def addresses(name: str) -> int:
+    """A number of bytes in /proc/self/status."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
+
+
+def train(act: str, nbytes: int) -> tuple[list[float] | str, int, int]:
+    """The losses, or what is said if memory is not enough; how many addresses were used; and into
+    how many parts a micro-batch is cut.
+    """
+    torch.manual_seed(3)
+    ids = torch.randint(3, 97, (ROWS, 16))
+    engine, _ = start(build("llama"), ds_config(**HOST) | {"on_out_of_memory": act})
+    losses = step(engine, [{"input_ids": ids[:2], "labels": ids[:2]}])
+    with limited(nbytes) as used:
+        try:
+            found = losses + step(engine, [{"input_ids": ids, "labels": ids}])
+        except RuntimeError as error:
+            found = str(error)
+    parts = engine.adaptation.settings()["parts"] if engine.adaptation else 1
+    engine.destroy()
+    return found, used(), parts
+
+
+def on_half(rank: int, world_size: int) -> tuple[list[float], list[float], int, str]:
+    """The losses with enough memory, and with half as much for the last rank; into how many parts
+    a micro-batch is cut then; and what is said with half as much for the only one.
+    """
+    # Freed memory goes back to the system, so that each run needs new addresses.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 4096)
+    usual, used, _ = train("explain", ENOUGH)
+    losses, _, parts = train("adapt", used // 2 if rank == world_size - 1 else ENOUGH)
+    text, _, _ = train("explain", used // 2) if world_size == 1 else ("", 0, 0)
+    return usual, losses, parts, text
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_lack_of_host_memory_is_adapted_to_and_explained(world_size):
+    for usual, losses, parts, text in run_on(world_size, on_half):
+        assert parts > 1
+        assert relative(losses, usual) < 1e-6
+        assert world_size > 1 or "on this rank: activations and temporary tensors" in text
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [
+        lambda: torch.empty(LARGE),
+        lambda: torch.empty(LARGE, device="meta").split(1),
+        lambda: bytearray(LARGE),
+        lambda: mmap.mmap(-1, LARGE),
+    ],
+    ids=["torch", "a vector", "Python", "a mapping"],
+)
+def test_errors_of_host_memory_are_recognised(allocate):
+    with limited(LARGE // 2), pytest.raises((RuntimeError, MemoryError, OSError)) as raised:
+        allocate()
+    assert full_memory(raised.value) == "host"
