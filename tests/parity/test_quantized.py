@@ -198,7 +198,7 @@ def test_losses_are_those_of_one_process_and_each_rank_holds_its_share(kind, tmp
     base = saved_base(tmp_path, kind)
     [expected] = run_on(1, in_plain_torch, base, kind)
     weights = 2 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 256)  # with experts there are more
-    for world_size in (1, 2, 3):
+    for world_size in (1, 2, 3) if kind == "nf4" else (3,):
         runs = run_on(world_size, trained, base, kind, {})
         assert mean(runs) == pytest.approx(expected, rel=1e-6)
         for _, held, whole in runs:
