@@ -163,6 +163,8 @@ class _Reader(CheckpointReader):
     def read(self, slices: Sequence[Slice]) -> None:
         for each in slices:
             self.check(each.key, each.numel)
+            if not each.numel:  # it is in no file
+                continue
             stored, first = self._values[each.key], each.start
             target: Any = each.values
             for start in range(0, target.numel(), BLOCK):
@@ -204,8 +206,9 @@ def read(folder: Path) -> TrainingState:
     if manifest.base:
         raise UsageError(f"{folder}: its quantized base is not in the checkpoint")
 
-    def stored(key: str, shape: Sequence[int]) -> Stored:
-        dtype, numel = source.dtype(key), torch.Size(shape).numel()
+    def stored(key: str, shape: Sequence[int], own: str | None) -> Stored:
+        numel = torch.Size(shape).numel()
+        dtype = source.dtype(key) if numel else dtype_of(str(own))  # one without elements has none
 
         def read(start: int, end: int) -> torch.Tensor:
             values = torch.empty(end - start, dtype=dtype, device="cpu")
@@ -217,7 +220,7 @@ def read(folder: Path) -> TrainingState:
     parameters = {}
     for name, value in manifest.parameters.items():
         parameters[name] = Parameter(
-            stored(f"weights/{name}", value.shape),
+            stored(f"weights/{name}", value.shape, value.dtype),
             dtype_of(value.dtype),
             value.trainable,
             value.group,
@@ -230,8 +233,10 @@ def read(folder: Path) -> TrainingState:
                 f"{folder}: the optimizer keeps {key!r} as a whole, which other formats do not have"
             )
         for name, parameter in parameters.items():
-            if source.holds(f"optimizer/{key}/{name}"):
-                parameter.state[key] = stored(f"optimizer/{key}/{name}", parameter.weights.shape)
+            place, shape = f"optimizer/{key}/{name}", parameter.weights.shape
+            is_empty = parameter.group is not None and not parameter.weights.numel()
+            if source.holds(place) or (kind.dtype is not None and is_empty):
+                parameter.state[key] = stored(place, shape, kind.dtype)
             elif kind.numbers and name in kind.numbers:
                 parameter.state[key] = decode(kind.numbers[name])
     job = folders.locate(folder, None)
@@ -242,7 +247,8 @@ def read(folder: Path) -> TrainingState:
         source=f"zero, saved by {manifest.world_size} rank(s)" if manifest.world_size else "zero",
         parameters=parameters,
         buffers={
-            name: stored(f"plain/{name}", value.shape) for name, value in manifest.plain.items()
+            name: stored(f"plain/{name}", value.shape, value.dtype)
+            for name, value in manifest.plain.items()
         },
         optimizer=optimizer and optimizer.classes[0],
         groups=decode(optimizer.groups) if optimizer else [],

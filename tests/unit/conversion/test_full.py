@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from zero.checkpoint.files import Slice
 from zero.checkpoint.models import consolidate
 from zero.conversion import full, ours
+from zero.conversion.training_state import Stored
 from zero.tools.cli import main
 
 STEP = 3
@@ -74,6 +76,9 @@ def test_adapters(tmp_path: Path) -> None:
 def test_a_checkpoint_of_ours_reads_back_as_it_was_written(tmp_path: Path) -> None:
     save(llama(), tmp_path / "checkpoint-3")
     state = full.read(tmp_path / "checkpoint-3")
+    empty = torch.zeros(0, dtype=torch.float64)
+    state.buffers["empty"] = Stored.of(empty)
+    ours.reader(state, tmp_path).read([Slice.whole("plain/empty", empty)])
     ours.write(state, tmp_path / "out")
     for again in (ours.read(tmp_path / "out"), ours.read(tmp_path / "out" / "global_step3")):
         assert again.parameters.keys() == state.parameters.keys()
@@ -83,6 +88,7 @@ def test_a_checkpoint_of_ours_reads_back_as_it_was_written(tmp_path: Path) -> No
             assert torch.equal(found.state["exp_avg"].tensor(), parameter.state["exp_avg"].tensor())
             assert found.state["step"] == STEP and found.group == 0
             assert found.tied == parameter.tied
+        assert again.buffers["empty"].dtype == empty.dtype
         assert again.groups == state.groups and again.global_steps == STEP
         assert {path.name for path in again.beside} == {path.name for path in state.beside}
 
