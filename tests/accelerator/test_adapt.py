@@ -24,7 +24,7 @@ from tests.processes import run_on
 from zero.errors import UsageError
 from zero.monitor.memory_usage import DEVICE, OPTIMIZER, bytes_by_kind
 
-STEPS, CAPS = 3, 4
+STEPS, CAPS = 3, 2
 HOST = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
 ENOUGH = 1 << 30
 Losses = list[list[float]]
