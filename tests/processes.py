@@ -312,9 +312,7 @@ def _serve(imported: str) -> None:
                 module.enable()
             for lazy in _LAZY.get(name, "").split():
                 getattr(module, lazy)
-    if kernel := sys.modules.get("zero.optim.adam_cpu"):
-        # asks the compiler, which takes as long as a short test; forks inherit the answer
-        kernel.is_compiled()
+    _make_what_forks_inherit()
     gc.freeze()  # otherwise a collection in a fork would copy the pages of all these imports
     answers = os.dup(1)
     os.dup2(2, 1)
@@ -334,6 +332,24 @@ def _serve(imported: str) -> None:
                 return
             ranks.append(pid)
         os.write(answers, f"{_wait_for(ranks)}\n".encode())
+
+
+def _make_what_forks_inherit() -> None:
+    """Make what a process makes once, when it is first asked for. Together it takes as long as a
+    short test.
+    """
+    if "zero" in sys.modules:
+        from zero.comm.consistency import versions
+        from zero.config import load_config
+        from zero.config.table import report
+        from zero.optim import adam_cpu
+
+        adam_cpu.is_compiled()  # asks the compiler
+        report(config := load_config({}))
+        config.model_dump()
+        versions()
+    if conversions := sys.modules.get("transformers.conversion_mapping"):
+        conversions.get_checkpoint_conversion_mapping("llama")
 
 
 def _wait_for(ranks: list[int]) -> int:

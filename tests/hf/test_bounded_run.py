@@ -13,21 +13,21 @@ from tests.processes import REPOSITORY, run
 
 CUT = """
 import torch, zero
-from transformers import LlamaConfig, LlamaForCausalLM
 torch.manual_seed(0)
-sizes = dict(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
-heads = dict(num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=16)
-model = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+specs = [
+    {"patterns": ["0.weight"], "partition_type": "column"},
+    {"patterns": ["2.weight"], "partition_type": "row"},
+]
 config = {
     "train_micro_batch_size_per_gpu": 1,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
     "zero_optimization": {"stage": 3},
-    "tensor_parallel": {"autotp_size": 2},
+    "tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": specs}},
 }
 engine, *_ = zero.initialize(model=model, model_parameters=model.parameters(), config=config)
-ids = torch.arange(8).view(1, 8)
 for _ in range(3):
-    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.backward(engine(torch.ones(1, 4)).square().mean())
     engine.step()
 """
 

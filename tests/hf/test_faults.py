@@ -18,7 +18,7 @@ def test_kills_are_survived_and_damage_is_noticed():
         "-m",
         "benchmarks.faults",
         "--trials",
-        "2",
+        "1",
         "--seed",
         "7",
         "--parts",

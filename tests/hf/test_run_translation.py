@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq, T5Config
 from transformers.models.t5 import T5ForConditionalGeneration
 
-from tests.processes import REPOSITORY, fork_ranks, torchrun
+from tests.processes import REPOSITORY, fork_ranks
 from translation.corpus import build_corpus
 from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
 
@@ -77,8 +77,7 @@ def test_demonstration(tmp_path):
         "300",
         "--max_eval_samples", "9", "--max_predict_samples", "13",
     ]  # fmt: skip
-    caches = {"HF_HOME": str(tmp_path / "cache"), "TQDM_DISABLE": "1"}
-    process = torchrun(SCRIPT, *command, nproc=2, timeout=LIMIT, env=caches)
+    process = script(*command, nproc=2)
     assert process.returncode == 0, process.stderr
     assert json.loads((output / "predict_results.json").read_text())["predict_bleu"] >= 0
     assert "predict_chrf" in json.loads((output / "predict_results.json").read_text())

@@ -21,7 +21,7 @@ from tests.parity.test_fp32 import SMALL
 from tests.processes import run_on
 from tests.tolerance import rounding
 
-STEPS = 3
+STEPS = 2
 # About the sum of the inner lengths in forward and backward of these models.
 TERMS = 1000
 # With one thread, inductor starts no pool of compiling processes.

@@ -46,7 +46,7 @@ pytest.importorskip(
     "transformers.distributed.expert_parallel", reason="transformers has it since 5.22"
 )
 
-STEPS, ACCUMULATION, CLIP = 4, 3, 0.2
+STEPS, ACCUMULATION, CLIP = 3, 3, 0.2
 EXPERTS, WIDTH, INNER = 6, 24, 16
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2,

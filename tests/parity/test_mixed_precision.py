@@ -22,7 +22,7 @@ from tests.dist.training import (
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
 
-STEPS = 8
+STEPS = 5
 SCALE = 1024.0
 SECTIONS = {
     torch.bfloat16: {"bf16": {"enabled": True}},

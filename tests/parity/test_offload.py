@@ -31,7 +31,7 @@ from tests.parity.test_mixed_precision import SECTIONS
 from zero.offload import tiers
 from zero.optim import adam_cpu
 
-STEPS = {torch.float32: 20, torch.bfloat16: 8}
+STEPS = {torch.float32: 10, torch.bfloat16: 6}
 BOTH = {"pipeline_read": True, "pipeline_write": True}
 
 
@@ -92,11 +92,9 @@ CASES = {
 }
 
 
-# All cases on one rank in fp32, and on two ranks in bf16. A few on two ranks in fp32.
+# All cases on one rank in fp32, and on two ranks in bf16. One on two ranks in fp32.
 RUNS = [(*run, case) for run in ((1, torch.float32), (2, torch.bfloat16)) for case in CASES]
-RUNS += [
-    (2, torch.float32, case) for case in ("cpu, late update", "all in files", "odd sub-groups")
-]
+RUNS += [(2, torch.float32, "odd sub-groups")]
 
 
 @pytest.mark.parametrize("world_size, dtype, case", RUNS)

@@ -48,7 +48,7 @@ from zero.integrations.deepspeed.finder import FacadeModule
 
 pytestmark = needs("transformers", "5.23", "it does not shard a model that exists by its plan")
 
-STEPS, ACCUMULATION, CLIP = 4, 3, 0.2
+STEPS, ACCUMULATION, CLIP = 3, 3, 0.2
 STAGES = {
     "stage 0": {"stage": 0},
     "stage 1": {"stage": 1},
@@ -249,10 +249,9 @@ def trained(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]])
             gathered = engine.comm.elements["all_gather"] - before
             if config["zero_optimization"]["stage"] == 3 and world_size == 4:
                 # In each forward and each backward, but for the embedding: its backward needs no
-                # values.
-                assert gathered / (ACCUMULATION * STEPS) == pytest.approx(
-                    2 * own - own * embedding / whole, rel=0.05
-                )
+                # values. At the end the weights are gathered once more.
+                passes = ACCUMULATION * STEPS * (2 * own - own * embedding / whole)
+                assert gathered == pytest.approx(passes + own, rel=0.03), (gathered, passes, own)
         engine.destroy()
     return found
 
@@ -286,8 +285,6 @@ CASES_ON_FOUR = [
 CASES_ON_TWO = [
     ("specified", {"stage": 1}),
     ("llama", {"stage": 3, "activation_checkpointing": {"batch_slices": 2}}),
-    ("qwen3", {"stage": 1}),
-    ("layers", {"stage": 0}),
 ]
 
 

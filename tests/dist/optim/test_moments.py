@@ -160,8 +160,7 @@ def resumed(
     return losses_of(engine, data), engine._zero3_consolidated_16bit_state_dict(), found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("place", ["cpu", "nvme"])
+@pytest.mark.parametrize(("ranks", "place"), [(1, "cpu"), (2, "nvme")])
 def test_a_run_resumes_with_the_same_bits(ranks, place, tmp_path):
     sections = CODED | {
         "offload_optimizer": {"device": place, "nvme_path": str(tmp_path / "files")}

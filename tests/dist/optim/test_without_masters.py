@@ -55,24 +55,27 @@ def trained(
 NVME = {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}
 
 
+CPU = {"offload_optimizer": {"device": "cpu"}}
+
+
 @pytest.mark.parametrize(
-    ("name", "states"), [("AdamW", True), ("SGD", False), ("Adafactor", False)]
+    ("name", "states", "cases"),
+    [
+        ("AdamW", True, [(2, {"stage": 1}), (2, NVME)]),
+        ("SGD", False, [(4, CPU)]),
+        ("Adafactor", False, [(2, NVME)]),
+    ],
 )
-def test_ranks_stages_and_tiers_change_no_bit(name, states, tmp_path):
+def test_ranks_stages_and_tiers_change_no_bit(name, states, cases, tmp_path):
     expected = run_on(1, trained, name, states, {}, str(tmp_path / "one"))[0]
     assert not all(
         (value - build("llama").state_dict()[key]).abs().max() == 0
         for key, value in expected.items()
     )
-    on_files = {key: value | {"nvme_path": str(tmp_path)} for key, value in NVME.items()}
-    for ranks, sections in (
-        (2, {"stage": 1}),
-        (2, on_files),
-        (4, {"offload_optimizer": {"device": "cpu"}}),
-    ):
-        found = run_on(
-            ranks, trained, name, states, sections, str(tmp_path / f"{ranks} {len(sections)}")
-        )[0]
+    for number, (ranks, sections) in enumerate(cases):
+        if sections is NVME:
+            sections = {key: value | {"nvme_path": str(tmp_path)} for key, value in NVME.items()}
+        found = run_on(ranks, trained, name, states, sections, str(tmp_path / str(number)))[0]
         assert_same_weights(found, expected)
 
 

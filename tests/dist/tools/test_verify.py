@@ -220,6 +220,9 @@ def test_faults_that_adam_hides_are_found(tmp_path: Path, dtype: str):
     }
     if dtype != "float32":  # decay shows it first
         expected["rate"] = (1, "decay", "blocks.3.down.bias", times.format("1.01 "))
+        # Each fault in one of the two.
+        own = list(expected)[dtype == "float16" :: 2]
+        expected = {name: expected[name] for name in own}
     results = found(tmp_path, list(expected), dtype)
     for name, (step, kind, tensor, cause) in expected.items():
         difference = results[name].difference

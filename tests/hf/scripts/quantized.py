@@ -42,7 +42,7 @@ from zero.hf import quantize_experts
 # As the gallery has it, but the small weights of these small models are sharded, too.
 ZERO3 = json.loads((Path(__file__).parents[3] / "configs" / "zero3_qlora.json").read_text())
 ZERO3["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-LAYERS = 6
+LAYERS = 3
 KINDS: dict[str, dict[str, Any]] = {
     "NF4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "NF4, bf16 storage": {

@@ -216,7 +216,7 @@ def parts(found: dict[str, Any], place: str) -> int:
 
 
 def test_a_part_of_the_optimizer_is_offloaded_if_that_is_enough(ask, prompt_host):
-    cpu, shape = {"device": "cpu"}, llama(num_hidden_layers=16)
+    cpu, shape = {"device": "cpu"}, llama(num_hidden_layers=3)
     stage = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_param": cpu}
     options = [*prompt_host, "--batch", "1", "--seq", "8", "--world", "2", "--json"]
     sections = stage, stage | {"offload_optimizer": cpu}
@@ -628,21 +628,27 @@ def plan(tmp_path, capsys) -> Callable[..., str]:
 
 
 def test_a_plan_fits_and_is_the_fastest(plan, ask, tmp_path):
-    shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
-    limits = ["--device-memory", "40M", "--host-memory", "140M"]
+    def rates(text: str) -> list[float]:
+        return [float(found.replace(",", "")) for found in re.findall(r"([\d,]+) tokens/s", text)]
+
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 2048}
+    shape = llama(**sizes, num_hidden_layers=1)
+    limits = ["--device-memory", "25M", "--host-memory", "87M"]
     text = plan(shape, *limits)
     keys = json.loads((tmp_path / "planned.json").read_text())
     section = keys.pop("zero_optimization")
     again = ask(shape, section, "--seq", "16", "--json", *limits, **keys)
     assert again["fits"]
-    first, second = (float(n.replace(",", "")) for n in re.findall(r"([\d,]+) tokens/s", text)[:2])
-    assert first == pytest.approx(again["tokens_per_second"], rel=0.01) and first >= second
+    assert rates(text) == [pytest.approx(again["tokens_per_second"], rel=0.01)]
     assert "What needs more memory than there is:\n  gradient checkpointing: " in text
-    assert "The next ones:" in text and f"zero_optimization.stage = {section['stage']}" in text
+    assert "Nothing else fits." in text
+    assert f"zero_optimization.stage = {section['stage']}" in text
     assert "--per_device_train_batch_size 1 --gradient_accumulation_steps 1" in text
     found = json.loads(plan(shape, "--device-memory", "1G", "--json"))
     assert found["configuration"]["zero_optimization"] == {"stage": 0}
     assert found["configuration"] == json.loads((tmp_path / "planned.json").read_text())
+    first, second, *_ = rates(" ".join(found["found"]))
+    assert first >= second
 
 
 def test_a_plan_that_is_impossible_is_refused(plan, capsys):
