@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distill.batch import IGNORED, TARGET_COUNTS, Batch
 from distill.fused import StoredTeacher
-from distill.losses import LOG_ZERO, log_probabilities, sampled_bins, top_k_with_tail
+from distill.losses import log_probabilities, sampled_bins, top_k_with_tail
 
 PART_EXAMPLES = 256
 SAMPLINGS = ("top_k", "importance")
@@ -195,8 +195,6 @@ class TeacherCache:
         indices, log_p, cross_entropy = (
             _to_device(torch.cat(parts), device) for parts in zip(*rows or [none], strict=True)
         )
-        if log_p.shape[1] == k:  # a sample stands for all tokens, so there is no tail
-            log_p = torch.nn.functional.pad(log_p, (0, 1), value=LOG_ZERO)
         return StoredTeacher(indices, log_p, cross_entropy)
 
     def _read(self, place: _Place) -> tuple[torch.Tensor, ...]:
@@ -366,9 +364,13 @@ def _store(batch: Batch, logits_of: Callable, description: Description) -> tuple
         rows = slice(start, start + chunk)
         logits = logits_of(rows)[:, : description.tokens].float()
         log_p = log_probabilities(logits, description.temperature)
+        if log_p.isnan().any():
+            raise CacheError(
+                f"the teacher {description.teacher} predicts NaN: its weights are damaged, or its "
+                "values overflow in 16 bits; try --bf16 in place of --fp16, or neither"
+            )
         if description.sampling == "importance":
             bins = sampled_bins(log_p, description.top_k)
-            bins = bins._replace(log_p=bins.log_p[:, :-1])
         else:
             bins = top_k_with_tail(log_p, description.top_k)
         cross_entropy = torch.nn.functional.cross_entropy(

@@ -32,9 +32,9 @@ from distill.losses import (
 )
 
 # Elements of one (chunk, V) tensor, if `chunk_size` is not given. About eight of them exist at a
-# time. In fp32 one has 8 MiB on a CPU, which fits its caches, and 256 MiB on an accelerator, where
-# small products are slow.
-CHUNK_ELEMENTS = {"cpu": 2**21}
+# time. In fp32 one has 16 MiB on a CPU, where smaller ones update the head's gradient too often,
+# and 256 MiB on an accelerator, where small products are slow.
+CHUNK_ELEMENTS = {"cpu": 2**22}
 CHUNK_ELEMENTS_ELSEWHERE = 2**26
 
 
@@ -143,7 +143,7 @@ def chunk_loss(
     ce = -log_q.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     unknown = torch.full_like(ce, torch.nan)
     if targets.teacher is None or (recipe.kd_alpha == 0 and not recipe.with_agreement):
-        gradient = _cross_entropy_gradient(log_q, labels, 1.0) if with_gradient else None
+        gradient = _cross_entropy_gradient(log_q, labels) if with_gradient else None
         return TokenLosses(ce, torch.zeros_like(ce), unknown, unknown), gradient
 
     said = targets.teacher.chunk(rows)
@@ -165,7 +165,7 @@ def chunk_loss(
         return losses, None
     if recipe.kd_alpha == 1 and targets.has_teacher is None and recipe.shared is None:
         return losses, kd_gradient
-    gradient = _cross_entropy_gradient(log_q, labels, (1 - alpha).unsqueeze(-1))
+    gradient = _cross_entropy_gradient(log_q, labels).mul_((1 - alpha).unsqueeze(-1))
     kd_gradient.mul_(alpha.unsqueeze(-1))
     if recipe.shared is None:
         return losses, gradient.add_(kd_gradient)
@@ -176,12 +176,12 @@ def chunk_loss(
     return losses, gradient
 
 
-def _cross_entropy_gradient(
-    log_q: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor | float
-) -> torch.Tensor:
-    gradient = log_q.exp()
-    gradient.scatter_add_(-1, labels.unsqueeze(-1), gradient.new_full((len(labels), 1), -1.0))
-    return gradient.mul_(weight)
+def _cross_entropy_gradient(log_q: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return q - 1 at the labels and q elsewhere, in the memory of `log_q`."""
+    gradient = log_q.exp_()
+    return gradient.scatter_add_(
+        -1, labels.unsqueeze(-1), gradient.new_full((len(labels), 1), -1.0)
+    )
 
 
 def _on_common_ground(
@@ -210,7 +210,8 @@ def _compare(
     """
     first = logits.argmax(-1)
     if isinstance(said, StoredChunk):
-        best = said.bins.log_p[:, :-1].argmax(-1, keepdim=True)
+        inside = said.bins.log_p[:, : said.bins.indices.shape[1]]
+        best = inside.argmax(-1, keepdim=True)
         return said.cross_entropy, (said.bins.indices.gather(-1, best).squeeze(-1) == first).float()
     if recipe.teacher_labels is not None:
         labels, first = recipe.teacher_labels[labels], recipe.teacher_labels[first]
@@ -248,7 +249,7 @@ class _FusedHead(torch.autograd.Function):
                 d_weight.addmm_(gradient.T, part)
             else:
                 d_weight += gradient.T @ part
-        ctx.save_for_backward(d_hidden, d_weight, d_bias)
+        ctx.gradients = d_hidden, d_weight, d_bias
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         statistics = _joined(chunks, hidden)
         ctx.mark_non_differentiable(statistics)
@@ -257,10 +258,12 @@ class _FusedHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, _):
+        # In place, because the head's gradient is large. So there is no second backward.
         gradients = (
-            None if saved is None else (saved * grad).to(dtype)
-            for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            None if saved is None else saved.mul_(grad).to(dtype)
+            for saved, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
         )
+        ctx.gradients = None
         return *gradients, None, None, None
 
 
@@ -318,7 +321,7 @@ def fused_head_loss(
 
     The sum is a scalar in fp32, differentiable in `hidden` (N, H), `weight` (V, H) and `bias` (V,).
     The caller divides it by the number of tokens of the whole step. The gradient of `weight` is
-    summed in fp32, whatever its dtype."""
+    summed in fp32, whatever its dtype. There can be one backward only."""
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     total, statistics = _FusedHead.apply(hidden, weight, bias, targets, recipe, with_gradient)
     return total, TokenLosses(*statistics)
@@ -361,7 +364,7 @@ class LogitsTeacher:
 
 @dataclass
 class StoredTeacher:
-    """Rows from a cache: token ids (N, k), log-probabilities (N, k + 1; the last is the tail),
+    """Rows from a cache: token ids and log-probabilities as `Bins` has them, and the teacher's
     cross-entropy (N,).
     """
 

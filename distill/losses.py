@@ -164,11 +164,12 @@ def log_probabilities(logits: torch.Tensor, temperature: float = 1.0) -> torch.T
 
 
 class Bins(NamedTuple):
-    """A teacher's distribution as k tokens and the mass of all others.
+    """A teacher's distribution as k tokens, with or without the mass of all others.
 
-    indices: (N, k) token ids, all different. log_p: (N, k + 1) log-probabilities; the last column
-    is the tail. The bins sum to 1, so a divergence on them compares distributions. (Renormalising
-    the k most probable tokens alone is biased, arXiv 2503.16870.)"""
+    indices: (N, k) token ids, all different. log_p: (N, k + 1) log-probabilities, where the last
+    column is the tail, or (N, k) for sampled tokens, which stand for the whole distribution. They
+    sum to 1, so a divergence on them compares distributions. (Renormalising the k most probable
+    tokens alone is biased, arXiv 2503.16870.)"""
 
     indices: torch.Tensor
     log_p: torch.Tensor
@@ -180,7 +181,10 @@ def top_k_with_tail(log_p: torch.Tensor, k: int) -> Bins:
     Raises ValueError unless 0 < k < V.
     """
     _check_k(k, log_p)
-    return _bins(log_p, log_p.topk(k, dim=-1).indices)
+    indices = log_p.topk(k, dim=-1).indices
+    tail = log_p.scatter(-1, indices, -math.inf).logsumexp(dim=-1, keepdim=True)
+    inside = log_p.gather(-1, indices)
+    return Bins(indices, torch.cat([inside, tail.clamp_min_(LOG_ZERO)], dim=-1))
 
 
 def sampled_bins(log_p: torch.Tensor, k: int, generator: torch.Generator | None = None) -> Bins:
@@ -211,8 +215,7 @@ def sampled_bins(log_p: torch.Tensor, k: int, generator: torch.Generator | None 
     drawn = passed.diff(dim=-1, prepend=torch.zeros_like(offset)) > 0
     indices = drawn.float().topk(k, dim=-1).indices  # undrawn ones fill up where p has fewer than k
     estimate = torch.maximum(p, 1 / scale).gather(-1, indices) * drawn.gather(-1, indices)
-    tail = torch.zeros_like(offset)
-    return Bins(indices, torch.cat([estimate, tail], dim=-1).log().clamp_min_(LOG_ZERO).float())
+    return Bins(indices, estimate.log().clamp_min_(LOG_ZERO).float())
 
 
 def _check_k(k: int, log_p: torch.Tensor) -> None:
@@ -220,15 +223,6 @@ def _check_k(k: int, log_p: torch.Tensor) -> None:
         raise ValueError(
             f"top_k is {k}: it must be at least 1 and less than the {log_p.shape[-1]} shared tokens"
         )
-
-
-def _bins(log_probs: torch.Tensor, indices: torch.Tensor) -> Bins:
-    tail = (
-        log_probs.scatter(-1, indices, -math.inf)
-        .logsumexp(dim=-1, keepdim=True)
-        .clamp_min_(LOG_ZERO)
-    )
-    return Bins(indices, torch.cat([log_probs.gather(-1, indices), tail], dim=-1))
 
 
 def value_and_gradient(
@@ -243,20 +237,31 @@ def value_and_gradient(
     else:
         value, weighted = divergence(log_q, teacher)
         gradient = torch.addcmul(weighted, log_q.exp(), weighted.sum(-1, keepdim=True), value=-1)
-    return value.mul_(temperature**2), gradient.mul_(temperature)
+    if temperature != 1:
+        value.mul_(temperature**2)
+        gradient.mul_(temperature)
+    return value, gradient
 
 
 def _binned(
     log_q: torch.Tensor, teacher: Bins, divergence: Divergence
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    bins = _bins(log_q, teacher.indices).log_p
+    q, indices = log_q.exp(), teacher.indices
+    inside, bins = q.gather(-1, indices), log_q.gather(-1, indices)
+    has_tail = teacher.log_p.shape[-1] > indices.shape[-1]
+    if has_tail:
+        # The sum of all others is exact where 1 - sum(inside) would cancel.
+        tail = q.scatter_(-1, indices, 0.0).sum(-1, keepdim=True)
+        bins = torch.cat([bins, tail.log().clamp_min_(LOG_ZERO)], dim=-1)
     value, weighted = divergence(bins, teacher.log_p)
     total = weighted.sum(-1, keepdim=True)
-    # Each token of the tail has the slope of the tail's bin.
-    slope = weighted[:, -1:] / bins[:, -1:].exp().clamp_min(torch.finfo(bins.dtype).tiny)
-    gradient = log_q.exp().mul_(slope - total)
-    inside = torch.addcmul(weighted, bins.exp(), total, value=-1)[:, :-1]
-    return value, gradient.scatter_(-1, teacher.indices, inside)
+    of_others = -total
+    if has_tail:
+        # Each token of the tail has the slope of the tail's bin.
+        of_others += weighted[:, -1:] / tail.clamp_min(torch.finfo(tail.dtype).tiny)
+        weighted = weighted[:, :-1]
+    of_inside = torch.addcmul(weighted, inside, total, value=-1)
+    return value, q.mul_(of_others).scatter_(-1, indices, of_inside)
 
 
 class _TokenDivergence(torch.autograd.Function):

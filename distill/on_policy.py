@@ -14,6 +14,7 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+import zero
 from distill.batch import IGNORED
 
 if TYPE_CHECKING:
@@ -53,20 +54,33 @@ def generate(model: PreTrainedModel, **options: Any) -> torch.Tensor:
     return written if isinstance(written, torch.Tensor) else written.sequences
 
 
+def end_tokens(model: PreTrainedModel, eos_token_id: int | None) -> list[int]:
+    """Return the ids that end an answer: the tokenizer's, and those of the model's
+    `generation_config`, which chat models have for the end of a turn.
+    """
+    config = getattr(model, "generation_config", None)
+    own = getattr(config, "eos_token_id", None)
+    own = own if isinstance(own, list) else [own]
+    return sorted({end for end in (eos_token_id, *own) if end is not None})
+
+
 @torch.no_grad()
 def rewrite(
     model: PreTrainedModel,
     inputs: Mapping[str, torch.Tensor],
     max_new_tokens: int,
     pad_token_id: int,
-    eos_token_id: int | None,
-    sample: bool,
+    ends: list[int],
+    by_student: bool,
 ) -> dict[str, torch.Tensor]:
     """Return a batch with the prompts of `inputs` (input_ids, attention_mask, labels) and answers
     by `model`.
 
     Causal models continue the prompt of each example. Encoder-decoder models write a target for the
-    source. The labels are the generated tokens, up to the end token.
+    source. The labels are the generated tokens, up to the first of `ends`.
+
+    The student samples from its own distribution, and is gathered once for the whole batch. The
+    teacher, which may not fit, is greedy and gathered block by block for each token.
 
     Raises:
         ValueError: the batch is packed, so its examples have no separate prompts.
@@ -77,29 +91,36 @@ def rewrite(
         )
     ids = inputs["input_ids"]
     mask = inputs.get("attention_mask", torch.ones_like(ids))
-    options = {
+    options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
-        "do_sample": sample,
+        "do_sample": by_student,
         "pad_token_id": pad_token_id,
-        "eos_token_id": eos_token_id,
-        "synced_gpus": is_deepspeed_zero3_enabled() and torch.distributed.get_world_size() > 1,
+        "eos_token_id": ends or None,
         "use_cache": True,
     }
+    if by_student:
+        options |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "synced_gpus": False}
+    else:
+        shared = is_deepspeed_zero3_enabled() and torch.distributed.get_world_size() > 1
+        options["synced_gpus"] = shared
     training = model.training
     model.eval()
+    whole_student = zero.GatheredParameters(model, enabled=by_student)
     if model.config.is_encoder_decoder:
-        written = generate(model, input_ids=ids, attention_mask=mask, **options)[:, 1:]
+        with whole_student:
+            written = generate(model, input_ids=ids, attention_mask=mask, **options)[:, 1:]
         batch = {
             "input_ids": ids,
             "attention_mask": mask,
-            "labels": _until_end(written, pad_token_id, eos_token_id),
+            "labels": _until_end(written, ends),
         }
     else:
         prompts, prompt_mask = _left_padded(
             ids, prompt_lengths(inputs["labels"], mask), pad_token_id
         )
-        whole = generate(model, input_ids=prompts, attention_mask=prompt_mask, **options)
-        answers = _until_end(whole[:, prompts.shape[1] :], pad_token_id, eos_token_id)
+        with whole_student:
+            whole = generate(model, input_ids=prompts, attention_mask=prompt_mask, **options)
+        answers = _until_end(whole[:, prompts.shape[1] :], ends)
         labels = torch.cat([torch.full_like(prompts, IGNORED), answers], dim=1)
         batch = _right_padded(whole, labels, prompt_mask, answers, pad_token_id)
     model.train(training)
@@ -118,11 +139,11 @@ def _left_padded(
     return ids.gather(1, column.clamp_min(0)).masked_fill(~mask, pad), mask.long()
 
 
-def _until_end(written: torch.Tensor, pad: int, end: int | None) -> torch.Tensor:
+def _until_end(written: torch.Tensor, ends: list[int]) -> torch.Tensor:
     """Return the labels of generated tokens: the tokens up to the first end token, -100 after
     it.
     """
-    ended = torch.zeros_like(written) if end is None else (written == end).int()
+    ended = torch.isin(written, torch.tensor(ends, device=written.device)).int()
     after = (ended.cumsum(1) - ended) > 0
     return written.masked_fill(after, IGNORED)
 

@@ -42,7 +42,7 @@ from distill.student import (
     parse_layers,
     stacks,
 )
-from distill.teacher import LiveTeacher, Observed, load_model
+from distill.teacher import LiveTeacher, Observed, load_model, require_same_kind
 from distill.trainer import DistillationTrainer
 from translation import report
 from translation.arguments import output_folder
@@ -223,8 +223,14 @@ def _student_kind(model_args: ModelArguments, args: DistillationConfig) -> Pretr
         "student_config": model_args.student_config,
         "teacher_model_name_or_path": args.teacher_model_name_or_path,
     }
-    argument = next(argument for argument, name in names.items() if name)
-    return load_config(required(names[argument], argument), argument)
+    given = {argument: load_config(name, argument) for argument, name in names.items() if name}
+    student, teacher = next(iter(given.values())), given.get("teacher_model_name_or_path")
+    if teacher is not None:
+        try:
+            require_same_kind(student, teacher)
+        except ValueError as error:
+            raise InputError(f"--teacher_model_name_or_path: {error}") from error
+    return student
 
 
 def _best_layers(
@@ -440,7 +446,7 @@ def cache_teacher(arguments: Arguments) -> None:
         description,
         examples,
         data.Collator(pad_token_id(tokenizer)),
-        partial(_ask, live),
+        partial(ask, live),
         args.per_device_eval_batch_size,
         args.process_index,
         args.world_size,
@@ -451,7 +457,7 @@ def cache_teacher(arguments: Arguments) -> None:
         logger.info("%s: %d examples added, %d were already there", folder, count, already)
 
 
-def _ask(
+def ask(
     teacher: LiveTeacher, inputs: dict[str, torch.Tensor]
 ) -> tuple[Batch, Callable[[slice], torch.Tensor]]:
     """Run the teacher on a batch. Return its parts, and a function that gives the logits of a slice

@@ -14,7 +14,13 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 import distill.minicodformer  # noqa: F401 - registers its classes
 import zero
@@ -22,6 +28,7 @@ from distill.config import DistillationConfig
 from distill.fused import HeadTeacher, LogitsTeacher
 from distill.heads import Result, TaskHead, install_task_head, is_final
 from distill.hidden import Attention, AttentionRecorder
+from translation.records import InputError
 from zero.config.sharding import frozen_beside
 
 
@@ -33,6 +40,19 @@ def load_model(name: str, **options: object) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(name)
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     return kind.from_pretrained(name, config=config, **options)
+
+
+def require_same_kind(student: PretrainedConfig, teacher: PretrainedConfig) -> None:
+    """Raise ValueError if one model is causal and the other an encoder-decoder."""
+    if student.is_encoder_decoder != teacher.is_encoder_decoder:
+        kinds = [
+            "an encoder-decoder" if each.is_encoder_decoder else "a causal model"
+            for each in (student, teacher)
+        ]
+        raise ValueError(
+            f"the student ({student.model_type}) is {kinds[0]} and the teacher "
+            f"({teacher.model_type}) {kinds[1]}: take two of one kind"
+        )
 
 
 def teacher_ds_config(args: DistillationConfig, teacher: PreTrainedModel) -> dict:
@@ -106,6 +126,10 @@ def _compute_in_head(
     return function(HeadTeacher(hidden, weight, bias, device))
 
 
+def _first_predictions(predictions: LivePredictions) -> torch.Tensor:
+    return predictions.chunk(slice(0, 16))
+
+
 def _hidden_states(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
@@ -123,7 +147,7 @@ class LiveTeacher:
         """Freeze `model` and place it: sharded as `ds_config` says, or whole on `device`."""
         self.model = model.eval().requires_grad_(False)
         self._head = install_task_head(model, "teacher")
-        self._head_is_tested = False
+        self._head_is_tested = self._is_checked = False
         self.engine: nn.Module
         if ds_config is not None:
             self.engine, *_ = zero.initialize(model=model, config=ds_config)
@@ -161,7 +185,22 @@ class LiveTeacher:
         if with_hidden:
             hidden_states = output.get("decoder_hidden_states") or output["hidden_states"]
         states = output.logits.flatten(0, 1)[rows.to(self.device)]
-        return Observed(states, head, hidden_states, attentions)
+        observed = Observed(states, head, hidden_states, attentions)
+        if not self._is_checked:
+            self._check(observed)
+        return observed
+
+    def _check(self, observed: Observed) -> None:
+        """Raise InputError if the first batch's predictions are not finite. Later ones are not
+        tested, because the host would wait for the device.
+        """
+        first = observed.compute(_first_predictions, self.device)
+        if first.isnan().any():
+            raise InputError(
+                f"the teacher {self.model.name_or_path} predicts NaN: its weights are damaged, or "
+                "its values overflow in 16 bits; try --bf16 in place of --fp16, or neither"
+            )
+        self._is_checked = True
 
     def _plain_head(self, inputs: dict[str, torch.Tensor]) -> TaskHead | None:
         """The head, unless something comes after it. The first batch is needed to find out."""

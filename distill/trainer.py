@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,13 @@ from distill.heads import TaskHead, install_task_head, is_final
 from distill.layers import PROJECTIONS, LayerLosses
 from distill.losses import Divergence
 from distill.objective import BatchLosses, HeadLoss, LossSums, objective, share_of_step
-from distill.teacher import LiveTeacher, Observed, load_model, teacher_ds_config
+from distill.teacher import (
+    LiveTeacher,
+    Observed,
+    load_model,
+    require_same_kind,
+    teacher_ds_config,
+)
 from translation.tokenizer import pad_token_id, token_id
 
 
@@ -173,6 +180,8 @@ class DistillationTrainer(Seq2SeqTrainer):
                 "there is no teacher: give teacher_model_name_or_path or teacher_cache, or "
                 "kd_alpha 0"
             )
+        if teacher_model is not None:
+            require_same_kind(model.config, teacher_model.config)
         if (args.lmbda or args.seq_kd) and processing_class is None:
             raise ValueError("lmbda and seq_kd write text: give processing_class, the tokenizer")
         self._shifted = not model.config.is_encoder_decoder
@@ -210,6 +219,8 @@ class DistillationTrainer(Seq2SeqTrainer):
         self.seconds_evaluating = 0.0  # during training
         self._scores = False
         self._sums = LossSums(self.args.device)
+        # Who wrote the micro-batches since the last log; None: the data.
+        self._writers: Counter[str | None] = Counter()
 
     @staticmethod
     def place_teacher(teacher_model: PreTrainedModel, args: DistillationConfig) -> LiveTeacher:
@@ -274,6 +285,7 @@ class DistillationTrainer(Seq2SeqTrainer):
             step = self.state.global_step
             writer = on_policy.writer_of(step, number, args.seed, args.lmbda, args.seq_kd)
             samples.append(self._written_by(writer, inputs) if writer else inputs)
+            self._writers[writer] += 1
         return samples, self._get_num_items_in_batch(samples, device)
 
     def _written_by(self, writer: str, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -286,8 +298,8 @@ class DistillationTrainer(Seq2SeqTrainer):
             self._prepare_inputs(inputs),
             self.args.max_new_tokens,
             pad_token_id(tokenizer),
-            token_id(tokenizer, "eos"),
-            sample=writer == "student",
+            on_policy.end_tokens(model, token_id(tokenizer, "eos")),
+            by_student=writer == "student",
         )
 
     def _get_num_items_in_batch(
@@ -315,6 +327,11 @@ class DistillationTrainer(Seq2SeqTrainer):
             }
             means = self._sums.pop_means(self.accelerator)
             logs |= {name: mean for name, mean in means.items() if not unused.get(name)}
+        if "loss" in logs and self._writers:
+            batches = self._writers.total()
+            logs["written_by_student"] = self._writers["student"] / batches
+            logs["written_by_teacher"] = self._writers["teacher"] / batches
+            self._writers.clear()
         super().log(logs, start_time)
 
     # -- evaluation

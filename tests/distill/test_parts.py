@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+import zero
 from distill import cache, data, on_policy
 from distill.alignment import encode_twice
 from distill.batch import IGNORED, Batch
@@ -42,6 +43,7 @@ from distill.student import parse_best, parse_layers
 from distill.teacher import LiveTeacher
 from distill.vocabulary import VocabularyError, align, align_rows
 from tests.distill import models
+from tests.processes import run_on
 from tests.tolerance import assert_close
 from translation.records import InputError
 
@@ -385,7 +387,7 @@ def test_a_cache_of_sampled_tokens_takes_100_bytes_a_target(tmp_path):
     inputs = COLLATE(examples)
     batch, _ = say(inputs)
     found = TeacherCache(tmp_path).targets(inputs, batch)
-    assert found.log_p.shape == (len(batch.labels), 13)
+    assert found.log_p.shape == (len(batch.labels), 12)
     torch.testing.assert_close(found.log_p.exp().sum(-1), torch.ones(len(batch.labels)))
     (part,) = tmp_path.glob("part-*.safetensors")
     with safe_open(part, "pt") as file:
@@ -413,7 +415,7 @@ def test_a_written_batch_keeps_prompts_and_learns_answers():
             {"input_ids": [9, 3], "labels": [9, 3]},
         ]
     )
-    batch = on_policy.rewrite(model, inputs, 3, pad_token_id=0, eos_token_id=None, sample=False)
+    batch = on_policy.rewrite(model, inputs, 3, pad_token_id=0, ends=[], by_student=False)
     assert batch["input_ids"][0, :2].tolist() == [5, 6] and batch["input_ids"][1, :1].tolist() == [
         9
     ]
@@ -425,6 +427,55 @@ def test_a_written_batch_keeps_prompts_and_learns_answers():
         do_sample=False,
                            eos_token_id=None, pad_token_id=0)  # fmt: skip
     assert batch["input_ids"][1, :4].tolist() == alone[0].tolist()
+
+
+def test_an_answer_ends_where_the_tokenizer_or_the_model_says():
+    model = models.llama(16, 2, seed=0)
+    model.generation_config.eos_token_id = [7, 9]
+    assert on_policy.end_tokens(model, 2) == [2, 7, 9]
+    written = torch.tensor([[5, 9, 0, 0], [7, 0, 0, 0], [5, 6, 8, 4]])
+    expected = [[5, 9, -100, -100], [7, -100, -100, -100], [5, 6, 8, 4]]
+    assert on_policy._until_end(written, [2, 7, 9]).tolist() == expected
+
+
+def written_by_a_sharded_student(rank: int, world_size: int) -> tuple[list[int], list[int]]:
+    """Ranks write different numbers of tokens, so a gather for each token would not match."""
+    plain, model = (models.llama(16, 2, seed=0) for _ in range(2))
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    zero.initialize(model=model, config=settings)
+    inputs = COLLATE([{"input_ids": [5 + rank, 6], "labels": [5 + rank, 6]}])
+    written = []
+    for each in (plain, model):
+        torch.manual_seed(rank)
+        batch = on_policy.rewrite(each, inputs, 3 + 4 * rank, 0, ends=[], by_student=True)
+        written.append(batch["input_ids"][0].tolist())
+    return written[0], written[1]
+
+
+def test_a_sharded_student_is_gathered_once_and_writes_what_it_writes_whole():
+    for rank, (expected, found) in enumerate(run_on(2, written_by_a_sharded_student)):
+        assert len(found) == 1 + 3 + 4 * rank and found == expected
+
+
+def test_a_teacher_that_predicts_nan_is_named(tmp_path):
+    model = models.llama(16, 2, seed=0)
+    model.name_or_path = "broken"
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.nan
+    inputs = COLLATE(models.sequences(2))
+    batch = Batch.of(inputs, shifted=True)
+    with pytest.raises(InputError, match="teacher broken predicts NaN"):
+        LiveTeacher(model, torch.device("cpu")).observe(batch.teacher, batch.rows)
+
+    def say_nan(inputs):
+        return batch, lambda rows: torch.full((len(batch.labels), models.VOCABULARY), torch.nan)
+
+    with pytest.raises(CacheError, match="predicts NaN"):
+        write_cache(tmp_path, DESCRIPTION, models.sequences(2), COLLATE, say_nan, 2)
 
 
 # -- arguments

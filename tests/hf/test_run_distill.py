@@ -216,6 +216,11 @@ JOBS: dict[str, list[str]] = {
         "--train_file", "{}/pairs.jsonl", "--validation_file", "{}/pairs.jsonl", *PAIRS,
         "--output_dir", "{}/out_layers_of_t5",
     ],
+    "another kind": [
+        *COMMON, "--teacher_model_name_or_path", "{}/t5", "--student_config", "{}/minicodformer",
+        "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--output_dir",
+        "{}/out_kind",
+    ],
     "no student": [*COMMON, "--teacher_model_name_or_path", "{}/teacher", "--train_file",
     "{}/text.txt",
                    "--validation_file", "{}/text.txt", "--output_dir", "{}/out_none"],
@@ -387,6 +392,7 @@ def test_t5_is_scored_with_bleu(finished):
         ("no such layer", ["'9' is not a layer", "0 to 3"]),
         ("too many layers", ["best:5", "from 1 to 4"]),
         ("prefix of a causal model", ["--source_prefix is for encoder-decoder models"]),
+        ("another kind", ["(minicodformer) is a causal model", "(t5) an encoder-decoder"]),
         ("no student", ["there is no student", "--student_config"]),
         ("wrong temperature", ["temperature is 0", "positive"]),
         ("misspelt", ["--temprature", "did you mean --temperature?"]),
@@ -419,6 +425,10 @@ def test_a_distillation_goes_on_from_a_checkpoint(sharded):
 
 def test_models_write_their_batches_under_sharding(sharded):
     assert figures(sharded, "on_policy")["eval_kd_loss"] > 0
+    state = sharded["folder"] / "out_on_policy" / "trainer_state.json"
+    logs = [log for log in json.loads(state.read_text())["log_history"] if "loss" in log]
+    written = [(log["written_by_student"], log["written_by_teacher"]) for log in logs]
+    assert {(1, 0), (0, 1)} == set(written)  # each step is one batch
 
 
 def test_a_quantized_teacher_says_the_same_sharded_and_whole(finished, sharded):
