@@ -1,21 +1,28 @@
-"""Goes from DeepSpeed to zero and back in the middle of runs, and compares losses with those of
+"""Takes checkpoints from DeepSpeed to zero and back, and compares the losses after it with those of
 runs that were not interrupted.
 
     python -m benchmarks.adopt --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
 
-T5 (with tied embeddings) and Llama in fp32, AdamW with two param groups and a warm-up. Three steps
-on two ranks, then ten more: with the same engine, and with the other one on 1, 2 and 3 ranks.
-Prints the largest relative difference of the ten losses. A new environment compiles a part of
-DeepSpeed first, which takes minutes."""
+T5 (with tied embeddings) and Llama, AdamW with two param groups and a warm-up. Three steps on two
+ranks, then ten more: with the same engine, and with the other one on 1, 2 and 3 ranks. From
+DeepSpeed at stages 1, 2 and 3 in fp32 and bf16, and from the universal form that DeepSpeed's script
+makes; back at stage 3. Prints the largest relative difference of the ten losses. A new environment
+compiles a part of DeepSpeed first, which takes minutes.
+
+With torch 2.6 or newer, DeepSpeed 0.15 can only load its own checkpoints with
+TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1. At stage 3, it needs the command `numactl`."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from benchmarks.arguments import Parser, interpreter, result_file
 from benchmarks.launch import REPOSITORY, run_ranks
@@ -23,9 +30,29 @@ from zero.conversion import deepspeed, ours
 
 SAVED, STEPS, RANKS = 3, 13, 2
 TOLERANCE = 1e-7
-# The models, with DeepSpeed's stage of each.
-MODELS = {"llama": 3, "t5": 3}
-MORE = {"llama": 2, "t5": 1}
+# In bf16, the engines add gradients in different dtypes.
+TOLERANCES = {"fp32": TOLERANCE, "bf16": 2 * torch.finfo(torch.bfloat16).eps}
+
+
+class Case(NamedTuple):
+    model: str
+    stage: int
+    dtype: str
+    form: str = ""
+
+    @property
+    def others(self) -> dict[str, Any]:
+        return {} if self.dtype == "fp32" else {self.dtype: {"enabled": True}}
+
+
+CASES = [
+    Case(model, stage, dtype)
+    for dtype in TOLERANCES
+    for model in ("llama", "t5")
+    for stage in (1, 2, 3)
+]
+UNIVERSAL = [Case("llama", stage, "fp32", "universal") for stage in (1, 2, 3)]
+BACK = [Case("llama", 3, "fp32"), Case("t5", 3, "fp32")]
 
 
 def configuration(stage: int, **others: Any) -> dict[str, Any]:
@@ -55,15 +82,10 @@ def start(model: str, stage: int, folder: Path, **others: Any) -> dict[str, Any]
     return {"model": model, "config": config, "first": 0, "last": STEPS, **saved}
 
 
-def resume(model: str, stage: int, folder: Path) -> dict[str, Any]:
-    config = configuration(stage)
-    return {
-        "model": model,
-        "config": config,
-        "first": SAVED,
-        "last": STEPS,
-        "load": str(folder),
-    }
+def resume(model: str, stage: int, folder: Path, **others: Any) -> dict[str, Any]:
+    config = configuration(stage, **others)
+    steps = {"first": SAVED, "last": STEPS}
+    return {"model": model, "config": config, "load": str(folder), **steps}
 
 
 def difference(resumed: Sequence[float], whole: Sequence[float]) -> float:
@@ -71,45 +93,92 @@ def difference(resumed: Sequence[float], whole: Sequence[float]) -> float:
     return max(abs(here - there) / abs(there) for here, there in pairs)
 
 
-def compare(python: str, work: Path) -> list[dict[str, Any]]:
-    """Return a row for each direction, model, stage and number of ranks, and print it."""
-    rows: list[dict[str, Any]] = []
+def make_universal(python: str, folder: Path, out: Path) -> None:
+    """Convert a checkpoint with DeepSpeed's own script."""
+    tag = f"global_step{SAVED}"
+    command = [python, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    folders = ["--input_folder", folder / tag, "--output_folder", out / f"{tag}_universal"]
+    subprocess.run([*command, *folders], check=True, stdout=subprocess.DEVNULL)
 
-    def add(direction: str, names: Sequence[tuple[str, int]], ranks: int, found: Any, whole: Any):
-        for (model, stage), here, there in zip(names, found, whole, strict=True):
-            largest = difference(here, there)
-            row = {"direction": direction, "model": model, "stage": stage, "ranks": ranks}
-            rows.append(row | {"difference": largest, "losses": here, "uninterrupted": there})
-            mark = "" if largest <= TOLERANCE else f"  more than {TOLERANCE:.0e}"
-            print(f"{direction:<22}  {model:<6}  {stage:>5}  {ranks:>5}  {largest:8.1e}{mark}")
 
-    names = [*MODELS.items(), *MORE.items()]
-    folders = [work / f"{model}-{stage}" for model, stage in names]
-    started = [start(*name, folder) for name, folder in zip(names, folders, strict=True)]
-    whole = run_all(python, "deepspeed", started, RANKS)
-    for ranks in (1, 2, 3):
-        resumed = [resume(*name, folder) for name, folder in zip(names, folders, strict=True)]
-        add(
-            "DeepSpeed to zero",
-            names,
-            ranks,
-            run_all(sys.executable, "zero", resumed, ranks),
-            whole,
-        )
+class Comparison:
+    """Runs both directions.
 
-    names = list(MODELS.items())
-    folders = [work / f"zero-{model}" for model, _ in names]
-    started = [start(*name, folder) for name, folder in zip(names, folders, strict=True)]
-    whole = run_all(sys.executable, "zero", started, RANKS)
-    for ranks in (1, 2, 3):
-        written = [work / f"back-{model}-{ranks}" for model, _ in names]
-        for folder, out in zip(folders, written, strict=True):
-            state = ours.read(folder)
-            state.ranks = ranks
-            deepspeed.write(state, out)
-        resumed = [resume(*name, folder) for name, folder in zip(names, written, strict=True)]
-        add("zero to DeepSpeed", names, ranks, run_all(python, "deepspeed", resumed, ranks), whole)
-    return rows
+    Attributes:
+        theirs, ours: the interpreter of each engine, and the name of its package.
+        rows: what was found for each direction, case and number of ranks.
+    """
+
+    def __init__(self, python: str, work: Path):
+        self.theirs, self.work = (python, "deepspeed"), work
+        self.ours = sys.executable, "zero"
+        self.rows: list[dict[str, Any]] = []
+
+    def from_deepspeed(self) -> None:
+        folders = [self.work / f"{index}" for index, _ in enumerate(CASES)]
+        whole = self._run_whole(self.theirs, CASES, folders)
+        cases = list(CASES)
+        for case in UNIVERSAL:
+            of_case = folders[CASES.index(case._replace(form=""))]
+            out = self.work / f"universal-{case.stage}"
+            try:
+                make_universal(self.theirs[0], of_case, out)
+            except subprocess.CalledProcessError as error:
+                self._add("from DeepSpeed", case, RANKS, f"not made: exit code {error.returncode}")
+            else:
+                cases.append(case)
+                folders.append(out)
+        for ranks in (1, 2, 3):
+            self._go_on("from DeepSpeed", self.ours, cases, folders, ranks, whole)
+
+    def to_deepspeed(self) -> None:
+        folders = [self.work / f"zero-{case.model}" for case in BACK]
+        whole = self._run_whole(self.ours, BACK, folders)
+        for ranks in (1, 2, 3):
+            written = [self.work / f"back-{case.model}-{ranks}" for case in BACK]
+            for folder, out in zip(folders, written, strict=True):
+                state = ours.read(folder)
+                state.ranks = ranks
+                deepspeed.write(state, out)
+            self._go_on("to DeepSpeed", self.theirs, BACK, written, ranks, whole)
+
+    def _run_whole(
+        self, engine: tuple[str, str], cases: list[Case], folders: list[Path]
+    ) -> dict[Case, list[float]]:
+        """Run without interruption, and save on the way."""
+        pairs = zip(cases, folders, strict=True)
+        runs = [start(case.model, case.stage, folder, **case.others) for case, folder in pairs]
+        return dict(zip(cases, run_all(*engine, runs, RANKS), strict=True))
+
+    def _go_on(
+        self,
+        direction: str,
+        engine: tuple[str, str],
+        cases: list[Case],
+        folders: list[Path],
+        ranks: int,
+        whole: dict[Case, list[float]],
+    ) -> None:
+        """Resume on so many ranks, and print the difference from the losses of whole runs."""
+        pairs = zip(cases, folders, strict=True)
+        runs = [resume(case.model, case.stage, folder, **case.others) for case, folder in pairs]
+        for case, losses in zip(cases, run_all(*engine, runs, ranks), strict=True):
+            expected, allowed = whole[case._replace(form="")], TOLERANCES[case.dtype]
+            largest = difference(losses, expected)
+            equal = largest <= allowed
+            found = f"{largest:8.1e}" + ("" if equal else f"  more than {allowed:.0e}")
+            lists = {"losses": losses, "uninterrupted": expected}
+            self._add(direction, case, ranks, found, equal=equal, difference=largest, **lists)
+
+    def _add(
+        self, direction: str, case: Case, ranks: int, found: str, equal: bool = False, **others: Any
+    ) -> None:
+        row = {"direction": direction, **case._asdict(), "ranks": ranks}
+        print(_LINE.format(*row.values(), found), flush=True)
+        self.rows.append(row | {"equal": equal, **others})
+
+
+_LINE = "{:<14}  {:<6}  {:>5}  {:<5}  {:<9}  {:>5}  {}"
 
 
 def main() -> None:
@@ -126,13 +195,15 @@ def main() -> None:
         default=REPOSITORY / "benchmarks" / "out" / "adopt.json",
     )
     args = parser.parse_args()
-    print(f"{'direction':<22}  {'model':<6}  {'stage':>5}  {'ranks':>5}  {'loss diff':>8}")
+    print(_LINE.format("direction", "model", "stage", "dtype", "form", "ranks", "loss diff"))
     with tempfile.TemporaryDirectory() as work:
-        rows = compare(args.deepspeed_python, Path(work))
+        comparison = Comparison(args.deepspeed_python, Path(work))
+        comparison.from_deepspeed()
+        comparison.to_deepspeed()
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(rows, indent=2))
+    args.output.write_text(json.dumps(comparison.rows, indent=2))
     print(f"written: {args.output}")
-    sys.exit(0 if all(row["difference"] <= TOLERANCE for row in rows) else 1)
+    sys.exit(0 if all(row["equal"] for row in comparison.rows) else 1)
 
 
 if __name__ == "__main__":

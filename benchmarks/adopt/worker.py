@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -36,13 +37,19 @@ def build(name: str) -> nn.Module:
         vocab_size=VOCABULARY,
         use_cache=False,
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    if name == "llama":
+        return model
+    lora = LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
+    return get_peft_model(model, lora)
 
 
 def param_groups(model: nn.Module) -> list[dict]:
-    """Return the Trainer's two groups: with and without weight decay."""
-    decay = [param for param in model.parameters() if param.ndim > 1]
-    others = [param for param in model.parameters() if param.ndim <= 1]
+    """Return the Trainer's two groups: with and without weight decay. Of LoRA's adapters, the
+    second is empty."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    decay = [param for param in trained if param.ndim > 1]
+    others = [param for param in trained if param.ndim <= 1]
     return [{"params": decay, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
 
 
@@ -63,7 +70,8 @@ def run(package: Any, settings: dict[str, Any]) -> list[float]:
     """Run the steps from `first` to `last`, and return their mean losses over all ranks.
 
     Settings:
-        model, config: the name of the model, and the configuration.
+        model, config: the name of the model, and the configuration. "lora" is the name of adapters,
+            which are saved without the base model, as the Trainer does.
         load: the folder to go on from, if any.
         save, save_at: the folder to save to after so many steps, if any.
     """
@@ -72,8 +80,9 @@ def run(package: Any, settings: dict[str, Any]) -> list[float]:
     config = settings["config"] | {"train_micro_batch_size_per_gpu": ROWS // world_size}
     optimizer = torch.optim.AdamW(param_groups(model), lr=1e-2)
     engine, *_ = package.initialize(model=model, optimizer=optimizer, config=config)
+    is_part = settings["model"] == "lora"
     if "load" in settings:
-        folder, _ = engine.load_checkpoint(settings["load"])
+        folder, _ = engine.load_checkpoint(settings["load"], load_module_strict=not is_part)
         assert folder is not None
     losses = []
     batches = synthetic_batches(VOCABULARY, ROWS, LENGTH, LENGTH, seed=5)
@@ -88,7 +97,7 @@ def run(package: Any, settings: dict[str, Any]) -> list[float]:
         dist.all_reduce(mean)
         losses.append(mean.item() / world_size)
         if step + 1 == settings.get("save_at"):
-            engine.save_checkpoint(settings["save"])
+            engine.save_checkpoint(settings["save"], exclude_frozen_parameters=is_part)
     return losses
 
 

@@ -318,6 +318,8 @@ def load_checkpoint(
             base.require_same_base(reader.manifest.base, found["base"])
         if optimizer is not None:
             _check_optimizer(engine, optimizer, reader.manifest)
+            if found["deepspeed"] and (source / resumable.SCHEDULER).is_file():
+                _check_groups(source, optimizer, reader.manifest)
         return reader, names
 
     reader, names = ranks.together(check)
@@ -398,6 +400,18 @@ def _check_optimizer(engine: ZeroEngine, optimizer: ZeroOptimizer, manifest: Man
         if name not in manifest.parameters or manifest.parameters[name].group is None:
             what = f"the checkpoint has no optimizer state for parameter {name!r}"
             raise UsageError(f"{what}; {remedy}")
+
+
+def _check_groups(source: Path, optimizer: ZeroOptimizer, manifest: Manifest) -> None:
+    """Raise ValueError if the schedule of a DeepSpeed checkpoint is for other param groups."""
+    assert manifest.optimizer is not None
+    here, there = len(optimizer.param_groups), len(manifest.optimizer.groups)
+    if here != there:
+        raise UsageError(
+            f"{source}: its {resumable.SCHEDULER} is for {there} param group(s), and the optimizer "
+            f"has {here}, because DeepSpeed removes those without parameters. Resume from what "
+            "`zero adopt` makes of the folder"
+        )
 
 
 def _shapes(engine: ZeroEngine) -> dict[str, list[int]]:

@@ -30,6 +30,7 @@ import torch
 from zero.checkpoint.adapters import ADAPTER_CONFIG, describe_adapters
 from zero.checkpoint.files import CheckpointReader
 from zero.checkpoint.folder import LATEST, locate_deepspeed
+from zero.checkpoint.resumable import SCHEDULER
 from zero.checkpoint.state import NOT_STORED
 from zero.conversion import full, ours, pickles
 from zero.conversion.named import optimizer_of
@@ -106,11 +107,13 @@ class _Shards:
     def keys(self, part: int, name: str) -> dict[str, Number | None]:
         """Return the names of a part's state, with the values of those that are numbers."""
         numel = self.masters(part)[0].numel()
+
+        def is_flat(value: Any) -> bool:
+            # At stages 1 and 2, it has padding at the end of the last rank, unlike the master.
+            return isinstance(value, Stored) and value.shape != () and value.numel() >= numel
+
         found = self.state(0, part)
-        return {
-            key: None if isinstance(each, Stored) and each.numel() == numel else _number(each)
-            for key, each in found.items()
-        }
+        return {key: None if is_flat(each) else _number(each) for key, each in found.items()}
 
     def masters(self, part: int) -> list[Stored]:
         """Return each rank's masters of a part."""
@@ -333,11 +336,17 @@ def _state(shards: _Shards, place: Path, beside: Path) -> TrainingState:
             state.adapters = describe_adapters(full.skeleton(beside))
         except UsageError as error:
             state.missing.append(f"what zero consolidate needs for PEFT's adapters: {error}")
+        if SCHEDULER in names:
+            # DeepSpeed removes param groups without parameters, such as the Trainer's second one of
+            # adapters. zero does not, so the learning rates must come from the new schedule.
+            schedule = pickles.load(beside / SCHEDULER)
+            schedule = {key: schedule[key] for key in schedule.keys() - {"base_lrs", "_last_lr"}}
+            state.changed[SCHEDULER], _ = pickles.without_records(schedule)
     if not any(name.startswith("rng_state") for name in names):
         state.missing.append("random states: DeepSpeed saves none")
     if "trainer_state.json" not in names:
         state.missing.append("data position: there is no trainer_state.json")
-    if state.lr_scheduler is None and "scheduler.pt" not in names:
+    if state.lr_scheduler is None and SCHEDULER not in names:
         state.missing.append("learning-rate schedule: the run had none")
     return state
 

@@ -62,7 +62,10 @@ def write(state: TrainingState, out: Path) -> Path:
 
 def copy_beside(state: TrainingState, out: Path) -> None:
     for path in state.beside:
-        shutil.copyfile(path, out / path.name)
+        if path.name in state.changed:
+            torch.save(state.changed[path.name], out / path.name)
+        else:
+            shutil.copyfile(path, out / path.name)
 
 
 def to_store(state: TrainingState) -> list[Slice]:

@@ -7,17 +7,18 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import zero
-from benchmarks.adopt.__main__ import TOLERANCE, difference, resume
+from benchmarks.adopt.__main__ import SAVED, TOLERANCE, difference, resume
 from benchmarks.adopt.worker import run
 from tests.fixtures.deepspeed.make import CASES, HERE
 from tests.processes import run_on
 from tests.tolerance import rounding
-from zero.conversion import deepspeed
+from zero.conversion import deepspeed, pickles
 from zero.conversion.training_state import Stored, TrainingState
 from zero.errors import UsageError
 from zero.tools.cli import main
@@ -61,6 +62,24 @@ def test_adopted_folder_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert difference(losses, uninterrupted("t5-1")) <= TOLERANCE
 
 
+def test_schedule_of_adapters_fits_param_groups_that_deepspeed_removed(tmp_path: Path) -> None:
+    """The Trainer makes two param groups, and adapters have nothing in the second one."""
+    folder, out = shutil.copytree(HERE / "lora-3", tmp_path / "checkpoint-3"), tmp_path / "adopted"
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    schedule = {"last_epoch": SAVED, "base_lrs": [1.0], "_last_lr": [0.5], "lr_lambdas": [None]}
+    torch.save(schedule, folder / "scheduler.pt")
+    with pytest.raises(RuntimeError, match=r"for 1 param group\(s\).*has 2.*zero adopt"):
+        run_on(1, go_on, {"lora-3": folder})
+    main(["adopt", str(folder), str(out)])
+    groups = [{"params": [torch.zeros(1)]}, {"params": []}]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    resumed = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    resumed.load_state_dict(torch.load(out / "scheduler.pt"))
+    optimizer.step()
+    resumed.step()
+    assert resumed.get_last_lr() == [1 / (2 + SAVED)] * 2
+
+
 def same(first: TrainingState, second: TrainingState) -> None:
     assert first.groups == second.groups
     assert first.parameters.keys() == second.parameters.keys()
@@ -93,6 +112,30 @@ def test_what_is_written_for_other_ranks_is_read_again(name: str, tmp_path: Path
     assert again.source == "DeepSpeed 0.19.8, stage 3, 3 ranks"
     for key in ("loss_scaler", "lr_scheduler", "global_steps", "global_samples", "client_state"):
         assert getattr(again, key) == getattr(state, key)
+
+
+def in_memory(value: Any) -> Any:
+    match value:
+        case Stored():
+            return value.tensor()
+        case dict():
+            return {key: in_memory(item) for key, item in value.items()}
+        case list():
+            return [in_memory(item) for item in value]
+    return value
+
+
+def test_padding_is_left_out(tmp_path: Path) -> None:
+    """At stages 1 and 2, DeepSpeed pads a param group with an odd number of elements. It saves the
+    padding of the moments, and not of the masters."""
+    folder = shutil.copytree(HERE / "t5-1", tmp_path / "job")
+    for path in folder.rglob("*_optim_states.pt"):
+        content = in_memory(pickles.load(path))
+        for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = torch.nn.functional.pad(state[key], (0, 1), value=torch.nan)
+        pickles.save(content, path)
+    same(deepspeed.read(folder), deepspeed.read(HERE / "t5-1"))
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
