@@ -419,6 +419,19 @@ def test_an_adapter_that_no_files_can_take_is_refused_by_name(tmp_path: Path) ->
     build("llama").save_pretrained(tmp_path / "llama")
     adapted("llama", "resized").save_pretrained(tmp_path / "adapter")
     assert "does not fit the base model: size mismatch" in refusal("llama")
+    weights = tmp_path / "llama" / "model.safetensors"
+    weights.write_bytes(b"\xff" * 7 + b"\x7f" + weights.read_bytes()[8:])  # a length
+    assert f"{weights} is damaged" in refusal("llama")
+    (tmp_path / "llama" / "config.json").write_text("{")
+    assert f"{tmp_path / 'llama' / 'config.json'} is damaged" in refusal("llama")
+    build("llama").save_pretrained(tmp_path / "llama")
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    assert f"{weights} is damaged" in refusal("llama")
+    weights.unlink()
+    assert f"{weights} is missing" in refusal("llama")
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "NEW"}')
+    assert "peft_type is 'NEW'" in refusal("llama")
 
 
 # -- tensor parallelism
