@@ -16,10 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from tqdm.auto import tqdm
 
-from zero.checkpoint.adapters import ADAPTER_CONFIG, base_name, merged, merging_layers
+from zero.checkpoint.adapters import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    base_name,
+    merged,
+    merging_layers,
+)
 from zero.checkpoint.files import SAFETENSORS_NAMES, TensorSpec, bytes_of
 from zero.checkpoint.models import (
     MAX_FILE_BYTES,
@@ -34,6 +41,9 @@ from zero.core.sharded_param import placeholder, take_over
 from zero.errors import UsageError
 
 Tensors = dict[str, torch.Tensor]
+
+# Initializations of LoRA that subtract what the adapter has from the base weights.
+_CHANGE_BASE = "pissa", "olora", "corda", "loftq"
 
 
 def merge(
@@ -145,9 +155,14 @@ class _MergedModel:
         if param is None or not (param in self._trained or param in self._layers):
             return {source: self._files.read(source)}
         if param in self._trained:
-            return self._conversion.split(name, param.detach())
-        value = self._conversion.join(name, self._files.read)
-        return self._conversion.split(name, merged(self._layers[param], param, value))
+            _, own = self._files.tensors[source]
+            value = param.detach().to(own, copy=True)
+        else:
+            value = self._conversion.join(name, self._files.read)
+        # PEFT saves an embedding as a whole, beside the adapter that is to be merged into it.
+        if param in self._layers:
+            value = merged(self._layers[param], param, value)
+        return self._conversion.split(name, value)
 
 
 class _Conversion:
@@ -239,7 +254,7 @@ class _BaseFiles:
                 raise UsageError(
                     f"{file} is missing: name the base model's folder, with safetensors"
                 )
-        self.config = json.loads((folder / "config.json").read_text())
+        self.config = _json(folder / "config.json")
         quantization = self.config.pop("quantization_config", None) or {}
         if (method := quantization.get("quant_method", "bitsandbytes")) != "bitsandbytes":
             raise UsageError(
@@ -250,7 +265,7 @@ class _BaseFiles:
         self.dtype = dtype_of(dtype)
         files = [single]
         if index.is_file():
-            places = json.loads(index.read_text())["weight_map"]
+            places = _json(index).get("weight_map", {})
             files = [folder / name for name in dict.fromkeys(places.values())]
         # The file of each stored tensor, its place there, its shape and dtype.
         self._stored: dict[str, tuple[Path, int, torch.Size, torch.dtype]] = {}
@@ -302,12 +317,23 @@ class _BaseFiles:
         return value
 
 
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise UsageError(f"{file} is damaged: {error}") from None
+
+
 def _places(file: Path) -> dict[str, tuple[Path, int, torch.Size, torch.dtype]]:
     dtypes = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+    _check_safetensors(file)
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         entries = json.loads(stream.read(length))
     entries.pop("__metadata__", None)
+    for name, entry in entries.items():
+        if entry["dtype"] not in dtypes:
+            raise UsageError(f"{file}: {name} has the dtype {entry['dtype']}, which torch lacks")
     return {
         name: (
             file,
@@ -317,6 +343,15 @@ def _places(file: Path) -> dict[str, tuple[Path, int, torch.Size, torch.dtype]]:
         )
         for name, entry in entries.items()
     }
+
+
+def _check_safetensors(file: Path) -> None:
+    """Raise UsageError if the file's header does not fit the file."""
+    try:
+        with safe_open(file, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise UsageError(f"{file} is damaged ({error}): copy it again") from None
 
 
 def _without_values(files: _BaseFiles) -> Any:
@@ -339,10 +374,25 @@ def _without_values(files: _BaseFiles) -> Any:
 def _with_adapter(model: Any, adapter: Path) -> Any:
     import peft
 
+    config = adapter / ADAPTER_CONFIG
+    if (name := _json(config).get("peft_type")) not in list(peft.PeftType):
+        raise UsageError(f"{config}: peft_type is {name!r}, which the installed PEFT does not have")
+    if not any((adapter / name).is_file() for name in (ADAPTER_FILE, "adapter_model.bin")):
+        raise UsageError(
+            f"{adapter / ADAPTER_FILE} is missing: name the folder that PEFT has written"
+        )
+    if (adapter / ADAPTER_FILE).is_file():
+        _check_safetensors(adapter / ADAPTER_FILE)
     kind = peft.PeftConfig.from_pretrained(str(adapter))
     if kind.is_prompt_learning:
         raise UsageError(
             f"{adapter} has prompts and no weights to merge: load it with PeftModel.from_pretrained"
+        )
+    init = getattr(kind, "init_lora_weights", None)
+    if isinstance(init, str) and init.lower().startswith(_CHANGE_BASE):
+        raise UsageError(
+            f"{config}: init_lora_weights is {init!r}, which changes the base model before the "
+            "training: load the model, and merge the adapter with PEFT's merge_and_unload"
         )
     adapted = peft.PeftModel(model, kind, low_cpu_mem_usage=True)
     try:

@@ -73,6 +73,8 @@ def _read(place: Path, beside: Path) -> TrainingState:
     """Return the state in a checkpoint's own folder, with the Trainer's files in `beside`."""
     try:
         shards = _Universal(place) if (place / "zero").is_dir() else _shards(place)
+        if not isinstance(shards, _Universal):
+            _require_one_step(shards)
         return _state(shards, place, beside)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, UsageError):
@@ -255,6 +257,19 @@ def _shards(place: Path) -> _Shards:
         key = "zero_optimization.elastic_checkpoint"
         raise UsageError(f"{place} was saved with {key}; {_NOT_TAKEN}")
     return _Stage2(place, [_load(place / _MODEL_FILE)], optimizers, base)
+
+
+def _require_one_step(shards: _Shards) -> None:
+    """Raise UsageError if the files of some rank are of another save."""
+    steps = [[model["global_steps"] for model in shards.models]]
+    for part in range(len(shards.model["param_shapes"])):
+        states = (shards.state(rank, part) for rank in range(len(shards.optimizers)))
+        steps.append([_number(state["step"]) for state in states if "step" in state])
+    for of_ranks in steps:
+        other = next((each for each in of_ranks if each != of_ranks[0]), None)
+        if other is not None:
+            what = f"some files are of step {int(of_ranks[0])} and others of step {int(other)}"
+            raise UsageError(f"{shards.place}: {what}; copy the checkpoint again")
 
 
 def _count(place: Path, name: str) -> int:

@@ -146,6 +146,23 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         deepspeed.read(folder)
 
 
+@pytest.mark.parametrize("prefix", ["", "bf16_"])
+def test_files_of_two_steps_are_refused(prefix: str, tmp_path: Path) -> None:
+    state = deepspeed.read(HERE / "t5-3-bf16")
+    state.ranks = 2
+    deepspeed.write(state, tmp_path / "job")
+    state.global_steps = 4
+    for parameter in state.parameters.values():
+        parameter.state["step"] = torch.tensor(4.0)
+    deepspeed.write(state, tmp_path / "later")
+    kind = "optim" if prefix else "model"
+    name = f"{prefix}zero_pp_rank_1_mp_rank_00_{kind}_states.pt"
+    later = tmp_path / "later" / "global_step4" / name
+    shutil.copy(later, tmp_path / "job" / "global_step3" / name)
+    with pytest.raises(UsageError, match="some files are of step 3 and others of step 4"):
+        deepspeed.read(tmp_path / "job")
+
+
 def test_other_parallelism_is_refused(tmp_path: Path) -> None:
     folder = shutil.copytree(HERE / "t5-1", tmp_path / "job")
     model = folder / "global_step3" / "mp_rank_00_model_states.pt"
