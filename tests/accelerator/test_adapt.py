@@ -262,7 +262,7 @@ def test_a_script_may_compute_its_loss_from_other_outputs(world_size):
     ranks = run_on(world_size, losses_of_logits, simulated=True)
     assert all(relative(losses, usual) < 1e-6 for usual, losses, _ in ranks)
     said = ranks[0][2]
-    assert said and all("is cut into" in text for text in said)
+    assert said and all("is now split into" in text for text in said)
 
 
 def evaluations(rank: int, world_size: int) -> list[tuple[list[float], torch.Tensor, list[str]]]:
