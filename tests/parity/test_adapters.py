@@ -401,6 +401,20 @@ def test_an_adapter_is_merged_into_the_files_of_its_base(kind: str, tmp_path: Pa
     assert memory.peak <= blocks * block + sum(value.nbytes for value in files_of(adapter).values())
 
 
+@pytest.mark.filterwarnings("ignore")  # PEFT warns that it saves the embeddings
+def test_adapters_of_embeddings_are_merged_into_files(tmp_path: Path) -> None:
+    build("llama").to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    config = lora("llama", target_modules=["embed_tokens", "lm_head", "q_proj"])
+    randomized(peft.get_peft_model(model, config)).save_pretrained(tmp_path / "adapter")
+    merge(tmp_path / "adapter", tmp_path / "base", tmp_path / "out")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    expected = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").merge_and_unload()
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for key, value in expected.state_dict().items():
+        assert torch.equal(found[key], value), key
+
+
 @pytest.mark.filterwarnings("ignore")  # PEFT warns of some of it, too
 def test_an_adapter_that_no_files_can_take_is_refused_by_name(tmp_path: Path) -> None:
     def refusal(base: str) -> str:
@@ -419,6 +433,15 @@ def test_an_adapter_that_no_files_can_take_is_refused_by_name(tmp_path: Path) ->
     build("llama").save_pretrained(tmp_path / "llama")
     adapted("llama", "resized").save_pretrained(tmp_path / "adapter")
     assert "does not fit the base model: size mismatch" in refusal("llama")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    config["init_lora_weights"] = "pissa"
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    assert "init_lora_weights is 'pissa'" in refusal("llama")
+    norms = peft.LNTuningConfig(target_modules=["input_layernorm"])
+    peft.get_peft_model(build("llama"), norms).save_pretrained(tmp_path / "norms")
+    with pytest.raises(UsageError, match="LNTuningLayer replaces a layer"):
+        merge(tmp_path / "norms", tmp_path / "llama", tmp_path / "out")
+    (tmp_path / "out").rmdir()
     weights = tmp_path / "llama" / "model.safetensors"
     weights.write_bytes(b"\xff" * 7 + b"\x7f" + weights.read_bytes()[8:])  # a length
     assert f"{weights} is damaged" in refusal("llama")

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from zero.core.sharded_param import ShardedParameter, hide, placeholder, show
+from zero.errors import UsageError
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -96,8 +97,14 @@ def merged(layers: Sequence[Any], param: nn.Parameter, value: torch.Tensor) -> t
     try:
         for layer in layers:
             if not getattr(layer, "disable_adapters", False):
+                before = layer.get_base_layer()
                 with merge_undone(layer):
                     layer.merge()
+                if layer.get_base_layer() is not before:
+                    raise UsageError(
+                        f"PEFT's {type(layer).__name__} replaces a layer when it merges: load the "
+                        "whole model, and merge the adapter with merge_and_unload"
+                    )
         return param.data
     finally:
         for other, data in former.items():

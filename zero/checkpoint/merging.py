@@ -42,6 +42,9 @@ from zero.errors import UsageError
 
 Tensors = dict[str, torch.Tensor]
 
+# Initializations of LoRA that subtract what the adapter has from the base weights.
+_CHANGE_BASE = "pissa", "olora", "corda", "loftq"
+
 
 def merge(
     checkpoint: str | os.PathLike,
@@ -152,9 +155,14 @@ class _MergedModel:
         if param is None or not (param in self._trained or param in self._layers):
             return {source: self._files.read(source)}
         if param in self._trained:
-            return self._conversion.split(name, param.detach())
-        value = self._conversion.join(name, self._files.read)
-        return self._conversion.split(name, merged(self._layers[param], param, value))
+            _, own = self._files.tensors[source]
+            value = param.detach().to(own, copy=True)
+        else:
+            value = self._conversion.join(name, self._files.read)
+        # PEFT saves an embedding as a whole, beside the adapter that is to be merged into it.
+        if param in self._layers:
+            value = merged(self._layers[param], param, value)
+        return self._conversion.split(name, value)
 
 
 class _Conversion:
@@ -380,6 +388,12 @@ def _with_adapter(model: Any, adapter: Path) -> Any:
         raise UsageError(
             f"{adapter} has prompts and no weights to merge: load it with PeftModel.from_pretrained"
         )
+    init = getattr(kind, "init_lora_weights", None)
+    if isinstance(init, str) and init.lower().startswith(_CHANGE_BASE):
+        raise UsageError(
+            f"{config}: init_lora_weights is {init!r}, which changes the base model before the "
+            "training: load the model, and merge the adapter with PEFT's merge_and_unload"
+        )
     adapted = peft.PeftModel(model, kind, low_cpu_mem_usage=True)
     try:
         result = adapted.load_adapter(
@@ -393,4 +407,8 @@ def _with_adapter(model: Any, adapter: Path) -> Any:
             f"{adapter} does not fit the base model: {wrong[0]}. Name the model that it was "
             "trained on. If the run resized the vocabulary, resize and save the base model first"
         )
+    layers = (layer.get_base_layer() for layer in merging_layers(adapted))
+    if any(param.dtype != torch.float32 for layer in layers for param in layer.parameters()):
+        # An embedding that the file has as a whole: PEFT has rounded its adapter to its dtype.
+        peft.set_peft_model_state_dict(adapted, peft.load_peft_weights(str(adapter), "cpu"))
     return adapted
