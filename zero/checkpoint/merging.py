@@ -407,4 +407,8 @@ def _with_adapter(model: Any, adapter: Path) -> Any:
             f"{adapter} does not fit the base model: {wrong[0]}. Name the model that it was "
             "trained on. If the run resized the vocabulary, resize and save the base model first"
         )
+    layers = (layer.get_base_layer() for layer in merging_layers(adapted))
+    if any(param.dtype != torch.float32 for layer in layers for param in layer.parameters()):
+        # An embedding that the file has as a whole: PEFT has rounded its adapter to its dtype.
+        peft.set_peft_model_state_dict(adapted, peft.load_peft_weights(str(adapter), "cpu"))
     return adapted
