@@ -458,7 +458,7 @@ _SUB_GROUP_SIZE = 10**9
 
 
 def write(state: TrainingState, out: Path) -> None:
-    """Write what DeepSpeed 0.19 loads at stage 3 on `state.ranks` ranks.
+    """Write what DeepSpeed 0.15 to 0.19 load at stage 3 on `state.ranks` ranks.
 
     Memory is needed for one rank's part of the masters and of the optimizer state.
 
