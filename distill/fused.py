@@ -258,7 +258,9 @@ class _FusedHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, _):
-        # In place, because the head's gradient is large. So there is no second backward.
+        if ctx.gradients is None:
+            raise RuntimeError("the loss of the fused head can have one backward only")
+        # In place, because the head's gradient is large.
         gradients = (
             None if saved is None else saved.mul_(grad).to(dtype)
             for saved, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)

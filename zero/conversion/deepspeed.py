@@ -590,26 +590,26 @@ def _of_rank(values: Stored, rank: int, ranks: int) -> torch.Tensor:
 def _scaler(state: TrainingState) -> pickles.Record:
     found = state.loss_scaler
     if found is None or (found["steps"] == 0 < state.global_steps):  # a static scale counts nothing
-        name, values = "LossScaler", {"cur_scale": 1.0 if found is None else found["scale"]}
-        values["dynamic"] = False
-    else:
-        # DeepSpeed takes the settings from here, and not from the configuration.
-        name, values = (
-            "DynamicLossScaler",
-            {
-                "cur_scale": found["scale"],
-                "cur_iter": found["steps"],
-                "last_overflow_iter": found["last_overflow"],
-                "cur_hysteresis": found["overflows_left"],
-                "scale_window": 1000,
-                "min_scale": 1,
-                "delayed_shift": 2,
-                "scale_factor": 2.0,
-                "consecutive_hysteresis": False,
-                "dtype": torch.float16,
-                "raise_error_at_min_scale": True,
-                "dynamic": True,
-            },
-        )
+        scale = 1.0 if found is None else found["scale"]
+        return _of_deepspeed("LossScaler", cur_scale=scale, dynamic=False)
+    # DeepSpeed takes the settings from here, and not from the configuration.
+    return _of_deepspeed(
+        "DynamicLossScaler",
+        cur_scale=found["scale"],
+        cur_iter=found["steps"],
+        last_overflow_iter=found["last_overflow"],
+        cur_hysteresis=found["overflows_left"],
+        scale_window=1000,
+        min_scale=1,
+        delayed_shift=2,
+        scale_factor=2.0,
+        consecutive_hysteresis=False,
+        dtype=torch.float16,
+        raise_error_at_min_scale=True,
+        dynamic=True,
+    )
+
+
+def _of_deepspeed(name: str, **values: Any) -> pickles.Record:
     kind = pickles.Global("deepspeed.runtime.fp16.loss_scaler", name)
     return pickles.Record(kind, (), values)

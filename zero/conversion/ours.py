@@ -18,6 +18,7 @@ from zero.checkpoint.files import write as write_slices
 from zero.checkpoint.manifest import BLOCK, DATA_FILE, FORMAT, FORMAT_VERSION, Manifest
 from zero.checkpoint.models import open_at
 from zero.checkpoint.values import decode, dtype_name, dtype_of, encode
+from zero.conversion import pickles
 from zero.conversion.training_state import Parameter, Stored, TrainingState
 from zero.errors import UsageError
 
@@ -63,7 +64,7 @@ def write(state: TrainingState, out: Path) -> Path:
 def copy_beside(state: TrainingState, out: Path) -> None:
     for path in state.beside:
         if path.name in state.changed:
-            torch.save(state.changed[path.name], out / path.name)
+            pickles.save(state.changed[path.name], out / path.name)
         else:
             shutil.copyfile(path, out / path.name)
 

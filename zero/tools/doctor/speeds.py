@@ -25,8 +25,8 @@ from zero.tools.estimate.speeds import Speeds
 
 # The fastest of the tries within this time counts, so that other work on the machine does not.
 SECONDS, LEAST_TRIES = 1.5, 3
-# Rows, inner size and columns of a product: on an accelerator, and on the host, where only products
-# of few tokens are multiplied, which are slower.
+# Rows, inner size and columns of a product. A CPU trains on few tokens at a time, and multiplies so
+# few rows more slowly than a large square.
 MATRICES, MATRICES_ON_HOST = (4096, 4096, 4096), (128, 512, 2048)
 VALUES = 64 << 20  # bytes of a tensor that is copied, sent, or written to a file
 ELEMENTS = 16 << 20  # of a sub-group that is updated
