@@ -6,7 +6,7 @@
 Device memory is the peak of the simulated accelerator's counter (`tests/accelerator`) in three
 steps. Host memory and files are the engine's own count after them, with all buffers for copies and
 files, because the simulated device's memory is host memory too. The run fails if a difference is
-above 10%.
+above 5%.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import estimate
 
 PLACES = (DEVICE, HOST, DISK)
-RANKS, TOLERANCE, LEAST = 2, 0.1, 1 << 16  # bytes: smaller differences do not count
+RANKS, TOLERANCE, LEAST = 2, 0.05, 1 << 16  # bytes: smaller differences do not count
 SMALL = {"stage3_param_persistence_threshold": 2000, "stage3_prefetch_bucket_size": 1000000}
 FEW = {"stage3_max_live_parameters": 0}
 CPU = {"device": "cpu"}

@@ -12,6 +12,7 @@ import transformers
 
 import zero
 from tests.accelerator import device
+from zero.config import load_config
 from zero.monitor.memory_usage import DEVICE, DISK, HOST, bytes_by_kind
 from zero.offload import tiers
 from zero.tools.estimate.adapters import add_adapter, quantization_of, quantize
@@ -89,7 +90,7 @@ def measure(
     if size := settings["zero_optimization"].get("zero_hpz_partition_size"):
         os.environ["LOCAL_WORLD_SIZE"] = str(size)  # second shards are within a machine
     config = shape_of(name)
-    model = class_of(config)[0](config)
+    model = class_of(config)[0](config).to(load_config(settings).compute_dtype)
     if quantization := quantization_of(config):
         quantize(model, quantization)
     if name.endswith((LORA, QLORA)):

@@ -1,4 +1,4 @@
-"""Random memory caps over twelve scripts, which must all end with the losses of an uncapped run:
+"""Random memory caps over eleven scripts, which must all end with the losses of an uncapped run:
 
     python -m tests.accelerator.memory_caps [--caps 200] [--seed 0] [SCRIPT ...]
 

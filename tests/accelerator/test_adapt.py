@@ -405,7 +405,6 @@ def test_an_error_knows_what_fills_the_memory(world_size):
     ("world_size", "name", "section", "accumulation"),
     [
         (1, "t5", HOST, 1),
-        (1, "llama", {}, 2),
         (2, "llama", {}, 2),
         (2, "t5", HOST, 1),
         (2, "mixtral", {}, 1),
@@ -413,7 +412,6 @@ def test_an_error_knows_what_fills_the_memory(world_size):
     ],
     ids=[
         "one, on the host",
-        "one, stage 3",
         "two, stage 3",
         "two, on the host",
         "two, experts",

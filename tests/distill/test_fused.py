@@ -175,8 +175,10 @@ def test_stored_bins_give_the_same_as_the_live_teacher():
     student = case()[0]
     targets = Targets(labels, StoredTeacher(bins.indices.int(), bins.log_p, torch.zeros(TOKENS)))
     total, _ = fused_head_loss(*student, targets, replace(recipe, top_k=0))
-    total.backward()
+    total.backward(retain_graph=True)
     assert_same((total.detach(), [x.grad for x in student]), expected)
+    with pytest.raises(RuntimeError, match="one backward only"):
+        total.backward()
 
 
 def test_tokens_of_which_the_teacher_says_nothing_have_cross_entropy_alone():
