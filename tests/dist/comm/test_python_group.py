@@ -46,6 +46,7 @@ def _make(store: dist.Store, rank: int, size: int, timeout: object) -> dist.Proc
 def _train(rank: int, world_size: int, in_python: bool, stage: int) -> list[float]:
     if in_python:
         store = dist.distributed_c10d._get_default_store()
+        dist.barrier()  # the other rank may still be connecting, which fails if this one leaves
         dist.destroy_process_group()
         dist.Backend.register_backend("in_python", _make, devices=["cpu"])
         dist.init_process_group(
