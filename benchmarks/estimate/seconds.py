@@ -8,7 +8,8 @@ The runs on the H100 were measured once (`docs/results.md`). They are predicted 
 its maker states, and with assumptions about its host. On this machine, `zero doctor --speeds`
 measures the speeds, and then the variants of `benchmarks.offload` run one after another, each in
 its own process. The median step of the fastest round counts, because other jobs may use the cores.
-The run fails if a prediction is off by a factor of more than 1.5 on the H100, or more than 1.3 here."""
+The run fails if a prediction is off by a factor of more than 1.5 on the H100, or of more than 1.3
+here."""
 
 from __future__ import annotations
 
@@ -132,7 +133,7 @@ def here(args: argparse.Namespace) -> list[dict[str, Any]]:
             command += ["--folder", folder, "--model", args.model, "--batch", "1"]
             command += ["--length", str(args.length), "--warmup", "2", "--steps", str(args.steps)]
             reports = run_ranks(sys.executable, command, args.ranks, 900, env)
-            # Not the fastest, because updates that overlap with the next step make some steps short.
+            # Not the fastest: updates that overlap with the next step make some steps short.
             taken = max(statistics.median(report["seconds"]) for report in reports)
             fastest[variant] = min(taken, fastest.get(variant, taken))
         rows = []
