@@ -131,6 +131,8 @@ DEMONSTRATION = {
     "per_device_train_batch_size": 16,
     "per_device_eval_batch_size": 64,
     "learning_rate": 4e-3,
+    "hidden_loss_weight": 3.0,
+    "hidden_loss_type": "cosine",
     "lr_scheduler_type": "cosine",
     "warmup_steps": 20,
     "weight_decay": 0.01,

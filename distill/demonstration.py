@@ -54,6 +54,13 @@ STUDENT: dict[str, Any] = {
     "intermediate_size": 172,
 }
 TEACHER_SEED = 0
+WITHOUT_TEACHER: dict[str, Any] = {
+    "kd_alpha": 0.0,
+    "hidden_loss_weight": 0.0,
+    "attn_relation_weight": 0.0,
+    "lmbda": 0.0,
+    "seq_kd": False,
+}
 PROMPT = "def __init__(self, name, value=None):\n    "
 
 Blocks = list[dict[str, list[int]]]
@@ -74,23 +81,13 @@ def run(data_args: DataArguments, args: DistillationConfig) -> None:
     results, completions = {"teacher": teacher_result}, {}
     teacher = load_model(str(teacher_folder))
     completions["teacher"] = None
-    for name, kd_alpha in (("baseline", 0.0), ("distilled", args.kd_alpha)):
+    how = {"baseline": "by cross-entropy only", "distilled": "with its teacher"}
+    for name, settings in {"baseline": WITHOUT_TEACHER, "distilled": {}}.items():
         set_seed(args.seed)
-        _say(
-            args,
-            "training the student "
-            f"{'by cross-entropy only' if not kd_alpha else 'with its teacher'}",
-        )
-        own = replace(
-            args, output_dir=str(folder / name), kd_alpha=kd_alpha, teacher_model_name_or_path=None
-        )
+        _say(args, f"training the student {how[name]}")
+        own = replace(args, output_dir=str(folder / name), **settings)
         student = from_config(_config(tokenizer, data_args, STUDENT))
-        trainer = DistillationTrainer(
-            student, teacher, own, train_dataset=train, eval_dataset=held_out,
-            processing_class=tokenizer,
-            data_collator=data.Collator(pad_token_id(tokenizer)),
-        )  # fmt: skip
-        results[name] = _train(trainer, data_args.max_length)
+        results[name], trainer = _train(student, teacher, tokenizer, train, held_out, own)
         completions[name] = _complete(trainer.model, tokenizer, args)
         if completions["teacher"] is None:
             completions["teacher"] = _complete(teacher, tokenizer, args)
@@ -112,8 +109,9 @@ def _write(folder: Path, results: dict[str, Result], completions, data_args, arg
     order = ("teacher", "baseline", "baseline_best", "distilled")
     ordered = {name: results[name] for name in order}
     notes = [
-        f"loss {args.loss_type}, kd_alpha {args.kd_alpha:g}, T {args.temperature:g}, seed "
-        f"{args.seed}",
+        f"loss {args.loss_type}, kd_alpha {args.kd_alpha:g}, T {args.temperature:g}, "
+        f"{args.hidden_loss_type} loss on hidden states with weight {args.hidden_loss_weight:g}, "
+        f"seed {args.seed}",
         f"{args.max_steps} steps of {args.train_batch_size * args.world_size} blocks of "
         f"{data_args.max_length} tokens",
     ]
@@ -210,16 +208,11 @@ def _teacher(
     _say(args, f"training the teacher for {data_args.teacher_steps} steps")
     set_seed(TEACHER_SEED)
     own = replace(
-        args, output_dir=str(where), kd_alpha=0.0, max_steps=data_args.teacher_steps,
-        eval_strategy="no",
-        teacher_model_name_or_path=None,
+        args, output_dir=str(where), max_steps=data_args.teacher_steps, eval_strategy="no",
+        **WITHOUT_TEACHER,
     )  # fmt: skip
-    trainer = DistillationTrainer(
-        from_config(_config(tokenizer, data_args, TEACHER)), None, own, train_dataset=train,
-        eval_dataset=held_out,
-        processing_class=tokenizer, data_collator=data.Collator(pad_token_id(tokenizer)),
-    )  # fmt: skip
-    result = _train(trainer, data_args.max_length)
+    model = from_config(_config(tokenizer, data_args, TEACHER))
+    result, trainer = _train(model, None, tokenizer, train, held_out, own)
     trainer.save_model()
     if args.process_index == 0:
         where.joinpath("result.json").write_text(json.dumps(vars(result)), encoding="utf-8")
@@ -227,7 +220,19 @@ def _teacher(
     return where, result
 
 
-def _train(trainer: DistillationTrainer, length: int) -> Result:
+def _train(
+    model: PreTrainedModel,
+    teacher: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase,
+    train: Blocks,
+    held_out: Blocks,
+    args: DistillationConfig,
+) -> tuple[Result, DistillationTrainer]:
+    parameters = model.num_parameters()  # the trainer adds projections, which are not exported
+    trainer = DistillationTrainer(
+        model, teacher, args, train_dataset=train, eval_dataset=held_out,
+        processing_class=tokenizer, data_collator=data.Collator(pad_token_id(tokenizer)),
+    )  # fmt: skip
     output = trainer.train()
     metrics = trainer.evaluate()
     trained = (
@@ -241,15 +246,17 @@ def _train(trainer: DistillationTrainer, length: int) -> Result:
         if "eval_loss" in entry
     }
     seconds = output.metrics["train_runtime"] - trainer.seconds_evaluating
-    return Result(
+    length = len(train[0]["input_ids"])
+    result = Result(
         eval_loss=metrics["eval_loss"],
         eval_ppl=metrics["eval_ppl"],
-        parameters=trainer.model.num_parameters(),
+        parameters=parameters,
         tokens_per_second=trained * trainer.state.global_step * length / seconds,
         top1_agreement=metrics.get("eval_top1_agreement"),
         step=trainer.state.global_step,
         curve=sorted(curve.items()),
     )
+    return result, trainer
 
 
 def _best(last: Result) -> Result:

@@ -3,7 +3,7 @@ with ordinary fine-tuning.
 
     python -m benchmarks.applications.distill_step
     python -m benchmarks.applications.distill_step --teacher-width 4096 --teacher-layers 32
-        --teacher-intermediate 11008 --only "4 bits, from files" --folder FOLDER
+        --teacher-intermediate 11008 --only importance "4 bits, from files" --folder FOLDER
         # a teacher shaped like Llama 7B: 13.5 GB of weights, and 3.6 GB of their codes
 
 All variants have the same student, batches and optimizer, and run in one process with one thread.
@@ -143,11 +143,16 @@ def coded(quantized: bool) -> dict[str, Any]:
 
 
 def write_caches(names: list[str], args: argparse.Namespace, examples: Any) -> None:
-    """Store what the teacher says, as `run_distill.py cache_teacher` does."""
+    """Store what the teacher says, as `run_distill.py cache_teacher` does.
+
+    It has 4 bits if the other variants' teachers do, because it may not fit otherwise.
+    """
     wanted = [name for name in names if "teacher_cache" in VARIANTS.get(name, ({},))[0]]
     if not wanted:
         return
-    model = load_model(str(args.folder / "teacher"), dtype=torch.float32)
+    live_ones = set(names) - {*wanted, FINE_TUNING, "no teacher"}
+    quantized = bool(live_ones) and all(VARIANTS[name][1] for name in live_ones)
+    model = load_model(str(args.folder / "teacher"), dtype=torch.float32, **coded(quantized))
     live = LiveTeacher(model, torch.device("cpu"))
     for name in wanted:
         sampling = VARIANTS[name][0]["teacher_cache"]
