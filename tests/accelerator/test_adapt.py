@@ -25,7 +25,7 @@ from zero.monitor.memory_usage import DEVICE, OPTIMIZER, bytes_by_kind
 
 STEPS = 3
 # The first step with a cap, and how much of what cutting saves it leaves. `memory_caps` draws many.
-CAPS = [(0, 0.2), (1, 0.6)]
+CAPS = [(0, 0.2), (2, 0.6)]
 HOST = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
 ENOUGH = 1 << 30
 Losses = list[list[float]]
@@ -106,8 +106,6 @@ def capped(
     number of that step, the losses, and what was said.
     """
     usual, most, _ = train(name, section, accumulation, "explain", [ENOUGH] * STEPS)
-    same, _, _ = train(name, section, accumulation, "adapt", [ENOUGH] * STEPS)
-    assert same == usual
     # What is left to cut to is one sample.
     _, least, _ = train(name, section, ROWS // world_size, "explain", [ENOUGH] * STEPS)
     found = []
@@ -402,28 +400,16 @@ def test_an_error_knows_what_fills_the_memory(world_size):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "name", "section", "accumulation"),
-    [
-        (1, "t5", HOST, 1),
-        (2, "llama", {}, 2),
-        (2, "t5", HOST, 1),
-        (2, "mixtral", {}, 1),
-        (2, "t5", {"stage": 1}, 1),
-    ],
-    ids=[
-        "one, on the host",
-        "two, stage 3",
-        "two, on the host",
-        "two, experts",
-        "two, stage 1",
-    ],
+    ("name", "section", "accumulation"),
+    [("llama", {}, 2), ("t5", HOST, 1), ("mixtral", {}, 1), ("t5", {"stage": 1}, 1)],
+    ids=["stage 3", "on the host", "experts", "stage 1"],
 )
-def test_a_step_that_runs_out_of_memory_is_repeated(world_size, name, section, accumulation):
-    arguments = name, section, accumulation
-    ranks = run_on(world_size, capped, *arguments, simulated=True, timeout=300)
+def test_a_step_that_runs_out_of_memory_is_repeated(name, section, accumulation):
+    ranks = run_on(2, capped, name, section, accumulation, simulated=True, timeout=300)
     for rank, (usual, runs) in enumerate(ranks):
         assert any(said for _, _, said in runs) or rank > 0
         for first, losses, said in runs:
-            assert losses[:first] == usual[:first]  # not cut: the same bits
+            # Not cut: the same bits, also after an update.
+            assert losses[:first] == usual[:first]
             assert all(relative(*pair) < 1e-6 for pair in zip(losses, usual, strict=True))
             assert all("is now split into" in text for text in said) and len(said) <= 3

@@ -5,11 +5,15 @@ before the step that is asked for.
 from __future__ import annotations
 
 import json
-import sys
+from functools import partial
 from pathlib import Path
-from subprocess import CompletedProcess
 
-from tests.processes import REPOSITORY, run
+import pytest
+
+from tests import recorded
+from tests.processes import REPOSITORY, fork_ranks
+from zero.tools.cli import main
+from zero.tools.profile import command
 
 CUT = """
 import torch, zero
@@ -59,32 +63,33 @@ Trainer(Model(), arguments, train_dataset=rows).train()
 """
 
 
-def trace(script: Path, step: int, *arguments: str) -> CompletedProcess:
-    torchrun = ["torchrun", "--standalone", "--nproc_per_node", "2", script, *arguments]
-    out = script.with_name("trace.json")
-    command = [sys.executable, "-m", "zero", "trace", "--step", str(step), "--json", "--out", out]
-    return run([*command, *torchrun], timeout=180, cwd=REPOSITORY)
-
-
 def test_ranks_of_one_model_have_tracks_of_their_own(tmp_path: Path):
     script = tmp_path / "cut.py"
     script.write_text(CUT)
-    done = trace(script, 2)
+    words = ("trace", "--step", "2", "--json", "--out", tmp_path / "trace.json")
+    words += ("torchrun", "--standalone", "--nproc_per_node", "2", script)
+    others = {"nproc": 0, "timeout": 180, "imported": "zero", "cwd": REPOSITORY}
+    done = fork_ranks("-m", "zero", *words, **others)
     assert done.returncode == 0, done.stderr
     seconds = json.loads(done.stdout)["seconds"]
     assert {"rank 0", "rank 1"} == set(seconds)
     assert all(tracks["phases"] > 0 for tracks in seconds.values())
 
 
-def test_the_trainer_saves_nothing_and_all_ranks_end(tmp_path: Path):
+def test_the_trainer_saves_nothing_and_all_ranks_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """At stage 2 only rank 0 makes the checkpoint's folder, before the others call the engine."""
-    script = tmp_path / "saves.py"
+    run = partial(recorded.run, nproc=2, imported="transformers on zero")
+    monkeypatch.setattr(command, "run", run)
+    script, out = tmp_path / "saves.py", tmp_path / "trace.json"
     script.write_text(SAVES)
-    done = trace(script, 4, str(tmp_path))
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "took fewer than 4 optimizer steps" in done.stderr
-    assert not list(tmp_path.glob("output/checkpoint-*"))
-    done = trace(script, 2, str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert set(json.loads(done.stdout)["seconds"]) == {"rank 0", "rank 1"}
-    assert not list(tmp_path.glob("output/checkpoint-*"))
+    for step, code in ((4, 2), (2, 0)):
+        words = ("--step", str(step), "--json", "--out", str(out), str(script), str(tmp_path))
+        with pytest.raises(SystemExit) as ended:
+            main(["trace", *words])
+        stdout, stderr = capsys.readouterr()
+        assert ended.value.code == code, stderr
+        assert (code == 2) == ("took fewer than 4 optimizer steps" in stderr)
+        assert not list(tmp_path.glob("output/checkpoint-*"))
+    assert set(json.loads(stdout)["seconds"]) == {"rank 0", "rank 1"}

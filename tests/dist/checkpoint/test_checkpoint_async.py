@@ -229,24 +229,15 @@ time.sleep(300)
 """
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_ranks_end_when_torchrun_is_killed(nproc, tmp_path):
+def test_ranks_end_when_torchrun_is_killed(tmp_path):
     script, pids = tmp_path / "script.py", tmp_path / "pids"
     pids.mkdir()
     script.write_text(ENDLESS)
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(nproc),
-    ]
-    process = subprocess.Popen(
-        [*launcher, script, pids], env=child_environment(), stderr=subprocess.PIPE, text=True
-    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, "--nproc_per_node", "2", script, pids]
+    process = subprocess.Popen(command, env=child_environment(), stderr=subprocess.PIPE, text=True)
     try:
-        wait_until(lambda: len(list(pids.iterdir())) == nproc)
+        wait_until(lambda: len(list(pids.iterdir())) == 2)
         process.kill()
         ranks = [int(path.name.split("-")[1]) for path in pids.iterdir()]
         wait_until(lambda: not any(map(psutil.pid_exists, ranks)))

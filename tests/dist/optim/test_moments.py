@@ -87,8 +87,8 @@ def test_losses_stay_near_those_of_fp32_moments():
     """
     expected = run_on(1, trained, CPU, STEPS)[0][0]
     assert expected[-1] < 0.5 * expected[0]
-    few = (2, CODED | CPU | {"stage": 2}, STEPS // 3), (4, CODED | {"stage": 1}, STEPS // 6)
-    for ranks, sections, steps in ((1, CODED | CPU, STEPS), *few):
+    few = (2, CODED | CPU | {"stage": 2}, STEPS // 3)
+    for ranks, sections, steps in ((1, CODED | CPU, STEPS), few):
         found = run_on(ranks, trained, sections, steps)[0][0]
         assert relative(found[:10], expected[:10]) < 1e-4
         assert relative(found, expected[:steps]) < 0.03
@@ -196,7 +196,7 @@ def test_a_save_in_the_background_has_the_moments_of_its_step(tmp_path):
 
 CHANGES = {
     "other ranks": ((2, CODED | CPU), (1, CODED | CPU)),
-    "more ranks, another stage": ((1, CODED), (4, CODED | {"stage": 2})),
+    "more ranks, another stage": ((1, CODED), (4, CODED | {"stage": 1})),
     "each rank writes a half": ((2, CODED | {"stage": 0}), (1, CODED)),
     "codes to fp32": ((2, CODED | CPU), (2, CPU)),
     "fp32 to codes": ((2, CPU), (1, CODED)),

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.processes import REPOSITORY, run
+from tests.processes import REPOSITORY, fork_ranks
 from zero.errors import UsageError
 from zero.hf import STARTUP
 from zero.tools.launch import (
@@ -134,8 +134,9 @@ def job(
     (folder / "hosts").write_text(f"# two\n{HOSTS[0]} slots=2\n\n{HOSTS[1]} slots=4  # more\n")
     options = ["--hostfile", folder / "hosts", "--include", f"{HOSTS[0]}:1@{HOSTS[1]}:0,3"]
     options += ["--master_addr", HOSTS[0], "--master_port", str(free_port()), *more]
-    command = [sys.executable, "-m", "zero", "launch", *options, folder / "script.py", what]
-    return run(command, timeout=120, env=environment, cwd=REPOSITORY)
+    command = ("-m", "zero", "launch", *options, folder / "script.py", what)
+    others = {"nproc": 0, "timeout": 120, "imported": "zero", "cwd": REPOSITORY}
+    return fork_ranks(*command, env=environment, **others)
 
 
 def left_over(folder: Path) -> list[psutil.Process]:
@@ -227,11 +228,12 @@ def start_with(folder: Path, ssh: str, **variables: str) -> Iterator[subprocess.
 
 
 def test_a_closed_output_does_not_hang_the_job(tmp_path: Path):
-    with start_with(tmp_path, "yes | head -n 100000; touch $(dirname $0)/ended") as process:
+    ssh = "yes | head -n 100000; touch $(dirname $0)/ended; kill -TERM $$"
+    with start_with(tmp_path, ssh) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == b"[a] y\n"
         process.stdout.close()
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=60) == 143  # as a shell says that a signal ended the host
         assert process.stderr.read().count(b"the output of the hosts is lost: [Errno 32]") == 1
     assert (tmp_path / "ended").exists()
 
@@ -244,15 +246,11 @@ def test_what_a_terminal_cannot_show_does_not_hang_the_job(tmp_path: Path):
     assert (process.returncode, len(lines), lines[0], lines[-1]) == (0, 100_001, b"[a] ?", b"[a] y")
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (None, 143)]
-)
-def test_signals_end_with_a_shells_codes(tmp_path: Path, number: int | None, code: int):
-    ssh = "echo up; exec sleep 600" if number else "echo up; kill -TERM $$"
-    with start_with(tmp_path, ssh) as process:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_end_with_a_shells_codes(tmp_path: Path, number: int, code: int):
+    with start_with(tmp_path, "echo up; exec sleep 600") as process:
         assert process.stdout is not None and process.stdout.readline() == b"[a] up\n"
-        if number is not None:
-            process.send_signal(number)
+        process.send_signal(number)
         assert process.wait(timeout=60) == code
 
 

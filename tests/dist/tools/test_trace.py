@@ -15,10 +15,12 @@ import pytest
 import torch
 
 import zero
+from tests import recorded
 from tests.processes import REPOSITORY, run_on
 from zero.comm.communicator import communicator
 from zero.comm.observer import Operation, set_observer
 from zero.tools.cli import main
+from zero.tools.profile import command
 from zero.tools.profile.command import seconds_by_track
 from zero.tools.profile.trace import (
     REDUCTIONS,
@@ -184,6 +186,7 @@ def test_the_command(tmp_path: Path, monkeypatch, capsys):
         for event in json.loads(gzip.decompress(out.read_bytes()))["traceEvents"]
     )
     out.unlink()
+    monkeypatch.setattr(command, "run", recorded.run)
     code, _, stderr = call(capsys, "--step", "4", "--out", str(out), str(script))
     assert code == 2 and not out.exists()
     assert "took fewer than 4 optimizer steps" in stderr and "the script is over" in stderr

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import zero
+from tests import recorded
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import adamw, ds_config, loss_of, one_group, split, trainable
 from tests.processes import REPOSITORY, fork_ranks, kill_tree, run_on
@@ -28,6 +30,8 @@ from zero.integrations.deepspeed.engine import DeepSpeedEngine
 from zero.optim.sharded_optimizer import ZeroOptimizer
 from zero.optim.subgroups import SubGroupInMemory
 from zero.optim.update import SubGroupUpdate
+from zero.tools.cli import main
+from zero.tools.verify import command
 from zero.tools.verify.command import DISTURBED, ENGINE, PLAIN, as_json, as_text
 from zero.tools.verify.compare import Result, Tensor, compare
 from zero.tools.verify.plain import PlainEngine, hold_whole_models
@@ -274,10 +278,19 @@ def test_what_is_rounding():
     assert tensor([nan, 1.0], [1.0, 1.0], [1.0, 1.0]).differs(usual)
 
 
-def verify(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run `zero verify COMMAND`."""
-    words, others = ("-m", "zero", "verify", *command), {"cwd": REPOSITORY, "imported": "zero"}
-    return fork_ranks(*words, nproc=0, timeout=120, **others)
+@pytest.fixture
+def verify(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """`zero verify`, with forked runs. Returns its exit code, stdout and stderr."""
+    monkeypatch.setattr(command, "run", recorded.run)
+
+    def call(*words: str | Path) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", *map(str, words)])
+        return ended.value.code, *capsys.readouterr()
+
+    return call
 
 
 SAVES = """
@@ -295,28 +308,30 @@ for step in range(3):
 """
 
 
-def test_nothing_is_saved_while_a_script_is_verified(tmp_path: Path):
+def test_nothing_is_saved_while_a_script_is_verified(verify: Callable, tmp_path: Path):
     script, output = tmp_path / "script.py", tmp_path / "output"
     script.write_text(SAVES)
-    done = verify(script, output)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "equal within rounding for 1 step(s)" in done.stdout and not output.exists()
+    code, stdout, stderr = verify(script, output)
+    assert code == 0, stdout + stderr
+    assert "equal within rounding for 1 step(s)" in stdout and not output.exists()
 
 
 def test_the_command_runs_a_script_twice():
-    done = verify("--steps", "1", "examples/torch_loop.py", "--output", "/nowhere")
+    words = ("verify", "--steps", "1", "examples/torch_loop.py", "--output", "/nowhere")
+    others = {"nproc": 0, "timeout": 120, "cwd": REPOSITORY, "imported": "zero"}
+    done = fork_ranks("-m", "zero", *words, **others)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal within rounding for 1 step(s)" in done.stdout
     assert "on plain torch: step 1 of 1" in done.stderr
 
 
-def test_a_script_without_a_step_is_refused(tmp_path: Path):
+def test_a_script_without_a_step_is_refused(verify: Callable, tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text("print('nothing trains here')")
-    done = verify(script)
-    assert done.returncode == 2
-    assert "took no optimizer step" in done.stderr
-    assert "nothing trains here" in done.stderr
+    code, _, stderr = verify(script)
+    assert code == 2
+    assert "took no optimizer step" in stderr
+    assert "nothing trains here" in stderr
 
 
 OVERFLOWS = """
@@ -333,17 +348,15 @@ for step in range(2):
 """
 
 
-def test_skipped_and_missing_steps_are_named(tmp_path: Path):
+def test_skipped_and_missing_steps_are_named(verify: Callable, tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(OVERFLOWS)
-    done = verify("--steps", "3", script)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (
-        "Both runs skipped 1 step(s)" in done.stdout
-        and "--steps 3: the script took only 2" in done.stderr
-    )
-    done = verify("--steps", "3", script, "all")
-    assert done.returncode == 2 and "no update was compared" in done.stderr
+    code, stdout, stderr = verify("--steps", "3", script)
+    assert code == 0, stdout + stderr
+    assert "Both runs skipped 1 step(s)" in stdout
+    assert "--steps 3: the script took only 2" in stderr
+    code, _, stderr = verify("--steps", "3", script, "all")
+    assert code == 2 and "no update was compared" in stderr
 
 
 def test_a_signal_ends_the_script_too(tmp_path: Path):

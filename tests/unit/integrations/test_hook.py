@@ -32,8 +32,8 @@ def python(
     return fork_ranks(script, nproc=0, timeout=120, imported="zero", env=env)
 
 
-def zero(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, "-m", "zero", *arguments], timeout=120, cwd=cwd)
+def zero_run(script: Path) -> subprocess.CompletedProcess[str]:
+    return fork_ranks("-m", "zero", "run", script, nproc=0, timeout=120, imported="zero")
 
 
 @pytest.fixture
@@ -227,7 +227,8 @@ def test_run_is_as_python_would_run_it(tmp_path):
         encoding="utf-8",
     )
     arguments = ["--flag", "a b", "--deepspeed"]
-    ours = zero("run", "folder/script.py", *arguments, cwd=tmp_path)
+    command = [sys.executable, "-m", "zero", "run", "folder/script.py", *arguments]
+    ours = run(command, timeout=120, cwd=tmp_path)
     assert ours.returncode == 0, ours.stderr
     expected = f"__main__ folder/script.py {['folder/script.py', *arguments]} {folder} 1\n"
     assert ours.stdout.replace(f"{tmp_path}/folder/script.py", "folder/script.py") == expected
@@ -236,12 +237,9 @@ def test_run_is_as_python_would_run_it(tmp_path):
 def test_exit_code_and_traceback_of_the_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys; sys.exit(7)", encoding="utf-8")
-    assert (
-        fork_ranks("-m", "zero", "run", script, nproc=0, timeout=120, imported="zero").returncode
-        == 7
-    )
+    assert zero_run(script).returncode == 7
     script.write_text("raise KeyError('gone')", encoding="utf-8")
-    done = zero("run", script)
+    done = zero_run(script)
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == "KeyError: 'gone'"
 
 
@@ -290,7 +288,7 @@ def test_a_mistake_in_the_script_is_one_line_that_names_the_line(tmp_path):
         "from zero.config import load_config\n\nload_config({'fp16': 1})\n", encoding="utf-8"
     )
     said = f"{script}, line 3: DeepSpeed configuration dict: fp16: expected an object, got 1"
-    done = zero("run", script)
+    done = zero_run(script)
     assert done.returncode == 2 and done.stderr.splitlines()[-1] == said
 
 

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -99,18 +100,9 @@ def test_torchrun_under_zero_run(tmp_path):
         '{deepspeed.__doc__}\\n".encode())\n',
         encoding="utf-8",
     )
-    command = [
-        sys.executable,
-        "-m",
-        "zero",
-        "run",
-        "torchrun",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        script,
-    ]
-    done = run(command, timeout=180, cwd=REPOSITORY, env={"PYTHONPATH": ""})
+    words = ("-m", "zero", "run", "torchrun", "--standalone", "--nproc_per_node", "2", script)
+    others = {"nproc": 0, "timeout": 180, "imported": "zero", "cwd": REPOSITORY}
+    done = fork_ranks(*words, env={"PYTHONPATH": ""}, **others)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         f"{rank} of 2: zero under the name deepspeed" for rank in (0, 1)
@@ -121,13 +113,10 @@ def test_modules_commands_and_the_exit_code(tmp_path, capsys):
     (tmp_path / "job.py").write_text(
         "import deepspeed, sys; sys.exit(len(sys.argv) + 4)", encoding="utf-8"
     )
-    zero = [sys.executable, "-m", "zero", "run"]
-    assert run([*zero, "-m", "job", "a", "b"], timeout=120, cwd=tmp_path).returncode == 7
-    done = run(
-        [*zero, "sh", "-c", "echo $PYTHONPATH; exit 5"],
-        timeout=120,
-        env={"PYTHONPATH": f"{REPOSITORY}:here"},
-    )
+    zero = partial(fork_ranks, "-m", "zero", "run", nproc=0, timeout=120, imported="zero")
+    assert zero("-m", "job", "a", "b", cwd=tmp_path).returncode == 7
+    command = ("sh", "-c", "echo $PYTHONPATH; exit 5")
+    done = zero(*command, env={"PYTHONPATH": f"{REPOSITORY}:here"})
     assert (done.returncode, done.stdout) == (5, f"{STARTUP}:{REPOSITORY}:here\n")
     main(["hook"])
     assert capsys.readouterr().out == f"{STARTUP}\n"

@@ -7,8 +7,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import warnings
@@ -16,6 +14,7 @@ import warnings
 import pytest
 import torch
 
+from tests.processes import fork_ranks
 from zero.offload.nvme import ScratchFile
 
 
@@ -83,8 +82,10 @@ def test_the_end_of_the_process(tmp_path):
         for _ in range(20):
             file.write(file.empty(1 << 20, torch.float32), torch.ones(1 << 20))
     """
-    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    script, files = tmp_path / "script.py", tmp_path / "files"
+    script.write_text(textwrap.dedent(program))
+    files.mkdir()
+    ended = fork_ranks(script, files, nproc=0, timeout=200, imported="zero")
     assert (
         ended.stdout.split() == ["thread", "1048576.0", "atexit", "1048576.0"]
         and ended.returncode == 0
