@@ -38,6 +38,11 @@ class DistillationConfig(Seq2SeqTrainingArguments):
         None,
         "Device of a teacher that is not sharded, such as cuda:1. Default: the student's device.",
     )
+    overlap_teacher: bool = _field(
+        False,
+        "On an accelerator, run the teacher's forward beside the student's. The device then needs "
+        "the memory of both at the same time.",
+    )
     teacher_load_in_4bit: bool = _field(
         False, "Quantize the teacher's linear layers to NF4 (bitsandbytes) while it is loaded."
     )

@@ -85,6 +85,7 @@ class LayerLosses:
         batch, observed = self._compared
         match = student.get_submodule(PROJECTIONS)
         states = output.get("decoder_hidden_states") or output["hidden_states"]
+        observed.stream.wait()
         loss = match(states, observed.hidden_states, batch.rows, batch.teacher_rows)
         # A plain dict: DDP rebuilds the output, and transformers' output classes would refuse the
         # new key then.

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,10 +26,12 @@ import distill.minicodformer  # noqa: F401 - registers its classes
 import zero
 from distill.config import DistillationConfig
 from distill.fused import HeadTeacher, LogitsTeacher
-from distill.heads import Result, TaskHead, install_task_head, is_final
+from distill.heads import Result, Task, TaskHead, install_task_head, is_final
 from distill.hidden import Attention, AttentionRecorder
 from translation.records import InputError
+from zero.comm.communicator import apart
 from zero.config.sharding import frozen_beside
+from zero.device import compute_stream, is_accelerator, new_stream
 
 
 def load_model(name: str, **options: object) -> PreTrainedModel:
@@ -90,19 +92,77 @@ def teacher_ds_config(args: DistillationConfig, teacher: PreTrainedModel) -> dic
 LivePredictions = HeadTeacher | LogitsTeacher
 
 
-@dataclass
-class Observed:
+class TeacherStream:
+    """Where the teacher computes: in the current stream, which is the student's, or beside it.
+
+    Then its engine does everything in a stream of its own. Allocators reuse memory within a stream,
+    so a weight that is gathered in one and freed in the other could be overwritten too early.
+    """
+
+    def __init__(self, device: torch.device, beside: bool):
+        self._device = device
+        self._own = new_stream(device) if beside and is_accelerator(device) else None
+
+    def call(self, function: Callable[..., Result], *given: Any) -> Result:
+        """Call a function that runs the teacher. It begins after all that the student's stream has
+        been given. That stream must `wait` before it uses the result.
+        """
+        if self._own is None:
+            return function(*given)
+        student = compute_stream(self._device)
+        self._own.wait_stream(student)
+        _keep_for(self._own, given)
+        with self._own:
+            result = function(*given)
+        _keep_for(student, result)
+        return result
+
+    def wait(self) -> None:
+        """Let the student's stream wait for the teacher."""
+        if self._own is not None:
+            compute_stream(self._device).wait_stream(self._own)
+
+    def run_head(self, head: TaskHead, task: Task[Result], hidden: torch.Tensor) -> Result:
+        """`head.run(task, hidden)`. The task, which is the student's loss, runs in the student's
+        stream.
+        """
+        if (own := self._own) is None:
+            return head.run(task, hidden)
+        student = compute_stream(self._device)
+
+        def with_student(*given: Any) -> Result:
+            with student:
+                self.wait()
+                result = task(*given)
+            own.wait_stream(student)
+            return result
+
+        with own:
+            return head.run(with_student, hidden)
+
+
+def _keep_for(stream: torch.Stream, tensors: object) -> None:
+    """Do not reuse the memory of these tensors before `stream` has done what it has been given when
+    they are freed.
+    """
+    for each in tree_leaves(tensors):
+        if isinstance(each, torch.Tensor):
+            each.record_stream(stream)
+
+
+class Observed(NamedTuple):
     """The teacher's results for a batch.
 
     Attributes: states: (N, H) the input of its head for the N targets, or their logits (N, V).
     head: its head; None if `states` are logits. hidden_states, attentions: of all positions, for
-    the losses between layers.
+    the losses between layers. stream: must be waited for before they are used.
     """
 
     states: torch.Tensor
     head: TaskHead | None
-    hidden_states: Sequence[torch.Tensor] = ()
-    attentions: Mapping[int, Attention] = field(default_factory=dict)
+    hidden_states: Sequence[torch.Tensor]
+    attentions: Mapping[int, Attention]
+    stream: TeacherStream
 
     def compute(
         self, function: Callable[[LivePredictions], Result], device: torch.device
@@ -112,8 +172,10 @@ class Observed:
         It runs in a call of the teacher's head, because there the engine has gathered its weight.
         """
         if self.head is None:
+            self.stream.wait()
             return function(LogitsTeacher(self.states.to(device)))
-        return self.head.run(partial(_compute_in_head, function, device), self.states)
+        task = partial(_compute_in_head, function, device)
+        return self.stream.run_head(self.head, task, self.states)
 
 
 def _compute_in_head(
@@ -140,22 +202,33 @@ def _hidden_states(
 class LiveTeacher:
     """A frozen teacher that runs on each batch.
 
-    Attributes: model: the plain model. engine: its engine, or the model itself. device: where it
-    computes."""
+    Attributes: model: the plain model. engine: its engine, or the model itself. device, stream:
+    where it computes."""
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, ds_config: dict | None = None):
-        """Freeze `model` and place it: sharded as `ds_config` says, or whole on `device`."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        device: torch.device,
+        ds_config: dict | None = None,
+        overlaps: bool = False,
+    ):
+        """Freeze `model` and place it: sharded as `ds_config` says, or whole on `device`.
+
+        `overlaps`: on an accelerator, it computes beside the student.
+        """
         self.model = model.eval().requires_grad_(False)
         self._head = install_task_head(model, "teacher")
         self._head_is_tested = self._is_checked = False
         self.engine: nn.Module
         if ds_config is not None:
-            self.engine, *_ = zero.initialize(model=model, config=ds_config)
+            with apart() if overlaps and is_accelerator(device) else nullcontext():
+                self.engine, *_ = zero.initialize(model=model, config=ds_config)
             self.engine.eval()
         else:
             # Quantized models are loaded where they run, and refuse to be moved.
             self.engine = self.model if self.model.device == device else cast(Any, model).to(device)
         self.device = device
+        self.stream = TeacherStream(device, overlaps)
 
     @torch.no_grad()
     def observe(
@@ -171,6 +244,20 @@ class LiveTeacher:
 
         If the head is plain, hidden states are kept instead of logits. `recorder` records the
         attention `layers`."""
+        given = inputs, rows, with_hidden, recorder, layers
+        observed = self.stream.call(self._observe, *given)
+        if not self._is_checked:
+            self._check(observed)
+        return observed
+
+    def _observe(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        rows: torch.Tensor,
+        with_hidden: bool,
+        recorder: AttentionRecorder | None,
+        layers: Sequence[int],
+    ) -> Observed:
         inputs = {name: value.to(self.device) for name, value in inputs.items()}
         head = self._plain_head(inputs)
         with ExitStack() as stack:
@@ -185,10 +272,7 @@ class LiveTeacher:
         if with_hidden:
             hidden_states = output.get("decoder_hidden_states") or output["hidden_states"]
         states = output.logits.flatten(0, 1)[rows.to(self.device)]
-        observed = Observed(states, head, hidden_states, attentions)
-        if not self._is_checked:
-            self._check(observed)
-        return observed
+        return Observed(states, head, hidden_states, attentions, self.stream)
 
     def _check(self, observed: Observed) -> None:
         """Raise InputError if the first batch's predictions are not finite. Later ones are not

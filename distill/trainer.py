@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -212,7 +213,7 @@ class DistillationTrainer(Seq2SeqTrainer):
         self._recipe = recipe.to(self.args.device)
         self.teacher: LiveTeacher | None = None
         if teacher_model is not None:
-            self.teacher = self.place_teacher(teacher_model, self.args)
+            self.teacher = self.place_teacher(teacher_model, self.args, self.args.overlap_teacher)
         self.cache: TeacherCache | None = None
         if self.args.teacher_cache and self.args.kd_alpha:
             self.cache = self._open_cache(self.args.teacher_cache)
@@ -223,13 +224,19 @@ class DistillationTrainer(Seq2SeqTrainer):
         self._writers: Counter[str | None] = Counter()
 
     @staticmethod
-    def place_teacher(teacher_model: PreTrainedModel, args: DistillationConfig) -> LiveTeacher:
+    def place_teacher(
+        teacher_model: PreTrainedModel, args: DistillationConfig, overlaps: bool = False
+    ) -> LiveTeacher:
         """Freeze the teacher, and give it its own engine, or put it on a device, as the arguments
-        say.
+        say. `overlaps`: beside a student on the same device.
         """
         if args.deepspeed or args.teacher_deepspeed:
-            return LiveTeacher(teacher_model, args.device, teacher_ds_config(args, teacher_model))
-        return LiveTeacher(teacher_model, torch.device(args.teacher_device or args.device))
+            ds_config = teacher_ds_config(args, teacher_model)
+            return LiveTeacher(teacher_model, args.device, ds_config, overlaps)
+        device = torch.device(args.teacher_device or args.device)
+        # Another device computes beside the student's anyway.
+        overlaps = overlaps and device == args.device
+        return LiveTeacher(teacher_model, device, overlaps=overlaps)
 
     def _open_cache(self, folder: str) -> TeacherCache:
         args, cache = self.args, TeacherCache(folder)
@@ -289,18 +296,21 @@ class DistillationTrainer(Seq2SeqTrainer):
         return samples, self._get_num_items_in_batch(samples, device)
 
     def _written_by(self, writer: str, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        model, tokenizer = self.model, self.processing_class
+        model, tokenizer, rewrite = self.model, self.processing_class, on_policy.rewrite
         if writer == "teacher" and self.teacher is not None:
-            model = self.teacher.model
+            model, rewrite = self.teacher.model, partial(self.teacher.stream.call, rewrite)
         assert tokenizer is not None  # checked at construction
-        return on_policy.rewrite(
+        batch = rewrite(
             model,
             self._prepare_inputs(inputs),
             self.args.max_new_tokens,
             pad_token_id(tokenizer),
             on_policy.end_tokens(model, token_id(tokenizer, "eos")),
-            by_student=writer == "student",
+            writer == "student",
         )
+        if self.teacher is not None:
+            self.teacher.stream.wait()
+        return batch
 
     def _get_num_items_in_batch(
         self, batch_samples: list[dict[str, Any]], device: torch.device

@@ -20,11 +20,19 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from distill.batch import Batch
 from distill.config import DistillationConfig
+from distill.fused import Recipe
+from distill.heads import install_task_head
+from distill.objective import HeadLoss
+from distill.teacher import LiveTeacher, TeacherStream
 from distill.trainer import DistillationTrainer
 from tests.accelerator import device
+from tests.dist.training import ds_config, start
 from tests.distill import models
+from tests.parity.test_offload import NVME
 from tests.processes import run_on
+from zero.offload import tiers
 
 WAITING = ("aten.nonzero", "aten.masked_select", "aten._local_scalar_dense", "aten.unique")
 TORCH = str(Path(torch.__file__).parent)
@@ -103,8 +111,11 @@ LAYERS = {"hidden_loss_weight": 0.1, "attn_relation_weight": 0.1}
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("llama", LAYERS), ("t5", {"top_k": 4, "temperature": 2.0})],
-    ids=["llama, layers", "t5, top k"],
+    [
+        ("llama", LAYERS | {"overlap_teacher": True}),
+        ("t5", {"top_k": 4, "temperature": 2.0}),
+    ],
+    ids=["llama, layers, overlapping", "t5, top k"],
 )
 def test_a_loss_is_computed_without_a_wait(kind, options):
     """Only in the first batch: there it is tested whether anything comes after the heads, and
@@ -116,3 +127,95 @@ def test_a_loss_is_computed_without_a_wait(kind, options):
     for of_device, of_callers in waits[1:]:
         assert set(of_callers) <= {"transformers"}
         assert of_device == of_callers.total()
+
+
+# -- the teacher beside the student
+
+# Without a room for reuse: each block is gathered for each use.
+FEW = {
+    "stage3_param_persistence_threshold": 40,
+    "stage3_prefetch_bucket_size": 1,
+    "stage3_max_reuse_distance": 0,
+}
+TEACHER_BLOCKS = 4
+
+
+def distilled(
+    rank: int, world_size: int, folder: str, sections: dict[str, Any] | None, overlaps: bool
+) -> tuple[list[float], list[int]]:
+    """Train a student at stage 3. Return the losses, and how many of the teacher's blocks may still
+    be running when the student's first block begins.
+
+    `sections`: of the teacher's engine; None: it is whole on the device.
+    """
+    tiers.LEAST_BYTES_IN_A_FILE = 1
+    here = torch.device(device.NAME, rank)
+    student = models.llama(16, 2, seed=1).to(here)
+    teacher = models.llama(32, TEACHER_BLOCKS, seed=2).to(here)
+    head = install_task_head(student, "student")
+    engine, _ = start(student, ds_config(**FEW))
+    config = None
+    if sections is not None:
+        sections = {name: each | {"nvme_path": folder} for name, each in sections.items()}
+        config = ds_config(**FEW, **sections)
+    live = LiveTeacher(teacher, here, config, overlaps)
+
+    results: list[torch.Tensor] = []
+    for block in teacher.model.layers:
+        block.register_forward_hook(lambda _module, _args, output: results.append(output))
+    beside: list[int] = []
+
+    def read_too_early(*_: object) -> None:
+        """Nothing orders what this reads with the teacher, if the two run at the same time."""
+        assert (found := device.mistakes()) == [], found
+        for result in results:
+            result.record_stream(torch.accelerator.current_stream())
+            result.sum()
+        beside.append(sum("aten::sum" in mistake for mistake in device.mistakes()))
+
+    student.model.layers[0].register_forward_pre_hook(read_too_early)
+    losses = []
+    for number in range(STEPS):
+        examples = models.sequences(STEPS * 4)[number * 4 + rank * 2 :][:2]
+        inputs = {name: value.to(here) for name, value in models.Pad()(examples).items()}
+        batch = Batch.of(inputs, shifted=True)
+        observed = live.observe(batch.teacher, batch.rows)
+        compared = HeadLoss(batch, Recipe(), observed)
+        with head.doing(compared.of_hidden_states):
+            loss = engine(**batch.student, use_cache=False).logits.sum()
+        results.clear()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, beside
+
+
+HOST = {"offload_param": {"device": "cpu"}}
+# With files, the host waits for each read, so that only the last blocks may still be running.
+PLACES = {
+    "whole": (1, None, TEACHER_BLOCKS),
+    "files": (1, {"offload_param": NVME}, 1),
+    "2 ranks": (2, {}, TEACHER_BLOCKS),
+    "2 ranks, host": (2, HOST, TEACHER_BLOCKS),
+}
+
+
+@pytest.mark.parametrize(("world_size", "sections", "least"), PLACES.values(), ids=PLACES)
+def test_a_teacher_beside_the_student_changes_nothing(tmp_path, world_size, sections, least):
+    given = world_size, distilled, str(tmp_path), sections
+    for alone, beside in zip(
+        run_on(*given, False, simulated=True), run_on(*given, True, simulated=True), strict=True
+    ):
+        assert beside[0] == alone[0]
+        # In the first batches the host waits: it tests the teacher's predictions and weights.
+        assert alone[1] == [0] * STEPS and beside[1][-1] >= least
+
+
+def without_waiting(rank: int, world_size: int, folder: str) -> None:
+    TeacherStream.wait = LiveTeacher._check = lambda *_: None
+    distilled(rank, world_size, folder, HOST, True)
+
+
+def test_a_loss_that_does_not_wait_for_the_teacher_is_found(tmp_path):
+    with pytest.raises(RuntimeError, match="nothing orders them"):
+        run_on(1, without_waiting, str(tmp_path), simulated=True)

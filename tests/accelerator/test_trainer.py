@@ -72,7 +72,8 @@ def test_the_trainer_goes_on_if_memory_is_not_enough(tmp_path):
 
 
 def test_a_teacher_beside_a_student_gives_the_losses_of_the_cpu(tmp_path):
-    """The teacher's parameters are on the host, the student's are not.
+    """The teacher's parameters are on the host, the student's are not. On the device, the teacher
+    runs beside the student.
 
     HIDDEN adds a loss on hidden states.
     """
@@ -80,6 +81,7 @@ def test_a_teacher_beside_a_student_gives_the_losses_of_the_cpu(tmp_path):
     logs = {}
     for name, command in runs.items():
         options = arguments(2, 1, **HIDDEN, deepspeed=ZERO_3, use_cpu=name == "cpu")
+        options["overlap_teacher"] = name == "sim"
         job = {
             "name": name,
             "kind": "llama",

@@ -25,7 +25,8 @@ import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -173,6 +174,16 @@ class Communicator(ABC):
             made.replicate_group = Group.of(replicas)
             made._make_groups(shards, replicas)
         return self._within[size]
+
+    def apart(self) -> Communicator:
+        """The same ranks, with process groups of their own: neither waits for what the other has
+        started. All must call it.
+        """
+        made = copy.copy(self)
+        made._within = {}
+        made._group = self._new_group(self._worlds)
+        made._make_groups(self._worlds, None)
+        return made
 
     @property
     def job(self) -> Communicator:
@@ -435,6 +446,7 @@ class NativeCommunicator(Communicator):
         self, shards: Sequence[Sequence[int]], replicas: Sequence[Sequence[int]] | None
     ) -> None:
         super()._make_groups(shards, replicas)
+        self._copies = self._sums = None
         self._reductions = self._new_group(shards)
         self._replicas = None if replicas is None else self._new_group(replicas)
 
@@ -657,3 +669,16 @@ def communicator() -> Communicator:
         kind = NativeCommunicator if is_accelerator(device) else GlooCommunicator
         _communicators[device] = kind(device)
     return _communicators[device]
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Context in which `communicator()` is another one of the same ranks, so that the transfers of
+    an engine that is made here do not queue behind those of another engine. All must enter it.
+    """
+    shared = communicator()
+    _communicators[shared.device] = shared.apart()
+    try:
+        yield
+    finally:
+        _communicators[shared.device] = shared
