@@ -15,14 +15,15 @@ from zero.engine import ZeroEngine
 from zero.offload import tiers
 
 
-def held(teacher: object) -> dict[str, Any]:
-    """Return how many bytes of the teacher this rank has in a file, in memory, and as a whole."""
-    if not isinstance(teacher, ZeroEngine):
-        return {}
-    found = dict.fromkeys(("file", "memory", "whole"), 0)
-    for group in teacher.groups:
-        place = "file" if group.tier.holds_in_file(group.shard) else "memory"
-        found["whole" if group.persistent else place] += group.shard.nbytes
+def held(teacher: object) -> dict[str, int]:
+    """Return how many bytes of the teacher this rank has in a file and in memory, besides weights
+    that are whole on every rank.
+    """
+    found = {"file": 0, "memory": 0}
+    for group in teacher.groups if isinstance(teacher, ZeroEngine) else []:
+        if not group.persistent:
+            place = "file" if group.tier.holds_in_file(group.shard) else "memory"
+            found[place] += group.shard.nbytes
     return found
 
 
