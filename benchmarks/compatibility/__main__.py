@@ -57,6 +57,7 @@ _SAMPLING = (
     " --reward_funcs benchmarks.compatibility.data.vowels"
 )
 _TEACHER = " --teacher_model_name_or_path {data}/teacher"
+_ON_POLICY = str(REPOSITORY / "benchmarks" / "compatibility" / "on_policy.py")
 _LORA = "--use_peft --lora_r 4 --lora_alpha 8 --lora_target_modules all-linear"
 
 
@@ -101,16 +102,18 @@ SCRIPTS = {
     ),
     "trl/gkd": Script(
         "trl",
-        "examples/scripts/gkd.py",
-        _TRL
+        _ON_POLICY,
+        "gkd "
+        + _TRL
         + "model --dataset_name {data}/messages --max_length 64 --max_new_tokens 12"
         + _TEACHER,
-        resumes=False,
     ),
     "trl/gold": Script(
         "trl",
-        str(REPOSITORY / "benchmarks" / "compatibility" / "gold.py"),
-        _TRL + "model --dataset_name {data}/messages --max_length 64 --max_completion_length 12 "
+        _ON_POLICY,
+        "gold "
+        + _TRL
+        + "model --dataset_name {data}/messages --max_length 64 --max_completion_length 12 "
         "--lmbda 1.0" + _TEACHER,
     ),
     "sentence_transformers/fit": Script(
