@@ -53,7 +53,7 @@ from zero.device import new_stream
 from zero.offload import activations, pinned, tiers
 from zero.optim.sharded_optimizer import NonFiniteGradientError
 
-STEPS = 5
+STEPS = 4
 # A function that changes something in the process before the engine is made.
 Prepare = Callable[[], None]
 

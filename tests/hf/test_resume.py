@@ -48,7 +48,7 @@ SAME_BATCHES = needs(
     "5.0",
     "resumed in a later epoch, its Trainer takes other batches, also by itself",
 )
-SAVED, KILLED, STEPS, GLOBAL_BATCH = 15, 17, 30, 6
+SAVED, KILLED, STEPS, GLOBAL_BATCH = 10, 12, 20, 6
 
 
 def _job(name: str, output: Path, nproc: int, **others: Any) -> dict[str, Any]:

@@ -46,7 +46,7 @@ from zero.core.quantized_weights import reachable
 from zero.errors import UsageError
 
 IN_PEFT = "ignore:.*gradient_checkpointing:FutureWarning"
-STEPS = 4
+STEPS = 3
 TASKS = {"t5": "SEQ_2_SEQ_LM", "llama": "CAUSAL_LM"}
 LINEAR = {"t5": ["q", "v", "wi", "wo"], "llama": ["q_proj", "v_proj", "down_proj"]}
 

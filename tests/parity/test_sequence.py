@@ -24,7 +24,7 @@ from zero.errors import UsageError
 from zero.integrations.deepspeed.finder import FacadeModule
 from zero.parallel.sequence import MicroBatches, current_group
 
-STEPS, ACCUMULATION, ROWS, VOCABULARY = 6, 2, 3, 97
+STEPS, ACCUMULATION, ROWS, VOCABULARY = 4, 2, 3, 97
 CLIP = 1.0
 Batch = dict[str, torch.Tensor]
 

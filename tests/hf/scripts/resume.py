@@ -35,7 +35,7 @@ from transformers import (
     set_seed,
 )
 
-SAMPLES = 72  # twelve steps of six samples each: an epoch ends between the save and the end
+SAMPLES = 48  # eight steps of six samples each: an epoch ends between the save and the end
 SOURCE_BYTES, TARGET_BYTES = 48, 16
 
 
