@@ -1,17 +1,16 @@
 """From a translation T5 to one of a quarter of its size: BLEU of the teacher, and of students with
 and without it.
 
-    python -m benchmarks.applications.distill_translation
-    python -m benchmarks.applications.distill_translation --data FOLDER --teacher-steps 1600
-        --student-steps 3000 --student-learning-rate 3e-3 --length 40
+    python -m benchmarks.applications.distill_translation --pairs 1000 --teacher-steps 600
+    python -m benchmarks.applications.distill_translation --data FOLDER --length 40
         # FOLDER has en-de.train.jsonl, en-de.validation.jsonl and en-de.test.jsonl
 
-`run_translation.py` trains the teacher on all pairs. The students have the targets of the first
-`--pairs` of them, and only the sources of the others. `run_distill.py` trains four students for
-each seed, for the same steps: from scratch and from the teacher's best layers on these pairs; from
-the layers with the teacher, on its translations of all sources (sequence-level distillation, arXiv
-1606.07947) and a cache of its probabilities; and, for comparison, from the layers on all pairs.
-One process with one thread runs at a time."""
+`run_translation.py` trains the teacher on all pairs. Then `run_distill.py` trains three students
+for each seed, for the same steps: from scratch, from the teacher's best layers, and from these
+layers with the teacher's probabilities, which come from a cache. With `--pairs`, the students have
+the targets of the first pairs only. The one with the teacher also has the teacher's translations of
+all other sources (sequence-level distillation, arXiv 1606.07947). One process with one thread runs
+at a time."""
 
 from __future__ import annotations
 
@@ -41,11 +40,8 @@ from translation.model import BUILT_IN_CORPUS_SIZE, FREE_TEXT_SIZE, small_t5_con
 from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
 from zero.tools.arguments import count
 
-SCRATCH = "few pairs, from scratch"
-LAYERS = "few pairs, from the teacher's layers"
-TEACHER = "few pairs, with the teacher"
-ALL_PAIRS = "all pairs, from the teacher's layers"
-STUDENTS = (SCRATCH, LAYERS, TEACHER, ALL_PAIRS)
+SCRATCH, LAYERS, TEACHER = "from scratch", "from the teacher's layers", "with the teacher"
+STUDENTS = (SCRATCH, LAYERS, TEACHER)
 COMMON = """--save_strategy no --report_to none --disable_tqdm True --adam_beta2 0.99
  --warmup_steps 50 --per_device_eval_batch_size 128 --train_sampling_strategy group_by_length
  --ddp_find_unused_parameters False --do_predict --predict_with_generate True""".split()
@@ -79,7 +75,9 @@ def prepare(args: argparse.Namespace) -> dict[str, Path]:
         config = small_t5_config(tokenizer, size._replace(d_model=args.width, num_layers=layers))
         config.save_pretrained(folder / f"{name}_config")
         tokenizer.save_pretrained(folder / f"{name}_config")
-    write_pairs(folder / "few.jsonl", read_pairs(data["train"])[: args.pairs])
+    pairs = read_pairs(data["train"])
+    write_pairs(folder / "pairs.jsonl", pairs[: args.pairs])
+    write_pairs(folder / "others.jsonl", pairs[args.pairs :] if args.pairs else [])
     return data
 
 
@@ -110,8 +108,8 @@ def run(main: Callable[[], None], output: Path, *options: object) -> tuple[float
 
 
 def train_teacher(data: dict[str, Path], args: argparse.Namespace) -> None:
-    """Train the teacher. Write what it makes of the training sentences, `translated.jsonl`, and its
-    probabilities of that, `cache`.
+    """Train the teacher. Write what a student learns from it: `with_teacher.jsonl`, the pairs and
+    its translations of the other sources, and `cache`, its probabilities of all these targets.
     """
     folder: Path = args.folder
     lengths = ("--max_source_length", args.length, "--max_target_length", args.length)
@@ -123,17 +121,19 @@ def train_teacher(data: dict[str, Path], args: argparse.Namespace) -> None:
         args.teacher_steps, "--learning_rate", args.learning_rate,
         "--lr_scheduler_type", "cosine", "--per_device_train_batch_size", args.batch,
     )  # fmt: skip
-    translated = folder / "teacher_on_train"
-    run(
-        run_translation.main, translated, "--model_name_or_path", folder / "teacher", *common,
-        "--test_file", data["train"], "--num_beams", 1,
-    )  # fmt: skip
-    sources = (source for source, _ in read_pairs(data["train"]))
-    targets = (translated / "generated_predictions.txt").read_text(encoding="utf-8").splitlines()
-    pairs = zip(sources, targets, strict=True)
-    write_pairs(folder / "translated.jsonl", (pair for pair in pairs if pair[1]))
+    pairs, others = (read_pairs(folder / f"{name}.jsonl") for name in ("pairs", "others"))
+    if others:
+        run(
+            run_translation.main, folder / "translated", "--model_name_or_path", folder / "teacher",
+            *common, "--test_file", folder / "others.jsonl", "--num_beams", 1,
+        )  # fmt: skip
+        file = folder / "translated" / "generated_predictions.txt"
+        targets = file.read_text(encoding="utf-8").splitlines()
+        made = zip((source for source, _ in others), targets, strict=True)
+        pairs += [pair for pair in made if pair[1]]
+    write_pairs(folder / "with_teacher.jsonl", pairs)
     start(
-        run_distill.main, "cache_teacher", *distilling(folder / "translated.jsonl", args),
+        run_distill.main, "cache_teacher", *distilling(folder / "with_teacher.jsonl", args),
         "--teacher_cache", folder / "cache", "--top_k", 12,
     )  # fmt: skip
     (folder / "teacher.json").write_text(json.dumps({"bleu": bleu, "seconds": seconds}))
@@ -152,8 +152,8 @@ def distilling(train: Path, args: argparse.Namespace) -> list[object]:
 def train_student(name: str, seed: int, data: dict[str, Path], args: argparse.Namespace) -> float:
     """Train a student, and return its BLEU on the test sentences."""
     folder: Path = args.folder
-    train = {TEACHER: folder / "translated.jsonl", ALL_PAIRS: data["train"]}
-    options = distilling(train.get(name, folder / "few.jsonl"), args)
+    train = "with_teacher.jsonl" if name == TEACHER else "pairs.jsonl"
+    options = distilling(folder / train, args)
     options += [
         "--do_train", "--test_file", data["test"], "--generation_max_length", args.length,
         "--generation_num_beams", 4, "--seed", seed, "--max_steps", args.student_steps,
@@ -232,11 +232,11 @@ def main() -> None:
     parser.add_argument("--width", type=count, default=128, help="d_model of both models")
     parser.add_argument("--teacher-layers", type=count, default=6)
     parser.add_argument("--student-layers", type=count, default=1)
-    parser.add_argument("--teacher-steps", type=count, default=1200)
-    parser.add_argument("--student-steps", type=count, default=300)
+    parser.add_argument("--teacher-steps", type=count, default=1600)
+    parser.add_argument("--student-steps", type=count, default=1500)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--student-learning-rate", type=float, default=3e-3)
-    parser.add_argument("--pairs", type=count, default=1000, help="that the students have")
+    parser.add_argument("--pairs", type=count, help="that the students have; default: all")
     parser.add_argument("--batch", type=count, default=64)
     parser.add_argument("--length", type=count, default=32, help="tokens of a sentence, at most")
     parser.add_argument("--seeds", type=count, default=3)
