@@ -166,6 +166,18 @@ def test_an_encoder_decoder_has_activations(ask):
     )
 
 
+def test_codes_are_gathered_as_many_bytes_with_activations_and_without(ask):
+    shape = llama(hidden_size=512, intermediate_size=1024)
+    shape.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    stage3 = {"stage": 3, "stage3_prefetch_bucket_size": 30000}
+    options = ["--adapter", "8", "--world", "2", "--json"]
+    gathered = [
+        ask(shape, stage3, *options, *more)["bytes"]["device"]["gathered parameters"]
+        for more in ([], ["--batch", "1", "--seq", "8"])
+    ]
+    assert gathered[0] == gathered[1] > 0
+
+
 def test_both_ways_of_checkpointing(ask):
     options = ["--batch", "16", "--seq", "32", "--world", "2", "--json"]
     plain, less = (

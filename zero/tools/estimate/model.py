@@ -235,7 +235,8 @@ def replace_forwards(engine: ZeroEngine) -> None:
 
     def using(module: nn.Module, values: torch.Tensor) -> torch.Tensor:
         trained = (param for param in owned[module] if param.requires_grad)
-        return sum((param.sum() for param in trained), start=values)
+        # A new tensor even if nothing is trained: an output that is the input would end no use.
+        return sum((param.sum() for param in trained), start=values.clone())
 
     def forward(values: torch.Tensor) -> torch.Tensor:
         for module in called[1:]:

@@ -31,7 +31,6 @@ from zero.tools.estimate.machine import DEVICE, DISK, HOST, Memory, imitated
 from zero.tools.estimate.model import enable_checkpointing, micro_batch, without_values
 from zero.tools.estimate.parts import (
     ACTIVATIONS,
-    GATHERED,
     GRADIENTS,
     MASTERS,
     PARAMETERS,
@@ -220,8 +219,6 @@ def _followed(
         for (place, part), nbytes in memory.most.items():
             if not part.startswith(ACTIVATIONS):
                 found.parts.setdefault(place, {})[part] = nbytes
-        item = engine.settings.compute_dtype.itemsize
-        found.parts[DEVICE][GATHERED] = engine.residency.peak * item
     found.parts = {
         place: {part: nbytes for part, nbytes in parts.items() if nbytes >= LEAST}
         for place, parts in found.parts.items()
