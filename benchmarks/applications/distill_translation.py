@@ -3,6 +3,7 @@ and without it.
 
     python -m benchmarks.applications.distill_translation --pairs 1000 --teacher-steps 600
     python -m benchmarks.applications.distill_translation --data FOLDER --length 40
+        --pairs 2000 --student-steps 4000
         # FOLDER has en-de.train.jsonl, en-de.validation.jsonl and en-de.test.jsonl
 
 `run_translation.py` trains the teacher on all pairs. Then `run_distill.py` trains three students
