@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from distill.data import Segment, encode
+from distill.data import Segment, encode, start_tokens
 from translation.records import InputError
 
 
@@ -20,7 +20,7 @@ def prefix_ends(
 
     The bytes are counted to the end of the token before. Starts of tokens cannot be compared,
     because tokenizers differ about the place of a leading space."""
-    ends, before = [0], 0
+    ends, before = [0] * (1 + len(start_tokens(segments, tokenizer))), 0
     for segment in segments:
         offsets = tokenizer(segment.text, add_special_tokens=False, return_offsets_mapping=True)[
             "offset_mapping"

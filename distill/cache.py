@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -160,6 +160,19 @@ class TeacherCache:
                     f" run cache_teacher again into another folder, or use the same {name}"
                 )
 
+    def require(self, keys: Iterable[list[bytes]]) -> None:
+        """Raise CacheError if an example is missing. Each item has the keys of some examples."""
+        missing = sum(key not in self for some in keys for key in some)
+        if missing:
+            raise self._lacks(f"{missing} examples")
+
+    def _lacks(self, what: str) -> CacheError:
+        return CacheError(
+            f"teacher_cache {self.folder} does not hold {what} of this data (it holds {len(self)} "
+            "others): run cache_teacher with the same data, tokenizer, max_length, packing and "
+            "source_prefix"
+        )
+
     def targets(self, inputs: Mapping[str, Any], batch: Batch) -> StoredTeacher:
         """Return what is stored for a batch's targets, in their order.
 
@@ -178,11 +191,7 @@ class TeacherCache:
             if not count:
                 continue
             if key not in self._where:
-                raise CacheError(
-                    f"teacher_cache {self.folder} does not hold an example of this data (it holds "
-                    f"{len(self)} others):"
-                    f" run cache_teacher with the same data, tokenizer, max_length and packing"
-                )
+                raise self._lacks("an example")
             place = self._where[key]
             if place.end - place.start != count:
                 raise CacheError(

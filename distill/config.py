@@ -192,6 +192,22 @@ def check(given: DistillationConfig | argparse.Namespace) -> None:
         )
     if given.teacher_load_in_4bit and given.teacher_load_in_8bit:
         raise ValueError("teacher_load_in_4bit and teacher_load_in_8bit: choose one of them")
+    if given.layer_mapping and not (given.hidden_loss_weight or given.attn_relation_weight):
+        raise ValueError("layer_mapping needs hidden_loss_weight or attn_relation_weight above 0")
+    if given.lmbda and not needs_teacher(given):
+        raise ValueError(
+            "lmbda: a student learns nothing from its own text without a teacher: give a kd_alpha "
+            "above 0"
+        )
+    if given.label_smoothing_factor:
+        raise ValueError(
+            "label_smoothing_factor has no effect on the losses of distillation: leave it out"
+        )
+    if not given.eval_do_concat_batches:
+        raise ValueError(
+            "eval_do_concat_batches False cannot be used, because evaluation adds up the losses of "
+            "all batches: leave it out"
+        )
     if given.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {given.max_new_tokens}: it must be at least 1")
     _check_cache(given)
@@ -207,6 +223,7 @@ def _check_cache(given: DistillationConfig | argparse.Namespace) -> None:
         "attn_relation_weight": given.attn_relation_weight > 0,
         "temperature_schedule": given.temperature_schedule != "constant",
         "loss_type uld": given.loss_type == "uld",
+        "overlap_teacher": given.overlap_teacher,
     }
     if names := [name for name, value in needs_live.items() if value]:
         raise ValueError(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import datasets
 import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from distill.batch import IGNORED, TARGET_COUNTS, target_mask
@@ -28,10 +29,13 @@ _PAIRS = (("prompt", "response"), ("prompt", "completion"), ("instruction", "out
 
 
 class Segment(NamedTuple):
-    """A piece of text, and whether it is learnt."""
+    """A piece of text, whether it is learnt, and whether a chat template has written it, with all
+    special tokens.
+    """
 
     text: str
     learnt: bool
+    templated: bool = False
 
 
 class Pair(NamedTuple):
@@ -83,7 +87,8 @@ def _read_file(path: Path) -> Iterator[tuple[str, object]]:
             (f"{path}, record {number}", record) for number, record in enumerate(records, start=1)
         )
         return
-    for number, line in enumerate(text.splitlines(), start=1):
+    # `splitlines` would also split at characters that JSON allows in a string.
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
                 yield f"{path}, line {number}", json.loads(line)
@@ -157,15 +162,25 @@ def _dialogue(
     if tokenizer.chat_template is None:
         texts = [f"{message['role']}: {message['content']}\n" for message in messages]
     else:
-        whole = [
-            str(tokenizer.apply_chat_template(messages[: i + 1], tokenize=False))
-            for i in range(len(messages))
-        ]
-        texts = [
-            text.removeprefix(before) for before, text in zip(["", *whole], whole, strict=False)
-        ]
+        try:
+            whole = [
+                str(tokenizer.apply_chat_template(messages[: i + 1], tokenize=False))
+                for i in range(len(messages))
+            ]
+        except TemplateError as error:
+            raise InputError(f"{where}: the tokenizer's chat template says: {error}") from error
+        before = ["", *whole[:-1]]
+        if not all(text.startswith(start) for start, text in zip(before, whole, strict=True)):
+            raise InputError(
+                f"{where}: the tokenizer's chat template writes a turn differently once another "
+                "one follows, so the turns cannot be told apart: give the tokenizer a template "
+                "that does not, or dialogues with one answer"
+            )
+        texts = [text[len(start) :] for start, text in zip(before, whole, strict=True)]
+    templated = tokenizer.chat_template is not None
     return [
-        Segment(text, m["role"] == "assistant") for text, m in zip(texts, messages, strict=True)
+        Segment(text, message["role"] == "assistant", templated)
+        for text, message in zip(texts, messages, strict=True)
     ]
 
 
@@ -189,12 +204,13 @@ def _messages(turn: object, number: int, where: str) -> list[dict[str, str]]:
 
 
 def encode(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
-    """Return `input_ids` and `labels` of one example, with the end token.
+    """Return `input_ids` and `labels` of one example, with the end token, and with the start token
+    if the tokenizer puts one before texts.
 
     No token spans two segments.
     """
-    ids: list[int] = []
-    labels: list[int] = []
+    ids = start_tokens(segments, tokenizer)
+    labels = [IGNORED] * len(ids)
     for segment in segments:
         piece = tokenizer(segment.text, add_special_tokens=False)["input_ids"]
         ids += piece
@@ -204,6 +220,16 @@ def encode(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase) -> d
         ids.append(end)
         labels.append(end)
     return {"input_ids": ids, "labels": labels}
+
+
+def start_tokens(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the start token in a list, or an empty list if the tokenizer puts none before this
+    text.
+    """
+    start = token_id(tokenizer, "bos")
+    if start is None or any(segment.templated for segment in segments):
+        return []
+    return [start] if tokenizer("a")["input_ids"][:1] == [start] else []
 
 
 def pack(

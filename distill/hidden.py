@@ -27,12 +27,22 @@ class LayerPair(NamedTuple):
     teacher: int
 
 
+def decoder_depth(config: PretrainedConfig) -> str | None:
+    """Return the name of the number of the decoder's layers, if it has one of its own.
+
+    T5 has `num_decoder_layers`; BART, Marian and NLLB have `decoder_layers`.
+    """
+    names = ("num_decoder_layers", "decoder_layers")
+    return next((name for name in names if getattr(config, name, None) is not None), None)
+
+
 def layers_and_width(config: PretrainedConfig) -> tuple[int, int]:
     """The number of layers of a model's decoder (of all if it has no encoder), and the width of
     their outputs.
     """
     text = config.get_text_config()
-    layers = getattr(text, "num_decoder_layers", None) or text.num_hidden_layers
+    name = decoder_depth(text)
+    layers = getattr(text, name) if name else text.num_hidden_layers
     return layers, text.hidden_size
 
 

@@ -59,6 +59,8 @@ def share_of_step(total: torch.Tensor, tokens: torch.Tensor | int, ranks: int) -
     `tokens`: the number of targets in the step, over which `total` is averaged. `ranks`: the number
     of ranks, by which the gradients will be divided.
     """
+    # Without targets in the whole step, `total` is 0.
+    tokens = tokens.clamp_min(1) if isinstance(tokens, torch.Tensor) else max(1, tokens)
     return total / tokens * ranks
 
 

@@ -7,12 +7,13 @@ decision. They must, because with sharding, generation needs all ranks."""
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.integrations import is_deepspeed_zero3_enabled
 
 import zero
 from distill.batch import IGNORED
@@ -28,6 +29,19 @@ def writer_of(step: int, micro_batch: int, seed: int, lmbda: float, seq_kd: bool
     if random.Random(f"{seed} {step} {micro_batch}").random() < lmbda:
         return "student"
     return "teacher" if seq_kd else None
+
+
+@contextmanager
+def drawing(
+    seed: int, step: int, micro_batch: int, rank: int, device: torch.device
+) -> Iterator[None]:
+    """Draw the text of a batch from random numbers of its own, so that a resumed run writes the
+    same one. The Trainer restores its random state only after it has made the first step's batches.
+    """
+    devices = [] if device.type == "cpu" else [device.index or 0]
+    with torch.random.fork_rng(devices, device_type=device.type):
+        torch.manual_seed(random.Random(f"{seed} {step} {micro_batch} {rank}").getrandbits(63))
+        yield
 
 
 def prompt_lengths(labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -101,8 +115,8 @@ def rewrite(
     if by_student:
         options |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "synced_gpus": False}
     else:
-        shared = is_deepspeed_zero3_enabled() and torch.distributed.get_world_size() > 1
-        options["synced_gpus"] = shared
+        # It may be sharded where the student is not.
+        options["synced_gpus"] = dist.is_initialized() and dist.get_world_size() > 1
     training = model.training
     model.eval()
     whole_student = zero.GatheredParameters(model, enabled=by_student)

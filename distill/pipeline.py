@@ -4,6 +4,7 @@ cache.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -28,7 +29,7 @@ from transformers import (
 from distill import cache, data, export
 from distill.alignment import encode_twice
 from distill.arguments import Arguments, DataArguments, ModelArguments
-from distill.batch import Batch, with_decoder_inputs
+from distill.batch import IGNORED, Batch, with_decoder_inputs
 from distill.config import DistillationConfig
 from distill.importance import block_influence, most_influential
 from distill.student import (
@@ -46,6 +47,7 @@ from distill.teacher import LiveTeacher, Observed, load_model, require_same_kind
 from distill.trainer import DistillationTrainer
 from translation import report
 from translation.arguments import output_folder
+from translation.model import dtype_to_train_in
 from translation.records import InputError, required
 from translation.tokenizer import pad_token_id
 
@@ -67,6 +69,13 @@ def run(arguments: Arguments) -> None:
     model_args, data_args, args = arguments
     tokenizer, teacher_tokenizer = load_tokenizers(model_args, args)
     pairs = _student_kind(model_args, args).is_encoder_decoder
+    if args.predict_with_generate and not pairs:
+        raise InputError(
+            "--predict_with_generate is for encoder-decoder models: a causal one would be given "
+            "the answers together with the prompts"
+        )
+    if args.generation_max_length is None:
+        args.generation_max_length = data_args.max_length
     splits = _load_splits(data_args, args, tokenizer, teacher_tokenizer, pairs)
     is_live = args.needs_teacher() and not args.teacher_cache
     quantization = _quantization(args)
@@ -74,7 +83,7 @@ def run(arguments: Arguments) -> None:
     teacher = None
     if model_args.init_student_from_teacher or (is_live and not quantization):
         teacher = _load_teacher(args, teacher_tokenizer)
-    student = load_student(model_args, teacher, best, len(tokenizer))
+    student = load_student(model_args, teacher, best, len(tokenizer), **dtype_to_train_in(args))
     if not is_live:
         teacher = None  # it was needed only to make the student
     elif quantization:
@@ -266,14 +275,18 @@ def _best_layers(
 
 
 def load_student(
-    model_args: ModelArguments, teacher: PreTrainedModel | None, best: Layers | None, tokens: int
+    model_args: ModelArguments,
+    teacher: PreTrainedModel | None,
+    best: Layers | None,
+    tokens: int,
+    **options: object,
 ) -> PreTrainedModel:
     """Return the student: a named model, a new one from a configuration, or some layers of the
-    teacher (`best`, or those whose numbers are given).
+    teacher (`best`, or those whose numbers are given). `options` go to transformers.
     """
     if model_args.model_name_or_path:
         try:
-            student = load_model(model_args.model_name_or_path)
+            student = load_model(model_args.model_name_or_path, **options)
         except (OSError, ValueError, SafetensorError) as error:
             raise InputError(
                 f"--model_name_or_path {model_args.model_name_or_path}: {error}"
@@ -282,7 +295,7 @@ def load_student(
         return student
     if teacher is None or not model_args.init_student_from_teacher:
         name = required(model_args.student_config, "student_config")
-        return _new_student(load_config(name), tokens)
+        return _new_student(load_config(name), tokens, **options)
     layers = best or dict.fromkeys(
         stacks(teacher),
         parse_layers(model_args.init_student_from_teacher, depth(teacher.config)),
@@ -290,19 +303,20 @@ def load_student(
     config = cut_config(teacher.config, layers)
     if model_args.student_config:
         config = load_config(model_args.student_config)
-    student = _new_student(config, tokens)
+    student = _new_student(config, tokens, **options)
     copy_layers(student, teacher, layers)
+    student.generation_config = copy.deepcopy(teacher.generation_config)
     return student
 
 
-def _new_student(config: PretrainedConfig, tokens: int) -> PreTrainedModel:
+def _new_student(config: PretrainedConfig, tokens: int, **options: object) -> PreTrainedModel:
     vocab_size = config.get_text_config().vocab_size
     if vocab_size < tokens:
         raise InputError(
             f"the student's vocab_size is {vocab_size} and its tokenizer has {tokens} tokens: set "
             "vocab_size in --student_config to at least that"
         )
-    return from_config(config)
+    return from_config(config, **options)
 
 
 # -- data
@@ -385,6 +399,12 @@ def load_examples(
             )
         else:
             examples = [data.cut(data.encode(text, tokenizer), length) for text in texts]
+    first = 0 if pairs else 1  # nothing comes before a causal model's first token
+    if not any(label != IGNORED for each in examples for label in each["labels"][first:]):
+        raise InputError(
+            f"{argument}: no answer begins within --max_length {length}, so there is nothing to "
+            "learn; make it larger"
+        )
     return examples
 
 
@@ -412,8 +432,13 @@ def cache_teacher(arguments: Arguments) -> None:
     name = required(args.teacher_model_name_or_path, "teacher_model_name_or_path")
     folder = required(args.teacher_cache, "teacher_cache")
     data_file = required(data_args.train_file, "train_file")
-    tokenizer, _ = load_tokenizers(model_args, args)
-    teacher = _load_teacher(args, None, **_quantization(args))
+    tokenizer, own = load_tokenizers(model_args, args)
+    if own is not None and cache.tokenizer_hash(own) != cache.tokenizer_hash(tokenizer):
+        raise InputError(
+            f"cache_teacher reads the data with the tokenizer of {name}: leave out "
+            "--tokenizer_name and --model_name_or_path, which have another one"
+        )
+    teacher = _load_teacher(args, tokenizer, **_quantization(args))
     is_first = args.process_index == 0
     examples = load_examples(
         data_file,

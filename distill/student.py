@@ -17,6 +17,7 @@ from transformers import (
 )
 
 import zero
+from distill.hidden import decoder_depth
 from translation.records import InputError
 
 # Indices of layers, by the name of the list that holds them.
@@ -26,10 +27,10 @@ _LAYER = re.compile(
 )
 
 
-def from_config(config: PretrainedConfig) -> PreTrainedModel:
+def from_config(config: PretrainedConfig, **options: object) -> PreTrainedModel:
     """Return an untrained language model. With ZeRO-3 it is sharded while it is built."""
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    return kind.from_config(config)
+    return kind.from_config(config, **options)
 
 
 def load_config(name: str, argument: str = "student_config") -> PretrainedConfig:
@@ -45,10 +46,8 @@ def load_config(name: str, argument: str = "student_config") -> PretrainedConfig
 def depth(config: PretrainedConfig) -> int:
     """Return the number of layers of a model, or of the shorter one of its encoder and decoder."""
     text = config.get_text_config()
-    return min(
-        text.num_hidden_layers,
-        getattr(text, "num_decoder_layers", None) or text.num_hidden_layers,
-    )
+    name = decoder_depth(text)
+    return min(text.num_hidden_layers, getattr(text, name) if name else text.num_hidden_layers)
 
 
 def parse_best(text: str, available: int) -> int | None:
@@ -99,8 +98,8 @@ def cut_config(config: PretrainedConfig, layers: Layers) -> PretrainedConfig:
     cut = copy.deepcopy(config)
     kept = next(iter(layers.values()))
     cut.num_hidden_layers = len(kept)
-    if getattr(cut, "num_decoder_layers", None) is not None:
-        cut.num_decoder_layers = len(kept)
+    if name := decoder_depth(cut):
+        setattr(cut, name, len(kept))
     if getattr(cut, "layer_types", None):
         cut.layer_types = [config.layer_types[layer] for layer in kept]
     return cut

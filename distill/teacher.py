@@ -276,13 +276,14 @@ class LiveTeacher:
 
     def _check(self, observed: Observed) -> None:
         """Raise InputError if the first batch's predictions are not finite. Later ones are not
-        tested, because the host would wait for the device.
+        tested, because the host would wait for the device; the log notices them.
         """
         first = observed.compute(_first_predictions, self.device)
-        if first.isnan().any():
+        if (first.isnan() | first.isposinf()).any():
             raise InputError(
-                f"the teacher {self.model.name_or_path} predicts NaN: its weights are damaged, or "
-                "its values overflow in 16 bits; try --bf16 in place of --fp16, or neither"
+                f"the teacher {self.model.name_or_path} predicts NaN or infinity: its weights are "
+                "damaged, or its values overflow in 16 bits; try --bf16 in place of --fp16, or "
+                "neither"
             )
         self._is_checked = True
 

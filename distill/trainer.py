@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from distill import on_policy, vocabulary
 from distill.batch import Batch, target_mask, with_decoder_inputs
-from distill.cache import CacheError, TeacherCache, tokenizer_hash
+from distill.cache import CacheError, TeacherCache, example_keys, tokenizer_hash
 from distill.config import DistillationConfig
 from distill.data import CountingCollator
 from distill.fused import Recipe, SharedTokens, StoredTeacher
@@ -44,6 +44,7 @@ from distill.teacher import (
     require_same_kind,
     teacher_ds_config,
 )
+from translation.records import InputError
 from translation.tokenizer import pad_token_id, token_id
 
 
@@ -190,6 +191,8 @@ class DistillationTrainer(Seq2SeqTrainer):
         self._head_is_tested = False
         alignment = _align(model, teacher_model, args, processing_class, teacher_processing_class)
         self._replacement = alignment.replacement
+        if teacher_model is not None and args.top_k:
+            _require_shared(args.top_k, alignment.shared, _head_rows(model))
         recipe = Recipe(
             args.kd_alpha,
             Divergence(args.loss_type, args.beta, args.skew_alpha),
@@ -256,6 +259,9 @@ class DistillationTrainer(Seq2SeqTrainer):
             )
         shared = None if tokens == rows else SharedTokens(slice(0, tokens), slice(0, tokens))
         self._recipe = replace(self._recipe, shared=shared)
+        if isinstance(self.train_dataset, Sequence):
+            examples = cast(Sequence[Any], self.train_dataset)
+            cache.require(example_keys(self.data_collator([each])) for each in examples)
         return cache
 
     # -- batches
@@ -291,7 +297,10 @@ class DistillationTrainer(Seq2SeqTrainer):
         for number, inputs in enumerate(itertools.islice(epoch_iterator, num_batches)):
             step = self.state.global_step
             writer = on_policy.writer_of(step, number, args.seed, args.lmbda, args.seq_kd)
-            samples.append(self._written_by(writer, inputs) if writer else inputs)
+            if writer:
+                with on_policy.drawing(args.seed, step, number, args.process_index, device):
+                    inputs = self._written_by(writer, inputs)
+            samples.append(inputs)
             self._writers[writer] += 1
         return samples, self._get_num_items_in_batch(samples, device)
 
@@ -336,6 +345,7 @@ class DistillationTrainer(Seq2SeqTrainer):
                 "relation_loss": layers is None or layers.teacher_recorder is None,
             }
             means = self._sums.pop_means(self.accelerator)
+            _require_numbers(means, self.state.global_step)
             logs |= {name: mean for name, mean in means.items() if not unused.get(name)}
         if "loss" in logs and self._writers:
             batches = self._writers.total()
@@ -407,13 +417,13 @@ class DistillationTrainer(Seq2SeqTrainer):
         columns = [
             losses.ce,
             losses.kd,
-            losses.teacher_ce,
-            losses.agreement,
+            losses.teacher_ce.nan_to_num(0.0),  # NaN if it is unknown
+            losses.agreement.nan_to_num(0.0),
             ones,
             losses.agreement.isfinite().float(),
         ]
         sums = ones.new_zeros(batch.size, len(columns))
-        sums.index_add_(0, batch.examples, torch.stack(columns, dim=1).nan_to_num(0.0))
+        sums.index_add_(0, batch.examples, torch.stack(columns, dim=1))
         return None, sums, None
 
     # -- saving
@@ -469,6 +479,17 @@ def _run_student(
     return output["logits"].squeeze(), output
 
 
+def _require_numbers(means: Mapping[str, float], step: int) -> None:
+    """Raise InputError if a part of the loss is NaN. The Trainer's log would show it as 0."""
+    if wrong := [name for name, mean in means.items() if math.isnan(mean)]:
+        raise InputError(
+            f"{', '.join(wrong)} was NaN since the last log, at step {step} or before: the teacher "
+            "or the student predicts NaN, because its weights are damaged or its values overflow; "
+            "resume from a checkpoint before this with a smaller --learning_rate, or with --bf16 "
+            "in place of --fp16"
+        )
+
+
 def _projections_file(folder: str) -> Path:
     return Path(folder, "distillation.safetensors")
 
@@ -498,6 +519,16 @@ def _align(
         args.vocab_policy,
         replacement,
     )
+
+
+def _require_shared(top_k: int, shared: SharedTokens | None, rows: int) -> None:
+    ids = torch.arange(rows)
+    tokens = rows if shared is None else len(ids[shared.student])
+    if top_k >= tokens:
+        raise ValueError(
+            f"top_k is {top_k}: it must be less than the {tokens} tokens that student and teacher "
+            "share"
+        )
 
 
 def _head_rows(model: PreTrainedModel) -> int:

@@ -4,6 +4,7 @@ import itertools
 import logging
 from typing import Any, NamedTuple
 
+import torch
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from safetensors import SafetensorError
@@ -77,7 +78,7 @@ def load_model_and_tokenizer(
             f"{len(tokenizer):,}",
         )
     else:
-        model = _load_model(model_args)
+        model = _load_model(model_args, training_args)
     _fit(model, tokenizer, data_args)
     return model, tokenizer
 
@@ -142,15 +143,25 @@ def small_t5_config(tokenizer: PreTrainedTokenizerBase, size: ScratchSize) -> T5
     )
 
 
-def _load_model(model_args: ModelArguments) -> PreTrainedModel:
+def dtype_to_train_in(args: Seq2SeqTrainingArguments) -> dict[str, torch.dtype]:
+    """Return the options with which transformers makes a model that is trained.
+
+    Only an engine keeps weights in fp32 beside those of a model in 16 bits, which are too coarse
+    for small updates.
+    """
+    return {"dtype": torch.float32} if args.do_train and not args.deepspeed else {}
+
+
+def _load_model(model_args: ModelArguments, args: Seq2SeqTrainingArguments) -> PreTrainedModel:
     """Load the named model with its weights; if only a configuration is named, create a new one."""
     name = required(model_args.model_name_or_path or model_args.config_name, "model_name_or_path")
     try:
         config = AutoConfig.from_pretrained(model_args.config_name or name, **_hub(model_args))
         if model_args.model_name_or_path:
-            return AutoModelForSeq2SeqLM.from_pretrained(name, config=config, **_hub(model_args))
+            given = _hub(model_args) | dtype_to_train_in(args)
+            return AutoModelForSeq2SeqLM.from_pretrained(name, config=config, **given)
         return AutoModelForSeq2SeqLM.from_config(
-            config, trust_remote_code=model_args.trust_remote_code
+            config, trust_remote_code=model_args.trust_remote_code, **dtype_to_train_in(args)
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise InputError(

@@ -4,6 +4,7 @@ generated batches.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -12,6 +13,8 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors import safe_open
+from tokenizers.processors import TemplateProcessing
+from transformers import BartConfig, MarianConfig
 
 import zero
 from distill import cache, data, on_policy
@@ -34,13 +37,15 @@ from distill.hidden import (
     Attention,
     HiddenMatch,
     hidden_loss,
+    layers_and_width,
     parse_layer_mapping,
     relation_heads,
     relation_loss,
 )
 from distill.importance import block_influence, most_influential
-from distill.student import parse_best, parse_layers
+from distill.student import cut_config, depth, parse_best, parse_layers
 from distill.teacher import LiveTeacher
+from distill.trainer import DistillationTrainer
 from distill.vocabulary import VocabularyError, align, align_rows
 from tests.distill import models
 from tests.processes import run_on
@@ -119,6 +124,39 @@ def test_only_the_assistants_turns_are_learnt(record, learnt, tokenizer):
 def test_records_of_no_known_kind_are_named(record, tokenizer):
     with pytest.raises(InputError, match="^here"):
         segments_of(record, "here", tokenizer)
+
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+LAST_THINKS = PLAIN.replace(">{{ m.c", ">{% if loop.last %}...{% endif %}{{ m.c")
+REFUSES = "{{ raise_exception('no system role') }}"
+
+
+def test_turns_are_told_apart_or_refused(tokenizer):
+    templated = copy.deepcopy(tokenizer)
+    templated.chat_template = PLAIN
+    turns = ["q", "a", "q2", "a2"]
+    texts = [segment.text for segment in segments_of(turns, "here", templated)]
+    assert texts == ["<user>q", "<assistant>a", "<user>q2", "<assistant>a2"]
+    for template, message in ((LAST_THINKS, "once another one follows"), (REFUSES, "no system")):
+        templated.chat_template = template
+        with pytest.raises(InputError, match=f"^here.*{message}"):
+            segments_of(turns, "here", templated)
+
+
+def test_texts_begin_as_the_tokenizer_begins_them(tokenizer):
+    starting = copy.deepcopy(tokenizer)
+    starting.bos_token = token = tokenizer.eos_token
+    starting.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{token} $A", special_tokens=[(token, tokenizer.eos_token_id)]
+    )
+    plain, example = (encode([Segment("a b", True)], each) for each in (tokenizer, starting))
+    assert example["input_ids"] == [starting.bos_token_id, *plain["input_ids"]]
+    assert example["labels"] == [IGNORED, *plain["labels"]]
+    # A template has written them already.
+    assert encode([Segment("a b", True, templated=True)], starting) == plain
+    # The two tokenizers' texts begin at different places then.
+    twice = encode_twice([Segment("a b", True)], starting, tokenizer, 100)
+    assert twice["teacher_positions"] == [0, *range(len(plain["input_ids"]))]
 
 
 def test_columns_of_pairs_may_be_nested():
@@ -207,6 +245,14 @@ def test_equal_widths_start_from_the_identity():
     states = [torch.randn(2, 3, 8) for _ in range(3)]
     rows = torch.tensor([0, 4])
     assert match([states[0], states[2]], states, rows, rows) == 0
+
+
+def test_decoders_have_their_own_depth_by_any_name():
+    sizes = {"encoder_layers": 4, "decoder_layers": 3, "d_model": 16}
+    for config in (BartConfig(**sizes), MarianConfig(**sizes)):
+        assert depth(config) == layers_and_width(config)[0] == 3
+        cut = cut_config(config, {"encoder": [0, 3], "decoder": [0, 2]})
+        assert (cut.encoder_layers, cut.decoder_layers) == (2, 2)
 
 
 def test_layers_are_mapped_evenly_or_as_told():
@@ -344,6 +390,10 @@ def test_what_a_cache_cannot_give_is_an_error(tmp_path):
     stored = TeacherCache(tmp_path)
     with pytest.raises(CacheError, match="does not hold an example"):
         stored.targets(inputs := COLLATE(examples), Batch.of(inputs, shifted=True))
+    keys = [cache.example_keys(COLLATE([each])) for each in examples]
+    stored.require(keys[:3])
+    with pytest.raises(CacheError, match="does not hold 1 examples"):
+        stored.require(keys)
     with pytest.raises(CacheError, match="different temperature: 2.0, not 1.0"):
         stored.check(temperature=1.0)
     with pytest.raises(CacheError, match="different tokenizer"):
@@ -407,6 +457,20 @@ def test_all_ranks_draw_the_same_writer():
     assert on_policy.writer_of(1, 0, 3, lmbda=0.0, seq_kd=True) == "teacher"
 
 
+def test_a_batch_is_drawn_from_its_own_random_numbers():
+    def drawn(*which: int) -> list[float]:
+        with on_policy.drawing(3, *which, torch.device("cpu")):
+            return torch.rand(3).tolist()
+
+    torch.manual_seed(0)
+    expected = torch.rand(2)
+    torch.manual_seed(0)
+    found = [torch.rand(1), drawn(1, 0, 0), torch.rand(1)]
+    assert torch.equal(torch.cat([found[0], found[2]]), expected)
+    assert drawn(1, 0, 0) == found[1]
+    assert len({tuple(drawn(*which)) for which in itertools.product(range(2), repeat=3)}) == 8
+
+
 def test_a_written_batch_keeps_prompts_and_learns_answers():
     model = models.llama(16, 2, seed=0)
     inputs = COLLATE(
@@ -461,6 +525,46 @@ def test_a_sharded_student_is_gathered_once_and_writes_what_it_writes_whole():
         assert len(found) == 1 + 3 + 4 * rank and found == expected
 
 
+def trainer(tmp_path, student, teacher, examples, **options) -> DistillationTrainer:
+    args = DistillationConfig(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True,
+        per_device_train_batch_size=1, logging_steps=1, save_strategy="no", **options,
+    )  # fmt: skip
+    data = {"train_dataset": examples, "eval_dataset": examples, "data_collator": COLLATE}
+    return DistillationTrainer(student, teacher, args, **data)
+
+
+def test_a_student_that_predicts_nan_has_no_score(tmp_path):
+    student = models.llama(16, 2, seed=0)
+    with torch.no_grad():
+        student.model.norm.weight[0] = torch.nan
+    found = trainer(tmp_path, student, models.llama(16, 2, seed=1), models.sequences(3)).evaluate()
+    assert math.isnan(found["eval_loss"]) and math.isfinite(found["eval_teacher_ce"])
+
+
+def test_nan_in_training_is_an_error(tmp_path):
+    """Of a token that the first batch does not have."""
+    teacher, rare = models.llama(16, 2, seed=1, tied=False), models.VOCABULARY - 1
+    with torch.no_grad():
+        teacher.model.embed_tokens.weight[rare] = torch.nan
+    examples = [{"input_ids": [5, each, 6, 7], "labels": [5, each, 6, 7]} for each in (4, rare)]
+    training = trainer(
+        tmp_path, models.llama(16, 2, seed=0), teacher, examples,
+        train_sampling_strategy="sequential", max_steps=2,
+    )  # fmt: skip
+    with pytest.raises(InputError, match="kd_loss was NaN since the last log, at step 2"):
+        training.train()
+
+
+def test_a_step_without_targets_changes_nothing(tmp_path):
+    student = models.llama(16, 2, seed=0)
+    before = copy.deepcopy(student.state_dict())
+    examples = [{"input_ids": [5, 6, 7], "labels": [IGNORED] * 3}]
+    training = trainer(tmp_path, student, None, examples, kd_alpha=0.0, max_steps=1)
+    training.train()
+    assert all(torch.equal(value, before[key]) for key, value in student.state_dict().items())
+
+
 def test_a_teacher_that_predicts_nan_is_named(tmp_path):
     model = models.llama(16, 2, seed=0)
     model.name_or_path = "broken"
@@ -490,7 +594,12 @@ def test_a_teacher_that_predicts_nan_is_named(tmp_path):
         ({"loss_type": "uld", "top_k": 5}, "top_k"),
         ({"loss_type": "uld", "lmbda": 0.5}, "lmbda needs one tokenizer"),
         ({"teacher_cache": "x", "lmbda": 0.5}, "lmbda needs a live teacher"),
+        ({"teacher_cache": "x", "overlap_teacher": True}, "overlap_teacher needs a live teacher"),
         ({"vocab_policy": "any"}, "vocab_policy"),
+        ({"lmbda": 0.5, "kd_alpha": 0.0}, "lmbda: a student learns nothing"),
+        ({"layer_mapping": "1:2"}, "layer_mapping needs hidden_loss_weight"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor has no effect"),
+        ({"eval_do_concat_batches": False}, "eval_do_concat_batches"),
     ],
 )
 def test_arguments_that_cannot_work_are_named(arguments, named, tmp_path):
@@ -527,6 +636,9 @@ def test_files_of_every_kind_are_read(tmp_path):
         for _, record in data.read_records(tmp_path / name, "train")
     ]
     assert found == ["one", "two", "three", "four"]
+    (tmp_path / "e.jsonl").write_text('{"text": "a\u2028b"}\n', encoding="utf-8")
+    ((_, record),) = data.read_records(tmp_path / "e.jsonl", "train")
+    assert record == {"text": "a\u2028b"}
     (tmp_path / "d.csv").write_text("x")
     with pytest.raises(InputError, match="unknown kind of file"):
         list(data.read_records(tmp_path / "d.csv", "train"))

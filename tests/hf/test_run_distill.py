@@ -224,6 +224,26 @@ JOBS: dict[str, list[str]] = {
     "no student": [*COMMON, "--teacher_model_name_or_path", "{}/teacher", "--train_file",
     "{}/text.txt",
                    "--validation_file", "{}/text.txt", "--output_dir", "{}/out_none"],
+    "tokenizer of another teacher": [
+        "cache_teacher", "--teacher_model_name_or_path", "{}/teacher", "--tokenizer_name",
+        "{}/other_tokenizer", "--train_file", "{}/text.txt", "--top_k", "8", "--teacher_cache",
+        "{}/cache_none",
+    ],
+    "generation by a causal model": [
+        *COMMON, "--model_name_or_path", "{}/teacher", "--kd_alpha", "0", "--train_file",
+        "{}/text.txt", "--validation_file", "{}/text.txt", "--test_file", "{}/text.txt",
+        "--do_predict", "--predict_with_generate", "--output_dir", "{}/out_none",
+    ],
+    "answers after the end": [
+        *COMMON, "--model_name_or_path", "{}/teacher", "--kd_alpha", "0", "--train_file",
+        "{}/turns.jsonl", "--validation_file", "{}/turns.jsonl", "--packing", "False",
+        "--max_length", "4", "--output_dir", "{}/out_none",
+    ],
+    "top k of a live teacher": [
+        *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0",
+        "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--top_k", "500",
+        "--output_dir", "{}/out_none",
+    ],
     "wrong temperature": [*COMMON, "--temperature", "0", "--output_dir", "{}/out_none"],
     "misspelt": [*COMMON, "--temprature", "2", "--output_dir", "{}/out_none"],
 }  # fmt: skip
@@ -393,6 +413,10 @@ def test_t5_is_scored_with_bleu(finished):
         ("too many layers", ["best:5", "from 1 to 4"]),
         ("prefix of a causal model", ["--source_prefix is for encoder-decoder models"]),
         ("another kind", ["(minicodformer) is a causal model", "(t5) an encoder-decoder"]),
+        ("tokenizer of another teacher", ["leave out --tokenizer_name"]),
+        ("generation by a causal model", ["--predict_with_generate is for encoder-decoder"]),
+        ("answers after the end", ["--train_file", "no answer begins within --max_length 4"]),
+        ("top k of a live teacher", ["top_k is 500", "less than the"]),
         ("no student", ["there is no student", "--student_config"]),
         ("wrong temperature", ["temperature is 0", "positive"]),
         ("misspelt", ["--temprature", "did you mean --temperature?"]),

@@ -125,7 +125,9 @@ def test_states_and_gathered_parameters_are_what_a_rank_holds(name, case, ranks)
         gathered = measured.pop("gathered")
         for part, nbytes in measured.items():
             assert found.parts[DEVICE].get(part, 0) == pytest.approx(nbytes, rel=0.01), part
-        assert found.parts[DEVICE].get("gathered parameters", 0) == 2 * gathered
+        # In memory, a group also has the padding that makes its shards equal.
+        predicted = found.parts[DEVICE].get("gathered parameters", 0)
+        assert 2 * gathered <= predicted <= 1.03 * 2 * gathered
 
 
 def test_what_is_offloaded_is_on_the_host_or_on_disk():
