@@ -398,7 +398,14 @@ def load_examples(
                 (data.encode(t, tokenizer) for t in texts), length, pad_token_id(tokenizer)
             )
         else:
-            examples = [data.cut(data.encode(text, tokenizer), length) for text in texts]
+            whole = [data.encode(text, tokenizer) for text in texts]
+            examples = [data.cut(example, length) for example in whole]
+            tokens, kept = (sum(len(e["input_ids"]) for e in each) for each in (whole, examples))
+            if kept < tokens and show_progress:
+                logger.warning(
+                    "%s: examples are not packed here, so %d of %d tokens that come after "
+                    "--max_length %d are left out", argument, tokens - kept, tokens, length,
+                )  # fmt: skip
     first = 0 if pairs else 1  # nothing comes before a causal model's first token
     if not any(label != IGNORED for each in examples for label in each["labels"][first:]):
         raise InputError(
