@@ -622,6 +622,8 @@ def test_a_teacher_is_estimated_beside_its_student(ask, tmp_path, capsys):
     text = ask(llama(), {"stage": 3}, *given)
     on_device = text.partition("\n  host ")[0]
     assert f"beside {beside[1]} (" in text and "parameters of the teacher" in on_device
+    t5 = transformers.T5Config(**T5, decoder_start_token_id=0)
+    assert "name two of one kind" in refusal(capsys, ask, t5, {"stage": 3}, *beside)
     options = ["--teacher-bits", "4"]
     assert "need --teacher" in refusal(capsys, ask, llama(), {"stage": 3}, *options)
 

@@ -11,6 +11,7 @@ from typing import Any
 import transformers
 
 from zero.config import Config, ZeroConfig
+from zero.errors import UsageError
 from zero.tools.estimate.machine import DEVICE, DISK, HOST, PAGEABLE, PINNED
 from zero.tools.estimate.model import build, class_of, read_config
 from zero.tools.estimate.parts import ACTIVATIONS, PARAMETERS, TILES
@@ -39,6 +40,11 @@ def report(
     config = fill_in(config, shape)
     if teacher is not None:
         question = replace(question, teacher=Teacher.read(*teacher, config))
+        if read_config(teacher[0]).is_encoder_decoder != shape.is_encoder_decoder:
+            raise UsageError(
+                f"--teacher {teacher[0]}: one of teacher and student is an encoder-decoder and the "
+                "other is not, so they cannot be compared token by token; name two of one kind"
+            )
     model = build(shape, config.compute_dtype, question.adapter)
     found, other, better, unneeded = estimate(model, config, question), None, [], None
     if can_checkpoint(model, question):
