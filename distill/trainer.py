@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
+from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Seq2SeqTrainer
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import EvalLoopOutput
@@ -260,7 +261,12 @@ class DistillationTrainer(Seq2SeqTrainer):
         shared = None if tokens == rows else SharedTokens(slice(0, tokens), slice(0, tokens))
         self._recipe = replace(self._recipe, shared=shared)
         if isinstance(self.train_dataset, Sequence):
-            examples = cast(Sequence[Any], self.train_dataset)
+            quiet = args.disable_tqdm or args.process_index > 0
+            examples = tqdm(
+                cast(Sequence[Any], self.train_dataset),
+                "finding examples in the cache",
+                disable=quiet,
+            )
             cache.require(example_keys(self.data_collator([each])) for each in examples)
         return cache
 
