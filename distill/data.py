@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,14 +170,22 @@ def _dialogue(
             ]
         except TemplateError as error:
             raise InputError(f"{where}: the tokenizer's chat template says: {error}") from error
-        before = ["", *whole[:-1]]
-        if not all(text.startswith(start) for start, text in zip(before, whole, strict=True)):
+        # Some templates end every dialogue with the end token.
+        end = str(tokenizer.eos_token or "")
+        starts = [
+            text if longer.startswith(text) else text.removesuffix(end)
+            for text, longer in pairwise(whole)
+        ]
+        if not all(
+            longer.startswith(start) for start, longer in zip(starts, whole[1:], strict=True)
+        ):
             raise InputError(
                 f"{where}: the tokenizer's chat template writes a turn differently once another "
                 "one follows, so the turns cannot be told apart: give the tokenizer a template "
-                "that does not, or dialogues with one answer"
+                "that writes it in the same way"
             )
-        texts = [text[len(start) :] for start, text in zip(before, whole, strict=True)]
+        ends = ["", *starts, whole[-1]]
+        texts = [text[len(start) :] for start, text in pairwise(ends)]
     templated = tokenizer.chat_template is not None
     return [
         Segment(text, message["role"] == "assistant", templated)

@@ -58,6 +58,7 @@ WITHOUT_TEACHER: dict[str, Any] = {
     "kd_alpha": 0.0,
     "hidden_loss_weight": 0.0,
     "attn_relation_weight": 0.0,
+    "layer_mapping": None,
     "lmbda": 0.0,
     "seq_kd": False,
 }

@@ -38,7 +38,8 @@ def drawing(
     """Draw the text of a batch from random numbers of its own, so that a resumed run writes the
     same one. The Trainer restores its random state only after it has made the first step's batches.
     """
-    devices = [] if device.type == "cpu" else [device.index or 0]
+    # MPS has one state for all devices, which `fork_rng` cannot keep.
+    devices = [] if device.type in ("cpu", "mps") else [device.index or 0]
     with torch.random.fork_rng(devices, device_type=device.type):
         torch.manual_seed(random.Random(f"{seed} {step} {micro_batch} {rank}").getrandbits(63))
         yield
@@ -86,6 +87,7 @@ def rewrite(
     pad_token_id: int,
     ends: list[int],
     by_student: bool,
+    is_sharded: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Return a batch with the prompts of `inputs` (input_ids, attention_mask, labels) and answers
     by `model`.
@@ -94,7 +96,8 @@ def rewrite(
     source. The labels are the generated tokens, up to the first of `ends`.
 
     The student samples from its own distribution, and is gathered once for the whole batch. The
-    teacher, which may not fit, is greedy and gathered block by block for each token.
+    teacher, which may not fit, is greedy and gathered block by block for each token. `is_sharded`:
+    then all ranks go on until the last one is done.
 
     Raises:
         ValueError: the batch is packed, so its examples have no separate prompts.
@@ -115,8 +118,7 @@ def rewrite(
     if by_student:
         options |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "synced_gpus": False}
     else:
-        # It may be sharded where the student is not.
-        options["synced_gpus"] = dist.is_initialized() and dist.get_world_size() > 1
+        options["synced_gpus"] = is_sharded and dist.get_world_size() > 1
     training = model.training
     model.eval()
     whole_student = zero.GatheredParameters(model, enabled=by_student)

@@ -4,7 +4,6 @@ cache.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -38,6 +37,7 @@ from distill.student import (
     cut_config,
     depth,
     from_config,
+    generation_config_of,
     load_config,
     parse_best,
     parse_layers,
@@ -74,8 +74,6 @@ def run(arguments: Arguments) -> None:
             "--predict_with_generate is for encoder-decoder models: a causal one would be given "
             "the answers together with the prompts"
         )
-    if args.generation_max_length is None:
-        args.generation_max_length = data_args.max_length
     splits = _load_splits(data_args, args, tokenizer, teacher_tokenizer, pairs)
     is_live = args.needs_teacher() and not args.teacher_cache
     quantization = _quantization(args)
@@ -84,6 +82,9 @@ def run(arguments: Arguments) -> None:
     if model_args.init_student_from_teacher or (is_live and not quantization):
         teacher = _load_teacher(args, teacher_tokenizer)
     student = load_student(model_args, teacher, best, len(tokenizer), **dtype_to_train_in(args))
+    # transformers' own default is 20 tokens.
+    if getattr(student.generation_config, "max_length", None) in (None, 20):
+        args.generation_max_length = args.generation_max_length or data_args.max_length
     if not is_live:
         teacher = None  # it was needed only to make the student
     elif quantization:
@@ -305,7 +306,8 @@ def load_student(
         config = load_config(model_args.student_config)
     student = _new_student(config, tokens, **options)
     copy_layers(student, teacher, layers)
-    student.generation_config = copy.deepcopy(teacher.generation_config)
+    if teacher.generation_config is not None:  # it can generate
+        student.generation_config = generation_config_of(teacher)
     return student
 
 

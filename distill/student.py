@@ -12,6 +12,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -133,6 +134,25 @@ def copy_layers(student: PreTrainedModel, teacher: PreTrainedModel, layers: Laye
             )
         with zero.GatheredParameters([theirs]), zero.GatheredParameters([param], modifier_rank=0):
             param.copy_(theirs)
+
+
+# What a model needs to begin and end its text.
+_TOKENS = (
+    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id",
+    "forced_eos_token_id",
+)  # fmt: skip
+
+
+def generation_config_of(teacher: PreTrainedModel) -> GenerationConfig:
+    """Return a copy of the teacher's generation settings. If they contradict each other, as in old
+    files, it has the special tokens only, because transformers refuses to save the rest.
+    """
+    own = copy.deepcopy(teacher.generation_config)
+    try:
+        own.validate(strict=True)
+    except ValueError:
+        return GenerationConfig(**{name: getattr(own, name, None) for name in _TOKENS})
+    return own
 
 
 def _source_name(name: str, layers: Layers) -> str:

@@ -322,6 +322,7 @@ class DistillationTrainer(Seq2SeqTrainer):
             pad_token_id(tokenizer),
             on_policy.end_tokens(model, token_id(tokenizer, "eos")),
             writer == "student",
+            bool(self.args.deepspeed or self.args.teacher_deepspeed),
         )
         if self.teacher is not None:
             self.teacher.stream.wait()

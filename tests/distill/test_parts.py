@@ -43,7 +43,7 @@ from distill.hidden import (
     relation_loss,
 )
 from distill.importance import block_influence, most_influential
-from distill.student import cut_config, depth, parse_best, parse_layers
+from distill.student import cut_config, depth, generation_config_of, parse_best, parse_layers
 from distill.teacher import LiveTeacher
 from distill.trainer import DistillationTrainer
 from distill.vocabulary import VocabularyError, align, align_rows
@@ -137,6 +137,10 @@ def test_turns_are_told_apart_or_refused(tokenizer):
     turns = ["q", "a", "q2", "a2"]
     texts = [segment.text for segment in segments_of(turns, "here", templated)]
     assert texts == ["<user>q", "<assistant>a", "<user>q2", "<assistant>a2"]
+    # As Phi's templates do, and with the same turns.
+    templated.chat_template = PLAIN + templated.eos_token
+    found = [segment.text for segment in segments_of(turns, "here", templated)]
+    assert found == [*texts[:-1], texts[-1] + templated.eos_token]
     for template, message in ((LAST_THINKS, "once another one follows"), (REFUSES, "no system")):
         templated.chat_template = template
         with pytest.raises(InputError, match=f"^here.*{message}"):
@@ -245,6 +249,16 @@ def test_equal_widths_start_from_the_identity():
     states = [torch.randn(2, 3, 8) for _ in range(3)]
     rows = torch.tensor([0, 4])
     assert match([states[0], states[2]], states, rows, rows) == 0
+
+
+def test_generation_settings_are_the_teachers_if_they_can_be_saved(tmp_path):
+    teacher = models.llama(16, 2, seed=0)
+    teacher.generation_config.update(num_beams=4, eos_token_id=[2, 3])
+    assert generation_config_of(teacher).to_dict() == teacher.generation_config.to_dict()
+    teacher.generation_config.update(do_sample=False, temperature=0.9, top_p=0.6)
+    found = generation_config_of(teacher)
+    found.save_pretrained(tmp_path)
+    assert found.eos_token_id == [2, 3] and found.temperature != 0.9
 
 
 def test_decoders_have_their_own_depth_by_any_name():
