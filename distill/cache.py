@@ -164,11 +164,11 @@ class TeacherCache:
         """Raise CacheError if an example is missing. Each item has the keys of some examples."""
         missing = sum(key not in self for some in keys for key in some)
         if missing:
-            raise self._lacks(f"{missing} examples")
+            raise self._lacks(f"{missing} of the examples")
 
     def _lacks(self, what: str) -> CacheError:
         return CacheError(
-            f"teacher_cache {self.folder} does not hold {what} of this data (it holds {len(self)} "
+            f"teacher_cache {self.folder} does not hold {what} in this data (it holds {len(self)} "
             "others): run cache_teacher with the same data, tokenizer, max_length, packing and "
             "source_prefix"
         )

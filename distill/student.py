@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import zero
-from distill.hidden import decoder_depth
+from distill.hidden import decoder_depth, layers_and_width
 from translation.records import InputError
 
 # Indices of layers, by the name of the list that holds them.
@@ -46,9 +46,7 @@ def load_config(name: str, argument: str = "student_config") -> PretrainedConfig
 
 def depth(config: PretrainedConfig) -> int:
     """Return the number of layers of a model, or of the shorter one of its encoder and decoder."""
-    text = config.get_text_config()
-    name = decoder_depth(text)
-    return min(text.num_hidden_layers, getattr(text, name) if name else text.num_hidden_layers)
+    return min(config.get_text_config().num_hidden_layers, layers_and_width(config)[0])
 
 
 def parse_best(text: str, available: int) -> int | None:

@@ -406,7 +406,7 @@ def test_what_a_cache_cannot_give_is_an_error(tmp_path):
         stored.targets(inputs := COLLATE(examples), Batch.of(inputs, shifted=True))
     keys = [cache.example_keys(COLLATE([each])) for each in examples]
     stored.require(keys[:3])
-    with pytest.raises(CacheError, match="does not hold 1 examples"):
+    with pytest.raises(CacheError, match="does not hold 1 of the examples"):
         stored.require(keys)
     with pytest.raises(CacheError, match="different temperature: 2.0, not 1.0"):
         stored.check(temperature=1.0)
