@@ -11,6 +11,13 @@ distill/demonstration.py):
 learn without the teacher. See docs/distillation.md."""
 # ruff: noqa: E402
 
+import sys
+
+from distill.options import APPLICATION
+
+if __name__ == "__main__":
+    APPLICATION.answer(sys.argv[1:])  # before the other imports, which take seconds
+
 import zero.hf
 
 # This must come first: transformers and accelerate look for the engine once, while they are
@@ -18,7 +25,6 @@ import zero.hf
 zero.hf.enable()
 
 import logging
-import sys
 from types import SimpleNamespace
 
 import torch.distributed
@@ -26,7 +32,7 @@ import transformers
 from transformers import set_seed
 
 from distill import demonstration, pipeline
-from distill.arguments import fail, is_demonstration, parse_arguments
+from distill.arguments import is_demonstration, parse_arguments
 from distill.cache import CacheError
 from distill.config import DistillationConfig
 from translation.records import InputError
@@ -48,7 +54,7 @@ def main() -> None:
         else:
             pipeline.run(arguments)
     except (InputError, CacheError) as error:
-        fail(str(error))
+        APPLICATION.fail(str(error))
 
 
 def start_logging(args: DistillationConfig) -> None:

@@ -8,6 +8,13 @@ translation/corpus.py:
 """
 # ruff: noqa: E402
 
+import sys
+
+from translation.options import APPLICATION
+
+if __name__ == "__main__":
+    APPLICATION.answer(sys.argv[1:])  # before the other imports, which take seconds
+
 import zero.hf
 
 # This must come first: transformers and accelerate look for the engine once, while they are
@@ -16,7 +23,6 @@ zero.hf.enable()
 
 import logging
 import os
-import sys
 from typing import cast
 
 import datasets
@@ -30,7 +36,6 @@ from transformers import Seq2SeqTrainingArguments, set_seed
 from translation import data, report
 from translation.arguments import (
     Arguments,
-    fail,
     is_demonstration,
     output_folder,
     parse_arguments,
@@ -50,7 +55,7 @@ def main() -> None:
         texts = data.load_splits(data_args, model_args, args)
         trainer, tokens = make_trainer(texts, arguments)
     except InputError as error:
-        fail(str(error))
+        APPLICATION.fail(str(error))
     if args.do_train:
         train(trainer, overwrite=data_args.overwrite_output_dir)
     if args.do_eval:

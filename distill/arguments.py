@@ -5,117 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NoReturn, cast
+from typing import cast
 
 from torch import accelerator
 
 from distill.config import DistillationConfig, needs_teacher
 from distill.config import check as check_distillation
+from distill.options import APPLICATION, DataArguments, ModelArguments
 from translation import arguments as shared
 from translation.records import InputError
 from zero.config.load import read
-from zero.errors import refuse
-
-
-@dataclass
-class ModelArguments:
-    """The student and its tokenizer. --teacher_model_name_or_path names the teacher."""
-
-    model_name_or_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "Student: a model folder or hub name. Without model, teacher and data, a "
-            "demonstration runs."
-        },
-    )
-    student_config: str | None = field(
-        default=None,
-        metadata={
-            "help": "Configuration (folder, JSON file or hub name) of a new student, which starts "
-            "from scratch."
-        },
-    )
-    init_student_from_teacher: str | None = field(
-        default=None,
-        metadata={
-            "help": "Build the student from these layers of the teacher: numbers such as 0,5,11, "
-            "or best:3, the three that change their input most."
-        },
-    )
-    tokenizer_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "The student's tokenizer. Default: its model's, otherwise the teacher's."
-        },
-    )
-
-
-@dataclass
-class DataArguments:
-    """The data, and what is written."""
-
-    train_file: str | None = field(
-        default=None,
-        metadata={
-            "help": "Training data: .txt, .json, .jsonl, a folder of text files, or a dataset's "
-            "name."
-        },
-    )
-    validation_file: str | None = field(
-        default=None, metadata={"help": "Held-out data, in the same formats."}
-    )
-    test_file: str | None = field(
-        default=None, metadata={"help": "Data for --do_predict, in the same formats."}
-    )
-    source_column: str | None = field(
-        default=None,
-        metadata={
-            "help": "Key of the text that an encoder-decoder model reads. A dot means a "
-            "nested object: translation.en."
-        },
-    )
-    target_column: str | None = field(
-        default=None, metadata={"help": "Key of the text that it learns to write."}
-    )
-    source_prefix: str | None = field(
-        default=None,
-        metadata={
-            "help": "Text to put before every source, as in the teacher's training: translate "
-            "English to German: "
-        },
-    )
-    max_length: int = field(
-        default=512,
-        metadata={"help": "Number of tokens in a block, or without packing in an example."},
-    )
-    packing: bool = field(
-        default=True,
-        metadata={
-            "help": "Pack several examples, which cannot attend to each other, into a block "
-            "(causal models)."
-        },
-    )
-    max_train_tokens: int | None = field(
-        default=None, metadata={"help": "Use only this many training tokens."}
-    )
-    max_eval_samples: int | None = field(
-        default=None, metadata={"help": "Use only this many validation blocks."}
-    )
-    teacher_steps: int = field(
-        default=1200, metadata={"help": "Training steps of the demonstration's teacher."}
-    )
-    export_dtype: str = field(
-        default="bfloat16",
-        metadata={
-            "help": "Dtype of the exported student.",
-            "choices": ("bfloat16", "float16", "float32"),
-        },
-    )
-    overwrite_output_dir: bool = field(
-        default=False, metadata={"help": "Allow an output folder that contains files."}
-    )
-
 
 Arguments = tuple[ModelArguments, DataArguments, DistillationConfig]
 
@@ -155,18 +54,6 @@ _IN_DS_CONFIG = {
 }
 
 
-class ArgumentParser(shared.ArgumentParser):
-    """The parser of run_translation.py under this script's name."""
-
-    def error(self, message: str) -> NoReturn:
-        fail(message)
-
-
-def fail(message: str) -> NoReturn:
-    """Print `message` as one line on stderr, and end this process with exit code 2."""
-    refuse(f"run_distill.py: error: {' '.join(message.split())}")
-
-
 def is_demonstration(given) -> bool:
     """Whether neither a model, a teacher nor data is named."""
     names = (
@@ -185,7 +72,7 @@ def parse_arguments(argv: Sequence[str] | None = None, caching: bool = False) ->
     Raises:
         InputError: a value, file or configuration cannot work. The message names it and the remedy.
     """
-    parser = ArgumentParser(ModelArguments, DataArguments, DistillationConfig)
+    parser = shared.ArgumentParser(APPLICATION, ModelArguments, DataArguments, DistillationConfig)
     parser.set_defaults(use_cpu=not accelerator.is_available())
     given = parser.parse_args(argv)
     if given.deepspeed is not None:

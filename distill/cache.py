@@ -32,7 +32,6 @@ from distill.fused import StoredTeacher
 from distill.losses import log_probabilities, sampled_bins, top_k_with_tail
 
 PART_EXAMPLES = 256
-SAMPLINGS = ("top_k", "importance")
 # Key of a batch, written by `distill.data.CountingCollator`: the keys of its examples.
 EXAMPLE_KEYS = "example_keys"
 _EDGE = 2**20

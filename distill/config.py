@@ -6,113 +6,29 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass
 
 from transformers import Seq2SeqTrainingArguments
 
-from distill.cache import SAMPLINGS
-from distill.hidden import HIDDEN_LOSSES
-from distill.losses import LOSS_TYPES, Divergence
-from distill.vocabulary import VOCAB_POLICIES
-
-SCHEDULES = ("constant", "linear", "cosine")
-Value = TypeVar("Value")
-
-
-def _field(default: Value, help: str, **metadata: object) -> Value:
-    return field(default=default, metadata={"help": help, **metadata})
+from distill.losses import Divergence
+from distill.options import (
+    HIDDEN_LOSSES,
+    SCHEDULES,
+    VOCAB_POLICIES,
+    GenerationArguments,
+    LossArguments,
+    TeacherArguments,
+)
+from translation.command_line import option
 
 
 @dataclass
-class DistillationConfig(Seq2SeqTrainingArguments):
+class DistillationConfig(
+    TeacherArguments, LossArguments, GenerationArguments, Seq2SeqTrainingArguments
+):
     """Arguments of `DistillationTrainer`, on top of transformers' own."""
 
-    teacher_model_name_or_path: str | None = _field(None, "Teacher: a model folder or a hub name.")
-    teacher_deepspeed: str | None = _field(
-        None,
-        "The teacher's ds_config. Default: stage and precision of --deepspeed, with offloaded "
-        "parameters.",
-    )
-    teacher_device: str | None = _field(
-        None,
-        "Device of a teacher that is not sharded, such as cuda:1. Default: the student's device.",
-    )
-    overlap_teacher: bool = _field(
-        False,
-        "On an accelerator, run the teacher's forward beside the student's. The device then needs "
-        "the memory of both at the same time.",
-    )
-    teacher_load_in_4bit: bool = _field(
-        False, "Quantize the teacher's linear layers to NF4 (bitsandbytes) while it is loaded."
-    )
-    teacher_load_in_8bit: bool = _field(
-        False, "Quantize the teacher's linear layers to LLM.int8 while it is loaded."
-    )
-    teacher_cache: str | None = _field(
-        None, "Folder written by cache_teacher. It replaces the teacher."
-    )
-    cache_sampling: str = _field(
-        "top_k",
-        "Which --top_k tokens cache_teacher stores: the most probable ones, or a sample whose "
-        "gradient is unbiased for --loss_type forward_kl.",
-        choices=SAMPLINGS,
-    )
-    loss_type: str = _field(
-        "forward_kl", "Divergence between student and teacher.", choices=LOSS_TYPES
-    )
-    beta: float = _field(0.5, "Weight of the teacher in generalised JSD, above 0 and below 1.")
-    skew_alpha: float = _field(
-        0.1,
-        "Share of the first distribution that a skew loss mixes into the second, from 0 to below "
-        "1.",
-    )
-    temperature: float = _field(
-        1.0, "Temperature T of both softmaxes. The loss is multiplied by T^2."
-    )
-    temperature_schedule: str = _field(
-        "constant", "How T changes to --final_temperature.", choices=SCHEDULES
-    )
-    final_temperature: float = _field(
-        1.0, "T at the end of training, unless the schedule is constant."
-    )
-    kd_alpha: float = _field(
-        0.9,
-        "loss = (1 - kd_alpha) cross-entropy + kd_alpha divergence. With 0 no teacher is needed.",
-    )
-    top_k: int = _field(
-        0,
-        "Compare the teacher's k most probable tokens, and all others as one token. 0: all tokens.",
-    )
-    hidden_loss_weight: float = _field(0.0, "Weight of the loss on hidden states.")
-    hidden_loss_type: str = _field(
-        "mse", "Loss on hidden states, after a learned projection.", choices=HIDDEN_LOSSES
-    )
-    layer_mapping: str | None = _field(
-        None,
-        "Pairs student:teacher of layers to match, such as 1:3,2:6 (0: embeddings). Default: "
-        "evenly spread.",
-    )
-    attn_relation_weight: float = _field(
-        0.0, "Weight of MiniLM's relations of queries, keys and values."
-    )
-    chunk_size: int = _field(
-        0, "Tokens whose logits are in memory at a time. 0: depends on the size of the vocabulary."
-    )
-    vocab_policy: str = _field(
-        "common",
-        "common: compare the ids that both tokenizers know. strict: reject vocabularies that "
-        "differ.",
-        choices=VOCAB_POLICIES,
-    )
-    lmbda: float = _field(
-        0.0, "Fraction of batches that the student generates (GKD, arXiv 2306.13649)."
-    )
-    seq_kd: bool = _field(
-        False, "Let the teacher generate the other batches (sequence-level distillation)."
-    )
-    max_new_tokens: int = _field(64, "Tokens to generate for --lmbda and --seq_kd.")
-    remove_unused_columns: bool = _field(
+    remove_unused_columns: bool = option(
         False, "Drop columns that the student's forward does not accept."
     )
 

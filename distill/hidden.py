@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.functional import cosine_similarity, mse_loss
 from transformers import PretrainedConfig, PreTrainedModel
 
-HIDDEN_LOSSES = ("mse", "cosine")
+from distill.options import HIDDEN_LOSSES
+
 # Names of the projections of query, key and value in an attention module, one row for each family
 # of models.
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("q", "k", "v"), ("query", "key", "value"))

@@ -23,7 +23,8 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-LOSS_TYPES = ("forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "uld")
+from distill.options import LOSS_TYPES
+
 # The logarithm of a probability of zero. Its exp() is 0 in fp32 and fp64. It is finite, so 0 times
 # it is 0.
 LOG_ZERO = -1e4

@@ -14,7 +14,6 @@ from distill.fused import SharedTokens
 
 logger = logging.getLogger(__name__)
 
-VOCAB_POLICIES = ("common", "strict")
 ADVICE = (
     "use a student with the teacher's tokenizer, or --loss_type uld, which aligns different "
     "tokenizers by bytes"

@@ -3,11 +3,10 @@ begins.
 """
 
 import argparse
-import difflib
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn, cast
 
@@ -18,122 +17,11 @@ from transformers.hf_argparser import DataClassType
 from transformers.trainer_utils import get_last_checkpoint
 
 import zero.config
+from translation.command_line import Application
+from translation.options import APPLICATION, DataTrainingArguments, ModelArguments
 from translation.records import InputError, check_data_file, required
 from zero.checkpoint import find_resumable
 from zero.config import table
-from zero.errors import refuse
-
-
-@dataclass
-class ModelArguments:
-    """Which model, configuration and tokenizer to use."""
-
-    model_name_or_path: str | None = field(
-        default=None,
-        metadata={"help": "Model folder or hub name. Default: a small T5 is trained from scratch."},
-    )
-    config_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "Configuration folder or hub name. Without a model, one with this "
-            "configuration is trained from scratch."
-        },
-    )
-    tokenizer_name: str | None = field(
-        default=None, metadata={"help": "Tokenizer folder or hub name. Default: the model's."}
-    )
-    cache_dir: str | None = field(
-        default=None, metadata={"help": "Folder for downloads from the hub."}
-    )
-    use_fast_tokenizer: bool = field(
-        default=True, metadata={"help": "Use a tokenizer backed by `tokenizers`."}
-    )
-    model_revision: str = field(
-        default="main", metadata={"help": "Branch, tag or commit of the hub model."}
-    )
-    token: str | None = field(default=None, metadata={"help": "Access token for the hub."})
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Allow code from the hub model to run here."}
-    )
-
-
-@dataclass
-class DataTrainingArguments:
-    """Languages, data files, lengths and numbers of samples."""
-
-    source_lang: str | None = field(
-        default=None, metadata={"help": "Language to translate from: a key of each record."}
-    )
-    target_lang: str | None = field(
-        default=None, metadata={"help": "Language to translate to: a key of each record."}
-    )
-    dataset_name: str | None = field(
-        default=None,
-        metadata={"help": "Name of a `datasets` dataset, or a folder written by its save_to_disk."},
-    )
-    dataset_config_name: str | None = field(
-        default=None, metadata={"help": "Configuration of that dataset."}
-    )
-    train_file: str | None = field(
-        default=None, metadata={"help": "Training data: JSON lines (.json, .jsonl), .csv or .tsv."}
-    )
-    validation_file: str | None = field(
-        default=None, metadata={"help": "Validation data, in the same formats."}
-    )
-    test_file: str | None = field(
-        default=None, metadata={"help": "Test data, in the same formats."}
-    )
-    overwrite_cache: bool = field(
-        default=False, metadata={"help": "Prepare the data again instead of using the cache."}
-    )
-    preprocessing_num_workers: int | None = field(
-        default=None,
-        metadata={"help": "Number of processes that tokenize. Default: no extra process."},
-    )
-    max_source_length: int = field(
-        default=128, metadata={"help": "Longer sources are truncated to this many tokens."}
-    )
-    max_target_length: int = field(
-        default=128, metadata={"help": "Longer targets are truncated to this many tokens."}
-    )
-    val_max_target_length: int | None = field(
-        default=None,
-        metadata={
-            "help": "max_target_length for validation, test and generation. Default: "
-            "--max_target_length."
-        },
-    )
-    pad_to_max_length: bool = field(
-        default=False,
-        metadata={"help": "Pad sentences to the maximum length, not to the longest of the batch."},
-    )
-    max_train_samples: int | None = field(
-        default=None, metadata={"help": "Use only this many training pairs."}
-    )
-    max_eval_samples: int | None = field(
-        default=None, metadata={"help": "Use only this many validation pairs."}
-    )
-    max_predict_samples: int | None = field(
-        default=None, metadata={"help": "Use only this many test pairs."}
-    )
-    num_beams: int | None = field(
-        default=None, metadata={"help": "Beams in evaluation and prediction."}
-    )
-    ignore_pad_token_for_loss: bool = field(
-        default=True, metadata={"help": "Leave padding out of the loss."}
-    )
-    source_prefix: str | None = field(
-        default=None, metadata={"help": "Text to put before every source sentence."}
-    )
-    forced_bos_token: str | None = field(
-        default=None,
-        metadata={"help": "First token to generate. For multilingual models, the target language."},
-    )
-    overwrite_output_dir: bool = field(
-        default=False,
-        metadata={"help": "Train from the beginning, even if the output folder contains files."},
-    )
-
 
 Arguments = tuple[ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments]
 
@@ -162,39 +50,28 @@ DEMONSTRATION = {
 
 
 class ArgumentParser(HfArgumentParser):
-    """HfArgumentParser with one-line errors.
+    """HfArgumentParser for an application, with one-line errors."""
 
-    For a misspelt argument it names the nearest one.
-    """
-
-    def __init__(self, *dataclasses: type):
-        super().__init__([DataClassType(each) for each in dataclasses], allow_abbrev=False)
+    def __init__(self, application: Application, *dataclasses: type):
+        self.application = application
+        types = [DataClassType(each) for each in dataclasses]
+        super().__init__(types, prog=application.script, add_help=False, allow_abbrev=False)
+        self.add_argument("--help-all", action="help", help="list all arguments")
 
     def error(self, message: str) -> NoReturn:
-        fail(message)
+        self.application.fail(message)
 
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        parsed, unknown = self.parse_known_args(args, namespace or argparse.Namespace())
-        for word in unknown:
-            if word.startswith("-"):
-                options = [option for action in self._actions for option in action.option_strings]
-                near = difflib.get_close_matches(word.split("=")[0], options, n=1)
-                self.error(
-                    f"unknown argument {word}"
-                    + (f": did you mean {near[0]}?" if near else "; see --help")
-                )
+        words = sys.argv[1:] if args is None else args
+        self.application.refuse_unknown(words, {action.dest for action in self._actions})
+        parsed, unknown = self.parse_known_args(words, namespace or argparse.Namespace())
         if unknown:
             self.error(
                 f"unexpected {unknown[0]!r}: every value needs an argument before it; see --help"
             )
         return parsed
-
-
-def fail(message: str) -> NoReturn:
-    """Print `message` as one line on stderr, and end this process with exit code 2."""
-    refuse(f"run_translation.py: error: {' '.join(message.split())}")
 
 
 def output_folder(args: TrainingArguments) -> str:
@@ -231,7 +108,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         InputError: a value, file, folder or configuration cannot work. The message names it and the
         remedy.
     """
-    parser = ArgumentParser(ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments)
+    parser = ArgumentParser(
+        APPLICATION, ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments
+    )
     parser.set_defaults(predict_with_generate=True, use_cpu=not accelerator.is_available())
     given = parser.parse_args(argv)
     if is_demonstration(given, given):

@@ -13,12 +13,8 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from tests.processes import REPOSITORY, run
-from translation.arguments import (
-    ArgumentParser,
-    DataTrainingArguments,
-    ModelArguments,
-    Seq2SeqTrainingArguments,
-)
+from translation.arguments import ArgumentParser, Seq2SeqTrainingArguments
+from translation.options import APPLICATION, DataTrainingArguments, ModelArguments
 from zero.tools.launch import _parser
 
 LAUNCHING = (REPOSITORY / "docs" / "launching.md").read_text(encoding="utf-8")
@@ -56,7 +52,9 @@ def test_kubernetes():
         volume["name"] for volume in pod["volumes"]
     }
     assert (REPOSITORY / command.training_script).is_file()
-    parser = ArgumentParser(ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments)
+    parser = ArgumentParser(
+        APPLICATION, ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments
+    )
     given = parser.parse_args(command.training_script_args)
     assert (REPOSITORY / given.deepspeed).is_file() and given.output_dir.startswith("/shared")
 

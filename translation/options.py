@@ -1,0 +1,82 @@
+"""The arguments of run_translation.py on top of the Trainer's. This imports neither torch nor
+transformers, so that `--help` is quick.
+"""
+
+from dataclasses import dataclass
+
+from translation.command_line import Application, option
+
+
+@dataclass
+class ModelArguments:
+    """Which model, configuration and tokenizer to use."""
+
+    model_name_or_path: str | None = option(
+        None, "Model folder or hub name. Default: a small T5 is trained from scratch."
+    )
+    config_name: str | None = option(
+        None,
+        "Configuration folder or hub name. Without a model, one with this configuration is "
+        "trained from scratch.",
+    )
+    tokenizer_name: str | None = option(None, "Tokenizer folder or hub name. Default: the model's.")
+    cache_dir: str | None = option(None, "Folder for downloads from the hub.")
+    use_fast_tokenizer: bool = option(True, "Use a tokenizer backed by `tokenizers`.")
+    model_revision: str = option("main", "Branch, tag or commit of the hub model.")
+    token: str | None = option(None, "Access token for the hub.")
+    trust_remote_code: bool = option(False, "Allow code from the hub model to run here.")
+
+
+@dataclass
+class DataTrainingArguments:
+    """Languages, data files, lengths and numbers of samples."""
+
+    source_lang: str | None = option(None, "Language to translate from: a key of each record.")
+    target_lang: str | None = option(None, "Language to translate to: a key of each record.")
+    dataset_name: str | None = option(
+        None, "Name of a `datasets` dataset, or a folder written by its save_to_disk."
+    )
+    dataset_config_name: str | None = option(None, "Configuration of that dataset.")
+    train_file: str | None = option(
+        None, "Training data: JSON lines (.json, .jsonl), .csv or .tsv."
+    )
+    validation_file: str | None = option(None, "Validation data, in the same formats.")
+    test_file: str | None = option(None, "Test data, in the same formats.")
+    overwrite_cache: bool = option(False, "Prepare the data again instead of using the cache.")
+    preprocessing_num_workers: int | None = option(
+        None, "Number of processes that tokenize. Default: no extra process."
+    )
+    max_source_length: int = option(128, "Longer sources are truncated to this many tokens.")
+    max_target_length: int = option(128, "Longer targets are truncated to this many tokens.")
+    val_max_target_length: int | None = option(
+        None,
+        "max_target_length for validation, test and generation. Default: --max_target_length.",
+    )
+    pad_to_max_length: bool = option(
+        False, "Pad sentences to the maximum length, not to the longest of the batch."
+    )
+    max_train_samples: int | None = option(None, "Use only this many training pairs.")
+    max_eval_samples: int | None = option(None, "Use only this many validation pairs.")
+    max_predict_samples: int | None = option(None, "Use only this many test pairs.")
+    num_beams: int | None = option(None, "Beams in evaluation and prediction.")
+    ignore_pad_token_for_loss: bool = option(True, "Leave padding out of the loss.")
+    source_prefix: str | None = option(None, "Text to put before every source sentence.")
+    forced_bos_token: str | None = option(
+        None, "First token to generate. For multilingual models, the target language."
+    )
+    overwrite_output_dir: bool = option(
+        False, "Train from the beginning, even if the output folder contains files."
+    )
+
+
+APPLICATION = Application(
+    script="run_translation.py",
+    summary="Train, evaluate and use a translation model. Without a model and data this is a\n"
+    "demonstration that needs no network. More in docs/translation.md.",
+    example="  torchrun --nproc_per_node 2 run_translation.py --deepspeed configs/zero3.json \\\n"
+    "      --model_name_or_path path/to/t5 --source_lang en --target_lang de \\\n"
+    "      --train_file train.jsonl --do_train --output_dir output/t5-en-de",
+    extra="translation",
+    packages=("babel", "datasets", "evaluate", "sacrebleu", "sentencepiece"),
+    groups={"model": ModelArguments, "data and generation": DataTrainingArguments},
+)
