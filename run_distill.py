@@ -53,7 +53,7 @@ def main() -> None:
             demonstration.run(data_args, args)
         else:
             pipeline.run(arguments)
-    except (InputError, CacheError) as error:
+    except (InputError, CacheError, ImportError) as error:
         APPLICATION.fail(str(error))
 
 

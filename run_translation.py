@@ -54,7 +54,7 @@ def main() -> None:
         set_seed(args.seed)
         texts = data.load_splits(data_args, model_args, args)
         trainer, tokens = make_trainer(texts, arguments)
-    except InputError as error:
+    except (InputError, ImportError) as error:
         APPLICATION.fail(str(error))
     if args.do_train:
         train(trainer, overwrite=data_args.overwrite_output_dir)

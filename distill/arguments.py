@@ -13,10 +13,13 @@ from distill.config import DistillationConfig, needs_teacher
 from distill.config import check as check_distillation
 from distill.options import APPLICATION, DataArguments, ModelArguments
 from translation import arguments as shared
+from translation.command_line import is_installed
 from translation.records import InputError
 from zero.config.load import read
 
 Arguments = tuple[ModelArguments, DataArguments, DistillationConfig]
+
+TEACHER_STEPS = 1200
 
 # Defaults for a run without model, teacher and data. Arguments that are given override them.
 DEMONSTRATION = {
@@ -27,6 +30,7 @@ DEMONSTRATION = {
     "ddp_find_unused_parameters": False,
     "max_length": 64,
     "max_steps": 300,
+    "teacher_steps": TEACHER_STEPS,
     "per_device_train_batch_size": 16,
     "per_device_eval_batch_size": 64,
     "learning_rate": 4e-3,
@@ -82,7 +86,7 @@ def parse_arguments(argv: Sequence[str] | None = None, caching: bool = False) ->
         given.output_dir = given.output_dir or given.teacher_cache
     elif is_demonstration(given):
         settings = _settings_in(given.deepspeed) if given.deepspeed else {}
-        parser.set_defaults(**(DEMONSTRATION | settings))
+        parser.set_defaults(**(_demonstration_defaults(parser, argv) | settings))
         given = parser.parse_args(argv)
     try:
         check_distillation(given)
@@ -94,6 +98,20 @@ def parse_arguments(argv: Sequence[str] | None = None, caching: bool = False) ->
         return cast(Arguments, parser.parse_dict(vars(given)))
     except (ValueError, ImportError) as error:
         raise error if isinstance(error, InputError) else InputError(str(error)) from error
+
+
+def _demonstration_defaults(
+    parser: shared.ArgumentParser, argv: Sequence[str] | None
+) -> dict[str, object]:
+    """Return DEMONSTRATION, whose teacher trains no longer than the user lets the students."""
+    defaults = {**DEMONSTRATION, "num_train_epochs": parser.get_default("num_train_epochs")}
+    parser.set_defaults(max_steps=None, num_train_epochs=None)
+    given = parser.parse_args(argv)
+    if given.max_steps is not None and given.max_steps > 0:
+        defaults["teacher_steps"] = min(TEACHER_STEPS, given.max_steps)
+    elif given.num_train_epochs is not None:
+        defaults |= {"max_steps": -1, "teacher_steps": None}
+    return defaults
 
 
 def _settings_in(path: str) -> dict[str, object]:
@@ -116,13 +134,17 @@ def _settings_in(path: str) -> dict[str, object]:
 
 
 def _check(given: argparse.Namespace) -> None:
+    for argument in ("teacher_load_in_4bit", "teacher_load_in_8bit"):
+        if getattr(given, argument) and not is_installed("bitsandbytes"):
+            raise InputError(f"--{argument} needs bitsandbytes: pip install bitsandbytes")
     for argument in ("deepspeed", "teacher_deepspeed"):
         if getattr(given, argument) is not None:
             shared.load_ds_config(argument, given)
-    for name in ("max_length", "max_train_tokens", "max_eval_samples", "teacher_steps"):
+    least = {"max_length": 2, "max_train_tokens": 2, "max_eval_samples": 2, "teacher_steps": 1}
+    for name, smallest in least.items():
         value = getattr(given, name)
-        if value is not None and value < 2:
-            raise InputError(f"--{name} is {value}: give a whole number of at least 2")
+        if value is not None and value < smallest:
+            raise InputError(f"--{name} is {value}: give a whole number of at least {smallest}")
     for argument in ("train_file", "validation_file", "test_file"):
         path = getattr(given, argument)
         if path and (os.path.isabs(path) or path.startswith(".")) and not os.path.exists(path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,11 @@ from transformers import (
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from distill import data, export, report
-from distill.arguments import DataArguments
+from distill.arguments import TEACHER_STEPS
 from distill.config import DistillationConfig
 from distill.corpus import standard_library, train_tokenizer
 from distill.on_policy import generate
+from distill.options import DataArguments
 from distill.report import Result
 from distill.student import from_config
 from distill.teacher import load_model
@@ -71,9 +73,18 @@ def run(data_args: DataArguments, args: DistillationConfig) -> None:
     """Train teacher and students. Write models, table, plot and report to `args.output_dir`."""
     folder = Path(output_folder(args))
     tokenizer, train, held_out = _prepare(folder, data_args, args)
-    teacher_folder, teacher_result = _teacher(folder, tokenizer, train, held_out, data_args, args)
+    of_teacher = train
     if data_args.max_train_tokens:
         train = train[: max(1, data_args.max_train_tokens // data_args.max_length)]
+    if args.max_steps <= 0:
+        batches = math.ceil(len(train) / (args.train_batch_size * args.world_size))
+        epoch = math.ceil(batches / args.gradient_accumulation_steps)
+        args = replace(args, max_steps=math.ceil(args.num_train_epochs * epoch))
+    steps = data_args.teacher_steps or min(TEACHER_STEPS, args.max_steps)
+    _say(args, f"a teacher of {steps} steps, then two students of {args.max_steps} steps each")
+    teacher_folder, teacher_result = _teacher(
+        folder, tokenizer, of_teacher, held_out, steps, data_args, args
+    )
     _say(
         args,
         f"students learn from {len(train) * data_args.max_length:,} tokens; {len(held_out)} blocks "
@@ -179,6 +190,7 @@ def _teacher(
     tokenizer: PreTrainedTokenizerBase,
     train: Blocks,
     held_out: Blocks,
+    steps: int,
     data_args,
     args,
 ) -> tuple[Path, Result]:
@@ -187,7 +199,7 @@ def _teacher(
     """
     settings = {
         **TEACHER,
-        "steps": data_args.teacher_steps,
+        "steps": steps,
         "length": data_args.max_length,
         "learning_rate": args.learning_rate,
         "batch": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
@@ -206,10 +218,10 @@ def _teacher(
         return where, Result(
             **json.loads(where.joinpath("result.json").read_text(encoding="utf-8"))
         )
-    _say(args, f"training the teacher for {data_args.teacher_steps} steps")
+    _say(args, f"training the teacher for {steps} steps")
     set_seed(TEACHER_SEED)
     own = replace(
-        args, output_dir=str(where), max_steps=data_args.teacher_steps, eval_strategy="no",
+        args, output_dir=str(where), max_steps=steps, eval_strategy="no",
         **WITHOUT_TEACHER,
     )  # fmt: skip
     model = from_config(_config(tokenizer, data_args, TEACHER))

@@ -191,7 +191,7 @@ APPLICATION = Application(
     "      --init_student_from_teacher best:6 --train_file train.jsonl \\\n"
     "      --do_train --output_dir output/student",
     extra="distill",
-    packages=("datasets", "matplotlib", "numpy"),
+    packages=("datasets", "evaluate", "matplotlib", "sacrebleu", "sentencepiece"),
     groups={
         "student": ModelArguments,
         "teacher": TeacherArguments,

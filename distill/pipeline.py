@@ -27,10 +27,11 @@ from transformers import (
 
 from distill import cache, data, export
 from distill.alignment import encode_twice
-from distill.arguments import Arguments, DataArguments, ModelArguments
+from distill.arguments import Arguments
 from distill.batch import IGNORED, Batch, with_decoder_inputs
 from distill.config import DistillationConfig
 from distill.importance import block_influence, most_influential
+from distill.options import DataArguments, ModelArguments
 from distill.student import (
     Layers,
     copy_layers,

@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import difflib
 import importlib.util
+import logging
 import os
 import re
 import sys
@@ -31,6 +32,10 @@ OF_THE_TRAINER = {
     "checkpoints": "save_strategy save_steps save_total_limit",
     "reports": "eval_strategy eval_steps logging_steps report_to seed",
 }
+
+# While these are imported, which transformers does where they are installed, they report what they
+# cannot load and nobody has asked for.
+_LOUD = ("bitsandbytes", "torch.utils._pytree", "torchao")
 
 
 def option(default: Value, help: str, **metadata: object) -> Value:
@@ -76,6 +81,8 @@ class Application:
         known = {field.name for fields in self.groups.values() for field in own_fields(fields)}
         if of_the_trainer := trainer_arguments():
             self.refuse_unknown(argv, known | of_the_trainer | {"help_all"})
+        for name in _LOUD:
+            logging.getLogger(name).setLevel(logging.ERROR)
 
     def refuse_unknown(self, argv: Sequence[str], known: Collection[str]) -> None:
         """Fail if a word of the command line is an argument that is not among `known`."""

@@ -11,8 +11,9 @@ from transformers import (
     Seq2SeqTrainingArguments,
 )
 
-from translation.arguments import DataTrainingArguments, ModelArguments, uses_built_in_corpus
+from translation.arguments import uses_built_in_corpus
 from translation.corpus import build_corpus
+from translation.options import DataTrainingArguments, ModelArguments
 from translation.records import (
     FORMATS,
     InputError,

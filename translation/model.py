@@ -20,11 +20,10 @@ from transformers import (
 
 from translation.arguments import (
     Arguments,
-    DataTrainingArguments,
-    ModelArguments,
     is_from_scratch,
     uses_built_in_corpus,
 )
+from translation.options import DataTrainingArguments, ModelArguments
 from translation.records import InputError, required
 from translation.tokenizer import (
     pad_token_id,
