@@ -11,6 +11,8 @@ from typing import NamedTuple
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from translation.records import InputError
+
 # Not used: tests, bundled tools, data tables written as code.
 _LEFT_OUT = {
     "test", "tests", "idlelib", "site-packages", "dist-packages", "lib2to3", "turtledemo",
@@ -34,7 +36,7 @@ def standard_library() -> Corpus:
     held out.
 
     Raises:
-        ValueError: this Python has no source of its library.
+        InputError: this Python has no source of its library.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     corpus = Corpus([], [])
@@ -46,7 +48,7 @@ def standard_library() -> Corpus:
         bucket = int(hashlib.sha256(name.as_posix().encode()).hexdigest(), 16) % _HELD_OUT_OF
         (corpus.held_out if bucket == 0 else corpus.train).append(text)
     if not corpus.train or not corpus.held_out:
-        raise ValueError(
+        raise InputError(
             f"no source files in {root}: this Python has no library source; give --train_file "
             "instead"
         )

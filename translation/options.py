@@ -73,9 +73,10 @@ APPLICATION = Application(
     script="run_translation.py",
     summary="Train, evaluate and use a translation model. Without a model and data this is\n"
     "a demonstration that needs no network. More in docs/translation.md.",
-    example="  torchrun --nproc_per_node 2 run_translation.py --deepspeed configs/zero3.json \\\n"
-    "      --model_name_or_path path/to/t5 --source_lang en --target_lang de \\\n"
-    "      --train_file train.jsonl --do_train --output_dir output/t5-en-de",
+    example="  torchrun --nproc_per_node 2 run_translation.py \\\n"
+    "      --deepspeed configs/zero3.json --model_name_or_path path/to/t5 \\\n"
+    "      --source_lang en --target_lang de --train_file train.jsonl \\\n"
+    "      --do_train --output_dir output/t5-en-de",
     extra="translation",
     packages=("babel", "datasets", "evaluate", "sacrebleu", "sentencepiece"),
     groups={"model": ModelArguments, "data and generation": DataTrainingArguments},

@@ -19,6 +19,7 @@ from transformers import BartConfig, MarianConfig
 import zero
 from distill import cache, data, on_policy
 from distill.alignment import encode_twice
+from distill.arguments import parse_arguments
 from distill.batch import IGNORED, Batch
 from distill.cache import CacheError, Description, TeacherCache, write_cache
 from distill.config import DistillationConfig, check
@@ -656,3 +657,24 @@ def test_files_of_every_kind_are_read(tmp_path):
     (tmp_path / "d.csv").write_text("x")
     with pytest.raises(InputError, match="unknown kind of file"):
         list(data.read_records(tmp_path / "d.csv", "train"))
+
+
+@pytest.mark.parametrize(
+    "line, steps, teacher_steps",
+    [
+        ("", 300, 1200),
+        ("--max_steps 20", 20, 20),
+        ("--max_steps 1", 1, 1),
+        ("--max_steps 5000", 5000, 1200),
+        ("--max_steps 20 --teacher_steps 40", 20, 40),
+        ("--max_steps 20 --num_train_epochs 2", 20, 20),
+        ("--num_train_epochs 3", -1, None),  # the corpus decides
+    ],
+)
+def test_the_steps_of_a_demonstration_bound_its_teacher(
+    line, steps, teacher_steps, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    _, data_args, args = parse_arguments(line.split())
+    assert (args.max_steps, data_args.teacher_steps) == (steps, teacher_steps)
+    assert args.num_train_epochs == (float(line.split()[-1]) if "epochs" in line else 3)

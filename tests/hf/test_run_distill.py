@@ -28,7 +28,8 @@ from tests.processes import REPOSITORY, fork_ranks
 # More than the limits of the two processes that the fixtures start.
 pytestmark = pytest.mark.timeout(600)
 
-COMMANDS = REPOSITORY / "tests" / "distill" / "scripts" / "commands.py"
+SCRIPTS = REPOSITORY / "tests" / "distill" / "scripts"
+COMMANDS = SCRIPTS / "commands.py"
 LINES = [f"def add_{i}(a, b):\n    return a + b + {i}\n" for i in range(40)]
 COMMON = [
     "--max_length", "32", "--max_steps", "3", "--per_device_train_batch_size", "4",
@@ -429,6 +430,21 @@ def test_bad_input_is_one_line_that_says_what_to_do(finished, name, words):
     code, message = finished["results"][name]
     assert code == 2 and message.startswith("run_distill.py: error:"), message
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    "bound, steps", [(["--max_steps", "2"], 2), (["--num_train_epochs", "0.5"], 3)]
+)
+def test_what_bounds_the_demonstration_bounds_all_of_it(tmp_path, bound, steps):
+    process = fork_ranks(
+        SCRIPTS / "demonstration.py", "--output_dir", str(tmp_path), "--max_train_tokens", "6144",
+        *bound, nproc=0, timeout=240,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    said = f"a teacher of {steps} steps, then two students of {steps} steps each"
+    assert said in process.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert {name: each["step"] for name, each in report.items()} == dict.fromkeys(report, steps)
 
 
 def test_the_shipped_configuration_shards_student_and_teacher(sharded):
