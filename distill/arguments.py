@@ -95,9 +95,11 @@ def parse_arguments(argv: Sequence[str] | None = None, caching: bool = False) ->
             _check_caching(given)
         elif not is_demonstration(given):
             _check_job(given)
-        return cast(Arguments, parser.parse_dict(vars(given)))
+        arguments = cast(Arguments, parser.parse_dict(vars(given)))
     except (ValueError, ImportError) as error:
         raise error if isinstance(error, InputError) else InputError(str(error)) from error
+    shared.hide_token(arguments[2])
+    return arguments
 
 
 def _demonstration_defaults(

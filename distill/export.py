@@ -12,6 +12,7 @@ from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from distill.config import DistillationConfig
+from translation.command_line import without_tokens
 from translation.records import required
 
 RECIPE = (
@@ -59,7 +60,7 @@ def write_card(
         "## Recipe",
         "",
         "```bash",
-        f"python {shlex.join(sys.argv)}",
+        f"python {shlex.join(without_tokens(sys.argv))}",
         "```",
         "",
         "| argument | value |",

@@ -124,9 +124,20 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     given.generation_num_beams = given.num_beams or given.generation_num_beams
     check_arguments(given)
     try:
-        return cast(Arguments, parser.parse_dict(vars(given)))
+        arguments = cast(Arguments, parser.parse_dict(vars(given)))
     except (ValueError, ImportError) as error:
         raise InputError(str(error)) from error
+    hide_token(arguments[2])
+    return arguments
+
+
+def hide_token(args: TrainingArguments) -> None:
+    """Move the hub's access token to where huggingface_hub looks for one: the Trainer saves its
+    arguments beside the model, and uploads them.
+    """
+    if args.hub_token:
+        os.environ["HF_TOKEN"] = args.hub_token
+        args.hub_token = None
 
 
 def _demonstration_defaults(given: argparse.Namespace) -> dict:

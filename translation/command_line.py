@@ -131,6 +131,17 @@ class Application:
         return parser.format_help()
 
 
+def without_tokens(words: Sequence[str]) -> list[str]:
+    """Return a command line as it may be written to files: without the hub's access tokens."""
+    shown, secret = [], False
+    for word in words:
+        name, equals, _value = word.partition("=")
+        names_token = name.lstrip("-").replace("-", "_") in ("token", "hub_token")
+        shown.append("<TOKEN>" if secret else f"{name}=<TOKEN>" if names_token and equals else word)
+        secret = names_token and not equals
+    return shown
+
+
 def _nearest(word: str, candidates: Sequence[str]) -> str:
     near = difflib.get_close_matches(word, candidates, n=1)
     return f": did you mean {near[0]}?" if near else ""

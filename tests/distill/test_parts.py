@@ -10,12 +10,14 @@ import json
 import math
 from dataclasses import replace
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors import safe_open
 from tokenizers.processors import TemplateProcessing
 from transformers import BartConfig, MarianConfig
 
+import translation.arguments
 import zero
 from distill import cache, data, on_policy
 from distill.alignment import encode_twice
@@ -34,6 +36,7 @@ from distill.data import (
     pair_of,
     segments_of,
 )
+from distill.export import write_card
 from distill.hidden import (
     Attention,
     HiddenMatch,
@@ -678,3 +681,25 @@ def test_the_steps_of_a_demonstration_bound_its_teacher(
     _, data_args, args = parse_arguments(line.split())
     assert (args.max_steps, data_args.teacher_steps) == (steps, teacher_steps)
     assert args.num_train_epochs == (float(line.split()[-1]) if "epochs" in line else 3)
+
+
+@pytest.mark.parametrize("parse", [parse_arguments, translation.arguments.parse_arguments])
+def test_no_file_has_the_access_token(parse, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_the_environment")
+    line = "--push_to_hub --hub_token hf_secret --hub-token=hf_secret --max_steps 3".split()
+    monkeypatch.setattr("sys.argv", ["run_distill.py", *line, "--token", "hf_secret"])
+    *_, args = parse(line)
+    torch.save(args, tmp_path / "training_args.bin")
+    write_card(
+        tmp_path,
+        DistillationConfig("out", use_cpu=True, report_to="none"),
+        "a teacher",
+        {},
+        "train.jsonl",
+    )
+    assert all(b"hf_secret" not in path.read_bytes() for path in tmp_path.iterdir())
+    assert "--hub_token '<TOKEN>' '--hub-token=<TOKEN>' --max_steps 3" in (
+        tmp_path / "README.md"
+    ).read_text(encoding="utf-8")
+    assert huggingface_hub.get_token() == "hf_secret"
