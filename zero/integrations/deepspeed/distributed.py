@@ -6,6 +6,7 @@ are those that have what this one has of it. Else they are all ranks."""
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from typing import Any
@@ -17,9 +18,10 @@ from zero.comm import world
 from zero.parallel.sequence import current_group
 
 
-def init_distributed(dist_backend: str | None = None, **kwargs: Any) -> None:
+@functools.wraps(world.init_distributed)
+def init_distributed(*args: Any, **kwargs: Any) -> None:
     """`zero.comm.world.init_distributed`; accelerate calls it in the middle of making its state."""
-    world.init_distributed(dist_backend, **kwargs)
+    world.init_distributed(*args, **kwargs)
     _tell_accelerate_the_backend()
 
 

@@ -14,9 +14,12 @@ from zero.monitor.writers import EventWriter, writers
 class DeepSpeedConfig:
     """A configuration, checked. Its keys are attributes: `monitor_config` is for `MonitorMaster`.
 
-    `config` is a path or a dict; ValueError as by `initialize`."""
+    `config` is a path or a dict; ValueError as by `initialize`. The other arguments have no
+    effect."""
 
-    def __init__(self, config: str | os.PathLike | dict, mpu: object = None, **ignored: object):
+    def __init__(
+        self, config: str | os.PathLike | dict, mpu: object = None, mesh_device: object = None
+    ):
         self.settings = load_config(config, allow_auto=True)
         self.monitor_config = self.settings
 
