@@ -26,6 +26,7 @@ from zero.device import CPU, accelerator, is_accelerator, room
 from zero.errors import UsageError
 from zero.offload.nvme import ScratchFile
 from zero.optim import adam_cpu
+from zero.releases import newer_than_tested
 
 OK, SLOW, FAILS = "ok", "slow", "FAILS"
 # The oldest versions that the package accepts.
@@ -102,6 +103,7 @@ def _checks() -> list[Check]:
     return [
         Check("python", platform.python_version),
         *versions,
+        Check("newest tested", lambda: newer_than_tested() or "no library is newer"),
         Check("devices", _device),
         Check("backend", _backend, "install a build that has it"),
         Check("bf16", _bf16, "train in fp32 or fp16"),
