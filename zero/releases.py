@@ -1,7 +1,7 @@
-"""The newest releases of other libraries with which all of zero's tests have passed.
+"""Releases of other libraries: those that are installed, and the newest that have been tested.
 
-A newer one is no error: it is named at the start of a run and by `zero doctor`, because it is the
-first thing to look at if something is odd.
+The newest tested: all tests have passed with them. A newer one is no error: it is named at the start
+of a run and by `zero doctor`, because it is the first thing to look at if something is odd.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ NEWEST_TESTED = {
 }
 
 
+def installed(package: str) -> str:
+    """The installed release; "" if there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
 def newer_than_tested() -> str:
     """Which of the installed libraries are newer, in one line; "" if none is."""
-    newer = []
-    for package, tested in NEWEST_TESTED.items():
-        try:
-            found = version(package)
-        except PackageNotFoundError:
-            continue
-        if _numbers(found) > _numbers(tested):
-            newer.append(f"{package} {found} is newer than the newest tested, {tested}")
-    return "; ".join(newer)
+    return "; ".join(
+        f"{package} {found} is newer than the newest tested, {tested}"
+        for package, tested in NEWEST_TESTED.items()
+        if _numbers(found := installed(package)) > _numbers(tested)
+    )
 
 
 def _numbers(release: str) -> list[int]:

@@ -27,6 +27,13 @@ def test_the_table_is_not_older_than_the_pins(package):
     assert pinned and max(pinned) <= Version(releases.NEWEST_TESTED[package])
 
 
+@pytest.mark.parametrize("package", ["torch", "transformers", "accelerate"])
+def test_the_documentation_names_the_newest_tested(package):
+    page = (REPOSITORY / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    row = next(line for line in page.splitlines() if line.startswith(f"| {package} | "))
+    assert row.split(" | ")[2] == releases.NEWEST_TESTED[package]
+
+
 def test_a_newer_library_is_named(monkeypatch):
     monkeypatch.setattr(releases, "NEWEST_TESTED", {"torch": "99.0", "no-such-package": "1.0"})
     assert releases.newer_than_tested() == ""

@@ -6,7 +6,6 @@ are those that have what this one has of it. Else they are all ranks."""
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from typing import Any
@@ -18,7 +17,6 @@ from zero.comm import world
 from zero.parallel.sequence import current_group
 
 
-@functools.wraps(world.init_distributed)
 def init_distributed(*args: Any, **kwargs: Any) -> None:
     """`zero.comm.world.init_distributed`; accelerate calls it in the middle of making its state."""
     world.init_distributed(*args, **kwargs)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import Any
 
 from zero.comm import world
 from zero.config import Config, load_config
+from zero.config.load import Source
 from zero.monitor.writers import EventWriter, writers
 
 
@@ -17,9 +17,7 @@ class DeepSpeedConfig:
     `config` is a path or a dict; ValueError as by `initialize`. The other arguments have no
     effect."""
 
-    def __init__(
-        self, config: str | os.PathLike | dict, mpu: object = None, mesh_device: object = None
-    ):
+    def __init__(self, config: Source, mpu: object = None, mesh_device: object = None):
         self.settings = load_config(config, allow_auto=True)
         self.monitor_config = self.settings
 
