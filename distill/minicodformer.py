@@ -31,6 +31,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
 WIDTH = 3  # of the convolution
 
@@ -42,7 +43,7 @@ class MiniCodformerConfig(PretrainedConfig):
     """
 
     model_type = "minicodformer"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
 
     def __init__(
         self,
@@ -180,6 +181,7 @@ class MiniCodformerForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = MiniCodformerConfig
     supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True  # that is, num_items_in_batch
     _supports_sdpa = True
     _no_split_modules = ["MiniCodformerEncoderLayer", "MiniCodformerDecoderLayer"]
     _tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}
@@ -214,6 +216,9 @@ class MiniCodformerForCausalLM(PreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, value: nn.Module) -> None:
         self.lm_head = value
 
+    # No argument for what is not known: transformers 5.24 gave the cache another name, and one that
+    # is overlooked changes what is generated.
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -225,20 +230,27 @@ class MiniCodformerForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int = 0,
-        **loss_kwargs: Any,
+        cache: Cache | None = None,
+        cache_position: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
     ) -> CausalLMOutputWithPast:
         """Return logits, and the loss if `labels` are given (-100: no target; they are shifted
         here).
 
         `attention_mask`: (batch, past + length), 0 for padding. `position_ids`: (batch, length),
         counted from the start of each document. Without a cache and a mask, tokens of different
-        documents do not see each other."""
+        documents do not see each other. `cache`: `past_key_values` before transformers 5.24, which
+        also passed `cache_position`, the positions after what the cache has.
+        `num_items_in_batch`: what the loss is divided by, instead of the number of targets."""
+        if cache is not None and past_key_values is not None:
+            raise ValueError("past_key_values is the cache's earlier name: give one of the two")
+        cache = past_key_values if cache is None else cache
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache()
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        packed = position_ids is not None and attention_mask is None and past_key_values is None
+        if use_cache and cache is None:
+            cache = DynamicCache()
+        past = 0 if cache is None else cache.get_seq_length()
+        packed = position_ids is not None and attention_mask is None and cache is None
         if position_ids is None:
             position_ids = _positions(x, attention_mask, past)
         visible = _visible(
@@ -247,22 +259,19 @@ class MiniCodformerForCausalLM(PreTrainedModel, GenerationMixin):
         x = x + self.embed_positions(position_ids)
         states = [x]
         for layer in self.encoder:
-            states.append(layer(states[-1], visible, past_key_values))
+            states.append(layer(states[-1], visible, cache))
         x = self.bridge(states[-1])
         for layer in self.decoder:
-            x = layer(x, position_ids, past_key_values)
+            x = layer(x, position_ids, cache)
             states.append(x)
         x = states[-1] = self.norm(x)
         logits = self.lm_head(x[:, -logits_to_keep:] if logits_to_keep else x)
         loss = None
         if labels is not None:
-            loss = ForCausalLMLoss(logits, labels, vocab_size=self.config.vocab_size, **loss_kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=past_key_values if use_cache else None,
-            hidden_states=tuple(states) if output_hidden_states else None,
-        )
+            loss = ForCausalLMLoss(logits, labels, self.config.vocab_size, num_items_in_batch)
+        hidden_states = tuple(states) if output_hidden_states else None
+        # by position, because the third has the cache's name
+        return CausalLMOutputWithPast(loss, logits, cache if use_cache else None, hidden_states)
 
 
 def _positions(x: torch.Tensor, attention_mask: torch.Tensor | None, past: int) -> torch.Tensor:

@@ -39,6 +39,7 @@ from zero.offload.tiers import Tier, scratch_file, trim
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import WEIGHTS, states_named
 from zero.optim.sharded_optimizer import NonFiniteGradientError, ZeroOptimizer, param_group_of
+from zero.releases import newer_than_tested
 from zero.slicing.blocks import SlicedBlock
 
 logger = logging.getLogger("zero")
@@ -109,6 +110,7 @@ class ZeroEngine(nn.Module):
             ranks = settings.zero_optimization.shards_over(comm.world_size)
             facts = build.describe_optimizer(optimizer, settings)
             facts += build.describe_quantized(model, settings, ranks)
+            facts += f"\n{newer}" if (newer := newer_than_tested()) else ""
             announce(settings, facts + build.describe_offload(model, settings, ranks, comm.device))
             for old, new in settings.origin.renamed:
                 logger.warning("%s is an old name of %s", old, new)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.versions --json versions.json
     python -m benchmarks.versions --only oldest LLaMA-Factory
-    python -m benchmarks.versions --only oldest --inherit --few
+    python -m benchmarks.versions --only oldest today --inherit --few
 
 Each corner gets its own virtual environment, in which the tests run. The table goes to
 standard output, and with --json the rows to a file, which keeps those of corners that did not run.
@@ -12,9 +12,11 @@ A corner needs its Python: `python3.X` on PATH, or one of pyenv's. Except for th
 you run this with, torch comes from PyPI, with 3 GB of CUDA's libraries. An environment is therefore
 removed after its tests, unless --keep names a folder for environments.
 
+The corner "today" has no pins: it takes what pip gives.
+
 --inherit    takes all packages except those that the corner pins from the environment that runs
              this, which takes seconds instead of minutes. Such a corner has this Python and this
-             torch, whatever it names.
+             torch, whatever it names. "today" takes only torch and what has no newer release.
 --few        a minute of tests instead of all, as continuous integration runs them. The table's
              column "tests" says so.
 """
@@ -31,7 +33,6 @@ import sysconfig
 import tempfile
 import time
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -39,6 +40,7 @@ from xml.etree import ElementTree
 from benchmarks.arguments import Parser, existing_folder, result_file
 from benchmarks.launch import REPOSITORY
 
+NEWEST = "newest"
 # The oldest releases in `dependencies` of pyproject.toml, beside those that each corner names.
 OLDEST = (
     "psutil==6.0.0",
@@ -87,11 +89,26 @@ FEW = {
         "tests/hf/test_workflows.py",
     )
 }
+# Of "today": whatever a new release has broken so far, and each thing that the README promises.
+FEW_OF_TODAY = {
+    "Trainer": (
+        "tests/unit/test_private_names.py",
+        "tests/unit/tools/test_estimate.py::test_an_encoder_decoder_has_activations",
+        "tests/unit/tools/test_estimate.py::test_a_plan_fits_and_is_the_fastest",
+        "tests/unit/tools/test_estimate_adapters.py::test_an_adapter_comes_from_pefts_file",
+        "tests/unit/tools/test_explain.py::test_the_command",
+        "tests/distill/test_minicodformer.py",
+        "tests/hf/test_resume.py",
+        "tests/hf/test_trainer_generation.py",
+    )
+}
 
 
 @dataclass(frozen=True)
 class Corner:
-    """A combination of releases. `pins`: requirements in pip's syntax, beside the four."""
+    """A combination of releases. `pins`: requirements in pip's syntax, beside the four. A release
+    that is "newest" is the newest that pip finds; then all packages are.
+    """
 
     name: str
     python: str
@@ -100,7 +117,13 @@ class Corner:
     accelerate: str
     pins: tuple[str, ...] = ()
 
+    @property
+    def has_pins(self) -> bool:
+        return self.transformers != NEWEST
+
     def requirements(self) -> list[str]:
+        if not self.has_pins:
+            return ["--upgrade", "transformers", "accelerate", "trl", "torchao", *COMMON]
         named = [f"transformers=={self.transformers}", f"accelerate=={self.accelerate}"]
         return [*named, *self.pins]
 
@@ -113,8 +136,9 @@ CORNERS = [
     Corner("LLaMA-Factory", "3.11", "2.13.0", "5.6.0", "1.11.0", ("peft==0.18.1",)),
     Corner("axolotl", "3.11", "2.13.0", "5.16.1", "1.13.0", ("peft==0.20.0",)),
     Corner("5.17", "3.11", "2.13.0", "5.17.0", "1.14.0"),
-    Corner("newest", "3.13", "2.13.0", "5.23.0", "1.15.0"),
-    Corner("Python 3.14", "3.14", "2.13.0", "5.23.0", "1.15.0"),
+    Corner("newest", "3.13", "2.13.0", "5.24.0", "1.15.0"),
+    Corner("Python 3.14", "3.14", "2.13.0", "5.24.0", "1.15.0"),
+    Corner("today", "3.13", NEWEST, NEWEST, NEWEST),
 ]
 
 
@@ -136,7 +160,7 @@ def make_environment(corner: Corner, python: str, folder: Path, inherit: bool) -
         site = folder / "lib" / f"python{corner.python}" / "site-packages"
         (site / "inherited.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n")
     else:
-        wanted += [f"torch=={corner.torch}", *COMMON]
+        wanted += [f"torch=={corner.torch}", *COMMON] if corner.has_pins else ["torch"]
     command = [interpreter, "-m", "pip", "install", "--quiet", "--no-compile", *wanted]
     # Packages that are inherited, and not used, may ask for newer ones: pip only mentions it.
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL if inherit else None)
@@ -182,9 +206,17 @@ def run_corner(corner: Corner, folder: Path, inherit: bool, few: bool) -> dict[s
     if python is None:
         return row | {"missing": f"no Python {corner.python} on this machine"}
     interpreter = make_environment(corner, python, folder / "environment", inherit)
-    for name, files in (FEW if few else SETS).items():
+    row |= {name: installed(interpreter, name) for name in ("torch", "transformers", "accelerate")}
+    sets = SETS if not few else FEW if corner.has_pins else FEW_OF_TODAY
+    for name, files in sets.items():
         row[name] = run_tests(interpreter, files, folder)
     return row
+
+
+def installed(interpreter: str, package: str) -> str:
+    """The release of a package in the interpreter's environment."""
+    code = f"from importlib.metadata import version; print(version({package!r}).partition('+')[0])"
+    return subprocess.check_output([interpreter, "-c", code], text=True).strip()
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -223,7 +255,7 @@ def main() -> None:
     for corner in CORNERS:
         if args.inherit:
             release = f"{sys.version_info.major}.{sys.version_info.minor}"
-            corner = replace(corner, python=release, torch=version("torch").partition("+")[0])
+            corner = replace(corner, python=release)
         if corner.name not in args.only:
             rows += [earlier[corner.name]] if corner.name in earlier else []
             continue

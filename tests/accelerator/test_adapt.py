@@ -5,6 +5,7 @@ the losses of a run that had enough memory.
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import logging
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaForCausalLM
+from transformers.cache_utils import DynamicCache
 
 from tests.accelerator import device
 from tests.dist.training import Batch, ds_config, relative, split, start, step
@@ -305,6 +307,25 @@ def test_an_evaluation_is_cut(world_size):
         torch.testing.assert_close(logits, usual_logits)
     (_, _, nothing), (_, _, said), *_ = ranks[0]
     assert (nothing, ["now split into" in text for text in said][:1]) == ([], [True])
+
+
+def continue_a_cache(rank: int, world_size: int) -> str:
+    """Return the error of a forward that is given a cache, where memory runs out."""
+    engine, _ = start(build("llama").to(device.NAME), ds_config() | {"on_out_of_memory": "adapt"})
+    engine.eval()
+    ids = data("llama")[0]["input_ids"].to(device.NAME)
+    is_renamed = "cache" in inspect.signature(LlamaForCausalLM.forward).parameters
+    name = "cache" if is_renamed else "past_key_values"
+    device.set_limit(torch.accelerator.memory_allocated() + 1000)
+    with torch.no_grad(), pytest.raises(RuntimeError) as raised:
+        engine(ids, **{name: DynamicCache()})
+    device.set_limit(ENOUGH)
+    engine.destroy()
+    return str(raised.value)
+
+
+def test_an_evaluation_that_continues_a_cache_is_not_cut():
+    assert "the forward continues a cache" in run_on(1, continue_a_cache, simulated=True)[0]
 
 
 def states_on_host(rank: int, world_size: int) -> list[tuple[Losses, dict[str, dict[str, int]]]]:

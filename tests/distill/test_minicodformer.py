@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache
 
 from distill.minicodformer import MiniCodformerConfig, MiniCodformerForCausalLM
 from tests.tolerance import assert_close, rounding
@@ -57,31 +58,62 @@ def test_changing_the_future_changes_nothing_before_it(model):
     assert not torch.allclose(a[:, 7:], b[:, 7:])
 
 
+# transformers 5.24 calls it "cache".
 @torch.no_grad()
-def test_a_cache_gives_the_same_logits_as_none(model):
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_gives_the_same_logits_as_none(model, name):
     ids = tokens(2, 11)
     whole = model(ids, use_cache=False).logits
-    first = model(ids[:, :4], use_cache=True)
-    parts, cache = [first.logits], first.past_key_values
+    logits, cache = model(ids[:, :4], use_cache=True, return_dict=False)
+    parts = [logits]
     for step in range(4, 11):
-        output = model(ids[:, step : step + 1], past_key_values=cache, use_cache=True)
+        output = model(ids[:, step : step + 1], use_cache=True, **{name: cache})
         parts.append(output.logits)
+    assert cache.get_seq_length() == 11
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, **CLOSE)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("beams", [1, 3])
-def test_generation_by_cache_is_generation_without_it(model, beams):
-    ids = tokens(2, 5)
-    options = {
-        "max_new_tokens": 8,
-        "do_sample": False,
-        "num_beams": beams,
-        "attention_mask": torch.ones_like(ids),
-    }
-    assert torch.equal(
-        model.generate(ids, **options), model.generate(ids, use_cache=False, **options)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": 3}, {"do_sample": True}, {"do_sample": True, "num_beams": 3}],
+    ids=["greedy", "beams", "sampling", "sampled beams"],
+)
+def test_generation_by_cache_is_generation_without_it(model, options):
+    ids = tokens(3, 7)
+    ids[0, :4] = 0  # padding
+    lengths = []  # of what the model gets in each step
+    texts = []
+    hook = model.embed_tokens.register_forward_hook(
+        lambda module, args, output: lengths.append(args[0].shape[1])
     )
+    with hook:
+        for use_cache in (True, False):
+            torch.manual_seed(0)
+            texts.append(
+                model.generate(
+                    ids, attention_mask=(ids != 0).long(), max_new_tokens=8, use_cache=use_cache,
+                    **{"do_sample": False} | options,
+                )
+            )  # fmt: skip
+    assert torch.equal(*texts)
+    assert lengths == [7, *[1] * 7, *range(7, 15)]
+
+
+def test_an_argument_that_is_not_known_is_an_error(model):
+    ids, cache = tokens(1, 3), DynamicCache()
+    with pytest.raises(TypeError, match="past_keys"):
+        model(ids, past_keys=cache)
+    with pytest.raises(ValueError, match="past_key_values"):
+        model(ids, past_key_values=cache, cache=cache)
+
+
+def test_the_cache_is_no_prediction(model):
+    """The Trainer takes all outputs of an evaluation for predictions, except those that the
+    configuration names.
+    """
+    output = model(tokens(1, 3), use_cache=True)
+    assert set(output) - set(model.config.keys_to_ignore_at_inference) == {"logits"}
 
 
 @torch.no_grad()
@@ -110,7 +142,7 @@ def test_packed_documents_do_not_see_each_other(model):
 def test_it_saves_and_loads_by_the_auto_classes(model, tmp_path):
     model.save_pretrained(tmp_path)
     assert type(AutoConfig.from_pretrained(tmp_path)) is MiniCodformerConfig
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
     assert type(loaded) is MiniCodformerForCausalLM
     assert loaded.lm_head.weight is loaded.embed_tokens.weight
     ids = tokens(2, 6)
@@ -125,6 +157,8 @@ def test_labels_give_the_shifted_cross_entropy(model):
         output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
     )
     assert_close(output.loss, expected, VOCABULARY + ids.numel())
+    per_step = model(ids, labels=ids, num_items_in_batch=torch.tensor(20)).loss
+    assert_close(per_step, expected * 10 / 20, VOCABULARY + ids.numel())
 
 
 def test_a_width_that_heads_do_not_divide_is_named():

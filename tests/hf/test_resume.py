@@ -39,10 +39,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "gradient_clipping": "auto",
     },
     "the Trainer's own": {"gradient_clipping": "auto"},
+    "stage 2": {"zero_optimization": {"stage": 2}},
 }
 # Dropout shows whether random states are restored. Without dropout, another number of ranks gives
 # the same losses.
-DROPOUT = {"sections": 0.1, "the Trainer's own": 0.0}
+DROPOUT = {"sections": 0.1, "the Trainer's own": 0.0, "stage 2": 0.1}
 SAME_BATCHES = needs(
     "transformers",
     "5.0",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
 
@@ -17,6 +16,7 @@ import torch
 
 from zero.comm.communicator import Communicator
 from zero.errors import UsageError
+from zero.releases import installed
 
 # Differences that an error names.
 SHOWN = 5
@@ -97,13 +97,9 @@ def versions() -> dict[str, str]:
 
     Which of them are imported may differ by rank.
     """
-    found = {"version of torch": str(torch.__version__)}
-    for name in ("zero-engine", "transformers", "accelerate", "peft"):
-        try:
-            found[f"version of {name}"] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[f"version of {name}"] = "not installed"
-    return found
+    packages = ("zero-engine", "transformers", "accelerate", "peft")
+    found = {f"version of {name}": installed(name) or "not installed" for name in packages}
+    return {"version of torch": str(torch.__version__)} | found
 
 
 def spread(numbers: Sequence[float]) -> list[float]:

@@ -105,18 +105,22 @@ def group_timeout() -> timedelta:
 
 def init_distributed(
     dist_backend: str | None = None,
-    auto_mpi_discovery: bool = False,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
     timeout: timedelta | None = None,
     init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: object = None,
     rank: int = -1,
     world_size: int = -1,
-    **_ignored: object,
 ) -> None:
     """Make the default process group unless there is one. A process without a launcher becomes the
     only rank.
 
     The arguments are those of `deepspeed.init_distributed`; the backend defaults to NCCL on a GPU
-    and gloo on a CPU."""
+    and gloo on a CPU. `auto_mpi_discovery`, `distributed_port`, `verbose`, `dist_init_required` and
+    `config` have no effect."""
     device = compute_device()
     use(device)
     if dist.is_initialized():

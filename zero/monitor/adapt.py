@@ -64,6 +64,7 @@ _NOT_THERE = "the memory of the host is full, and activations are on the device"
 _NO_MEAN = "its loss is not the mean over its labels"
 _NOT_APART = "the outputs of a sample depend on the other samples"
 _IGNORED = -100  # labels that transformers' losses do not count
+_CACHES = ("cache", "past_key_values")  # names of the argument since transformers 5.24, and before
 # Of the memory that is free at the peak: the next batch may be longer, and allocators lose some.
 _USED = 0.9
 
@@ -314,7 +315,7 @@ class Adaptation:
         most, why = self._most_rows([call]), ""
         if most <= self._evaluation_parts:
             why = f"an evaluation of {most} sample(s) is split into as many parts already"
-        elif call.inputs[1].get("past_key_values") is not None:
+        elif any(call.inputs[1].get(name) is not None for name in _CACHES):
             why = "the forward continues a cache"
         elif call.inputs[1].get("labels") is not None:
             why = self._why_whole([call]) or self._why_no_sum(call)

@@ -232,7 +232,8 @@ class _TorchStage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Return the messages with which neighbours connect.
 
-        Older torch sends an int64 where the neighbour expects an fp32, and gloo ends the process.
+        torch 2.9 sends an int64 where the neighbour expects an fp32, and gloo ends the process.
+        Newest releases do not call this.
         """
         messages = super()._get_init_p2p_neighbors_ops()
         for message in messages:

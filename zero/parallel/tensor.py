@@ -240,19 +240,20 @@ def _dora(
     magnitude: Any,
     x: torch.Tensor,
     *,
+    lora_A: Any,  # noqa: N803
+    lora_B: Any,  # noqa: N803
     scaling: float,
     base_layer: Any,
     base_result: torch.Tensor | None = None,
-    **others: Any,
+    adapter_name: str = "default",
 ) -> torch.Tensor:
     """The forward of DoRA on a sharded linear layer: returns what it adds to the layer's outputs.
 
     It divides by the norms over a weight's inputs, which autograd treats as constants. If the
     inputs are sharded, the squares are summed over ranks."""
-    half_a, half_b = others["lora_A"], others["lora_B"]
     with torch.no_grad():
         weight, (placement,) = base_layer.weight, base_layer.weight.placements
-        delta = local(half_b.weight) @ local(half_a.weight)
+        delta = local(lora_B.weight) @ local(lora_A.weight)
         norm = torch.linalg.norm(local(weight).to(x.dtype) + scaling * delta.to(x.dtype), dim=1)
         if placement.dim % weight.dim():
             squares = DTensor.from_local(norm.square(), weight.device_mesh, [Partial()])
@@ -261,7 +262,7 @@ def _dora(
     if base_layer.bias is not None:
         outputs = outputs - _local_part(base_layer.bias)
     scale = _local_part(magnitude.weight) / norm
-    return (scale - 1) * outputs + scale * half_b(half_a(x)) * scaling
+    return (scale - 1) * outputs + scale * lora_B(lora_A(x)) * scaling
 
 
 def _local_part(param: torch.Tensor) -> torch.Tensor:

@@ -17,9 +17,9 @@ from zero.comm import world
 from zero.parallel.sequence import current_group
 
 
-def init_distributed(dist_backend: str | None = None, **kwargs: Any) -> None:
+def init_distributed(*args: Any, **kwargs: Any) -> None:
     """`zero.comm.world.init_distributed`; accelerate calls it in the middle of making its state."""
-    world.init_distributed(dist_backend, **kwargs)
+    world.init_distributed(*args, **kwargs)
     _tell_accelerate_the_backend()
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import Any
 
 from zero.comm import world
 from zero.config import Config, load_config
+from zero.config.load import Source
 from zero.monitor.writers import EventWriter, writers
 
 
 class DeepSpeedConfig:
     """A configuration, checked. Its keys are attributes: `monitor_config` is for `MonitorMaster`.
 
-    `config` is a path or a dict; ValueError as by `initialize`."""
+    `config` is a path or a dict; ValueError as by `initialize`. The other arguments have no
+    effect."""
 
-    def __init__(self, config: str | os.PathLike | dict, mpu: object = None, **ignored: object):
+    def __init__(self, config: Source, mpu: object = None, mesh_device: object = None):
         self.settings = load_config(config, allow_auto=True)
         self.monitor_config = self.settings
 

@@ -57,9 +57,11 @@ class UlyssesSPAttentionHF:
         model_name_or_path: nn.Module | str,
         core_attn_implementation: str | None = None,
         sequence_parallel_size: int = 1,
-        *,
+        micro_batch_size: int | None = None,
+        seq_length: int | None = None,
+        seq_length_is_variable: bool = True,
         disable_in_eval: bool = False,
-        **_sizes: object,
+        max_length: int | None = None,
     ) -> Mpu | None:
         """Make the groups, and return what `initialize` needs to attach them to a model. None for
         one rank a sequence.
@@ -68,8 +70,8 @@ class UlyssesSPAttentionHF:
             core_attn_implementation: the model's own, which it must be (None: not checked).
             disable_in_eval: a model that is not training gets whole sequences.
 
-        The sizes of batches and sequences may differ from batch to batch; what the call says of
-        them has no effect.
+        The sizes of batches and sequences may differ from batch to batch; the arguments that give
+        them have no effect.
         """
         if sequence_parallel_size == 1:
             return None

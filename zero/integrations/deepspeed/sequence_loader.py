@@ -19,5 +19,5 @@ class UlyssesSPDataLoaderAdapter(DataLoaderShard):
     A loader of accelerate's class: `skip_first_batches`, by which a Trainer resumes, keeps what it
     is. The arguments after the first have no effect: the group that was made last is used."""
 
-    def __init__(self, dl: Any, *args: Any, **kwargs: Any):
+    def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any):
         super().__init__(MicroBatches(dl, sequence_group()), batch_size=None)

@@ -29,15 +29,14 @@ def tp_model_init(
     tp_size: int,
     dtype: torch.dtype | None = None,
     config: Any = None,
-    **_ignored: object,
 ) -> nn.Module:
     """Shard a model over `tp_size` neighbouring ranks by its own plan, or by `partition_config`, in
     place, and return it.
 
-    `config` is the Trainer's dict. The engine, not `dtype`, gives the parameters their dtype. All
-    ranks must call it."""
+    `config` is the configuration, as the Trainer passes it. The engine, not `dtype`, gives the
+    parameters their dtype. All ranks must call it."""
     world.init_distributed()
-    settings = load_config(config if isinstance(config, dict) else {}, allow_auto=True)
+    settings = load_config({} if config is None else config, allow_auto=True)
     whole_experts = settings.expert_parallel.size == tp_size > 1
     _parallelize(model, tp_size, None, whole_experts, _plan(model, settings, tp_size))
     set_parallel_sizes(1, tp_size, communicator().device)

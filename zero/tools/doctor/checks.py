@@ -5,7 +5,6 @@ This file knows nothing about other ranks.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import resource
@@ -26,6 +25,7 @@ from zero.device import CPU, accelerator, is_accelerator, room
 from zero.errors import UsageError
 from zero.offload.nvme import ScratchFile
 from zero.optim import adam_cpu
+from zero.releases import installed, newer_than_tested
 
 OK, SLOW, FAILS = "ok", "slow", "FAILS"
 # The oldest versions that the package accepts.
@@ -102,6 +102,7 @@ def _checks() -> list[Check]:
     return [
         Check("python", platform.python_version),
         *versions,
+        Check("newest tested", lambda: newer_than_tested() or "no library is newer"),
         Check("devices", _device),
         Check("backend", _backend, "install a build that has it"),
         Check("bf16", _bf16, "train in fp32 or fp16"),
@@ -122,10 +123,9 @@ def _checks() -> list[Check]:
 
 
 def _version(package: str, least: str) -> str:
-    try:
-        found = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        raise Fault("missing") from None
+    found = installed(package)
+    if not found:
+        raise Fault("missing")
     if TorchVersion(found) < least:
         raise Fault(found)
     return found

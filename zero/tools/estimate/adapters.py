@@ -148,7 +148,8 @@ def add_adapter(model: Any, adapter: str) -> None:
         with warnings.catch_warnings():
             # PEFT's own patterns for fused experts match nothing where "all-linear" excludes them.
             warnings.filterwarnings("ignore", "The following", RuntimeWarning)
-            model.add_adapter(_adapter_config(adapter))
+            # Not `model.add_adapter`: a new transformers asks for a PEFT that is not out yet.
+            peft.inject_adapter_in_model(_adapter_config(adapter), model)
     except Exception as error:  # of any kind: the file is not ours
         raise UsageError(f"--adapter {adapter}: {' '.join(str(error).split())[:200]}") from error
 
@@ -164,4 +165,6 @@ def _adapter_config(adapter: str) -> peft.PeftConfig:
             "LoRA, a number above 0"
         )
     kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[json.loads(file.read_text())["peft_type"]]
-    return kind.from_pretrained(str(file.parent))
+    config = kind.from_pretrained(str(file.parent))
+    config.inference_mode = False  # with which a trained adapter is saved
+    return config

@@ -7,6 +7,7 @@ sub-groups. A gradient is averaged by one all-reduce."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from contextlib import nullcontext
 from typing import Any
@@ -43,23 +44,17 @@ class _NoHooks:
 
 # Whether a script has asked zero.Init for a dtype, in which the engine's values are rounded.
 _init_rounds = False
+_SIGNATURE = inspect.signature(Init.__init__)
 
 
 def hold_whole_models() -> None:
     """From now on zero.Init does nothing in this process, so that each rank holds whole models."""
 
-    def __init__(  # noqa: N807
-        self: Init,
-        module: nn.Module | None = None,
-        config_dict_or_path: object = None,
-        dtype: torch.dtype | None = None,
-        enabled: bool = True,
-        config: object = None,
-        **others: object,
-    ) -> None:
+    def __init__(self: Init, *args: object, **kwargs: object) -> None:  # noqa: N807
         global _init_rounds
-        source = config_dict_or_path if config_dict_or_path is not None else config
-        _init_rounds |= enabled and (dtype is not None or source is not None)
+        given = _SIGNATURE.bind(self, *args, **kwargs).arguments
+        sources = [given.get(name) for name in ("config_dict_or_path", "config", "dtype")]
+        _init_rounds |= given.get("enabled", True) and sources != [None] * 3
         self.enabled = False
 
     Init.__init__ = __init__  # pyright: ignore[reportAttributeAccessIssue]
