@@ -59,7 +59,6 @@ class _Scalars(ctypes.Structure):
     _fields_ = [(name, ctypes.c_float) for name in _floats.split()] + [("turn", ctypes.c_uint32)]
 
 
-@torch.no_grad()
 def adam(
     master: torch.Tensor,
     grad: torch.Tensor,

@@ -104,8 +104,8 @@ inline float scaled(Gradient gradient, float p, const Scalars& s) {
 
 inline float squares(float v, float g, const Scalars& s) { return fused(s.from_square * g, g, v * s.beta2); }
 
-inline float updated(float p, float m, float v, const Scalars& s) {
-    return p * s.shrink + s.step_size * m / (std::sqrt(v) / s.correction + s.eps);
+inline float updated(float p, float m, float root, const Scalars& s) {
+    return p * s.shrink + s.step_size * m / (root / s.correction + s.eps);
 }
 
 template <class Gradient, class Copy>
@@ -116,7 +116,7 @@ void update(float* __restrict master, const Gradient* __restrict grad, float* __
         const float g = scaled(grad[i], master[i], s);
         exp_avg[i] = lerp(exp_avg[i], g);
         exp_avg_sq[i] = squares(exp_avg_sq[i], g, s);
-        master[i] = updated(master[i], exp_avg[i], exp_avg_sq[i], s);
+        master[i] = updated(master[i], exp_avg[i], std::sqrt(exp_avg_sq[i]), s);
         if (out != nullptr) store(master[i], out + i);
     }
 }
@@ -151,7 +151,7 @@ void update_coded(float* __restrict master, const Gradient* __restrict grad, int
                   float* __restrict scales, uint8_t* __restrict exp_avg_sq, float* __restrict scales_sq,
                   Copy* __restrict out, int64_t numel, const Scalars s) {
     const Lerp lerp(s.to_gradient);
-    float m[BLOCK], v[BLOCK];
+    float m[BLOCK], v[BLOCK], root[BLOCK];
     for (int64_t first = 0; first < numel; first += BLOCK) {
         const int32_t count = int32_t(numel - first < BLOCK ? numel - first : BLOCK);
         float* __restrict p = master + first;
@@ -165,7 +165,8 @@ void update_coded(float* __restrict master, const Gradient* __restrict grad, int
             const float power = power4(float(code_sq[i]) * (1.0f / 255.0f));
             m[i] = lerp(std::copysign(power4(ratio), ratio) * scale, g);
             v[i] = squares(power * power * scale_sq, g, s);
-            p[i] = updated(p[i], m[i], v[i], s);
+            root[i] = std::sqrt(v[i]);
+            p[i] = updated(p[i], m[i], root[i], s);
             if (out != nullptr) store(p[i], copy + i);
         }
         uint32_t top = LEAST_NORMAL, top_sq = LEAST_NORMAL;
@@ -182,7 +183,7 @@ void update_coded(float* __restrict master, const Gradient* __restrict grad, int
             const float size = root4(float_of(finite_bits(m[i], v[i]))) * inverse * 127.0f + threshold(turn + OF_FIRST);
             const int32_t magnitude = int32_t(size < 127.0f ? size : 127.0f);
             code[i] = int8_t(m[i] < 0.0f ? -magnitude : magnitude);
-            const float deviation = std::sqrt(float_of(finite_bits(v[i], m[i])));
+            const float deviation = float_of(finite_bits(root[i], m[i]));
             const float size_sq = root4(deviation) * inverse_sq * 255.0f + threshold(turn);
             const int32_t above_zero = size_sq < 1.0f ? 1 : int32_t(size_sq < 255.0f ? size_sq : 255.0f);
             code_sq[i] = uint8_t(deviation > 0.0f ? above_zero : 0);
