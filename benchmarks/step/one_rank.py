@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import platform
 import statistics
@@ -84,6 +85,7 @@ def plain(model: nn.Module, args: argparse.Namespace) -> TrainStep:
 def by_engine(model: nn.Module, args: argparse.Namespace) -> TrainStep:
     import zero
 
+    logging.getLogger("zero").setLevel(logging.WARNING)
     config = {
         "train_micro_batch_size_per_gpu": args.batch,
         "gradient_clipping": CLIP,
@@ -132,9 +134,7 @@ def worker(variant: str, args: argparse.Namespace):
         command += [f"--{name}", str(getattr(args, name))]
     env = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
     pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        command, cwd=REPOSITORY, env=env, stdin=pipe, stdout=pipe, text=True
-    )
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=env, stdin=pipe, stdout=pipe, text=True)
     try:
         yield process
     finally:
@@ -153,8 +153,10 @@ def measure(args: argparse.Namespace) -> tuple[int, list[dict[str, dict[str, flo
     """Return the number of parameters, and for each counted round each variant's step."""
     rounds = []
     with contextlib.ExitStack() as stack:
-        places = {name: stack.enter_context(worker(name, args)) for name in ["plain", *args.variants]}
-        parameters = [answer(process) for process in places.values()][0]
+        places = {
+            name: stack.enter_context(worker(name, args)) for name in ["plain", *args.variants]
+        }
+        parameters, *_ = [answer(process) for process in places.values()]
         for number in range(args.warmup + args.rounds):
             found = {}
             for name, process in places.items():

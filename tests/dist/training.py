@@ -78,7 +78,9 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
             if param.grad is not None:
                 given.append((param, param.data, param.grad))
                 param.grad = None
-                param.data, grad = (functional.pad(each.flatten(), (0, 16)) for each in given[-1][1:])
+                param.data, grad = (
+                    functional.pad(each.flatten(), (0, 16)) for each in given[-1][1:]
+                )
                 param.grad = grad
     optimizer.step()
     for param, data, grad in given:

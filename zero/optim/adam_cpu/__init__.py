@@ -1,8 +1,9 @@
 """Adam and AdamW on host memory in one pass: 16-bit gradient in, fp32 state updated in place,
 16-bit parameter out.
 
-The arithmetic is that of torch's default implementation (`torch.optim.adam._single_tensor_adam`),
-operation by operation, in fp32; scalars are computed in Python and rounded to fp32, as torch does:
+The arithmetic is that of torch's fused step on a CPU (`torch.optim.AdamW(fused=True)`, which
+transformers' Trainer takes by default), operation by operation, in fp32; scalars are computed in
+Python and rounded to fp32, as torch does:
 
     grad = grad * factor
     master = master * (1 - lr * weight_decay)         decoupled (AdamW, arXiv 1711.05101), or
@@ -12,21 +13,21 @@ operation by operation, in fp32; scalars are computed in Python and rounded to f
     denominator = sqrt(exp_avg_sq) / sqrt(1 - beta2 ** step) + eps
     master = master + (-lr / (1 - beta1 ** step) * exp_avg) / denominator
 
-The compiled kernel gives the bits of torch's default path, with one exception. Its square root is
-exactly rounded, as on a GPU. On x86 CPUs torch takes MKL's square root. It differs in the last bit
-for a fifth of all values. So after a step from equal state and an equal fp32 gradient, the moments
-are equal bit by bit, and the master differs by at most 2**-21 of the update. With `torch_sqrt` the
-kernel takes MKL's roots too. Then everything is equal, and a step takes half as much time again.
-`fma` rounds once if torch's kernels do. They do at all but their lowest level of x86 instructions;
-the build asks torch. An element's bits depend on its own numbers alone, not on where pieces or
-threads begin.
+An element's bits depend on its own numbers alone, not on where pieces or threads begin. They are
+those of torch's fused step but for the last elements of a tensor, at most 15, which do not fill a
+vector: torch computes them partly in float64, so last bits of `exp_avg_sq` and of the master
+differ. `fma` rounds once if torch's kernels do. They do at all but their lowest level of x86
+instructions; the build asks torch.
+
+torch's unfused Adam computes the same, but on x86 CPUs it takes MKL's square root, which differs
+in the last bit for a fifth of all values. So after a step from equal state and an equal fp32
+gradient, the moments are equal bit by bit, and the master differs by at most 2**-21 of the update.
 
 Moments may be coded in 8 bits (`zero.optim.adam8bit`). Then they are decoded before this
 arithmetic, and encoded after it, in the same pass.
 
-The kernel needs a C++ compiler, on first use only. Where `is_compiled` is false, offloaded Adam
-takes torch's fused step (`zero.optim.update`). It gives other last bits of `exp_avg_sq` and of the
-master, which depend on an element's place in its sub-group."""
+The kernel needs a C++ compiler, on first use only. Where `is_compiled` is false, torch's fused step
+takes its place (`zero.optim.update`). Then a few last bits depend on where sub-groups end."""
 
 from __future__ import annotations
 
