@@ -16,6 +16,15 @@ T5_42M = {
     "d_kv": 64,
     "vocab_size": 8192,
 }
+# t5-small: 60.5M parameters.
+T5_SMALL = {
+    "d_model": 512,
+    "d_ff": 2048,
+    "num_layers": 6,
+    "num_heads": 8,
+    "d_kv": 64,
+    "vocab_size": 32128,
+}
 # t5-base (223M parameters in 12 + 12 blocks, tied embeddings) with one more block each: 250M
 # parameters.
 T5_250M = {

@@ -4,16 +4,20 @@ DeepSpeed's C++ op.
     python -m benchmarks.optimizers.cpu_adam
     python -m benchmarks.optimizers.cpu_adam --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
 
-The input is a bf16 gradient, the output a bf16 parameter; master and two moments are fp32. This is
-at least 28 bytes per parameter, or 16 with 8-bit moments. The contestants take turns on the same
-memory, one step each, so that a busy machine disturbs all of them alike. The first round does not
-count. `ms`: the fastest step, with the median in brackets. `cpu ms`: the least sum over all
-threads. `GB/s` and the following columns are those of the fastest step. `of triad`: relative to the
-bandwidth of two fp32 reads and one write in the same rounds."""
+The gradient is of `--dtypes`. If that has 16 bits, the step also writes a parameter of that dtype.
+Master and two moments are fp32. This is at least 28 bytes per parameter, or 16 with 8-bit moments.
+Of the two default sizes one fits in the caches, and one does not. The contestants take turns on the
+same memory, one step each (of small tensors, many), so that a busy machine disturbs all of them
+alike. The first round does not count. `ns`: per parameter, of the fastest step, with the median in
+brackets. `cpu ns`: the least sum over all threads. `GB/s` and the following columns are those of
+the fastest step. `of triad`: relative to the bandwidth of two fp32 reads and one write in the same
+rounds. `/ better`: `ns` and `cpu ns`, relative to the better one of torch's fused step and
+DeepSpeed's."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -27,17 +31,14 @@ import torch
 
 from benchmarks.arguments import Parser, interpreter, result_file
 from benchmarks.launch import REPOSITORY
+from benchmarks.optimizers.cpu_adam_worker import DTYPES
 from zero.tools.arguments import count
 
-OURS = [
-    "ours",
-    "ours, 8-bit moments",
-    "torch.compile",
-    "torch fused + casts",
-    "torch foreach + casts",
-]
-OURS += ["torch default + casts", "triad"]
-# Bytes a parameter. Read: gradient, master, moments. Written: master, moments, parameter.
+OURS = ["ours", "ours, 8-bit moments", "torch fused", "triad"]
+OTHERS = ["torch.compile", "torch foreach", "torch default"]
+RIVALS = ["torch fused", "deepspeed"]
+# Bytes a parameter. Read: gradient, master, moments. Written: master, moments, parameter. (A fp32
+# gradient is not of 2 bytes, but then no parameter of 2 bytes is written.)
 BYTES = (2 + 3 * 4) + (3 * 4 + 2)
 # With 8-bit moments, without their scales; a triad's.
 CODED_BYTES, TRIAD_BYTES = 2 * (2 + 4 + 2), 3 * 4
@@ -52,7 +53,11 @@ def parse_arguments() -> argparse.Namespace:
         type=interpreter,
         help="interpreter of an environment that has deepspeed",
     )
-    parser.add_argument("--numel", type=count, default=100_000_000, help="parameters")
+    parser.add_argument("--others", action="store_true", help=f"also {', '.join(OTHERS)}")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument(
+        "--numel", type=count, nargs="+", default=[1 << 16, 50_000_000], help="parameters"
+    )
     parser.add_argument("--threads", type=count, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=count, default=7)
     parser.add_argument(
@@ -63,7 +68,7 @@ def parse_arguments() -> argparse.Namespace:
 
 @contextmanager
 def worker(
-    python: str, contestants: list[str], numel: int, threads: int
+    python: str, contestants: list[str], numel: int, dtype: str, threads: int
 ) -> Iterator[subprocess.Popen]:
     """Start a process of `benchmarks.optimizers.cpu_adam_worker` and wait until it is ready. It
     ends with the context.
@@ -76,6 +81,8 @@ def worker(
         "benchmarks.optimizers.cpu_adam_worker",
         "--numel",
         str(numel),
+        "--dtype",
+        dtype,
         "--contestants",
         *contestants,
     ]
@@ -98,14 +105,15 @@ def step(process: subprocess.Popen, contestant: str) -> dict[str, float]:
     return json.loads(process.stdout.readline())
 
 
-def measure(args: argparse.Namespace, threads: int) -> Samples:
+def measure(args: argparse.Namespace, numel: int, dtype: str, threads: int) -> Samples:
     """Return the seconds of every contestant's steps, without the first one."""
     with ExitStack() as stack:
         place = {}
-        here = stack.enter_context(worker(sys.executable, OURS, args.numel, threads))
-        place.update(dict.fromkeys(OURS, here))
+        names = OURS + (OTHERS if args.others else [])
+        here = stack.enter_context(worker(sys.executable, names, numel, dtype, threads))
+        place.update(dict.fromkeys(names, here))
         if args.deepspeed_python:
-            there = worker(args.deepspeed_python, ["deepspeed"], args.numel, threads)
+            there = worker(args.deepspeed_python, ["deepspeed"], numel, dtype, threads)
             place["deepspeed"] = stack.enter_context(there)
         samples: Samples = {name: [] for name in place}
         for number in range(args.rounds + 1):
@@ -113,23 +121,18 @@ def measure(args: argparse.Namespace, threads: int) -> Samples:
                 seconds = step(process, name)
                 if number:
                     samples[name].append(seconds)
-            print(
-                f"{threads} threads, round {number}/{args.rounds}  load {os.getloadavg()[0]:.1f}",
-                flush=True,
-            )
     return samples
 
 
 def summary(samples: Samples, numel: int) -> dict[str, dict[str, float]]:
-    """Return milliseconds of each contestant, and figures of its fastest step."""
+    """Return nanoseconds a parameter of each contestant, and figures of its fastest step."""
     rows = {}
     for name, steps in samples.items():
         fastest = min(sample["wall"] for sample in steps)
         rows[name] = {
-            "ms": fastest * 1e3,
-            "median_ms": statistics.median(sample["wall"] for sample in steps) * 1e3,
-            "cpu_ms": min(sample["cpu"] for sample in steps) * 1e3,
-            "ns_per_parameter": fastest * 1e9 / numel,
+            "ns": fastest * 1e9 / numel,
+            "median_ns": statistics.median(sample["wall"] for sample in steps) * 1e9 / numel,
+            "cpu_ns": min(sample["cpu"] for sample in steps) * 1e9 / numel,
             "gb_per_s": {"triad": TRIAD_BYTES, OURS[1]: CODED_BYTES}.get(name, BYTES)
             * numel
             / fastest
@@ -137,46 +140,39 @@ def summary(samples: Samples, numel: int) -> dict[str, dict[str, float]]:
         }
     for row in rows.values():
         row["of_triad"] = row["gb_per_s"] / rows["triad"]["gb_per_s"]
-        if "deepspeed" in rows:
-            row["times_deepspeed"] = rows["deepspeed"]["ms"] / row["ms"]
-            row["times_deepspeed_median"] = rows["deepspeed"]["median_ms"] / row["median_ms"]
+        for key in ("ns", "cpu_ns"):
+            better = min(rows[name][key] for name in RIVALS if name in rows)
+            row[f"{key}_of_better"] = row[key] / better
     return rows
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
-    lines = [
-        f"{'contestant':<22}  ms (median)       cpu ms  ns/param   GB/s  of triad  x deepspeed (of "
-        "medians)"
-    ]
+    lines = [f"{'contestant':<20}   ns (median)     cpu ns   GB/s  of triad  / better (cpu)"]
     for name, row in rows.items():
-        cells = [f"{row['ms']:7.1f} ({row['median_ms']:7.1f})", f"{row['cpu_ms']:7.1f}"]
-        cells += [
-            f"{row['ns_per_parameter']:8.2f}",
-            f"{row['gb_per_s']:5.1f}",
-            f"{row['of_triad']:8.2f}",
-        ]
-        if "times_deepspeed" in row and name != "triad":
-            cells.append(f"{row['times_deepspeed']:6.2f} ({row['times_deepspeed_median']:.2f})")
-        lines.append("  ".join([f"{name:<22}", *cells]))
+        cells = [f"{row['ns']:6.2f} ({row['median_ns']:6.2f})", f"{row['cpu_ns']:7.2f}"]
+        cells += [f"{row['gb_per_s']:5.1f}", f"{row['of_triad']:8.2f}"]
+        if name != "triad":
+            cells.append(f"{row['ns_of_better']:5.2f} ({row['cpu_ns_of_better']:.2f})")
+        lines.append("  ".join([f"{name:<20}", *cells]))
     return "\n".join(lines)
 
 
 def main() -> None:
     args = parse_arguments()
-    samples = {threads: measure(args, threads) for threads in args.threads}
-    rows = {threads: summary(of_threads, args.numel) for threads, of_threads in samples.items()}
-    for threads, of_threads in rows.items():
+    results = []
+    for numel, dtype, threads in itertools.product(args.numel, args.dtypes, args.threads):
+        samples = measure(args, numel, dtype, threads)
+        rows = summary(samples, numel)
+        case = {"numel": numel, "dtype": dtype, "threads": threads}
+        results.append(case | {"rows": rows, "samples": samples})
         print(
-            f"\n{args.numel / 1e6:g}M parameters, {threads} thread(s), {args.rounds} "
-            f"rounds\n\n{table(of_threads)}"
+            f"\n{numel:,} parameters, {dtype}, {threads} thread(s), {args.rounds} rounds, load "
+            f"{os.getloadavg()[0]:.1f}\n\n{table(rows)}",
+            flush=True,
         )
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(
-        json.dumps(
-            {"versions": versions, "numel": args.numel, "rows": rows, "samples": samples}, indent=2
-        )
-    )
+    args.output.write_text(json.dumps({"versions": versions, "results": results}, indent=2))
     print(f"\nwritten: {args.output}")
 
 

@@ -2,8 +2,8 @@
 
 `benchmarks.optimizers.cpu_adam` starts it, in this environment or in one that has DeepSpeed, with
 `OMP_NUM_THREADS` threads. A line on standard input names a contestant. The answer is a line of JSON
-with the seconds of its step: `wall`, and `cpu` of all threads. Each contestant is first compared
-with torch's AdamW on a few numbers."""
+with the seconds of its step, the mean of several if tensors are small: `wall`, and `cpu` of all
+threads. Each contestant is first compared with torch's AdamW on a few numbers."""
 
 from __future__ import annotations
 
@@ -21,28 +21,32 @@ import torch
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 # Every step gets this number. So bias corrections are those of a run that has just begun.
 STEP = 10
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# A step of small tensors is repeated until so many parameters are updated.
+LEAST = 1 << 20
 
 
 @dataclass
 class State:
-    """bf16 gradient (input), fp32 master and moments, bf16 parameter (output), and an fp32 buffer
-    for casts.
+    """Gradient (input), fp32 master and moments, a parameter of the gradient's dtype (output; None
+    in fp32), and an fp32 buffer for casts.
     """
 
     master: torch.Tensor
     grad: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
-    out: torch.Tensor
+    out: torch.Tensor | None
     buffer: torch.Tensor
     coded: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
-    def random(cls, numel: int) -> State:
+    def random(cls, numel: int, dtype: torch.dtype) -> State:
         generator = torch.Generator().manual_seed(1)
         master, grad, exp_avg = (torch.randn(numel, generator=generator) for _ in range(3))
         exp_avg_sq = torch.rand(numel, generator=generator)
-        return cls(master, grad.bfloat16(), exp_avg, exp_avg_sq, master.bfloat16(), grad)
+        out = None if dtype == torch.float32 else master.to(dtype)
+        return cls(master, grad.to(dtype), exp_avg, exp_avg_sq, out, torch.empty_like(master))
 
 
 Step = Callable[[State], None]
@@ -88,9 +92,14 @@ def with_casts(update: Step) -> Step:
     """Add the casts that an optimizer needs if it takes fp32 gradients and makes no 16-bit copy."""
 
     def step(state: State) -> None:
-        state.buffer.copy_(state.grad)
-        update(state)
-        state.out.copy_(state.master)
+        if state.out is None:
+            state.master.grad = state.grad
+            update(state)
+        else:
+            state.master.grad = state.buffer.copy_(state.grad)
+            update(state)
+            state.out.copy_(state.master)
+        state.master.grad = None
 
     return step
 
@@ -100,9 +109,7 @@ def by_torch(**choice: bool) -> Step:
         optimizer = torch.optim.AdamW([state.master], LR, BETAS, EPS, DECAY, **choice)
         moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
         optimizer.state[state.master] = {"step": torch.tensor(STEP - 1.0), **moments}
-        state.master.grad = state.buffer
         optimizer.step()
-        state.master.grad = None
 
     return with_casts(update)
 
@@ -122,7 +129,8 @@ def by_compile() -> Step:
         exp_avg.copy_(average)
         exp_avg_sq.copy_(square)
         master.copy_(updated)
-        out.copy_(updated)
+        if out is not None:
+            out.copy_(updated)
 
     return lambda state: formula(
         state.master, state.grad, state.exp_avg, state.exp_avg_sq, state.out
@@ -147,9 +155,7 @@ def deepspeed() -> Step:
         moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
         optimizer.param_groups[0]["params"] = [state.master]
         optimizer.state[state.master] = {"step": STEP - 1, **moments}
-        state.master.grad = state.buffer
         optimizer.step()
-        state.master.grad = None
 
     return with_casts(update)
 
@@ -162,26 +168,26 @@ def triad(state: State) -> None:
 CONTESTANTS: dict[str, Callable[[], Step]] = {
     "ours": ours,
     "ours, 8-bit moments": ours_8_bit,
-    "torch fused + casts": lambda: by_torch(fused=True),
-    "torch foreach + casts": lambda: by_torch(foreach=True),
-    "torch default + casts": by_torch,
+    "torch fused": lambda: by_torch(fused=True),
+    "torch foreach": lambda: by_torch(foreach=True),
+    "torch default": by_torch,
     "torch.compile": by_compile,
     "deepspeed": deepspeed,
     "triad": lambda: triad,
 }
 
 
-def verify(name: str, step: Step) -> None:
+def verify(name: str, step: Step, dtype: torch.dtype) -> None:
     """Raise RuntimeError unless `step` computes what torch's AdamW computes."""
-    expected, found = State.random(4099), State.random(4099)
+    before, expected, found = (State.random(4099, dtype) for _ in range(3))
     by_torch()(expected)
     step(found)
     if found.coded is not None:  # rounding the moments changes the update
-        update = (expected.master - State.random(4099).master).norm()
+        update = (expected.master - before.master).norm()
         if (found.master - expected.master).norm() > 0.05 * update:
             raise RuntimeError(f"{name} computes another update")
         return
-    for field in ("master", "exp_avg", "exp_avg_sq", "out"):
+    for field in ("master", "exp_avg", "exp_avg_sq", *(["out"] if found.out is not None else [])):
         tolerance = 2**-7 if field == "out" else 1e-5
         if not torch.allclose(
             getattr(expected, field), getattr(found, field), rtol=tolerance, atol=1e-6
@@ -190,14 +196,18 @@ def verify(name: str, step: Step) -> None:
 
 
 def timed(step: Step, state: State) -> dict[str, float]:
+    repeats = max(1, LEAST // state.master.numel())
     wall, cpu = time.perf_counter(), time.process_time()
-    step(state)
-    return {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+    for _ in range(repeats):
+        step(state)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return {"wall": wall / repeats, "cpu": cpu / repeats}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--numel", type=int, required=True)
+    parser.add_argument("--dtype", choices=DTYPES, required=True)
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, required=True)
     args = parser.parse_args()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -206,8 +216,8 @@ def main() -> None:
         steps = {name: CONTESTANTS[name]() for name in args.contestants}
         for name, step in steps.items():
             if name != "triad":
-                verify(name, step)
-        state = State.random(args.numel)
+                verify(name, step, DTYPES[args.dtype])
+        state = State.random(args.numel, DTYPES[args.dtype])
         print(json.dumps({"ready": True}), file=answers, flush=True)
         for line in sys.stdin:
             print(json.dumps(timed(steps[line.strip()], state)), file=answers, flush=True)

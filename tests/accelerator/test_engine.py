@@ -2,8 +2,8 @@
 torch on that device.
 
 Without offload, torch updates the weights, so the bits are equal. Offloaded state is updated by
-`adam_cpu`, which takes exact square roots. So its numbers equal plain torch's within rounding, and
-have the same bits on every tier."""
+`adam_cpu`, which computes the last elements of tensors otherwise. So its numbers equal plain
+torch's within rounding, and have the same bits on every tier."""
 
 import contextlib
 import io

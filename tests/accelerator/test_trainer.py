@@ -1,8 +1,7 @@
 """The unpatched Trainer, and a teacher beside a student, on the simulated accelerator, compared
 with the CPU.
 
-They are equal within rounding: offloaded Adam takes exact square roots, and norms are summed in
-parts."""
+They are equal within rounding, because norms are summed in parts."""
 
 import json
 from pathlib import Path

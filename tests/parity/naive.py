@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.dist.training import take_step
+
 
 class NaiveZero3:
     def __init__(
@@ -75,6 +77,6 @@ class NaiveZero3:
         factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
         for shard, total in zip(self.shards, sums, strict=True):
             shard.grad = total * (factor / self.world_size)
-        self.optimizer.step()
+        take_step(self.optimizer)
         self.reshard()
         return losses, norm

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import zero
-from tests.dist.training import ds_config
+from tests.dist.training import ds_config, take_step
 from tests.processes import run_on
 from zero.fragments import safe_get_full_grad
 
@@ -55,7 +55,7 @@ def one_step(rank, world_size, stage, is_rounded):
     masters = list(model().parameters())
     for master, grad in zip(masters, grads_of_ddp, strict=True):
         master.grad = grad.float()
-    torch.optim.Adam(masters, lr=LR).step()
+    take_step(torch.optim.Adam(masters, lr=LR, fused=True))
 
     given = model().bfloat16() if is_rounded else model()
     config = ds_config(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import zero
+from tests.dist.training import take_step
 from tests.processes import run_on
 from zero.core.quantized_weights import quantized_tensors
 from zero.errors import UsageError
@@ -281,11 +282,11 @@ def adapters_beside_ddp(rank: int, world_size: int, base: Path, folder: Path) ->
     model = with_adapter(base, kind).train()
     # All ranks have quantized the same weights, and those in 4 bits cannot be written to.
     ddp = nn.parallel.DistributedDataParallel(model, init_sync=False)
-    optimizer = torch.optim.AdamW(trainable(model), lr=1e-2, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(trainable(model), lr=1e-2, weight_decay=0.0, fused=True)
     for ids in batches():
         part = ids.chunk(world_size)[rank]
         ddp(input_ids=part, labels=part).loss.backward()
-        optimizer.step()
+        take_step(optimizer)
         optimizer.zero_grad()
     engine = engine_on(base, kind, world_size, gradient_clipping=0.0)
     steps(engine, rank, world_size)

@@ -161,7 +161,7 @@ def layer_wise(named: list[tuple[str, nn.Parameter]]) -> list[dict]:
 
 def grown(groups: list[dict]) -> torch.optim.Optimizer:
     """Make the optimizer for the first group, and add the others."""
-    optimizer = torch.optim.AdamW(groups[:1])
+    optimizer = torch.optim.AdamW(groups[:1], fused=True)
     for group in groups[1:]:
         optimizer.add_param_group(group)
     return optimizer

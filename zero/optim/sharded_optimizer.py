@@ -154,8 +154,7 @@ class ZeroOptimizer:
         on_host = any(shard.tier.device.type == "cpu" for shard in self.shards.values())
         updates_on_host = elementwise and on_host and adam_cpu.serves(optimizer)
         self._has_kernel = updates_on_host and adam_cpu.is_compiled()
-        # Without a compiler. If nothing is offloaded, torch's own step has the kernel's bits.
-        self._fuses_on_host = updates_on_host and placement.offloads and not self._has_kernel
+        self._fuses_on_host = updates_on_host and not self._has_kernel
         self._updates = Updates(comm.device, read_ahead, write_behind, comm.clock.shows)
         master_dtype = torch.float32 if self.rounding is None else torch.bfloat16
         for group, shard in self.shards.items():
@@ -357,8 +356,6 @@ class ZeroOptimizer:
             factor,
             by_kernel=self._has_kernel and is_plain_adam,
             fuses_on_host=self._fuses_on_host and is_plain_adam,
-            # If the model computes on the CPU, updates have torch's bits, offloaded or not.
-            torch_sqrt=self.comm.device.type == "cpu",
             rounding=self.rounding,
             state_dtype=self.state_dtype,
             frozen=self._frozen_ranges(),

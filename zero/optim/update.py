@@ -34,7 +34,6 @@ class SubGroupUpdate:
     Args:
         factor: by which gradients are multiplied.
         by_kernel: `adam_cpu` updates sub-groups in host memory.
-        torch_sqrt: its square roots are torch's.
         fuses_on_host: torch's fused step updates them.
         rounding: rounds bf16 masters; None for fp32 ones.
         state_dtype: of the optimizer's state; uint8: Adam's moments are codes
@@ -46,7 +45,6 @@ class SubGroupUpdate:
     factor: float
     _: KW_ONLY
     by_kernel: bool
-    torch_sqrt: bool
     fuses_on_host: bool = False
     rounding: StochasticRounding | None = None
     state_dtype: torch.dtype = torch.float32
@@ -153,7 +151,6 @@ class SubGroupUpdate:
             weight_decay=param_group["weight_decay"],
             decoupled=param_group["decoupled_weight_decay"],
             factor=self.factor,
-            torch_sqrt=self.torch_sqrt,
         )
 
     def _torch_step(self, values: SubGroupInMemory, param_group: dict) -> None:

@@ -28,8 +28,7 @@ from zero.optim.elementwise import Lion, make_state_late, require_possible
 from zero.optim.lamb import Lamb
 from zero.optim.muon import MuonWithAdamW, split_groups
 
-# Where torch has a fused Adam that is the fastest one. On a CPU, `adam_cpu` has the bits of the
-# unfused one.
+# Where torch has a fused Adam that is the fastest one. On a CPU, `adam_cpu` takes its place.
 _FUSING = ("cuda", "xpu", "hpu")
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]

@@ -1,8 +1,9 @@
 """Adam and AdamW on host memory in one pass: 16-bit gradient in, fp32 state updated in place,
 16-bit parameter out.
 
-The arithmetic is that of torch's default implementation (`torch.optim.adam._single_tensor_adam`),
-operation by operation, in fp32; scalars are computed in Python and rounded to fp32, as torch does:
+The arithmetic is that of torch's fused step on a CPU (`torch.optim.AdamW(fused=True)`, which
+transformers' Trainer takes by default), operation by operation, in fp32; scalars are computed in
+Python and rounded to fp32, as torch does:
 
     grad = grad * factor
     master = master * (1 - lr * weight_decay)         decoupled (AdamW, arXiv 1711.05101), or
@@ -12,21 +13,21 @@ operation by operation, in fp32; scalars are computed in Python and rounded to f
     denominator = sqrt(exp_avg_sq) / sqrt(1 - beta2 ** step) + eps
     master = master + (-lr / (1 - beta1 ** step) * exp_avg) / denominator
 
-The compiled kernel gives the bits of torch's default path, with one exception. Its square root is
-exactly rounded, as on a GPU. On x86 CPUs torch takes MKL's square root. It differs in the last bit
-for a fifth of all values. So after a step from equal state and an equal fp32 gradient, the moments
-are equal bit by bit, and the master differs by at most 2**-21 of the update. With `torch_sqrt` the
-kernel takes MKL's roots too. Then everything is equal, and a step takes half as much time again.
-`fma` rounds once if torch's kernels do. They do at all but their lowest level of x86 instructions;
-the build asks torch. An element's bits depend on its own numbers alone, not on where pieces or
-threads begin.
+An element's bits depend on its own numbers alone, not on where pieces or threads begin. They are
+those of torch's fused step but for the last elements of a tensor, at most 15, which do not fill a
+vector: torch computes them partly in float64, so last bits of `exp_avg_sq` and of the master
+differ. `fma` rounds once if torch's kernels do. They do at all but their lowest level of x86
+instructions; the build asks torch.
+
+torch's unfused Adam computes the same, but on x86 CPUs it takes MKL's square root, which differs
+in the last bit for a fifth of all values. So after a step from equal state and an equal fp32
+gradient, the moments are equal bit by bit, and the master differs by at most 2**-21 of the update.
 
 Moments may be coded in 8 bits (`zero.optim.adam8bit`). Then they are decoded before this
 arithmetic, and encoded after it, in the same pass.
 
-The kernel needs a C++ compiler, on first use only. Where `is_compiled` is false, offloaded Adam
-takes torch's fused step (`zero.optim.update`). It gives other last bits of `exp_avg_sq` and of the
-master, which depend on an element's place in its sub-group."""
+The kernel needs a C++ compiler, on first use only. Where `is_compiled` is false, torch's fused step
+takes its place (`zero.optim.update`). Then a few last bits depend on where sub-groups end."""
 
 from __future__ import annotations
 
@@ -36,7 +37,6 @@ import logging
 import os
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -49,21 +49,17 @@ logger = logging.getLogger("zero")
 # Elements that a thread takes at a time: 7 MB of memory. The calling thread alone updates tensors
 # of up to this size.
 PIECE = 1 << 18
-# Elements that torch casts from and to fp16 at a time, which the kernel does not: 16 MB of memory.
-_CAST_PIECE = 1 << 22
+# As in kernel.cpp.
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class _Scalars(ctypes.Structure):
     """As `Scalars` in kernel.cpp; ctypes rounds a Python float to fp32, to nearest."""
 
     _floats = "factor l2 shrink to_gradient beta2 from_square correction eps step_size"
-    _fields_ = [(name, ctypes.c_float) for name in _floats.split()] + [
-        ("turn", ctypes.c_uint32),
-        ("roots", ctypes.c_void_p),
-    ]
+    _fields_ = [(name, ctypes.c_float) for name in _floats.split()] + [("turn", ctypes.c_uint32)]
 
 
-@torch.no_grad()
 def adam(
     master: torch.Tensor,
     grad: torch.Tensor,
@@ -79,7 +75,6 @@ def adam(
     weight_decay: float,
     decoupled: bool,
     factor: float,
-    torch_sqrt: bool = False,
 ) -> None:
     """One step, the `step`-th one (from 1 on), on 1-D contiguous host tensors of one length; from
     any thread.
@@ -87,8 +82,8 @@ def adam(
     `master`, `exp_avg` and `exp_avg_sq` (fp32; the moments may be coded) are updated in place;
     `grad` (fp32, bf16 or fp16), which stays as it is, is multiplied by `factor` in fp32 first;
     `out` (bf16 or fp16, or None) becomes the master, rounded to nearest. `weight_decay` is AdamW's
-    if `decoupled`, else an L2 term. `torch_sqrt`: with torch's square roots; see above. Raises
-    ValueError for tensors that are otherwise, RuntimeError where the kernel is not compiled."""
+    if `decoupled`, else an L2 term. Raises ValueError for tensors that are otherwise, RuntimeError
+    where the kernel is not compiled."""
     kernel, numel = _kernel(), master.numel()
     if kernel is None:
         raise RuntimeError("the kernel of Adam on host memory is not compiled")
@@ -110,29 +105,18 @@ def adam(
         eps=eps,
         step_size=-(lr / (1 - beta1**step)),
         turn=adam8bit.turn(step),
-        roots=_roots() if torch_sqrt else None,
     )
     threads = thread_count() if numel > PIECE else 1
-    rounded = out if out is not None and out.dtype == torch.bfloat16 else None
-    casts = grad.dtype == torch.float16 or rounded is not out
-    most = _CAST_PIECE if casts else max(1, numel)
-    for start in range(0, numel, most):
-        part = slice(start, start + most)
-        blocks = slice(start // adam8bit.BLOCK, None)
-        wide = grad[part].float() if grad.dtype == torch.float16 else grad[part]
-        places = [master[part], wide, exp_avg[part], exp_avg_sq[part]]
-        optional = [(rounded, part), (scale, blocks), (scale_sq, blocks)]
-        kernel(
-            *(place.data_ptr() for place in places),
-            *(None if values is None else values[where].data_ptr() for values, where in optional),
-            wide.numel(),
-            wide.dtype == torch.bfloat16,
-            ctypes.byref(scalars),
-            PIECE,
-            threads,
-        )
-        if out is not None and rounded is None:
-            out[part].copy_(master[part])
+    kernel(
+        *(tensor.data_ptr() for tensor in (master, grad, exp_avg, exp_avg_sq)),
+        *(None if tensor is None else tensor.data_ptr() for tensor in (out, scale, scale_sq)),
+        numel,
+        _TYPES[grad.dtype],
+        0 if out is None else _TYPES[out.dtype],
+        ctypes.byref(scalars),
+        PIECE,
+        threads,
+    )
 
 
 def _check(length: int, **tensors: torch.Tensor | None) -> None:
@@ -206,29 +190,6 @@ def new_state(master: torch.Tensor, coded: bool = False) -> dict[str, torch.Tens
     return {"step": step} | {key: zeros(master) for key in adam8bit.KEYS}
 
 
-@functools.cache
-def _roots() -> ctypes.c_void_p | None:
-    """The address of MKL's square root in torch's library, or None if it is not there or
-    torch does not use it.
-    """
-    try:
-        library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-        function = ctypes.CDLL(str(library)).VMSSQRT_
-    except (OSError, AttributeError):
-        return None
-    # With every dtype and device named: scripts change the defaults.
-    generator = torch.Generator().manual_seed(0)
-    values = torch.rand(1000, generator=generator, dtype=torch.float32, device="cpu")
-    found = torch.empty_like(values)
-    function(
-        ctypes.byref(ctypes.c_int32(1000)),
-        ctypes.c_void_p(values.data_ptr()),
-        ctypes.c_void_p(found.data_ptr()),
-        ctypes.byref(ctypes.c_int64(0x2 | 0x140000 | 0x100)),
-    )
-    return ctypes.cast(function, ctypes.c_void_p) if torch.equal(found, values.sqrt()) else None
-
-
 def thread_count() -> int:
     """The threads that one step may use: this rank's part of the cores that the process may run on,
     at least 1.
@@ -266,7 +227,8 @@ def _kernel() -> Callable[..., None] | None:
                 (reason.splitlines() or [repr(error)])[0],
             )
         return None
-    numbers = ctypes.c_int64, ctypes.c_int, ctypes.POINTER(_Scalars), ctypes.c_int64, ctypes.c_int
-    kernel.argtypes = [ctypes.c_void_p] * 7 + [*numbers]
+    numbers = ctypes.c_int64, ctypes.c_int, ctypes.c_int
+    pieces = ctypes.POINTER(_Scalars), ctypes.c_int64, ctypes.c_int
+    kernel.argtypes = [ctypes.c_void_p] * 7 + [*numbers, *pieces]
     kernel.restype = None
     return kernel

@@ -12,9 +12,6 @@
 #include <thread>
 #include <vector>
 
-// MKL's vmsSqrt by its Fortran name: (count, values, roots, mode).
-extern "C" typedef void Roots(const int32_t*, const float*, float*, const int64_t*);
-
 // As `_Scalars` in __init__.py: each a Python float rounded to fp32, where torch rounds it.
 extern "C" struct Scalars {
     float factor;       // on the gradient
@@ -27,7 +24,6 @@ extern "C" struct Scalars {
     float eps;
     float step_size;    // -lr / (1 - beta1 ** step)
     uint32_t turn;      // the step's part of the thresholds; see adam8bit.py
-    Roots* roots;       // where torch takes square roots from; null: the CPU's instruction
 };
 
 namespace {
@@ -39,43 +35,55 @@ struct BFloat16 {
     uint16_t bits;
 };
 
+struct Half {
+    uint16_t bits;
+};
+
 inline uint32_t bits_of(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
     return bits;
 }
 
-inline float load(float value) { return value; }
-
-inline float load(BFloat16 value) {
-    const uint32_t bits = uint32_t(value.bits) << 16;
-    float wide;
-    std::memcpy(&wide, &bits, sizeof wide);
-    return wide;
+inline float float_of(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
 }
 
-// To nearest, ties to even; a NaN stays one. Without branches, so that the compiler vectorises it on any CPU.
-inline BFloat16 rounded(float value) {
+inline float load(float value) { return value; }
+
+inline float load(BFloat16 value) { return float_of(uint32_t(value.bits) << 16); }
+
+// Exponents of fp16 are biased by 15, those of fp32 by 127. Infinities and NaN have the largest one of their type.
+inline float load(Half value) {
+    const uint32_t size = value.bits & 0x7fffu;
+    const uint32_t normal = (size << 13) + ((127u - 15u) << (size < 0x7c00u ? 23 : 24));
+    const uint32_t subnormal = bits_of(float(int32_t(size)) * (1.0f / 16777216.0f));
+    return float_of((size < 0x0400u ? subnormal : normal) | uint32_t(value.bits & 0x8000u) << 16);
+}
+
+// These round to nearest, ties to even; a NaN stays one. Without branches, so that the compiler vectorises them on any
+// CPU.
+inline void store(float value, BFloat16* place) {
     const uint32_t bits = bits_of(value);
     const uint32_t nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return {uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : nearest)};
+    place->bits = uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : nearest);
+}
+
+inline void store(float value, Half* place) {
+    const uint32_t bits = bits_of(value), size = bits & 0x7fffffffu;
+    const uint32_t normal = (size - ((127u - 15u) << 23) + 0xfffu + ((size >> 13) & 1u)) >> 13;
+    // The sum has the last place of fp16's subnormals, to which it is rounded.
+    const uint32_t subnormal = bits_of(float_of(size) + 0.5f) - bits_of(0.5f);
+    const uint32_t finite = size < ((127u - 14u) << 23) ? subnormal : normal;
+    const uint32_t nearest = size < ((127u + 16u) << 23) ? finite : size > 0x7f800000u ? 0x7e00u : 0x7c00u;
+    place->bits = uint16_t(nearest | (bits >> 16 & 0x8000u));
 }
 
 // a * b + c, rounded once where torch's kernels do so: not on CPUs without the instruction, or where torch is told to
 // leave it out.
 inline float fused(float a, float b, float c) { return TORCH_FUSES ? __builtin_fmaf(a, b, c) : a * b + c; }
-
-void take_roots(Roots* roots, float* values, int32_t count) {
-    uint32_t any = 0;
-    for (int32_t i = 0; i < count; ++i) any |= bits_of(values[i]);
-    if (any == 0) return;  // as rows of an embedding that no token used; MKL is slow on zeros
-    if (roots != nullptr) {
-        const int64_t mode = 0x2 | 0x140000 | 0x100;  // as torch calls it: accurate, denormals kept, no error handler
-        roots(&count, values, values, &mode);
-    } else {
-        for (int32_t i = 0; i < count; ++i) values[i] = std::sqrt(values[i]);
-    }
-}
 
 // torch.lerp goes from the nearer end, so that it arrives exactly.
 struct Lerp {
@@ -100,28 +108,16 @@ inline float updated(float p, float m, float root, const Scalars& s) {
     return p * s.shrink + s.step_size * m / (root / s.correction + s.eps);
 }
 
-template <class Gradient>
+template <class Gradient, class Copy>
 void update(float* __restrict master, const Gradient* __restrict grad, float* __restrict exp_avg,
-            float* __restrict exp_avg_sq, BFloat16* __restrict out, int64_t numel, const Scalars s) {
+            float* __restrict exp_avg_sq, Copy* __restrict out, int64_t numel, const Scalars s) {
     const Lerp lerp(s.to_gradient);
-    float root[BLOCK];
-    for (int64_t first = 0; first < numel; first += BLOCK) {
-        const int32_t count = int32_t(numel - first < BLOCK ? numel - first : BLOCK);
-        float* __restrict p = master + first;
-        const Gradient* __restrict gradient = grad + first;
-        float* __restrict m = exp_avg + first;
-        float* __restrict v = exp_avg_sq + first;
-        for (int32_t i = 0; i < count; ++i) {
-            const float g = scaled(gradient[i], p[i], s);
-            m[i] = lerp(m[i], g);
-            v[i] = root[i] = squares(v[i], g, s);
-        }
-        take_roots(s.roots, root, count);
-        BFloat16* __restrict copy = out == nullptr ? nullptr : out + first;
-        for (int32_t i = 0; i < count; ++i) {
-            p[i] = updated(p[i], m[i], root[i], s);
-            if (out != nullptr) copy[i] = rounded(p[i]);
-        }
+    for (int64_t i = 0; i < numel; ++i) {
+        const float g = scaled(grad[i], master[i], s);
+        exp_avg[i] = lerp(exp_avg[i], g);
+        exp_avg_sq[i] = squares(exp_avg_sq[i], g, s);
+        master[i] = updated(master[i], exp_avg[i], std::sqrt(exp_avg_sq[i]), s);
+        if (out != nullptr) store(master[i], out + i);
     }
 }
 
@@ -131,12 +127,6 @@ inline float power4(float value) {
 }
 
 inline float root4(float value) { return std::sqrt(std::sqrt(value)); }
-
-inline float float_of(uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
 
 constexpr uint32_t OF_PLACE = 0x85ebca6bu, OF_FIRST = 0x5bd1e995u;  // these three as in adam8bit.py
 constexpr float EDGE = 1.0f / 4096.0f;
@@ -156,10 +146,10 @@ inline float threshold(uint32_t turn) {
 
 // The same with moments as codes; see adam8bit.py. Magnitudes are ordered as their bits, whose maximum the compiler
 // vectorises.
-template <class Gradient>
+template <class Gradient, class Copy>
 void update_coded(float* __restrict master, const Gradient* __restrict grad, int8_t* __restrict exp_avg,
                   float* __restrict scales, uint8_t* __restrict exp_avg_sq, float* __restrict scales_sq,
-                  BFloat16* __restrict out, int64_t numel, const Scalars s) {
+                  Copy* __restrict out, int64_t numel, const Scalars s) {
     const Lerp lerp(s.to_gradient);
     float m[BLOCK], v[BLOCK], root[BLOCK];
     for (int64_t first = 0; first < numel; first += BLOCK) {
@@ -168,18 +158,16 @@ void update_coded(float* __restrict master, const Gradient* __restrict grad, int
         const Gradient* __restrict gradient = grad + first;
         int8_t* __restrict code = exp_avg + first;
         uint8_t* __restrict code_sq = exp_avg_sq + first;
+        Copy* __restrict copy = out == nullptr ? nullptr : out + first;
         const float scale = *scales, scale_sq = *scales_sq;
         for (int32_t i = 0; i < count; ++i) {
             const float g = scaled(gradient[i], p[i], s), ratio = float(code[i]) * (1.0f / 127.0f);
             const float power = power4(float(code_sq[i]) * (1.0f / 255.0f));
             m[i] = lerp(std::copysign(power4(ratio), ratio) * scale, g);
-            v[i] = root[i] = squares(power * power * scale_sq, g, s);
-        }
-        take_roots(s.roots, root, count);
-        BFloat16* __restrict copy = out == nullptr ? nullptr : out + first;
-        for (int32_t i = 0; i < count; ++i) {
+            v[i] = squares(power * power * scale_sq, g, s);
+            root[i] = std::sqrt(v[i]);
             p[i] = updated(p[i], m[i], root[i], s);
-            if (out != nullptr) copy[i] = rounded(p[i]);
+            if (out != nullptr) store(p[i], copy + i);
         }
         uint32_t top = LEAST_NORMAL, top_sq = LEAST_NORMAL;
         for (int32_t i = 0; i < count; ++i) {
@@ -205,17 +193,16 @@ void update_coded(float* __restrict master, const Gradient* __restrict grad, int
 
 }  // namespace
 
-// `grad`: bf16 if `grad_is_bf16`, else fp32. `out` may be null. Moments are fp32 without scales, else codes; then
-// `piece` is a multiple of BLOCK. Up to `threads` threads take pieces of this many elements, so that a thread on a busy
-// core takes fewer. They are this function's own: Python's would need its lock for each piece, and would take it from
-// the thread that gives work to a GPU.
+// `grad` and `out`, which may be null, are of these types: 0 is fp32 (`grad` alone), 1 bf16, 2 fp16. Moments are fp32
+// without scales, else codes; then `piece` is a multiple of BLOCK. Up to `threads` threads take pieces of this many
+// elements, so that a thread on a busy core takes fewer. They are this function's own: Python's would need its lock for
+// each piece, and would take it from the thread that gives work to a GPU.
 extern "C" void zero_cpu_adam(float* master, const void* grad, void* exp_avg, void* exp_avg_sq, void* out,
-                              float* scales, float* scales_sq, int64_t numel, int grad_is_bf16, const Scalars* s,
-                              int64_t piece, int threads) {
-    BFloat16* copy = static_cast<BFloat16*>(out);
-    const auto with = [&](const auto* gradient, int64_t first) {
+                              float* scales, float* scales_sq, int64_t numel, int grad_type, int out_type,
+                              const Scalars* s, int64_t piece, int threads) {
+    const auto update_piece = [&](const auto* gradient, auto* copy, int64_t first) {
         const int64_t count = numel - first < piece ? numel - first : piece;
-        BFloat16* to = copy == nullptr ? nullptr : copy + first;
+        auto* to = copy == nullptr ? nullptr : copy + first;
         if (scales != nullptr)
             update_coded(master + first, gradient + first, static_cast<int8_t*>(exp_avg) + first,
                          scales + first / BLOCK, static_cast<uint8_t*>(exp_avg_sq) + first, scales_sq + first / BLOCK,
@@ -224,13 +211,21 @@ extern "C" void zero_cpu_adam(float* master, const void* grad, void* exp_avg, vo
             update(master + first, gradient + first, static_cast<float*>(exp_avg) + first,
                    static_cast<float*>(exp_avg_sq) + first, to, count, *s);
     };
+    const auto with_gradient = [&](const auto* gradient, int64_t first) {
+        if (out_type == 2)
+            update_piece(gradient, static_cast<Half*>(out), first);
+        else
+            update_piece(gradient, static_cast<BFloat16*>(out), first);
+    };
     std::atomic<int64_t> next{0};
     const auto work = [&] {
         for (int64_t first = next.fetch_add(piece); first < numel; first = next.fetch_add(piece)) {
-            if (grad_is_bf16)
-                with(static_cast<const BFloat16*>(grad), first);
+            if (grad_type == 0)
+                with_gradient(static_cast<const float*>(grad), first);
+            else if (grad_type == 1)
+                with_gradient(static_cast<const BFloat16*>(grad), first);
             else
-                with(static_cast<const float*>(grad), first);
+                with_gradient(static_cast<const Half*>(grad), first);
         }
     };
     std::vector<std::thread> helpers;
