@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from zero.comm import traffic
 from zero.comm.world import ranks_of_machine
@@ -314,10 +313,12 @@ class _Flops:
         self._section = section
         # The engine and its `module` are two levels of their own.
         self._depth = 2 + (section.module_depth if section.module_depth > 0 else 999)
-        self._counter: FlopCounterMode | None = None
+        self._counter: Any = None
 
     def before_step(self, number: int) -> None:
         if number == self._section.profile_step:
+            from torch.utils.flop_counter import FlopCounterMode  # here: it imports triton
+
             self._counter = FlopCounterMode(display=False, depth=self._depth)
             self._counter.__enter__()
 

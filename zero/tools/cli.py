@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, cast
 
 import zero
 from zero.errors import nearest, refuse
@@ -75,7 +76,8 @@ def main(arguments: list[str] | None = None) -> None:
         case ["--version"]:
             print(f"zero {zero.__version__}")
         case [name, *rest] if name in COMMANDS:
-            result: Any = _or_refuse(lambda: command(name)(rest))
+            with _without_torchao():
+                result: Any = _or_refuse(lambda: command(name)(rest))
             if callable(result):  # `zero run`: the errors of a script are its own
                 result()
             elif result is not None:
@@ -91,6 +93,19 @@ def command(name: str) -> Callable[[list[str]], Any]:
     """The function of a command."""
     module, _, function = COMMANDS[name].partition(":")
     return getattr(importlib.import_module(f"zero.tools.{module}"), function)
+
+
+@contextmanager
+def _without_torchao() -> Iterator[None]:
+    """Context in which torchao counts as not installed. transformers would import it, which takes
+    seconds and prints which of its files do not fit torch, and no command needs it.
+    """
+    hidden: Any = sys.modules.setdefault("torchao", cast(Any, None))
+    try:
+        yield
+    finally:
+        if hidden is None:
+            del sys.modules["torchao"]
 
 
 def _or_refuse(act: Callable[[], Any]) -> Any:
