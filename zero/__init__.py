@@ -4,31 +4,50 @@ In a training loop of your own, begin with `initialize`. Under transformers and 
 the script with `zero run`, or see `zero.hf.enable`.
 """
 
-from zero import fragments
-from zero.engine import ZeroEngine
-from zero.gathered_parameters import GatheredParameters
-from zero.init import Init
-from zero.integrations.deepspeed import labels, leaf
-from zero.integrations.deepspeed.engine import initialize
-from zero.integrations.deepspeed.leaf import (
-    register_external_parameter,
-    unregister_external_parameter,
-)
-from zero.streaming import GatheredWhenRead, stream_weights
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from zero.lazy import loader
+
+if TYPE_CHECKING:
+    from zero import fragments as fragments
+    from zero.engine import ZeroEngine as ZeroEngine
+    from zero.gathered_parameters import GatheredParameters as GatheredParameters
+    from zero.init import Init as Init
+    from zero.integrations.deepspeed import leaf as leaf
+    from zero.integrations.deepspeed.engine import initialize as initialize
+    from zero.integrations.deepspeed.leaf import (
+        register_external_parameter as register_external_parameter,
+    )
+    from zero.integrations.deepspeed.leaf import (
+        unregister_external_parameter as unregister_external_parameter,
+    )
+    from zero.streaming import GatheredWhenRead as GatheredWhenRead
+    from zero.streaming import stream_weights as stream_weights
 
 __version__ = "0.1.0"
 
-labels.register()
+_HOMES = {
+    "GatheredParameters": "zero.gathered_parameters",
+    "GatheredWhenRead": "zero.streaming",
+    "Init": "zero.init",
+    "ZeroEngine": "zero.engine",
+    "fragments": "zero.fragments",
+    "initialize": "zero.integrations.deepspeed.engine",
+    "leaf": "zero.integrations.deepspeed.leaf",
+    "register_external_parameter": "zero.integrations.deepspeed.leaf",
+    "stream_weights": "zero.streaming",
+    "unregister_external_parameter": "zero.integrations.deepspeed.leaf",
+}
+__all__ = tuple(_HOMES)
+_load = loader(__name__, _HOMES)
 
-__all__ = [
-    "GatheredParameters",
-    "GatheredWhenRead",
-    "Init",
-    "ZeroEngine",
-    "fragments",
-    "initialize",
-    "leaf",
-    "register_external_parameter",
-    "stream_weights",
-    "unregister_external_parameter",
-]
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        importlib.import_module("zero.integrations.deepspeed.labels").register()
+    return _load(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -407,7 +407,7 @@ def make_reducer(
         bucket_size=zero.reduce_bucket_size,
         overlap=bool(zero.overlap_comm),
         contiguous=zero.contiguous_gradients,
-        dtype=settings.communication_data_type,
+        dtype=settings.message_dtype,
         sum_dtype=settings.sum_dtype,
         narrow=settings.narrows_gradients and (is_accelerator(comm.device) or comm.world_size == 1),
         deferred=zero.stage < 2,

@@ -127,7 +127,7 @@ class ZeroEngine(nn.Module):
         self.comm = comm.within(settings.zero_optimization.shards_over(comm.world_size))
         group_of = param_group_of(optimizer) if optimizer is not None else {}
         self.groups = build.make_groups(model, settings, self.comm, self.residency, group_of)
-        build.place_buffers(model, self.comm, settings.data_types.buffer_dtype)
+        build.place_buffers(model, self.comm, settings.buffer_dtype)
         self.schedule = build.make_schedule(self.groups, settings)
         if self.comm.job.rank == 0 and self.comm.shard_group.size > 1:
             build.warn_if_crowded(self.groups, self.schedule.max_live_parameters)

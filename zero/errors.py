@@ -1,12 +1,14 @@
-"""The exception for a user's mistake, and how a failed process ends, so that only one rank prints
-the error.
+"""The exception for a user's mistake, the word that was meant by it, and how a failed process ends,
+so that only one rank prints the error.
 
 Also the release of DeepSpeed that zero follows. This file knows nothing else of the project.
 """
 
+import difflib
 import os
 import sys
 import time
+from collections.abc import Iterable
 from types import TracebackType
 from typing import NoReturn
 
@@ -18,6 +20,22 @@ class UsageError(ValueError):
     """A wrong argument, setting or order of calls; the message says which, and what to do
     instead.
     """
+
+
+def nearest(given: str, names: Iterable[str], cutoff: float | None = None) -> str:
+    """The one of `names` of which `given` is a misspelling, or "".
+
+    In a misspelling one letter is changed, missing, added or moved; in a long name, several may be.
+    """
+    spelt = {name.lower().replace("-", "_"): name for name in names}
+    wrong = given[:100].lower().replace("-", "_")
+    if cutoff is None and len(wrong) > 8:
+        cutoff, spelt = 0.75, {key: name for key, name in spelt.items() if len(key) >= 8}
+    elif cutoff is None:
+        cutoff = 1 - 1 / max(len(wrong), 2) - 1e-9
+    return spelt.get(
+        next(iter(difflib.get_close_matches(wrong, spelt, n=1, cutoff=cutoff)), ""), ""
+    )
 
 
 # Within this time a launcher ends the other ranks after one has failed.

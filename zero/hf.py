@@ -2,7 +2,7 @@
 would use DeepSpeed.
 """
 
-from zero.integrations.hf.hook import STARTUP, enable
+from zero.integrations.hf.hook import enable
 from zero.integrations.hf.quantized_experts import quantize_experts
 
-__all__ = ["STARTUP", "enable", "quantize_experts"]
+__all__ = ["enable", "quantize_experts"]

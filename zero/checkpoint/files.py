@@ -1,14 +1,9 @@
-"""Tensors in files: the headers of safetensors files, and the slices of a checkpoint, one file per
-rank.
+"""Tensors in files: the slices of a checkpoint, one file per rank.
 
 [Note: slices] A checkpoint does not depend on a run's groups and sub-groups. It identifies a tensor
 by its parameter's name, and values by their position in the flattened tensor. Each rank writes the
 slices that it holds, and the manifest says which file holds which range. A reader with different
 shards asks for different ranges, which are assembled from the files.
-
-[Note: blocks] A few threads write, checksum (XXH3) and read a file in blocks of `BLOCK` bytes. When
-they read a part of a file, they verify the blocks that contain it while these are in the
-processor's cache. No block is read twice.
 
 [Note: parts] A parameter that is split over a model group (tensor parallelism) is stored in parts:
 
@@ -24,16 +19,12 @@ checksums."""
 
 from __future__ import annotations
 
-import json
 import os
-import threading
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,21 +32,12 @@ import torch
 import xxhash
 
 from zero.checkpoint import disk
-from zero.checkpoint.manifest import (
-    BLOCK,
-    MANIFEST,
-    SAFETENSORS_NAMES,
-    DamagedCheckpointError,
-    File,
-    Manifest,
-    damaged,
-    read_manifest,
-)
+from zero.checkpoint.blocks import check_files, header, in_threads, read_blocks, verify
+from zero.checkpoint.manifest import BLOCK, Manifest, read_manifest
 from zero.checkpoint.values import dtype_name, dtype_of
 from zero.core.sharded_param import Cut
 from zero.optim.adam8bit import CodedSlice
 
-THREADS = 4
 # Bytes after which the file is synced, so that the last sync has little to do.
 _FLUSH = 256 << 20
 
@@ -71,6 +53,11 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def entry(self) -> tuple[str, str, torch.Size]:
+        """What the header of a file has of it."""
+        return self.name, dtype_name(self.dtype), self.shape
 
 
 class Slice(NamedTuple):
@@ -101,53 +88,7 @@ def name_in(key: str) -> str:
     return key.removeprefix("weights/") if key.startswith("weights/") else key.split("/", 2)[-1]
 
 
-def _in_threads(act: Callable[[int], None], numbers: Iterable[int]) -> None:
-    """Call `act` for each number, in a few threads.
-
-    After an error, the remaining numbers are skipped and the error is raised.
-    """
-    left, errors = iter(list(numbers)), []
-
-    def work() -> None:
-        for number in left:  # shared: each thread takes the next one
-            if errors:
-                return
-            try:
-                act(number)
-            except BaseException as error:
-                errors.append(error)
-
-    helpers = [threading.Thread(target=work, daemon=True) for _ in range(THREADS - 1)]
-    # The interpreter may be at its end, and starts no threads, when a save in the background is not
-    with suppress(RuntimeError):
-        for helper in helpers:
-            helper.start()
-    work()
-    for helper in helpers:
-        if helper.ident is not None:
-            helper.join()
-    if errors:
-        raise errors[0]
-
-
 # -- writing
-
-
-def header(tensors: Iterable[TensorSpec]) -> bytes:
-    """Return the header of a safetensors file of these tensors."""
-    entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in tensors:
-        start, end = end, end + tensor.nbytes
-        if (dtype := SAFETENSORS_NAMES.get(tensor.dtype)) is None:
-            raise ValueError(
-                f"{tensor.name}: safetensors has no {tensor.dtype}, so it cannot be stored"
-            )
-        place = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
-        entries[tensor.name] = place
-    encoded = json.dumps(entries, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)  # the format aligns the data
-    return len(encoded).to_bytes(8, "little") + encoded
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:
@@ -163,8 +104,10 @@ def write(slices: Sequence[Slice], folder: Path, name: str) -> dict:
     # Larger elements first, so that each is at a multiple of its size, and in a single block.
     stored = [each for each in slices if each.values.numel()]
     stored.sort(key=lambda each: -each.values.itemsize)
-    specs = ((f"{each.key}@{each.start}", each.values) for each in stored)
-    begin = header(TensorSpec(key, values.shape, values.dtype) for key, values in specs)
+    begin = header(
+        (f"{each.key}@{each.start}", dtype_name(each.values.dtype), each.values.shape)
+        for each in stored
+    )
     contents = [torch.frombuffer(bytearray(begin), dtype=torch.uint8)]
     contents += [each.values for each in stored]
     *starts, size = accumulate((content.nbytes for content in contents), initial=0)
@@ -189,7 +132,7 @@ def write(slices: Sequence[Slice], folder: Path, name: str) -> dict:
             if end % _FLUSH == 0:
                 os.fdatasync(descriptor)
 
-        _in_threads(write_block, range(len(sums)))
+        in_threads(write_block, range(len(sums)))
     tensors: dict[str, dict] = {}
     for each, position in zip(stored, starts[1:], strict=True):
         entry = {"dtype": dtype_name(each.values.dtype), "numel": each.numel, "slices": []}
@@ -229,7 +172,6 @@ class CheckpointReader:
         self.folder = folder
         self.manifest = manifest
         self._cuts = cuts or {}
-        self._scratch = threading.local()
 
     def stored_cut(self, key: str) -> list[int] | None:
         """How the tensor of this key was split when it was saved: (dimension, blocks, parts)."""
@@ -284,35 +226,9 @@ class CheckpointReader:
                 assert isinstance(each.values, torch.Tensor)
                 each.values.copy_(values[each.start : each.start + each.values.numel()])
 
-    def verify(self, advance: Callable[[int], Any] | None = None) -> None:
-        """Verify all checksums of all files. DamagedCheckpointError names a damaged file.
-
-        `advance` is called with the number of bytes of each block.
-        """
-        for name in self.manifest.files:
-            self._read_file(name, None, advance)
-
-    def check_files(self) -> None:
-        """Raise DamagedCheckpointError unless all files have their sizes, which is all that a crash
-        can change, and contain the manifest's tensors, which each file's header also names.
-        """
-        stored: dict[str, list[tuple[int, TensorSpec]]] = defaultdict(list)
-        for key, tensor in self.manifest.tensors.items():
-            for each in tensor.slices:
-                shape = torch.Size((each.numel,))
-                spec = TensorSpec(f"{key}@{each.start}", shape, dtype_of(tensor.dtype))
-                stored[each.file].append((each.position, spec))
-        for name, entry in self.manifest.files.items():
-            descriptor = _open(self.folder / name, entry)
-            try:
-                expected = header(spec for _, spec in sorted(stored[name], key=itemgetter(0)))
-                found = os.pread(descriptor, len(expected), 0)
-            finally:
-                os.close(descriptor)
-            if found != expected:
-                self._read_file(name, None)  # find out which file is damaged
-                why = f"{name} has tensors of other sizes or dtypes"
-                raise damaged(self.folder / MANIFEST, why)
+    def verify(self) -> None:
+        """Verify all checksums of all files. DamagedCheckpointError names a damaged file."""
+        verify(self.folder, self.manifest)
 
     def _joined(self, key: str) -> torch.Tensor:
         """Return the whole tensor of a parameter, in host memory."""
@@ -342,43 +258,19 @@ class CheckpointReader:
                 values = wanted.values[first - start : last - start]
                 yield each.file, _Target(position, dtype, values)
 
-    def _read_file(
-        self, name: str, targets: list[_Target] | None, advance: Callable[[int], Any] | None = None
-    ) -> None:
-        """Read and verify the blocks that contain `targets`, or all blocks with None."""
-        path, entry = self.folder / name, self.manifest.files[name]
+    def _read_file(self, name: str, targets: list[_Target]) -> None:
+        """Read and verify the blocks that contain `targets`."""
         wanted: dict[int, list[_Target]] = defaultdict(list)
-        for target in targets or ():
+        for target in targets:
             for number in range(target.position // BLOCK, -(-target.end // BLOCK)):
                 wanted[number].append(target)
-        descriptor = _open(path, entry)
 
-        def read_block(number: int) -> None:
-            begin = number * BLOCK
-            block = self._buffer()[: min(BLOCK, entry.bytes - begin)]
-            memory = left = bytes_of(block)
-            while left:
-                count = os.preadv(descriptor, [left], begin + len(memory) - len(left))
-                if not count:
-                    raise damaged(path, "it became shorter while it was read")
-                left = left[count:]
-            if xxhash.xxh3_64_hexdigest(memory) != entry.sums[number]:
-                raise damaged(path, "its checksum does not match its content")
-            for target in wanted.get(number, ()):
-                target.take(block, begin)
-            if advance is not None:
-                advance(len(memory))
+        def take(number: int, memory: memoryview) -> None:
+            block = torch.frombuffer(memory, dtype=torch.uint8)
+            for target in wanted[number]:
+                target.take(block, number * BLOCK)
 
-        try:
-            _in_threads(read_block, range(len(entry.sums)) if targets is None else sorted(wanted))
-        finally:
-            os.close(descriptor)
-
-    def _buffer(self) -> torch.Tensor:
-        """Return this thread's memory for a block."""
-        if not hasattr(self._scratch, "block"):
-            self._scratch.block = torch.empty(BLOCK, dtype=torch.uint8, device="cpu")
-        return self._scratch.block
+        read_blocks(self.folder / name, self.manifest.files[name], sorted(wanted), take)
 
 
 def open_checkpoint(
@@ -391,10 +283,10 @@ def open_checkpoint(
             is missing or has the wrong size.
         ValueError: another version wrote it.
     """
-    reader = CheckpointReader(folder, read_manifest(folder), cuts)
+    manifest = read_manifest(folder)
     if all_files:
-        reader.check_files()
-    return reader
+        check_files(folder, manifest)
+    return CheckpointReader(folder, manifest, cuts)
 
 
 def join(parts: Sequence[torch.Tensor], shape: torch.Size, dim: int, blocks: int) -> torch.Tensor:
@@ -405,18 +297,3 @@ def join(parts: Sequence[torch.Tensor], shape: torch.Size, dim: int, blocks: int
     before, after = shape[:dim], shape[dim + 1 :]
     pieces = [part.view(*before, blocks, -1, *after) for part in parts]
     return torch.cat(pieces, dim=dim + 1).view(shape)
-
-
-def _open(path: Path, entry: File) -> int:
-    """Context with a descriptor of a checkpoint's file that has the size that was written."""
-    try:
-        descriptor = disk.open_regular(path)
-    except FileNotFoundError:
-        raise DamagedCheckpointError(f"{path} is missing") from None
-    except OSError as error:
-        raise damaged(path, f"it cannot be opened: {error.strerror}") from error
-    size = os.fstat(descriptor).st_size
-    if size == entry.bytes:
-        return descriptor
-    os.close(descriptor)
-    raise damaged(path, f"{size} bytes, {entry.bytes} were written")

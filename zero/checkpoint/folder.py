@@ -28,8 +28,6 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
-
 from zero.checkpoint import disk
 from zero.checkpoint.manifest import MANIFEST, to_text
 from zero.errors import UsageError
@@ -118,6 +116,8 @@ def write_placeholders(folder: Path, stage: int, world_size: int) -> None:
     """Write files with the names of a DeepSpeed checkpoint. `torch.load` returns a text that says
     where the values are.
     """
+    import torch  # here: it takes seconds, and finding a checkpoint does without it
+
     patterns = [
         f"zero_pp_rank_{{}}_{MODEL_FILE}" if stage == 3 else MODEL_FILE,
         *[OPTIMIZER_FILE] * (stage > 0),
@@ -224,6 +224,16 @@ def locate(load_dir: Path, tag: str | None) -> Path | None:
                 "save_latest=False, %s is damaged, and you should name the checkpoint to load",
                 *(latest, folder.name, newest.name, LATEST),
             )
+    return folder
+
+
+def located(path: Path, tag: str | None = None) -> Path:
+    """Like `locate`, but raises UsageError if there is no checkpoint."""
+    folder = locate(path, tag)
+    if folder is None:
+        raise UsageError(
+            f"{path}: there is no checkpoint; name its folder, such as output/checkpoint-500"
+        )
     return folder
 
 

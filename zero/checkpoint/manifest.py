@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-import safetensors.torch
 import xxhash
 from pydantic import (
     AfterValidator,
@@ -22,7 +22,6 @@ from pydantic import (
 )
 
 from zero.checkpoint import disk
-from zero.checkpoint.values import dtype_of
 
 MANIFEST = "checkpoint.json"
 FORMAT = "zero-checkpoint"
@@ -30,15 +29,37 @@ FORMAT_VERSION = 2
 DATA_FILE = "rank{:05d}.safetensors"
 # The number of a file's bytes that share one checksum.
 BLOCK = 1 << 20
+# The only key of an object that stands for a value that JSON does not have; see
+# `zero.checkpoint.values`.
+KIND = "$type"
 
-# safetensors' names of the dtypes that a file can have.
-SAFETENSORS_NAMES = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
+# The dtypes that a file can have: safetensors' names, by torch's.
+STORABLE = {
+    **{f"float{bits}": f"F{bits}" for bits in (64, 32, 16)},
+    **{f"int{bits}": f"I{bits}" for bits in (64, 32, 16, 8)},
+    **{f"uint{bits}": f"U{bits}" for bits in (64, 32, 16, 8)},
+    **{f"float8_{kind}": f"F8_{kind.upper()}" for kind in ("e4m3fnuz", "e5m2", "e5m2fnuz")},
+    "float8_e4m3fn": "F8_E4M3",
+    "bfloat16": "BF16",
+    "complex64": "C64",
+    "bool": "BOOL",
+}
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element."""
+    bits = re.search(r"\d+", dtype)
+    return 1 if bits is None else int(bits[0]) // 8
 
 
 def _is_storable(dtype: str) -> str:
-    if dtype_of(dtype) not in SAFETENSORS_NAMES:
+    if dtype not in STORABLE:
         raise ValueError(f"unknown dtype {dtype!r} of a tensor in a file")
     return dtype
+
+
+def _is_float(dtype: str) -> bool:
+    return "float" in dtype
 
 
 Dtype = Annotated[str, AfterValidator(_is_storable)]
@@ -167,7 +188,7 @@ class Manifest(_Part):
             raise ValueError(f"{len(self.random_states)} random states of {self.world_size} ranks")
         for key, tensor in self.tensors.items():
             tensor.slices.sort()
-            size, position = dtype_of(tensor.dtype).itemsize, 0
+            size, position = itemsize(tensor.dtype), 0
             for each in tensor.slices:
                 if each.start != position or not each.numel:
                     raise ValueError(
@@ -194,8 +215,8 @@ class Manifest(_Part):
         for name, value in self.parameters.items():
             values[f"weights/{name}" if value.cut is None else f"weights/{name}@0"] = value
         for key, value in values.items():
-            used = dtype_of(value.dtype).is_floating_point
-            if key in self.tensors and dtype_of(self.tensors[key].dtype).is_floating_point != used:
+            used = _is_float(value.dtype)
+            if key in self.tensors and _is_float(self.tensors[key].dtype) != used:
                 raise ValueError(f"{key}: used as {value.dtype}, stored in another kind of dtype")
         return self
 

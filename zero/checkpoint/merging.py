@@ -27,7 +27,8 @@ from zero.checkpoint.adapters import (
     merged,
     merging_layers,
 )
-from zero.checkpoint.files import SAFETENSORS_NAMES, TensorSpec, bytes_of
+from zero.checkpoint.files import TensorSpec, bytes_of
+from zero.checkpoint.manifest import STORABLE
 from zero.checkpoint.models import (
     MAX_FILE_BYTES,
     MODEL_FILE,
@@ -325,7 +326,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _places(file: Path) -> dict[str, tuple[Path, int, torch.Size, torch.dtype]]:
-    dtypes = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+    dtypes = {name: getattr(torch, dtype) for dtype, name in STORABLE.items()}
     _check_safetensors(file)
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,16 +23,16 @@ from tqdm.auto import tqdm
 from zero.checkpoint import disk
 from zero.checkpoint import folder as folders
 from zero.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_FILE
+from zero.checkpoint.blocks import header
 from zero.checkpoint.files import (
     CheckpointReader,
     Slice,
     TensorSpec,
     bytes_of,
-    header,
     name_in,
     open_checkpoint,
 )
-from zero.checkpoint.values import decode, dtype_name, dtype_of
+from zero.checkpoint.values import dtype_name, dtype_of
 from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
@@ -85,7 +84,8 @@ def write_model(
         for name, of_file in files.items():
             disk.remove(folder / f".{name}")
             with disk.create(folder / f".{name}") as descriptor:
-                position = disk.write(descriptor, memoryview(header(of_file)), 0)
+                begin = header(tensor.entry for tensor in of_file)
+                position = disk.write(descriptor, memoryview(begin), 0)
                 for tensor in of_file:
                     end = position + tensor.nbytes
                     while position < end:
@@ -142,12 +142,7 @@ def open_at(path: str | os.PathLike, tag: str | None = None) -> CheckpointReader
 
     Raises ValueError if there is no checkpoint, or if a file of it is missing.
     """
-    folder = folders.locate(Path(path), tag)
-    if folder is None:
-        raise UsageError(
-            f"{path}: there is no checkpoint; name its folder, such as output/checkpoint-500"
-        )
-    return open_checkpoint(folder)
+    return open_checkpoint(folders.located(Path(path), tag))
 
 
 def _model_tensors(
@@ -319,81 +314,3 @@ def _write_adapters(
         config = reader.manifest.adapters[adapter].config
         written.append(_write_json(folder / ADAPTER_CONFIG, config))
     return written
-
-
-# -- descriptions
-
-
-def facts(checkpoint: str | os.PathLike, progress: bool = False) -> dict[str, Any]:
-    """Return the content of a checkpoint, for JSON. ValueError names a damaged file. Sizes are in
-    bytes.
-
-    progress: whether to show a progress bar on stderr, if that is a terminal.
-    """
-    reader = open_at(checkpoint)
-    manifest, sizes = reader.manifest, {}
-    nbytes = sum(entry.bytes for entry in manifest.files.values())
-    shown = None if progress else True  # None: on a terminal only
-    with tqdm(
-        total=nbytes, unit="B", unit_scale=True, desc="checksums", disable=shown, leave=False
-    ) as bar:
-        reader.verify(bar.update)
-    for key, stored in manifest.tensors.items():
-        kind, _, rest = key.partition("/")
-        if kind == "optimizer":
-            kind = f"optimizer {rest.split('/', 1)[0]}"
-        kind = "buffers" if kind == "plain" else kind
-        sizes[kind] = sizes.get(kind, 0) + stored.numel * dtype_of(stored.dtype).itemsize
-    parameters, scaler = manifest.parameters.values(), decode(manifest.loss_scaler)
-    return {
-        "checkpoint": str(reader.folder),
-        "written": manifest.time,
-        "torch": manifest.torch,
-        "format": manifest.version,
-        "ranks": manifest.world_size,
-        "stage": manifest.stage,
-        "steps": manifest.global_steps,
-        "skipped_steps": manifest.skipped_steps,
-        "parameters": sum(entry.numel for entry in parameters),
-        "trained_parameters": sum(entry.numel for entry in parameters if entry.trainable),
-        "dtypes": sorted({entry.dtype for entry in parameters}),
-        "optimizer": manifest.optimizer.classes[0] if manifest.optimizer else None,
-        "scheduler": manifest.lr_scheduler,
-        "loss_scale": scaler.get("scale") if isinstance(scaler, dict) else None,
-        "client_state": list(map(str, decode(manifest.client_state))),
-        "bytes": sizes,
-        "files": {
-            name: {"bytes": entry.bytes, "checksums": len(entry.sums)}
-            for name, entry in manifest.files.items()
-        },
-    }
-
-
-def describe(found: dict[str, Any]) -> str:
-    """Return `facts` as text, one line for each."""
-    lines = [
-        f"checkpoint   {found['checkpoint']}",
-        f"written      {found['written']}, torch {found['torch']}, format {found['format']}",
-        f"by           {found['ranks']} ranks, stage {found['stage']}"
-        if found["ranks"]
-        else "by           zero adopt",
-        f"steps        {found['steps']} ({found['skipped_steps']} skipped)",
-        f"parameters   {found['parameters']:,}, {found['trained_parameters']:,} of them trained, "
-        "computing in "
-        f"{', '.join(found['dtypes'])}",
-        *(
-            f"{key.replace('_', ' '):<12} {found[key] or 'none'}"
-            for key in ("optimizer", "scheduler", "loss_scale")
-        ),
-        f"client state {', '.join(found['client_state']) or 'none'}",
-        "",
-        *(f"{folders.megabytes(nbytes):>16}  {kind}" for kind, nbytes in found["bytes"].items()),
-        "",
-        *(
-            f"{folders.megabytes(entry['bytes']):>16}  {name}  {entry['checksums']} checksums "
-            "verified"
-            for name, entry in found["files"].items()
-        ),
-    ]
-    # Print even names that are not valid text, such as half of a surrogate pair.
-    return "\n".join(lines).encode(errors="backslashreplace").decode()

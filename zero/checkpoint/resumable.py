@@ -25,7 +25,7 @@ from pathlib import Path
 import xxhash
 
 from zero.checkpoint import disk
-from zero.checkpoint.files import open_checkpoint
+from zero.checkpoint.blocks import check_files, verify
 from zero.checkpoint.folder import (
     LATEST,
     RECOVERY_SCRIPT,
@@ -36,7 +36,7 @@ from zero.checkpoint.folder import (
     number_of,
     of_trainer,
 )
-from zero.checkpoint.manifest import DamagedCheckpointError, Manifest, damaged
+from zero.checkpoint.manifest import DamagedCheckpointError, Manifest, damaged, read_manifest
 from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
@@ -54,7 +54,14 @@ def find_intact(folder: str | os.PathLike, before: Path | None = None) -> Path |
     found = newest_first([Path(folder), *of_trainer(Path(folder))])
     if before is not None and number_of(before) >= 0:
         found = [each for each in found if number_of(each) < number_of(before)]
-    return _first(lambda candidate: open_checkpoint(candidate).verify(), found)
+    return _first(lambda candidate: verify(candidate, _checked(candidate)), found)
+
+
+def _checked(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint whose files have their sizes."""
+    manifest = read_manifest(folder)
+    check_files(folder, manifest)
+    return manifest
 
 
 def _first(check: Callable[[Path], None], candidates: Iterable[Path]) -> Path | None:
@@ -107,8 +114,7 @@ def check_resumable(folder: Path, world_size: int, sums: bool = True) -> None:
     checkpoint = locate(folder, None)
     if checkpoint is None:
         raise DamagedCheckpointError(f"{folder} holds no complete checkpoint of the engine")
-    reader = open_checkpoint(checkpoint)
-    manifest = reader.manifest
+    manifest = _checked(checkpoint)
     ranks = [f"_{rank}" for rank in range(world_size)] if world_size > 1 else [""]
     states = [f"rng_state{rank}.pth" for rank in ranks]
     is_needed = dict.fromkeys(states, world_size == manifest.world_size)
@@ -119,7 +125,7 @@ def check_resumable(folder: Path, world_size: int, sums: bool = True) -> None:
     if os.path.lexists(folder / SCHEDULER):
         _check_scheduler(folder / SCHEDULER, manifest)
     if sums:
-        reader.verify()
+        verify(checkpoint, manifest)
 
 
 def check_named(folder: Path) -> None:

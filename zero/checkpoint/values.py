@@ -16,9 +16,8 @@ from typing import Any
 import numpy
 import torch
 
+from zero.checkpoint.manifest import KIND
 from zero.errors import UsageError
-
-KIND = "$type"
 
 
 def encode(value: object, place: str) -> object:

@@ -14,7 +14,6 @@ import re
 import sys
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-import torch
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -107,14 +106,15 @@ def _whole(value: Any) -> Any:
 
 WHOLE = BeforeValidator(_whole)
 
+# Names of torch's: reading a configuration needs no torch, which takes seconds to import.
 _DTYPES = {
-    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), torch.float32),
-    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), torch.float16),
-    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "float32"),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "float16"),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bfloat16"),
 }
 
 
-def _parse_dtype(value: Any) -> torch.dtype:
+def _parse_dtype(value: Any) -> str:
     if not isinstance(value, str) or value.lower() not in _DTYPES:
         raise ValueError(f"expected one of 'fp32', 'fp16', 'bf16', got {value!r}")
     return _DTYPES[value.lower()]
@@ -129,7 +129,7 @@ Flag = Annotated[bool, BeforeValidator(lambda value: bool(value) if value in (0,
 Device = Annotated[Literal["none", "cpu", "nvme"], AnyCase()]
 DType = (
     Annotated[
-        torch.dtype,
+        str,
         PlainValidator(_parse_dtype),
         WithJsonSchema({"enum": ["fp32", "fp16", "bf16"]}),
     ]

@@ -4,7 +4,6 @@ mistake in one line.
 
 import base64
 import binascii
-import difflib
 import json
 import os
 import typing
@@ -21,7 +20,7 @@ from pydantic import ValidationError
 from zero.config.idle import OLD_NAMES, REMOVED_KEYS, IdleSection
 from zero.config.keys import Section
 from zero.config.settings import Config, Origin
-from zero.errors import UsageError
+from zero.errors import UsageError, nearest
 
 # A configuration has five levels and about 40 keys. A file with more than this is something else.
 _MOST_LEVELS, _MOST_UNKNOWN = 32, 50
@@ -329,19 +328,6 @@ def _unknown_key(prefix: str, name: str, model: type[Section]) -> str | None:
         return None
     similar = nearest(name, here, cutoff=0.0)
     return f"not a key of DeepSpeed 0.19; the nearest valid key is {here[similar]}"
-
-
-def nearest(key: str, names: Collection[str], cutoff: float | None = None) -> str:
-    """The one of `names` of which `key` is a misspelling, or "".
-
-    In a misspelling one letter is changed, missing, added or moved; in a long name, several may be.
-    """
-    spelt = key[:100].lower().replace("-", "_")
-    if cutoff is None and len(spelt) > 8:
-        cutoff, names = 0.75, [name for name in names if len(name) >= 8]
-    elif cutoff is None:
-        cutoff = 1 - 1 / max(len(spelt), 2) - 1e-9
-    return next(iter(difflib.get_close_matches(spelt, names, n=1, cutoff=cutoff)), "")
 
 
 @cache

@@ -5,13 +5,12 @@ can name the right one. ``contradictions`` names the settings that the chosen ki
 Settings that the user did not write are left to the optimizer or schedule. Their defaults are
 DeepSpeed's. Nothing here creates an optimizer."""
 
-import inspect
 from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import AfterValidator, Field
 
+from zero.config import sources
 from zero.config.idle import with_idle_keys
 from zero.config.keys import (
     WHOLE,
@@ -103,9 +102,7 @@ def optimizer_defaults(kind: str, torch_adam: bool = False) -> dict[str, Any]:
         defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
         defaults |= {"bias_correction": True, "max_coeff": 10.0, "min_coeff": 0.01}
     else:
-        arguments = inspect.signature(getattr(torch.optim, kind)).parameters
-        defaults = {name: argument.default for name, argument in arguments.items()}
-        del defaults["params"]
+        defaults = {**sources.defaults(f"torch.optim.{kind.lower()}", kind)}
     if kind in ("Adam", "AdamW") and not torch_adam:
         # As in DeepSpeed: no weight decay by default.
         defaults["weight_decay"] = 0.0

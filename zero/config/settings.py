@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 from pydantic import ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator
 
 from zero.config.idle import with_idle_keys
@@ -28,6 +27,9 @@ from zero.config.parallel import ExpertParallelConfig, TensorParallelConfig
 from zero.config.precision import BF16Config, DataTypesConfig, FP16Config
 from zero.config.sharding import ZeroConfig
 from zero.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @with_idle_keys("activation_checkpointing")
@@ -248,22 +250,30 @@ class Config(Section):
         return self._origin
 
     @property
-    def sixteen_bit_dtype(self) -> torch.dtype | None:
+    def sixteen_bit_dtype(self) -> "torch.dtype | None":
         """The dtype to which a model is converted, or None if it keeps its own."""
-        if self.fp16.enabled:
-            return torch.float16
-        return torch.bfloat16 if self.bf16.enabled else None
+        return _dtype("float16" if self.fp16.enabled else "bfloat16" if self.bf16.enabled else None)
 
     @property
-    def compute_dtype(self) -> torch.dtype:
+    def compute_dtype(self) -> "torch.dtype":
         """Dtype of the gathered parameters: float16, bfloat16 or float32."""
-        return self.sixteen_bit_dtype or torch.float32
+        return self.sixteen_bit_dtype or _dtype("float32")
 
     @property
-    def sum_dtype(self) -> torch.dtype:
+    def sum_dtype(self) -> "torch.dtype":
         """Dtype in which gradients are summed over micro-batches and kept for the step."""
-        default = torch.bfloat16 if self.bf16.without_masters else torch.float32
-        return self.data_types.grad_accum_dtype or default
+        default = "bfloat16" if self.bf16.without_masters else "float32"
+        return _dtype(self.data_types.grad_accum_dtype or default)
+
+    @property
+    def message_dtype(self) -> "torch.dtype | None":
+        """Dtype in which gradients are sent and reduced, or None for the parameters' own."""
+        return _dtype(self.communication_data_type)
+
+    @property
+    def buffer_dtype(self) -> "torch.dtype | None":
+        """Dtype of floating-point buffers, or None if they keep their own."""
+        return _dtype(self.data_types.buffer_dtype)
 
     @property
     def narrows_gradients(self) -> bool:
@@ -358,3 +368,9 @@ class ResolvedConfig(Config):
         train_batch_size: int = 1
         train_micro_batch_size_per_gpu: int = 1
         gradient_accumulation_steps: int = 1
+
+
+def _dtype(name: str | None) -> Any:
+    import torch  # here: it takes seconds, and reading a configuration does without it
+
+    return None if name is None else getattr(torch, name)

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from zero.config.idle import IdleSection
 from zero.config.keys import Section
 from zero.config.load import find, section_of
@@ -107,8 +105,6 @@ def _output_dir(config: Config) -> str | None:
 
 
 def _show(value: Any) -> str:
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
     return "-" if value is None else json.dumps(value, default=_plain)
 
 

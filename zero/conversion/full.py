@@ -22,7 +22,7 @@ from torch import nn
 from zero.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 from zero.checkpoint.export import on_disk
 from zero.checkpoint.files import TensorSpec
-from zero.checkpoint.manifest import SAFETENSORS_NAMES
+from zero.checkpoint.manifest import STORABLE
 from zero.checkpoint.models import write_model
 from zero.conversion import pickles
 from zero.conversion.named import named_state, put_progress, state_dicts
@@ -30,7 +30,7 @@ from zero.conversion.ours import copy_beside
 from zero.conversion.training_state import Stored, TrainingState
 from zero.errors import UsageError
 
-_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+_DTYPES = {name: getattr(torch, dtype) for dtype, name in STORABLE.items()}
 OPTIMIZERS = "optimizer.pt", "optimizer.bin"
 MODELS = (
     "model.safetensors",

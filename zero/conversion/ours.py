@@ -4,7 +4,7 @@ an engine load a `TrainingState` as if it were one."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from itertools import accumulate
 from pathlib import Path
@@ -174,12 +174,6 @@ class _Reader(CheckpointReader):
             for start in range(0, target.numel(), BLOCK):
                 part = target[start : start + BLOCK]
                 part.copy_(stored.read(first + start, first + start + part.numel()))
-
-    def check_files(self) -> None:
-        """Nothing to check: the format's own reader has compared its tensors with their files."""
-
-    def verify(self, advance: Callable[[int], Any] | None = None) -> None:
-        """The format has no checksums."""
 
 
 def reader(state: TrainingState, folder: Path) -> CheckpointReader:

@@ -313,12 +313,11 @@ class _Flops:
         self._section = section
         # The engine and its `module` are two levels of their own.
         self._depth = 2 + (section.module_depth if section.module_depth > 0 else 999)
-        self._counter: Any = None  # a FlopCounterMode
+        self._counter: Any = None
 
     def before_step(self, number: int) -> None:
         if number == self._section.profile_step:
-            # Only here, because it imports triton.
-            from torch.utils.flop_counter import FlopCounterMode
+            from torch.utils.flop_counter import FlopCounterMode  # here: it imports triton
 
             self._counter = FlopCounterMode(display=False, depth=self._depth)
             self._counter.__enter__()

@@ -16,13 +16,11 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from zero.errors import UsageError, nearest
 
-from zero.config import load_config
-from zero.errors import UsageError
+CHECKPOINT = "folder of the checkpoint, or the folder that contains it"
 
 # Programs whose first argument that ends in .py is a script.
 LAUNCHERS = ("torchrun", "accelerate", "python", "python3")
@@ -59,11 +57,25 @@ class Parser(ArgumentParser):
         if not options.command:
             self.error("name a script or a launcher to run")
         if options.command[0].startswith("-") and options.command[0] != "-m":
-            self.error(f"unknown option {options.command[0]}")
+            self.error(f"unrecognized arguments: {options.command[0]}")
         return options
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = args or []
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog.removeprefix('zero ')}: {message}; see {self.prog} --help")
+        remedy = f"see {self.prog} --help"
+        # argparse says what is missing before it says that an option is unknown.
+        if message.startswith(("unrecognized arguments", "the following arguments are required")):
+            options = (word.partition("=")[0] for word in self._words if word.startswith("-"))
+            known = self._option_string_actions
+            for option in options:
+                if not any(name.startswith(option) for name in known):
+                    message, meant = f"unknown option {option}", nearest(option, known)
+                    remedy = f"did you mean {meant}?" if meant else remedy
+                    break
+        raise UsageError(f"{self.prog.removeprefix('zero ')}: {message}; {remedy}")
 
 
 class Working:
@@ -72,6 +84,9 @@ class Working:
     """
 
     def __init__(self, text: str):
+        from rich.console import Console  # here: most commands do without
+        from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
         self._text = text
         # do not let rich decide: in CI logs, FORCE_COLOR makes it assume a terminal
         self._is_terminal = sys.stderr.isatty()
@@ -121,6 +136,8 @@ def check_command(name: str, command: list[str]) -> None:
         for script in [word for word in rest if word.endswith(".py")][:1]:
             _check_script(name, script)
     for config in _configurations(rest):
+        from zero.config import load_config  # here: the other commands do without
+
         load_config(config, allow_auto=True)
 
 

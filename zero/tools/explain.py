@@ -14,13 +14,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
-
+from zero.config import sources
 from zero.config.keys import Section
 from zero.config.load import load_config
 from zero.config.settings import Config
 from zero.config.table import Row, rows
 from zero.errors import UsageError
+from zero.tools.arguments import Parser
 
 ACTING = "Keys with an effect"
 FILLED_IN = "Keys that the Trainer or accelerate fills in"
@@ -34,6 +34,19 @@ class Explained(NamedTuple):
     value: str
     group: str
     text: str
+
+
+def command(arguments: list[str]) -> None:
+    """Run `zero explain ARGUMENTS`."""
+    parser = Parser(
+        "explain",
+        "Say what each key of a configuration does, and which keys have no effect and why.",
+        "configs/ds_config_zero3.json",
+        json="it",
+    )
+    parser.add_argument("config", help="ds_config.json, or the YAML file of accelerate")
+    options = parser.parse_args(arguments)
+    print(explain_as_json(options.config) if options.json else explain(options.config))
 
 
 def explain(source: str) -> str:
@@ -75,6 +88,8 @@ def load(source: str) -> Config:
     """A DeepSpeed configuration, or the one that a file of `accelerate config` names or makes."""
     if not source.endswith((".yaml", ".yml")):
         return load_config(source, allow_auto=True)
+    import yaml  # here: most configurations are JSON
+
     try:
         content = yaml.safe_load(Path(source).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -123,9 +138,7 @@ def _filled_in(auto: str) -> str:
     """What the declaration says of "auto", with the Trainer's arguments as options and their
     defaults.
     """
-    from transformers import TrainingArguments  # here: it takes seconds
-
-    defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    defaults = sources.defaults("transformers.training_args", "TrainingArguments")
     arguments = [word for word in re.findall(r"\w+", auto) if word in defaults]
     if not arguments:
         return auto

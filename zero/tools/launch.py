@@ -23,10 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, TextIO
 
-import torch
-
 from zero.errors import UsageError
-from zero.hf import STARTUP
+from zero.integrations.hf import STARTUP
 from zero.tools.arguments import Parser, check_command, count, port, program
 
 DEFAULT_HOSTFILE = "/job/hostfile"
@@ -295,7 +293,10 @@ def run_aside(command: list[str]) -> dict[str, Any]:
 def _run_here(options: Namespace) -> int:
     if options.include or options.exclude or (options.num_nodes or 1) > 1:
         raise UsageError("launch: --include, --exclude and --num_nodes need --hostfile")
-    ranks = options.num_gpus or max(1, torch.accelerator.device_count())
+    if (ranks := options.num_gpus) is None:
+        import torch  # here: it takes seconds
+
+        ranks = max(1, torch.accelerator.device_count())
     command = _torchrun(options, ["--standalone", "--nproc_per_node", str(ranks)])
     os.environ["PYTHONPATH"] = _python_path(os.environ.get("PYTHONPATH"))
     if not options.json:

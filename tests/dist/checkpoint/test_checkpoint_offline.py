@@ -24,10 +24,11 @@ from zero.checkpoint import (
     load_state_dict_from_zero_checkpoint,
 )
 from zero.checkpoint.files import Slice
-from zero.checkpoint.models import consolidate, facts
+from zero.checkpoint.models import consolidate
 from zero.errors import UsageError
 from zero.integrations.deepspeed.checkpoints import get_model_state_file, get_optim_files
 from zero.optim.sharded_optimizer import precise_values
+from zero.tools.inspect import facts
 
 
 def train_and_save(

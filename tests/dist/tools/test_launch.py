@@ -23,7 +23,7 @@ import pytest
 
 from tests.processes import REPOSITORY, fork_ranks
 from zero.errors import UsageError
-from zero.hf import STARTUP
+from zero.integrations.hf import STARTUP
 from zero.tools.launch import (
     _parser,
     choose,

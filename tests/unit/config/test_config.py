@@ -250,8 +250,8 @@ def test_dtype_names():
     config = load_config(
         {"communication_data_type": "FP32", "data_types": {"grad_accum_dtype": "bfloat16"}}
     )
-    assert config.communication_data_type == torch.float32
-    assert config.data_types.grad_accum_dtype == torch.bfloat16
+    assert config.message_dtype == torch.float32
+    assert config.sum_dtype == torch.bfloat16
     assert load_config({"communication_data_type": None}).communication_data_type is None
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import REPOSITORY, fork_ranks, run
-from zero.hf import STARTUP
+from zero.integrations.hf import STARTUP
 from zero.tools.cli import main
 
 # The started processes have neither the checkout nor zero on their path.

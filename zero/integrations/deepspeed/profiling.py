@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from zero.errors import UsageError
 
@@ -46,6 +45,8 @@ class FlopsProfiler:
 
     def reset_profile(self) -> None:
         """Forget what was counted."""
+        from torch.utils.flop_counter import FlopCounterMode  # here: it imports triton
+
         self._counter = FlopCounterMode(display=False, depth=999)
         self._seconds = 0.0
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
-from pathlib import Path
 
 from zero.comm import world
 from zero.device import accelerator
@@ -16,9 +15,6 @@ from zero.errors import UsageError, end_process_on_exception
 from zero.integrations.deepspeed import finder
 from zero.integrations.hf.quantized_loading import shard_quantized_models
 from zero.integrations.hf.resume import guard_checkpoints
-
-# A folder for PYTHONPATH: every process that looks for DeepSpeed then calls `set_up`.
-STARTUP = str(Path(__file__).parent / "startup")
 
 # These modules look for DeepSpeed while they are imported, and keep the result.
 _ASK_AT_IMPORT = ("transformers.integrations.deepspeed", "accelerate.accelerator")

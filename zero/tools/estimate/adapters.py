@@ -18,11 +18,11 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import peft
 import torch
 import transformers
 from torch import nn
@@ -142,8 +142,10 @@ def add_adapter(model: Any, adapter: str) -> None:
         adapter: the folder with adapter_config.json, that file, or a rank, which means LoRA on all
             linear layers except the head.
 
-    Raises UsageError if it cannot be read, or does not fit the model.
+    Raises UsageError if it cannot be read, or does not fit the model, or if PEFT is not installed.
     """
+    if find_spec("peft") is None:
+        raise UsageError(f"--adapter {adapter}: PEFT is not installed: pip install peft")
     try:
         with warnings.catch_warnings():
             # PEFT's own patterns for fused experts match nothing where "all-linear" excludes them.
@@ -154,7 +156,9 @@ def add_adapter(model: Any, adapter: str) -> None:
         raise UsageError(f"--adapter {adapter}: {' '.join(str(error).split())[:200]}") from error
 
 
-def _adapter_config(adapter: str) -> peft.PeftConfig:
+def _adapter_config(adapter: str) -> Any:
+    import peft  # here: it is optional
+
     if adapter.isdecimal() and int(adapter) > 0:
         return peft.LoraConfig(r=int(adapter), target_modules="all-linear", lora_dropout=0.0)
     file = Path(adapter)

@@ -165,6 +165,10 @@ class Memory(TorchDispatchMode):
 
     # -- operations
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch._dynamo would take part in each call
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:

@@ -245,7 +245,7 @@ class PlainEngine(DeepSpeedEngine):
         """
         given = {}
         in_16_bits = settings.fp16.enabled or settings.bf16.enabled
-        place_buffers(self.module, self.comm, settings.data_types.buffer_dtype)
+        place_buffers(self.module, self.comm, settings.buffer_dtype)
         for param in self.module.parameters():
             given[param] = param.data.to(self.comm.device).contiguous()
             self.comm.broadcast(given[param], src=0)

@@ -69,7 +69,7 @@ class Recorder(BoundedRun):
         engine.backward = self.backward
         vars(engine)["load_checkpoint"] = self._refuse_load
         settings = engine.settings
-        dtypes = settings.compute_dtype, settings.communication_data_type or settings.compute_dtype
+        dtypes = settings.compute_dtype, settings.message_dtype or settings.compute_dtype
         coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         facts = {
             "dtype": str(coarsest).removeprefix("torch."),

@@ -1,0 +1,113 @@
+"""The commands `zero estimate` and `zero plan`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from zero.errors import UsageError
+from zero.tools.arguments import Parser, Working, above_zero, count, gibibytes, output_file
+from zero.tools.estimate.question import Question, model_folder, with_batch
+from zero.tools.estimate.speeds import DEVICES, GIVEN, chosen
+from zero.tools.explain import load
+
+
+def estimate(arguments: list[str]) -> None:
+    """Run `zero estimate ARGUMENTS`."""
+    parser = Parser(
+        "estimate",
+        "Predict how much memory each process will need, how many bytes it moves over each link in "
+        "a step, and how long a step takes.",
+        "models/t5-3b --ds-config ds.json --world 8 --batch 4 --seq 512 --device-memory 24G",
+        json="the estimate",
+    )
+    add = parser.add_argument
+    add("--ds-config", required=True, help="the file ds_config.json, or the YAML of accelerate")
+    _add_question(parser, 0, 0)
+    teacher = "folder of a frozen model that the model learns from, as in run_distill.py"
+    add("--teacher", metavar="MODEL", help=teacher)
+    beside = "the teacher's ds_config.json; default: as run_distill.py makes it from --ds-config"
+    add("--teacher-ds-config", metavar="CONFIG", help=beside)
+    add("--teacher-bits", type=int, choices=(4, 8), help="its linear layers are quantized")
+    options = parser.parse_args(arguments)
+    if options.batch and not options.seq:
+        parser.error("--batch needs --seq, the tokens of a sequence")
+    if options.teacher is None and (options.teacher_ds_config or options.teacher_bits):
+        parser.error("--teacher-ds-config and --teacher-bits need --teacher")
+    question, limits = _asked(options)
+    settings = load(options.ds_config)
+    config, question = with_batch(settings, options.ds_config, question)
+    teacher = None
+    if options.teacher is not None:
+        beside = options.teacher_ds_config and load(options.teacher_ds_config)
+        teacher = (options.teacher, beside or None, options.teacher_bits)
+    with Working("estimate: following one step on fake tensors; large models take a minute"):
+        from zero.tools.estimate.report import report  # transformers takes seconds to import
+
+        text = report(options.model, config, question, limits, options.json, teacher)
+    print(text)
+
+
+def plan(arguments: list[str]) -> None:
+    """Run `zero plan ARGUMENTS`."""
+    parser = Parser(
+        "plan",
+        "Write the fastest configuration with which training fits, and say why.",
+        "models/llama-8b --device-memory 24G --host-memory 64G",
+        json="the configuration",
+    )
+    out = "the file to write; default: ds_config.json"
+    parser.add_argument("--out", type=output_file, default=Path("ds_config.json"), help=out)
+    _add_question(parser, 1, 2048)
+    options = parser.parse_args(arguments)
+    if options.device_memory is None:
+        parser.error("name the --device-memory, such as 24G")
+    question, limits = _asked(options)
+    with Working("plan: following steps on fake tensors; large models take minutes"):
+        from zero.tools.estimate import plan as planning  # transformers takes seconds to import
+
+        text = planning.plan(options.model, question, limits, options.out, options.json)
+    print(text)
+
+
+def _add_question(parser: Parser, batch: int, length: int) -> None:
+    """Options that say what to estimate. `batch` (sequences per micro-batch) and `length` (tokens
+    per sequence) are the defaults; 0: take them from the file, or leave out activations.
+    """
+    remedies = "if the run does not fit, remedies are printed, ordered by predicted time"
+    device = f"memory of one device: 24 or 24G; {remedies}"
+    host = "memory of one host, which its processes share; remedies stay within it, too"
+    per_host = "processes on one host; default: all of them"
+    sequences = f"sequences per micro-batch; default: {batch or 'as in the file'}"
+    tokens = f"tokens per sequence; default: {length or 'none, and activations are left out'}"
+    adapter = "train only an adapter: its folder (PEFT), or a rank for LoRA on all linear layers"
+    add = parser.add_argument
+    add("model", help="the model's folder with config.json; weights are not read")
+    add("--world", type=count, default=1, metavar="N", help="number of processes (1)")
+    add("--batch", type=count, default=batch, help=sequences)
+    add("--seq", type=count, default=length, help=tokens)
+    add("--adapter", default="", metavar="A", help=adapter)
+    add("--checkpointing", action="store_true", help="with gradient checkpointing")
+    add("--device-memory", type=gibibytes, metavar="GIB", help=device)
+    add("--host-memory", type=gibibytes, metavar="GIB", help=host)
+    add("--gpus-per-host", type=count, metavar="N", help=per_host)
+    add("--speeds", type=Path, metavar="FILE", help="written by zero doctor --speeds")
+    add("--device", metavar="NAMES", help=f"published speeds of: {', '.join(DEVICES)}")
+    for name in GIVEN:
+        unit = "TFLOP/s" if name == "compute" else "GB/s"
+        add(f"--{name}-speed", type=above_zero, metavar=unit, help="of one process")
+
+
+def _asked(options: Namespace) -> tuple[Question, dict[str, int]]:
+    """The question, and bytes of memory of a process by place, where a limit is given."""
+    given = {name: getattr(options, f"{name}_speed") for name in GIVEN}
+    speeds = chosen(options.speeds, options.device, given)
+    per_host = options.gpus_per_host or options.world
+    if options.world % per_host:
+        raise UsageError(f"--gpus-per-host {per_host} does not divide --world {options.world}")
+    host = None if options.host_memory is None else options.host_memory / per_host
+    memory = {"device": options.device_memory, "host": host}
+    limits = {place: int(size * 2**30) for place, size in memory.items() if size is not None}
+    model_folder(options.model)
+    sizes = options.world, options.batch, options.seq
+    return Question(*sizes, options.checkpointing, speeds, options.adapter, per_host), limits

@@ -1,0 +1,79 @@
+"""The commands `zero run` and `zero hook`, with which `import deepspeed` imports zero.
+
+A launcher that `zero run` starts replaces this process, so nothing here imports torch before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from zero.errors import UsageError, refuse
+from zero.integrations.hf import STARTUP
+from zero.tools.arguments import Parser, check_command, program
+from zero.tools.launch import run_aside
+
+
+def run(arguments: list[str]) -> Callable[[], None]:
+    """Check what `zero run ARGUMENTS` names, and return what runs it, whose errors are its own."""
+    parser = Parser(
+        "run",
+        "Run a script, launcher or module with zero under the name `deepspeed`. With --json, it "
+        "prints to stderr.",
+        "torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
+        json="exit code, seconds and memory at the end",
+    )
+    parser.add_command()
+    options = parser.parse(arguments)
+    check_command("run", options.command)
+    return partial(_run, options)
+
+
+def _run(options: Namespace) -> None:
+    """Run a script in this process, which may be a rank of a launcher.
+
+    A command or a module replaces this process.
+    """
+    target, *arguments = options.command
+    path = filter(None, [STARTUP, os.environ.get("PYTHONPATH")])
+    os.environ["PYTHONPATH"] = os.pathsep.join(path)
+    if options.json:
+        done = run_aside([sys.executable, "-m", "zero", "run", *options.command])
+        print(json.dumps(done | {"command": options.command}))
+        sys.exit(done["exit_code"])
+    elif target == "-m":
+        os.execv(sys.executable, [sys.executable, "-m", *arguments])
+    elif (command := program(target)) is not None:
+        os.execv(command, [target, *arguments])
+    else:
+        _run_script(target, arguments)
+
+
+def _run_script(script: str, arguments: list[str]) -> None:
+    from zero.hf import enable  # here: it imports torch
+
+    enable()
+    sys.argv = [script, *arguments]
+    # The first entry is the working directory (`-m`), or the folder of the command `zero`. For a
+    # script, Python has the script's folder there, unless it runs with -P.
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(Path(script).resolve().parent)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except UsageError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == script]
+        refuse(f"{script}, line {lines[-1] if lines else '?'}: {error}")
+
+
+def hook(arguments: list[str]) -> None:
+    """Run `zero hook ARGUMENTS`."""
+    parser = Parser("hook", "Print the folder for PYTHONPATH.", "", json="it")
+    print(json.dumps({"folder": STARTUP}) if parser.parse_args(arguments).json else STARTUP)
