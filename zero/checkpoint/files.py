@@ -54,6 +54,7 @@ from zero.checkpoint.manifest import (
 from zero.checkpoint.values import dtype_name, dtype_of
 from zero.core.sharded_param import Cut
 from zero.optim.adam8bit import CodedSlice
+from zero.threads import EngineThread
 
 THREADS = 4
 # Bytes after which the file is synced, so that the last sync has little to do.
@@ -117,7 +118,7 @@ def _in_threads(act: Callable[[int], None], numbers: Iterable[int]) -> None:
             except BaseException as error:
                 errors.append(error)
 
-    helpers = [threading.Thread(target=work, daemon=True) for _ in range(THREADS - 1)]
+    helpers = [EngineThread(work, name="zero slices") for _ in range(THREADS - 1)]
     # The interpreter may be at its end, and starts no threads, when a save in the background is not
     with suppress(RuntimeError):
         for helper in helpers:
