@@ -312,7 +312,7 @@ def _serve(imported: str) -> None:
                 module.enable()
             for lazy in _LAZY.get(name, "").split():
                 getattr(module, lazy)
-    _make_what_forks_inherit()
+    make_what_forks_inherit()
     gc.freeze()  # otherwise a collection in a fork would copy the pages of all these imports
     answers = os.dup(1)
     os.dup2(2, 1)
@@ -334,7 +334,7 @@ def _serve(imported: str) -> None:
         os.write(answers, f"{_wait_for(ranks)}\n".encode())
 
 
-def _make_what_forks_inherit() -> None:
+def make_what_forks_inherit() -> None:
     """Make what a process makes once, when it is first asked for. Together it takes as long as a
     short test.
     """

@@ -20,7 +20,6 @@ TESTS = Path(__file__).parents[1]
 if __name__ == "__main__":
     device.register()
     torch.accelerator.set_device_index(LOCAL_RANK)
-    os.environ["ACCELERATE_TORCH_DEVICE"] = f"{device.NAME}:{LOCAL_RANK}"
     sys.path += [str(TESTS / "hf" / "scripts"), str(TESTS / "distill" / "scripts")]
     script = importlib.import_module(sys.argv.pop(1))
     capped = sys.argv[2:]

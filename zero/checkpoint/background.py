@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
 import os
 import sys
 import threading
@@ -30,6 +31,7 @@ from zero.core.layout import round_up
 from zero.device import beside, is_accelerator, ready_for_thread
 from zero.offload.tiers import Tier
 from zero.optim.adam8bit import CodedSlice
+from zero.threads import EngineThread
 
 if TYPE_CHECKING:
     from zero.engine import ZeroEngine
@@ -49,7 +51,7 @@ class BackgroundSaves:
         self._device = engine.comm.device
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._later: list[tuple[torch.Tensor, torch.Tensor | CodedSlice]] = []
-        self._thread: threading.Thread | None = None
+        self._thread: EngineThread | None = None
         self._copied = engine.optimizer.read_by_saves if engine.optimizer else threading.Event()
         self._failure: Exception | None = None
 
@@ -90,11 +92,13 @@ class BackgroundSaves:
     def start(self, act: Callable[[], None]) -> None:
         """Complete what `copy` returned, and call `act`, in a thread."""
         self._copied.clear()
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(act, ready_for_thread(self._device)),
+        self._thread = EngineThread(
+            self._run,
+            act,
+            ready_for_thread(self._device),
             name="zero checkpoint",
-            daemon=True,
+            # A process of `multiprocessing` calls no exit handlers.
+            daemon=multiprocessing.parent_process() is None,
         )
         atexit.register(self._at_exit)
         self._thread.start()
@@ -139,7 +143,7 @@ class BackgroundSaves:
 
     def _at_exit(self) -> None:
         if self._thread is not None:
-            self._thread.join()
+            self._thread.finish()
         if self._failure is not None:
             logger.error("%s", self._failure)
             sys.stdout.flush()

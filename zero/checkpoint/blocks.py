@@ -34,6 +34,7 @@ from zero.checkpoint.manifest import (
     damaged,
     itemsize,
 )
+from zero.threads import EngineThread
 
 THREADS = 4
 _scratch = threading.local()
@@ -70,7 +71,7 @@ def in_threads(act: Callable[[int], None], numbers: Iterable[int]) -> None:
             except BaseException as error:
                 errors.append(error)
 
-    helpers = [threading.Thread(target=work, daemon=True) for _ in range(THREADS - 1)]
+    helpers = [EngineThread(work, name="zero slices") for _ in range(THREADS - 1)]
     # The interpreter may be at its end, and starts no threads, when a save in the background is not
     with suppress(RuntimeError):
         for helper in helpers:

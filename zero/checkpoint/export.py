@@ -14,7 +14,6 @@ import shutil
 import sys
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +36,7 @@ from zero.core.quantized_weights import wraps_tensors
 from zero.core.sharded_param import ShardedParameter, cut_of, local, owning_group
 from zero.errors import UsageError
 from zero.optim.sharded_optimizer import precise_values
+from zero.threads import EngineThread
 
 logger = logging.getLogger("zero")
 
@@ -357,16 +357,15 @@ def copied_state_dict(state: Mapping[str, torch.Tensor], rank: int) -> dict[str,
 _RESIDENT = 1 << 29
 
 
-def _unmap_pages(mapped: weakref.ref[mmap.mmap]) -> None:
-    """While the mapping is used, regularly drop its pages from this process. The system's cache
-    keeps them.
+def _unmap_pages(mapped: weakref.ref[mmap.mmap], stop: threading.Event) -> None:
+    """While the mapping is used, and until `stop`, regularly drop its pages from this process. The
+    system's cache keeps them.
 
     The kernel would drop them only when memory is short. Until then, limits on resident memory
     would count them."""
-    while (memory := mapped()) is not None:
+    while not stop.wait(0.02) and (memory := mapped()) is not None:
         memory.madvise(mmap.MADV_DONTNEED)
         del memory
-        time.sleep(0.02)
 
 
 def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> dict[str, torch.Tensor]:
@@ -395,7 +394,9 @@ def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> dict[st
         file.flush()
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE)
     if nbytes > _RESIDENT:
-        threading.Thread(target=_unmap_pages, args=(weakref.ref(mapped),), daemon=True).start()
+        stop = threading.Event()
+        act, name = _unmap_pages, "zero mapped file"
+        EngineThread(act, weakref.ref(mapped), stop, name=name, end=stop.set).start()
     return {
         name: torch.frombuffer(mapped, dtype=dtype, count=shape.numel(), offset=offset).view(shape)
         if shape.numel()

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from zero.threads import EngineThread
+
 T = TypeVar("T")
 
 logger = logging.getLogger("zero")
@@ -168,7 +170,7 @@ class Watchdog:
             waiting = self._waiting
             is_blocked = waiting is not None and waiting.seconds > waiting.limit
             if is_blocked or self._device_is_blocked():
-                threading.Thread(target=self._alarm, daemon=True).start()
+                EngineThread(self._alarm, name="zero-watchdog-alarm").start()
                 if self._stopped.wait(3 * GRACE):  # the alarm ends this process before
                     return
                 _say(
@@ -258,6 +260,7 @@ def tells_if_alone(rank: int, what: str, seconds: float) -> Iterator[None]:
         yield
     finally:
         notice.cancel()
+        notice.join()
 
 
 @contextmanager
@@ -284,14 +287,14 @@ def end_with_launcher() -> None:
     Otherwise it would continue to train.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(
-            target=_watch_launcher, args=(os.getppid(),), name="zero-launcher", daemon=True
-        ).start()
+        stop, name = threading.Event(), "zero-launcher"
+        EngineThread(_watch_launcher, os.getppid(), stop, name=name, end=stop.set).start()
 
 
-def _watch_launcher(launcher: int) -> None:
+def _watch_launcher(launcher: int, stop: threading.Event) -> None:
     while os.getppid() == launcher:
-        time.sleep(1.0)
+        if stop.wait(1.0):
+            return
     rank = os.environ.get("RANK", "0")
     _say(f"zero: [rank {rank}] the launcher (process {launcher}) is gone: this rank ends")
     os._exit(1)

@@ -35,6 +35,7 @@ from zero.comm.traffic import READ, WRITTEN, transfer
 from zero.config import AioConfig
 from zero.errors import UsageError
 from zero.offload.pinned import PAGE, HostMemory, round_up
+from zero.threads import EngineThread
 
 logger = logging.getLogger("zero")
 
@@ -80,8 +81,8 @@ class ScratchFile:
     with the process.
 
     Raises UsageError if the folder cannot be made or written to. All methods may be called by any
-    thread of the process that made the object, and by atexit handlers too. Transfers in flight at
-    exit are abandoned."""
+    thread of the process that made the object, and by exit handlers that are registered after
+    `zero` is imported."""
 
     def __init__(self, folder: str | os.PathLike[str], settings: AioConfig | None = None):
         self.folder = Path(folder)
@@ -91,20 +92,18 @@ class ScratchFile:
         self._bounces = HostMemory()
         self._process = os.getpid()
         self._requests: Requests = SimpleQueue()
-        threads = [
-            # Daemons, not an executor: at exit the file is not needed, and an executor would refuse
-            # work from atexit.
-            threading.Thread(target=_work, args=(self._requests,), name="zero files", daemon=True)
-            for _ in range(self.settings.thread_count)
-        ]
-        for thread in threads:
-            thread.start()
+        threads: list[EngineThread] = []
         # Threads that wait for values to write.
-        self._copies: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._copies: weakref.WeakSet[EngineThread] = weakref.WeakSet()
         self._close = weakref.finalize(
             self, _close, self._requests, self._copies, threads, {self._file, self._direct}
         )
         self._close.atexit = False
+        for _ in range(self.settings.thread_count):
+            # Not an executor, which would refuse work from exit handlers.
+            thread = EngineThread(_work, self._requests, name="zero files", end=self._close)
+            threads.append(thread)
+            thread.start()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor (numel,) on the CPU. Its place on disk is reserved now, and freed with the
@@ -193,9 +192,7 @@ class ScratchFile:
             self._put(requests)
         else:
             # Not in the threads that read and write: reads must not wait for a device.
-            copy = threading.Thread(
-                target=self._put, args=(requests, after), name="zero copies", daemon=True
-            )
+            copy = EngineThread(self._put, requests, after, name="zero copies")
             copy.start()
             self._copies.add(copy)
         return Transfer([end for end, _ in requests])
@@ -332,8 +329,8 @@ def _work(requests: Requests) -> None:
 
 def _close(
     requests: Requests,
-    copies: weakref.WeakSet[threading.Thread],
-    threads: list[threading.Thread],
+    copies: weakref.WeakSet[EngineThread],
+    threads: list[EngineThread],
     files: set[int],
 ) -> None:
     for copy in list(copies):  # a request behind the None below would never be carried out

@@ -15,9 +15,7 @@ copied while the next sub-group is updated."""
 
 from __future__ import annotations
 
-import atexit
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -29,21 +27,10 @@ from zero.core.optimizer_shard import OptimizerShard
 from zero.device import beside, compute_stream, is_accelerator, ready_for_thread
 from zero.offload.pinned import HostMemory
 from zero.optim.subgroups import SubGroup, SubGroupInMemory
+from zero.threads import EngineThread
 
 # Makes the update in memory; the result has the values for the group's weights.
 Update = Callable[[SubGroupInMemory], torch.Tensor]
-
-
-_all: weakref.WeakSet[Updates] = weakref.WeakSet()
-
-
-@atexit.register
-def _drop_all() -> None:
-    """At exit the remaining updates are not needed, and no thread may still run when the
-    interpreter ends.
-    """
-    for updates in list(_all):
-        updates.drop()
 
 
 class Updates:
@@ -68,10 +55,9 @@ class Updates:
         self._read_ahead = read_ahead
         self._write_behind = write_behind
         self._todo: deque[SubGroup] = deque()
-        self._busy = False
+        self._thread: EngineThread | None = None
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
-        _all.add(self)
 
     def run(self, sub_groups: Iterable[SubGroup], update: Update) -> None:
         """Update `sub_groups` before returning."""
@@ -86,10 +72,11 @@ class Updates:
         """Update `sub_groups` in a thread. The caller has waited for the earlier ones."""
         self._plan(sub_groups)
         if self._todo:
-            self._busy = True
-            args = update, ready_for_thread(self._device)
-            thread = {"name": "zero optimizer", "daemon": True}
-            threading.Thread(target=self._work_in_thread, args=args, **thread).start()
+            # At exit the remaining updates are not needed.
+            act, end = self._work_in_thread, self._skip_rest
+            ready = ready_for_thread(self._device)
+            self._thread = EngineThread(act, update, ready, name="zero optimizer", end=end)
+            self._thread.start()
 
     def prefer(self, shard: OptimizerShard) -> None:
         """Update the sub-groups of `shard` next: somebody needs them."""
@@ -103,12 +90,12 @@ class Updates:
         updates."""
 
         def is_over() -> bool:
-            is_left = self._busy if shard is None else shard.sub_groups_left
-            return self._failure is not None or not is_left
+            return self._failure is not None or not shard.sub_groups_left
 
-        if not is_over():
-            if shard is not None:
-                self.prefer(shard)
+        if shard is None:
+            self._join()
+        elif not is_over():
+            self.prefer(shard)
             with self._changed:
                 self._changed.wait_for(is_over)
         if self._failure is not None:
@@ -119,11 +106,14 @@ class Updates:
 
     def drop(self) -> None:
         """Skip the remaining updates, and forget a failure: the values are not needed any more."""
-        with self._changed:
-            self._todo.clear()
-            self._changed.wait_for(lambda: not self._busy)
         self._skip_rest()
+        self._join()
         self._failure = None
+
+    def _join(self) -> None:
+        """Wait for the thread, which after its last update lets go of events and of memory."""
+        if self._thread is not None:
+            self._thread.join()
 
     def fail(self, error: BaseException) -> None:
         """Some sub-groups were updated and others not.
@@ -141,6 +131,7 @@ class Updates:
             self._todo.clear()
             for shard in self._shards:
                 shard.sub_groups_left = 0
+            self._changed.notify_all()
 
     def _plan(self, sub_groups: Iterable[SubGroup]) -> None:
         self._skip_rest()
@@ -157,9 +148,6 @@ class Updates:
                 self._work(update, self._stream)
         except BaseException as error:
             self.fail(error)
-        with self._changed:
-            self._busy = False
-            self._changed.notify_all()
 
     def _work(self, update: Update, stream: torch.Stream | None = None) -> None:
         ahead: SubGroupInMemory | None = None
@@ -199,6 +187,7 @@ class Updates:
             if shard.sub_groups_left == 1 and stream is not None:
                 # Before the count: whoever sees that nothing is left waits for the event.
                 shard.update_end = stream.record_event()
-            shard.sub_groups_left -= 1
+            if shard.sub_groups_left:  # else the rest was skipped
+                shard.sub_groups_left -= 1
             if not shard.sub_groups_left:
                 self._changed.notify_all()

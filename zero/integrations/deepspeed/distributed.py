@@ -20,28 +20,29 @@ from zero.parallel.sequence import current_group
 def init_distributed(*args: Any, **kwargs: Any) -> None:
     """`zero.comm.world.init_distributed`; accelerate calls it in the middle of making its state."""
     world.init_distributed(*args, **kwargs)
-    _tell_accelerate_the_backend()
+    _complete_state_of_accelerate()
 
 
 def is_initialized() -> bool:
     """Whether there is a process group. If so, accelerate does not call `init_distributed`."""
     initialized = world.is_initialized()
     if initialized:
-        _tell_accelerate_the_backend()
+        _complete_state_of_accelerate()
     return initialized
 
 
-def _tell_accelerate_the_backend() -> None:
+def _complete_state_of_accelerate() -> None:
     """Complete the state that accelerate is making, if it found no backend for its device.
 
-    It finds none on a machine without an accelerator. Then it would treat each rank as the only
-    one."""
+    It finds none on a machine without an accelerator that it knows. Then it would treat each rank
+    as the only one, and might choose a device on which the engine does not compute."""
     accelerate_state = sys.modules.get("accelerate.state")
     if accelerate_state is None or not accelerate_state.PartialState._shared_state:
         return
     state = accelerate_state.PartialState()
     if state.backend is None:
         state.backend = world.get_backend()
+        state.device = state.device or world.compute_device()
 
 
 def get_local_rank() -> int:

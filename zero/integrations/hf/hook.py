@@ -62,7 +62,7 @@ def set_up() -> finder.FacadeFinder:
 
     `startup/sitecustomize.py` calls this when DeepSpeed is looked for the first time.
     """
-    _choose_device()
+    _let_accelerate_use_plugin()
     launched = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & {*os.environ}
     if not launched and not _LIGHTNING & {*sys.modules}:
         sys.meta_path.insert(0, _WorldOfOne(world.become_world_of_one()))
@@ -89,16 +89,13 @@ class _WorldOfOne:
                 os.environ.pop(name, None)
 
 
-def _choose_device() -> None:
-    """Have accelerate choose the device that the engine chooses: an accelerator, or the CPU where
-    there is none.
-    """
+def _let_accelerate_use_plugin() -> None:
+    """Have accelerate train with DeepSpeed's plugin, on the CPU too."""
     given = os.environ.get("ACCELERATE_USE_CPU", "").lower()
     if accelerator() is None:
         # With this variable accelerate would ignore its DeepSpeed plugin, and wrap the model in DDP
         # instead.
         os.environ.pop("ACCELERATE_USE_CPU", None)
-        os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
     elif given in ("1", "true", "t", "yes", "y", "on"):
         raise UsageError(
             "ACCELERATE_USE_CPU makes accelerate train without DeepSpeed: unset it, and to train "
