@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -144,8 +143,10 @@ def add_adapter(model: Any, adapter: str) -> None:
 
     Raises UsageError if it cannot be read, or does not fit the model, or if PEFT is not installed.
     """
-    if find_spec("peft") is None:
-        raise UsageError(f"--adapter {adapter}: PEFT is not installed: pip install peft")
+    try:
+        import peft  # here: it is optional
+    except ImportError:
+        raise UsageError(f"--adapter {adapter}: install PEFT first: pip install peft") from None
     try:
         with warnings.catch_warnings():
             # PEFT's own patterns for fused experts match nothing where "all-linear" excludes them.
