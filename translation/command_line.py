@@ -182,13 +182,14 @@ def trainer_arguments() -> set[str]:
     takes seconds. Empty if the source is not there.
     """
     spec = importlib.util.find_spec("transformers")
-    names = set()
+    if spec is None or spec.origin is None:
+        return set()
+    folder, names = Path(spec.origin).parent, set()
     try:
-        folder = Path(spec.origin).parent
         for file in ("training_args.py", "training_args_seq2seq.py"):
             for node in ast.walk(ast.parse((folder / file).read_text(encoding="utf-8"))):
                 if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                     names.add(node.target.id)
-    except (OSError, SyntaxError, AttributeError, TypeError):
+    except (OSError, SyntaxError):
         return set()
     return names
