@@ -4,9 +4,9 @@ take.
     python -m benchmarks.commands
     python -m benchmarks.commands --python min/bin/python --only estimate explain
 
-Each command runs once to compile its modules, and then `--runs` times; the median counts. Wall-clock
-time is not measured, because other jobs may use the cores. The run fails if a median is above its
-limit.
+Each command runs once to compile its modules, and then `--runs` times; the median counts. The time
+on the clock is not measured, because other jobs may use the cores. The run fails if a median is
+above its limit.
 """
 
 from __future__ import annotations
@@ -85,9 +85,7 @@ def prepare(python: str, folder: Path) -> None:
     (folder / "llama-8b").mkdir()
     (folder / "llama-8b" / "config.json").write_text(json.dumps(LLAMA_8B))
     variables = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    subprocess.run(
-        [python, "-c", SAVE], cwd=folder, env=variables, check=True, capture_output=True
-    )
+    subprocess.run([python, "-c", SAVE], cwd=folder, env=variables, check=True, capture_output=True)
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +15,6 @@ import pytest
 
 from zero.config import load_config
 from zero.config.table import table
-from zero.tools.cli import COMMANDS
 
 REPOSITORY = Path(__file__).parents[2]
 # Packages that nobody has to install for zero, and those that take seconds to import.
@@ -95,11 +93,27 @@ OWN = {"zero", "key", "optimizer", "all", *(row.key for row in table(load_config
 def test_commands(place: Path):
     print(python(place, "train.py", "--save").err)
     for line in [
-        "doctor", "explain ds.json", "estimate model --ds-config ds.json --world 2 --seq 16",
-        "estimate model --ds-config ds.json --adapter 8", "plan model --device-memory 1G --seq 16",
-        "inspect output", "inspect output/global_step3", "inspect output --json",
-        "consolidate output merged", "convert output/global_step3 --to dcp dcp", "convert output/global_step3 --to deepspeed ds", "convert output/global_step3 --to hf hf", "adopt dcp back", "adopt ds back2",
-        "report records", "trace --step 2 train.py", "memory --step 2 train.py", "verify train.py", "launch --num_gpus 2 train.py", "run torchrun --nproc_per_node 2 train.py", "hook",
+        "doctor",
+        "explain ds.json",
+        "estimate model --ds-config ds.json --world 2 --seq 16",
+        "estimate model --ds-config ds.json --adapter 8",
+        "plan model --device-memory 1G --seq 16",
+        "inspect output",
+        "inspect output/global_step3",
+        "inspect output --json",
+        "consolidate output merged",
+        "convert output/global_step3 --to dcp dcp",
+        "convert output/global_step3 --to deepspeed ds",
+        "convert output/global_step3 --to hf hf",
+        "adopt dcp back",
+        "adopt ds back2",
+        "report records",
+        "trace --step 2 train.py",
+        "memory --step 2 train.py",
+        "verify train.py",
+        "launch --num_gpus 2 train.py",
+        "run torchrun --nproc_per_node 2 train.py",
+        "hook",
     ]:
         done = zero(place, line)
         print(f"=== {line}: {done.code}\n{done.out[:600]}\n--- {done.err[:1500]}", flush=True)

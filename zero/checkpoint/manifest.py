@@ -39,7 +39,10 @@ STORABLE = {
     **{f"int{bits}": f"I{bits}" for bits in (64, 32, 16, 8)},
     **{f"uint{bits}": f"U{bits}" for bits in (64, 32, 16, 8)},
     **{f"float8_{kind}": f"F8_{kind.upper()}" for kind in ("e4m3fnuz", "e5m2", "e5m2fnuz")},
-    **{"float8_e4m3fn": "F8_E4M3", "bfloat16": "BF16", "complex64": "C64", "bool": "BOOL"},
+    "float8_e4m3fn": "F8_E4M3",
+    "bfloat16": "BF16",
+    "complex64": "C64",
+    "bool": "BOOL",
 }
 
 
