@@ -27,17 +27,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+_LEAF = "zero.integrations.deepspeed.leaf"
 _HOMES = {
     "GatheredParameters": "zero.gathered_parameters",
-    "GatheredWhenRead": "zero.streaming",
     "Init": "zero.init",
     "ZeroEngine": "zero.engine",
     "fragments": "zero.fragments",
     "initialize": "zero.integrations.deepspeed.engine",
-    "leaf": "zero.integrations.deepspeed.leaf",
-    "register_external_parameter": "zero.integrations.deepspeed.leaf",
-    "stream_weights": "zero.streaming",
-    "unregister_external_parameter": "zero.integrations.deepspeed.leaf",
+    "leaf": _LEAF,
+    **dict.fromkeys(("register_external_parameter", "unregister_external_parameter"), _LEAF),
+    **dict.fromkeys(("GatheredWhenRead", "stream_weights"), "zero.streaming"),
 }
 __all__ = tuple(_HOMES)
 _load = loader(__name__, _HOMES)

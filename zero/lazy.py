@@ -9,15 +9,21 @@ from typing import Any
 
 
 def loader(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The function `__getattr__` of a package. `homes`: the module of each name, which may be a
-    module itself.
+    """The function `__getattr__` of a package. `homes`: the module of each name. Any other name is
+    that of a module in the package.
     """
 
     def load(name: str) -> Any:
-        if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        home = importlib.import_module(homes[name])
-        found = home if home.__name__.endswith(f".{name}") else getattr(home, name)
+        home = homes.get(name, f"{package}.{name}")
+        try:
+            found = importlib.import_module(home)
+        except ModuleNotFoundError as error:
+            if error.name != home:
+                raise
+            text = f"module {package!r} has no attribute {name!r}"
+            raise AttributeError(text, name=name, obj=sys.modules[package]) from None
+        if not home.endswith(f".{name}"):
+            found = getattr(found, name)
         setattr(sys.modules[package], name, found)
         return found
 

@@ -1,0 +1,3 @@
+from zero.lazy import loader
+
+__getattr__ = loader(__name__, {})

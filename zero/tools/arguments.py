@@ -72,7 +72,8 @@ class Parser(ArgumentParser):
             known = self._option_string_actions
             for option in options:
                 if not any(name.startswith(option) for name in known):
-                    message, meant = f"unknown option {option}", nearest(option, known)
+                    message = f"unknown option {option}"
+                    meant = nearest(option, known) if option.startswith("--") else ""
                     remedy = f"did you mean {meant}?" if meant else remedy
                     break
         raise UsageError(f"{self.prog.removeprefix('zero ')}: {message}; {remedy}")

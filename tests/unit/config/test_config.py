@@ -327,6 +327,7 @@ def test_every_key_without_a_mark_is_read_by_the_engine():
         "data_parallel_size",
         "zero_hpz_partition_size",
         "zero_force_ds_cpu_optimizer",
+        "communication_data_type",
         "grad_accum_dtype",
         "bf16_master_weights_and_grads",
         *OptimizerParams.model_fields,

@@ -43,6 +43,33 @@ def test_an_unknown_option_is_one_line(command: str, capsys):
 
 
 @pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("exlpain x.json", "unknown command 'exlpain'; did you mean explain?"),
+        ("cheese", "unknown command 'cheese'; see zero --help"),
+        ("--verison", "unknown option '--verison'; did you mean --version?"),
+        ("estimate --ds-confg d", "estimate: unknown option --ds-confg; did you mean --ds-config?"),
+        ("plan m --wrold=1", "plan: unknown option --wrold; did you mean --world?"),
+        ("trace --stpe 5 x.py --ddp", "trace: unknown option --stpe; did you mean --step?"),
+        ("run --jsn x.py", "run: unknown option --jsn; did you mean --json?"),
+        ("explain -q x.json", "explain: unknown option -q; see zero explain --help"),
+        ("hook x", "hook: unrecognized arguments: x; see zero hook --help"),
+    ],
+)  # fmt: skip
+def test_a_typo_is_one_line_with_what_was_meant(line: str, said: str, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert (ended.value.code, capsys.readouterr()) == (2, ("", f"zero: {said}\n"))
+
+
+def test_the_version(capsys):
+    main(["--version"])
+    name, number = capsys.readouterr().out.split()
+    text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    assert name == "zero" and f'\nversion = "{number}"\n' in text
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ["explain"], ["explain", "none.json"], ["estimate"], ["estimate", "none", "--ds-config",
@@ -235,6 +262,39 @@ def test_a_damaged_checkpoint_is_one_line(tmp_path: Path, capsys):
     folder = save(tmp_path, "step1")
     flip(folder / "rank00000.safetensors")
     assert_refused(["inspect", str(folder)], "rank00000.safetensors is damaged", capsys)
+
+
+def test_a_folder_of_checkpoints_is_listed_newest_first(tmp_path: Path, capsys):
+    for step in (500, 1000):
+        save(tmp_path, f"global_step{step}", global_steps=step, time=f"day {step}")
+    (tmp_path / "global_step500" / "rank00000.safetensors").unlink()
+    main(["inspect", str(tmp_path)])
+    header, newest, older, _, last = capsys.readouterr().out.splitlines()
+    assert header.split() == ["checkpoint", "step", "written"]
+    place = tmp_path / "global_step1000"
+    assert newest.split() == [str(place), "1000", "day", "1000", "complete"]
+    assert "incomplete: " in older and older.endswith("rank00000.safetensors is missing")
+    assert last == f"Look at one: zero inspect {place}"
+    main(["inspect", "--json", str(tmp_path)])
+    found = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [(each["steps"], each["complete"]) for each in found] == [(1000, True), (500, False)]
+
+
+def test_folders_of_the_trainer_are_listed_too(tmp_path: Path, capsys):
+    for step in (5, 10):
+        folder = tmp_path / f"checkpoint-{step}"
+        save(folder, f"global_step{step}", global_steps=step, world_size=2)
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    (tmp_path / "checkpoint-10" / "trainer_state.json").write_text("{")
+    (tmp_path / "checkpoint-20").mkdir()
+    main(["inspect", "--json", str(tmp_path)])
+    found = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [each["steps"] for each in found] == [20, 10, 5]
+    assert [str(each["problem"]).partition(": ")[0] for each in found] == [
+        f"{tmp_path}/checkpoint-20/checkpoint.json is missing",
+        f"{tmp_path}/checkpoint-10/trainer_state.json is damaged",
+        f"{tmp_path}/checkpoint-5/rng_state_0.pth is missing",
+    ]
 
 
 def test_hosts_that_print_nothing_are_named(monkeypatch: pytest.MonkeyPatch, capsys):
