@@ -232,7 +232,7 @@ class MiniCodformerForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         cache: Cache | None = None,
         cache_position: torch.Tensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
+        num_items_in_batch: torch.Tensor | None = None,
     ) -> CausalLMOutputWithPast:
         """Return logits, and the loss if `labels` are given (-100: no target; they are shifted
         here).

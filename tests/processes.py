@@ -376,6 +376,8 @@ def _become_rank(rank: int, request: dict[str, Any]) -> None:
     faulthandler.dump_traceback_later(max(1.0, request["timeout"] - 2.0))
     signal.alarm(int(request["timeout"]) + 10)  # if nobody is left to end this process
     random.seed()
+    if "triton" in sys.modules:  # it prints what is not collected at the end, as what is frozen
+        atexit.register(gc.unfreeze)
     os.chdir(request["cwd"])
     os.environ.update(request["env"])
     try:
