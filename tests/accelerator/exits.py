@@ -7,7 +7,6 @@ exit codes are printed as JSON."""
 
 import atexit
 import gc
-import itertools
 import json
 import os
 import signal
@@ -28,7 +27,8 @@ def print_living_threads() -> None:
     print(f"{len(frames)} threads alive", flush=True)
 
 
-atexit.register(print_living_threads)
+if __name__ == "__main__":
+    atexit.register(print_living_threads)
 
 # ruff: noqa: E402
 import torch
@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 import zero
 from tests.accelerator import device
-from tests.dist.toys import Toy
+from tests.dist.toys import WIDTH, Toy
 from tests.dist.training import ds_config
 from tests.processes import make_what_forks_inherit
 from zero.checkpoint import training
@@ -45,16 +45,19 @@ from zero.offload import tiers
 from zero.optim.update import SubGroupUpdate
 
 SLOW = 0.1
-WAYS = ("last line", "sys.exit", "exception", "Ctrl-C")
 OFFLOADS = ("cpu", "nvme")
+WAYS = ("last line", "sys.exit", "exception", "Ctrl-C")
+# Each way with and without `destroy_process_group`, and in turn with each target of offload.
 CASES = {
-    f"{way}, {'destroyed' if destroys else 'not destroyed'}, {offload}": (way, destroys, offload)
-    for way, destroys, offload in itertools.product(WAYS, (True, False), OFFLOADS)
+    f"{way}, {'destroyed' if destroys else 'left'}, {offload}": (way, destroys, offload)
+    for number, way in enumerate(WAYS)
+    for destroys, offload in zip((True, False), OFFLOADS[:: (-1) ** number], strict=True)
 }
 
 
 def slow_down() -> None:
-    """Let updates and saves take long, and let go of what an update needed slowly, as a GPU may."""
+    """Let updates and saves take long, and what an update needed be let go even more slowly: longer
+    than all other exit handlers take."""
 
     def later(call):
         def called(*args):
@@ -64,11 +67,11 @@ def slow_down() -> None:
         return called
 
     SubGroupUpdate.__call__ = later(SubGroupUpdate.__call__)
-    SubGroupUpdate.__del__ = lambda self: time.sleep(SLOW)
+    SubGroupUpdate.__del__ = lambda self: time.sleep(10 * SLOW)
     training.write = later(training.write)
 
 
-def train(folder: str, offload: str) -> None:
+def train(folder: str, saves: bool, offload: str) -> None:
     tiers.LEAST_BYTES_IN_A_FILE = 1
     target = {"device": offload, "nvme_path": folder}
     sections = {"offload_param": target, "offload_optimizer": target | {"overlap_step": True}}
@@ -76,11 +79,11 @@ def train(folder: str, offload: str) -> None:
     config["optimizer"] = {"type": "AdamW"}
     config["checkpoint"] = {"async_save": True}
     engine = zero.initialize(model=Toy(), config=config)[0]
-    batch = torch.randn(2, 2, 13, device=engine.comm.device)
+    batch = torch.randn(2, WIDTH, device=engine.comm.device)
     for number in range(2):
-        engine.backward(engine(*batch))
+        engine.backward(engine(batch).square().mean())
         engine.step()
-        if number == 0 and offload == "cpu":
+        if number == 0 and saves:
             engine.save_checkpoint(folder, tag="last")
 
 
@@ -99,7 +102,7 @@ def become_rank(name: str, kind: str, rank: int, ranks: int, port: int) -> None:
         store=dist.PrefixStore(name, store), rank=rank, world_size=ranks, timeout=limit
     )
     slow_down()
-    train(name, offload)
+    train(name, destroys, offload)  # a save may last longer than the update
     if destroys:
         dist.destroy_process_group()
     if way == "sys.exit":
@@ -116,7 +119,7 @@ def main(folder: str, kind: str, ranks: int, port: int) -> None:
     make_what_forks_inherit()
     if kind == "simulated":
         device.build()
-    gc.freeze()  # otherwise a collection at the end of each fork would copy the pages of all imports
+    gc.freeze()  # otherwise a collection at the end of a fork would copy the pages of all imports
     codes, started = {}, {}
     for name in CASES:
         Path(name).mkdir()
