@@ -105,9 +105,11 @@ def with_casts(update: Step) -> Step:
 
 
 def by_torch(**choice: bool) -> Step:
+    optimizer = torch.optim.AdamW([torch.zeros(1)], LR, BETAS, EPS, DECAY, **choice)
+
     def update(state: State) -> None:
-        optimizer = torch.optim.AdamW([state.master], LR, BETAS, EPS, DECAY, **choice)
         moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+        optimizer.param_groups[0]["params"] = [state.master]
         optimizer.state[state.master] = {"step": torch.tensor(STEP - 1.0), **moments}
         optimizer.step()
 

@@ -17,9 +17,15 @@ import torch
 
 from zero.core.optimizer_shard import OptimizerShard
 
-# Elements of a parameter that share a key, and are rounded together: few enough for a CPU's cache,
-# and enough for an accelerator, which launches some twenty kernels for each block.
+# Elements of a parameter that share a key.
 BLOCK = 1 << 20
+
+
+def at_a_time(device: torch.device) -> int:
+    """How many elements are rounded together: few enough for a CPU's cache, and enough for an
+    accelerator, which launches some twenty kernels for them.
+    """
+    return BLOCK >> 3 if device.type == "cpu" else BLOCK
 
 
 class StochasticRounding:
@@ -63,12 +69,14 @@ class StochasticRounding:
             shift = piece.start - piece.inside
             first = max(piece.start, start) - shift
             last = min(piece.start + piece.numel, end) - shift
-            for begin in range(first - first % BLOCK, last, BLOCK) if first < last else ():
-                low, high = max(first, begin), min(last, begin + BLOCK)
+            most = at_a_time(values.device)
+            for begin in range(first - first % most, last, most) if first < last else ():
+                block = begin - begin % BLOCK
+                low, high = max(first, begin), min(last, begin + most)
                 noise = torch.arange(
-                    low - begin, high - begin, dtype=torch.int32, device=values.device
+                    low - block, high - block, dtype=torch.int32, device=values.device
                 )
-                scramble(noise, f"{self._seed} {self._step} {kind} {name} {begin}")
+                scramble(noise, f"{self._seed} {self._step} {kind} {name} {block}")
                 where = slice(low + shift - start, high + shift - start)
                 target[where].copy_(rounded(values[where], noise))
 

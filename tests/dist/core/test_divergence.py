@@ -15,7 +15,16 @@ import pytest
 import torch
 
 from tests.dist.toys import BLOCK, WIDTH, toy, toy_batches
-from tests.dist.training import adamw, ds_config, loss_of, relative, split, start, trainable
+from tests.dist.training import (
+    adamw,
+    ds_config,
+    loss_of,
+    relative,
+    split,
+    start,
+    take_step,
+    trainable,
+)
 from tests.parity import models
 from tests.processes import run_on
 from tests.tolerance import rounding
@@ -131,7 +140,7 @@ class Player:
         for param in self.model.parameters():
             # In the engine a missing gradient counts as zero, and Adam's moments decay.
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-        self.optimizer.step()
+        take_step(self.optimizer)
         self.optimizer.zero_grad()
         return [norm.item()]
 
@@ -241,7 +250,7 @@ def generating(rank: int, world_size: int, name: str, sharded: bool) -> tuple[li
             loss = loss_of((engine or model)(**part))
             engine.backward(loss) if sharded else (loss / 2).backward()
             losses.append(loss.item())
-        engine.step() if sharded else optimizer.step()
+        engine.step() if sharded else take_step(optimizer)
         model.zero_grad()
         model.eval()
         options = {"max_new_tokens": 5, "min_new_tokens": 5, "num_beams": 2, "do_sample": False}

@@ -523,7 +523,7 @@ def _substitutes_on_host(memory: Memory) -> list[Substitute]:
     def store(_: Any, target: torch.Tensor, values: torch.Tensor, *rest: Any) -> None:
         # Blocks are rounded one at a time, so one of them shows how much memory is needed.
         target.copy_(values)
-        block = values[: rounding.BLOCK]
+        block = values[: rounding.at_a_time(values.device)]
         rounding.rounded(block, torch.empty_like(block, dtype=torch.int32))
 
     def count(link: str, nbytes: int) -> None:
