@@ -1,5 +1,6 @@
-"""Every command of `zero` works with the declared dependencies alone, and prints nothing but its own
-lines. Continuous integration runs this folder in an environment made by `pip install . pytest`.
+"""Every command of `zero` works with the declared dependencies alone, and prints only its lines.
+
+Continuous integration runs this folder in an environment made by `pip install . pytest` as well.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,8 +19,9 @@ from zero.config import load_config
 from zero.config.table import table
 
 REPOSITORY = Path(__file__).parents[2]
-# Packages that nobody has to install for zero, and those that take seconds to import.
+# Nobody has to install these for zero.
 OPTIONAL = "peft trl bitsandbytes torchao triton matplotlib deepspeed lightning".split()
+# Each takes seconds to import, or a part of one.
 HEAVY = ["torch", "transformers", "accelerate", "numpy", "sympy", *OPTIONAL]
 
 CONFIG = {
@@ -33,6 +36,7 @@ import sys
 import torch
 import zero
 
+torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
 engine, *_ = zero.initialize(model=model, model_parameters=model.parameters(), config="ds.json")
 for step in range(1, 4):
@@ -41,8 +45,7 @@ for step in range(1, 4):
     engine.step()
     if "--save" in sys.argv:
         engine.save_checkpoint("output", tag=f"global_step{step}")
-if "--modules" in sys.argv:
-    print(*(name for name in sys.argv[2:] if name in sys.modules))
+print("imported:", *(name for name in sys.argv if sys.modules.get(name)))
 """
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
@@ -72,6 +75,15 @@ def zero(folder: Path, line: str) -> Done:
     return python(folder, "-m", "zero", *line.split())
 
 
+# The first words of the lines that zero prints at the start of a run.
+OWN = {"zero", "key", "optimizer", "all", *(row.key for row in table(load_config(CONFIG)))}
+
+
+def are_of_a_run(err: str) -> bool:
+    """Whether all lines on stderr are those that zero prints at the start of a run."""
+    return {line.split()[0] for line in err.splitlines()} <= OWN
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a script, what it has saved and recorded, and a model's configuration."""
@@ -80,40 +92,95 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "train.py").write_text(TRAIN)
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(MODEL))
-    done = zero(folder, "run train.py --save")
-    assert done.code == 0, done.err
-    assert {line.partition(" ")[0] for line in done.err.splitlines()} <= OWN, done.err
+    done = zero(folder, f"run train.py --save transformers {' '.join(OPTIONAL)}")
+    assert (done.code, done.out) == (0, "imported:\n"), done.err
+    assert are_of_a_run(done.err), done.err
     return folder
 
 
-# The first words of the lines that a run prints at its start.
-OWN = {"zero", "key", "optimizer", "all", *(row.key for row in table(load_config(CONFIG)))}
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("", "usage: zero COMMAND"),
+        ("--help", "usage: zero COMMAND"),
+        ("--version", "zero 0."),
+        ("hook", "startup"),
+        ("explain ds.json", "AdamW"),
+        ("inspect output", "Look at one: zero inspect output/global_step3"),
+        ("inspect output/global_step3", "checksums verified"),
+    ],
+)
+def test_what_needs_no_tensor_imports_nothing_that_takes_seconds(place: Path, line: str, said: str):
+    watch = f"""
+import sys
+from zero.tools.cli import main
+main(sys.argv[1:])
+print("imported:", *({set(HEAVY)!r} & sys.modules.keys()))
+"""
+    code, out, err = python(place, "-c", watch, *line.split())
+    assert (code, err) == (0, "") and said in out and out.endswith("imported:\n")
 
 
-def test_commands(place: Path):
-    print(python(place, "train.py", "--save").err)
-    for line in [
-        "doctor",
-        "explain ds.json",
-        "estimate model --ds-config ds.json --world 2 --seq 16",
-        "estimate model --ds-config ds.json --adapter 8",
-        "plan model --device-memory 1G --seq 16",
-        "inspect output",
-        "inspect output/global_step3",
-        "inspect output --json",
-        "consolidate output merged",
-        "convert output/global_step3 --to dcp dcp",
-        "convert output/global_step3 --to deepspeed ds",
-        "convert output/global_step3 --to hf hf",
-        "adopt dcp back",
-        "adopt ds back2",
-        "report records",
-        "trace --step 2 train.py",
-        "memory --step 2 train.py",
-        "verify train.py",
-        "launch --num_gpus 2 train.py",
-        "run torchrun --nproc_per_node 2 train.py",
-        "hook",
-    ]:
-        done = zero(place, line)
-        print(f"=== {line}: {done.code}\n{done.out[:600]}\n--- {done.err[:1500]}", flush=True)
+def test_importing_zero_imports_no_torch(place: Path):
+    code = f"import sys, zero; print(*({set(HEAVY)!r} & sys.modules.keys()), dir(zero)[0])"
+    assert python(place, "-c", code) == (0, "GatheredParameters\n", "")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("doctor", "0 fault(s)"),
+        ("estimate model --ds-config ds.json --world 2 --seq 16", "26,784 parameters; 2 ranks"),
+        ("plan model --device-memory 1G --seq 16 --out made.json", "The fastest that fits"),
+        ("convert output/global_step3 --to dcp dcp", "step 3 of zero"),
+        ("convert output/global_step3 --to deepspeed ds", "step 3 of zero"),
+        ("convert output/global_step3 --to hf hf", "step 3 of zero"),
+        ("adopt ds back", "step 3 of DeepSpeed"),
+    ],
+)  # fmt: skip
+def test_a_command_prints_only_its_own_lines(place: Path, line: str, said: str):
+    code, out, err = zero(place, line)
+    assert (code, err) == (0, "") and said in out
+
+
+@pytest.mark.parametrize(
+    ("line", "said", "first"),
+    [
+        ("consolidate output merged", "merged/model.safetensors", "consolidate:"),
+        ("trace --step 2 train.py", "trace.json: open it", "trace:"),
+        ("verify --steps 1 train.py", "equal", "verify: on"),
+    ],
+)
+def test_a_command_shows_its_progress(place: Path, line: str, said: str, first: str):
+    code, out, err = zero(place, line)
+    assert code == 0 and said in out, (out, err)
+    assert {each.split()[0] for each in err.split("\n") if each.strip()} <= {*first.split()}, err
+
+
+@pytest.mark.parametrize(
+    ("line", "package", "said"),
+    [
+        ("estimate model --ds-config ds.json --adapter 8", "peft", "pip install peft"),
+        ("plan model --device-memory 1G --adapter 8 --seq 8", "peft", "pip install peft"),
+        ("report records/run", "matplotlib", "pip install matplotlib"),
+        ("memory --step 2 train.py", "matplotlib", "pip install matplotlib"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_in_one_line(
+    place: Path, line: str, package: str, said: str
+):
+    code, out, err = zero(place, line)
+    if find_spec(package) is not None:
+        assert code == 0, err
+    else:
+        assert (code, out) == (2, "") and err.count("\n") == 1
+        assert err.startswith("zero: ") and said in err
+
+
+@pytest.mark.parametrize(
+    "line", ["run -m torch.distributed.run --nproc_per_node 2", "launch --num_gpus 2"]
+)
+def test_ranks_print_only_their_own_lines(place: Path, line: str):
+    code, out, err = zero(place, f"{line} train.py torchao peft")
+    assert code == 0 and sorted(out.splitlines()) == ["imported:"] * 2, (out, err)
+    assert are_of_a_run(err), err
