@@ -356,12 +356,9 @@ class CheckpointReader:
         def read_block(number: int) -> None:
             begin = number * BLOCK
             block = self._buffer()[: min(BLOCK, entry.bytes - begin)]
-            memory = left = bytes_of(block)
-            while left:
-                count = os.preadv(descriptor, [left], begin + len(memory) - len(left))
-                if not count:
-                    raise damaged(path, "it became shorter while it was read")
-                left = left[count:]
+            memory = bytes_of(block)
+            if not disk.read_into(descriptor, memory, begin):
+                raise damaged(path, "it became shorter while it was read")
             if xxhash.xxh3_64_hexdigest(memory) != entry.sums[number]:
                 raise damaged(path, "its checksum does not match its content")
             for target in wanted.get(number, ()):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -22,7 +23,7 @@ from pydantic import (
 )
 
 from zero.checkpoint import disk
-from zero.checkpoint.values import dtype_of
+from zero.checkpoint.values import decode, dtype_of, encode
 
 MANIFEST = "checkpoint.json"
 FORMAT = "zero-checkpoint"
@@ -131,6 +132,35 @@ class Adapter(_Part):
 
     config: dict[str, Any]
     tensors: dict[str, str | None]
+
+
+@dataclass
+class Progress:
+    """How far a run is, and what goes on with it beside the model and the optimizer.
+
+    Attributes:
+        client_state: values of the user's script.
+    """
+
+    global_steps: int = 0
+    micro_steps: int = 0
+    skipped_steps: int = 0
+    global_samples: int = 0
+    gradient_accumulation_steps: int = 0
+    loss_scaler: dict[str, Any] | None = None
+    lr_scheduler: dict[str, Any] | None = None
+    client_state: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Progress:
+        return Progress(**{name: decode(getattr(manifest, name)) for name in _PROGRESS})
+
+    def described(self) -> dict[str, Any]:
+        """Return what a manifest says of it."""
+        return {name: encode(getattr(self, name), name) for name in _PROGRESS}
+
+
+_PROGRESS = [each.name for each in fields(Progress)]
 
 
 class Manifest(_Part):

@@ -9,28 +9,24 @@ and the full state dicts of FSDP that accelerate saves.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from zero.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 from zero.checkpoint.export import on_disk
 from zero.checkpoint.files import TensorSpec
-from zero.checkpoint.manifest import SAFETENSORS_NAMES
 from zero.checkpoint.models import write_model
+from zero.checkpoint.stored import Stored, files_of_index, tensors_of
 from zero.conversion import pickles
 from zero.conversion.named import named_state, put_progress, state_dicts
 from zero.conversion.ours import copy_beside
-from zero.conversion.training_state import Stored, TrainingState
+from zero.conversion.training_state import TrainingState
 from zero.errors import UsageError
 
-_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 OPTIMIZERS = "optimizer.pt", "optimizer.bin"
 MODELS = (
     "model.safetensors",
@@ -59,7 +55,7 @@ def read(folder: Path) -> TrainingState:
     model_file = _model_file(folder)
     assert model_file is not None
     optimizer_file = next(folder / name for name in OPTIMIZERS if (folder / name).is_file())
-    weights = tensors_of(model_file)
+    weights = _weights(model_file)
     saved = pickles.load(optimizer_file)
     if not isinstance(saved, dict) or not saved.keys() >= {"state", "param_groups"}:
         raise UsageError(f"{optimizer_file}: it has no `state` and `param_groups` of an optimizer")
@@ -77,46 +73,16 @@ def read(folder: Path) -> TrainingState:
 # -- weights
 
 
-def tensors_of(path: Path) -> dict[str, Stored]:
+def _weights(path: Path) -> dict[str, Stored]:
     """Return the tensors in a file, or in the files of an index."""
-    if path.name.endswith(".index.json"):
-        try:
-            names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
-            files = [path.parent / Path(name).name for name in names]
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise UsageError(f"{path} is damaged: {error}") from None
-        return {name: value for file in files for name, value in tensors_of(file).items()}
+    if path.suffix == ".json":
+        return {k: value for file in files_of_index(path) for k, value in _weights(file).items()}
     if path.suffix == ".safetensors":
-        return _safetensors(path)
+        return tensors_of(path)
     content = pickles.load(path)
     if not isinstance(content, dict):
         raise UsageError(f"{path}: it is no state dict")
     return {name: each for name, each in content.items() if isinstance(each, Stored)}
-
-
-def _safetensors(path: Path) -> dict[str, Stored]:
-    try:
-        with safe_open(path, framework="pt"):  # checks the header against the file
-            pass
-    except SafetensorError as error:
-        raise UsageError(f"{path} is damaged: {error}") from None
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    found = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] not in _DTYPES:
-            raise UsageError(f"{path}: {name} has the dtype {entry['dtype']}, which torch lacks")
-        dtype = _DTYPES[entry["dtype"]]
-        place = 8 + length + entry["data_offsets"][0]
-        found[name] = Stored(tuple(entry["shape"]), dtype, partial(_read, path, place, dtype))
-    return found
-
-
-def _read(path: Path, place: int, dtype: torch.dtype, start: int, end: int) -> torch.Tensor:
-    return pickles.read_at(path, place + start * dtype.itemsize, dtype, end - start)
 
 
 # -- the model
@@ -215,11 +181,10 @@ def write(state: TrainingState, out: Path) -> None:
             f"{state.source}: it lacks the frozen weights; write adapters with zero consolidate"
         )
     model, optimizer = state_dicts(state, on_disk)
-    tied = {other for each in state.parameters.values() for other in each.tied}
     specs = [
         TensorSpec(name, value.shape, value.dtype)
         for name, value in model.items()
-        if name not in tied
+        if name not in state.tied
     ]
     write_model(out, specs, (model[spec.name] for spec in specs), state.model_config)
     names = [name for group in optimizer["param_groups"] for name in group["params"]]

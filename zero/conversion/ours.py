@@ -15,11 +15,20 @@ import torch
 from zero.checkpoint import folder as folders
 from zero.checkpoint.files import CheckpointReader, Slice
 from zero.checkpoint.files import write as write_slices
-from zero.checkpoint.manifest import BLOCK, DATA_FILE, FORMAT, FORMAT_VERSION, Manifest
+from zero.checkpoint.manifest import (
+    BLOCK,
+    DATA_FILE,
+    FORMAT,
+    FORMAT_VERSION,
+    Manifest,
+    Progress,
+)
 from zero.checkpoint.models import open_at
+from zero.checkpoint.resumable import SCHEDULER, TRAINER_STATE
+from zero.checkpoint.stored import Stored
 from zero.checkpoint.values import decode, dtype_name, dtype_of, encode
 from zero.conversion import pickles
-from zero.conversion.training_state import Parameter, Stored, TrainingState
+from zero.conversion.training_state import Parameter, TrainingState
 from zero.errors import UsageError
 
 # Optimizers with the same state, so that each can take over that of the others.
@@ -30,13 +39,23 @@ FILES_OF_TRAINER = (
 ).split()
 
 
-def files_of_trainer(folder: Path) -> list[Path]:
-    """Return the files that go along with any kind of checkpoint, with `trainer_state.json` last:
-    it says that a folder is complete.
+def put_files_of_trainer(state: TrainingState, folder: Path) -> None:
+    """Have the files in the folder go along that belong to any kind of checkpoint, and say which
+    are missing.
     """
     found = {path for pattern in FILES_OF_TRAINER for path in folder.glob(pattern)}
-    return sorted(found, key=lambda path: (path.name == "trainer_state.json", path.name))
+    # `trainer_state.json` is the last one: it says that a folder is complete
+    state.beside = sorted(found, key=lambda path: (path.name == TRAINER_STATE, path.name))
+    names = {path.name for path in state.beside}
+    if not any(name.startswith("rng_state") for name in names):
+        state.missing.append("random states: there is no rng_state*.pth")
+    if TRAINER_STATE not in names:
+        state.missing.append(f"data position: there is no {TRAINER_STATE}")
+    if SCHEDULER not in names and state.lr_scheduler is None:
+        state.missing.append(NO_SCHEDULE)
 
+
+NO_SCHEDULE = f"learning-rate schedule: there is no {SCHEDULER}"
 
 # -- write
 
@@ -86,11 +105,7 @@ def _slice(key: str, value: Any) -> Slice:
 
 def describe(state: TrainingState) -> dict[str, Any]:
     """Return the content of `checkpoint.json`, without what is known when the files are written."""
-    accumulation = state.micro_steps // state.global_steps if state.global_steps else 0
-    names = {
-        other: name for name, parameter in state.parameters.items() for other in parameter.tied
-    }
-    return {
+    return state.described() | {
         "format": FORMAT,
         "version": FORMAT_VERSION,
         "torch": torch.__version__,
@@ -100,17 +115,9 @@ def describe(state: TrainingState) -> dict[str, Any]:
         "world_size": 0,
         "random_states": [],
         "stage": 3,
-        "global_steps": state.global_steps,
-        "micro_steps": state.micro_steps,
-        "skipped_steps": state.skipped_steps,
-        "global_samples": state.global_samples,
-        "gradient_accumulation_steps": accumulation,
-        "loss_scaler": encode(state.loss_scaler, "loss_scaler"),
-        "lr_scheduler": encode(state.lr_scheduler, "lr_scheduler"),
-        "client_state": encode(state.client_state, "client_state"),
         "frozen_excluded": state.frozen_excluded,
         "parameters": {name: _value(each) for name, each in state.parameters.items()},
-        "tied": names,
+        "tied": state.tied,
         "plain": {
             name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
             for name, value in state.buffers.items()
@@ -206,7 +213,7 @@ def read(folder: Path) -> TrainingState:
     Raises ValueError if there is none. Reading a tensor raises it if a file is damaged.
     """
     source = open_at(folder)
-    manifest, missing = source.manifest, []
+    manifest = source.manifest
     if manifest.base:
         raise UsageError(f"{folder}: its quantized base is not in the checkpoint")
 
@@ -228,7 +235,6 @@ def read(folder: Path) -> TrainingState:
             dtype_of(value.dtype),
             value.trainable,
             value.group,
-            tied=[other for other, first in manifest.tied.items() if first == name],
         )
     optimizer = manifest.optimizer
     for key, kind in optimizer.state.items() if optimizer else ():
@@ -243,30 +249,22 @@ def read(folder: Path) -> TrainingState:
                 parameter.state[key] = stored(place, shape, kind.dtype)
             elif kind.numbers and name in kind.numbers:
                 parameter.state[key] = decode(kind.numbers[name])
-    job = folders.locate(folder, None)
-    beside = files_of_trainer(folder.parent if job == folder else folder)
-    if not any(path.match("rng_state*.pth") for path in beside):
-        missing.append("random states: the folder has none of the Trainer's")
-    return TrainingState(
+    state = TrainingState(
+        **vars(Progress.of(manifest)),
         source=f"zero, saved by {manifest.world_size} rank(s)" if manifest.world_size else "zero",
         parameters=parameters,
         buffers={
             name: stored(f"plain/{name}", value.shape, value.dtype)
             for name, value in manifest.plain.items()
         },
+        tied=manifest.tied,
         optimizer=optimizer and optimizer.classes[0],
         groups=decode(optimizer.groups) if optimizer else [],
-        lr_scheduler=decode(manifest.lr_scheduler),
-        loss_scaler=decode(manifest.loss_scaler),
-        global_steps=manifest.global_steps,
-        micro_steps=manifest.micro_steps,
-        skipped_steps=manifest.skipped_steps,
-        global_samples=manifest.global_samples,
         ranks=max(manifest.world_size, 1),  # none, if `zero adopt` wrote it
-        client_state=decode(manifest.client_state),
         frozen_excluded=manifest.frozen_excluded,
         model_config=manifest.hf_config,
         adapters={name: each.model_dump() for name, each in manifest.adapters.items()},
-        beside=beside,
-        missing=missing,
     )
+    is_own = folders.locate(folder, None) == folder
+    put_files_of_trainer(state, folder.parent if is_own else folder)
+    return state

@@ -33,8 +33,7 @@ import torch
 from torch.serialization import StorageType
 
 from zero.checkpoint import disk
-from zero.checkpoint.files import bytes_of
-from zero.conversion.training_state import Stored
+from zero.checkpoint.stored import Stored
 from zero.errors import UsageError
 
 MOST_LEVELS = 50
@@ -201,22 +200,6 @@ def _load_archive(path: Path, content: mmap.mmap, first: int) -> Any:
     return _Unpickler(read("data.pkl"), storage).load()
 
 
-def read_at(path: Path, position: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-    """Return `numel` elements of a file."""
-    values = torch.empty(numel, dtype=dtype, device="cpu")
-    left = bytes_of(values)
-    descriptor = disk.open_regular(path.resolve())
-    try:
-        while left:
-            count = os.preadv(descriptor, [left], position)
-            if not count:
-                raise UsageError(f"{path} became shorter while it was read")
-            left, position = left[count:], position + count
-    finally:
-        os.close(descriptor)
-    return values
-
-
 def _tensor(
     storage: _Storage,
     offset: int,
@@ -236,14 +219,13 @@ def _tensor(
     span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if numel else 0
     if offset + span > available or numel > available:
         raise ValueError(f"a tensor of {numel} elements in a storage of {available}")
-    place = storage.position + offset * dtype.itemsize
-    is_contiguous = torch.empty_strided(size, stride, device="meta").is_contiguous()
+    position = storage.position + offset * dtype.itemsize
+    if torch.empty_strided(size, stride, device="meta").is_contiguous():
+        return Stored.at(storage.path, position, size, dtype)
+    whole = Stored.at(storage.path, position, (span,), dtype)
 
     def read(start: int, end: int) -> torch.Tensor:
-        if is_contiguous:
-            return read_at(storage.path, place + start * dtype.itemsize, dtype, end - start)
-        whole = read_at(storage.path, place, dtype, span)
-        return whole.as_strided(size, stride).reshape(-1)[start:end]
+        return whole.values().as_strided(size, stride).reshape(-1)[start:end]
 
     return Stored(tuple(size), dtype, read)
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from zero.checkpoint import disk
 from zero.checkpoint import folder as folders
+from zero.checkpoint.stored import Stored
 from zero.conversion import dcp, deepspeed, full, ours
-from zero.conversion.training_state import Stored, TrainingState
+from zero.conversion.training_state import TrainingState
 from zero.errors import UsageError
 from zero.tools.arguments import Parser, count
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from zero.checkpoint.stored import Stored
 from zero.conversion import pickles
-from zero.conversion.training_state import Stored
 from zero.errors import UsageError
 
 # What happens in this process while `watched` is on.
