@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import safetensors.torch
+import torch
 import xxhash
 from pydantic import (
     AfterValidator,
@@ -23,7 +26,7 @@ from pydantic import (
 )
 
 from zero.checkpoint import disk
-from zero.checkpoint.values import decode, dtype_of, encode
+from zero.checkpoint.values import decode, dtype_name, dtype_of, encode
 
 MANIFEST = "checkpoint.json"
 FORMAT = "zero-checkpoint"
@@ -155,10 +158,6 @@ class Progress:
     def of(cls, manifest: Manifest) -> Progress:
         return Progress(**{name: decode(getattr(manifest, name)) for name in _PROGRESS})
 
-    def described(self) -> dict[str, Any]:
-        """Return what a manifest says of it."""
-        return {name: encode(getattr(self, name), name) for name in _PROGRESS}
-
 
 _PROGRESS = [each.name for each in fields(Progress)]
 
@@ -228,6 +227,22 @@ class Manifest(_Part):
             if key in self.tensors and dtype_of(self.tensors[key].dtype).is_floating_point != used:
                 raise ValueError(f"{key}: used as {value.dtype}, stored in another kind of dtype")
         return self
+
+
+def describe_progress(progress: Progress, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a manifest that says how far a run is and which tensors are whole."""
+    return {name: encode(getattr(progress, name), name) for name in _PROGRESS} | {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "torch": torch.__version__,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "plain": {
+            name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
+            for name, value in plain.items()
+        },
+        "files": {},
+        "tensors": {},
+    }
 
 
 def to_text(manifest: dict) -> str:

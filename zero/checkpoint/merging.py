@@ -33,6 +33,7 @@ from zero.checkpoint.models import (
     consolidate,
     open_at,
     require_no_model,
+    skeleton,
     write_model,
 )
 from zero.checkpoint.stored import Stored, files_of_index, tensors_of
@@ -96,7 +97,7 @@ class _MergedModel:
     def __init__(self, adapter: Path, base: Path, dtype: torch.dtype | None):
         self._files = _BaseFiles(base)
         self.config = self._files.config
-        model = _without_values(self._files)
+        model = _without_values(base)
         before = dict(model.named_parameters(remove_duplicate=False))
         self._conversion = _Conversion(model, self._files.tensors)
         self._model = _with_adapter(model, adapter)
@@ -309,17 +310,9 @@ def _json(file: Path) -> dict[str, Any]:
         raise UsageError(f"{file} is damaged: {error}") from None
 
 
-def _without_values(files: _BaseFiles) -> Any:
+def _without_values(folder: Path) -> Any:
     """Build the base model with placeholders, which take no memory."""
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(files.folder)
-    vars(config).pop("quantization_config", None)
-    names = config.architectures or ["no model"]
-    if (kind := getattr(transformers, names[0], None)) is None:
-        raise UsageError(f"{files.folder}: transformers does not have {names[0]}")
-    with torch.device("meta"):
-        model = kind(config)
+    model = skeleton(folder)
     for param in model.parameters():
         # PEFT would round an adapter to the dtype of its base, before it computes in fp32.
         take_over(param, placeholder(param.shape, torch.float32, torch.device("cpu")))

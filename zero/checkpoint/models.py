@@ -133,6 +133,25 @@ def _write_json(path: Path, content: dict) -> Path:
     return path
 
 
+def skeleton(folder: Path) -> Any:
+    """Build the model of a folder's `config.json`, unquantized and without memory for weights."""
+    import transformers  # takes seconds to import
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        line = str(error).splitlines()[0]
+        raise UsageError(f"{folder}: the model cannot be built: {line}") from None
+    vars(config).pop("quantization_config", None)
+    if (kind := getattr(transformers, (config.architectures or [""])[0], None)) is None:
+        raise UsageError(
+            f"{folder / 'config.json'}: transformers has no class {config.architectures}, which "
+            "would say what the parameters are"
+        )
+    with torch.device("meta"):
+        return kind(config)
+
+
 # -- a checkpoint's model
 
 

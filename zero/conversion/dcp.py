@@ -25,7 +25,7 @@ import torch
 from zero.checkpoint.export import on_disk
 from zero.checkpoint.stored import Stored
 from zero.conversion import full, pickles
-from zero.conversion.named import named_state, put_progress, state_dicts
+from zero.conversion.named import named_state, state_dicts
 from zero.conversion.ours import NO_SCHEDULE, copy_beside
 from zero.conversion.training_state import TrainingState
 from zero.errors import UsageError
@@ -79,8 +79,8 @@ def _state(folder: Path, values: dict[str, Any], source: str) -> TrainingState:
             name, _, option = rest.rpartition(".")
             target = optimizer if kind == "state" else groups
             target.setdefault(name, {})[option] = value
-    by_name = next(iter(groups)) if not next(iter(groups)).isdecimal() else None
-    ordered = _joined(groups) if by_name else [groups[key] for key in sorted(groups, key=int)]
+    is_numbered = next(iter(groups)).isdecimal()
+    ordered = [groups[key] for key in sorted(groups, key=int)] if is_numbered else _joined(groups)
     if not all(isinstance(group.get("params"), list) for group in ordered):
         raise UsageError(f"{folder}: its param groups do not name their parameters")
     tensors = {name: each for name, each in values.items() if isinstance(each, Stored)}
@@ -96,10 +96,8 @@ def _state(folder: Path, values: dict[str, Any], source: str) -> TrainingState:
         and not name.startswith(prefix)
         and (model_prefix or not name.startswith(_BESIDE_MODEL))
     }
-    model = full.skeleton(folder) if (folder / "config.json").is_file() else None
-    state = named_state(source, folder, weights, optimizer, ordered, model)
-    put_progress(state, folder)
-    return state
+    model = full.model_of(folder) if (folder / "config.json").is_file() else None
+    return named_state(source, folder, weights, optimizer, ordered, model)
 
 
 def _joined(of_names: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

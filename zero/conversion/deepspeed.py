@@ -286,7 +286,7 @@ def _state(files: _Shards | _Universal, beside: Path) -> TrainingState:
     if ADAPTER_CONFIG in names:
         state.frozen_excluded = all(each.trainable for each in state.parameters.values())
         try:
-            state.adapters = describe_adapters(full.skeleton(beside))
+            state.adapters = describe_adapters(full.model_of(beside))
         except UsageError as error:
             state.missing.append(f"what zero consolidate needs for PEFT's adapters: {error}")
         if SCHEDULER in names:

@@ -10,6 +10,7 @@ and the full state dicts of FSDP that accelerate saves.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from torch import nn
 from zero.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 from zero.checkpoint.export import on_disk
 from zero.checkpoint.files import TensorSpec
-from zero.checkpoint.models import write_model
+from zero.checkpoint.models import skeleton, write_model
 from zero.checkpoint.stored import Stored, files_of_index, tensors_of
 from zero.conversion import pickles
-from zero.conversion.named import named_state, put_progress, state_dicts
+from zero.conversion.named import named_state, state_dicts
 from zero.conversion.ours import copy_beside
 from zero.conversion.training_state import TrainingState
 from zero.errors import UsageError
@@ -61,13 +62,11 @@ def read(folder: Path) -> TrainingState:
         raise UsageError(f"{optimizer_file}: it has no `state` and `param_groups` of an optimizer")
     optimizer, groups = saved["state"], saved["param_groups"]
     described = any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
-    model = skeleton(folder) if described or optimizer_file.name == "optimizer.pt" else None
+    model = model_of(folder) if described or optimizer_file.name == "optimizer.pt" else None
     if model is not None and optimizer_file.name == "optimizer.pt":
         optimizer, groups = _named(model, optimizer, groups, optimizer_file)
     source = f"the Trainer's {model_file.name} and {optimizer_file.name}"
-    state = named_state(source, model_file, weights, optimizer, groups, model)
-    put_progress(state, folder)
-    return state
+    return named_state(source, model_file, weights, optimizer, groups, model)
 
 
 # -- weights
@@ -88,28 +87,11 @@ def _weights(path: Path) -> dict[str, Stored]:
 # -- the model
 
 
-def skeleton(folder: Path) -> nn.Module:
+def model_of(folder: Path) -> nn.Module:
     """Build the model of a folder's `config.json`, or the adapters of its `adapter_config.json`,
     without memory for weights. Its parameters have the order that the optimizer had.
     """
-    import transformers  # takes seconds to import
-
-    if (folder / ADAPTER_CONFIG).is_file():
-        return _with_adapters(folder)
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder)
-        kind = getattr(transformers, (config.architectures or [""])[0], None)
-    except (OSError, ValueError) as error:
-        line = str(error).splitlines()[0]
-        raise UsageError(f"{folder}: the model cannot be built: {line}") from None
-    if kind is None:
-        raise UsageError(
-            f"{folder / 'config.json'}: transformers has no class {config.architectures}, so the "
-            "parameters in the optimizer's file have no names; save with named parameters "
-            "(torch's DCP), which zero adopt reads without the model's class"
-        )
-    with torch.device("meta"):
-        return kind(config)
+    return _with_adapters(folder) if (folder / ADAPTER_CONFIG).is_file() else skeleton(folder)
 
 
 def _with_adapters(folder: Path) -> nn.Module:
@@ -124,7 +106,7 @@ def _with_adapters(folder: Path) -> nn.Module:
         )
     config.inference_mode = False
     with torch.device("meta"):
-        return peft.get_peft_model(skeleton(base), config)  # pyright: ignore[reportArgumentType]
+        return peft.get_peft_model(skeleton(base), config)
 
 
 def _named(
@@ -132,11 +114,8 @@ def _named(
 ) -> tuple[dict[str, dict], list[dict[str, Any]]]:
     """Return the state and the param groups of an optimizer with names instead of numbers."""
     names = _names_of(model, groups, file)
-    of_number = {
-        number: name
-        for group, of_group in zip(groups, names, strict=True)
-        for number, name in zip(group["params"], of_group, strict=True)
-    }
+    numbers = chain.from_iterable(group["params"] for group in groups)
+    of_number = dict(zip(numbers, chain.from_iterable(names), strict=True))
     named = [group | {"params": of_group} for group, of_group in zip(groups, names, strict=True)]
     return {of_number[number]: each for number, each in optimizer.items()}, named
 

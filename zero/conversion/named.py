@@ -1,5 +1,5 @@
-"""Makes a `TrainingState` of tensors and optimizer state that have names: what the formats of torch
-and the Trainer share."""
+"""Makes a `TrainingState` of tensors and optimizer state that have names, and the reverse: what the
+formats of torch, the Trainer and DeepSpeed share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zero.checkpoint.resumable import SCHEDULER, TRAINER_STATE
 from zero.checkpoint.state import NOT_STORED, model_config, tied_names
 from zero.checkpoint.stored import Stored
 from zero.conversion import pickles
-from zero.conversion.ours import NO_SCHEDULE, put_files_of_trainer
+from zero.conversion.ours import NO_SCHEDULE, put_files_of_trainer, to_store
 from zero.conversion.training_state import Number, Parameter, TrainingState
 from zero.errors import UsageError
 
@@ -36,11 +36,11 @@ def named_state(
     groups: Sequence[Mapping[str, Any]],
     model: nn.Module | None,
 ) -> TrainingState:
-    """Return the state of a model.
+    """Return the state of a model, with what the Trainer's files beside it say.
 
     Args:
         source: what it is read from, for people.
-        file: the file of the weights, which errors name.
+        file: the file or folder of the weights, which errors name.
         optimizer: the state of each parameter, by its name.
         groups: the param groups; "params" are names.
         model: the model without values. Without it, what the optimizer does not have must be a tied
@@ -53,6 +53,7 @@ def named_state(
     else:
         _put_weights_of(state, weights, model, file)
     put_optimizer(state, optimizer, groups, str(file))
+    _put_progress(state, file if file.is_dir() else file.parent)
     return state
 
 
@@ -72,7 +73,7 @@ def put_optimizer(
             parameter = state.parameters[name]
             parameter.group = index
             parameter.state = {
-                key: _state_value(value, parameter, f"{place}: {key!r} of {name}")
+                key: _state_value(key, value, parameter, f"{place}: {key!r} of {name}")
                 for key, value in optimizer.get(name, {}).items()
                 if value is not None
             }
@@ -147,9 +148,9 @@ def _put_weights(
             )
 
 
-def _state_value(value: Any, parameter: Parameter, place: str) -> Stored | Number:
+def _state_value(key: str, value: Any, parameter: Parameter, place: str) -> Stored | Number:
     if isinstance(value, Stored):
-        if value.shape == parameter.weights.shape and value.shape:
+        if value.shape == parameter.weights.shape and key != "step":
             return value
         value = value.tensor() if value.numel() == 1 else value
     if isinstance(value, (bool, int, float, torch.Tensor)):
@@ -179,7 +180,7 @@ def _fill(state: TrainingState) -> None:
 # -- the Trainer's files
 
 
-def put_progress(state: TrainingState, folder: Path) -> None:
+def _put_progress(state: TrainingState, folder: Path) -> None:
     """Put what the Trainer's files in the folder say into the state, and what they lack."""
     if (folder / SCHEDULER).is_file():
         scheduler = pickles.load(folder / SCHEDULER)
@@ -224,12 +225,7 @@ def state_dicts(
         and not any(path.name == SCHEDULER for path in state.beside),
     }
     state.missing += [what for what, is_lacking in lacks.items() if is_lacking]
-    tensors = {f"weights/{name}": each.weights for name, each in state.parameters.items()}
-    tensors |= {f"plain/{name}": each for name, each in state.buffers.items()}
-    for name, each in state.parameters.items():
-        for key, value in each.state.items():
-            if isinstance(value, Stored):
-                tensors[f"optimizer/{key}/{name}"] = value
+    tensors = to_store(state)
     nbytes = sum(each.nbytes for each in tensors.values())
     kept = keep(((name, each.tensor()) for name, each in tensors.items()), nbytes)
     model = {name: kept[f"plain/{name}"] for name in state.buffers}

@@ -4,8 +4,7 @@ an engine load a `TrainingState` as if it were one."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,9 @@ from zero.checkpoint.files import write as write_slices
 from zero.checkpoint.manifest import (
     BLOCK,
     DATA_FILE,
-    FORMAT,
-    FORMAT_VERSION,
     Manifest,
     Progress,
+    describe_progress,
 )
 from zero.checkpoint.models import open_at
 from zero.checkpoint.resumable import SCHEDULER, TRAINER_STATE
@@ -66,7 +64,8 @@ def write(state: TrainingState, out: Path) -> Path:
 
     Raises OSError if the disk is full, and UsageError for values that cannot be stored.
     """
-    tag, description, slices = f"global_step{state.global_steps}", describe(state), to_store(state)
+    tag, description = f"global_step{state.global_steps}", describe(state)
+    slices = [Slice(key, each.numel(), 0, _flat(each)) for key, each in to_store(state).items()]
     folder = folders.begin(out, tag, sum(each.values.nbytes for each in slices))
     try:
         written = write_slices(slices, folder, DATA_FILE.format(0))
@@ -88,28 +87,24 @@ def copy_beside(state: TrainingState, out: Path) -> None:
             shutil.copyfile(path, out / path.name)
 
 
-def to_store(state: TrainingState) -> list[Slice]:
-    """Return everything that a checkpoint has in files."""
-    slices = [_slice(f"plain/{name}", value) for name, value in state.buffers.items()]
+def _flat(stored: Stored) -> Any:
+    return stored[:]
+
+
+def to_store(state: TrainingState) -> dict[str, Stored]:
+    """Return everything that a checkpoint has in files, by its key."""
+    values = {f"plain/{name}": value for name, value in state.buffers.items()}
     for name, parameter in state.parameters.items():
-        slices.append(_slice(f"weights/{name}", parameter.weights))
+        values[f"weights/{name}"] = parameter.weights
         for key, value in parameter.state.items():
             if isinstance(value, Stored):
-                slices.append(_slice(f"optimizer/{key}/{name}", value))
-    return slices
-
-
-def _slice(key: str, value: Any) -> Slice:
-    return Slice(key, value.numel(), 0, value[:])
+                values[f"optimizer/{key}/{name}"] = value
+    return values
 
 
 def describe(state: TrainingState) -> dict[str, Any]:
     """Return the content of `checkpoint.json`, without what is known when the files are written."""
-    return state.described() | {
-        "format": FORMAT,
-        "version": FORMAT_VERSION,
-        "torch": torch.__version__,
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    return describe_progress(state, state.buffers) | {
         "tag": f"global_step{state.global_steps}",
         # No rank wrote it, so its random states belong to none.
         "world_size": 0,
@@ -118,15 +113,9 @@ def describe(state: TrainingState) -> dict[str, Any]:
         "frozen_excluded": state.frozen_excluded,
         "parameters": {name: _value(each) for name, each in state.parameters.items()},
         "tied": state.tied,
-        "plain": {
-            name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
-            for name, value in state.buffers.items()
-        },
         "optimizer": None if state.optimizer is None else _describe_optimizer(state),
         "hf_config": state.model_config,
         "adapters": state.adapters,
-        "files": {},
-        "tensors": {},
     }
 
 
@@ -144,16 +133,11 @@ def _describe_optimizer(state: TrainingState) -> dict[str, Any]:
     for name, parameter in state.parameters.items():
         for key, value in parameter.state.items():
             kind = kinds.setdefault(key, {})
-            if not isinstance(value, Stored):
-                place = f"optimizer state {key!r} of {name}"
-                kind.setdefault("numbers", {})[name] = encode(value, place)
-            elif value.shape == parameter.weights.shape:
+            if isinstance(value, Stored):  # of the parameter's shape
                 kind["dtype"] = dtype_name(value.dtype)
             else:
-                raise UsageError(
-                    f"{state.source}: the optimizer state {key!r} of {name} has the shape "
-                    f"{list(value.shape)}, and not that of the parameter, so it is not taken over"
-                )
+                place = f"optimizer state {key!r} of {name}"
+                kind.setdefault("numbers", {})[name] = encode(value, place)
     classes = [str(state.optimizer)]
     if state.optimizer in ADAMS:
         classes += [name for name in ADAMS if name != state.optimizer]
@@ -178,29 +162,23 @@ class _Reader(CheckpointReader):
                 continue
             stored, first = self._values[each.key], each.start
             target: Any = each.values
-            for start in range(0, target.numel(), BLOCK):
-                part = target[start : start + BLOCK]
-                part.copy_(stored.read(first + start, first + start + part.numel()))
-
-    def check_files(self) -> None:
-        """Nothing to check: the format's own reader has compared its tensors with their files."""
-
-    def verify(self, advance: Callable[[int], Any] | None = None) -> None:
-        """The format has no checksums."""
+            for part in target.split(BLOCK):
+                part.copy_(stored.read(first, first + part.numel()))
+                first += part.numel()
 
 
 def reader(state: TrainingState, folder: Path) -> CheckpointReader:
     """Return a reader with which an engine loads the state. `folder` is named in errors."""
-    description, slices = describe(state), to_store(state)
-    slices = sorted((each for each in slices if each.numel), key=lambda x: -x.values.itemsize)
-    *starts, size = accumulate((each.values.nbytes for each in slices), initial=0)
+    description, values = describe(state), to_store(state)
+    stored = {key: each for key, each in values.items() if each.numel()}
+    order = sorted(stored, key=lambda key: -stored[key].itemsize)
+    *starts, size = accumulate((stored[key].nbytes for key in order), initial=0)
     name = DATA_FILE.format(0)
-    for each, start in zip(slices, starts, strict=True):
-        place = [0, each.numel, name, start]
-        entry = {"dtype": dtype_name(each.values.dtype), "numel": each.numel, "slices": [place]}
-        description["tensors"][each.key] = entry
+    for key, start in zip(order, starts, strict=True):
+        numel = stored[key].numel()
+        entry = {"dtype": dtype_name(stored[key].dtype), "slices": [[0, numel, name, start]]}
+        description["tensors"][key] = entry | {"numel": numel}
     description["files"][name] = {"bytes": size, "sums": [""] * -(-size // BLOCK)}
-    values: dict[str, Any] = {each.key: each.values for each in slices}
     return _Reader(folder, Manifest.model_validate(description), values)
 
 

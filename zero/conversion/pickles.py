@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.serialization import StorageType
@@ -159,8 +159,10 @@ def read_tensors(value: Any) -> Any:
 # -- archives of torch.save
 
 
-def _load_archive(path: Path, content: mmap.mmap, first: int) -> Any:
-    """Return what is in an archive at the end of `content`, the bytes of the file from `first`."""
+def _load_archive(path: Path, content: Any, first: int) -> Any:
+    """Return what is in an archive at the end of `content`, the file's mapped bytes from `first`
+    on.
+    """
     with zipfile.ZipFile(content) as archive:
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
 
@@ -254,7 +256,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "torch._tensor._rebuild_from_type_v2": lambda kind, _, args, __: _call(kind, args),
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": lambda *args: _tensor(*args[:4]),
-    "torch._utils._rebuild_tensor_v3": lambda *args: _tensor(*args[:4], args[6]),
+    "torch._utils._rebuild_tensor_v3": lambda a, b, c, d, *rest: _tensor(a, b, c, d, rest[2]),
     "torch._utils._rebuild_parameter": lambda value, *_: value,
     "torch._utils._rebuild_parameter_with_state": lambda value, *_: value,
 }
@@ -312,7 +314,7 @@ class _Unpickler(_PythonUnpickler):
         if isinstance(self.stack[-1], Record):  # a dict's attributes, such as _metadata, are not
             self.stack[-1].state = state
 
-    dispatch = {
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
         pickle.REDUCE[0]: load_reduce,
         pickle.NEWOBJ[0]: load_reduce,
         pickle.BUILD[0]: load_build,
