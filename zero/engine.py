@@ -18,6 +18,7 @@ from torch import nn
 
 from zero import build, checkpoint
 from zero.checkpoint.export import Weights, save_16bit_model, show_copies_in_state_dicts
+from zero.checkpoint.progress import Progress
 from zero.comm.clock import Throughput
 from zero.comm.communicator import Communicator, communicator
 from zero.config import Config, ResolvedConfig
@@ -543,6 +544,30 @@ class ZeroEngine(nn.Module):
         return checkpoint.save_checkpoint(
             self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
         )
+
+    def progress(self, client_state: dict[str, Any]) -> Progress:
+        return Progress(
+            global_steps=self.global_steps,
+            micro_steps=self.micro_steps,
+            skipped_steps=self.skipped_steps,
+            global_samples=self.global_samples,
+            gradient_accumulation_steps=self.settings.gradient_accumulation_steps,
+            loss_scaler=self.scaler and self.scaler.state_dict(),
+            lr_scheduler=self.lr_scheduler and self.lr_scheduler.state_dict(),
+            client_state=client_state,
+        )
+
+    def go_on_from(self, progress: Progress) -> None:
+        """Restore the counters, and the loss scale if there is one."""
+        accumulation = self.settings.gradient_accumulation_steps
+        self.global_steps = progress.global_steps
+        self.micro_steps = progress.micro_steps
+        if accumulation != progress.gradient_accumulation_steps:
+            self.micro_steps = progress.global_steps * accumulation
+        self.skipped_steps = progress.skipped_steps
+        self.global_samples = progress.global_samples
+        if self.scaler is not None and progress.loss_scaler is not None:
+            self.scaler.load_state_dict(progress.loss_scaler)
 
     def load_checkpoint(
         self,

@@ -19,11 +19,11 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 
+from zero.checkpoint.engine_state import EngineState
 from zero.checkpoint.files import Slice
 from zero.checkpoint.ranks import Ranks, connect
 from zero.checkpoint.resumable import seal_after_step
@@ -33,18 +33,15 @@ from zero.offload.tiers import Tier
 from zero.optim.adam8bit import CodedSlice
 from zero.threads import EngineThread
 
-if TYPE_CHECKING:
-    from zero.engine import ZeroEngine
-
 logger = logging.getLogger("zero")
 
-_of_engine: WeakKeyDictionary[ZeroEngine, BackgroundSaves] = WeakKeyDictionary()
+_of_engine: WeakKeyDictionary[EngineState, BackgroundSaves] = WeakKeyDictionary()
 
 
 class BackgroundSaves:
     """The saves of one engine, at most one at a time, and the host memory for their copies."""
 
-    def __init__(self, engine: ZeroEngine):
+    def __init__(self, engine: EngineState):
         what = "saving a checkpoint"
         self.connection = connect(engine.comm.job, what)
         self._ranks = Ranks.of_job(engine.comm.job, what)
@@ -56,7 +53,7 @@ class BackgroundSaves:
         self._failure: Exception | None = None
 
     @classmethod
-    def of_engine(cls, engine: ZeroEngine) -> BackgroundSaves:
+    def of_engine(cls, engine: EngineState) -> BackgroundSaves:
         """The saves of `engine`.
 
         The first call connects the ranks, so every rank must make it at the same time.
@@ -151,7 +148,7 @@ class BackgroundSaves:
             os._exit(1)
 
 
-def check_background_save(engine: ZeroEngine) -> None:
+def check_background_save(engine: EngineState) -> None:
     """Raise the error of an asynchronous save that has failed since; every rank must call it after
     a save.
     """

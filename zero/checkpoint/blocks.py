@@ -94,12 +94,9 @@ def read_blocks(
 
     def read_block(number: int) -> None:
         begin = number * BLOCK
-        memory = left = _buffer()[: min(BLOCK, entry.bytes - begin)]
-        while left:
-            count = os.preadv(descriptor, [left], begin + len(memory) - len(left))
-            if not count:
-                raise damaged(path, "it became shorter while it was read")
-            left = left[count:]
+        memory = _buffer()[: min(BLOCK, entry.bytes - begin)]
+        if not disk.read_into(descriptor, memory, begin):
+            raise damaged(path, "it became shorter while it was read")
         if xxhash.xxh3_64_hexdigest(memory) != entry.sums[number]:
             raise damaged(path, "its checksum does not match its content")
         take(number, memory)

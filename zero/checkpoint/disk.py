@@ -87,6 +87,15 @@ def read(path: Path) -> bytes:
         return file.read()
 
 
+def read_into(descriptor: int, memory: memoryview, position: int) -> bool:
+    """Fill the memory with what is at `position`, and return whether the file has that much."""
+    while memory:
+        if not (count := os.preadv(descriptor, [memory], position)):
+            return False
+        memory, position = memory[count:], position + count
+    return True
+
+
 def sync(folder: Path) -> None:
     """Make the entries of a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

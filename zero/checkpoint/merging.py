@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from tqdm.auto import tqdm
 
@@ -28,15 +27,16 @@ from zero.checkpoint.adapters import (
     merging_layers,
 )
 from zero.checkpoint.files import TensorSpec, bytes_of
-from zero.checkpoint.manifest import STORABLE
 from zero.checkpoint.models import (
     MAX_FILE_BYTES,
     MODEL_FILE,
     consolidate,
     open_at,
     require_no_model,
+    skeleton,
     write_model,
 )
+from zero.checkpoint.stored import Stored, files_of_index, tensors_of
 from zero.checkpoint.values import dtype_of
 from zero.core.sharded_param import placeholder, take_over
 from zero.errors import UsageError
@@ -97,7 +97,7 @@ class _MergedModel:
     def __init__(self, adapter: Path, base: Path, dtype: torch.dtype | None):
         self._files = _BaseFiles(base)
         self.config = self._files.config
-        model = _without_values(self._files)
+        model = _without_values(base)
         before = dict(model.named_parameters(remove_duplicate=False))
         self._conversion = _Conversion(model, self._files.tensors)
         self._model = _with_adapter(model, adapter)
@@ -264,14 +264,9 @@ class _BaseFiles:
             )
         dtype = self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
         self.dtype = dtype_of(dtype)
-        files = [single]
-        if index.is_file():
-            places = _json(index).get("weight_map", {})
-            files = [folder / name for name in dict.fromkeys(places.values())]
-        # The file of each stored tensor, its place there, its shape and dtype.
-        self._stored: dict[str, tuple[Path, int, torch.Size, torch.dtype]] = {}
-        for file in files:
-            self._stored |= _places(file)
+        self._stored: dict[str, Stored] = {}
+        for file in files_of_index(index) if index.is_file() else [single]:
+            self._stored |= tensors_of(file)
         # What decodes a quantized weight.
         self._decoders: dict[str, list[str]] = {}
         for name in self._stored:
@@ -285,37 +280,27 @@ class _BaseFiles:
         self.tensors = {name: self._described(name) for name in self._stored if name not in hidden}
 
     def _described(self, name: str) -> tuple[torch.Size, torch.dtype]:
-        _, _, shape, dtype = self._stored[name]
+        shape, dtype = torch.Size(self._stored[name].shape), self._stored[name].dtype
         if name not in self._decoders:
             return shape, dtype
         for decoder in self._decoders[name]:
             if ".quant_state." in decoder:
-                state = json.loads(bytes_of(self._read(decoder)).tobytes())
+                state = json.loads(bytes_of(self._stored[decoder].values()).tobytes())
                 shape = torch.Size(state["shape"])
         return shape, self.dtype
 
     def read(self, name: str) -> torch.Tensor:
-        value = self._read(name)
+        value = self._stored[name].tensor()
         if name not in self._decoders:
             return value
         from bitsandbytes import functional
 
-        decoders = {decoder: self._read(decoder) for decoder in self._decoders[name]}
+        decoders = {decoder: self._stored[decoder].tensor() for decoder in self._decoders[name]}
         owner = name.removesuffix("weight")
         if (scales := decoders.get(f"{owner}SCB")) is not None:
             return functional.int8_vectorwise_dequant(value, scales).to(self.dtype)
         state = functional.QuantState.from_dict(decoders, torch.device("cpu"))
         return functional.dequantize_4bit(value, state).to(self.dtype)
-
-    def _read(self, name: str) -> torch.Tensor:
-        # Not safetensors' own reader: the pages that it maps count as this process's memory.
-        file, position, shape, dtype = self._stored[name]
-        value = torch.empty(shape, dtype=dtype, device="cpu")
-        with file.open("rb") as stream:
-            stream.seek(position)
-            if value.numel() and stream.readinto(bytes_of(value)) != value.nbytes:
-                raise UsageError(f"{file} ends within {name!r}: copy the base model again")
-        return value
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -325,47 +310,9 @@ def _json(file: Path) -> dict[str, Any]:
         raise UsageError(f"{file} is damaged: {error}") from None
 
 
-def _places(file: Path) -> dict[str, tuple[Path, int, torch.Size, torch.dtype]]:
-    dtypes = {name: getattr(torch, dtype) for dtype, name in STORABLE.items()}
-    _check_safetensors(file)
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        entries = json.loads(stream.read(length))
-    entries.pop("__metadata__", None)
-    for name, entry in entries.items():
-        if entry["dtype"] not in dtypes:
-            raise UsageError(f"{file}: {name} has the dtype {entry['dtype']}, which torch lacks")
-    return {
-        name: (
-            file,
-            8 + length + entry["data_offsets"][0],
-            torch.Size(entry["shape"]),
-            dtypes[entry["dtype"]],
-        )
-        for name, entry in entries.items()
-    }
-
-
-def _check_safetensors(file: Path) -> None:
-    """Raise UsageError if the file's header does not fit the file."""
-    try:
-        with safe_open(file, framework="pt"):
-            pass
-    except SafetensorError as error:
-        raise UsageError(f"{file} is damaged ({error}): copy it again") from None
-
-
-def _without_values(files: _BaseFiles) -> Any:
+def _without_values(folder: Path) -> Any:
     """Build the base model with placeholders, which take no memory."""
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(files.folder)
-    vars(config).pop("quantization_config", None)
-    names = config.architectures or ["no model"]
-    if (kind := getattr(transformers, names[0], None)) is None:
-        raise UsageError(f"{files.folder}: transformers does not have {names[0]}")
-    with torch.device("meta"):
-        model = kind(config)
+    model = skeleton(folder)
     for param in model.parameters():
         # PEFT would round an adapter to the dtype of its base, before it computes in fp32.
         take_over(param, placeholder(param.shape, torch.float32, torch.device("cpu")))
@@ -383,7 +330,7 @@ def _with_adapter(model: Any, adapter: Path) -> Any:
             f"{adapter / ADAPTER_FILE} is missing: name the folder that PEFT has written"
         )
     if (adapter / ADAPTER_FILE).is_file():
-        _check_safetensors(adapter / ADAPTER_FILE)
+        tensors_of(adapter / ADAPTER_FILE)  # it is checked
     kind = peft.PeftConfig.from_pretrained(str(adapter))
     if kind.is_prompt_learning:
         raise UsageError(

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -131,6 +132,25 @@ def _divide(
 def _write_json(path: Path, content: dict) -> Path:
     disk.replace_text(path, json.dumps(content, indent=2) + "\n")
     return path
+
+
+def skeleton(folder: Path) -> Any:
+    """Build the model of a folder's `config.json`, unquantized and without memory for weights."""
+    import transformers  # takes seconds to import
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        line = str(error).splitlines()[0]
+        raise UsageError(f"{folder}: the model cannot be built: {line}") from None
+    vars(config).pop("quantization_config", None)
+    if (kind := getattr(transformers, (config.architectures or [""])[0], None)) is None:
+        raise UsageError(
+            f"{folder / 'config.json'}: transformers has no class {config.architectures}, which "
+            "would say what the parameters are"
+        )
+    with torch.device("meta"):
+        return kind(config)
 
 
 # -- a checkpoint's model

@@ -18,17 +18,18 @@ import logging
 import math
 import random
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timezone
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
 from torch import nn
 
 from zero.checkpoint.base import base_layers
+from zero.checkpoint.engine_state import EngineState
 from zero.checkpoint.files import CheckpointReader, Slice, name_in
-from zero.checkpoint.manifest import FORMAT, FORMAT_VERSION, Manifest, OptimizerState
+from zero.checkpoint.manifest import Manifest, OptimizerState
+from zero.checkpoint.progress import describe_progress
 from zero.checkpoint.values import decode, describe, dtype_name, encode, rebuild
 from zero.core.param_group import ParamGroup
 from zero.core.sharded_param import Cut, cut_of, is_copy, owning_group
@@ -40,9 +41,6 @@ from zero.optim.sharded_optimizer import ZeroOptimizer, precise_values
 from zero.optim.subgroups import SubGroup
 from zero.optim.whole_tensor import WholeTensor, WholeTensorState
 
-if TYPE_CHECKING:
-    from zero.engine import ZeroEngine
-
 logger = logging.getLogger("zero")
 
 # Entries of a param group that are not stored: the tensors, and settings of the computation, which
@@ -50,36 +48,17 @@ logger = logging.getLogger("zero")
 NOT_STORED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 
 
-def describe_engine(engine: ZeroEngine, client_state: dict, exclude_frozen: bool) -> dict:
+def describe_engine(engine: EngineState, client_state: dict, exclude_frozen: bool) -> dict:
     """Return the part of `checkpoint.json` that this rank knows."""
-    scheduler: Any = engine.lr_scheduler
-    optimizer, scaler = engine.optimizer, engine.scaler
-    description = {
-        "format": FORMAT,
-        "version": FORMAT_VERSION,
-        "torch": torch.__version__,
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    optimizer, plain = engine.optimizer, plain_tensors(engine.module, exclude_frozen)
+    description = describe_progress(engine.progress(client_state), plain) | {
         "world_size": engine.comm.job.world_size,
         "stage": engine.settings.zero_optimization.stage,
-        "global_steps": engine.global_steps,
-        "micro_steps": engine.micro_steps,
-        "skipped_steps": engine.skipped_steps,
-        "global_samples": engine.global_samples,
-        "gradient_accumulation_steps": engine.settings.gradient_accumulation_steps,
-        "loss_scaler": encode(scaler and scaler.state_dict(), "loss_scaler"),
-        "lr_scheduler": encode(scheduler and scheduler.state_dict(), "lr_scheduler"),
-        "client_state": encode(client_state, "client_state"),
         "frozen_excluded": exclude_frozen,
         "parameters": parameters(engine, exclude_frozen),
         "tied": tied_names(engine.module),
-        "plain": {
-            name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
-            for name, value in plain_tensors(engine.module, exclude_frozen).items()
-        },
         "optimizer": None,
         "hf_config": model_config(engine.module),
-        "files": {},
-        "tensors": {},
     }
     if optimizer is not None:
         classes, groups = classes_of(optimizer.optimizer), []
@@ -92,7 +71,7 @@ def describe_engine(engine: ZeroEngine, client_state: dict, exclude_frozen: bool
     return description
 
 
-def slices_to_store(engine: ZeroEngine, exclude_frozen: bool) -> tuple[list[Slice], dict]:
+def slices_to_store(engine: EngineState, exclude_frozen: bool) -> tuple[list[Slice], dict]:
     """Return what this rank saves of all sharded parameters and of the optimizer's state, as views,
     and the kinds of optimizer state (see `optimizer_slices`).
     """
@@ -118,7 +97,7 @@ def slices_to_store(engine: ZeroEngine, exclude_frozen: bool) -> tuple[list[Slic
 # -- the model
 
 
-def named_params(engine: ZeroEngine) -> Iterator[tuple[str, nn.Parameter, ParamGroup]]:
+def named_params(engine: EngineState) -> Iterator[tuple[str, nn.Parameter, ParamGroup]]:
     """Yield all sharded parameters except those of a quantized base, with their names and the
     groups that hold their values.
     """
@@ -127,13 +106,13 @@ def named_params(engine: ZeroEngine) -> Iterator[tuple[str, nn.Parameter, ParamG
             yield name, param, group
 
 
-def cuts_of(engine: ZeroEngine) -> dict[str, Cut]:
+def cuts_of(engine: EngineState) -> dict[str, Cut]:
     """Return how parameters are split over a model group, by name, for those that are split."""
     cuts = ((name, cut_of(param)) for name, param, _ in named_params(engine))
     return {name: cut for name, cut in cuts if cut is not None}
 
 
-def parameters(engine: ZeroEngine, exclude_frozen: bool = False) -> dict[str, dict]:
+def parameters(engine: EngineState, exclude_frozen: bool = False) -> dict[str, dict]:
     """Return the shape and compute dtype of each sharded parameter, in the model's order."""
     found, cuts = {}, cuts_of(engine)
     for name, param, group in named_params(engine):
@@ -145,7 +124,7 @@ def parameters(engine: ZeroEngine, exclude_frozen: bool = False) -> dict[str, di
     return {name: found[name] for name, _ in engine.module.named_parameters() if name in found}
 
 
-def weights(engine: ZeroEngine, exclude_frozen: bool = False) -> Iterator[Slice]:
+def weights(engine: EngineState, exclude_frozen: bool = False) -> Iterator[Slice]:
     """Return this rank's slices of all sharded parameters, as views."""
     for group in engine.groups:
         if group.packed or (exclude_frozen and not group.trainable):
@@ -385,7 +364,7 @@ def _number(
 # -- param groups
 
 
-def group_of(engine: ZeroEngine, optimizer: ZeroOptimizer) -> dict[str, int]:
+def group_of(engine: EngineState, optimizer: ZeroOptimizer) -> dict[str, int]:
     """Return the index of each parameter's param group, by name, if it has one."""
     groups = {param: index for index, group in enumerate(optimizer.model_params) for param in group}
     named = [each for each in named_params(engine) if each[2] in optimizer.shards]
@@ -401,7 +380,7 @@ def classes_of(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def restore_group_settings(
-    engine: ZeroEngine, optimizer: ZeroOptimizer, manifest: Manifest
+    engine: EngineState, optimizer: ZeroOptimizer, manifest: Manifest
 ) -> None:
     """Set the hyperparameters of the param groups as torch does, if the number of groups is the
     same.

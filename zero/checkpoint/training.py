@@ -22,7 +22,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -30,21 +30,20 @@ from zero.checkpoint import base, resumable, state
 from zero.checkpoint import folder as folders
 from zero.checkpoint.adapters import describe_adapters
 from zero.checkpoint.background import BackgroundSaves, wait_for_background_saves
+from zero.checkpoint.engine_state import EngineState
 from zero.checkpoint.files import CheckpointReader, Slice, name_in, open_checkpoint, write
 from zero.checkpoint.manifest import (
     DATA_FILE,
     MANIFEST,
     DamagedCheckpointError,
     Manifest,
+    Progress,
     damaged,
 )
 from zero.checkpoint.ranks import Ranks
-from zero.checkpoint.values import decode, dtype_of
+from zero.checkpoint.values import dtype_of
 from zero.errors import UsageError
 from zero.optim.sharded_optimizer import ZeroOptimizer
-
-if TYPE_CHECKING:
-    from zero.engine import ZeroEngine
 
 logger = logging.getLogger("zero")
 
@@ -58,7 +57,7 @@ _NOT_UNDERSTOOD = ValueError, ArithmeticError, AttributeError, LookupError, Runt
 
 
 def save_checkpoint(
-    engine: ZeroEngine,
+    engine: EngineState,
     save_dir: str | os.PathLike,
     tag: str | None = None,
     client_state: dict | None = None,
@@ -90,7 +89,7 @@ def save_checkpoint(
         raise UsageError(f"save_checkpoint: save_dir is {save_dir!r}; name the folder to save to")
     what = f"saving a checkpoint to {save_dir}"
     ranks = Ranks.of_job(engine.comm.job, what)
-    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    tag = f"global_step{engine.progress({}).global_steps}" if tag is None else str(tag)
     save = _Save(engine, ranks.rank, Path(save_dir), tag, save_latest)
     background = None
     if engine.settings.checkpoint.async_save and not _is_in_files(engine):
@@ -121,7 +120,7 @@ def _abandoning(folder: Path, rank: int) -> Iterator[None]:
         raise
 
 
-def _is_in_files(engine: ZeroEngine) -> bool:
+def _is_in_files(engine: EngineState) -> bool:
     """Whether some state is in files. It does not fit in host memory then, so it cannot be copied
     there for a save in the background.
     """
@@ -138,7 +137,7 @@ class _Save:
         description: the content of `checkpoint.json`; on rank 0, for all ranks.
     """
 
-    def __init__(self, engine: ZeroEngine, rank: int, save_dir: Path, tag: str, latest: bool):
+    def __init__(self, engine: EngineState, rank: int, save_dir: Path, tag: str, latest: bool):
         self._engine = engine
         self._rank = rank
         self._save_dir = save_dir
@@ -247,7 +246,7 @@ class _Save:
 
 
 def load_checkpoint(
-    engine: ZeroEngine,
+    engine: EngineState,
     load_dir: str | os.PathLike,
     tag: str | None = None,
     load_module_strict: bool = True,
@@ -326,22 +325,23 @@ def load_checkpoint(
     manifest = reader.manifest
 
     def restore() -> dict:
+        progress = Progress.of(manifest)
         if load_module_only:
-            return decode(manifest.client_state)
-        _restore_progress(engine, manifest)
+            return progress.client_state
         with _stored_in(folder, "optimizer or loss_scaler"):
             if optimizer is not None:
                 state.restore_group_settings(engine, optimizer, manifest)
-                if engine.scaler is not None and manifest.loss_scaler is not None:
-                    engine.scaler.load_state_dict(decode(manifest.loss_scaler))
-        scheduler: Any = engine.lr_scheduler if load_lr_scheduler_states else None
-        if scheduler is not None and manifest.lr_scheduler is not None:
-            scheduler.load_state_dict(decode(manifest.lr_scheduler))
+            else:
+                progress.loss_scaler = None
+            engine.go_on_from(progress)
+        scheduler = engine.lr_scheduler if load_lr_scheduler_states else None
+        if scheduler is not None and progress.lr_scheduler is not None:
+            scheduler.load_state_dict(progress.lr_scheduler)
         if manifest.world_size == ranks.world_size and not found["has_random_states"]:
             with _stored_in(folder, "random_states"):
                 states = manifest.random_states[ranks.rank]
                 state.restore_random_states(states, engine.comm.device)
-        return decode(manifest.client_state)
+        return progress.client_state
 
     _read(engine, ranks, reader, names, optimizer)
     return str(folder), ranks.together(restore)
@@ -368,7 +368,7 @@ def _stored_in(folder: Path, part: str) -> Iterator[None]:
         raise damaged(folder / MANIFEST, f"{part}: {type(error).__name__}: {error}") from error
 
 
-def _open(engine: ZeroEngine, source: Path, folder: Path) -> CheckpointReader:
+def _open(engine: EngineState, source: Path, folder: Path) -> CheckpointReader:
     """A reader of the checkpoint.
 
     Rank 0 checks that all files exist, including the Trainer's if it has completed its folder.
@@ -383,7 +383,7 @@ def _open(engine: ZeroEngine, source: Path, folder: Path) -> CheckpointReader:
     return reader
 
 
-def _check_optimizer(engine: ZeroEngine, optimizer: ZeroOptimizer, manifest: Manifest) -> None:
+def _check_optimizer(engine: EngineState, optimizer: ZeroOptimizer, manifest: Manifest) -> None:
     """Raise ValueError if the stored optimizer state is not for this optimizer and these
     parameters.
     """
@@ -414,14 +414,14 @@ def _check_groups(source: Path, optimizer: ZeroOptimizer, manifest: Manifest) ->
         )
 
 
-def _shapes(engine: ZeroEngine) -> dict[str, list[int]]:
+def _shapes(engine: EngineState) -> dict[str, list[int]]:
     """Return the shapes of everything that this rank has of the model, by name."""
     plain = {name: list(value.shape) for name, value in state.plain_tensors(engine.module).items()}
     return plain | {name: entry["shape"] for name, entry in state.parameters(engine).items()}
 
 
 def _names_to_load(
-    engine: ZeroEngine, manifest: Manifest, strict: bool, elsewhere: Sequence[str]
+    engine: EngineState, manifest: Manifest, strict: bool, elsewhere: Sequence[str]
 ) -> set[str]:
     """Return the names that the model and the checkpoint have in common. `elsewhere`: names that
     some rank has.
@@ -459,7 +459,7 @@ def _some(names: list[str]) -> str:
 
 
 def _read(
-    engine: ZeroEngine,
+    engine: EngineState,
     ranks: Ranks,
     reader: CheckpointReader,
     names: set[str],
@@ -501,14 +501,3 @@ def _read(
             shards[group].master_was_replaced()
         else:
             group.refresh()
-
-
-def _restore_progress(engine: ZeroEngine, manifest: Manifest) -> None:
-    accumulation = engine.settings.gradient_accumulation_steps
-    micro_steps = manifest.micro_steps
-    if accumulation != manifest.gradient_accumulation_steps:
-        micro_steps = manifest.global_steps * accumulation
-    engine.global_steps = manifest.global_steps
-    engine.micro_steps = micro_steps
-    engine.skipped_steps = manifest.skipped_steps
-    engine.global_samples = manifest.global_samples

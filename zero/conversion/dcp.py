@@ -14,19 +14,20 @@ from __future__ import annotations
 
 import math
 import warnings
-from bisect import bisect_right
-from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from zero.checkpoint.export import on_disk
+from zero.checkpoint.stored import Stored
 from zero.conversion import full, pickles
-from zero.conversion.named import named_state, put_progress, state_dicts
-from zero.conversion.ours import copy_beside
-from zero.conversion.training_state import Stored, TrainingState
+from zero.conversion.named import named_state, state_dicts
+from zero.conversion.ours import NO_SCHEDULE, copy_beside
+from zero.conversion.training_state import TrainingState
 from zero.errors import UsageError
 
 METADATA = ".metadata"
@@ -58,7 +59,7 @@ def read(folder: Path) -> TrainingState:
         state.missing += [f"{prefix}{key}" for key in left_out]
         if name == "lr_scheduler" and kept:
             state.lr_scheduler = kept
-            state.missing = [each for each in state.missing if not each.startswith("learning-rate")]
+            state.missing.remove(NO_SCHEDULE)
         elif kept:
             state.client_state[name] = kept
     return state
@@ -78,8 +79,8 @@ def _state(folder: Path, values: dict[str, Any], source: str) -> TrainingState:
             name, _, option = rest.rpartition(".")
             target = optimizer if kind == "state" else groups
             target.setdefault(name, {})[option] = value
-    by_name = next(iter(groups)) if not next(iter(groups)).isdecimal() else None
-    ordered = _joined(groups) if by_name else [groups[key] for key in sorted(groups, key=int)]
+    is_numbered = next(iter(groups)).isdecimal()
+    ordered = [groups[key] for key in sorted(groups, key=int)] if is_numbered else _joined(groups)
     if not all(isinstance(group.get("params"), list) for group in ordered):
         raise UsageError(f"{folder}: its param groups do not name their parameters")
     tensors = {name: each for name, each in values.items() if isinstance(each, Stored)}
@@ -95,10 +96,8 @@ def _state(folder: Path, values: dict[str, Any], source: str) -> TrainingState:
         and not name.startswith(prefix)
         and (model_prefix or not name.startswith(_BESIDE_MODEL))
     }
-    model = full.skeleton(folder) if (folder / "config.json").is_file() else None
-    state = named_state(source, folder, weights, optimizer, ordered, model)
-    put_progress(state, folder)
-    return state
+    model = full.model_of(folder) if (folder / "config.json").is_file() else None
+    return named_state(source, folder, weights, optimizer, ordered, model)
 
 
 def _joined(of_names: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -116,48 +115,17 @@ def _joined(of_names: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 # -- the files
 
 
-class _Chunk(NamedTuple):
-    offsets: tuple[int, ...]
-    values: Stored
-
-
-class _Chunks:
-    """A tensor in chunks."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, chunks: Sequence[_Chunk]):
-        self._shape, self._dtype = shape, dtype
-        self._chunks = sorted(chunks, key=lambda chunk: chunk.offsets)
-        row = math.prod(shape[1:])
-        self._starts = [chunk.offsets[0] * row if chunk.offsets else 0 for chunk in self._chunks]
-        self._in_rows = all(chunk.values.shape[1:] == shape[1:] for chunk in self._chunks)
-
-    def read(self, start: int, end: int) -> torch.Tensor:
-        if not self._in_rows:
-            return _whole(self).view(-1)[start:end]
-        found = torch.empty(end - start, dtype=self._dtype, device="cpu")
-        position = start
-        while position < end:
-            index = bisect_right(self._starts, position) - 1
-            values, first = self._chunks[index].values, self._starts[index]
-            last = min(end, first + values.numel())
-            part = values.read(position - first, last - first)
-            found[position - start : last - start] = part
-            position = last
-        return found
-
-    def joined(self) -> torch.Tensor:
-        whole = torch.empty(self._shape, dtype=self._dtype, device="cpu")
-        for offsets, values in self._chunks:
-            place = tuple(
-                slice(offset, offset + n) for offset, n in zip(offsets, values.shape, strict=True)
-            )
-            whole[place] = values.tensor()
-        return whole
+# The chunks of a tensor, each with its offsets.
+_Chunks = tuple[tuple[tuple[int, ...], Stored], ...]
 
 
 @lru_cache(maxsize=4)  # one for each thread that writes
-def _whole(chunks: _Chunks) -> torch.Tensor:
-    return chunks.joined()
+def _whole(shape: tuple[int, ...], dtype: torch.dtype, chunks: _Chunks) -> torch.Tensor:
+    whole = torch.empty(shape, dtype=dtype, device="cpu")
+    for offsets, values in chunks:
+        place = (slice(first, first + n) for first, n in zip(offsets, values.shape, strict=True))
+        whole[tuple(place)] = values.tensor()
+    return whole.view(-1)
 
 
 def _open(folder: Path) -> dict[str, Any]:
@@ -192,7 +160,7 @@ def _load(folder: Path, info: pickles.Record) -> Any:
 
 def _tensor(folder: Path, name: str, entry: pickles.Record, places: dict) -> Stored:
     shape, dtype = tuple(entry.size), entry.properties.state[0]
-    chunks = []
+    found = {}
     for chunk in entry.chunks:
         offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
         if 0 in sizes:
@@ -208,10 +176,16 @@ def _tensor(folder: Path, name: str, entry: pickles.Record, places: dict) -> Sto
         )
         if values.shape != sizes or not within:
             raise UsageError(f"{folder}: a chunk of {name} has another shape than {METADATA} says")
-        chunks.append(_Chunk(offsets, values))
-    if sum(chunk.values.numel() for chunk in chunks) != math.prod(shape):
+        found[offsets] = values
+    chunks: _Chunks = tuple(sorted(found.items(), key=itemgetter(0)))
+    in_rows = all(values.shape[1:] == shape[1:] for _, values in chunks)
+    starts = [sum(offsets[:1]) * math.prod(shape[1:]) for offsets, _ in chunks]
+    *ends, numel = accumulate((values.numel() for _, values in chunks), initial=0)
+    if numel != math.prod(shape) or (in_rows and starts != ends):
         raise UsageError(f"{folder}: a chunk of {name} is missing, or there twice")
-    return Stored(shape, dtype, _Chunks(shape, dtype, chunks).read)
+    if chunks and in_rows:
+        return Stored.joined([values for _, values in chunks], shape)
+    return Stored(shape, dtype, lambda start, end: _whole(shape, dtype, chunks)[start:end])
 
 
 # -- write

@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -31,10 +30,10 @@ from zero.checkpoint.adapters import ADAPTER_CONFIG, describe_adapters
 from zero.checkpoint.files import CheckpointReader
 from zero.checkpoint.folder import LATEST, locate_deepspeed
 from zero.checkpoint.resumable import SCHEDULER
-from zero.checkpoint.state import NOT_STORED
+from zero.checkpoint.stored import Stored
 from zero.conversion import full, ours, pickles
-from zero.conversion.named import optimizer_of
-from zero.conversion.training_state import Number, Parameter, Stored, TrainingState
+from zero.conversion.named import put_optimizer
+from zero.conversion.training_state import Number, Parameter, TrainingState
 from zero.errors import UsageError
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
@@ -72,10 +71,7 @@ def open_(place: Path) -> CheckpointReader:
 def _read(place: Path, beside: Path) -> TrainingState:
     """Return the state in a checkpoint's own folder, with the Trainer's files in `beside`."""
     try:
-        shards = _Universal(place) if (place / "zero").is_dir() else _shards(place)
-        if not isinstance(shards, _Universal):
-            _require_one_step(shards)
-        return _state(shards, place, beside)
+        return _state(_Universal(place) if (place / "zero").is_dir() else _Shards(place), beside)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
@@ -85,197 +81,152 @@ def _read(place: Path, beside: Path) -> TrainingState:
 
 # -- the files
 
+_NOT_TAKEN = "that is not taken over. Carry over the weights with DeepSpeed's zero_to_fp32.py"
+
 
 class _Shards:
-    """The files of a checkpoint.
+    """A checkpoint of which each rank has files of its own.
 
     A part is what one entry of `param_shapes` describes: a param group at stages 1 and 2, and a
     whole one or a range of its parameters at stage 3.
 
     Attributes:
         stage: ZeRO's stage.
-        model: the content of rank 0's file of the model.
-        models: the contents of all of them.
+        kind: it in words.
+        models: the contents of the files of the model, that of rank 0 first.
         optimizers: what each rank has of the optimizer.
-        base: the state dict of rank 0's optimizer, whose "state" has an entry for each part.
+        base: the state dict of rank 0's optimizer.
     """
 
-    stage: int
-
-    def __init__(self, place: Path, models: list[dict], optimizers: list[dict], base: dict):
-        self.place, self.models, self.optimizers, self.base = place, models, optimizers, base
-        self.model = models[0]
-
-    def keys(self, part: int, name: str) -> dict[str, Number | None]:
-        """Return the names of a part's state, with the values of those that are numbers."""
-        numel = self.masters(part)[0].numel()
-
-        def is_flat(value: Any) -> bool:
-            # At stages 1 and 2, it has padding at the end of the last rank, unlike the master.
-            return isinstance(value, Stored) and value.shape != () and value.numel() >= numel
-
-        found = self.state(0, part)
-        return {key: None if is_flat(each) else _number(each) for key, each in found.items()}
-
-    def masters(self, part: int) -> list[Stored]:
-        """Return each rank's masters of a part."""
-        raise NotImplementedError
-
-    def state(self, rank: int, part: int) -> dict[str, Any]:
-        """Return a rank's optimizer state of a part."""
-        raise NotImplementedError
-
-    def places(self, part: int, name: str, numel: int) -> list[slice]:
-        """Return where a parameter is in each rank's tensors of a part."""
-        raise NotImplementedError
-
-    def tensor(self, part: int, name: str, shape: tuple[int, ...], key: str | None) -> Stored:
-        """Return the master of a parameter, or its optimizer state `key`."""
-        masters = self.masters(part)
-        whole = [
-            master if key is None else self.state(rank, part)[key]
-            for rank, master in enumerate(masters)
-        ]
-        places = self.places(part, name, math.prod(shape))
-        pieces = [each[place] for each, place in zip(whole, places, strict=True)]
-        return joined(pieces, shape, f"{self.place}: {key or 'the master'} of {name}")
-
-
-class _Stage3(_Shards):
-    stage = 3
-
-    def __init__(self, place: Path, models: list[dict], optimizers: list[dict], base: dict):
-        super().__init__(place, models, optimizers, base)
+    def __init__(self, place: Path):
+        self.place = place
+        names = _files_of_ranks(place)
+        self.optimizers = [_load(place / name)["optimizer_state_dict"] for name in names]
+        first = self.optimizers[0]
+        if "fp32_flat_groups" in first:
+            self.stage, model_files = 3, map(_MODEL_FILE_OF_RANK.format, range(len(names)))
+            self._masters, self._base = "fp32_flat_groups", "optimizer_state_dict"
+        else:
+            # the stage is written as a member of an enumeration
+            stage, model_files = first.get("zero_stage", 1), [_MODEL_FILE]
+            self.stage = stage.args[0] if isinstance(stage, pickles.Record) else stage
+            self._masters, self._base = "single_partition_of_fp32_groups", "base_optimizer_state"
+        self.kind = f"stage {self.stage},"
+        self.models = [_load(place / name) for name in model_files]
+        self.base = first[self._base]
+        if isinstance(self.base, list):
+            key = "zero_optimization.elastic_checkpoint"
+            raise UsageError(f"{place} was saved with {key}; {_NOT_TAKEN}")
         self._starts: dict[str, int] = {}
-        for shapes in self.model["param_shapes"]:
-            sizes = (-(-math.prod(shape) // len(optimizers)) for shape in shapes.values())
+        for shapes in self.models[0]["param_shapes"] if self.stage == 3 else ():
+            sizes = (-(-math.prod(shape) // len(names)) for shape in shapes.values())
             self._starts |= zip(shapes, accumulate(sizes, initial=0), strict=False)
+        self._require_one_step()
 
-    def masters(self, part: int) -> list[Stored]:
-        return [each["fp32_flat_groups"][part] for each in self.optimizers]
+    def _of_part(self, part: int) -> list[dict[str, Any]]:
+        """Return each rank's master, called "fp32", and optimizer state of a part."""
+        return [
+            {"fp32": each[self._masters][part]} | each[self._base]["state"].get(part, {})
+            for each in self.optimizers
+        ]
 
-    def state(self, rank: int, part: int) -> dict[str, Any]:
-        return self.optimizers[rank]["optimizer_state_dict"]["state"].get(part, {})
+    def _require_one_step(self) -> None:
+        """Raise UsageError if the files of some rank are of another save."""
+        steps = [[model["global_steps"] for model in self.models]]
+        for part in range(len(self.models[0]["param_shapes"])):
+            steps.append([_number(each["step"]) for each in self._of_part(part) if "step" in each])
+        for of_ranks in steps:
+            other = next((each for each in of_ranks if each != of_ranks[0]), None)
+            if other is not None:
+                what = f"some files are of step {int(of_ranks[0])} and others of step {int(other)}"
+                raise UsageError(f"{self.place}: {what}; copy the checkpoint again")
 
-    def places(self, part: int, name: str, numel: int) -> list[slice]:
-        start = self._starts[name]
-        return [slice(start, start + n) for n in _divided(numel, len(self.optimizers))]
+    def _ranges(self, part: int, name: str, numel: int) -> list[slice]:
+        """Return where a parameter is in each rank's tensors of a part."""
+        if self.stage == 3:
+            start = self._starts[name]
+            return [slice(start, start + n) for n in _divided(numel, len(self.optimizers))]
+        places = [each["param_slice_mappings"][part].get(name) for each in self.optimizers]
+        return [slice(x.start, x.start + x.numel) if x is not None else slice(0) for x in places]
+
+    def values(self, part: int, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+        """Return a parameter's optimizer state, and its master as "fp32"."""
+        of_ranks, ranges = self._of_part(part), self._ranges(part, name, math.prod(shape))
+        values, numel = of_ranks[0].copy(), of_ranks[0]["fp32"].numel()
+        for key, value in values.items():
+            # At stages 1 and 2, it has padding at the end of the last rank, unlike the master.
+            if isinstance(value, Stored) and value.shape and value.numel() >= numel:
+                pieces = [each[key][where] for each, where in zip(of_ranks, ranges, strict=True)]
+                values[key] = _joined(pieces, shape, f"{self.place}: {key} of {name}")
+        return values
+
+    def frozen(self, name: str, shape: tuple[int, ...]) -> Stored:
+        """Return the weights of a frozen parameter at stage 3, which are in the files of the
+        model.
+        """
+        counts = _divided(math.prod(shape), len(self.models))
+        fragments = [each["frozen_param_fragments"][name] for each in self.models]
+        pieces = [each[:count] for each, count in zip(fragments, counts, strict=True)]
+        return _joined(pieces, shape, f"{self.place}: {name}")
 
 
-class _Stage2(_Shards):
-    """Stages 1 and 2."""
+class _Universal:
+    """The universal form, which has whole tensors. It is used like `_Shards`."""
 
-    def __init__(self, place: Path, models: list[dict], optimizers: list[dict], base: dict):
-        super().__init__(place, models, optimizers, base)
-        # the stage is written as a member of an enumeration
-        stage = optimizers[0].get("zero_stage", 1)
-        self.stage = stage.args[0] if isinstance(stage, pickles.Record) else stage
-
-    def masters(self, part: int) -> list[Stored]:
-        return [each["single_partition_of_fp32_groups"][part] for each in self.optimizers]
-
-    def state(self, rank: int, part: int) -> dict[str, Any]:
-        return self.optimizers[rank]["base_optimizer_state"]["state"].get(part, {})
-
-    def places(self, part: int, name: str, numel: int) -> list[slice]:
-        found = []
-        for each in self.optimizers:
-            place = each["param_slice_mappings"][part].get(name)
-            start, count = (0, 0) if place is None else (place.start, place.numel)
-            found.append(slice(start, start + count))
-        return found
-
-
-class _Universal(_Shards):
-    """The universal form, which has whole tensors."""
+    kind = "universal, of"
 
     def __init__(self, place: Path):
-        names = [_MODEL_FILE, _MODEL_FILE_OF_RANK.format(0)]
-        file = next((place / name for name in names if (place / name).is_file()), place / names[0])
+        self.place = place
+        self.stage = 2 if (place / _MODEL_FILE).is_file() else 3
+        model_file = _MODEL_FILE if self.stage == 2 else _MODEL_FILE_OF_RANK.format(0)
+        self.models = [_load(place / model_file)]
         optimizer = _load(place / "zero" / "optimizer_state.pt")
+        self.optimizers = [optimizer]
         base = optimizer.get("optimizer_state_dict") or {"state": {}}
-        base = base | {"param_groups": optimizer["param_groups"]}
-        super().__init__(place, [_load(file)], [optimizer], base)
-        self.stage = 3 if file.name == names[1] else 2
+        self.base = base | {"param_groups": optimizer["param_groups"]}
 
-    def keys(self, part: int, name: str) -> dict[str, Number | None]:
-        found: dict[str, Number | None] = {
-            key: _number(value)
-            for key, value in self.base["state"].get(part, {}).items()
-            if not isinstance(value, Stored) or value.numel() == 1
-        }
-        for path in sorted(self._folder(name).glob("*.pt")):
-            if path.stem == "step":
-                found["step"] = _number(_load(path))
-            elif path.stem != "fp32":
-                found[path.stem] = None
-        return found
-
-    def tensor(self, part: int, name: str, shape: tuple[int, ...], key: str | None) -> Stored:
-        path = self._folder(name) / f"{key or 'fp32'}.pt"
-        content: Any = _load(path)
-        if isinstance(content, Stored):  # of stage 3
-            return joined([content], shape, str(path))
-        if content.get("cat_dim") or content.get("vocab_tensor"):
-            raise UsageError(f"{path}: it is of a run with tensor parallelism; {_NOT_TAKEN}")
-        return joined([content["param"]], shape, str(path))
-
-    def _folder(self, name: str) -> Path:
+    def values(self, part: int, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
         if Path(name).name != name:
             raise UsageError(f"{self.place}: a parameter has the name {name!r}")
-        return self.place / "zero" / name
+        state = self.base["state"].get(part, {}).items()
+        values = {k: v for k, v in state if not isinstance(v, Stored) or v.numel() == 1}
+        for path in sorted((self.place / "zero" / name).glob("*.pt")):
+            content: Any = _load(path)
+            if isinstance(content, dict):  # of stages 1 and 2
+                if content.get("cat_dim") or content.get("vocab_tensor"):
+                    what = "it is of a run with tensor parallelism"
+                    raise UsageError(f"{path}: {what}; {_NOT_TAKEN}")
+                content = content["param"]
+            is_number = path.stem == "step"
+            values[path.stem] = content if is_number else _joined([content], shape, str(path))
+        return values
+
+    def frozen(self, name: str, shape: tuple[int, ...]) -> Stored:
+        what = f"{self.place}: the universal form has no weights of the frozen {name}"
+        raise UsageError(f"{what}; name the folder that it was made of")
 
 
-_NOT_TAKEN = "that is not taken over. Carry over the weights with DeepSpeed's zero_to_fp32.py"
-
-
-def _shards(place: Path) -> _Shards:
-    names = [path.name for path in place.glob("*.pt")]
-    ranks = {
-        int(match[1]): match[0] for name in names if (match := _OPTIMIZER_FILE.fullmatch(name))
-    }
-    others = [
-        name
-        for name in names
-        if name.startswith(("layer_", "expert_")) or re.search(r"mp_rank_0*[1-9]", name)
-    ]
-    if others:
-        what = "pipeline or tensor parallelism, or with experts of DeepSpeed"
-        raise UsageError(f"{place / sorted(others)[0]} is of a run with {what}; {_NOT_TAKEN}")
-    missing = next((rank for rank in range(max(ranks) + 1) if rank not in ranks), None)
-    if missing is None and len(ranks) != _count(place, ranks[0]):
-        missing = len(ranks)
-    if missing is not None:
-        name = ranks[max(ranks)].replace(f"rank_{max(ranks)}_", f"rank_{missing}_", 1)
-        raise UsageError(f"{place / name} is missing")
-    optimizers = [_load(place / ranks[rank])["optimizer_state_dict"] for rank in sorted(ranks)]
-    if "fp32_flat_groups" in optimizers[0]:
-        models = [_load(place / _MODEL_FILE_OF_RANK.format(rank)) for rank in sorted(ranks)]
-        return _Stage3(place, models, optimizers, optimizers[0]["optimizer_state_dict"])
-    base = optimizers[0]["base_optimizer_state"]
-    if isinstance(base, list):
-        key = "zero_optimization.elastic_checkpoint"
-        raise UsageError(f"{place} was saved with {key}; {_NOT_TAKEN}")
-    return _Stage2(place, [_load(place / _MODEL_FILE)], optimizers, base)
-
-
-def _require_one_step(shards: _Shards) -> None:
-    """Raise UsageError if the files of some rank are of another save."""
-    steps = [[model["global_steps"] for model in shards.models]]
-    for part in range(len(shards.model["param_shapes"])):
-        states = (shards.state(rank, part) for rank in range(len(shards.optimizers)))
-        steps.append([_number(state["step"]) for state in states if "step" in state])
-    for of_ranks in steps:
-        other = next((each for each in of_ranks if each != of_ranks[0]), None)
-        if other is not None:
-            what = f"some files are of step {int(of_ranks[0])} and others of step {int(other)}"
-            raise UsageError(f"{shards.place}: {what}; copy the checkpoint again")
-
-
-def _count(place: Path, name: str) -> int:
-    """Return the number of ranks that saved the checkpoint."""
-    count = _load(place / name)["optimizer_state_dict"]["partition_count"]
-    return count[0] if isinstance(count, (list, tuple)) else count
+def _files_of_ranks(place: Path) -> list[str]:
+    """Return the name of each rank's file of the optimizer. Raises UsageError if one is missing, or
+    if the run had more than data parallelism.
+    """
+    names = sorted(path.name for path in place.glob("*.pt"))
+    for name in names:
+        if name.startswith(("layer_", "expert_")) or re.search(r"mp_rank_0*[1-9]", name):
+            what = "pipeline or tensor parallelism, or with experts of DeepSpeed"
+            raise UsageError(f"{place / name} is of a run with {what}; {_NOT_TAKEN}")
+    matches = filter(None, map(_OPTIMIZER_FILE.fullmatch, names))
+    ranks = {int(match[1]): match[0] for match in matches}
+    first = min(ranks)
+    count = _load(place / ranks[first])["optimizer_state_dict"]["partition_count"]
+    count = count[0] if isinstance(count, (list, tuple)) else count
+    for rank in range(count):
+        if rank not in ranks:
+            name = ranks[first].replace(f"rank_{first}_", f"rank_{rank}_", 1)
+            raise UsageError(f"{place / name} is missing")
+    if len(ranks) != count:
+        raise UsageError(f"{place} has files of {len(ranks)} ranks, and {count} saved it")
+    return [ranks[rank] for rank in sorted(ranks)]
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -287,29 +238,18 @@ def _load(path: Path) -> dict[str, Any]:
 # -- tensors
 
 
-def joined(pieces: Sequence[Stored], shape: Sequence[int], what: str) -> Stored:
+def _joined(pieces: Sequence[Stored], shape: Sequence[int], what: str) -> Stored:
     """Return pieces that follow each other as one tensor.
 
     Raises UsageError, which begins with `what`, if they do not have its number of elements.
     """
-    starts = list(accumulate((each.numel() for each in pieces), initial=0))
-    if starts[-1] != math.prod(shape) or len({each.dtype for each in pieces}) != 1:
+    numel = sum(each.numel() for each in pieces)
+    if numel != math.prod(shape) or len({each.dtype for each in pieces}) != 1:
         raise UsageError(
-            f"{what} has {starts[-1]} elements, not {math.prod(shape)}. Either a file is damaged, "
-            "or they were offloaded to NVMe, from where they are not taken over"
+            f"{what} has {numel} elements, not {math.prod(shape)}. Either a file is damaged, or "
+            "they were offloaded to NVMe, from where they are not taken over"
         )
-
-    def read(start: int, end: int) -> torch.Tensor:
-        found = []
-        for index in range(bisect_right(starts, start) - 1, len(pieces)):
-            first = starts[index]
-            if first >= end:
-                break
-            most = pieces[index].numel()
-            found.append(pieces[index].read(max(start - first, 0), min(end - first, most)))
-        return torch.cat(found) if found else torch.empty(0, dtype=pieces[0].dtype)
-
-    return Stored(tuple(shape), pieces[0].dtype, read)
+    return Stored.joined(pieces, shape)
 
 
 def _divided(numel: int, ranks: int) -> list[int]:
@@ -325,30 +265,28 @@ def _number(value: Any) -> Number:
 # -- the state
 
 
-def _state(shards: _Shards, place: Path, beside: Path) -> TrainingState:
-    model = shards.model
+def _state(files: _Shards | _Universal, beside: Path) -> TrainingState:
+    model = files.models[0]
     config = model.get("ds_config")
     config = config if isinstance(config, dict) else {}
-    if any(isinstance(value, int) and value > 1 for value in (model.get("mp_world_size"),)):
-        raise UsageError(f"{place} is of a run with tensor parallelism; {_NOT_TAKEN}")
+    size = model.get("mp_world_size")
+    if isinstance(size, int) and size > 1:
+        raise UsageError(f"{files.place} is of a run with tensor parallelism; {_NOT_TAKEN}")
     if config.get("zero_optimization", {}).get("mics_shard_size", -1) > 0:
-        raise UsageError(f"{place} was saved with mics_shard_size; {_NOT_TAKEN}")
+        raise UsageError(f"{files.place} was saved with mics_shard_size; {_NOT_TAKEN}")
     version, ranks = model.get("ds_version", "of unknown version"), model["dp_world_size"]
-    source = f"DeepSpeed {version}, stage {shards.stage}, {ranks} ranks"
-    state = TrainingState(source, {}, ranks=ranks)
-    if isinstance(shards, _Universal):
-        state.source = f"DeepSpeed {version}, universal, of {ranks} ranks"
-    _put_parameters(state, shards)
+    state = TrainingState(source=f"DeepSpeed {version}, {files.kind} {ranks} ranks", ranks=ranks)
+    _put_parameters(state, files)
     _put_progress(state, model, config)
-    state.loss_scaler = _loss_scaler(shards.optimizers[0].get("loss_scaler"))
-    state.beside = ours.files_of_trainer(beside)
+    state.loss_scaler = _loss_scaler(files.optimizers[0].get("loss_scaler"))
+    ours.put_files_of_trainer(state, beside)
     names = {path.name for path in state.beside}
     if "config.json" in names:
         state.model_config = json.loads((beside / "config.json").read_text())
     if ADAPTER_CONFIG in names:
         state.frozen_excluded = all(each.trainable for each in state.parameters.values())
         try:
-            state.adapters = describe_adapters(full.skeleton(beside))
+            state.adapters = describe_adapters(full.model_of(beside))
         except UsageError as error:
             state.missing.append(f"what zero consolidate needs for PEFT's adapters: {error}")
         if SCHEDULER in names:
@@ -357,74 +295,47 @@ def _state(shards: _Shards, place: Path, beside: Path) -> TrainingState:
             schedule = pickles.load(beside / SCHEDULER)
             schedule = {key: schedule[key] for key in schedule.keys() - {"base_lrs", "_last_lr"}}
             state.changed[SCHEDULER], _ = pickles.without_records(schedule)
-    if not any(name.startswith("rng_state") for name in names):
-        state.missing.append("random states: DeepSpeed saves none")
-    if "trainer_state.json" not in names:
-        state.missing.append("data position: there is no trainer_state.json")
-    if state.lr_scheduler is None and SCHEDULER not in names:
-        state.missing.append("learning-rate schedule: the run had none")
     return state
 
 
-def _put_parameters(state: TrainingState, shards: _Shards) -> None:
-    model, module = shards.model, shards.model["module"]
-    buffers, tied = set(model["buffer_names"]), model["shared_params"] or {}
-    part_of = {name: part for part, each in enumerate(model["param_shapes"]) for name in each}
-    state.buffers = {name: module[name] for name in module if name in buffers}
-    by_stage_3 = model.get("frozen_param_shapes") or {}
-    known = buffers | tied.keys()
-    names = [name for name in [*module, *part_of, *by_stage_3] if name not in known]
-    for name in dict.fromkeys(names):
+def _put_parameters(state: TrainingState, files: _Shards | _Universal) -> None:
+    model, module = files.models[0], files.models[0]["module"]
+    shapes = model.get("frozen_param_shapes") or {}  # at stage 3, where `module` is empty
+    part_of = {}
+    for part, of_part in enumerate(model["param_shapes"]):
+        shapes = shapes | of_part
+        part_of |= dict.fromkeys(of_part, part)
+    state.buffers = {name: module[name] for name in module if name in model["buffer_names"]}
+    state.tied = model["shared_params"] or {}
+    optimizer = {}
+    for name in dict.fromkeys([*module, *part_of, *shapes]):
+        if name in state.buffers or name in state.tied:
+            continue
         dtype = module[name].dtype if name in module else torch.float32
         if name in part_of:
-            parameter = _trained(shards, part_of[name], name, dtype)
-        elif shards.stage < 3:
-            parameter = Parameter(module[name], dtype, trainable=False)
+            optimizer[name] = files.values(part_of[name], name, tuple(shapes[name]))
+            weights = optimizer[name].pop("fp32")
+        elif files.stage < 3:
+            weights = module[name]
         else:
-            weights = _frozen(shards, name, tuple(by_stage_3[name]))
-            parameter = Parameter(weights, dtype, trainable=False)
-        parameter.tied = [other for other, first in tied.items() if first == name]
-        state.parameters[name] = parameter
-    state.frozen_excluded = shards.stage > 1 and model.get("frozen_param_shapes") is None
-    state.optimizer = optimizer_of(state)
-    for group in shards.base["param_groups"]:
-        options = {key: value for key, value in group.items() if key not in NOT_STORED | {"step"}}
-        kept, left_out = pickles.without_records(options)
-        state.groups.append(kept)
-        state.missing += [f"the option {name!r} of the optimizer" for name in left_out]
-
-
-def _trained(shards: _Shards, part: int, name: str, dtype: torch.dtype) -> Parameter:
-    shape = tuple(shards.model["param_shapes"][part][name])
-    groups = shards.base["param_groups"]
-    index = next((i for i, group in enumerate(groups) if part in group["params"]), None)
-    if index is None:
-        raise UsageError(f"{shards.place}: no param group has {name}")
-    parameter = Parameter(shards.tensor(part, name, shape, None), dtype, group=index)
-    for key, value in shards.keys(part, name).items():
-        tensor = shards.tensor(part, name, shape, key) if value is None else value
-        parameter.state[key] = tensor
-    if parameter.state and "step" in groups[index]:
-        parameter.state.setdefault("step", groups[index]["step"])
-    return parameter
-
-
-def _frozen(shards: _Shards, name: str, shape: tuple[int, ...]) -> Stored:
-    """Return the weights of a frozen parameter at stage 3, which are in the files of the model."""
-    counts = _divided(math.prod(shape), len(shards.models))
-    if isinstance(shards, _Universal):
-        what = f"{shards.place}: the universal form has no weights of the frozen {name}"
-        raise UsageError(f"{what}; name the folder that it was made of")
-    fragments = [each["frozen_param_fragments"][name] for each in shards.models]
-    pieces = [each[:count] for each, count in zip(fragments, counts, strict=True)]
-    return joined(pieces, shape, f"{shards.place}: {name}")
+            weights = files.frozen(name, tuple(shapes[name]))
+        state.parameters[name] = Parameter(weights, dtype, trainable=name in part_of)
+    state.frozen_excluded = files.stage > 1 and model.get("frozen_param_shapes") is None
+    groups = []
+    for group in files.base["param_groups"]:
+        names = [name for name, part in part_of.items() if part in group["params"]]
+        groups.append(group | {"params": names})
+        for name in names if "step" in group else ():
+            if optimizer[name]:
+                optimizer[name].setdefault("step", group["step"])
+    put_optimizer(state, optimizer, groups, str(files.place))
 
 
 def _put_progress(state: TrainingState, model: dict[str, Any], config: dict[str, Any]) -> None:
     state.global_steps, state.skipped_steps = model["global_steps"], model["skipped_steps"]
     accumulation = config.get("gradient_accumulation_steps", 1)
-    accumulation = accumulation if isinstance(accumulation, int) else 1
-    state.micro_steps = state.global_steps * accumulation
+    state.gradient_accumulation_steps = accumulation if isinstance(accumulation, int) else 1
+    state.micro_steps = state.global_steps * state.gradient_accumulation_steps
     state.global_samples = model.get("global_samples", 0)
     if model["lr_scheduler"]:
         state.lr_scheduler, left_out = pickles.without_records(model["lr_scheduler"])
@@ -437,15 +348,22 @@ def _put_progress(state: TrainingState, model: dict[str, Any], config: dict[str,
             state.missing.append(f"DeepSpeed's {key}")
 
 
+# The state of zero's loss scaler, and of DeepSpeed's.
+_SCALER = {
+    "scale": "cur_scale",
+    "steps": "cur_iter",
+    "last_overflow": "last_overflow_iter",
+    "overflows_left": "cur_hysteresis",
+}
+
+
 def _loss_scaler(found: Any) -> dict[str, Any] | None:
     """Return the state of zero's loss scaler, or None for a run without loss scaling."""
     values = found.state if isinstance(found, pickles.Record) else None
     if not isinstance(values, dict):
         return None
     if values.get("dynamic"):
-        names = {"overflows_left": "cur_hysteresis", "steps": "cur_iter"}
-        names |= {"scale": "cur_scale", "last_overflow": "last_overflow_iter"}
-        return {ours_: values[theirs] for ours_, theirs in names.items()}
+        return {own: values[theirs] for own, theirs in _SCALER.items()}
     if values["cur_scale"] == 1:
         return None
     return {"scale": values["cur_scale"], "overflows_left": 1, "steps": 0, "last_overflow": -1}
@@ -544,13 +462,11 @@ def _optimizer_content(
 def _model_content(
     state: TrainingState, parts: Sequence[Sequence[str]], rank: int, ranks: int
 ) -> dict[str, Any]:
-    module: dict[str, torch.Tensor] = {}
     frozen = {name: each for name, each in state.parameters.items() if each.group is None}
-    for name, each in state.parameters.items():
-        module |= dict.fromkeys([name, *each.tied], torch.empty(0, dtype=each.dtype))
+    module = {name: torch.empty(0, dtype=each.dtype) for name, each in state.parameters.items()}
+    module |= {other: module[name] for other, name in state.tied.items()}
     module |= {name: each.tensor() for name, each in state.buffers.items()}
-    tied = {other: name for name, each in state.parameters.items() for other in each.tied}
-    accumulation = state.micro_steps // state.global_steps if state.global_steps else 1
+    accumulation = state.gradient_accumulation_steps or 1
     return state.client_state | {
         "module": module,
         "buffer_names": list(state.buffers),
@@ -566,7 +482,7 @@ def _model_content(
             name: _of_rank(each.weights, rank, ranks).to(each.dtype)
             for name, each in frozen.items()
         },
-        "shared_params": tied if rank == 0 else {},
+        "shared_params": state.tied if rank == 0 else {},
         "lr_scheduler": state.lr_scheduler,
         "data_sampler": None,
         "random_ltd": None,
@@ -595,10 +511,7 @@ def _scaler(state: TrainingState) -> pickles.Record:
     # DeepSpeed takes the settings from here, and not from the configuration.
     return _of_deepspeed(
         "DynamicLossScaler",
-        cur_scale=found["scale"],
-        cur_iter=found["steps"],
-        last_overflow_iter=found["last_overflow"],
-        cur_hysteresis=found["overflows_left"],
+        **{theirs: found[own] for own, theirs in _SCALER.items()},
         scale_window=1000,
         min_scale=1,
         delayed_shift=2,

@@ -9,28 +9,25 @@ and the full state dicts of FSDP that accelerate saves.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from zero.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 from zero.checkpoint.export import on_disk
 from zero.checkpoint.files import TensorSpec
-from zero.checkpoint.manifest import STORABLE
-from zero.checkpoint.models import write_model
+from zero.checkpoint.models import skeleton, write_model
+from zero.checkpoint.stored import Stored, files_of_index, tensors_of
 from zero.conversion import pickles
-from zero.conversion.named import named_state, put_progress, state_dicts
+from zero.conversion.named import named_state, state_dicts
 from zero.conversion.ours import copy_beside
-from zero.conversion.training_state import Stored, TrainingState
+from zero.conversion.training_state import TrainingState
 from zero.errors import UsageError
 
-_DTYPES = {name: getattr(torch, dtype) for dtype, name in STORABLE.items()}
 OPTIMIZERS = "optimizer.pt", "optimizer.bin"
 MODELS = (
     "model.safetensors",
@@ -59,91 +56,42 @@ def read(folder: Path) -> TrainingState:
     model_file = _model_file(folder)
     assert model_file is not None
     optimizer_file = next(folder / name for name in OPTIMIZERS if (folder / name).is_file())
-    weights = tensors_of(model_file)
+    weights = _weights(model_file)
     saved = pickles.load(optimizer_file)
     if not isinstance(saved, dict) or not saved.keys() >= {"state", "param_groups"}:
         raise UsageError(f"{optimizer_file}: it has no `state` and `param_groups` of an optimizer")
     optimizer, groups = saved["state"], saved["param_groups"]
     described = any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
-    model = skeleton(folder) if described or optimizer_file.name == "optimizer.pt" else None
+    model = model_of(folder) if described or optimizer_file.name == "optimizer.pt" else None
     if model is not None and optimizer_file.name == "optimizer.pt":
         optimizer, groups = _named(model, optimizer, groups, optimizer_file)
     source = f"the Trainer's {model_file.name} and {optimizer_file.name}"
-    state = named_state(source, model_file, weights, optimizer, groups, model)
-    put_progress(state, folder)
-    return state
+    return named_state(source, model_file, weights, optimizer, groups, model)
 
 
 # -- weights
 
 
-def tensors_of(path: Path) -> dict[str, Stored]:
+def _weights(path: Path) -> dict[str, Stored]:
     """Return the tensors in a file, or in the files of an index."""
-    if path.name.endswith(".index.json"):
-        try:
-            names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
-            files = [path.parent / Path(name).name for name in names]
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise UsageError(f"{path} is damaged: {error}") from None
-        return {name: value for file in files for name, value in tensors_of(file).items()}
+    if path.suffix == ".json":
+        return {k: value for file in files_of_index(path) for k, value in _weights(file).items()}
     if path.suffix == ".safetensors":
-        return _safetensors(path)
+        return tensors_of(path)
     content = pickles.load(path)
     if not isinstance(content, dict):
         raise UsageError(f"{path}: it is no state dict")
     return {name: each for name, each in content.items() if isinstance(each, Stored)}
 
 
-def _safetensors(path: Path) -> dict[str, Stored]:
-    try:
-        with safe_open(path, framework="pt"):  # checks the header against the file
-            pass
-    except SafetensorError as error:
-        raise UsageError(f"{path} is damaged: {error}") from None
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    found = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] not in _DTYPES:
-            raise UsageError(f"{path}: {name} has the dtype {entry['dtype']}, which torch lacks")
-        dtype = _DTYPES[entry["dtype"]]
-        place = 8 + length + entry["data_offsets"][0]
-        found[name] = Stored(tuple(entry["shape"]), dtype, partial(_read, path, place, dtype))
-    return found
-
-
-def _read(path: Path, place: int, dtype: torch.dtype, start: int, end: int) -> torch.Tensor:
-    return pickles.read_at(path, place + start * dtype.itemsize, dtype, end - start)
-
-
 # -- the model
 
 
-def skeleton(folder: Path) -> nn.Module:
+def model_of(folder: Path) -> nn.Module:
     """Build the model of a folder's `config.json`, or the adapters of its `adapter_config.json`,
     without memory for weights. Its parameters have the order that the optimizer had.
     """
-    import transformers  # takes seconds to import
-
-    if (folder / ADAPTER_CONFIG).is_file():
-        return _with_adapters(folder)
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder)
-        kind = getattr(transformers, (config.architectures or [""])[0], None)
-    except (OSError, ValueError) as error:
-        line = str(error).splitlines()[0]
-        raise UsageError(f"{folder}: the model cannot be built: {line}") from None
-    if kind is None:
-        raise UsageError(
-            f"{folder / 'config.json'}: transformers has no class {config.architectures}, so the "
-            "parameters in the optimizer's file have no names; save with named parameters "
-            "(torch's DCP), which zero adopt reads without the model's class"
-        )
-    with torch.device("meta"):
-        return kind(config)
+    return _with_adapters(folder) if (folder / ADAPTER_CONFIG).is_file() else skeleton(folder)
 
 
 def _with_adapters(folder: Path) -> nn.Module:
@@ -158,7 +106,7 @@ def _with_adapters(folder: Path) -> nn.Module:
         )
     config.inference_mode = False
     with torch.device("meta"):
-        return peft.get_peft_model(skeleton(base), config)  # pyright: ignore[reportArgumentType]
+        return peft.get_peft_model(skeleton(base), config)
 
 
 def _named(
@@ -166,11 +114,8 @@ def _named(
 ) -> tuple[dict[str, dict], list[dict[str, Any]]]:
     """Return the state and the param groups of an optimizer with names instead of numbers."""
     names = _names_of(model, groups, file)
-    of_number = {
-        number: name
-        for group, of_group in zip(groups, names, strict=True)
-        for number, name in zip(group["params"], of_group, strict=True)
-    }
+    numbers = chain.from_iterable(group["params"] for group in groups)
+    of_number = dict(zip(numbers, chain.from_iterable(names), strict=True))
     named = [group | {"params": of_group} for group, of_group in zip(groups, names, strict=True)]
     return {of_number[number]: each for number, each in optimizer.items()}, named
 
@@ -215,11 +160,10 @@ def write(state: TrainingState, out: Path) -> None:
             f"{state.source}: it lacks the frozen weights; write adapters with zero consolidate"
         )
     model, optimizer = state_dicts(state, on_disk)
-    tied = {other for each in state.parameters.values() for other in each.tied}
     specs = [
         TensorSpec(name, value.shape, value.dtype)
         for name, value in model.items()
-        if name not in tied
+        if name not in state.tied
     ]
     write_model(out, specs, (model[spec.name] for spec in specs), state.model_config)
     names = [name for group in optimizer["param_groups"] for name in group["params"]]

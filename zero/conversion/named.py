@@ -1,10 +1,10 @@
-"""Makes a `TrainingState` of tensors and optimizer state that have names: what the formats of torch
-and the Trainer share."""
+"""Makes a `TrainingState` of tensors and optimizer state that have names, and the reverse: what the
+formats of torch, the Trainer and DeepSpeed share."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 from zero.checkpoint.adapters import describe_adapters
+from zero.checkpoint.resumable import SCHEDULER, TRAINER_STATE
 from zero.checkpoint.state import NOT_STORED, model_config, tied_names
+from zero.checkpoint.stored import Stored
 from zero.conversion import pickles
-from zero.conversion.ours import files_of_trainer
-from zero.conversion.training_state import Number, Parameter, Stored, TrainingState
+from zero.conversion.ours import NO_SCHEDULE, put_files_of_trainer, to_store
+from zero.conversion.training_state import Number, Parameter, TrainingState
 from zero.errors import UsageError
 
 # Optimizers are recognized by what they keep for a parameter.
@@ -34,44 +36,51 @@ def named_state(
     groups: Sequence[Mapping[str, Any]],
     model: nn.Module | None,
 ) -> TrainingState:
-    """Return the state of a model.
+    """Return the state of a model, with what the Trainer's files beside it say.
 
     Args:
         source: what it is read from, for people.
-        file: the file of the weights, which errors name.
+        file: the file or folder of the weights, which errors name.
         optimizer: the state of each parameter, by its name.
         groups: the param groups; "params" are names.
         model: the model without values. Without it, what the optimizer does not have must be a tied
             weight or a buffer that is no floating-point tensor.
     """
-    group_of = {name: index for index, group in enumerate(groups) for name in group["params"]}
-    state = TrainingState(source, {})
+    state = TrainingState(source=source)
     if model is None:
-        _put_weights(state, weights, group_of, file)
+        trained = {name for group in groups for name in group["params"]}
+        _put_weights(state, weights, trained, file)
     else:
         _put_weights_of(state, weights, model, file)
-    for name, index in group_of.items():
-        if name not in state.parameters:
-            raise UsageError(f"{file}: it lacks {name}, which the optimizer trains")
-        parameter = state.parameters[name]
-        parameter.group = index
-        parameter.state = {
-            key: _state_value(value, parameter, f"{file.parent}: {key!r} of {name}")
-            for key, value in optimizer.get(name, {}).items()
-            if value is not None
-        }
-    state.optimizer = optimizer_of(state)
-    _fill(state)
-    for group in groups:
-        options = {key: value for key, value in group.items() if key not in NOT_STORED}
-        kept, left_out = pickles.without_records(options)
-        state.groups.append(kept)
-        state.missing += [f"the option {name!r} of the optimizer" for name in left_out]
+    put_optimizer(state, optimizer, groups, str(file))
+    _put_progress(state, file if file.is_dir() else file.parent)
     return state
 
 
-def optimizer_of(state: TrainingState) -> str:
-    """Return the class of the optimizer that keeps what the parameters have."""
+def put_optimizer(
+    state: TrainingState,
+    optimizer: Mapping[str, Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+    place: str,
+) -> None:
+    """Put the optimizer's state and its param groups into the state (see `named_state`), which has
+    the parameters already. Errors begin with `place`.
+    """
+    for index, group in enumerate(groups):
+        for name in group["params"]:
+            if name not in state.parameters:
+                raise UsageError(f"{place}: it lacks {name}, which the optimizer trains")
+            parameter = state.parameters[name]
+            parameter.group = index
+            parameter.state = {
+                key: _state_value(key, value, parameter, f"{place}: {key!r} of {name}")
+                for key, value in optimizer.get(name, {}).items()
+                if value is not None
+            }
+        options = {key: each for key, each in group.items() if key not in NOT_STORED | {"step"}}
+        kept, left_out = pickles.without_records(options)
+        state.groups.append(kept)
+        state.missing += [f"the option {name!r} of the optimizer" for name in left_out]
     kinds = {frozenset(each.state) for each in state.parameters.values() if each.state}
     if len(kinds) > 1 or not kinds <= _OPTIMIZERS.keys():
         found = " or ".join(str(sorted(each)) for each in kinds)
@@ -79,7 +88,8 @@ def optimizer_of(state: TrainingState) -> str:
             f"{state.source}: an optimizer that keeps {found} for a parameter is not taken over; "
             "AdamW, SGD with momentum and Lion are"
         )
-    return _OPTIMIZERS[kinds.pop()] if kinds else "SGD"
+    state.optimizer = _OPTIMIZERS[kinds.pop()] if kinds else "SGD"
+    _fill(state)
 
 
 def _put_weights_of(
@@ -92,11 +102,9 @@ def _put_weights_of(
     for described in state.adapters.values():
         model_names = {name: own for name, own in described["tensors"].items() if own}
         weights = {model_names.get(name, name): value for name, value in weights.items()}
-    tied: dict[str, list[str]] = {}
-    for other, name in tied_names(model).items():
-        tied.setdefault(name, []).append(other)
+    state.tied = tied_names(model)
     for name, param in model.named_parameters():
-        names = [name, *tied.get(name, [])]
+        names = [name, *(other for other, first in state.tied.items() if first == name)]
         found = next((weights[each] for each in names if each in weights), None)
         if found is None and state.adapters and not param.requires_grad:
             continue
@@ -107,14 +115,14 @@ def _put_weights_of(
                 f"{list(param.shape)}. transformers renames or splits the weights of some models "
                 "when it saves them; these are not taken over"
             )
-        state.parameters[name] = Parameter(found, found.dtype, param.requires_grad, tied=names[1:])
+        state.parameters[name] = Parameter(found, found.dtype, param.requires_grad)
     persistent = model.state_dict(keep_vars=True).keys()
     names = [name for name, _ in model.named_buffers() if name in persistent]
     state.buffers = {name: weights[name] for name in names if name in weights}
 
 
 def _put_weights(
-    state: TrainingState, weights: Mapping[str, Stored], trained: Mapping[str, int], file: Path
+    state: TrainingState, weights: Mapping[str, Stored], trained: Collection[str], file: Path
 ) -> None:
     """Put all weights into the state, without a model that says what they are."""
     for name in weights:
@@ -124,13 +132,13 @@ def _put_weights(
         if name in trained:
             continue
         same = (
-            parameter
-            for parameter in state.parameters.values()
+            first
+            for first, parameter in state.parameters.items()
             if parameter.weights.shape == value.shape
             and torch.equal(parameter.weights.values(), value.values())
         )
-        if (parameter := next(same, None)) is not None:
-            parameter.tied.append(name)
+        if (first := next(same, None)) is not None:
+            state.tied[name] = first
         elif not value.dtype.is_floating_point:
             state.buffers[name] = value
         else:
@@ -140,9 +148,9 @@ def _put_weights(
             )
 
 
-def _state_value(value: Any, parameter: Parameter, place: str) -> Stored | Number:
+def _state_value(key: str, value: Any, parameter: Parameter, place: str) -> Stored | Number:
     if isinstance(value, Stored):
-        if value.shape == parameter.weights.shape and value.shape:
+        if value.shape == parameter.weights.shape and key != "step":
             return value
         value = value.tensor() if value.numel() == 1 else value
     if isinstance(value, (bool, int, float, torch.Tensor)):
@@ -172,36 +180,29 @@ def _fill(state: TrainingState) -> None:
 # -- the Trainer's files
 
 
-def put_progress(state: TrainingState, folder: Path) -> None:
+def _put_progress(state: TrainingState, folder: Path) -> None:
     """Put what the Trainer's files in the folder say into the state, and what they lack."""
-    state.beside = files_of_trainer(folder)
-    names = {path.name for path in state.beside}
+    if (folder / SCHEDULER).is_file():
+        scheduler = pickles.load(folder / SCHEDULER)
+        if not isinstance(scheduler, dict) or not isinstance(scheduler.get("last_epoch"), int):
+            raise UsageError(f"{folder / SCHEDULER}: it has no `last_epoch` of a scheduler")
+        kept, _ = pickles.without_records(scheduler)
+        # a schedule of the configuration's section `scheduler` counts from -1
+        state.lr_scheduler = kept | {"last_batch_iteration": scheduler["last_epoch"] - 1}
+    put_files_of_trainer(state, folder)
     counts: list[Any] = [each.state.get("step", 0) for each in state.parameters.values()]
     state.global_steps = int(max(map(float, counts), default=0))
-    if "trainer_state.json" in names:
-        path = folder / "trainer_state.json"
+    path = folder / TRAINER_STATE
+    if path.is_file():
         try:
             state.global_steps = int(json.loads(path.read_text())["global_step"])
         except (LookupError, TypeError, ValueError) as error:
             raise UsageError(f"{path} is damaged: {error}") from None
-    else:
-        state.missing.append("data position: there is no trainer_state.json")
-    if "scheduler.pt" in names:
-        scheduler = pickles.load(folder / "scheduler.pt")
-        if not isinstance(scheduler, dict) or not isinstance(scheduler.get("last_epoch"), int):
-            raise UsageError(f"{folder / 'scheduler.pt'}: it has no `last_epoch` of a scheduler")
-        kept, _ = pickles.without_records(scheduler)
-        # a schedule of the configuration's section `scheduler` counts from -1
-        state.lr_scheduler = kept | {"last_batch_iteration": scheduler["last_epoch"] - 1}
-    else:
-        state.missing.append("learning-rate schedule: there is no scheduler.pt")
-    if "scaler.pt" in names:
+    if (folder / "scaler.pt").is_file():
         scaler = pickles.load(folder / "scaler.pt")
         steps = int(scaler["_growth_tracker"])
         counted = {"overflows_left": 1, "steps": steps, "last_overflow": -1}
         state.loss_scaler = {"scale": float(scaler["scale"])} | counted
-    if not any(name.startswith("rng_state") for name in names):
-        state.missing.append("random states: there is no rng_state*.pth")
 
 
 # -- out
@@ -217,30 +218,25 @@ def state_dicts(
     """
     if state.optimizer is None:
         raise UsageError(f"{state.source}: it has no optimizer state; use zero consolidate")
-    files = {path.name for path in state.beside}
     lacks = {
         "loss scale": state.loss_scaler is not None,
         "client_state": bool(state.client_state),
-        "learning-rate schedule: there is no scheduler.pt": "scheduler.pt" not in files,
-        "data position: there is no trainer_state.json": "trainer_state.json" not in files,
+        NO_SCHEDULE: state.lr_scheduler is not None
+        and not any(path.name == SCHEDULER for path in state.beside),
     }
     state.missing += [what for what, is_lacking in lacks.items() if is_lacking]
-    tensors = {f"weights/{name}": each.weights for name, each in state.parameters.items()}
-    tensors |= {f"plain/{name}": each for name, each in state.buffers.items()}
-    for name, each in state.parameters.items():
-        for key, value in each.state.items():
-            if isinstance(value, Stored):
-                tensors[f"optimizer/{key}/{name}"] = value
+    tensors = to_store(state)
     nbytes = sum(each.nbytes for each in tensors.values())
     kept = keep(((name, each.tensor()) for name, each in tensors.items()), nbytes)
     model = {name: kept[f"plain/{name}"] for name in state.buffers}
     optimizer: dict[str, dict[str, Any]] = {}
     for name, each in state.parameters.items():
-        model |= dict.fromkeys([name, *each.tied], kept[f"weights/{name}"])
+        model[name] = kept[f"weights/{name}"]
         if each.state:
             optimizer[name] = {
                 key: kept.get(f"optimizer/{key}/{name}", value) for key, value in each.state.items()
             }
+    model |= {other: model[name] for other, name in state.tied.items()}
     groups = [
         options | {"params": [name for name, p in state.parameters.items() if p.group == index]}
         for index, options in enumerate(state.groups)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,14 @@ import torch
 from zero.checkpoint import folder as folders
 from zero.checkpoint.files import CheckpointReader, Slice
 from zero.checkpoint.files import write as write_slices
-from zero.checkpoint.manifest import BLOCK, DATA_FILE, FORMAT, FORMAT_VERSION, Manifest
+from zero.checkpoint.manifest import BLOCK, DATA_FILE, Manifest
 from zero.checkpoint.models import open_at
+from zero.checkpoint.progress import Progress, describe_progress
+from zero.checkpoint.resumable import SCHEDULER, TRAINER_STATE
+from zero.checkpoint.stored import Stored
 from zero.checkpoint.values import decode, dtype_name, dtype_of, encode
 from zero.conversion import pickles
-from zero.conversion.training_state import Parameter, Stored, TrainingState
+from zero.conversion.training_state import Parameter, TrainingState
 from zero.errors import UsageError
 
 # Optimizers with the same state, so that each can take over that of the others.
@@ -30,13 +32,23 @@ FILES_OF_TRAINER = (
 ).split()
 
 
-def files_of_trainer(folder: Path) -> list[Path]:
-    """Return the files that go along with any kind of checkpoint, with `trainer_state.json` last:
-    it says that a folder is complete.
+def put_files_of_trainer(state: TrainingState, folder: Path) -> None:
+    """Have the files in the folder go along that belong to any kind of checkpoint, and say which
+    are missing.
     """
     found = {path for pattern in FILES_OF_TRAINER for path in folder.glob(pattern)}
-    return sorted(found, key=lambda path: (path.name == "trainer_state.json", path.name))
+    # `trainer_state.json` is the last one: it says that a folder is complete
+    state.beside = sorted(found, key=lambda path: (path.name == TRAINER_STATE, path.name))
+    names = {path.name for path in state.beside}
+    if not any(name.startswith("rng_state") for name in names):
+        state.missing.append("random states: there is no rng_state*.pth")
+    if TRAINER_STATE not in names:
+        state.missing.append(f"data position: there is no {TRAINER_STATE}")
+    if SCHEDULER not in names and state.lr_scheduler is None:
+        state.missing.append(NO_SCHEDULE)
 
+
+NO_SCHEDULE = f"learning-rate schedule: there is no {SCHEDULER}"
 
 # -- write
 
@@ -47,7 +59,8 @@ def write(state: TrainingState, out: Path) -> Path:
 
     Raises OSError if the disk is full, and UsageError for values that cannot be stored.
     """
-    tag, description, slices = f"global_step{state.global_steps}", describe(state), to_store(state)
+    tag, description = f"global_step{state.global_steps}", describe(state)
+    slices = [Slice(key, each.numel(), 0, _flat(each)) for key, each in to_store(state).items()]
     folder = folders.begin(out, tag, sum(each.values.nbytes for each in slices))
     try:
         written = write_slices(slices, folder, DATA_FILE.format(0))
@@ -69,57 +82,35 @@ def copy_beside(state: TrainingState, out: Path) -> None:
             shutil.copyfile(path, out / path.name)
 
 
-def to_store(state: TrainingState) -> list[Slice]:
-    """Return everything that a checkpoint has in files."""
-    slices = [_slice(f"plain/{name}", value) for name, value in state.buffers.items()]
+def _flat(stored: Stored) -> Any:
+    return stored[:]
+
+
+def to_store(state: TrainingState) -> dict[str, Stored]:
+    """Return everything that a checkpoint has in files, by its key."""
+    values = {f"plain/{name}": value for name, value in state.buffers.items()}
     for name, parameter in state.parameters.items():
-        slices.append(_slice(f"weights/{name}", parameter.weights))
+        values[f"weights/{name}"] = parameter.weights
         for key, value in parameter.state.items():
             if isinstance(value, Stored):
-                slices.append(_slice(f"optimizer/{key}/{name}", value))
-    return slices
-
-
-def _slice(key: str, value: Any) -> Slice:
-    return Slice(key, value.numel(), 0, value[:])
+                values[f"optimizer/{key}/{name}"] = value
+    return values
 
 
 def describe(state: TrainingState) -> dict[str, Any]:
     """Return the content of `checkpoint.json`, without what is known when the files are written."""
-    accumulation = state.micro_steps // state.global_steps if state.global_steps else 0
-    names = {
-        other: name for name, parameter in state.parameters.items() for other in parameter.tied
-    }
-    return {
-        "format": FORMAT,
-        "version": FORMAT_VERSION,
-        "torch": torch.__version__,
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    return describe_progress(state, state.buffers) | {
         "tag": f"global_step{state.global_steps}",
         # No rank wrote it, so its random states belong to none.
         "world_size": 0,
         "random_states": [],
         "stage": 3,
-        "global_steps": state.global_steps,
-        "micro_steps": state.micro_steps,
-        "skipped_steps": state.skipped_steps,
-        "global_samples": state.global_samples,
-        "gradient_accumulation_steps": accumulation,
-        "loss_scaler": encode(state.loss_scaler, "loss_scaler"),
-        "lr_scheduler": encode(state.lr_scheduler, "lr_scheduler"),
-        "client_state": encode(state.client_state, "client_state"),
         "frozen_excluded": state.frozen_excluded,
         "parameters": {name: _value(each) for name, each in state.parameters.items()},
-        "tied": names,
-        "plain": {
-            name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
-            for name, value in state.buffers.items()
-        },
+        "tied": state.tied,
         "optimizer": None if state.optimizer is None else _describe_optimizer(state),
         "hf_config": state.model_config,
         "adapters": state.adapters,
-        "files": {},
-        "tensors": {},
     }
 
 
@@ -137,16 +128,11 @@ def _describe_optimizer(state: TrainingState) -> dict[str, Any]:
     for name, parameter in state.parameters.items():
         for key, value in parameter.state.items():
             kind = kinds.setdefault(key, {})
-            if not isinstance(value, Stored):
-                place = f"optimizer state {key!r} of {name}"
-                kind.setdefault("numbers", {})[name] = encode(value, place)
-            elif value.shape == parameter.weights.shape:
+            if isinstance(value, Stored):  # of the parameter's shape
                 kind["dtype"] = dtype_name(value.dtype)
             else:
-                raise UsageError(
-                    f"{state.source}: the optimizer state {key!r} of {name} has the shape "
-                    f"{list(value.shape)}, and not that of the parameter, so it is not taken over"
-                )
+                place = f"optimizer state {key!r} of {name}"
+                kind.setdefault("numbers", {})[name] = encode(value, place)
     classes = [str(state.optimizer)]
     if state.optimizer in ADAMS:
         classes += [name for name in ADAMS if name != state.optimizer]
@@ -171,23 +157,23 @@ class _Reader(CheckpointReader):
                 continue
             stored, first = self._values[each.key], each.start
             target: Any = each.values
-            for start in range(0, target.numel(), BLOCK):
-                part = target[start : start + BLOCK]
-                part.copy_(stored.read(first + start, first + start + part.numel()))
+            for part in target.split(BLOCK):
+                part.copy_(stored.read(first, first + part.numel()))
+                first += part.numel()
 
 
 def reader(state: TrainingState, folder: Path) -> CheckpointReader:
     """Return a reader with which an engine loads the state. `folder` is named in errors."""
-    description, slices = describe(state), to_store(state)
-    slices = sorted((each for each in slices if each.numel), key=lambda x: -x.values.itemsize)
-    *starts, size = accumulate((each.values.nbytes for each in slices), initial=0)
+    description, values = describe(state), to_store(state)
+    stored = {key: each for key, each in values.items() if each.numel()}
+    order = sorted(stored, key=lambda key: -stored[key].itemsize)
+    *starts, size = accumulate((stored[key].nbytes for key in order), initial=0)
     name = DATA_FILE.format(0)
-    for each, start in zip(slices, starts, strict=True):
-        place = [0, each.numel, name, start]
-        entry = {"dtype": dtype_name(each.values.dtype), "numel": each.numel, "slices": [place]}
-        description["tensors"][each.key] = entry
+    for key, start in zip(order, starts, strict=True):
+        numel = stored[key].numel()
+        entry = {"dtype": dtype_name(stored[key].dtype), "slices": [[0, numel, name, start]]}
+        description["tensors"][key] = entry | {"numel": numel}
     description["files"][name] = {"bytes": size, "sums": [""] * -(-size // BLOCK)}
-    values: dict[str, Any] = {each.key: each.values for each in slices}
     return _Reader(folder, Manifest.model_validate(description), values)
 
 
@@ -200,7 +186,7 @@ def read(folder: Path) -> TrainingState:
     Raises ValueError if there is none. Reading a tensor raises it if a file is damaged.
     """
     source = open_at(folder)
-    manifest, missing = source.manifest, []
+    manifest = source.manifest
     if manifest.base:
         raise UsageError(f"{folder}: its quantized base is not in the checkpoint")
 
@@ -222,7 +208,6 @@ def read(folder: Path) -> TrainingState:
             dtype_of(value.dtype),
             value.trainable,
             value.group,
-            tied=[other for other, first in manifest.tied.items() if first == name],
         )
     optimizer = manifest.optimizer
     for key, kind in optimizer.state.items() if optimizer else ():
@@ -237,30 +222,22 @@ def read(folder: Path) -> TrainingState:
                 parameter.state[key] = stored(place, shape, kind.dtype)
             elif kind.numbers and name in kind.numbers:
                 parameter.state[key] = decode(kind.numbers[name])
-    job = folders.locate(folder, None)
-    beside = files_of_trainer(folder.parent if job == folder else folder)
-    if not any(path.match("rng_state*.pth") for path in beside):
-        missing.append("random states: the folder has none of the Trainer's")
-    return TrainingState(
+    state = TrainingState(
+        **vars(Progress.of(manifest)),
         source=f"zero, saved by {manifest.world_size} rank(s)" if manifest.world_size else "zero",
         parameters=parameters,
         buffers={
             name: stored(f"plain/{name}", value.shape, value.dtype)
             for name, value in manifest.plain.items()
         },
+        tied=manifest.tied,
         optimizer=optimizer and optimizer.classes[0],
         groups=decode(optimizer.groups) if optimizer else [],
-        lr_scheduler=decode(manifest.lr_scheduler),
-        loss_scaler=decode(manifest.loss_scaler),
-        global_steps=manifest.global_steps,
-        micro_steps=manifest.micro_steps,
-        skipped_steps=manifest.skipped_steps,
-        global_samples=manifest.global_samples,
         ranks=max(manifest.world_size, 1),  # none, if `zero adopt` wrote it
-        client_state=decode(manifest.client_state),
         frozen_excluded=manifest.frozen_excluded,
         model_config=manifest.hf_config,
         adapters={name: each.model_dump() for name, each in manifest.adapters.items()},
-        beside=beside,
-        missing=missing,
     )
+    is_own = folders.locate(folder, None) == folder
+    put_files_of_trainer(state, folder.parent if is_own else folder)
+    return state

@@ -1,59 +1,52 @@
 """Reads what `pickle` and `torch.save` have written, without executing anything, and writes objects
 of classes that need not be installed.
 
-pickle's own reader imports modules and calls what a file names, and it trusts lengths and indices
-in the file, so that a few changed bytes run a command or take all memory. The interpreter below
-knows the instructions, builds only numbers, strings, lists, tuples, sets and dicts, and turns
-everything else into a `Record`, which does nothing. A tensor becomes a `Stored`: its place is
+Python's own reader in Python does it, restricted: of its instructions, `_Unpickler` has those that
+make numbers, strings and containers, and a class or function that a file names becomes a `Global`.
+A call of one makes a `Record`, which does nothing. A tensor becomes a `Stored`: its place is
 checked against the file, and its values are read when they are needed.
 
 [Note: size] Each instruction takes a byte of the file and makes at most one object, so what is made
-cannot be much larger than the file. Calls such as that of `set` copy what they are given, which may
-be the same list each time, so all copies together must not have more elements than the file has
-bytes. Lists that contain one list many times could still grow without bound when they are copied or
-written as JSON. `_check_extent` refuses these, and also what is nested so deeply that Python's
-stack would overflow."""
+cannot be much larger than the file. (Python's reader in C is not used: it trusts lengths and
+indices in the file.) Calls such as that of `set` copy what they are given, which may be the same
+list each time, so all copies together must not have more elements than the file has bytes. Lists
+that contain one list many times could still grow without bound when they are copied or written as
+JSON. `_check_extent` refuses these, and also what is nested so deeply that Python's stack would
+overflow."""
 
 from __future__ import annotations
 
 import io
+import math
+import mmap
 import os
 import pickle
-import pickletools
+import struct
 import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch.serialization import StorageType
 
 from zero.checkpoint import disk
-from zero.checkpoint.files import bytes_of
-from zero.conversion.training_state import Stored
+from zero.checkpoint.stored import Stored
 from zero.errors import UsageError
 
 MOST_LEVELS = 50
-# How many times as many values as instructions there may be, because parts are shared.
-_MOST_SHARED = 20
+# How many times as many values as bytes in the file there may be, because parts are shared.
+_MOST_SHARED = 10
 _MOST_DIMENSIONS = 64  # torch's own limit
 _LOCAL_HEADER = 30
 _DTYPES = {name: each for name, each in vars(torch).items() if isinstance(each, torch.dtype)}
-_STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-}
 # What can be wrong with the arguments of an instruction.
-_WRONG = ArithmeticError, AttributeError, LookupError, TypeError, ValueError
+_WRONG = (
+    ArithmeticError, AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError,
+    pickle.UnpicklingError, struct.error,
+)  # fmt: skip
 
 
 class Global(NamedTuple):
@@ -73,13 +66,11 @@ class Record:
     Attributes:
         kind: the class or function that pickle would have called.
         state: what it would have set as the object's attributes.
-        items: what it would have put into the object, if that is a kind of list or dict.
     """
 
     kind: Global
     args: tuple
     state: Any = None
-    items: list = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute, such as that of a dataclass."""
@@ -87,6 +78,11 @@ class Record:
         if isinstance(state, dict) and name in state:
             return state[name]
         raise AttributeError(f"the file says nothing of {self.kind}.{name}")
+
+    def append(self, *_: object) -> None:
+        """Leave out what is put into a kind of list, set or dict."""
+
+    extend = add = __setitem__ = append
 
 
 class _Storage(NamedTuple):
@@ -107,19 +103,20 @@ def load(path: Path, start: int = 0, end: int | None = None) -> Any:
         with open(disk.open_regular(path.resolve()), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             end = size if end is None else end
-            if not 0 <= start <= end <= size:
+            if not 0 <= start < end <= size:
                 raise ValueError(f"bytes {start} to {end} of {size}")
-            window = _Window(file, start, end)
-            with zipfile.ZipFile(io.BufferedReader(window)) as archive:
-                return _load_archive(_Archive(path, file, archive, start, end))
-    except (*_WRONG, zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError) as error:
+            first = start - start % mmap.ALLOCATIONGRANULARITY
+            length, access = end - first, mmap.ACCESS_READ
+            with mmap.mmap(file.fileno(), length, access=access, offset=first) as content:
+                return _load_archive(path, content, first)
+    except (*_WRONG, zipfile.BadZipFile) as error:
         raise _unreadable(path, error) from None
 
 
 def load_plain(path: Path) -> Any:
     """Return the content of a file of `pickle.dump`."""
     try:
-        return interpret(disk.read(path.resolve()))
+        return _Unpickler(disk.read(path.resolve())).load()
     except _WRONG as error:
         raise _unreadable(path, error) from None
 
@@ -150,109 +147,59 @@ def read_tensors(value: Any) -> Any:
             return value.tensor()
         case dict():
             return {key: read_tensors(item) for key, item in value.items()}
-        case list():
-            return [read_tensors(item) for item in value]
-        case tuple() if not isinstance(value, Global):
-            return tuple(read_tensors(item) for item in value)
-        case set():
-            return sorted(value)
         case Record() | Global() | _Storage():
             raise TypeError(f"a {value.kind if isinstance(value, Record) else value}")
+        case list() | tuple():
+            return type(value)(map(read_tensors, value))
+        case set() | frozenset():
+            return sorted(value)
     return value
 
 
 # -- archives of torch.save
 
 
-class _Window(io.RawIOBase):
-    """A part of a file as a file."""
+def _load_archive(path: Path, content: Any, first: int) -> Any:
+    """Return what is in an archive at the end of `content`, the file's mapped bytes from `first`
+    on.
+    """
+    with zipfile.ZipFile(content) as archive:
+        entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
 
-    def __init__(self, file: io.BufferedReader, start: int, end: int):
-        self._descriptor, self._start, self._size = file.fileno(), start, end - start
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        if base + offset < 0:
-            raise ValueError(f"position {base + offset} of a file")
-        self._position = base + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self._size - self._position))
-        data = os.pread(self._descriptor, count, self._start + self._position)
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-
-class _Archive(NamedTuple):
-    path: Path
-    file: io.BufferedReader
-    archive: zipfile.ZipFile
-    start: int
-    end: int
-
-    def place(self, entry: zipfile.ZipInfo) -> int:
-        """Return the position of an entry's bytes in the file."""
+    def place(entry: zipfile.ZipInfo) -> int:
+        """Return the position of an entry's bytes in the content."""
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
             raise ValueError(f"{entry.filename} is compressed")
-        local = self.start + entry.header_offset
-        within = self.start <= local <= self.end - _LOCAL_HEADER
-        begin = os.pread(self.file.fileno(), _LOCAL_HEADER, local) if within else b""
-        if not begin.startswith(b"PK\3\4"):
+        local = entry.header_offset
+        begin = content[local : local + _LOCAL_HEADER]
+        if local < 0 or not begin.startswith(b"PK\3\4"):
             raise ValueError(f"{entry.filename} is not at its place")
         lengths = begin[26:28], begin[28:30]
         position = local + _LOCAL_HEADER + sum(int.from_bytes(each, "little") for each in lengths)
-        if position + entry.file_size > self.end:
+        if position + entry.file_size > len(content):
             raise ValueError(f"{entry.filename} is longer than the file")
         return position
 
-    def read(self, entry: zipfile.ZipInfo) -> bytes:
-        return os.pread(self.file.fileno(), entry.file_size, self.place(entry))
-
-
-def _load_archive(found: _Archive) -> Any:
-    entries = {entry.filename.partition("/")[2]: entry for entry in found.archive.infolist()}
-    if "data.pkl" not in entries:
-        raise ValueError("it has no data.pkl")
-    if "byteorder" in entries and found.read(entries["byteorder"]) != b"little":
-        raise ValueError("its byte order is not little-endian")
+    def read(name: str) -> bytes:
+        position = place(entries[name])
+        return content[position : position + entries[name].file_size]
 
     def storage(identity: object) -> _Storage:
         match identity:
             case ("storage", Global() as kind, str(key), str(), int(numel)):
                 entry = entries[f"data/{key}"]
-                dtype = None if kind.name == "UntypedStorage" else _STORAGES[kind.name]
+                dtype = None if kind.name == "UntypedStorage" else StorageType(kind.name).dtype
                 nbytes = numel * (1 if dtype is None else dtype.itemsize)
                 if nbytes != entry.file_size:
                     raise ValueError(f"{entry.filename}: {entry.file_size} bytes, not {nbytes}")
-                return _Storage(found.path, found.place(entry), nbytes, dtype)
+                return _Storage(path, first + place(entry), nbytes, dtype)
         raise ValueError(f"a persistent identity {type(identity).__name__}")
 
-    return interpret(found.read(entries["data.pkl"]), storage)
-
-
-def read_at(path: Path, position: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-    """Return `numel` elements of a file."""
-    values = torch.empty(numel, dtype=dtype, device="cpu")
-    left = bytes_of(values)
-    descriptor = disk.open_regular(path.resolve())
-    try:
-        while left:
-            count = os.preadv(descriptor, [left], position)
-            if not count:
-                raise UsageError(f"{path} became shorter while it was read")
-            left, position = left[count:], position + count
-    finally:
-        os.close(descriptor)
-    return values
+    if "data.pkl" not in entries:
+        raise ValueError("it has no data.pkl")
+    if "byteorder" in entries and read("byteorder") != b"little":
+        raise ValueError("its byte order is not little-endian")
+    return _Unpickler(read("data.pkl"), storage).load()
 
 
 def _tensor(
@@ -270,22 +217,17 @@ def _tensor(
         raise ValueError(f"a tensor of {len(size)} dimensions")
     if any(type(each) is not int or each < 0 for each in (offset, *size, *stride)):
         raise ValueError(f"a tensor of shape {size}, strides {stride}, at {offset}")
-    numel, available = 1, storage.nbytes // dtype.itemsize
-    for each in size:
-        numel *= each
+    numel, available = math.prod(size), storage.nbytes // dtype.itemsize
     span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if numel else 0
     if offset + span > available or numel > available:
         raise ValueError(f"a tensor of {numel} elements in a storage of {available}")
-    place, expected, contiguous = storage.position + offset * dtype.itemsize, 1, True
-    for n, step in zip(reversed(size), reversed(stride), strict=True):
-        contiguous &= n == 1 or step == expected
-        expected *= n
+    position = storage.position + offset * dtype.itemsize
+    if torch.empty_strided(size, stride, device="meta").is_contiguous():
+        return Stored.at(storage.path, position, size, dtype)
+    whole = Stored.at(storage.path, position, (span,), dtype)
 
     def read(start: int, end: int) -> torch.Tensor:
-        if contiguous or not numel:
-            return read_at(storage.path, place + start * dtype.itemsize, dtype, end - start)
-        whole = read_at(storage.path, place, dtype, span)
-        return whole.as_strided(size, stride).reshape(-1)[start:end]
+        return whole.values().as_strided(size, stride).reshape(-1)[start:end]
 
     return Stored(tuple(size), dtype, read)
 
@@ -293,12 +235,8 @@ def _tensor(
 # -- the instructions of pickle
 
 
-def _first_argument(value: object, *_: object) -> object:
-    return value
-
-
-def _pairs(pairs: Any = ()) -> dict:
-    return {_key(key): value for key, value in pairs}
+def _set(items: Any = ()) -> set:
+    return set(map(_key, items))
 
 
 def _bytes(text: str, encoding: str) -> bytes:
@@ -307,38 +245,30 @@ def _bytes(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
-# What is built. All else becomes a record.
-_CALLS: dict[tuple[str, str], Callable[..., Any]] = {
-    ("collections", "OrderedDict"): _pairs,
-    ("collections", "defaultdict"): lambda *_: {},
-    ("builtins", "set"): lambda items=(): {_key(item) for item in items},
-    ("__builtin__", "set"): lambda items=(): {_key(item) for item in items},
-    ("_codecs", "encode"): _bytes,
-    ("torch", "Size"): tuple,
-    ("torch._utils", "_rebuild_tensor"): _tensor,
-    ("torch._utils", "_rebuild_tensor_v2"): lambda *args: _tensor(*args[:4]),
-    ("torch._utils", "_rebuild_tensor_v3"): lambda *args: _tensor(
-        args[0], args[1], args[2], args[3], args[6]
-    ),
-    ("torch._utils", "_rebuild_parameter"): _first_argument,
-    ("torch._utils", "_rebuild_parameter_with_state"): _first_argument,
+# The calls that are made. All others become records.
+_CALLS: dict[str, Callable[..., Any]] = {
+    "collections.OrderedDict": lambda pairs=(): {_key(key): value for key, value in pairs},
+    "collections.defaultdict": lambda *_: {},
+    "builtins.set": _set,
+    "__builtin__.set": _set,
+    "_codecs.encode": _bytes,
+    "torch.Size": tuple,
+    "torch._tensor._rebuild_from_type_v2": lambda kind, _, args, __: _call(kind, args),
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": lambda *args: _tensor(*args[:4]),
+    "torch._utils._rebuild_tensor_v3": lambda a, b, c, d, *rest: _tensor(a, b, c, d, rest[2]),
+    "torch._utils._rebuild_parameter": lambda value, *_: value,
+    "torch._utils._rebuild_parameter_with_state": lambda value, *_: value,
 }
 _COPIES = dict, set, tuple, bytes
-_CONSTANTS = set(
-    "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING "
-    "BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8 UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8"
-    "".split()
-)
-_NEW: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_DICT": dict,
-    "EMPTY_LIST": list,
-    "EMPTY_TUPLE": tuple,
-    "EMPTY_SET": set,
-}
 _KEYS = str, int, float, bytes, type(None), torch.dtype, Global, Record
+
+
+def _call(kind: object, args: object) -> object:
+    if not isinstance(kind, Global) or not isinstance(args, tuple):
+        raise TypeError(f"a call of a {type(kind).__name__}")
+    make = _CALLS.get(str(kind))
+    return Record(kind, args) if make is None else make(*args)
 
 
 def _key(value: Any) -> Any:
@@ -349,189 +279,98 @@ def _key(value: Any) -> Any:
     return value
 
 
-def _global(module: object, name: object) -> object:
-    if not isinstance(module, str) or not isinstance(name, str):
-        raise TypeError("a class without a name")
-    return _DTYPES[name] if module == "torch" and name in _DTYPES else Global(module, name)
+# The one in C trusts lengths and indices in the file.
+_PythonUnpickler: Any = vars(pickle)["_Unpickler"]
 
 
-def _call(kind: object, args: object) -> object:
-    if not isinstance(kind, Global) or not isinstance(args, tuple):
-        raise TypeError(f"a call of a {type(kind).__name__}")
-    if kind == ("torch._tensor", "_rebuild_from_type_v2"):
-        return _call(args[0], args[2])
-    act = _CALLS.get(kind)
-    return Record(kind, args) if act is None else act(*args)
+class _Unpickler(_PythonUnpickler):
+    """Reads a pickle. `persistent_load` returns what an identity of the file's own stands for."""
+
+    def __init__(self, content: bytes, persistent_load: Callable[[object], object] | None = None):
+        super().__init__(io.BytesIO(content))
+        self._size = len(content)
+        self._copied = 0  # elements of what calls have made; see the note on size
+        if persistent_load is not None:
+            self.persistent_load = persistent_load
+
+    def load(self) -> Any:
+        result = super().load()
+        _check_extent(result, iter(range(_MOST_SHARED * self._size)))
+        return result
+
+    def find_class(self, module: str, name: str) -> object:
+        return _DTYPES[name] if module == "torch" and name in _DTYPES else Global(module, name)
+
+    def load_reduce(self) -> None:
+        args, kind = self.stack.pop(), self.stack.pop()
+        made = _call(kind, args)
+        self._copied += len(made) if isinstance(made, _COPIES) else 0
+        if self._copied > self._size:
+            raise ValueError("its calls copy the same parts too often")
+        self.append(made)
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        if isinstance(self.stack[-1], Record):  # a dict's attributes, such as _metadata, are not
+            self.stack[-1].state = state
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        pickle.REDUCE[0]: load_reduce,
+        pickle.NEWOBJ[0]: load_reduce,
+        pickle.BUILD[0]: load_build,
+    }
 
 
-def _put_items(target: object, items: list) -> None:
-    pairs = zip(items[::2], items[1::2], strict=True)
-    match target:
-        case dict():
-            target.update((_key(key), value) for key, value in pairs)
-        case Record():
-            target.items += pairs
-        case _:
-            raise TypeError(f"items of a {type(target).__name__}")
-
-
-def _append(target: object, items: list) -> None:
-    match target:
-        case list():
-            target += items
-        case set():
-            target.update(map(_key, items))
-        case Record():
-            target.items += items
-        case _:
-            raise TypeError(f"elements of a {type(target).__name__}")
-
-
-def interpret(content: bytes, persistent: Callable[[object], object] | None = None) -> Any:
-    """Return what a pickle describes. `persistent` returns what an identity of the file's own
-    stands for.
-
-    Raises ValueError, TypeError or LookupError for what is no pickle or is not understood.
+def _allow(names: str, keys: slice) -> None:
+    """Have these instructions read as Python does, once it is known that what is at these places of
+    the stack can be keys.
     """
-    stack: list[Any] = []
-    marked: list[list[Any]] = []
-    memo: dict[int, Any] = {}
-    copies = 0  # elements of what calls have made; see the note on size
-    instructions: Any = pickletools.genops(content)
+    for name in names.split():
+        (code,) = vars(pickle)[name]
 
-    def since_mark() -> list[Any]:
-        nonlocal stack
-        items, stack = stack, marked.pop()
-        return items
+        def read(unpickler: Any, read: Callable[[Any], None] = _PythonUnpickler.dispatch[code]):
+            for key in unpickler.stack[keys]:
+                _key(key)
+            read(unpickler)
 
-    for count, (opcode, argument, _) in enumerate(instructions, 1):
-        match opcode.name:
-            case name if name in _CONSTANTS:
-                stack.append(argument)
-            case name if name in _NEW:
-                stack.append(_NEW[name]())
-            case "PROTO" | "FRAME":
-                pass
-            case "PUT" | "BINPUT" | "LONG_BINPUT":
-                memo[argument] = stack[-1]
-            case "MEMOIZE":
-                memo[len(memo)] = stack[-1]
-            case "GET" | "BINGET" | "LONG_BINGET":
-                stack.append(memo[argument])
-            case "MARK":
-                marked.append(stack)
-                stack = []
-            case "TUPLE":
-                items = since_mark()
-                stack.append(tuple(items))
-            case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                length = int(opcode.name[-1])
-                items = [stack.pop() for _ in range(length)]
-                stack.append(tuple(reversed(items)))
-            case "LIST":
-                items = since_mark()
-                stack.append(items)
-            case "DICT":
-                items, new = since_mark(), {}
-                _put_items(new, items)
-                stack.append(new)
-            case "FROZENSET":
-                items = since_mark()
-                stack.append(set(map(_key, items)))
-            case "APPEND":
-                items = [stack.pop()]
-                _append(stack[-1], items)
-            case "APPENDS" | "ADDITEMS":
-                items = since_mark()
-                _append(stack[-1], items)
-            case "SETITEM":
-                value, key = stack.pop(), stack.pop()
-                _put_items(stack[-1], [key, value])
-            case "SETITEMS":
-                items = since_mark()
-                _put_items(stack[-1], items)
-            case "POP":
-                stack.pop()
-            case "POP_MARK":
-                since_mark()
-            case "GLOBAL":
-                stack.append(_global(*argument.split(" ", 1)))
-            case "STACK_GLOBAL":
-                name, module = stack.pop(), stack.pop()
-                stack.append(_global(module, name))
-            case "REDUCE" | "NEWOBJ":
-                args, kind = stack.pop(), stack.pop()
-                made = _call(kind, args)
-                copies += len(made) if isinstance(made, _COPIES) else 0
-                if copies > len(content):
-                    raise ValueError("its calls copy the same parts too often")
-                stack.append(made)
-            case "NEWOBJ_EX":
-                keywords, args, kind = stack.pop(), stack.pop(), stack.pop()
-                stack.append(_call(kind, (args, keywords)))
-            case "BUILD":
-                state = stack.pop()
-                if isinstance(stack[-1], Record):  # a dict's attributes, such as _metadata, are not
-                    stack[-1].state = state
-            case "BINPERSID" if persistent is not None:
-                stack.append(persistent(stack.pop()))
-            case "STOP":
-                (result,) = stack
-                _check_extent(result, _MOST_SHARED * count)
-                return result
-            case name:
-                raise ValueError(f"the instruction {name}")
-    raise ValueError("it has no end")
+        _Unpickler.dispatch[code] = read
+
+
+# None of them calls or imports anything, or sets attributes.
+_allow(
+    "PROTO FRAME STOP MARK POP POP_MARK PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET "
+    "NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT "
+    "STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 "
+    "BINBYTES SHORT_BINBYTES BINBYTES8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 "
+    "EMPTY_LIST LIST APPEND APPENDS EMPTY_DICT EMPTY_SET GLOBAL STACK_GLOBAL BINPERSID",
+    slice(0),
+)
+_allow("SETITEM", slice(-2, -1))
+_allow("DICT SETITEMS", slice(0, None, 2))
+_allow("FROZENSET ADDITEMS", slice(0, None))
+
+
+def _check_extent(value: Any, left: Iterator[int], level: int = 0) -> None:
+    """Raise ValueError if the value is nested too deeply or contains itself, or has more values
+    than are `left` when all parts are counted as often as they occur. See the note on size.
+    """
+    if level > MOST_LEVELS:
+        raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep")
+    if next(left, None) is None:
+        raise ValueError("its parts contain each other too often")
+    for each in _inside(value):
+        _check_extent(each, left, level + 1)
 
 
 def _inside(value: Any) -> list[Any]:
     match value:
         case dict():
             return [*value, *value.values()]
-        case list() | tuple() | set():
+        case list() | tuple() | set() | frozenset():
             return list(value)
         case Record():
-            return [value.args, value.state, value.items]
+            return [value.args, value.state]
     return []
-
-
-def _check_extent(result: Any, most: int) -> None:
-    """Raise ValueError if the result is nested too deeply or contains itself, or has more than
-    `most` values when all parts are counted as often as they occur. See the note on size.
-    """
-    extents: dict[int, tuple[int, int]] = {}  # of each part: values in it, and levels
-    path: list[_Part] = [_Part(result)]
-    while path:
-        part = path[-1]
-        if part.left:
-            item = part.left.pop()
-            if id(item) in extents:
-                part.add(*extents[id(item)])
-            elif _inside(item):
-                path.append(_Part(item))
-            else:
-                part.add(1, 0)
-        else:
-            path.pop()
-            extents[id(part.value)] = part.count, part.levels
-            if path:
-                path[-1].add(part.count, part.levels)
-        if len(path) + part.levels > MOST_LEVELS:
-            raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep")
-        if part.count > most:
-            raise ValueError("its parts contain each other too often")
-
-
-class _Part:
-    """A list, dict or record while what is inside it is counted."""
-
-    def __init__(self, value: Any):
-        self.value, self.left = value, _inside(value)
-        self.count, self.levels = 1, 1
-
-    def add(self, count: int, levels: int) -> None:
-        self.count += count
-        self.levels = max(self.levels, levels + 1)
 
 
 # -- write
@@ -553,10 +392,10 @@ def save(content: Any, path: Path) -> None:
 
 
 # The one in C looks classes up before it writes their names.
-_PicklerInPython: Any = vars(pickle)["_Pickler"]
+_PythonPickler: Any = vars(pickle)["_Pickler"]
 
 
-class _Pickler(_PicklerInPython):
+class _Pickler(_PythonPickler):
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         if isinstance(obj, Record):
             self.write(pickle.GLOBAL + f"{obj.kind.module}\n{obj.kind.name}\n".encode())

@@ -5,56 +5,14 @@ must not depend on any format."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in files. `read(start, end)` returns these elements of the flattened tensor, 1-D, on
-    the host and in `dtype`. It may be called from several threads.
-
-    Attributes and methods have the names of a tensor's, so that `zero.checkpoint.files.write` takes
-    it as the values of a slice.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[int, int], torch.Tensor]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Stored:
-        flat = tensor.detach().cpu().contiguous().view(-1)
-        return cls(tuple(tensor.shape), tensor.dtype, lambda start, end: flat[start:end])
-
-    @property
-    def itemsize(self) -> int:
-        return self.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel() * self.itemsize
-
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
-    def __getitem__(self, part: slice) -> Stored:
-        """Return a range of the flattened tensor."""
-        start, end, _ = part.indices(self.numel())
-        shape = torch.Size((end - start,))
-        return Stored(shape, self.dtype, lambda first, last: self.read(start + first, start + last))
-
-    def values(self) -> torch.Tensor:
-        """Return the flattened tensor."""
-        return self.read(0, self.numel())
-
-    def tensor(self) -> torch.Tensor:
-        return self.values().view(self.shape)
-
+from zero.checkpoint.progress import Progress
+from zero.checkpoint.stored import Stored
 
 # The state of an optimizer that is not as large as the parameter, such as `step`. It may be a
 # tensor of one element.
@@ -70,7 +28,6 @@ class Parameter:
         dtype: the dtype in which the model uses it.
         group: the index of its param group, or None if it has none.
         state: its optimizer state by key, such as "exp_avg" and "step".
-        tied: other names that the model has for it.
     """
 
     weights: Stored
@@ -78,21 +35,20 @@ class Parameter:
     trainable: bool = True
     group: int | None = None
     state: dict[str, Stored | Number] = field(default_factory=dict)
-    tied: list[str] = field(default_factory=list)
 
 
-@dataclass
-class TrainingState:
+@dataclass(kw_only=True)
+class TrainingState(Progress):
     """A training run at a step.
 
     Attributes:
         source: what it was read from, for people: "DeepSpeed 0.19.8, stage 3, 2 ranks".
         parameters: by name, in the model's order.
         buffers: persistent buffers by name.
+        tied: other names that the model has for some parameters: {other name: name}.
         optimizer: the name of its class, or None if there is no optimizer state.
         groups: the options of each param group, such as "lr".
         ranks: how many processes saved it.
-        client_state: values of the user's script.
         frozen_excluded: whether the weights of frozen parameters are left out.
         model_config: the content of the model's `config.json`, if it is one of transformers'.
         adapters: PEFT's adapters, as `zero.checkpoint.adapters` describes them.
@@ -102,18 +58,12 @@ class TrainingState:
     """
 
     source: str
-    parameters: dict[str, Parameter]
+    parameters: dict[str, Parameter] = field(default_factory=dict)
     buffers: dict[str, Stored] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
     optimizer: str | None = None
     groups: list[dict[str, Any]] = field(default_factory=list)
-    lr_scheduler: dict[str, Any] | None = None
-    loss_scaler: dict[str, Any] | None = None
-    global_steps: int = 0
-    micro_steps: int = 0
-    skipped_steps: int = 0
-    global_samples: int = 0
     ranks: int = 1
-    client_state: dict[str, Any] = field(default_factory=dict)
     frozen_excluded: bool = False
     model_config: dict[str, Any] | None = None
     adapters: dict[str, Any] = field(default_factory=dict)

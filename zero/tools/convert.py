@@ -13,7 +13,7 @@ from typing import Any
 from zero.checkpoint import disk
 from zero.checkpoint import folder as folders
 from zero.conversion import dcp, deepspeed, full, ours
-from zero.conversion.training_state import Stored, TrainingState
+from zero.conversion.training_state import TrainingState
 from zero.errors import UsageError
 from zero.tools.arguments import Parser, count
 
@@ -119,7 +119,8 @@ def _write(write: Callable[[TrainingState, Path], Any], state: TrainingState, ou
         if path.name != disk.LOCK:
             disk.remove(path)
     try:
-        nbytes, free = _nbytes(state), shutil.disk_usage(work).free
+        nbytes = sum(each.nbytes for each in ours.to_store(state).values())
+        free = shutil.disk_usage(work).free
         if nbytes > free:
             sizes = f"it takes {folders.megabytes(nbytes)} and {folders.megabytes(free)} are free"
             raise OSError(errno.ENOSPC, f"{sizes}; make room or name another folder", str(out))
@@ -132,13 +133,6 @@ def _write(write: Callable[[TrainingState, Path], Any], state: TrainingState, ou
             raise OSError(error.errno, error.strerror, str(out)) from error
         raise
     disk.sync(out.parent)
-
-
-def _nbytes(state: TrainingState) -> int:
-    tensors: list[Any] = [*state.buffers.values()]
-    for each in state.parameters.values():
-        tensors += [each.weights, *each.state.values()]
-    return sum(each.nbytes for each in tensors if isinstance(each, Stored))
 
 
 def _report(state: TrainingState, out: Path, as_json: bool) -> None:

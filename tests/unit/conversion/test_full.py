@@ -17,8 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from zero.checkpoint.files import Slice
 from zero.checkpoint.models import consolidate
+from zero.checkpoint.stored import Stored
 from zero.conversion import full, ours
-from zero.conversion.training_state import Stored
+from zero.conversion.named import put_optimizer
+from zero.conversion.training_state import Parameter, TrainingState
 from zero.tools.cli import main
 
 STEP = 3
@@ -87,10 +89,20 @@ def test_a_checkpoint_of_ours_reads_back_as_it_was_written(tmp_path: Path) -> No
             assert torch.equal(found.weights.tensor(), parameter.weights.tensor())
             assert torch.equal(found.state["exp_avg"].tensor(), parameter.state["exp_avg"].tensor())
             assert found.state["step"] == STEP and found.group == 0
-            assert found.tied == parameter.tied
         assert again.buffers["empty"].dtype == empty.dtype
+        assert again.tied == state.tied
         assert again.groups == state.groups and again.global_steps == STEP
         assert {path.name for path in again.beside} == {path.name for path in state.beside}
+
+
+def test_a_parameter_without_dimensions_keeps_its_moments() -> None:
+    scalar = Stored.of(torch.tensor(3.0))
+    state = TrainingState(source="test", parameters={"scale": Parameter(scalar, torch.float32)})
+    optimizer = {"scale": dict.fromkeys(("step", "exp_avg", "exp_avg_sq"), scalar)}
+    put_optimizer(state, optimizer, [{"params": ["scale"], "lr": 1.0, "fused": True}], "test")
+    found = state.parameters["scale"].state
+    assert found["step"] == 3 and found["exp_avg"] is scalar
+    assert state.groups == [{"lr": 1.0}] and state.optimizer == "AdamW"
 
 
 def remove_a_weight(folder: Path) -> None:

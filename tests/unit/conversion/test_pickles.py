@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from zero.checkpoint.stored import Stored
 from zero.conversion import pickles
-from zero.conversion.training_state import Stored
 from zero.errors import UsageError
 
 # What happens in this process while `watched` is on.
@@ -97,6 +97,121 @@ def test_refuses_calls_that_copy_one_list_many_times(tmp_path: Path, kind: str) 
     (tmp_path / "file").write_bytes(b"\x80\x02]q\x00(" + pairs + b"e0(" + one_copy * 100 + b"l.")
     with pytest.raises(UsageError, match="copy the same parts too often"):
         pickles.load_plain(tmp_path / "file")
+
+
+NAME = b"cposix\nsystem\n"
+DEEP = b")" + b"\x85" * 100_000  # tuples in tuples, whose hash Python computes recursively
+MANY = b"(" + b"K\x01" * 20_000 + b"t"
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        pytest.param(b"}" + DEEP + b"Ns.", id="deep-key"),
+        pytest.param(b"}(" + DEEP + b"Nu.", id="deep-keys"),
+        pytest.param(b"(" + DEEP + b"Nd.", id="deep-key-of-a-dict"),
+        pytest.param(b"\x8f(" + DEEP + b"\x90.", id="deep-element"),
+        pytest.param(b"(" + DEEP + b"\x91.", id="deep-element-of-a-frozenset"),
+        pytest.param(b"cbuiltins\nset\n(" + DEEP + b"l\x85R.", id="deep-element-of-a-call"),
+        pytest.param(DEEP + b".", id="deep"),
+        pytest.param(b"(S'touch executed'\niposix\nsystem\n.", id="INST"),
+        pytest.param(b"(" + NAME + b"X\x01\0\0\0ao.", id="OBJ"),
+        pytest.param(NAME + b"X\x01\0\0\0aR.", id="text-as-arguments"),
+        pytest.param(NAME + b"](NNeR.", id="list-as-arguments"),
+        pytest.param(b"X\x05\0\0\0upper)R.", id="call-of-a-text"),
+        pytest.param(NAME + b")}\x92.", id="NEWOBJ_EX"),
+        pytest.param(b"\x82\x01.", id="EXT1"),
+        pytest.param(b"Pname\n.", id="PERSID"),
+        pytest.param(b"NQ.", id="BINPERSID"),
+        pytest.param(b"\x97.", id="NEXT_BUFFER"),
+        pytest.param(b"\x96" + b"\xff" * 4 + b"\0" * 4 + b".", id="huge-bytearray"),
+        pytest.param(b"\x8e" + b"\xff" * 4 + b"\0" * 4 + b".", id="huge-bytes"),
+        pytest.param(b"X" + b"\xff" * 4 + b".", id="huge-text"),
+        pytest.param(b"\x8b\xff\xff\xff\x7f.", id="huge-number"),
+        pytest.param(b"\x95" + b"\xff" * 4 + b"\0" * 4 + b".", id="huge-frame"),
+        pytest.param(b"N" + b"r" + b"\xff" * 4 + b"0j\xfe\xff\xff\xff.", id="memo"),
+        pytest.param(b"c_codecs\nencode\nX\x01\0\0\0aX\x03\0\0\0zip\x86R.", id="codec"),
+        pytest.param(
+            b"]q\0cc\na\nq\x01" + MANY + b"q\x02" + b"(h\x01h\x02Re" * 9000 + b".",
+            id="records-of-one-tuple",
+        ),
+        pytest.param(
+            b"ctorch._utils\n_rebuild_tensor\n(cc\na\n)\x81}(X\x06\0\0\0nbytesJ\xff\xff\xff\x7f"
+            b"X\x05\0\0\0dtypectorch\nuint8\nX\x04\0\0\0pathX\x0b\0\0\0/etc/passwd"
+            b"X\x08\0\0\0positionK\0ubK\0K\x01\x85K\x01\x85tR.",
+            id="a-storage-of-its-own",
+        ),
+    ],
+)
+def test_refuses_attacks(tmp_path: Path, attack: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "file.pkl"
+    path.write_bytes(b"\x80\x04" + attack)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UsageError, match=r"file\.pkl is damaged"):
+            pickles.load_plain(path)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000 + 200 * path.stat().st_size
+    finally:
+        tracemalloc.stop()
+    assert not (tmp_path / "executed").exists()
+
+
+def test_attributes_are_set_on_records_alone(tmp_path: Path) -> None:
+    for target in (b"}", b"]", b")", b"\x8f", b"ctorch\nuint8\n", NAME, b"K\x01"):
+        path = tmp_path / "file.pkl"
+        path.write_bytes(b"\x80\x04" + target + b"}X\x04\0\0\0readK\x05sb.")
+        assert not hasattr(pickles.load_plain(path), "read")
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "offset"),
+    [
+        ((13,), (1,), 0),
+        ((12,), (1,), 1),
+        ((2,), (12,), 0),
+        ((5,), (2**62,), 0),
+        ((2**62, 4), (0, 0), 0),
+        ((2,), (-1,), 5),
+        ((-1,), (1,), 0),
+        ((1,) * 65, (1,) * 65, 0),
+        ((2.0,), (1,), 0),
+        ((2, 2), (1,), 0),
+        ((1,), (1,), 2**63),
+    ],
+)
+def test_refuses_tensors_that_leave_their_storage(
+    tmp_path: Path, size: tuple, stride: tuple, offset: int
+) -> None:
+    class Tensor:
+        def __reduce__(self) -> object:
+            return torch._utils._rebuild_tensor, (
+                torch.zeros(12)._typed_storage(),
+                offset,
+                size,
+                stride,
+            )
+
+    torch.save(Tensor(), tmp_path / "file.pt")
+    with pytest.raises(UsageError, match=r"file\.pt is damaged"):
+        pickles.load(tmp_path / "file.pt")
+
+
+def test_reads_an_archive_within_a_file(tmp_path: Path) -> None:
+    """As torch's distributed checkpoints have them."""
+    content, places = b"", []
+    for number in range(3):
+        file = io.BytesIO()
+        torch.save({"values": torch.full((5000,), float(number))}, file)
+        places.append((len(content), len(content) + len(file.getvalue())))
+        content += file.getvalue()
+    (tmp_path / "file").write_bytes(content)
+    for number, (start, end) in enumerate(places):
+        read = pickles.load(tmp_path / "file", start, end)["values"]
+        assert torch.equal(read.tensor(), torch.full((5000,), float(number)))
+    for start, end in ((-1, 10), (0, 0), (5, 4), (0, len(content) + 1), (0, 50), ("0", 10)):
+        with pytest.raises(UsageError, match="is damaged"):
+            pickles.load(tmp_path / "file", start, end)  # pyright: ignore[reportArgumentType]
 
 
 def archive_of(pickled: bytes, entries: dict[str, bytes]) -> bytes:
