@@ -11,32 +11,32 @@ from __future__ import annotations
 import importlib
 import runpy
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from tests.processes import fork_ranks
 from zero.errors import UsageError
-from zero.tools.profile.running import what_went_wrong
+from zero.tools.profile.running import FOLDER, LOG, STEPS, what_went_wrong
 
 
 def run(
     command: list[str],
     recorder: str,
-    variables: dict[str, str],
-    log: Path,
+    folder: Path,
+    steps: int,
     what: str,
-    progress: Callable[[], str | None],
     nproc: int = 0,
     imported: str = "zero",
 ) -> None:
     """As `zero.tools.profile.running.run`, of a script. `nproc` and `imported`: as of
     `fork_ranks`.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    variables = {FOLDER: str(folder), STEPS: str(steps)}
     words = ("-m", __name__, recorder, *command)
     done = fork_ranks(*words, nproc=nproc, timeout=120, imported=imported, env=variables)
-    log.write_text(done.stdout + done.stderr)
+    (folder / LOG).write_text(done.stdout + done.stderr)
     if done.returncode:
-        raise UsageError(f"{what} failed with code {done.returncode}:\n{what_went_wrong(log)}")
+        raise UsageError(f"{what} failed with code {done.returncode}:\n{what_went_wrong(folder)}")
 
 
 if __name__ == "__main__":

@@ -179,12 +179,12 @@ def test_all_hosts_end_when_one_fails(environment: dict[str, str], tmp_path: Pat
 
 
 def test_what_a_recorder_asks_for_reaches_all_hosts(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("ZERO_WATCH_FOLDER", "/shared/a b")
+    monkeypatch.setenv("ZERO_RECORDER_FOLDER", "/shared/a b")
     monkeypatch.setenv("UNRELATED", "x")
     options = _parser().parse(["--elastic_training", "--min_elastic_nodes", "2", "train.py"])
     command = shlex.split(remote_command(options, {"a": [0], "user@b": [0, 1]}, 1))
     variables = remote_variables(options, [0, 1], {"PYTHONPATH": "/of/file"})
-    assert variables["ZERO_WATCH_FOLDER"] == "/shared/a b" and "UNRELATED" not in variables
+    assert variables["ZERO_RECORDER_FOLDER"] == "/shared/a b" and "UNRELATED" not in variables
     assert variables["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert variables["PYTHONPATH"] == f"{STARTUP}:/of/file"
     assert (

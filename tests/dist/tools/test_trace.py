@@ -179,7 +179,7 @@ def test_the_command(tmp_path: Path, monkeypatch, capsys):
     script, out = tmp_path / "script.py", tmp_path / "trace.json.gz"
     script.write_text(SCRIPT)
     code, stdout, stderr = call(capsys, "--step", "3", "--out", str(out), "--json", str(script))
-    assert "trace: step " in stderr
+    assert "trace: the run: step " in stderr
     assert code == 0 and set(json.loads(stdout)["seconds"]["rank 0"]) >= {"phases", "compute"}
     assert any(
         event["name"] == "backward"

@@ -26,7 +26,7 @@ from zero.tools.estimate.model import build, class_of
 from zero.tools.estimate.plan import configuration
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import Estimate, estimate
-from zero.tools.estimate.remedies import Remedy, _undominated, faster, remedies
+from zero.tools.estimate.remedies import Remedy, Search, _undominated
 from zero.tools.estimate.report import _times
 from zero.tools.estimate.speeds import default_file, of_device, read
 
@@ -498,8 +498,8 @@ def test_slices_take_the_place_of_micro_batches_where_each_would_move_all_weight
     model, question = build(llama(), torch.bfloat16), Question(1, 1, 8)
     # Without offload it does not fit.
     limits = {"device": 700_000, "host": 1 << 30}
-    now = estimate(model, config, question)
-    remedy = faster(model, config, question, limits, now)
+    search = Search(model, config, question, limits)
+    now, remedy = search.asked, search.faster()
     assert (
         remedy and remedy.words == "micro-batch 8 in batch_slices 4, gradient_accumulation_steps 1"
     )
@@ -540,7 +540,7 @@ def test_what_cannot_fit_is_tried_once(monkeypatch):
     question = Question(1, 8, 16, True)
     config = load_config({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}})
     model = build(shape, torch.bfloat16)
-    assert remedies(model, config, question, {"device": 1 << 20}) == []
+    assert Search(model, config, question, {"device": 1 << 20}).remedies() == []
     # With the smallest micro-batch alone, and each change once.
     assert {batch for _, batch in asked} == {1} and max(asked.values()) == 1
 

@@ -46,6 +46,7 @@ from zero.tools.estimate.calls import (
     like,
     tensors_in,
 )
+from zero.tools.estimate.traffic import CALLS, COMPUTE, FED, OPERATIONS, TOUCHED
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 # The parts of host memory that are buffers for transfers.
@@ -69,11 +70,7 @@ class Memory(TorchDispatchMode):
         part: the part to which new memory belongs.
         whose: the end of each part's name, if the memory is not that of the trained model.
         cause: the cause of current traffic.
-        operations: floating-point operations of matrix products so far.
-        fed: bytes that these have read and written so far.
-        touched: bytes that all other operations on the device have read and written so far.
-        calls: how many operations have been started so far.
-        moved: bytes moved so far, by (link, cause).
+        done: what has been moved and computed so far, by (link, cause).
     """
 
     def __init__(self, part: str):
@@ -83,8 +80,7 @@ class Memory(TorchDispatchMode):
         self.live: Counter[tuple[str, str]] = Counter()
         self.most: Counter[tuple[str, str]] = Counter()
         self.fullest: dict[str, dict[str, int]] = {DEVICE: {}, HOST: {}, DISK: {}}
-        self.operations = self.fed = self.touched = self.calls = 0
-        self.moved: Counter[tuple[str, str]] = Counter()
+        self.done: Counter[tuple[str, str]] = Counter()
         self._totals: Counter[str] = Counter()
         self._peaks: Counter[str] = Counter()
         # Place, part and bytes, by storage.
@@ -175,7 +171,7 @@ class Memory(TorchDispatchMode):
         if DTensor in types:  # it calls again, with this rank's parts
             return NotImplemented
         kwargs = dict(kwargs or {})
-        self.calls += 1
+        self.done[COMPUTE, CALLS] += 1
         if func.is_view:
             out = func(*args, **kwargs)
             for leaf in tensors_in(out):
@@ -191,11 +187,8 @@ class Memory(TorchDispatchMode):
             call = Call.of(func, args, kwargs, out)
             if key is not None and call.is_complete:
                 known_calls[key] = call
-        self.operations += call.operations
-        if call.operations:
-            self.fed += call.touched
-        else:
-            self.touched += call.touched
+        self.done[COMPUTE, OPERATIONS] += call.operations
+        self.done[COMPUTE, FED if call.operations else TOUCHED] += call.touched
         before, self.part = self.part, "activations" if is_pinned else self.part
         for leaf in tensors_in(out):
             self.note(leaf)
@@ -338,7 +331,7 @@ class _File:
         return _Done(source)
 
     def _move(self, link: str, mapped: torch.Tensor, host: torch.Tensor) -> None:
-        self._memory.moved[link, self._memory.cause] += mapped.nbytes
+        self._memory.done[link, self._memory.cause] += mapped.nbytes
         if self._memory.place_of(host) == HOST:
             # Direct I/O needs an aligned buffer for each request in flight.
             size = nvme.request_bytes(self._settings)
@@ -527,7 +520,7 @@ def _substitutes_on_host(memory: Memory) -> list[Substitute]:
         rounding.rounded(block, torch.empty_like(block, dtype=torch.int32))
 
     def count(link: str, nbytes: int) -> None:
-        memory.moved[link, memory.cause] += nbytes
+        memory.done[link, memory.cause] += nbytes
 
     return [
         (torch, "frombuffer", tensor_in),

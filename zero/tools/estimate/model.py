@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import re
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -30,19 +31,9 @@ from zero.tools.estimate.question import Question, model_folder
 
 # The largest plausible integers in `config.json`, by the end of the key.
 _BOUNDS = {
-    "layers": 10_000,
-    "layer": 10_000,
-    "depths": 10_000,
-    "heads": 10_000,
-    "head": 10_000,
-    "experts": 10_000,
+    r"(layers?|depths|heads?|experts)": 10_000,
     "labels": 1_000_000,
-    "hidden_size": 1_000_000,
-    "d_model": 1_000_000,
-    "n_embd": 1_000_000,
-    "vocab_size": 100_000_000,
-    "intermediate_size": 10_000_000,
-    "_dim": 1_000_000,
+    r"(_size|_dim|d_model|n_embd)": 100_000_000,
 }
 _POSITIVE = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
@@ -78,7 +69,7 @@ def _require_bounds(value: Any, key: str = "config.json") -> None:
         for inner in value:
             _require_bounds(inner, key)
     elif isinstance(value, int):
-        most = next((most for end, most in _BOUNDS.items() if key.endswith(end)), None)
+        most = next((most for end, most in _BOUNDS.items() if re.search(f"{end}$", key)), None)
         if key in _POSITIVE and value < 1:
             raise UsageError(f"{key} is {value}, expected at least 1")
         if most is not None and value > most:
@@ -201,10 +192,8 @@ def forward(engine: ZeroEngine, **inputs: torch.Tensor) -> Any:
         return engine(**inputs, use_cache=False)
     except Exception as error:  # of any kind: the forward is not ours
         why = " ".join(str(error).split())[:200]
-        raise UsageError(
-            f"{type(engine.module).__name__} does not take {' and '.join(inputs)} ({why}): "
-            f"{_REMEDY}"
-        ) from error
+        name, given = type(engine.module).__name__, " and ".join(inputs)
+        raise UsageError(f"{name} does not take {given} ({why}): {_REMEDY}") from error
 
 
 def require_tokens(model: nn.Module, length: int) -> None:

@@ -21,6 +21,7 @@ from zero.core.secondary_partition import SecondaryPartitionGroup
 from zero.optim.sharded_optimizer import ZeroOptimizer
 from zero.optim.subgroups import SubGroup, SubGroupInMemory, is_state_tensor
 from zero.tools.estimate.machine import Memory
+from zero.tools.estimate.traffic import UPDATES
 
 # The parts of memory.
 PARAMETERS, GATHERED, SECOND, GRADIENTS, MASTERS, STATE, ACTIVATIONS = (
@@ -36,7 +37,7 @@ MOVING, SUMS, CODES = "gradients on their way", "sums of micro-batches", "codes 
 TILES, WHOLE = "temporary tensors of the optimizer", "whole tensors of the optimizer"
 # The causes of traffic.
 GATHERS, REFRESH = "parameters for forward and backward", "updated parameters"
-UPDATES, EXCHANGE = "masters and optimizer state", "whole tensors to their owners and back"
+EXCHANGE = "whole tensors to their owners and back"
 
 Labels = Callable[..., Iterator[tuple[torch.Tensor | None, str]]]
 

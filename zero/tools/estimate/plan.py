@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,35 +52,28 @@ def plan(
     options = f"--per_device_train_batch_size {batch} --gradient_accumulation_steps {steps} --bf16"
     if best.question.checkpointing:
         options += " --gradient_checkpointing"
-    return "\n".join(
-        [
-            f"The fastest that fits, with {question.length} tokens a sequence: {described(best)}",
-            "The next ones:" if others else "Nothing else fits.",
-            *(f"  {described(each)}" for each in others),
-            *_reasons(search),
-            f"  {question.speeds}",
-            f"Written to {out}; with the Trainer: --deepspeed {out} {options}",
-            "",
-            explain(str(out)),
-        ]
-    )
-
-
-def _reasons(search: Search) -> Iterator[str]:
-    """Explain why nothing simpler is enough."""
-    too_large = [f"  {needed(each)}" for each in search.too_large()]
-    if too_large:
-        yield "What needs more memory than there is:"
-    yield from too_large
+    lines = [
+        f"The fastest that fits, with {question.length} tokens a sequence: {described(best)}",
+        "The next ones:" if others else "Nothing else fits.",
+        *(f"  {described(each)}" for each in others),
+    ]
+    if too_large := [f"  {needed(each)}" for each in search.too_large()]:
+        # This is why nothing simpler is enough.
+        lines += ["What needs more memory than there is:", *too_large]
+    lines += [
+        f"  {question.speeds}",
+        f"Written to {out}; with the Trainer: --deepspeed {out} {options}",
+        "",
+        explain(str(out)),
+    ]
+    return "\n".join(lines)
 
 
 def configuration(remedy: Remedy, question: Question) -> dict[str, Any]:
     """Return the keys of `START`, changed by those of the remedy, and its batch."""
-    batch, slices = remedy.question.batch, remedy.change.slices
-    activations = {"activation_checkpointing": {"batch_slices": slices}} if slices else {}
-    return activations | {
-        "bf16": START["bf16"] | remedy.change.bf16,
-        "zero_optimization": START["zero_optimization"] | remedy.change.keys,
+    batch, changed = remedy.question.batch, remedy.change.keys
+    sections = {name: START.get(name, {}) | changed.get(name, {}) for name in START | changed}
+    return sections | {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": question.batch // batch,
     }

@@ -35,12 +35,11 @@ from zero.tools.estimate.parts import (
     MASTERS,
     PARAMETERS,
     STATE,
-    UPDATES,
     labelled,
 )
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.teacher import distillation, engine_of
-from zero.tools.estimate.traffic import MicroBatch, Traffic, Update
+from zero.tools.estimate.traffic import COMPUTE, FORWARD, OPERATIONS, TOUCHED, Traffic, Update
 
 # The number of simulated micro-batches. All between the first and the last are the same.
 FOLLOWED = 3
@@ -209,10 +208,9 @@ def _followed(
     if engine.optimizer is not None:
         found.traffic.update = _update(engine, engine.optimizer, config, memory)
         # The norm is computed of the reduced gradients.
+        item = engine.reducer.sum_dtype.itemsize
         for shard in engine.optimizer.shards.values():
-            found.traffic.touched += (
-                shard.group.layout.shard_numel * engine.reducer.sum_dtype.itemsize
-            )
+            found.traffic.computed[TOUCHED] += shard.group.layout.shard_numel * item
     if question.batch:
         found.parts = memory.fullest
     else:
@@ -236,10 +234,9 @@ def _update(engine: ZeroEngine, optimizer: ZeroOptimizer, config: Config, memory
     update = Update(
         has_8_bit_moments=zero.zero_quantized_moments,
         is_pipelined=offload.pipeline_read,
-        cause=UPDATES,
     )
     if _owns_tensors(engine):
-        update.on_device = memory.touched
+        update.on_device = memory.done[COMPUTE, TOUCHED]
         return update
 
     def passes(places: tuple[str, ...], is_offloaded: bool) -> int:
@@ -271,17 +268,20 @@ def _owns_tensors(engine: ZeroEngine) -> bool:
     return engine.optimizer is not None and engine.optimizer.whole is not None
 
 
-def _step(engine: ZeroEngine, loss: Callable[[], torch.Tensor], memory: Memory) -> list[MicroBatch]:
-    """Run a step, and return what each micro-batch has moved and computed."""
-    found: list[MicroBatch] = []
-    for _ in range(engine.settings.gradient_accumulation_steps or 1):
-        memory.moved, memory.operations = Counter(), 0
-        memory.fed = memory.touched = memory.calls = 0
+def _step(
+    engine: ZeroEngine, loss: Callable[[], torch.Tensor], memory: Memory
+) -> list[Counter[tuple[str, str]]]:
+    """Run a step, and return what each micro-batch has moved and computed. The last one includes
+    the optimizer, but not the bytes that its operations touch, which stay in `memory.done`.
+    """
+    found: list[Counter[tuple[str, str]]] = []
+    for number in range(engine.settings.gradient_accumulation_steps or 1):
+        memory.done = Counter()
         value = loss()
-        forward = memory.operations
+        forward = 0 if number else memory.done[COMPUTE, OPERATIONS]
         engine.backward(value)
-        touched, memory.touched = memory.touched, 0
+        touched = memory.done.pop((COMPUTE, TOUCHED), 0)
         engine.step()
-        counts = memory.operations, forward, memory.fed, touched, memory.calls
-        found.append(MicroBatch(memory.moved, *counts))
+        done = {**memory.done, (COMPUTE, FORWARD): forward, (COMPUTE, TOUCHED): touched}
+        found.append(Counter(done))
     return found

@@ -7,8 +7,10 @@ A slower change is also named if it needs less memory or fewer settings than all
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -32,72 +34,73 @@ GROWTH = 1.2
 # A change is named for its speed if a step takes less than this fraction of the time.
 FASTER = 0.95
 NO_OFFLOAD = {"device": "none"}
+IN_MEMORY = {"offload_optimizer": NO_OFFLOAD, "offload_param": NO_OFFLOAD}
 
 
 class Change(NamedTuple):
-    """A change in words, the keys of zero_optimization and of bf16 to set, what it costs apart from
-    time, and the number of slices in which each block runs its batch.
-    """
+    """A change in words, the keys to set by section, and what it costs apart from time."""
 
-    words: str
-    keys: dict[str, Any]
-    bf16: dict[str, Any] = {}
+    words: str = ""
+    keys: dict[str, dict[str, Any]] = {}
     price: str = ""
-    slices: int | None = None
+
+    @classmethod
+    def of(cls, words: str, zero: dict[str, Any]) -> Change:
+        return cls(words, {"zero_optimization": zero})
 
     def applied(self, config: Config) -> Config:
-        zero = config.zero_optimization.model_dump(exclude_unset=True) | self.keys
-        sections = {
-            "zero_optimization": ZeroConfig.model_validate(zero),
-            "bf16": config.bf16.model_copy(update=self.bf16),
-        }
-        if self.slices:
-            activations = config.activation_checkpointing
-            sections["activation_checkpointing"] = activations.model_copy(
-                update={"batch_slices": self.slices}
-            )
+        sections = {}
+        for name, keys in self.keys.items():
+            section = getattr(config, name)
+            given = section.model_dump(exclude_unset=True)
+            sections[name] = type(section).model_validate(given | keys)
         return config.model_copy(update=sections)
-
-    def in_slices(self, slices: int) -> Change:
-        """Return the change with slices instead of micro-batches."""
-        prices = self.price, "activations are computed twice"
-        return self._replace(price=", ".join(filter(None, prices)), slices=slices)
-
-    def moves_with_each_micro_batch(self, config: Config, ranks: int) -> bool:
-        """Whether parameters or gradients are copied or sent again for each micro-batch."""
-        zero = self.applied(config).zero_optimization
-        return zero.offloads_optimizer or zero.offloads_params or (zero.stage == 3 and ranks > 1)
 
     def settings(self, config: Config) -> int:
         """Return how many of the keys now have a different value."""
         after = self.applied(config)
         return sum(
             getattr(getattr(config, section), key) != getattr(getattr(after, section), key)
-            for section, keys in (("zero_optimization", self.keys), ("bf16", self.bf16))
+            for section, keys in self.keys.items()
             for key in keys
         )
 
     @property
+    def slices(self) -> int | None:
+        """The number of slices in which each block runs its batch."""
+        return self.keys.get("activation_checkpointing", {}).get("batch_slices")
+
+    def in_slices(self, slices: int) -> Change:
+        """Return the change with slices instead of micro-batches."""
+        keys = self.keys | {"activation_checkpointing": {"batch_slices": slices}}
+        prices = self.price, "activations are computed twice"
+        return self._replace(keys=keys, price=", ".join(filter(None, prices)))
+
+    @property
+    def _optimizer(self) -> dict[str, Any]:
+        return self.keys.get("zero_optimization", {}).get("offload_optimizer", NO_OFFLOAD)
+
+    @property
     def divides(self) -> bool:
         """Whether a part of the optimizer may stay on the device."""
-        return self.keys.get("offload_optimizer", NO_OFFLOAD) != NO_OFFLOAD and not self.price
+        return self._optimizer != NO_OFFLOAD and not self.price
 
     def with_ratio(self, ratio: float) -> Change:
-        optimizer = self.keys["offload_optimizer"] | {"ratio": ratio}
-        keys = self.keys | {"offload_optimizer": optimizer}
+        section = {"offload_optimizer": self._optimizer | {"ratio": ratio}}
+        keys = self.keys | {"zero_optimization": self.keys["zero_optimization"] | section}
         return self._replace(words=f"{self.words} (ratio {ratio:g})", keys=keys)
 
 
 class Remedy(NamedTuple):
-    """A change in words, the estimate with it, how many settings it changes, what it costs apart
-    from time, and its keys with the micro-batch and checkpointing with which it was tried.
+    """A change with the micro-batch and checkpointing with which it was tried, all of it in words,
+    the estimate, how many settings it changes, and what it costs apart from time.
     """
 
     words: str
     found: Estimate
     settings: int
     price: str = ""
-    change: Change = Change("", {})
+    change: Change = Change()
     question: Question = Question(1)
 
     @property
@@ -108,55 +111,15 @@ class Remedy(NamedTuple):
         return float(f"{self.found.seconds:.1e}"), self.settings
 
 
-def fits(found: Estimate, limits: Mapping[str, int]) -> bool:
-    """Whether it fits. `limits`: bytes by place ("device", "host")."""
-    return all(found.total(place) <= most for place, most in limits.items())
-
-
-def remedies(
-    model: nn.Module, config: Config, question: Question, limits: Mapping[str, int]
-) -> list[Remedy]:
-    """Return the changes with which it fits, ordered by the predicted time of a step.
-
-    Stage, offload and its ratio are changed, with and without gradient checkpointing, and with
-    micro-batches of half the size, a quarter and so on. The step keeps its number of sequences.
-    Less precise states are tried only if nothing else in memory is enough."""
-    return Search(model, config, question, limits).remedies()
-
-
-def faster(
-    model: nn.Module, config: Config, question: Question, limits: Mapping[str, int], now: Estimate
-) -> Remedy | None:
-    """Return the fastest change to less offload or sharding, or to slices instead of micro-batches,
-    that fits and makes a step faster than `now`. None if there is none, or if the device's memory
-    is not limited.
-    """
-    if DEVICE not in limits:
-        return None
-    search, found = Search(model, config, question, limits), []
-    for change in _unneeded(config.zero_optimization):
-        tried = estimate(model, change.applied(config), question)
-        if fits(tried, limits):
-            settings = change.settings(config)
-            found.append(Remedy(change.words, tried, settings, question=question))
-    found += search.in_slices(Change("", {}))
-    best = min(found, key=lambda remedy: remedy.rank, default=None)
-    return best if best and best.found.seconds < FASTER * now.seconds else None
-
-
-def _unneeded(zero: ZeroConfig) -> Iterator[Change]:
-    """Return what could be left out, each with a clause that says so."""
-    off = {"offload_optimizer": NO_OFFLOAD, "offload_param": NO_OFFLOAD}
-    if zero.offloads_optimizer or zero.offloads_params:
-        yield Change("offload is not needed", off)
-    if zero.offloads_optimizer and zero.offloads_params:
-        yield Change("offload of parameters is not needed", {"offload_param": NO_OFFLOAD})
-    for stage in range(zero.stage):
-        yield Change(f"stage {stage} without offload is enough", off | {"stage": stage})
-
-
 class Search:
-    """Searches changes and micro-batches that fit, with and without gradient checkpointing."""
+    """Searches changes and micro-batches that fit, with and without gradient checkpointing.
+
+    Args:
+        limits: bytes by place ("device", "host").
+
+    Stage, offload and its ratio are changed, and micro-batches have half the size, a quarter and
+    so on. A step keeps its number of sequences.
+    """
 
     def __init__(
         self, model: nn.Module, config: Config, question: Question, limits: Mapping[str, int]
@@ -166,70 +129,110 @@ class Search:
         self._question = question
         self._limits = limits
         self._estimates: dict[tuple[str, int | None, int, bool], Estimate | None] = {}
+        self._batches = list(_halves(question.batch))
+        # The number of sequences for a step on one rank.
+        self._sequences = question.batch * (config.gradient_accumulation_steps or 1)
+        can_checkpoint = question.batch and model.supports_gradient_checkpointing
+        self._can_checkpoint = question.checkpointing or bool(can_checkpoint)
+
+    @cached_property
+    def asked(self) -> Estimate:
+        """The run as asked for. Raises UsageError as `estimate` does."""
+        asked = self._question
+        found = estimate(self._model, self._config, asked)
+        self._estimates["", None, asked.batch, asked.checkpointing] = found
+        return found
+
+    def other_way(self) -> Estimate | None:
+        """The same with gradient checkpointing if it was asked for without, and vice versa. None if
+        activations are not counted, or the model has no checkpointing.
+        """
+        asked = self._question
+        if not (asked.batch and self._model.supports_gradient_checkpointing):
+            return None
+        return self._estimate(Change(), asked.batch, not asked.checkpointing)
+
+    def fits(self, found: Estimate) -> bool:
+        return all(found.total(place) <= most for place, most in self._limits.items())
 
     def remedies(self) -> list[Remedy]:
-        """See the function of this name."""
+        """Return the changes with which it fits, ordered by the predicted time of a step. Less
+        precise states are tried only if nothing else in memory is enough.
+        """
         found = list(self._enough(_changes(self._config.zero_optimization, HOST in self._limits)))
         best = _undominated(found, self._limits)
         if not any(remedy.found.total(DISK) == 0 for remedy in found):
             best += _undominated(list(self._enough(_less_precise(self._config))), self._limits)
         return sorted(best, key=lambda remedy: remedy.rank)
 
+    def faster(self) -> Remedy | None:
+        """Return the fastest change to less offload or sharding, or to slices instead of
+        micro-batches, that fits and makes a step faster than it was asked for. None if there is
+        none, or if the device's memory is not limited.
+        """
+        if DEVICE not in self._limits:
+            return None
+        batch, checkpointing = self._question.batch, self._question.checkpointing
+        unneeded = _unneeded(self._config.zero_optimization)
+        tried = [self._tried(change, batch, checkpointing) for change in unneeded]
+        found = [remedy for remedy in tried if remedy and self.fits(remedy.found)]
+        found += self._in_slices(Change())
+        best = min(found, key=lambda remedy: remedy.rank, default=None)
+        return best if best and best.found.seconds < FASTER * self.asked.seconds else None
+
     def too_large(self) -> Iterator[Remedy]:
         """After `remedies`: return the changes that do not fit even with the smallest micro-batch,
         each of which needs less device memory than those before it.
         """
-        asked, least = self._question, math.inf
-        batch = list(_halves(asked.batch))[-1]
-        checkpointing = asked.checkpointing or can_checkpoint(self._model, asked)
+        least = math.inf
         for change in _changes(self._config.zero_optimization, HOST in self._limits):
-            found = self._estimate(change, batch, checkpointing)
-            if found and not fits(found, self._limits) and found.total(DEVICE) < least:
-                least = found.total(DEVICE)
-                yield self._remedy(change, found, batch, checkpointing)
+            tried = self._tried(change, self._batches[-1], self._can_checkpoint)
+            if tried and not self.fits(tried.found) and tried.found.total(DEVICE) < least:
+                least = tried.found.total(DEVICE)
+                yield tried
 
     def _enough(self, changes: Iterable[Change]) -> Iterator[Remedy]:
         """Return the changes that fit, each with the largest micro-batch that fits. A change that
         takes too much with the smallest one is not tried any further.
         """
-        asked = self._question
-        batches = list(_halves(asked.batch))
-        least = asked.checkpointing or can_checkpoint(self._model, asked)
         for change in changes:
-            if not self._may_fit(change, batches[-1], batches[-1], least):
+            if not self._may_fit(change, self._batches[-1], self._can_checkpoint):
                 continue
             largest = 0
-            for checkpointing in sorted({asked.checkpointing, least}):
-                for batch in batches:
-                    if not self._may_fit(change, batch, batches[-1], checkpointing):
+            for checkpointing in sorted({self._question.checkpointing, self._can_checkpoint}):
+                for batch in self._batches:
+                    if not self._may_fit(change, batch, checkpointing):
                         continue
                     fitting = list(self._with_room(change, batch, checkpointing))
                     yield from fitting
                     if any(remedy.change is change for remedy in fitting):
                         largest = max(largest, batch)
                         break  # with smaller micro-batches it would be slower
-            if largest < _sequences(self._config, asked):
-                yield from self.in_slices(change)
+            if largest < self._sequences:
+                yield from self._in_slices(change)
 
-    def in_slices(self, change: Change) -> Iterator[Remedy]:
+    def _in_slices(self, change: Change) -> Iterator[Remedy]:
         """Return the change with one micro-batch of all sequences of a step, in the fewest slices
-        that fit: at most one remedy.
+        that fit: at most one remedy. There is none if nothing is copied or sent again for each
+        micro-batch.
         """
-        whole = _sequences(self._config, self._question)
-        if self._config.activation_checkpointing.batch_slices is not None or whole < 2:
-            return
-        if not change.moves_with_each_micro_batch(self._config, self._question.world_size):
+        whole, zero = self._sequences, change.applied(self._config).zero_optimization
+        is_sent = zero.stage == 3 and self._question.world_size > 1
+        moves = zero.offloads_optimizer or zero.offloads_params or is_sent
+        is_given = self._config.activation_checkpointing.batch_slices is not None
+        if whole < 2 or is_given or not moves:
             return
         for slices in sorted({min(each, whole) for each in SLICES}):
             if fitting := list(self._with_room(change.in_slices(slices), whole, False)):
                 yield from fitting
                 return
 
-    def _may_fit(self, change: Change, batch: int, smallest: int, checkpointing: bool) -> bool:
+    def _may_fit(self, change: Change, batch: int, checkpointing: bool) -> bool:
         """Whether it is worth an estimate, judged by the one with the smallest micro-batch, because
         activations grow with the micro-batch. A part of the optimizer may move back from host
         memory to the device, where it takes the same amount.
         """
+        smallest = self._batches[-1]
         found = self._estimate(change, smallest, checkpointing)
         if found is None:
             return False
@@ -241,12 +244,12 @@ class Search:
         return found.total(DEVICE) + excess + growth / GROWTH <= most
 
     def _with_room(self, change: Change, batch: int, checkpointing: bool) -> Iterator[Remedy]:
-        for tried in self._tried(change, batch, checkpointing):
-            found = self._estimate(tried, batch, checkpointing)
-            if found is not None and fits(found, self._limits):
-                yield self._remedy(tried, found, batch, checkpointing)
+        for each in self._divided(change, batch, checkpointing):
+            tried = self._tried(each, batch, checkpointing)
+            if tried and self.fits(tried.found):
+                yield tried
 
-    def _tried(self, change: Change, batch: int, checkpointing: bool) -> Iterator[Change]:
+    def _divided(self, change: Change, batch: int, checkpointing: bool) -> Iterator[Change]:
         """Return the change; if it offloads the optimizer, with the smallest `ratio` above 0 that
         fits on the device.
         """
@@ -261,12 +264,7 @@ class Search:
         yield change
         if not change.divides or used(RATIOS) > most or used(0) <= most:
             return
-        # Nearly linear, except for whole blocks: start where a line would meet the limit.
-        part = math.ceil(RATIOS * (used(0) - most) / (used(0) - used(RATIOS)))
-        while used(part) > most:
-            part += 1
-        while used(part - 1) <= most:
-            part -= 1
+        part = bisect_left(range(RATIOS), True, key=lambda part: used(part) <= most)
         if part < RATIOS:
             yield change.with_ratio(part / RATIOS)
 
@@ -275,47 +273,40 @@ class Search:
         key = change.words, change.slices, batch, checkpointing
         if key not in self._estimates:
             question = replace(self._question, batch=batch, checkpointing=checkpointing)
-            given = self._config.model_copy(
-                update={"gradient_accumulation_steps": self._steps(batch)}
-            )
+            steps = {"gradient_accumulation_steps": self._steps(batch)}
+            config = self._config.model_copy(update=steps)
             try:
-                self._estimates[key] = estimate(self._model, change.applied(given), question)
+                self._estimates[key] = estimate(self._model, change.applied(config), question)
             except UsageError:
                 self._estimates[key] = None
         return self._estimates[key]
 
     def _steps(self, batch: int) -> int | None:
         """Return the micro-batches of a step, which keeps its number of sequences."""
-        steps, asked = self._config.gradient_accumulation_steps, self._question.batch
-        return steps if batch == asked else _sequences(self._config, self._question) // batch
+        is_asked = batch == self._question.batch
+        return self._config.gradient_accumulation_steps if is_asked else self._sequences // batch
 
-    def _remedy(self, change: Change, found: Estimate, batch: int, checkpointing: bool) -> Remedy:
+    def _tried(self, change: Change, batch: int, checkpointing: bool) -> Remedy | None:
+        """Return the change with its estimate, whether it fits or not."""
+        found, asked = self._estimate(change, batch, checkpointing), self._question
+        if found is None:
+            return None
         words, prices = [change.words], [change.price]
-        if batch != self._question.batch or change.slices:
+        if batch != asked.batch or change.slices:
             slices = f" in batch_slices {change.slices}" if change.slices else ""
             steps = self._steps(batch)
             words.append(f"micro-batch {batch}{slices}, gradient_accumulation_steps {steps}")
-        if checkpointing and not self._question.checkpointing:
+        if checkpointing and not asked.checkpointing:
             words.append("gradient checkpointing")
             prices.append("activations are computed twice")
         return Remedy(
             " and ".join(filter(None, words)),
             found,
-            change.settings(self._config) + len(words) - 1,
+            change.settings(self._config) + (batch != asked.batch) + len(prices) - 1,
             ", ".join(filter(None, prices)),
             change,
-            replace(self._question, batch=batch, checkpointing=checkpointing),
+            replace(asked, batch=batch, checkpointing=checkpointing),
         )
-
-
-def can_checkpoint(model: nn.Module, question: Question) -> bool:
-    """Whether activations are counted, and the model has gradient checkpointing."""
-    return bool(question.batch and model.supports_gradient_checkpointing)
-
-
-def _sequences(config: Config, question: Question) -> int:
-    """Return the number for a step on one rank."""
-    return question.batch * (config.gradient_accumulation_steps or 1)
 
 
 def _halves(batch: int) -> Iterator[int]:
@@ -326,68 +317,81 @@ def _halves(batch: int) -> Iterator[int]:
         yield batch
 
 
+def _unneeded(zero: ZeroConfig) -> Iterator[Change]:
+    """Return what could be left out, each with a clause that says so."""
+    if zero.offloads_optimizer or zero.offloads_params:
+        yield Change.of("offload is not needed", IN_MEMORY)
+    if zero.offloads_optimizer and zero.offloads_params:
+        yield Change.of("offload of parameters is not needed", {"offload_param": NO_OFFLOAD})
+    for stage in range(zero.stage):
+        yield Change.of(f"stage {stage} without offload is enough", IN_MEMORY | {"stage": stage})
+
+
 def _changes(zero: ZeroConfig, host_is_limited: bool) -> Iterator[Change]:
     """Return what may be changed, starting with nothing. Files only help against too little host
     memory.
     """
     three, few = {"stage": 3}, {"stage3_max_live_parameters": 0}
     at_three = "zero_optimization.stage 3 with " if zero.stage < 3 else ""
-    yield Change("", {})
+    yield Change()
     if zero.offloads_optimizer or zero.offloads_params:
-        off = {"offload_optimizer": NO_OFFLOAD, "offload_param": NO_OFFLOAD}
-        yield Change("no offload", off)
+        yield Change.of("no offload", IN_MEMORY)
     for stage in range(zero.stage + 1, 4):
-        yield Change(f"zero_optimization.stage {stage}", {"stage": stage})
-    yield Change(f"{at_three}stage3_max_live_parameters 0", three | few)
+        yield Change.of(f"zero_optimization.stage {stage}", {"stage": stage})
+    yield Change.of(f"{at_three}stage3_max_live_parameters 0", three | few)
     places = ("cpu", "nvme") if host_is_limited else ("cpu",)
     for place in places:
-        optimizer = {"offload_optimizer": _section(zero, place)}
-        words = f"the optimizer offloaded to {place}"
+        words, optimizer = f"the optimizer offloaded to {place}", _offload(zero, optimizer=place)
         if zero.stage in (1, 2):
-            yield Change(words, optimizer)
+            yield Change.of(words, optimizer)
         if zero.stage == 0:
-            yield Change(f"zero_optimization.stage 2 with {words}", {"stage": 2} | optimizer)
-        yield Change(f"{at_three}{words}", three | optimizer)
+            yield Change.of(f"zero_optimization.stage 2 with {words}", {"stage": 2} | optimizer)
+        yield Change.of(f"{at_three}{words}", three | optimizer)
         for weights in places[: places.index(place) + 1]:
-            section = _section(zero, weights)
-            if weights == "nvme":
-                section["max_in_cpu"] = 0
-            words = (
-                f"the optimizer offloaded to {place}, parameters to {weights}, "
-                "stage3_max_live_parameters 0"
-            )
-            yield Change(f"{at_three}{words}", three | few | optimizer | {"offload_param": section})
+            yield _both(zero, place, weights)
+
+
+def _both(zero: ZeroConfig, optimizer: str, weights: str) -> Change:
+    """Optimizer and parameters offloaded to these places, at stage 3."""
+    at_three = "zero_optimization.stage 3 with " if zero.stage < 3 else ""
+    return Change.of(
+        f"{at_three}the optimizer offloaded to {optimizer}, parameters to {weights}, "
+        "stage3_max_live_parameters 0",
+        {"stage": 3, "stage3_max_live_parameters": 0}
+        | _offload(zero, optimizer=optimizer, param=weights),
+    )
 
 
 def _less_precise(config: Config) -> Iterator[Change]:
     """Everything in host memory, in fewer bytes. The engine refuses this unless the optimizer is
     Adam.
     """
-    zero = config.zero_optimization
-    keys = {"stage": 3, "stage3_max_live_parameters": 0, "zero_quantized_moments": True}
-    keys |= {f"offload_{part}": _section(zero, "cpu") for part in ("optimizer", "param")}
-    at_three = "zero_optimization.stage 3 with " if zero.stage < 3 else ""
-    words = (
-        f"{at_three}the optimizer offloaded to cpu, parameters to cpu, "
-        "stage3_max_live_parameters 0, zero_quantized_moments"
-    )
-    coded = "the optimizer's moments have 8 bits"
-    yield Change(words, keys, price=coded)
+    both, coded = _both(config.zero_optimization, "cpu", "cpu"), {"zero_quantized_moments": True}
+    keys = {"zero_optimization": both.keys["zero_optimization"] | coded}
+    words, price = f"{both.words}, zero_quantized_moments", "the optimizer's moments have 8 bits"
+    yield Change(words, keys, price)
     if config.bf16.enabled:
+        lean = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": False}
         yield Change(
             f"{words}, bf16.bf16_master_weights_and_grads",
-            keys,
-            {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": False},
-            f"{coded}, and without fp32 masters updates are rounded up or down at random",
+            keys | {"bf16": lean},
+            f"{price}, and without fp32 masters updates are rounded up or down at random",
         )
 
 
-def _section(zero: ZeroConfig, device: str) -> dict[str, Any]:
-    section = {"device": device, "pin_memory": True}
-    if device == "nvme":
-        known = [each.nvme_path for each in (zero.offload_optimizer, zero.offload_param) if each]
-        section["nvme_path"] = next(filter(None, known), ".")
-    return section
+def _offload(zero: ZeroConfig, **places: str) -> dict[str, Any]:
+    """Return the sections that offload these parts, the optimizer or parameters, to a place."""
+    sections: dict[str, Any] = {}
+    for part, device in places.items():
+        section = sections[f"offload_{part}"] = {"device": device, "pin_memory": True}
+        if device == "nvme":
+            known = [
+                each.nvme_path for each in (zero.offload_optimizer, zero.offload_param) if each
+            ]
+            section["nvme_path"] = next(filter(None, known), ".")
+            if part == "param":
+                section["max_in_cpu"] = 0
+    return sections
 
 
 def _undominated(found: Sequence[Remedy], limits: Mapping[str, int]) -> list[Remedy]:

@@ -16,8 +16,8 @@ from zero.tools.estimate.machine import DEVICE, DISK, HOST, PAGEABLE, PINNED
 from zero.tools.estimate.model import build, class_of, read_config
 from zero.tools.estimate.parts import ACTIVATIONS, PARAMETERS, TILES
 from zero.tools.estimate.question import Question
-from zero.tools.estimate.rank import Estimate, estimate, fill_in
-from zero.tools.estimate.remedies import Remedy, can_checkpoint, faster, fits, remedies
+from zero.tools.estimate.rank import Estimate, fill_in
+from zero.tools.estimate.remedies import Remedy, Search
 from zero.tools.estimate.teacher import OF_TEACHER, Teacher
 
 _PLACES = {DEVICE: "on a device", HOST: "into host memory"}
@@ -46,14 +46,12 @@ def report(
                 "other is not, so they cannot be compared token by token; name two of one kind"
             )
     model = build(shape, config.compute_dtype, question.adapter)
-    found, other, better, unneeded = estimate(model, config, question), None, [], None
-    if can_checkpoint(model, question):
-        other = estimate(model, config, replace(question, checkpointing=not question.checkpointing))
-    if fits(found, limits):
-        unneeded = faster(model, config, question, limits, found)
-    else:
-        better = remedies(model, config, question, limits)
-    answer = _Answer(shape, config, question, limits, found, other, better, unneeded)
+    search = Search(model, config, question, limits)
+    found, is_enough = search.asked, search.fits(search.asked)
+    better, unneeded = ([], search.faster()) if is_enough else (search.remedies(), None)
+    answer = _Answer(
+        shape, config, question, limits, found, is_enough, search.other_way(), better, unneeded
+    )
     return json.dumps(answer.facts(), indent=2) if as_json else "\n".join(answer.lines(source))
 
 
@@ -63,6 +61,7 @@ class _Answer:
 
     Attributes:
         found: the estimate as asked for.
+        fits: whether it fits.
         other: the same with gradient checkpointing if `found` is without it, and vice versa.
         better: changes with which it fits, if it does not fit.
         unneeded: a change to less offload or sharding that also fits and is faster.
@@ -73,13 +72,16 @@ class _Answer:
     question: Question
     limits: Mapping[str, int]
     found: Estimate
+    fits: bool
     other: Estimate | None
     better: list[Remedy]
     unneeded: Remedy | None
 
     def facts(self) -> dict[str, Any]:
-        found, with_it, unneeded = self.found, self.question.checkpointing, self.unneeded
-        both = {with_it: found, not with_it: self.other}
+        found, unneeded = self.found, self.unneeded
+        both = [found, self.other] if self.question.checkpointing else [self.other, found]
+        with_it, without = (each and _brief(each) for each in both)
+        speeds, itemsize = self.question.speeds, self.config.compute_dtype.itemsize
         return {
             "class": class_of(self.shape)[0].__name__,
             "elements": found.elements,
@@ -89,15 +91,13 @@ class _Answer:
             "traffic": found.traffic.links,
             "operations": found.traffic.operations,
             "host_memory_of_updates": found.traffic.update.on_host,
-            "speeds": asdict(self.question.speeds),
-            "parts_of_a_step": found.traffic.parts(
-                self.question.speeds, self.config.compute_dtype.itemsize
-            ),
+            "speeds": asdict(speeds),
+            "parts_of_a_step": found.traffic.parts(speeds, itemsize),
             "seconds": found.seconds,
             "tokens_per_second": found.tokens_per_second,
-            "without_checkpointing": None if both[False] is None else _brief(both[False]),
-            "with_checkpointing": None if both[True] is None else _brief(both[True]),
-            "fits": fits(found, self.limits),
+            "without_checkpointing": without,
+            "with_checkpointing": with_it,
+            "fits": self.fits,
             "remedies": [
                 {"change": each.words, "price": each.price} | _brief(each.found)
                 for each in self.better
@@ -154,8 +154,8 @@ class _Answer:
 
     def _verdict(self) -> list[str]:
         """Say whether it fits, and what to change."""
-        if fits(self.found, self.limits):
-            return self._fits() if self.limits else []
+        if self.fits:
+            return self._what_fits() if self.limits else []
         lines = []
         for place, most in self.limits.items():
             if (parts := self.found.parts[place]) and self.found.total(place) > most:
@@ -175,7 +175,7 @@ class _Answer:
         shared = f", shared by {ranks} ranks" if ranks > 1 else ""
         return f"{_PLACES[place]} of {size(most * ranks)}{shared}"
 
-    def _fits(self) -> list[str]:
+    def _what_fits(self) -> list[str]:
         sizes = " and ".join(self._room(place, most) for place, most in self.limits.items())
         lines = [f"This fits {sizes}{'' if self.question.batch else ', without activations'}."]
         if self.unneeded is not None and self.unneeded.change.slices:

@@ -20,29 +20,18 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from zero.comm.traffic import IN, LINKS, NETWORK, OUT, READ, WRITTEN
 from zero.tools.estimate.speeds import Speeds
 
-
-class MicroBatch(NamedTuple):
-    """What one micro-batch has moved and computed. The last one of a step includes the optimizer.
-
-    Attributes:
-        moved: bytes by link and cause.
-        operations: floating-point operations of matrix products. `forward`: those of the forward.
-        fed: bytes that these products read and write.
-        touched: bytes that all other operations of forward and backward read and write.
-        calls: how many operations were started.
-    """
-
-    moved: Counter[tuple[str, str]]
-    operations: int
-    forward: int
-    fed: int
-    touched: int
-    calls: int
+# The cause of traffic that belongs to the optimizer's update.
+UPDATES = "masters and optimizer state"
+# What is computed is counted like what is moved, as if this were a link. The "causes" are:
+# OPERATIONS, floating-point operations of matrix products (FORWARD: of these, those of the first
+# forward); FED, bytes that these products read and write; TOUCHED, bytes that all other operations
+# of forward and backward read and write; CALLS, how many operations were started.
+COMPUTE = "compute"
+OPERATIONS, FORWARD, FED, TOUCHED, CALLS = "operations", "forward", "fed", "touched", "calls"
 
 
 @dataclass
@@ -54,7 +43,6 @@ class Update:
         has_8_bit_moments: whether the CPU decodes and encodes moments.
         late: the fraction of updates by the CPU that may run during the next forward, 0 to 1.
         is_pipelined: whether files are read and written at the same time.
-        cause: the cause of the file traffic that belongs to the update.
     """
 
     on_host: int = 0
@@ -62,40 +50,36 @@ class Update:
     has_8_bit_moments: bool = False
     late: float = 0.0
     is_pipelined: bool = False
-    cause: str = ""
 
 
 @dataclass
 class Traffic:
-    """Bytes by link and cause, floating-point operations (0: unknown) and those of the first
-    forward, bytes of device memory that matrix products and other operations read and write, and
-    the number of all operations.
-    """
+    """What a step moves, in bytes by link and cause, and what it computes."""
 
     links: dict[str, Counter[str]] = field(
         default_factory=lambda: {link: Counter() for link in LINKS}
     )
+    computed: Counter[str] = field(default_factory=Counter)
     update: Update = field(default_factory=Update)
-    operations: int = 0
-    forward: int = 0
-    fed: int = 0
-    touched: int = 0
-    calls: int = 0
 
     @classmethod
-    def of(cls, micro_batches: Sequence[MicroBatch], steps: int) -> Traffic:
+    def of(cls, micro_batches: Sequence[Counter[tuple[str, str]]], steps: int) -> Traffic:
         """Return the traffic of a step of `steps` micro-batches, of which the first, a middle one
         and the last were simulated.
         """
-        found = cls(forward=micro_batches[0].forward)
+        found = cls()
         for number, each in enumerate(micro_batches):
             times = steps - 2 if number == 1 and steps > 2 else 1
-            for name in ("operations", "fed", "touched", "calls"):
-                setattr(found, name, getattr(found, name) + times * getattr(each, name))
-            for (link, cause), nbytes in each.moved.items():
-                if link in found.links and nbytes:
-                    found.links[link][cause] += times * nbytes
+            for (link, cause), count in each.items():
+                if link == COMPUTE:
+                    found.computed[cause] += times * count
+                elif link in found.links and count:
+                    found.links[link][cause] += times * count
         return found
+
+    @property
+    def operations(self) -> int:
+        return self.computed[OPERATIONS]
 
     def widen(self, other: Traffic) -> None:
         """Take the larger values of `other`."""
@@ -119,19 +103,19 @@ class Traffic:
         moved: defaultdict[str, float] = defaultdict(float)
         for link, rate in rates.items():
             for cause, nbytes in self.links[link].items():
-                in_update = link in (READ, WRITTEN) and cause == self.update.cause
+                in_update = link in (READ, WRITTEN) and cause == UPDATES
                 moved["files of the update" if in_update else link] += nbytes / rate / 1e9
         compute = speeds.compute if itemsize < 4 else speeds.compute_fp32
         coded = self.update.has_8_bit_moments
         on_host = self.update.on_host / (speeds.memory_8_bit if coded else speeds.memory)
         on_device = self.update.on_device / speeds.device_memory
         products = self.operations / compute / 1e12
-        others = self.touched / speeds.device_memory / 1e9
-        starts = self.calls / speeds.calls / 1e3
+        others = self.computed[TOUCHED] / speeds.device_memory / 1e9
+        starts = self.computed[CALLS] / speeds.calls / 1e3
         if speeds.has_accelerator:  # which computes while the host starts the next operations
             starts = max(0.0, starts - products - others)
         else:  # an accelerator also reads the next blocks while it multiplies
-            products += self.fed / speeds.device_memory / 1e9
+            products += self.computed[FED] / speeds.device_memory / 1e9
         return {
             "matrix products": products,
             "other operations": others,
@@ -149,6 +133,6 @@ class Traffic:
         hidden = min(update, files) if self.update.is_pipelined else 0.0
         names = "matrix products", "other operations", "starting operations"
         compute = sum(parts[name] for name in names)
-        forward = compute * self.forward / max(1, self.operations)
+        forward = compute * self.computed[FORWARD] / max(1, self.operations)
         rest = (update if speeds.has_accelerator else 0.0) + files - hidden
         return hidden + min(forward, self.update.late * max(0.0, rest))

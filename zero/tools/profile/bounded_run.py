@@ -19,7 +19,7 @@ from zero.config import Config
 from zero.integrations.deepspeed import engine as face
 from zero.integrations.deepspeed.engine import DeepSpeedEngine
 from zero.integrations.hf import resume
-from zero.tools.profile.running import PROGRESS
+from zero.tools.profile.running import FOLDER, PROGRESS, STEPS
 
 _SAVES = ("save_checkpoint", "save_16bit_model", "_zero3_consolidated_16bit_state_dict")
 _runs: list[BoundedRun] = []
@@ -29,14 +29,13 @@ class BoundedRun:
     """Counts an engine's optimizer steps and ends all ranks' processes after `steps` of them, or
     before a save.
 
-    A subclass says what happens in `before_update` and `after_update`. The number of the last step
-    is written to the file `progress`."""
+    A subclass says what happens in `before_update` and `after_update`, and writes into `folder`."""
 
-    def __init__(self, engine: DeepSpeedEngine, steps: int, progress: Path | None = None):
+    def __init__(self, engine: DeepSpeedEngine, folder: Path, steps: int):
         self.engine = engine
+        self.folder = folder
         self.steps = steps
         self.step_number = 0
-        self._progress = progress
         self._step = engine.step
         # The script calls these on the engine, so this one object gets others.
         for name, method in {"step": self.step, **dict.fromkeys(_SAVES, self._end)}.items():
@@ -59,8 +58,8 @@ class BoundedRun:
         self._step(*args, **kwargs)
         if boundary:
             self.after_update()
-            if self._progress is not None and engine.comm.job.rank == 0:
-                self._progress.write_text(str(self.step_number))
+            if engine.comm.job.rank == 0:
+                (self.folder / PROGRESS).write_text(str(self.step_number))
             if self.step_number == self.steps:
                 self._end()
 
@@ -81,7 +80,7 @@ class RecordedStep(BoundedRun, ABC):
     A subclass begins in `begin_recording`, and writes `file` in `end_recording`."""
 
     def __init__(self, engine: DeepSpeedEngine, folder: Path, step: int):
-        super().__init__(engine, step, progress=folder / PROGRESS)
+        super().__init__(engine, folder, step)
         self.file = folder / f"rank{engine.comm.job.rank}.json"
         if step == 1:
             self.begin_recording()
@@ -100,21 +99,22 @@ class RecordedStep(BoundedRun, ABC):
 
 
 def bound_first_engine(
-    start: Callable[[DeepSpeedEngine], BoundedRun],
+    start: Callable[[DeepSpeedEngine, Path, int], BoundedRun],
     make: Callable[..., DeepSpeedEngine] = DeepSpeedEngine,
     check: Callable[[Config], None] = lambda settings: None,
 ) -> None:
-    """Have `initialize` start a bounded run of the first engine with an optimizer. All engines are
-    made by `make`.
+    """Have `initialize` start a bounded run of the first engine with an optimizer, with the folder
+    and the steps that the environment names. All engines are made by `make`.
 
     `check` may refuse the configuration. Monitors are switched off.
     """
+    folder, steps = Path(os.environ[FOLDER]), int(os.environ[STEPS])
 
     def make_and_bound(model: nn.Module, settings: Config, *args: object) -> DeepSpeedEngine:
         check(settings)
         made = make(model, _without_monitors(settings), *args)
         if made.optimizer is not None and not _runs:
-            _runs.append(start(made))
+            _runs.append(start(made, folder, steps))
         return made
 
     face.make_engine = make_and_bound

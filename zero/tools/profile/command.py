@@ -15,12 +15,9 @@ from pathlib import Path
 from zero.errors import UsageError
 from zero.tools.arguments import Parser, check_command, count, output_file
 from zero.tools.profile.picture import draw, peaks
-from zero.tools.profile.running import PROGRESS, run, what_went_wrong
+from zero.tools.profile.running import run, what_went_wrong
 from zero.tools.report.pictures import pyplot
 from zero.tools.report.runs import size
-
-# The variables that `recorder.py` reads.
-KIND, FOLDER, STEP = "ZERO_WATCH", "ZERO_WATCH_FOLDER", "ZERO_WATCH_STEP"
 
 # The suffix of torch's own record of a GPU's allocations.
 SNAPSHOT = ".pickle"
@@ -105,21 +102,14 @@ def _options(
 
 def _record(kind: str, options: Namespace, folder: Path) -> list[Path]:
     """Run the command. Returns the ranks' files."""
-    variables = {KIND: kind, FOLDER: str(folder), STEP: str(options.step)}
-    log, name = folder / "log", f"{kind}: the run"
-
-    def progress() -> str | None:
-        file = folder / PROGRESS
-        done = file.read_text() if file.exists() else ""
-        return f"{kind}: step {done} of {options.step}" if done else None
-
-    run(options.command, "zero.tools.profile.recorder", variables, log, name, progress)
+    name = f"{kind}: the run"
+    run(options.command, f"zero.tools.profile.{kind}", folder, options.step, name)
     files = sorted(folder.glob("rank*.json"))
     if not files:
         raise UsageError(
             f"{name} took fewer than {options.step} optimizer steps with deepspeed.initialize or "
             "the Trainer before it ended or saved: choose an earlier one with --step. Its last "
-            f"lines:\n{what_went_wrong(log)}"
+            f"lines:\n{what_went_wrong(folder)}"
         )
     return files
 

@@ -25,7 +25,7 @@ import zero
 from zero.device import CPU, is_accelerator, memory_in_use
 from zero.integrations.deepspeed.engine import DeepSpeedEngine
 from zero.monitor.memory_usage import BUFFERS, GRADIENTS, OPTIMIZER, place_of, tensors
-from zero.tools.profile.bounded_run import RecordedStep
+from zero.tools.profile.bounded_run import RecordedStep, bound_first_engine
 from zero.tools.profile.command import SNAPSHOT
 
 ACTIVATIONS = "activations"
@@ -40,6 +40,11 @@ _KINDS = {
 _KIND_OF_FILES = tuple((f"{_ENGINE}{path}", kind) for path, kind in _KINDS.items())
 # A sample is taken when this part of the largest size so far was allocated or freed.
 _RESOLUTION = 1 / 256
+
+
+def set_up() -> None:
+    """Have `initialize` record a step of the first engine."""
+    bound_first_engine(MemoryRun)
 
 
 class Allocations(TorchDispatchMode):

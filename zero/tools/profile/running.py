@@ -10,41 +10,35 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from zero.errors import UsageError
+from zero.hf import STARTUP
 from zero.tools.arguments import Working
 
-PROGRESS = "step"  # a file in the run's folder with the number of its last step
+# What a process of the command is told: the folder for its recording, and the last step.
+FOLDER, STEPS = "ZERO_RECORDER_FOLDER", "ZERO_RECORDER_STEPS"
+# Files in that folder: the number of the last step, and what the command has printed.
+PROGRESS, LOG = "step", "log"
 _POLL = 0.2  # seconds between two looks for new steps
 _GRACE = 10.0  # seconds that a launcher has to end its ranks
 
 
-# For PYTHONPATH: sets the recorder up in each process of the command that imports zero.
-STARTUP = str(Path(__file__).parents[1] / "startup")
+def run(command: list[str], recorder: str, folder: Path, steps: int, what: str) -> None:
+    """Run the command to its end, and show its steps on stderr. Raises UsageError with the last
+    lines of what it has printed if it fails.
 
-
-def run(
-    command: list[str],
-    recorder: str,
-    variables: dict[str, str],
-    log: Path,
-    what: str,
-    progress: Callable[[], str | None],
-) -> None:
-    """Run the command to its end. What it prints goes to the file `log`, and the last lines of it
-    into an error.
-
-    recorder: the module whose `set_up` is called in the command's processes. variables: what it
-    reads from the environment. progress: a line for stderr, with the seconds on a terminal; None
-    before the first step. what: the run's name."""
+    recorder: the module whose `set_up` is called in the command's processes. what: the run's name.
+    """
+    # `zero run` adds its folder for what it starts, but it may become the script itself.
     path = os.pathsep.join(filter(None, [STARTUP, os.environ.get("PYTHONPATH")]))
-    environment = os.environ | variables | {"ZERO_RECORDER": recorder, "PYTHONPATH": path}
-    with log.open("w") as output:
+    variables = {"ZERO_RECORDER": recorder, FOLDER: str(folder), STEPS: str(steps)}
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOG).open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "zero", "run", *command],
-            env=environment, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            env=os.environ | variables | {"PYTHONPATH": path},
+            stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
@@ -52,13 +46,14 @@ def run(
                 working.show(f"{what}: before its first step")
                 while process.poll() is None:
                     time.sleep(_POLL)
-                    if line := progress():
-                        working.show(line)
+                    if (file := folder / PROGRESS).exists() and (done := file.read_text()):
+                        working.show(f"{what}: step {done} of {steps}")
         finally:
             signal.signal(signal.SIGTERM, before)
             _end(process)
     if process.returncode:
-        raise UsageError(f"{what} failed with code {process.returncode}:\n{what_went_wrong(log)}")
+        code = process.returncode
+        raise UsageError(f"{what} failed with code {code}:\n{what_went_wrong(folder)}")
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -71,11 +66,11 @@ def _end(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def what_went_wrong(log: Path) -> str:
+def what_went_wrong(folder: Path) -> str:
     """The lines up to the last that names an exception; a launcher prints its own report after
     it.
     """
-    lines = log.read_text(errors="replace").splitlines()
+    lines = (folder / LOG).read_text(errors="replace").splitlines()
     named = [
         number
         for number, line in enumerate(lines)

@@ -24,7 +24,7 @@ from torch.profiler import profile, supported_activities
 from zero.comm.observer import Operation, set_observer
 from zero.comm.traffic import READ, WRITTEN
 from zero.integrations.deepspeed.engine import DeepSpeedEngine
-from zero.tools.profile.bounded_run import RecordedStep
+from zero.tools.profile.bounded_run import RecordedStep, bound_first_engine
 
 # From the top of the picture to the bottom.
 PHASES, WAITS, COMPUTE = "phases", "waits", "compute"
@@ -78,6 +78,11 @@ class TraceRun(RecordedStep):
         partial = self.file.with_suffix(".part")
         partial.write_text(json.dumps({"start": self._start, "events": events}), encoding="utf-8")
         partial.rename(self.file)
+
+
+def set_up() -> None:
+    """Have `initialize` record a step of the first engine."""
+    bound_first_engine(TraceRun)
 
 
 class InFlight:

@@ -15,8 +15,7 @@ from zero.tools.arguments import Parser, Working, check_command, count
 from zero.tools.profile.running import run, what_went_wrong
 from zero.tools.verify.compare import Result, compare, steps_in
 
-# The variables that `zero.tools.verify.record` reads, which takes seconds to import.
-FOLDER, MODE, STEPS = "ZERO_VERIFY_FOLDER", "ZERO_VERIFY_MODE", "ZERO_VERIFY_STEPS"
+# The names of the folders, which tell `zero.tools.verify.record` what to run.
 ENGINE, PLAIN, DISTURBED = "engine", "plain", "disturbed"
 MODES = {
     ENGINE: "on the engine",
@@ -72,26 +71,15 @@ def verify(arguments: list[str]) -> int:
 
 
 def _record(folder: Path, steps: int, command: list[str]) -> None:
-    """Run the command to its last recorded step, in the mode that the folder is named after.
-
-    What it prints goes to a file, and the last lines of it into an error.
-    """
-    mode = folder.name
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    """Run the command to its last recorded step, in the mode that the folder is named after."""
     if folder.exists():
         raise UsageError(f"--folder: {folder} exists: name a new folder")
-    variables = {MODE: mode, FOLDER: str(folder), STEPS: str(steps)}
-    log, name = folder.with_suffix(".log"), f"verify: the run {MODES[mode]}"
-
-    def progress() -> str | None:
-        done = steps_in(folder)
-        return f"{MODES[mode]}: step {done} of {steps}" if done else None
-
-    run(command, "zero.tools.verify.record", variables, log, name, progress)
+    name = f"verify: the run {MODES[folder.name]}"
+    run(command, "zero.tools.verify.record", folder, steps, name)
     if not steps_in(folder):
         raise UsageError(
             f"{name} took no optimizer step with deepspeed.initialize or the Trainer:\n"
-            f"{what_went_wrong(log)}"
+            f"{what_went_wrong(folder)}"
         )
 
 

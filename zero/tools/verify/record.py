@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from zero.fragments import FP32, GRADIENT, ParameterState
 from zero.integrations.deepspeed.engine import DeepSpeedEngine
 from zero.optim.subgroups import is_state_tensor
 from zero.tools.profile.bounded_run import BoundedRun, bound_first_engine
-from zero.tools.verify.command import DISTURBED, ENGINE, FOLDER, MODE, STEPS
+from zero.tools.profile.running import FOLDER
+from zero.tools.verify.command import DISTURBED, ENGINE
 from zero.tools.verify.plain import PlainEngine, hold_whole_models
 
 _ROUNDING = (
@@ -34,12 +36,14 @@ _ROUNDING = (
 
 
 def set_up() -> None:
-    """Have `initialize` make engines that are recorded, or plain ones: as the environment says."""
-    mode, folder, steps = os.environ[MODE], Path(os.environ[FOLDER]), int(os.environ[STEPS])
+    """Have `initialize` make engines that are recorded, or plain ones, as the name of the folder
+    says.
+    """
+    mode = Path(os.environ[FOLDER]).name
     if mode != ENGINE:
         hold_whole_models()
     make = DeepSpeedEngine if mode == ENGINE else PlainEngine
-    bound_first_engine(lambda engine: Recorder(engine, folder, steps, mode), make, _refuse_rounding)
+    bound_first_engine(partial(Recorder, mode=mode), make, _refuse_rounding)
 
 
 def _refuse_rounding(settings: Config) -> None:
@@ -61,8 +65,7 @@ class Recorder(BoundedRun):
     losses, and what the step has done. `facts.json` has what the comparison must know."""
 
     def __init__(self, engine: DeepSpeedEngine, folder: Path, steps: int, mode: str = ENGINE):
-        super().__init__(engine, steps)
-        self.folder = folder
+        super().__init__(engine, folder, steps)
         self.optimizer: Any = engine.optimizer
         self.losses: list[float] = []
         self._backward = engine.backward

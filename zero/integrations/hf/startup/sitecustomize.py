@@ -2,8 +2,9 @@
 name `deepspeed`.
 
 `zero run` puts the folder there for all processes that its command starts; `zero hook` prints its
-name. A process that never looks for DeepSpeed imports nothing of zero. If this file hides another
-`sitecustomize`, that one is run as well."""
+name. A process that never looks for DeepSpeed imports nothing of zero. Where `zero verify`,
+`zero trace` or `zero memory` name a recorder, it is set up as soon as a process imports zero. If
+this file hides another `sitecustomize`, that one is run as well."""
 
 import os
 import sys
@@ -23,7 +24,7 @@ class LazyFinder:
         self, fullname: str, path: object = None, target: object = None
     ) -> ModuleSpec | None:
         if fullname == "zero":  # a checkout need not be in `sys.path`
-            return PathFinder.find_spec(fullname, [PARENT])
+            return with_recorder(PathFinder.find_spec(fullname, [PARENT]))
         if fullname == "deepspeed" and (facade := self._facade()):
             return facade.find_spec(fullname)
         return None
@@ -37,6 +38,24 @@ class LazyFinder:
         from zero.integrations.hf import hook
 
         return None if finder.is_installed() else hook.set_up()
+
+
+def with_recorder(spec):
+    """Have the module of `ZERO_RECORDER` set up after zero is imported. A search alone, such as
+    that of `python -m zero`, imports nothing.
+    """
+    recorder = os.environ.get("ZERO_RECORDER")
+    if recorder and spec is not None:
+        execute = spec.loader.exec_module
+
+        def execute_and_record(module):
+            from importlib import import_module
+
+            execute(module)
+            import_module(recorder).set_up()
+
+        spec.loader.exec_module = execute_and_record
+    return spec
 
 
 def run_hidden_sitecustomize() -> None:
