@@ -154,18 +154,22 @@ class Weights:
         ]
         gathers = (self._gather(part, buffers[i % 2]) for i, part in enumerate(parts))
         following = next(gathers, None)
-        for group, _, which, start, _ in parts:
-            assert following is not None
-            values, pending = following
-            following = next(gathers, None)  # in flight while this one is in use
-            pending.wait()
-            for i in range(*which.indices(len(group.params))):
-                slot, name = group.layout.slots[i], self.names[group][i]
-                if name is None:
-                    continue
-                value = group.as_shown(i, values[slot.offset - start : slot.end - start])
-                cut = cut_of(group.params[i])
-                yield name, value if cut is None else cut.gather(value)
+        try:
+            for group, _, which, start, _ in parts:
+                assert following is not None
+                values, pending = following
+                following = next(gathers, None)  # in flight while this one is in use
+                pending.wait()
+                for i in range(*which.indices(len(group.params))):
+                    slot, name = group.layout.slots[i], self.names[group][i]
+                    if name is None:
+                        continue
+                    value = group.as_shown(i, values[slot.offset - start : slot.end - start])
+                    cut = cut_of(group.params[i])
+                    yield name, value if cut is None else cut.gather(value)
+        finally:
+            if following is not None:  # the reader has stopped early
+                following[1].wait()
         for name, value in self.plain.items():
             yield name, value.to(self._dtype(value.dtype))
 

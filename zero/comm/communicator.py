@@ -180,7 +180,7 @@ class Communicator(ABC):
         started. All must call it.
         """
         made = copy.copy(self)
-        made._within = {}
+        made._within, made._split = {}, {}
         made._group = self._new_group(self._worlds)
         made._make_groups(self._worlds, None)
         return made

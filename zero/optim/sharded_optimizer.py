@@ -296,7 +296,7 @@ class ZeroOptimizer:
             )
         self.wait()
         if self.rounding is not None:
-            self.rounding.begin_step()
+            self.rounding.begin_step(0)
         self.whole.switch(mode)
         for group in self.shards:
             group.refresh()

@@ -1,0 +1,181 @@
+"""Faults that are planted on some rank, or on all: an engine that has met one goes on, and no rank
+waits in vain.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import zero
+from tests.dist.toys import Toy, toy, toy_batches
+from tests.dist.training import adamw, ds_config, start
+from tests.processes import run_on
+from zero.comm.communicator import apart, communicator
+from zero.core.param_group import ParamGroup
+from zero.offload.pinned import PAGE, HostMemory
+
+SHARDED = {"stage3_param_persistence_threshold": 0}
+LIMIT = 60.0
+
+
+class _Planned(Exception):
+    """Raised by a test inside of the engine."""
+
+
+@contextmanager
+def fails_at(owner: Any, name: str, call: int) -> Iterator[None]:
+    """Context in which the method `name` raises MemoryError in that call, counted from 1."""
+    original, calls = getattr(owner, name), 0
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise MemoryError("planted")
+        return original(*args, **kwargs)
+
+    with mock.patch.object(owner, name, failing):
+        yield
+
+
+def trained(engine: zero.ZeroEngine, steps: int = 2) -> list[float]:
+    """The losses of some steps."""
+    losses = []
+    for batch in toy_batches(steps):
+        loss = engine(**batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def stopping_a_stream(rank: int, world_size: int, merge: bool) -> list[float]:
+    engine, _ = start(toy(), ds_config(**SHARDED))
+    for _ in zero.stream_weights(engine, merge_adapters=merge):
+        break
+    return trained(engine)
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_stream_of_weights_that_stops_early_leaves_nothing_in_flight(merge):
+    first, second = run_on(2, stopping_a_stream, merge, timeout=LIMIT)
+    assert first == second
+
+
+def retrying(rank: int, world_size: int, mistake: str) -> None:
+    """As in a notebook, the traceback of the first try lives."""
+    model, config = toy(), ds_config(**SHARDED)
+    stranger = torch.nn.Parameter(torch.ones(3))
+    optimizer = adamw([{"params": [*model.parameters()]}])
+    if mistake == "not the model's":
+        optimizer.add_param_group({"params": [stranger]})
+    else:
+        optimizer.param_groups[0]["lr"] += rank
+    with pytest.raises(ValueError, match=mistake) as raised:
+        zero.initialize(model=model, optimizer=optimizer, config=config)
+    engine, _ = start(model, config)
+    found = trained(engine)
+    assert raised.value.__traceback__ is not None
+    assert found == trained(start(toy(), config)[0])
+
+
+@pytest.mark.parametrize("mistake", ["the ranks disagree", "not the model's"])
+def test_initialize_can_be_called_again_after_a_mistake(mistake):
+    run_on(2, retrying, mistake, timeout=LIMIT)
+
+
+def gathering_fails(rank: int, world_size: int) -> list[float]:
+    engine, _ = start(toy(), ds_config(**SHARDED))
+    model = engine.module
+    assert isinstance(model, Toy)
+    for modifier in (0, None):
+        with fails_at(ParamGroup, "_start_all_gather", 3), pytest.raises(MemoryError):
+            with zero.GatheredParameters(model, modifier_rank=modifier):
+                pass
+    few = [model.stem.weight, model.blocks[0].norm.weight, model.blocks[1].norm.weight]
+    with fails_at(ParamGroup, "gather_range", 2), pytest.raises(MemoryError):
+        with zero.GatheredParameters(few):
+            pass
+    assert not any(group.is_in_use for group in engine.groups) and engine.residency.live == 0
+    return trained(engine)
+
+
+def test_a_gather_that_fails_leaves_no_user():
+    first, second = run_on(2, gathering_fails, timeout=LIMIT)
+    assert first == second
+
+
+def test_two_threads_may_use_the_pool_of_host_memory():
+    pool = HostMemory()
+
+    class Racing(list):
+        """Another thread trims the pool when this one has looked through it."""
+
+        def __iter__(self) -> Iterator[memoryview]:
+            yield from list(super().__iter__())
+            thread = threading.Thread(target=pool.trim)
+            thread.start()
+            thread.join(0.1)
+
+    pool._free = Racing([memoryview(bytearray(PAGE))])
+    assert pool.take(PAGE).numel() == PAGE
+
+
+def splitting_apart(rank: int, world_size: int) -> None:
+    worlds, models = [[0], [1]], [[0, 1]]
+    own = communicator().split(worlds, models)
+    with apart():
+        other = communicator().split(worlds, models)
+    assert other.model is not None and own.model is not None
+    assert other.model._group is not own.model._group and other._group is not own._group
+
+
+def test_an_engine_apart_splits_into_groups_of_its_own():
+    run_on(2, splitting_apart, timeout=LIMIT)
+
+
+def test_tensors_outside_of_an_engine_may_have_any_attributes():
+    param = torch.nn.Parameter(torch.ones(2))
+    assert not hasattr(param, "ds_id")
+    for name in ("ds_id", "ds_status", "ds_tensor", "ds_shape", "ds_numel", "ds_persist"):
+        setattr(param, name, 1)
+        assert getattr(param, name) == 1
+        delattr(param, name)
+    assert not hasattr(param, "ds_id")
+
+
+def steps_fail(rank: int, world_size: int, settings: dict[str, Any]) -> None:
+    def started() -> zero.ZeroEngine:
+        return start(toy(), ds_config(accumulation=2, **SHARDED) | settings)[0]
+
+    def counters(engine: zero.ZeroEngine) -> tuple[int, ...]:
+        return engine.micro_steps, engine.global_steps, engine.global_samples, engine.skipped_steps
+
+    engine, reference = started(), started()
+    trained(engine)
+    expected = trained(reference, 4)
+    assert counters(engine) == (2, 1, 4, 0)
+    for number, batch in enumerate(toy_batches(4)[2:]):
+        engine.backward(engine(**batch))
+        if number:
+            with mock.patch.object(engine.optimizer, "_global_norm", side_effect=_Planned):
+                with pytest.raises(_Planned):
+                    engine.step()
+            assert counters(engine) == (3, 1, 4, 0) and engine.ends_step
+        engine.step()
+    assert counters(engine) == counters(reference) == (4, 2, 8, 0)
+    assert trained(engine, 2) == trained(reference, 2) != expected[:2]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}]
+)
+def test_a_step_that_failed_does_not_count_and_can_be_repeated(settings):
+    run_on(2, steps_fail, settings, timeout=LIMIT)
