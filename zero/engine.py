@@ -120,7 +120,7 @@ class ZeroEngine(nn.Module):
             earlier.destroy()
         build.require_agreement(comm, settings, model, optimizer)
         with self._installed as on_failure:
-            self._build(model, settings, optimizer, comm)
+            self._build(optimizer, comm)
             self._installed = on_failure.pop_all()
         _engine_of[model] = weakref.ref(self)
         self.lr_scheduler = build.make_scheduler(lr_scheduler, optimizer)
@@ -128,14 +128,9 @@ class ZeroEngine(nn.Module):
         if settings.compile.enabled:
             self.compile(settings.compile.backend, settings.compile.kwargs)
 
-    def _build(
-        self,
-        model: nn.Module,
-        settings: ResolvedConfig,
-        optimizer: torch.optim.Optimizer | None,
-        comm: Communicator,
-    ) -> None:
+    def _build(self, optimizer: torch.optim.Optimizer | None, comm: Communicator) -> None:
         """Shard the model, and put the hooks on it."""
+        model, settings = self.module, self.settings
         self.comm = comm.within(settings.zero_optimization.shards_over(comm.world_size))
         group_of = param_group_of(optimizer) if optimizer is not None else {}
         self.groups = build.make_groups(model, settings, self.comm, self.residency, group_of)

@@ -20,6 +20,10 @@ class UsageError(ValueError):
     """
 
 
+class DamagedCheckpointError(ValueError):
+    """A file of a checkpoint is missing or is not what was written."""
+
+
 # Within this time a launcher ends the other ranks after one has failed.
 _SECONDS_ALONE = 10.0
 

@@ -18,13 +18,13 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 
 from zero.checkpoint.files import Slice
-from zero.checkpoint.ranks import Ranks, connect
 from zero.checkpoint.resumable import seal_after_step
 from zero.core.layout import round_up
 from zero.device import beside, is_accelerator, ready_for_thread
@@ -43,9 +43,8 @@ class BackgroundSaves:
     """The saves of one engine, at most one at a time, and the host memory for their copies."""
 
     def __init__(self, engine: ZeroEngine):
-        what = "saving a checkpoint"
-        self.connection = connect(engine.comm.job, what)
-        self._ranks = Ranks.of_job(engine.comm.job, what)
+        self.channel = engine.comm.new_channel("saving a checkpoint")
+        self._control = engine.comm.control("waiting for a checkpoint", is_long=True)
         self._device = engine.comm.device
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._later: list[tuple[torch.Tensor, torch.Tensor | CodedSlice]] = []
@@ -87,8 +86,10 @@ class BackgroundSaves:
                 target.copy_(each.values, non_blocking=True)
         return copies
 
-    def start(self, act: Callable[[], None]) -> None:
-        """Complete what `copy` returned, and call `act`, in a thread."""
+    def start(self, act: Callable[[Callable[[], None]], None]) -> None:
+        """Call `act` in a thread, with a function that completes what `copy` returned.
+
+        If that fails, `act` must tell the other ranks, which wait for this one."""
         self._copied.clear()
         self._thread = threading.Thread(
             target=self._run,
@@ -99,22 +100,24 @@ class BackgroundSaves:
         atexit.register(self._at_exit)
         self._thread.start()
 
-    def _run(self, act: Callable[[], None], ready: torch.Event | None) -> None:
+    def _run(self, act: Callable[[Callable[[], None]], None], ready: torch.Event | None) -> None:
         try:
-            # On a separate stream, so that the copies overlap with the kernels of training.
-            with beside(self._device, ready) as stream:
-                for target, part in self._later:
-                    values = part.values() if isinstance(part, CodedSlice) else part
-                    target.copy_(values, non_blocking=True)
-                if stream is not None:
-                    stream.synchronize()
-            self._later.clear()
-            self._copied.set()
-            act()
+            act(partial(self._copy_later, ready))
         except Exception as error:
             self._failure = error
         finally:
             self._copied.set()
+
+    def _copy_later(self, ready: torch.Event | None) -> None:
+        # On a separate stream, so that the copies overlap with the kernels of training.
+        with beside(self._device, ready) as stream:
+            for target, part in self._later:
+                values = part.values() if isinstance(part, CodedSlice) else part
+                target.copy_(values, non_blocking=True)
+            if stream is not None:
+                stream.synchronize()
+        self._later.clear()
+        self._copied.set()
 
     def wait(self) -> None:
         """Wait for the running save, if there is one, and raise its error, which is the same on all
@@ -130,7 +133,7 @@ class BackgroundSaves:
         """Raise the error of a save that has failed; every rank must ask at the same time."""
         if self._thread is None:
             return
-        if self._ranks.any(self._thread.is_alive()):
+        if self._control.any(self._thread.is_alive()):
             return
         atexit.unregister(self._at_exit)
         failure, self._thread, self._failure = self._failure, None, None

@@ -4,9 +4,10 @@ waits in vain.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,8 +19,14 @@ from tests.dist.toys import Toy, toy, toy_batches
 from tests.dist.training import adamw, ds_config, start
 from tests.processes import run_on
 from zero.comm.communicator import apart, communicator
+from zero.config import load_config
 from zero.core.param_group import ParamGroup
+from zero.errors import UsageError
+from zero.monitor import monitor
+from zero.monitor.adapt import _Call
 from zero.offload.pinned import PAGE, HostMemory
+from zero.offload.tiers import Tier
+from zero.optim.placement import Placement
 
 SHARDED = {"stage3_param_persistence_threshold": 0}
 LIMIT = 60.0
@@ -29,7 +36,7 @@ class _Planned(Exception):
     """Raised by a test inside of the engine."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def fails_at(owner: Any, name: str, call: int) -> Iterator[None]:
     """Context in which the method `name` raises MemoryError in that call, counted from 1."""
     original, calls = getattr(owner, name), 0
@@ -165,8 +172,12 @@ def steps_fail(rank: int, world_size: int, settings: dict[str, Any]) -> None:
     for number, batch in enumerate(toy_batches(4)[2:]):
         engine.backward(engine(**batch))
         if number:
-            with mock.patch.object(engine.optimizer, "_global_norm", side_effect=_Planned):
-                with pytest.raises(_Planned):
+            on_all = mock.patch.object(engine.optimizer, "_global_norm", side_effect=_Planned)
+            with on_all, pytest.raises(_Planned):
+                engine.step()
+            assert counters(engine) == (3, 1, 4, 0) and engine.ends_step
+            with fails_at(engine.optimizer, "_prepare_step", 1 + (rank == 0)):
+                with pytest.raises(RuntimeError, match="an optimizer step: rank 1: MemoryError"):
                     engine.step()
             assert counters(engine) == (3, 1, 4, 0) and engine.ends_step
         engine.step()
@@ -179,3 +190,161 @@ def steps_fail(rank: int, world_size: int, settings: dict[str, Any]) -> None:
 )
 def test_a_step_that_failed_does_not_count_and_can_be_repeated(settings):
     run_on(2, steps_fail, settings, timeout=LIMIT)
+
+
+def placing(rank: int, world_size: int) -> list[str]:
+    """The optimizer's state takes more on rank 1."""
+    groups = start(toy(), ds_config(**SHARDED))[0].groups
+    host, device = Tier(torch.device("cpu")), Tier(torch.device("meta"))
+    placement, moved = Placement(groups, device, host, "auto"), []
+    with mock.patch("zero.device.room", return_value=(10 << 30, 20 << 30)):
+        for _ in range(2):
+            moved += placement.changes(communicator(), lambda _: (1 + 2 * rank) << 30)
+    return [shard.group.name for shard, _ in moved]
+
+
+def test_all_ranks_place_the_same_groups():
+    first, second = run_on(2, placing, timeout=LIMIT)
+    assert first == second and len(first) == 2
+
+
+def checkpointing_alone(rank: int, world_size: int, stage: int) -> list[float]:
+    def engine(checkpointing: str | None) -> zero.ZeroEngine:
+        return start(toy(checkpointing=checkpointing), ds_config(**SHARDED | {"stage": stage}))[0]
+
+    found = trained(engine("reentrant" if rank == 0 else None), 3)
+    assert found == trained(engine(None), 3)
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_one_rank_alone_may_use_reentrant_checkpointing(stage):
+    first, second = run_on(2, checkpointing_alone, stage, timeout=LIMIT)
+    assert first == second
+
+
+def another_key(rank: int, world_size: int, stage: int) -> str:
+    """As a scheduler of torch, made on rank 0 alone, sets one."""
+    engine, _ = start(toy(), ds_config(**SHARDED | {"stage": stage}))
+    trained(engine)
+    batch = toy_batches(1)[0]
+    engine.backward(engine(**batch))
+    groups = engine.optimizer.param_groups
+    if rank == 0:
+        groups[0]["initial_lr"] = groups[0]["lr"]
+    with pytest.raises(ValueError) as raised:
+        engine.step()
+    groups[0].pop("initial_lr", None)
+    engine.step()
+    assert engine.was_step_applied() and engine.global_steps == 3
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_key_of_a_param_group_on_one_rank_is_named(stage):
+    for message in run_on(2, another_key, stage, timeout=LIMIT):
+        assert "param group 0, initial_lr: 0.001 on rank 0, missing on rank 1" in message
+
+
+def script_gradient_alone(rank: int, world_size: int) -> torch.Tensor:
+    """Only rank 1 puts a gradient on a parameter before the step."""
+    engine, _ = start(toy(), ds_config(stage=2))
+    model = engine.module
+    assert isinstance(model, Toy)
+    engine.backward(engine(**toy_batches(1)[0]))
+    before = zero.fragments.safe_get_full_grad(model.head.weight)
+    if rank == 1:
+        model.head.weight.grad = torch.ones_like(model.head.weight)
+    added = []
+    engine.optimizer.before_norm.append(
+        lambda: added.append(zero.fragments.safe_get_full_grad(model.head.weight) - before)
+    )
+    engine.step()
+    return added[0].mean()
+
+
+def test_a_gradient_that_one_rank_puts_on_a_parameter_counts():
+    for found in run_on(2, script_gradient_alone, timeout=LIMIT):
+        assert found == pytest.approx(0.5, abs=1e-6)
+
+
+def copying_fails(rank: int, world_size: int, folder: str) -> tuple[str, int]:
+    engine, _ = start(toy(), ds_config(**SHARDED) | {"checkpoint": {"async_save": True}})
+    trained(engine)
+    planted = mock.patch("zero.checkpoint.background.beside", side_effect=MemoryError("planted"))
+    with planted if rank == 0 else contextlib.nullcontext():
+        engine.save_checkpoint(folder)
+        with pytest.raises(RuntimeError) as raised:
+            engine.wait_for_checkpoint()
+    trained(engine)
+    engine.save_checkpoint(folder)
+    engine.wait_for_checkpoint()
+    return str(raised.value), engine.global_steps
+
+
+def test_a_copy_that_fails_in_the_background_is_an_error_on_all_ranks(tmp_path):
+    first, second = run_on(2, copying_fails, str(tmp_path), timeout=LIMIT)
+    assert first == second and "rank 0: MemoryError: planted" in first[0]
+
+
+def adapting(rank: int, world_size: int) -> tuple[str, ...]:
+    config = ds_config(stage=2) | {"on_out_of_memory": "adapt"}
+    adaptation = start(toy(), config)[0].adaptation
+    assert adaptation is not None
+    said = []
+
+    def collective(_: object) -> str:
+        assert not adaptation._control.any(False)
+        return ""
+
+    call = _Call(dict, ((torch.ones(4),), {"labels": torch.ones(4)}), None, [])
+    why = mock.patch.object(adaptation, "_why_whole", lambda _: "planted" * rank)
+    with why, mock.patch.object(adaptation, "_why_no_sum", collective):
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            adaptation._cut_evaluation(call, None)
+        said.append(str(raised.value))
+
+    def fails() -> None:
+        if rank == 1:
+            raise _Planned("a forward")
+
+    with pytest.raises(Exception) as error:
+        adaptation._together("forward", fails)
+    said.append(f"{type(error.value).__name__}: {error.value}")
+    assert not adaptation._control.any(False)
+    return tuple(said)
+
+
+def test_a_rank_that_adapts_to_its_memory_shares_its_errors():
+    first, second = run_on(2, adapting, timeout=LIMIT)
+    assert "planted" in first[0] and "planted" in second[0]
+    assert "rank 1: _Planned: a forward" in first[1] and second[1] == "_Planned: a forward"
+
+
+def without_a_compiler(rank: int, world_size: int) -> list[torch.Tensor]:
+    with mock.patch("zero.optim.adam_cpu.is_compiled", return_value=rank == 0):
+        engine, _ = start(toy(), ds_config(stage=0))
+    trained(engine, 5)
+    assert not engine.optimizer._has_kernel
+    return [param.detach().clone() for param in engine.module.parameters()]
+
+
+def test_replicas_have_one_kernel_or_none():
+    first, second = run_on(2, without_a_compiler, timeout=LIMIT)
+    assert all(map(torch.equal, first, second))
+
+
+def opening_monitors(rank: int, world_size: int) -> str:
+    """Ranks of one tensor-parallel group have worlds of their own."""
+    comm = communicator().split([[0], [1]], [[0, 1]])
+    settings = load_config({"csv_monitor": {"enabled": True}, "train_batch_size": 1})
+    engine: Any = SimpleNamespace(comm=comm, settings=settings)
+    with mock.patch("zero.monitor.monitor.writers", side_effect=UsageError("planted")):
+        with pytest.raises(UsageError) as raised:
+            monitor.make(engine)
+    return str(raised.value)
+
+
+def test_a_monitor_that_cannot_be_opened_is_an_error_on_all_ranks():
+    first, second = run_on(2, opening_monitors, timeout=LIMIT)
+    assert first == second and "planted" in first
