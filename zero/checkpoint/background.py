@@ -47,6 +47,7 @@ class BackgroundSaves:
         self._control = engine.comm.control("waiting for a checkpoint", is_long=True)
         self._device = engine.comm.device
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._copies: list[Slice] = []
         self._later: list[tuple[torch.Tensor, torch.Tensor | CodedSlice]] = []
         self._thread: threading.Thread | None = None
         self._copied = engine.optimizer.read_by_saves if engine.optimizer else threading.Event()
@@ -62,7 +63,7 @@ class BackgroundSaves:
             _of_engine[engine] = cls(engine)
         return _of_engine[engine]
 
-    def copy(self, slices: Sequence[Slice]) -> list[Slice]:
+    def copy(self, slices: Sequence[Slice]) -> None:
         """Copy `slices` to host memory, which is kept for the next save.
 
         The thread copies the optimizer's state later. Until then, `ZeroOptimizer.wait` blocks
@@ -73,21 +74,21 @@ class BackgroundSaves:
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
             host = Tier(torch.device("cpu"), pinned=is_accelerator(self._device))
             self._memory = host.empty(nbytes, torch.uint8)
-        position, copies = 0, []
+        position = 0
+        self._copies.clear()
         self._later.clear()
         for each in slices:
             memory = self._memory[position : position + each.values.nbytes]
             position += round_up(memory.nbytes, 64)
             target = memory.view(each.values.dtype)
-            copies.append(each._replace(values=target))
+            self._copies.append(each._replace(values=target))
             if isinstance(each.values, CodedSlice) or each.key.startswith("optimizer/"):
                 self._later.append((target, each.values))
             else:
                 target.copy_(each.values, non_blocking=True)
-        return copies
 
-    def start(self, act: Callable[[Callable[[], None]], None]) -> None:
-        """Call `act` in a thread, with a function that completes what `copy` returned.
+    def start(self, act: Callable[[Callable[[], list[Slice]]], None]) -> None:
+        """Call `act` in a thread, with a function that completes the copies and returns them.
 
         If that fails, `act` must tell the other ranks, which wait for this one."""
         self._copied.clear()
@@ -100,15 +101,17 @@ class BackgroundSaves:
         atexit.register(self._at_exit)
         self._thread.start()
 
-    def _run(self, act: Callable[[Callable[[], None]], None], ready: torch.Event | None) -> None:
+    def _run(
+        self, act: Callable[[Callable[[], list[Slice]]], None], ready: torch.Event | None
+    ) -> None:
         try:
-            act(partial(self._copy_later, ready))
+            act(partial(self._complete, ready))
         except Exception as error:
             self._failure = error
         finally:
             self._copied.set()
 
-    def _copy_later(self, ready: torch.Event | None) -> None:
+    def _complete(self, ready: torch.Event | None) -> list[Slice]:
         # On a separate stream, so that the copies overlap with the kernels of training.
         with beside(self._device, ready) as stream:
             for target, part in self._later:
@@ -118,6 +121,7 @@ class BackgroundSaves:
                 stream.synchronize()
         self._later.clear()
         self._copied.set()
+        return self._copies
 
     def wait(self) -> None:
         """Wait for the running save, if there is one, and raise its error, which is the same on all

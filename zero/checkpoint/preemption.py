@@ -37,7 +37,8 @@ class SigtermWatch:
 
     def __init__(self) -> None:
         self.received = False
-        self._ranks = communicator().control("waiting for SIGTERM").wait_for_all()
+        control = communicator().control("waiting for SIGTERM", is_long=True)
+        self._ranks = control.wait_for_all()
         self._former = signal.signal(signal.SIGTERM, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

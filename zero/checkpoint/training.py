@@ -105,16 +105,8 @@ def save_checkpoint(
     else:
         in_thread = Control(background.channel, *what)
         with _abandoning(folder, ranks.rank):
-            copies = ranks.together(lambda: background.copy(save.all_slices(writers)))
-
-        def finish(complete: Callable[[], None]) -> None:
-            def slices() -> list[Slice]:
-                complete()
-                return copies
-
-            save.finish(in_thread, folder, slices)
-
-        background.start(finish)
+            ranks.together(lambda: background.copy(save.all_slices(writers)))
+        background.start(lambda slices: save.finish(in_thread, folder, slices))
     return True
 
 
