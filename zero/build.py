@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from zero.comm.communicator import Communicator
-from zero.comm.consistency import flat, hyper_parameters, require_same, versions
+from zero.comm.consistency import flat, hyper_parameters, versions
+from zero.comm.control import Record
 from zero.comm.quantized import CompressedCommunicator, machine_size
 from zero.comm.world import ranks_of_machine
 from zero.config import Config, OffloadOptimizerConfig, ZeroConfig
@@ -60,11 +61,11 @@ def require_agreement(
     """Raise UsageError unless the ranks of `comm` train the same, and all of the job in the same
     way.
     """
-    found = facts(settings, model, optimizer)
-    require_same(comm, found)
-    if comm.model is not None:
-        rest = {key: each for key, each in found.items() if not key.startswith("parameter ")}
-        require_same(comm.job, {key: rest[key] for key in rest if not key.endswith(", params")})
+    found, of_world = facts(settings, model, optimizer), {}
+    if comm.model is not None:  # ranks of another world may have other parameters
+        own = [key for key in found if key.startswith("parameter ") or key.endswith(", params")]
+        of_world = {key: found.pop(key) for key in own}
+    comm.control("creating an engine").require_same(lambda: Record(found, of_world), comm.worlds)
 
 
 def facts(
@@ -331,9 +332,10 @@ def _machines(comm: Communicator) -> Communicator | None:
     """
     # A host's name alone would not do: some launchers start all ranks in containers of one name.
     number = comm.job.rank // (ranks_of_machine() or 1)
-    machines = comm.job.exchange((platform.node(), number))
+    control = comm.control("finding the machines")
+    machines = control.exchange(lambda: (platform.node(), number))
     size = machine_size([machines[rank] for rank in comm.shard_group.ranks])
-    sizes = set(comm.job.exchange(size))
+    sizes = set(control.exchange(lambda: size))
     return comm.within(size) if 1 < size < comm.shard_group.size and len(sizes) == 1 else None
 
 

@@ -9,7 +9,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary
 
@@ -121,10 +121,19 @@ class ZeroEngine(nn.Module):
         earlier = _engine_of.get(model, lambda: None)()
         if earlier is not None:
             earlier.destroy()
-        _engine_of[model] = weakref.ref(self)
-        self.residency = Residency()
-
         build.require_agreement(comm, settings, model, optimizer)
+        with self._installed as on_failure:
+            self._build(optimizer, comm)
+            self._installed = on_failure.pop_all()
+        _engine_of[model] = weakref.ref(self)
+        self.lr_scheduler = build.make_scheduler(lr_scheduler, optimizer)
+        self.comm.watchdog.has_engine = True
+        if settings.compile.enabled:
+            self.compile(settings.compile.backend, settings.compile.kwargs)
+
+    def _build(self, optimizer: torch.optim.Optimizer | None, comm: Communicator) -> None:
+        """Shard the model, and put the hooks on it."""
+        model, settings = self.module, self.settings
         self.comm = comm.within(settings.zero_optimization.shards_over(comm.world_size))
         group_of = param_group_of(optimizer) if optimizer is not None else {}
         self.groups = build.make_groups(model, settings, self.comm, self.residency, group_of)
@@ -146,6 +155,8 @@ class ZeroEngine(nn.Module):
             *build.slice_experts(self.groups, self.schedule, gathering),
             *build.slice_batches(model, settings),
         ]
+        for each in self._sliced:
+            self._installed.callback(each.remove)
         self.hooks = ModuleHooks(
             model,
             self.groups,
@@ -154,6 +165,7 @@ class ZeroEngine(nn.Module):
             self.micro_batches,
             ignore_unused=settings.zero_optimization.ignore_unused_parameters,
         )
+        self._installed.callback(self.hooks.remove)
         kept = settings.activation_checkpointing
         if kept.nvme_path or (kept.cpu_checkpointing and is_accelerator(self.comm.device)):
             file = scratch_file(kept.nvme_path, settings.aio) if kept.nvme_path else None
@@ -174,10 +186,6 @@ class ZeroEngine(nn.Module):
             )
             self.optimizer.writes = writes
             writes.end_of_step()
-        self.lr_scheduler = build.make_scheduler(lr_scheduler, optimizer)
-        self.comm.watchdog.has_engine = True
-        if settings.compile.enabled:
-            self.compile(settings.compile.backend, settings.compile.kwargs)
 
     def _begin(self, model: nn.Module, settings: ResolvedConfig, comm: Communicator) -> None:
         """Set what an engine has before its model is sharded; `zero verify` trains with no more."""
@@ -193,6 +201,8 @@ class ZeroEngine(nn.Module):
             scales_loss=settings.fp16.enabled,
         )
         self._step_applied = self.is_compiled = False
+        self.residency = Residency()
+        self._installed = ExitStack()  # what is on the model
         self.activations: HostActivations | None = None
         self.scaler = LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None
         self.optimizer: ZeroOptimizer | None = None
@@ -289,15 +299,18 @@ class ZeroEngine(nn.Module):
         self.micro_batches.refuse_offloaded("step")
         if boundary:
             self._refuse_use("the step")
-        self.micro_steps += 1
         self._step_applied = False
         if not boundary:
+            self.micro_steps += 1
             return
         checkpoint.check_background_save(self)
-        self.global_steps += 1
-        self._count_samples()
+        samples = self._samples_of_step()
         with self.comm.clock.phase("step"):
             self._step_applied = self.optimizer.step()
+        # A step that has raised an error does not count, and can be called again.
+        self.micro_steps += 1
+        self.global_steps += 1
+        self.global_samples += samples
         if self.monitor is not None:
             self.monitor.end_step()
         if self._step_applied:
@@ -435,11 +448,11 @@ class ZeroEngine(nn.Module):
             )
         self.micro_batches.boundary = is_boundary
 
-    def _count_samples(self) -> None:
+    def _samples_of_step(self) -> int:
         """At the end of an accumulation, before its gradients are forgotten."""
         steps = self.settings.gradient_accumulation_steps
         steps_made = steps if self.managed_gradient_accumulation() else self.reducer.backwards
-        self.global_samples += self.settings.train_batch_size // steps * steps_made
+        return self.settings.train_batch_size // steps * steps_made
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -652,9 +665,7 @@ class ZeroEngine(nn.Module):
         if self.monitor is not None:
             self.monitor.close()
             self.monitor = None
-        self.hooks.remove()
-        while self._sliced:
-            self._sliced.pop().remove()
+        self._installed.close()
         if self.optimizer is not None:
             self.optimizer.end_updates()
         synchronize(self.comm.device)  # copies from host memory that is about to be freed

@@ -22,6 +22,10 @@ class UsageError(ValueError):
     """
 
 
+class DamagedCheckpointError(ValueError):
+    """A file of a checkpoint is missing or is not what was written."""
+
+
 def nearest(given: str, names: Iterable[str], cutoff: float | None = None) -> str:
     """The one of `names` of which `given` is a misspelling, or "".
 

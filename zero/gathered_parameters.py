@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -21,15 +22,17 @@ logger = logging.getLogger("zero")
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _gather_single(group: ParamGroup, indices: Iterable[int]) -> Pending:
-    """Start to gather single parameters into memory of their own; the group stays sharded."""
-    works = []
-    for i in indices:
-        slot = group.layout.slots[i]
-        values = torch.empty(slot.numel, dtype=group.dtype, device=group.comm.device)
-        works.append(group.gather_range(values, slot.offset, group.shard))
-        group.add_single(i, values)
-    return Pending(works)
+def _gather_single(group: ParamGroup, index: int, held: ExitStack) -> Pending:
+    """Start to gather a single parameter into memory of its own, until `held` is closed; the group
+    stays sharded.
+    """
+    slot = group.layout.slots[index]
+    values = torch.empty(slot.numel, dtype=group.dtype, device=group.comm.device)
+    pending = group.gather_range(values, slot.offset, group.shard)
+    group.add_single(index, values)
+    held.callback(group.free_single, index)
+    held.callback(pending.wait)
+    return pending
 
 
 class GatheredParameters:
@@ -72,19 +75,25 @@ class GatheredParameters:
         self.modifier_rank = modifier_rank
 
     def __enter__(self) -> None:
-        self._single = {
-            group: self._one_by_one(group, indices) for group, indices in self.asked.items()
-        }
-        pending = [_gather_single(group, indices) for group, indices in self._single.items()]
+        single = {group: self._one_by_one(group, indices) for group, indices in self.asked.items()}
         writes = self.modifier_rank is not None
-        whole = (group for group in self.asked if not self._single[group])
-        self._unsharded = unsharded(
-            [group for group in whole if writes or not group.has_single(self.asked[group])]
-        )
-        self._unsharded.__enter__()
-        for each, (group, indices) in zip(pending, self._single.items(), strict=True):
-            each.wait()
-            group.show_single(indices)
+        whole = (group for group in self.asked if not single[group])
+        with ExitStack() as held:
+            pending = [
+                _gather_single(group, index, held)
+                for group, indices in single.items()
+                for index in indices
+            ]
+            held.enter_context(
+                unsharded(
+                    [group for group in whole if writes or not group.has_single(self.asked[group])]
+                )
+            )
+            for each in pending:
+                each.wait()
+            for group, indices in single.items():
+                group.show_single(indices)
+            self._held = held.pop_all()
         sharded = [group for group in self.asked if not group.persistent]
         params = [group.params[i] for group in sharded for i in self.asked[group]]
         self._versions = {param: param._version for param in params}
@@ -108,9 +117,7 @@ class GatheredParameters:
                     group.broadcast_values(self.modifier_rank)
         finally:
             changed = [param for param in self._versions if self._is_lost(param)]
-            self._unsharded.__exit__(None, None, None)
-            for group, indices in self._single.items():
-                group.free_single(indices)
+            self._held.close()
         if changed and self.modifier_rank is None and exc_type is None:
             message = (
                 f"GatheredParameters: in-place modification of {len(changed)} sharded "

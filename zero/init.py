@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from zero.comm import communicator as comm
-from zero.comm.consistency import require_same
+from zero.comm.control import Record
 from zero.config import AioConfig, OffloadConfig, load_config
 from zero.config.load import Source
 from zero.core.layout import GroupPlan
@@ -246,7 +246,7 @@ class Init:
             kind = type(module).__name__
             shapes = {name: f"{tuple(param.shape)} {param.dtype}" for name, param in own.items()}
             facts = {f"parameter {name} of a {kind}": shape for name, shape in shapes.items()}
-            require_same(self.comm, facts)
+            self.comm.control("building a model").require_same(lambda: Record(facts))
 
     def _make_group(self, plan: GroupPlan, dtype: torch.dtype | None = None) -> ParamGroup:
         place = {"tier": self.tier, "strict": self.strict}

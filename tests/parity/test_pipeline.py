@@ -425,6 +425,39 @@ def test_stages_with_different_learning_rates_are_named():
 # -- mistakes
 
 
+def failing(rank: int, world_size: int) -> tuple[bool, bool]:
+    """Rank 0's last backward raises an exception; then both ranks go on with the next batch."""
+    case = CASES[SAVED]
+    engine, pipeline, mesh = start(case, world_size)
+    (ids, labels), *_ = batches(1)
+    calls: list[torch.Tensor] = []
+
+    def raises(grad: torch.Tensor) -> None:
+        calls.append(grad)
+        if len(calls) == MICRO_BATCHES:
+            raise RuntimeError("planted")
+
+    if rank == 0:
+        weight = next(param for _, param in trainable(engine.module))
+        handle = weight.register_hook(raises)
+        with pytest.raises(RuntimeError, match="Failed to run stage backward"):
+            pipeline.step(own(ids, mesh), own(labels, mesh))
+        handle.remove()
+    else:
+        pipeline._run(pipeline.schedule.step, own(ids, mesh), own(labels, mesh), {})
+    engine.zero_grad()
+    engine.hooks.forget_broken_pass()
+    pipeline.step(own(ids, mesh), own(labels, mesh))
+    return engine.was_step_applied(), (engine.global_steps, engine.micro_steps) == (
+        1,
+        MICRO_BATCHES,
+    )
+
+
+def test_after_an_exception_the_next_batch_is_a_step():
+    assert run_on(2, failing, timeout=60.0) == [(True, True)] * 2
+
+
 def mistakes(rank: int, world_size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "shard"))
     without = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))

@@ -19,13 +19,13 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
 
 from zero.checkpoint.engine_state import EngineState
 from zero.checkpoint.files import Slice
-from zero.checkpoint.ranks import Ranks, connect
 from zero.checkpoint.resumable import seal_after_step
 from zero.core.layout import round_up
 from zero.device import beside, is_accelerator, ready_for_thread
@@ -42,11 +42,11 @@ class BackgroundSaves:
     """The saves of one engine, at most one at a time, and the host memory for their copies."""
 
     def __init__(self, engine: EngineState):
-        what = "saving a checkpoint"
-        self.connection = connect(engine.comm.job, what)
-        self._ranks = Ranks.of_job(engine.comm.job, what)
+        self.channel = engine.comm.new_channel("saving a checkpoint")
+        self._control = engine.comm.control("waiting for a checkpoint", is_long=True)
         self._device = engine.comm.device
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._copies: list[Slice] = []
         self._later: list[tuple[torch.Tensor, torch.Tensor | CodedSlice]] = []
         self._thread: EngineThread | None = None
         self._copied = engine.optimizer.read_by_saves if engine.optimizer else threading.Event()
@@ -62,7 +62,7 @@ class BackgroundSaves:
             _of_engine[engine] = cls(engine)
         return _of_engine[engine]
 
-    def copy(self, slices: Sequence[Slice]) -> list[Slice]:
+    def copy(self, slices: Sequence[Slice]) -> None:
         """Copy `slices` to host memory, which is kept for the next save.
 
         The thread copies the optimizer's state later. Until then, `ZeroOptimizer.wait` blocks
@@ -73,21 +73,23 @@ class BackgroundSaves:
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
             host = Tier(torch.device("cpu"), pinned=is_accelerator(self._device))
             self._memory = host.empty(nbytes, torch.uint8)
-        position, copies = 0, []
+        position = 0
+        self._copies.clear()
         self._later.clear()
         for each in slices:
             memory = self._memory[position : position + each.values.nbytes]
             position += round_up(memory.nbytes, 64)
             target = memory.view(each.values.dtype)
-            copies.append(each._replace(values=target))
+            self._copies.append(each._replace(values=target))
             if isinstance(each.values, CodedSlice) or each.key.startswith("optimizer/"):
                 self._later.append((target, each.values))
             else:
                 target.copy_(each.values, non_blocking=True)
-        return copies
 
-    def start(self, act: Callable[[], None]) -> None:
-        """Complete what `copy` returned, and call `act`, in a thread."""
+    def start(self, act: Callable[[Callable[[], list[Slice]]], None]) -> None:
+        """Call `act` in a thread, with a function that completes the copies and returns them.
+
+        If that fails, `act` must tell the other ranks, which wait for this one."""
         self._copied.clear()
         self._thread = EngineThread(
             self._run,
@@ -100,22 +102,27 @@ class BackgroundSaves:
         atexit.register(self._at_exit)
         self._thread.start()
 
-    def _run(self, act: Callable[[], None], ready: torch.Event | None) -> None:
+    def _run(
+        self, act: Callable[[Callable[[], list[Slice]]], None], ready: torch.Event | None
+    ) -> None:
         try:
-            # On a separate stream, so that the copies overlap with the kernels of training.
-            with beside(self._device, ready) as stream:
-                for target, part in self._later:
-                    values = part.values() if isinstance(part, CodedSlice) else part
-                    target.copy_(values, non_blocking=True)
-                if stream is not None:
-                    stream.synchronize()
-            self._later.clear()
-            self._copied.set()
-            act()
+            act(partial(self._complete, ready))
         except Exception as error:
             self._failure = error
         finally:
             self._copied.set()
+
+    def _complete(self, ready: torch.Event | None) -> list[Slice]:
+        # On a separate stream, so that the copies overlap with the kernels of training.
+        with beside(self._device, ready) as stream:
+            for target, part in self._later:
+                values = part.values() if isinstance(part, CodedSlice) else part
+                target.copy_(values, non_blocking=True)
+            if stream is not None:
+                stream.synchronize()
+        self._later.clear()
+        self._copied.set()
+        return self._copies
 
     def wait(self) -> None:
         """Wait for the running save, if there is one, and raise its error, which is the same on all
@@ -131,7 +138,7 @@ class BackgroundSaves:
         """Raise the error of a save that has failed; every rank must ask at the same time."""
         if self._thread is None:
             return
-        if self._ranks.any(self._thread.is_alive()):
+        if self._control.any(self._thread.is_alive()):
             return
         atexit.unregister(self._at_exit)
         failure, self._thread, self._failure = self._failure, None, None

@@ -26,7 +26,6 @@ from torch import nn
 from zero.checkpoint.files import TensorSpec, bytes_of
 from zero.checkpoint.folder import megabytes
 from zero.checkpoint.models import DTYPES, MODEL_FILE, write_model
-from zero.checkpoint.ranks import Ranks
 from zero.checkpoint.state import model_config, plain_tensors, tied_names
 from zero.comm.communicator import Communicator
 from zero.comm.work import Pending
@@ -122,13 +121,16 @@ class Weights:
     def _dtype(self, own: torch.dtype) -> torch.dtype:
         return self.dtype if self.dtype is not None and own.is_floating_point else own
 
-    def on_first(self, what: str, act: Callable[[Iterator[torch.Tensor]], T]) -> T | None:
+    def on_first(
+        self, what: str, act: Callable[[Iterator[torch.Tensor]], T], where: str = ""
+    ) -> T | None:
         """Return `act(values)` on rank 0, None on others. Each value is a weight in host memory,
         valid until the next one is requested.
 
-        An error of `act`, which may stop at any weight, is raised on every rank. `what` names the
-        action in the message."""
-        ranks, stream = Ranks.of_job(self.comm.job, what), self.stream()
+        An error of `act`, which may stop at any weight, is raised on every rank. `what` and
+        `where` name the action in the message."""
+        ranks = self.comm.control(what, where, is_long=True).wait_for_all()
+        stream = self.stream()
 
         def on_rank() -> T | None:
             try:
@@ -154,18 +156,22 @@ class Weights:
         ]
         gathers = (self._gather(part, buffers[i % 2]) for i, part in enumerate(parts))
         following = next(gathers, None)
-        for group, _, which, start, _ in parts:
-            assert following is not None
-            values, pending = following
-            following = next(gathers, None)  # in flight while this one is in use
-            pending.wait()
-            for i in range(*which.indices(len(group.params))):
-                slot, name = group.layout.slots[i], self.names[group][i]
-                if name is None:
-                    continue
-                value = group.as_shown(i, values[slot.offset - start : slot.end - start])
-                cut = cut_of(group.params[i])
-                yield name, value if cut is None else cut.gather(value)
+        try:
+            for group, _, which, start, _ in parts:
+                assert following is not None
+                values, pending = following
+                following = next(gathers, None)  # in flight while this one is in use
+                pending.wait()
+                for i in range(*which.indices(len(group.params))):
+                    slot, name = group.layout.slots[i], self.names[group][i]
+                    if name is None:
+                        continue
+                    value = group.as_shown(i, values[slot.offset - start : slot.end - start])
+                    cut = cut_of(group.params[i])
+                    yield name, value if cut is None else cut.gather(value)
+        finally:
+            if following is not None:  # the reader has stopped early
+                following[1].wait()
         for name, value in self.plain.items():
             yield name, value.to(self._dtype(value.dtype))
 
@@ -241,10 +247,11 @@ def save_16bit_model(
             )
         filename = MODEL_FILE
     weights.on_first(
-        f"saving a model to {folder}",
+        "saving a model",
         lambda values: write_model(
             Path(folder), weights.specs, values, model_config(model), filename, max_file_bytes
         ),
+        f" to {folder}",
     )
 
 

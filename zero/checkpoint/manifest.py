@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from zero.checkpoint import disk
+from zero.errors import DamagedCheckpointError
 
 MANIFEST = "checkpoint.json"
 FORMAT = "zero-checkpoint"
@@ -65,10 +66,6 @@ def _is_float(dtype: str) -> bool:
 Dtype = Annotated[str, AfterValidator(_is_storable)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 FileName = Annotated[str, Field(pattern=r"^rank[0-9]{5,9}\.safetensors$")]
-
-
-class DamagedCheckpointError(ValueError):
-    """A file of a checkpoint is missing or is not what was written."""
 
 
 def damaged(path: Path, why: object) -> DamagedCheckpointError:

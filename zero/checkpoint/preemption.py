@@ -8,7 +8,6 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-from zero.checkpoint.ranks import Ranks
 from zero.comm.communicator import communicator
 
 # The exit code that a shell reports for a program that SIGTERM has ended.
@@ -38,7 +37,8 @@ class SigtermWatch:
 
     def __init__(self) -> None:
         self.received = False
-        self._ranks = Ranks.of_job(communicator(), "waiting for SIGTERM")
+        control = communicator().control("waiting for SIGTERM", is_long=True)
+        self._ranks = control.wait_for_all()
         self._former = signal.signal(signal.SIGTERM, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -319,8 +319,8 @@ def set_incomplete_aside(output_dir: Path, wait: float = 60.0) -> None:
     """Rename the newest of the Trainer's folders to `incomplete-checkpoint-N` until the newest one
     is complete.
 
-    Rank 0 does this, unless another job has locked the folder. The others wait for it, for at most
-    `wait` seconds."""
+    Rank 0 does this, unless another job has locked the folder. The others wait for it; after `wait`
+    seconds they raise UsageError, because ranks must not resume from different folders."""
     deadline = time.monotonic() + wait
     while folders := of_trainer(output_dir):
         problem = _incomplete(folders[0])
@@ -328,7 +328,10 @@ def set_incomplete_aside(output_dir: Path, wait: float = 60.0) -> None:
             return
         if os.environ.get("RANK", "0") != "0":
             if time.monotonic() > deadline:
-                return
+                raise UsageError(
+                    f"{folders[0]} is incomplete ({problem}), and rank 0 has not set it aside: all "
+                    "ranks need one shared file system, and no other job may write there"
+                )
             time.sleep(0.05)
             continue
         try:

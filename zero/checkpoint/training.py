@@ -37,11 +37,11 @@ from zero.checkpoint.manifest import (
     MANIFEST,
     DamagedCheckpointError,
     Manifest,
-    Progress,
     damaged,
 )
-from zero.checkpoint.ranks import Ranks
+from zero.checkpoint.progress import Progress
 from zero.checkpoint.values import dtype_of
+from zero.comm.control import Control
 from zero.errors import UsageError
 from zero.optim.sharded_optimizer import ZeroOptimizer
 
@@ -87,25 +87,25 @@ def save_checkpoint(
     """
     if save_dir is None or not os.fspath(save_dir):
         raise UsageError(f"save_checkpoint: save_dir is {save_dir!r}; name the folder to save to")
-    what = f"saving a checkpoint to {save_dir}"
-    ranks = Ranks.of_job(engine.comm.job, what)
+    what = "saving a checkpoint", f" to {save_dir}", True
+    ranks = engine.comm.control(*what).wait_for_all()
     tag = f"global_step{engine.progress({}).global_steps}" if tag is None else str(tag)
     save = _Save(engine, ranks.rank, Path(save_dir), tag, save_latest)
     background = None
     if engine.settings.checkpoint.async_save and not _is_in_files(engine):
         background = BackgroundSaves.of_engine(engine)
         background.wait()
-    begun = ranks.exchange(
+    begun = ranks.lead(
         lambda: save.collect(client_state or {}, exclude_frozen_parameters), save.begin
     )
     folder, writers = Path(begun["folder"]), begun["writers"]
     if background is None:
         save.finish(ranks, folder, lambda: save.all_slices(writers))
     else:
-        in_thread = Ranks(background.connection, what)
+        in_thread = Control(background.channel, *what)
         with _abandoning(folder, ranks.rank):
-            copies = ranks.together(lambda: background.copy(save.all_slices(writers)))
-        background.start(lambda: save.finish(in_thread, folder, lambda: copies))
+            ranks.together(lambda: background.copy(save.all_slices(writers)))
+        background.start(lambda slices: save.finish(in_thread, folder, slices))
     return True
 
 
@@ -220,11 +220,11 @@ class _Save:
             if writers.get(name, 0) == self._rank
         ]
 
-    def finish(self, ranks: Ranks, folder: Path, slices: Callable[[], Sequence[Slice]]) -> None:
+    def finish(self, ranks: Control, folder: Path, slices: Callable[[], Sequence[Slice]]) -> None:
         """Write what `slices` returns, on every rank; then rank 0 makes the folder visible, or
         removes it.
 
-        It may run in a thread, with separate connections.
+        It may run in a thread, with a channel of its own.
         """
         description = self.description
 
@@ -239,7 +239,7 @@ class _Save:
 
         name = DATA_FILE.format(ranks.rank)
         with _abandoning(folder, ranks.rank):
-            ranks.exchange(lambda: write(slices(), folder, name), commit)
+            ranks.lead(lambda: write(slices(), folder, name), commit)
 
 
 # -- load
@@ -290,10 +290,11 @@ def load_checkpoint(
             "instead"
         )
     wait_for_background_saves()
-    ranks = Ranks.of_job(engine.comm.job, f"loading a checkpoint from {load_dir}")
+    where = f" from {load_dir}"
+    ranks = engine.comm.control("loading a checkpoint", where, is_long=True).wait_for_all()
     source, here = Path(load_dir), _shapes(engine)
     is_split = engine.comm.model is not None
-    found = ranks.exchange(
+    found = ranks.lead(
         lambda: {"names": list(here) if is_split else [], "base": base.sums_of_rank(engine)},
         lambda of_ranks: {
             "deepspeed": (deepspeed := _locate_deepspeed(source, tag)),
@@ -460,7 +461,7 @@ def _some(names: list[str]) -> str:
 
 def _read(
     engine: EngineState,
-    ranks: Ranks,
+    ranks: Control,
     reader: CheckpointReader,
     names: set[str],
     optimizer: ZeroOptimizer | None,

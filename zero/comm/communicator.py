@@ -28,14 +28,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zero.comm.clock import Clock
-from zero.comm.fingerprint import CollectiveOrder, MessageTags, NamedGroup, explain
+from zero.comm.control import Channel, Control
+from zero.comm.fingerprint import CollectiveOrder, MessageTags, NamedGroup
 from zero.comm.observer import begin
 from zero.comm.traffic import note_copy, send, send_natively
 from zero.comm.watchdog import Watchdog, end_with_launcher, names_lone_setup
@@ -49,9 +50,7 @@ from zero.comm.world import (
     is_initialized,
 )
 from zero.device import CPU, accelerator, compute_stream, is_accelerator, mark, new_stream, use
-from zero.errors import UsageError
 
-T = TypeVar("T")
 logger = logging.getLogger("zero")
 
 # torch's annotations say that a collective may return None. With `async_op`, and within the group,
@@ -70,6 +69,8 @@ class Communicator(ABC):
     Attributes:
         rank, world_size: of the world.
         shard_group, replicate_group: the kinds of groups are in `zero/comm/world.py`.
+        worlds: the ranks of each world in the job.
+        order: of the operations since the last step.
         model: the communicator of the model group; None if this rank has the whole model.
         calls, elements, bytes: by operation name, the number of operations, and how much of full
             buffers they moved.
@@ -97,6 +98,7 @@ class Communicator(ABC):
         self._split: dict[str, Communicator] = {}
         with names_lone_setup(rank):
             self._join([range(size)], None)
+            self._channel = self.new_channel("a model or an engine")
 
     # -- ranks
 
@@ -106,7 +108,7 @@ class Communicator(ABC):
         `job`: None if that is the world.
         """
         self._job = job
-        self._worlds = worlds
+        self.worlds = worlds
         self.shard_group = Group.of(worlds)
         self.replicate_group = Group(0, [dist.get_rank()])
         self.rank = self.shard_group.rank
@@ -115,12 +117,12 @@ class Communicator(ABC):
         # not about a group.
         self.serials = itertools.count(1)
         self._within: dict[int, Communicator] = {}
-        # The engine's own process groups: its messages never match user code's. The hosts beside an
-        # accelerator have one to compare the order of its collectives.
+        # The engine's own process groups: its messages never match user code's. Beside an
+        # accelerator's, there is one for tensors of the host.
         self._group = self._new_group(worlds)
         self._hosts = self._new_group(worlds, "gloo") if self.is_native else self._group
         self._make_groups(worlds, None)
-        self._order = CollectiveOrder()
+        self.order = CollectiveOrder()
         self._tags = MessageTags()
 
     def _make_groups(
@@ -166,10 +168,10 @@ class Communicator(ABC):
             made = self._within[size] = copy.copy(self)
             shards = [
                 ranks[start : start + size]
-                for ranks in self._worlds
+                for ranks in self.worlds
                 for start in range(0, len(ranks), size)
             ]
-            replicas = [ranks[place::size] for ranks in self._worlds for place in range(size)]
+            replicas = [ranks[place::size] for ranks in self.worlds for place in range(size)]
             made.shard_group = Group.of(shards)
             made.replicate_group = Group.of(replicas)
             made._make_groups(shards, replicas)
@@ -180,10 +182,20 @@ class Communicator(ABC):
         started. All must call it.
         """
         made = copy.copy(self)
-        made._within = {}
-        made._group = self._new_group(self._worlds)
-        made._make_groups(self._worlds, None)
+        made._within, made._split = {}, {}
+        made._group = self._new_group(self.worlds)
+        made._make_groups(self.worlds, None)
         return made
+
+    def new_channel(self, what: str) -> Channel:
+        """A channel of the job's ranks for another thread, in which it does `what`. All must call
+        it.
+        """
+        return Channel(self.watchdog, what)
+
+    def control(self, kind: str, detail: str = "", is_long: bool = False) -> Control:
+        """Agrees with all ranks of the job; see `Control`. For the main thread."""
+        return Control(self._channel, kind, detail, is_long)
 
     @property
     def job(self) -> Communicator:
@@ -221,26 +233,9 @@ class Communicator(ABC):
         self.elements[name] += numel
         self.bytes[name] += nbytes
         if self.matches_by_order:
-            self._order.add(name, numel, group)
+            self.order.add(name, numel, group)
         if self.is_native:
             send_natively(name, nbytes, ranks or self.shard_group)
-
-    def require_same_path(self) -> None:
-        """Raise UsageError on all ranks if they have used different groups since the last call.
-
-        All must call it.
-        """
-        if not self.matches_by_order:
-            return  # messages of gloo have numbers: those of different groups never match
-        own = torch.tensor(self._order.digests, device="cpu")
-        bounds = torch.cat([own, ~own])  # ~x falls as x rises
-        self._blocking(
-            "the comparison of paths",
-            lambda: dist.all_reduce(bounds, dist.ReduceOp.MIN, self._hosts),
-        )
-        if not torch.equal(bounds[:2], ~bounds[2:]):
-            raise UsageError(explain(self.exchange(self._order.recent)))
-        self._order.start_over()
 
     # -- shards and gradients, in two ways. `group`: the parameter group that is exchanged.
 
@@ -414,17 +409,6 @@ class Communicator(ABC):
         )
         used()
         return tensor
-
-    def exchange(self, value: T) -> list[T]:
-        """Every rank's value, in the order of the ranks.
-
-        Blocking and slow: not for training steps.
-        """
-        values = [value] * self.world_size
-        self._blocking(
-            "an exchange of facts", lambda: dist.all_gather_object(values, value, group=self._hosts)
-        )
-        return values
 
     def _blocking(self, what: str, collective: Callable[[], object]) -> None:
         if self.world_size > 1:

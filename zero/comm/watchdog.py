@@ -54,7 +54,7 @@ _LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process exite
 
 
 class _Wait(NamedTuple):
-    """A wait of the main thread: since when, for what, and for how many seconds at most."""
+    """A wait of a thread: since when, for what, and for how many seconds at most."""
 
     since: float
     what: object
@@ -82,7 +82,8 @@ class Watchdog:
     def __post_init__(self) -> None:
         self.has_engine = False
         self._position: Callable[[], object] = lambda: "no module yet"
-        self._waiting: _Wait | None = None
+        # The waits under way, by thread.
+        self._waits: dict[int, _Wait] = {}
         # When the main thread started something the last time.
         self._moved = time.monotonic()
         self._is_past: Callable[[], bool] | None = None
@@ -130,10 +131,11 @@ class Watchdog:
     def wait(self, wait: Callable[[], T], what: object, at_least: float = 0.0) -> T:
         """Call `wait()`, which blocks until other ranks have done their part in `what`.
 
-        After `timeout` seconds, or `at_least` if that is more, the job ends. For calls of the main
-        thread."""
-        around, self._moved = self._waiting, time.monotonic()
-        self._waiting = _Wait(self._moved, what or _BETWEEN_GROUPS, max(self.timeout, at_least))
+        After `timeout` seconds, or `at_least` if that is more, the job ends."""
+        thread = threading.get_ident()
+        around, self._moved = self._waits.get(thread), time.monotonic()
+        limit = max(self.timeout, at_least)
+        self._waits[thread] = _Wait(self._moved, what or _BETWEEN_GROUPS, limit)
         try:
             return wait()
         except RuntimeError as error:
@@ -141,7 +143,10 @@ class Watchdog:
                 raise RuntimeError(self._explain_lost(what)) from error
             raise
         finally:
-            self._waiting = around
+            if around is None:
+                del self._waits[thread]
+            else:
+                self._waits[thread] = around
             self._moved = time.monotonic()
 
     def _explain_lost(self, what: object) -> str:
@@ -167,8 +172,7 @@ class Watchdog:
     def _watch(self) -> None:
         """Never asks the store itself, which may be on a machine that does not answer."""
         while not self._is_stopped():
-            waiting = self._waiting
-            is_blocked = waiting is not None and waiting.seconds > waiting.limit
+            is_blocked = any(each.seconds > each.limit for each in list(self._waits.values()))
             if is_blocked or self._device_is_blocked():
                 EngineThread(self._alarm, name="zero-watchdog-alarm").start()
                 if self._stopped.wait(3 * GRACE):  # the alarm ends this process before
@@ -202,7 +206,7 @@ class Watchdog:
         done the rest.
         """
         idle = time.monotonic() - self._moved
-        if self.mark is None or self._waiting is not None or idle < self.timeout / 2:
+        if self.mark is None or self._main in self._waits or idle < self.timeout / 2:
             self._is_past = None
             return False
         if self._is_past is None:
@@ -210,8 +214,10 @@ class Watchdog:
         return not self._is_past() and idle > self.timeout
 
     def _status(self) -> str:
-        waiting = self._waiting
-        if waiting is not None:
+        waits = list(self._waits.values())
+        late = [each for each in waits if each.seconds > each.limit]
+        if waits:
+            waiting = (late or waits)[0]
             return f"has waited {waiting.seconds:.0f} s for the other ranks at {waiting.what}"
         here = traceback.extract_stack(sys._current_frames()[self._main])[-1]
         device = ""

@@ -293,10 +293,6 @@ class ModuleHooks:
         self._reads.held.clear()
         self.forget_broken_pass()
 
-    def expect_nested_backwards(self) -> None:
-        """Ranks may end a backward before any of them has seen another one inside of it."""
-        self._reductions.has_nested_backward = True
-
     def _release_modules(self) -> None:
         self._gathering.release_all_but(self._reads.held)
         self._in_backward.clear()

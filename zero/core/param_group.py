@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -612,13 +612,12 @@ class ParamGroup(NamedGroup):
         for i in indices:
             self._show(i, self._single[i])
 
-    def free_single(self, indices: Iterable[int]) -> None:
+    def free_single(self, index: int) -> None:
         """Undo `add_single` and `show_single`."""
-        for i in indices:
-            del self._single[i]
-            self.residency.remove(self.layout.slots[i].numel)
-            if self.state is not State.UNSHARDED:
-                self._hide(i)
+        del self._single[index]
+        self.residency.remove(self.layout.slots[index].numel)
+        if self.state is not State.UNSHARDED:
+            self._hide(index)
 
 
 @contextmanager
@@ -631,18 +630,23 @@ def unsharded(groups: Sequence[ParamGroup]) -> Iterator[None]:
     for group in groups:
         if group.source is not group.comm and group.users == 0 and group.state is not State.SHARDED:
             group.reshard()
-    found_sharded = [group.state is State.SHARDED for group in groups]
-    for number, group in enumerate(groups):
-        # The next all-gather runs while this one is waited for.
-        for each in groups[number : number + 2]:
-            if each.state is State.SHARDED:
-                each.all_gather()
-        group.unshard()
-    try:
+    with ExitStack() as held:
+        for number, group in enumerate(groups):
+            # The next all-gather runs while this one is waited for.
+            for each in groups[number : number + 2]:
+                if each.state is State.SHARDED:
+                    held.callback(_reshard, each)
+                    each.all_gather()
+            group.unshard()
+            held.callback(group.release)
         yield
-    finally:
-        for group, was_sharded in zip(groups, found_sharded, strict=True):
-            if group.release() and was_sharded:
-                group.reshard_but_keep_aliases()
-                if group.comm.device.type == "cpu":
-                    _trimmer.freed_elements(group.layout.numel)
+
+
+def _reshard(group: ParamGroup) -> None:
+    """A context that has gathered the group is over."""
+    if group.state is State.GATHERING:  # the all-gather of another group has failed
+        group.wait_for_all_gather()
+    if group.state is State.GATHERED:
+        group.reshard_but_keep_aliases()
+        if group.comm.device.type == "cpu":
+            _trimmer.freed_elements(group.layout.numel)

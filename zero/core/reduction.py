@@ -177,25 +177,32 @@ class GradientReducer:
         entry.apart = 0
         return entry.flat
 
-    def collect_from_script(self, group: ParamGroup) -> None:
-        """Before a step: take gradients that the script itself has put on parameters, the same ones
-        on all ranks.
+    def collect_rest(self) -> list[ParamGroup]:
+        """Before a step: take gradients that the script itself has put on parameters. Returns the
+        groups of which this rank has gradients that are not reduced: these, or late ones.
 
         They are added to the gradients of backward passes. With a loss scale, they must be scaled
         like those.
         """
-        found = [index for index, param in enumerate(group.params) if param.grad is not None]
-        for index in found:
-            self.frozen.discard(group.params[index])
-            self.collect(group, index)
-        if found:
-            self.reduce(group, factor=1.0)
+        rest = []
+        for group in self._shards:
+            entry, factor = self.gradients[group], self.micro_batches.factor
+            if entry.parts and factor != 1.0:
+                self._flatten(group, entry).mul_(factor)
+            for index, param in enumerate(group.params):
+                if param.grad is not None:
+                    self.frozen.discard(param)
+                    self.collect(group, index)
+            if entry.parts:
+                rest.append(group)
+        self.micro_batches.factor = 1.0
+        return rest
 
-    def reduce(self, group: ParamGroup, factor: float | None = None) -> None:
-        """Start to reduce the collected gradients of `group` times `factor`, by default the factor
-        of the current backward. Parameters without a gradient count as zero.
+    def reduce(self, group: ParamGroup) -> None:
+        """Start to reduce the collected gradients of `group` times the factor of the current
+        backward. Parameters without a gradient count as zero.
         """
-        factor = self.micro_batches.factor if factor is None else factor
+        factor = self.micro_batches.factor
         entry = self.gradients[group]
         flat = self._flatten(group, entry)
         missing = set(range(len(group.params))).difference(entry.parts)
@@ -386,11 +393,13 @@ class ReductionOrder:
             getattr(module, LEAF_FLAG, False) for group in groups for module in group.modules
         )
         self._has_places = comm.matches_by_order or (comm.world_size > 1 and self._has_leaves)
-        self._started = self._backwards = self._uses = 0
+        self._started = self._uses = 0
+        self._backwards = 1  # the number of the next one, or of the one that runs
         self.is_open = False
         self._late: list[ParamGroup] | None = None
-        # Whether a backward has ever run another one, as reentrant checkpointing does.
-        self.has_nested_backward = False
+        # Whether a backward of this rank has ever run another one, as reentrant checkpointing does,
+        # and whether all ranks know that some rank's has.
+        self.has_nested_backward = self.expects_nested_backward = False
         self._absent = frozenset()
 
     def begin(self, absent: Collection[ParamGroup] = frozenset()) -> None:
@@ -476,20 +485,27 @@ class ReductionOrder:
         from the second call of a module inside a reentrant checkpoint. All ranks reduce these once
         more.
 
-        Only a backward inside a backward can produce them, so all others need no exchange."""
+        Only a backward inside a backward can produce them, so all others need no exchange. Whether
+        any rank has had one, all of them ask in backward 1, 2, 4, 8, ...; what is late before that
+        waits for the next reduction of its group, or for the step."""
         is_late = [group in late for group in self._order]
-        if self.has_nested_backward and self._comm.world_size > 1:
-            if not self._reducer.keeps_on_rank:
-                # Another rank may have waited for these reductions before it came here.
-                self._reducer.drain()
-                flags = torch.tensor(is_late, dtype=torch.float32, device="cpu")
-                is_late = (self._comm.all_reduce(flags) > 0).tolist()
+        if self._comm.world_size > 1 and not self._reducer.keeps_on_rank:
+            if not (self.expects_nested_backward or self._exchanges_now):
+                return []
+            # Another rank may have waited for these reductions before it came here.
+            self._reducer.drain()
+            flags = torch.tensor([self.has_nested_backward, *is_late], device="cpu").float()
+            self.expects_nested_backward, *is_late = (self._comm.all_reduce(flags) > 0).tolist()
         return [group for group, each in zip(self._order, is_late, strict=True) if each]
+
+    @property
+    def _exchanges_now(self) -> bool:
+        """Whether this is backward 1, 2, 4, 8, ..."""
+        return self._backwards & (self._backwards - 1) == 0
 
     def _agree(self) -> None:
         """After backward 1, 2, 4, 8, ...: take over rank 0's order and places. See the notes."""
-        self._backwards += 1
-        if self._comm.world_size > 1 and self._backwards & (self._backwards - 1) == 0:
+        if self._comm.world_size > 1 and self._exchanges_now:
             places = {group: n for group, n in self._complete.items() if group not in self._last}
             rest = [group for group in self._order if group not in places]
             places |= {group: sys.maxsize if group in self._last else self._uses for group in rest}
@@ -499,6 +515,7 @@ class ReductionOrder:
             self._comm.broadcast(told, src=0)
             self._places = {self._groups[i]: place for i, place in told.tolist()}
             self._order = list(self._places)
+        self._backwards += 1
         self.clear()
 
     def clear(self) -> None:

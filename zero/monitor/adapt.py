@@ -137,11 +137,10 @@ class Adaptation:
         loss_name = getattr(getattr(engine.module, "loss_function", None), "__name__", "")
         seq2seq = getattr(getattr(engine.module, "config", None), "is_encoder_decoder", False)
         self._predicts_next = loss_name == "ForCausalLMLoss" and not seq2seq
-        self._ranks = engine.comm.job
+        self._control = engine.comm.control("adapting to the memory that there is")
         stage = engine.settings.zero_optimization.stage
-        self._gathers_with_others = self._ranks.world_size > 1 and stage == 3
-        if self._ranks.world_size > 1:
-            engine.hooks.expect_nested_backwards()
+        self._gathers_with_others = self._control.world_size > 1 and stage == 3
+        if self._control.world_size > 1:
             if hindrance := next(_hindrances(engine), None):
                 raise UsageError(
                     f'{KEY} "adapt": not with several processes and {hindrance}, because a process '
@@ -283,7 +282,7 @@ class Adaptation:
         restore_random_states(call.random, engine.comm.device)
         if call.buffers != _seen(engine.module):
             raise UsageError(f'{KEY} "adapt": {_WRITES}; set it to "explain"')
-        recorded = self._ranks.exchange(engine.hooks.recorder.names())
+        recorded = self._control.exchange(engine.hooks.recorder.names)
         if any(each != recorded[0] for each in recorded):
             raise UsageError(
                 f'{KEY} "adapt": processes go different ways through the model; set it to "explain"'
@@ -313,13 +312,17 @@ class Adaptation:
 
     def _cut_evaluation(self, call: _Call, error: Exception | None) -> None:
         most, why = self._most_rows([call]), ""
+        has_labels = any(self._of_ranks(call.inputs[1].get("labels") is not None))
         if most <= self._evaluation_parts:
             why = f"an evaluation of {most} sample(s) is split into as many parts already"
         elif any(call.inputs[1].get(name) is not None for name in _CACHES):
             why = "the forward continues a cache"
-        elif call.inputs[1].get("labels") is not None:
-            why = self._why_whole([call]) or self._why_no_sum(call)
-        if why := self._of_all(why):
+        elif has_labels:
+            why = self._why_whole([call])
+        why = self._of_all(why)
+        if not why and has_labels:
+            why = self._of_all(self._why_no_sum(call))
+        if why:
             raise _final(error, why)
         self._evaluation_parts = min(2 * self._evaluation_parts, most)
         self._tell(f"each batch of an evaluation is now split into {self._evaluation_parts} parts")
@@ -427,32 +430,40 @@ class Adaptation:
 
     def _together(self, kind: str | None, act: Callable[[], T], held: list | None = None) -> T:
         """Return what `act` returns; raise _NotEnough on all ranks if one of them ran out of
-        memory.
+        memory, and any other error of one rank on all.
 
         `kind` is the kind of forward or backward, or None if it is neither. `held` contains tensors
         that a rank frees if it runs out of memory.
         """
-        hooks, error, result = self._engine.hooks, None, None
+        hooks, error, other, result = self._engine.hooks, None, None, None
         with hooks.recorder.recording(kind):
             try:
                 result = act()
                 hooks.recorder.complete()
             except Exception as raised:
                 if full_memory(raised) is None:
-                    hooks.forget_broken_pass()
-                    raise
-                explain(self._engine, raised)
-                # The frames of the traceback hold activations.
-                error = raised.with_traceback(None)
-            if error is not None and kind is not None and self._has_others:
+                    other = raised
+                else:
+                    explain(self._engine, raised)
+                    # The frames of the traceback hold activations.
+                    error = raised.with_traceback(None)
+            if (other or error) is not None and kind is not None and self._has_others:
                 if held is not None:
                     held.clear()
-                if self._gathers_with_others and not hooks.recorder.can_replay:
-                    raise _final(error, f"this process has no room for a {kind} of one sample")
-                self._join()
-        failed = torch.tensor(float(error is not None))
-        if self._has_others:
-            failed = self._ranks.all_reduce(failed)
+                if not self._gathers_with_others or hooks.recorder.can_replay:
+                    self._join()
+                else:
+                    why = f"this process has no room for a {kind} of one sample"
+                    raise other or _final(error, why)
+        failed = error is not None
+        try:
+            if self._has_others:
+                failed = self._control.any(failed, other)
+            elif other is not None:
+                raise other
+        except Exception as raised:
+            hooks.forget_broken_pass()
+            raise (other or raised) from None
         if failed:
             del result
             hooks.forget_broken_pass()
@@ -541,7 +552,7 @@ class Adaptation:
                 fit = 1 + max(0, int(_USED * with_one)) // each
                 fit = min(fit, too_many - 1)
                 # That is not exact on the host, where freed memory is not given back at once.
-                return min(self._ranks.exchange(max(fit, int(_USED * rows))))
+                return min(self._of_ranks(max(fit, int(_USED * rows))))
             too_many = rows
         return 1
 
@@ -577,7 +588,7 @@ class Adaptation:
         elif self._engine.settings.zero_optimization.stage == 3 and schedule.max_live_parameters:
             schedule.max_live_parameters = 0
             done.append("zero_optimization.stage3_max_live_parameters is now 0")
-        elif all(self._ranks.exchange(self._can_move_states)):
+        elif all(self._of_ranks(self._can_move_states)):
             self._move_states(on_host=True)
             done.append("the optimizer's state is now in host memory except during a step")
         else:
@@ -603,17 +614,20 @@ class Adaptation:
         empty_cache(device)
 
     def _tell(self, done: str) -> None:
-        if self._is_alone or self._ranks.rank == 0:
+        if self._is_alone or self._control.rank == 0:
             step = self._engine.global_steps + 1
             logger.warning("step %d ran out of memory, so %s", step, done)
 
     @property
     def _has_others(self) -> bool:
-        return self._ranks.world_size > 1 and not self._is_alone
+        return self._control.world_size > 1 and not self._is_alone
+
+    def _of_ranks(self, value: T) -> list[T]:
+        """The value of each rank that takes part."""
+        return self._control.exchange(lambda: value) if self._has_others else [value]
 
     def _most_rows(self, calls: Sequence[_Call]) -> int:
-        rows = max(call.rows for call in calls)
-        return max(self._ranks.exchange(rows)) if self._has_others else rows
+        return max(self._of_ranks(max(call.rows for call in calls)))
 
     @property
     def _recomputes(self) -> bool:
@@ -630,7 +644,7 @@ class Adaptation:
 
     def _of_all(self, why: str) -> str:
         """Return the first reason that a rank gives, or an empty text."""
-        return next(filter(None, self._ranks.exchange(why)), "") if self._has_others else why
+        return next(filter(None, self._of_ranks(why)), "")
 
     def _why_whole(self, calls: Sequence[_Call]) -> str:
         """Return why micro-batches cannot be split; empty if they can."""

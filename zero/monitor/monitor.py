@@ -23,7 +23,6 @@ from zero.comm.world import ranks_of_machine
 from zero.config.monitor import FlopsProfilerConfig
 from zero.device import CPU, is_accelerator, memory_in_use, peak_memory
 from zero.engine import ZeroEngine
-from zero.errors import UsageError
 from zero.monitor.collectives import use_log
 from zero.monitor.memory_usage import bytes_by_kind
 from zero.monitor.mfu import operations_per_token, peak
@@ -50,15 +49,8 @@ def make(engine: ZeroEngine) -> Monitor | None:
     )
     if not wants_records and not any(others):
         return None
-    opened: list[Writer] = []
-    problem = None
-    if engine.comm.job.rank == 0:
-        try:
-            opened = writers(settings)
-        except UsageError as error:
-            problem = str(error)
-    if problem := engine.comm.exchange(problem)[0]:
-        raise UsageError(problem)
+    control = engine.comm.control("opening the monitors")
+    opened = control.together(lambda: writers(settings) if control.rank == 0 else [])
     return Monitor(engine, opened, wants_records)
 
 

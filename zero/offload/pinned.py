@@ -51,7 +51,8 @@ class HostMemory:
 
     def trim(self) -> None:
         """Give the memory of buffers that no tensor refers to back to the system."""
-        self._free.clear()
+        with self._lock:
+            self._free.clear()
 
     def like(self, source: torch.Tensor) -> torch.Tensor:
         """A buffer with the dtype, the shape and the phase of `source`: direct I/O between both

@@ -96,17 +96,25 @@ class Placement:
         free, total = comm.all_reduce(room, op="min").tolist()
         self._free.append(free)
         reserve, found = max(1 << 30, total // 10), []
+
+        def most_bytes(shards: Sequence[OptimizerShard]) -> list[int]:
+            """Of each shard on any rank, so that all ranks move the same ones."""
+            own = torch.tensor([-bytes_of(shard) for shard in shards], device=comm.device)
+            return (-comm.all_reduce(own, op="min")).tolist()
+
         kept = [shard for shard in self.shards if shard.tier == self._device_tier]
         if kept and free < reserve // 2:
+            freed = most_bytes(kept)
             while kept and free < reserve:
-                free += bytes_of(kept[-1])
+                free += freed.pop()
                 found.append((kept.pop(), self._offload_tier))
         elif len(self._free) >= self._patience:
             free, self._patience = min(self._free), STEPS_TO_RETURN
             self._free.clear()
-            for shard in self.shards:
-                if shard.tier != self._device_tier and free - bytes_of(shard) >= reserve:
-                    free -= bytes_of(shard)
+            away = [shard for shard in self.shards if shard.tier != self._device_tier]
+            for shard, nbytes in zip(away, most_bytes(away), strict=True):
+                if free - nbytes >= reserve:
+                    free -= nbytes
                     found.append((shard, self._device_tier))
         if found:
             self._free.clear()

@@ -41,12 +41,12 @@ class StochasticRounding:
         self._steps = steps
         self._step = 0
 
-    def begin_step(self) -> None:
-        """Begin a new step.
+    def begin_step(self, number: int = 1) -> None:
+        """Begin the next step, or with 0 something that follows the last one.
 
         Background updates of a step may still run while the engine counts the next one.
         """
-        self._step = self._steps()
+        self._step = self._steps() + number
 
     def store(
         self,

@@ -18,7 +18,6 @@ import logging
 import math
 import threading
 import weakref
-import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
 from weakref import WeakKeyDictionary
@@ -29,7 +28,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zero.comm.clock import label
 from zero.comm.communicator import Communicator
-from zero.comm.consistency import disagree, hyper_parameters, require_same, spread
+from zero.comm.consistency import hyper_parameters
+from zero.comm.control import Record
+from zero.comm.fingerprint import explain
 from zero.core.forward_writes import ForwardWrites
 from zero.core.optimizer_shard import OptimizerShard
 from zero.core.param_group import ParamGroup
@@ -48,8 +49,6 @@ from zero.optim.update import SubGroupUpdate
 from zero.optim.whole_tensor import WholeTensorState
 
 logger = logging.getLogger("zero")
-
-_WRITTEN = "parameters that forwards wrote to, and their values"
 
 _optimizer_of: WeakKeyDictionary[ParamGroup, weakref.ref[ZeroOptimizer]] = WeakKeyDictionary()
 
@@ -153,7 +152,10 @@ class ZeroOptimizer:
         self._number_parameters(group_of)
         on_host = any(shard.tier.device.type == "cpu" for shard in self.shards.values())
         updates_on_host = elementwise and on_host and adam_cpu.serves(optimizer)
-        self._has_kernel = updates_on_host and adam_cpu.is_compiled()
+        # Its rounding differs from that of torch's operators, so all ranks use it or none.
+        lacks_kernel = updates_on_host and not adam_cpu.is_compiled()
+        any_lacks_kernel = comm.control("compiling the optimizer's kernel").any(lacks_kernel)
+        self._has_kernel = updates_on_host and not any_lacks_kernel
         self._fuses_on_host = updates_on_host and not self._has_kernel
         self._updates = Updates(comm.device, read_ahead, write_behind, comm.clock.shows)
         master_dtype = torch.float32 if self.rounding is None else torch.bfloat16
@@ -230,28 +232,14 @@ class ZeroOptimizer:
 
         Returns False if they were not finite and the step was skipped on every rank.
         """
-        if len(self.param_groups) != len(self.model_params):
-            raise UsageError(
-                "a param group was added to the optimizer after zero.initialize, which has sharded "
-                "the others: "
-                "make all groups before, with a learning rate of 0 if they are to train later"
-            )
-        with self.comm.clock.waiting("optimizer"):
-            self.wait()
-        self.comm.require_same_path()
-        if self.writes is not None:
-            self.writes.between_passes()
-        self.reducer.drain()
-        if not self.reducer.backwards:
-            self.reducer.note_frozen()
+        for group in self._agree():
+            self.reducer.reduce(group)
         for group in self.shards:
-            self.reducer.collect_from_script(group)
             self.reducer.complete(group)
         self.reducer.drain()
         for act in self.before_norm:
             act()
         self._place()
-        self._frozen = self.reducer.frozen
         to_mean = self.gradient_factor
         norm = self.comm.watchdog.wait(self._global_norm, "the norm of the gradients")
         self.grad_norm = norm * to_mean
@@ -295,7 +283,7 @@ class ZeroOptimizer:
             )
         self.wait()
         if self.rounding is not None:
-            self.rounding.begin_step()
+            self.rounding.begin_step(0)
         self.whole.switch(mode)
         for group in self.shards:
             group.refresh()
@@ -447,6 +435,80 @@ class ZeroOptimizer:
             if is_accelerator(shard.tier.device):
                 shard.grad = None
 
+    # -- what ranks agree on in each step
+
+    def _agree(self) -> list[ParamGroup]:
+        """Raise UsageError, on all ranks, unless they are about to take the same step; no weight
+        has changed then. An error of one rank is raised on all.
+
+        Returns the groups of which any rank has gradients that are not reduced yet."""
+        comm, rest = self.comm, []
+
+        def prepare() -> Record:
+            rest.extend(self._prepare_step())
+            return self._record(bool(rest))
+
+        control = comm.control("an optimizer step")
+        world = next(ranks for ranks in comm.worlds if control.rank in ranks)
+        try:
+            has_rest = control.require_same(prepare, comm.worlds)
+        except UsageError:
+            orders = control.exchange(lambda: comm.order)
+            of_own = [orders[rank] for rank in world]
+            if any(order.digests != comm.order.digests for order in of_own):
+                raise UsageError(explain([order.recent for order in of_own])) from None
+            raise
+        comm.order.start_over()
+        if self.writes is not None:
+            self.writes.digest = 0
+        if not has_rest:
+            return []
+        of_ranks = control.exchange(lambda: [group.serial for group in rest])
+        serials = set().union(*(of_ranks[rank] for rank in world))
+        return [group for group in self.shards if group.serial in serials]
+
+    def _prepare_step(self) -> list[ParamGroup]:
+        """End what is under way. Returns the groups of which this rank has gradients that are not
+        reduced yet.
+        """
+        if len(self.param_groups) != len(self.model_params):
+            raise UsageError(
+                "a param group was added to the optimizer after zero.initialize, which has sharded "
+                "the others: "
+                "make all groups before, with a learning rate of 0 if they are to train later"
+            )
+        with self.comm.clock.waiting("optimizer"):
+            self.wait()
+        if self.writes is not None:
+            self.writes.between_passes()
+        self.reducer.drain()
+        if not self.reducer.backwards:
+            self.reducer.note_frozen()
+        rest = self.reducer.collect_rest()
+        self._frozen = self.reducer.frozen
+        return rest
+
+    def _record(self, flag: bool) -> Record:
+        """What must be equal on all ranks, or on those of a pipeline stage."""
+        # The number of sub-groups is left out: a rank may have no part of a small group.
+        numbers = hyper_parameters(self.param_groups).items()
+        facts: dict[str, object] = {
+            key: each for key, each in numbers if not key.endswith(", params")
+        }
+        facts["backwards since the last step"] = self.reducer.backwards
+        if self.writes is not None:
+            facts["parameters that forwards wrote to, and their values"] = self.writes
+        frozen = [
+            name for name, p in zip(self._names, self._numbered, strict=True) if p in self._frozen
+        ]
+        viewed = [group.name for group in self.shards if group.has_aliases]
+        of_stage = {
+            "frozen parameters": ", ".join(frozen) or "none",
+            "groups with weights that a module keeps views of": ", ".join(viewed) or "none",
+            "order of collectives": self.comm.order.digests,
+        }
+        return Record(facts, of_stage, flag)
+
     # -- norm
 
     def _global_norm(self) -> float:
@@ -454,38 +516,12 @@ class ZeroOptimizer:
         parameters' norms.
         """
         squares = torch.zeros(len(self._names), dtype=torch.float64, device=self.comm.device)
-        # The same reduction shows whether all ranks are about to take the same step. The number of
-        # sub-groups is left out: a rank may have no part of a small group.
-        numbers = hyper_parameters(self.param_groups).items()
-        facts = {key: each for key, each in numbers if not key.endswith(", params")}
-        facts["backwards since the last step"] = self.reducer.backwards
-        if self.writes is not None:
-            facts[_WRITTEN] = float(self.writes.digest)
-        frozen = [
-            name for name, p in zip(self._names, self._numbered, strict=True) if p in self._frozen
-        ]
-        # Ranks of another pipeline stage have other parameters, so these facts are compared apart.
-        # The number is small, because its square must be exact.
-        viewed = [group.name for group in self.shards if group.has_aliases]
-        of_stage = {
-            "frozen parameters": ", ".join(frozen) or "none",
-            "groups with weights that a module keeps views of": ", ".join(viewed) or "none",
-        }
-        number = zlib.crc32(" ".join(of_stage.values()).encode()) & 0xFFFF
-        told = [*spread(list(facts.values())), *spread([number])]
-        own = torch.tensor(told, dtype=torch.float64).to(squares.device, non_blocking=True)
         # Each shard counts once.
         if self._pieces and (self._replicated or self.comm.replicate_group.rank == 0):
             norms = torch.stack(self._norms_of_pieces()).to(torch.float64)
             squares.index_copy_(0, self._piece_numbers, norms**2)
-        if self._replicated:
-            sums = self.comm.all_reduce(own)
-        else:
-            sizes = [len(squares), len(own)]
-            squares, sums = self.comm.all_reduce(torch.cat([squares, own])).split(sizes)
-        *_, total, total_square = sums.unbind()
-        unequal = (self.comm.world_size * total_square - total**2).view(1)
-        sums = torch.cat([sums[:-2], unequal])
+        if not self._replicated:
+            squares = self.comm.all_reduce(squares)
         self._param_norms = squares.sqrt().float()
         norm = torch.linalg.vector_norm(self._param_norms).double()
         # Parts of a parameter count once each, and copies not at all.
@@ -493,21 +529,9 @@ class ZeroOptimizer:
             copies = torch.tensor([is_copy(each) for each in self._numbered])
             copies = copies.to(squares.device, non_blocking=True)
             of_own = squares.masked_fill(copies, 0).sum().view(1)
-            sums = self.comm.model.all_reduce(torch.cat([of_own, sums]))
-            norm, sums = sums[0].sqrt(), sums[1:]
+            norm = self.comm.model.all_reduce(of_own)[0].sqrt()
         # The one moment of a step at which the host waits for the device.
-        *totals, unequal, norm = torch.cat([sums, norm.view(1)]).tolist()
-        if disagree(totals, self.comm.job.world_size):
-            require_same(self.comm.job, facts | {_WRITTEN: self.writes})
-        if unequal > (self.comm.world_size - 1) / 2:  # less is rounding, on thousands of ranks
-            require_same(self.comm, of_stage)
-            raise UsageError(
-                "the ranks of another pipeline stage have frozen different parameters, or keep "
-                "views of others"
-            )
-        if self.writes is not None:
-            self.writes.digest = 0
-        return norm
+        return norm.item()
 
     def _norms_of_pieces(self) -> list[torch.Tensor]:
         """2-norms of this rank's pieces of gradients, scalars on the compute device."""

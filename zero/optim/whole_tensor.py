@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zero.comm.communicator import Communicator
-from zero.comm.consistency import differences
+from zero.comm.control import Record
 from zero.core.optimizer_shard import OptimizerShard
 from zero.core.sharded_param import placeholder
 from zero.errors import UsageError
@@ -163,7 +163,10 @@ class WholeTensorState:
         ]
         if self._is_divided:
             changed = {key: value for key, value in after.items() if value != before.get(key)}
-            unequal += differences(self._comm, changed)
+            record, worlds = Record({}, changed, bool(unequal)), self._comm.worlds
+            control = self._comm.control("an update of whole tensors")
+            found, is_flagged = control.differences(lambda: record, worlds)
+            unequal += found or ["as another rank tells"] * is_flagged
         if unequal:
             raise UsageError(
                 f"optimizer {type(self._optimizer).__name__} keeps a global value that depends on "

@@ -416,6 +416,8 @@ class Pipeline:
     ) -> list[torch.Tensor]:
         """Return the micro-batches' losses, on ranks with the last stage."""
         engine = self.engine
+        # A schedule that ended in an exception may have counted its micro-batches.
+        engine.micro_steps -= engine.micro_steps % self._micro_batches
         tokens = self._count(labels).to(engine.comm.device, torch.float64)
         engine.comm.all_reduce(tokens)
         # The engine divides by the number of micro-batches and of ranks with different batches.

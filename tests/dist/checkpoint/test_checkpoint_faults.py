@@ -24,11 +24,11 @@ import zero
 from tests.dist.training import ds_config, start, train_zero
 from tests.parity.models import batches, build
 from tests.processes import run_on
-from zero.checkpoint import ranks
 from zero.checkpoint.disk import LOCK
 from zero.checkpoint.files import open_checkpoint
 from zero.checkpoint.folder import locate
 from zero.checkpoint.manifest import DamagedCheckpointError, to_text
+from zero.comm import control
 
 # A process forked from a server that has imported everything starts in a fraction of a second.
 context = multiprocessing.get_context("forkserver")
@@ -189,7 +189,7 @@ def save_late(rank: int, world_size: int, folder: str) -> list[str]:
     logging.getLogger("zero").addHandler(handler := logging.handlers.BufferingHandler(100))
     for delay in (3, 3, 0):  # the first save makes the connections, too
         handler.buffer.clear()
-        with mock.patch.object(ranks, "LONE", 1.0):
+        with mock.patch.object(control, "LONE", 1.0):
             time.sleep(delay * rank)
             engine.save_checkpoint(folder)
         messages.append(" ".join(record.getMessage() for record in handler.buffer))

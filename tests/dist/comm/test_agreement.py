@@ -13,7 +13,6 @@ import zero
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import ds_config, loss_of
 from tests.processes import fork_ranks, run_on, torchrun
-from zero.comm.consistency import disagree, spread
 
 SGD, ADAM = torch.optim.SGD, torch.optim.AdamW
 Options = dict[str, object]
@@ -107,10 +106,11 @@ def stepping(rank: int, world_size: int, stage: int) -> str:
             with pytest.raises(ValueError, match="the ranks disagree") as raised:
                 engine.step()
         else:
-            before = engine.comm.calls["all_reduce"]
+            before = engine.comm.calls["all_reduce"], engine.comm._channel.count
             engine.step()
-            collectives.append(engine.comm.calls["all_reduce"] - before)
-    assert collectives == [1, 1], "the comparison needs a reduction of its own"
+            after = engine.comm.calls["all_reduce"], engine.comm._channel.count
+            collectives.append([now - then for now, then in zip(after, before, strict=True)])
+    assert collectives == [[stage > 0, 1]] * 2, "one norm and one record"
     return str(raised.value)
 
 
@@ -150,15 +150,6 @@ def test_a_rank_without_a_part_of_a_group_agrees(stage):
     run_on(2, training_with_an_empty_shard, stage)
 
 
-def test_equal_numbers_agree_and_neighbours_do_not():
-    for world_size in (2, 3, 7, 1000):
-        for number in (0.0, 1e-30, 0.1, 3.14159, 1e9):
-            sums = [world_size * each for each in spread([number])]
-            assert not disagree(sums, world_size)
-    sums = [a + b for a, b in zip(spread([1e-3]), spread([1e-3 * (1 + 1e-7)]), strict=True)]
-    assert disagree(sums, 2)
-
-
 UNEVEN = """
 import torch, zero
 from tests.dist.comm.test_agreement import start_with
@@ -182,16 +173,13 @@ engine.save_checkpoint(sys.argv[1])
 """
 
 
-def test_a_rank_that_died_before_the_first_save_is_named(tmp_path):
+def test_a_rank_that_died_before_the_first_save_is_noticed(tmp_path):
     script = tmp_path / "dying.py"
     script.write_text(DYING)
-    done = torchrun(
-        script, str(tmp_path / "saved"), nproc=2, timeout=120, env={"DEEPSPEED_TIMEOUT": "0.1"}
-    )
+    done = torchrun(script, str(tmp_path / "saved"), nproc=2, timeout=120)
     assert done.returncode == 1
-    assert "rank 1 does not answer" in done.stderr and "rank 0 has waited" in done.stderr, (
-        done.stderr
-    )
+    assert "rank 0 lost the connection while it waited at saving a checkpoint" in done.stderr
+    assert "another rank has died" in done.stderr, done.stderr
 
 
 def test_uneven_numbers_of_batches_are_named(tmp_path):

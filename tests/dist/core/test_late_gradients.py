@@ -30,21 +30,25 @@ class Experts(nn.Module):
 class Model(nn.Module):
     """Calls its block twice, each time in a checkpoint of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, reentrant: bool = True) -> None:
         super().__init__()
+        self.reentrant = reentrant
         self.before = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList([Experts()])
 
     def forward(self, x: torch.Tensor, uses_all: bool) -> torch.Tensor:
         x = self.before(x)
         for _ in range(2):
-            x = checkpoint(self.blocks[0], x, uses_all, use_reentrant=True)
+            if self.reentrant:
+                x = checkpoint(self.blocks[0], x, uses_all, use_reentrant=True)
+            else:
+                x = self.blocks[0](x, uses_all)
         return x.square().mean()
 
 
-def gradients(rank: int, world_size: int, stage: int) -> None:
+def gradients(rank: int, world_size: int, stage: int, reentrant: list[bool]) -> None:
     torch.manual_seed(4)
-    model, reference = Model(), Model()
+    model, reference = Model(reentrant[rank]), Model()
     reference.load_state_dict(model.state_dict())
     zero.leaf.set_z3_leaf_modules(model, [Experts])
     config = ds_config(stage=stage, stage3_param_persistence_threshold=0) | {"watchdog_timeout": 5}
@@ -64,6 +68,15 @@ def gradients(rank: int, world_size: int, stage: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_all_ranks_join_in_the_reduction(stage):
-    run_on(2, gradients, stage)
+@pytest.mark.parametrize(
+    ("stage", "reentrant"),
+    [
+        (1, [True, True]),
+        (2, [True, True]),
+        (3, [True, True]),
+        (1, [True, False]),
+        (2, [False, True]),
+    ],
+)
+def test_all_ranks_join_in_the_reduction(stage, reentrant):
+    run_on(2, gradients, stage, reentrant, timeout=60.0)

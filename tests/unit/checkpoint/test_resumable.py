@@ -194,3 +194,12 @@ def test_the_first_save_cleans_up_so_that_the_trainer_deletes_the_right_folder(
     ]  # fmt: skip
     assert "incomplete-checkpoint-20" in capsys.readouterr().err and later.is_dir()
     monkeypatch.setattr(resumable, "_to_seal", None)
+
+
+def test_an_incomplete_folder_that_no_rank_sets_aside_is_not_taken(tmp_path, monkeypatch):
+    """As on another machine than rank 0's, without a shared file system."""
+    trainers(tmp_path, 5)
+    (tmp_path / "checkpoint-10").mkdir()
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ValueError, match="checkpoint-10 is incomplete .*shared file system"):
+        resumable.set_incomplete_aside(tmp_path, wait=0.0)

@@ -43,7 +43,7 @@ def stored(
     sub-group.
     """
     target, bounds = torch.empty(len(values), dtype=torch.bfloat16), [0, *cuts, len(values)]
-    rounding = StochasticRounding(seed, lambda: step)
+    rounding = StochasticRounding(seed, lambda: step - 1)
     rounding.begin_step()
     for low, high in itertools.pairwise(bounds):
         for start in range(low, high, sub_group):

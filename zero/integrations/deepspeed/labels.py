@@ -1,9 +1,9 @@
 """The attributes by which scripts recognize a sharded parameter, such as `ds_status` and
 `ds_tensor`.
 
-The engine sets and reads none of them. They are properties of torch's tensors, computed from the
+The engine sets and reads none of them. They are attributes of torch's tensors, computed from the
 parameter's group whenever a script reads them. A tensor without a group does not have them:
-`hasattr(tensor, "ds_id")` is False."""
+`hasattr(tensor, "ds_id")` is False, until a script sets one."""
 
 from __future__ import annotations
 
@@ -76,7 +76,17 @@ def _read(name: str, param: nn.Parameter) -> Any:
     return _LABELS[name](param, group)
 
 
+class _Label:
+    """An attribute that is computed, unless a script sets one of this name on a tensor."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, param: nn.Parameter | None, owner: type) -> Any:
+        return self if param is None else _read(self._name, param)
+
+
 def register() -> None:
     """From now on, sharded parameters have these attributes, whoever makes their group."""
     for name in _LABELS:
-        setattr(torch.Tensor, name, property(functools.partial(_read, name)))
+        setattr(torch.Tensor, name, _Label(name))

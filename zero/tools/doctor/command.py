@@ -71,7 +71,8 @@ def doctor(arguments: list[str]) -> int:
         return 1
     machines["all ranks"] = list(links.findings(measured)) if measured else []
     code = _show(machines, measured, comm.world_size, options.json, prints=comm.rank == 0)
-    comm.exchange("done")  # rank 0 holds the store: it may not end before the others are done
+    # rank 0 holds the store: it may not end before the others are done
+    comm.control("ending").wait_for_all()
     return code
 
 
@@ -84,7 +85,7 @@ def _speeds(options: Namespace, is_alone: bool) -> int:
     device = compute_device() if comm is None else comm.device
     with Working("doctor: measuring matrix products, copies, disk and updates, about 20 s"):
         here = speeds.measure(device, folder)
-    measured = [here] if comm is None else comm.exchange(here)
+    measured = [here] if comm is None else comm.control("measured speeds").exchange(lambda: here)
     if comm is None or comm.rank == 0:
         speeds.write(options.speeds, measured, device_name(device))
         found = read(options.speeds)
@@ -94,7 +95,7 @@ def _speeds(options: Namespace, is_alone: bool) -> int:
             else f"{speeds.table(found, here)}\n{found.source}; written to {options.speeds}"
         )
     if comm is not None:
-        comm.exchange("done")  # rank 0 holds the store
+        comm.control("ending").wait_for_all()  # rank 0 holds the store
     return 0
 
 
@@ -102,7 +103,7 @@ def _machines(comm: Communicator, folder: Path | None) -> dict[str, list[Finding
     """The findings of each machine, by its first rank, and where versions differ."""
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     here = list(checks.findings(folder)) if first else []
-    gathered = comm.exchange((socket.gethostname(), here))
+    gathered = comm.control("findings").exchange(lambda: (socket.gethostname(), here))
     several = [(name, found) for name, found in gathered if found]
     machines = {f"{name} (machine {n})": found for n, (name, found) in enumerate(several)}
     differ = []

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_map_only
 from zero import device as zero_device
 from zero.comm import communicator, traffic, watchdog, world
 from zero.comm.communicator import Communicator
+from zero.comm.control import Channel, Control
 from zero.comm.traffic import READ, WRITTEN
 from zero.config import AioConfig, table
 from zero.offload import nvme, pinned, tiers
@@ -383,14 +384,17 @@ Substitute = tuple[Any, str, Any]  # owner, name, and the replacement
 def _substitutes_of_ranks(of_machine: int) -> list[Substitute]:
     new_group, alone, stream = Communicator._new_group, watchdog.Watchdog, _Done()
 
-    def exchange(comm: Communicator, value: Any) -> list[Any]:
+    def exchange(control: Control, act: Callable[[], Any]) -> list[Any]:
+        value = act()
         if isinstance(value, tuple) and value[:1] == (platform.node(),):  # the machine of each rank
-            return [(platform.node(), each // of_machine) for each in range(comm.world_size)]
-        return [value] * comm.world_size
+            return [(platform.node(), each // of_machine) for each in range(control.world_size)]
+        return [value] * control.world_size
 
     return [
         (Communicator, "_new_group", lambda comm, groups, *_: new_group(comm, groups, "fake")),
-        (Communicator, "exchange", exchange),
+        (Control, "exchange", exchange),
+        (Channel, "_connect", lambda *_: None),
+        (Channel, "all_gather", lambda channel, own, *_: [own] * channel.world_size),
         (communicator, "_communicators", {}),
         (world, "compute_device", lambda: META),
         # In a job of one rank, the watchdog has nobody to wait for.

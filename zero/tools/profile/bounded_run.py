@@ -68,7 +68,7 @@ class BoundedRun:
 
             It ends immediately. An interpreter that shut down step by step, while the other ranks'
         connections closed, aborted now and then, which the command would take for a failed run."""
-        self.engine.comm.job.exchange("done")
+        self.engine.comm.control("the end of a bounded run").wait_for_all()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

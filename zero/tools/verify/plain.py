@@ -266,7 +266,8 @@ class PlainEngine(DeepSpeedEngine):
     def save_16bit_model(self, *args: object, **kwargs: object) -> bool:
         return True
 
-    def _count_samples(self) -> None: ...
+    def _samples_of_step(self) -> int:
+        return 0
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict:
         return self.module.state_dict()

@@ -105,7 +105,7 @@ class Recorder(BoundedRun):
         for key in self._state_keys():
             self._save(f"{self.step_number}.state.{key}", key)
         done = {
-            "losses": engine.comm.exchange(self.losses),
+            "losses": engine.comm.control("losses").exchange(lambda: self.losses),
             "groups": self._groups,
             "norm": engine.get_global_grad_norm(),
             "applied": engine.was_step_applied(),
@@ -132,7 +132,9 @@ class Recorder(BoundedRun):
             here = {
                 key for state in states for key, value in state.items() if is_state_tensor(value)
             }
-        return sorted(set().union(*self.engine.comm.exchange(here)))
+        return sorted(
+            set().union(*self.engine.comm.control("names of states").exchange(lambda: here))
+        )
 
     def _read(self, param: nn.Parameter, kind: str) -> torch.Tensor | None:
         """A collective: every rank reads."""

@@ -1,0 +1,350 @@
+"""Faults that are planted on some rank, or on all: an engine that has met one goes on, and no rank
+waits in vain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import zero
+from tests.dist.toys import Toy, toy, toy_batches
+from tests.dist.training import adamw, ds_config, start
+from tests.processes import run_on
+from zero.comm.communicator import apart, communicator
+from zero.config import load_config
+from zero.core.param_group import ParamGroup
+from zero.errors import UsageError
+from zero.monitor import monitor
+from zero.monitor.adapt import _Call
+from zero.offload.pinned import PAGE, HostMemory
+from zero.offload.tiers import Tier
+from zero.optim.placement import Placement
+
+SHARDED = {"stage3_param_persistence_threshold": 0}
+LIMIT = 60.0
+
+
+class _Planned(Exception):
+    """Raised by a test inside of the engine."""
+
+
+@contextlib.contextmanager
+def fails_at(owner: Any, name: str, call: int) -> Iterator[None]:
+    """Context in which the method `name` raises MemoryError in that call, counted from 1."""
+    original, calls = getattr(owner, name), 0
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise MemoryError("planted")
+        return original(*args, **kwargs)
+
+    with mock.patch.object(owner, name, failing):
+        yield
+
+
+def trained(engine: zero.ZeroEngine, steps: int = 2) -> list[float]:
+    """The losses of some steps."""
+    losses = []
+    for batch in toy_batches(steps):
+        loss = engine(**batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def stopping_a_stream(rank: int, world_size: int, merge: bool) -> list[float]:
+    engine, _ = start(toy(), ds_config(**SHARDED))
+    for _ in zero.stream_weights(engine, merge_adapters=merge):
+        break
+    return trained(engine)
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_stream_of_weights_that_stops_early_leaves_nothing_in_flight(merge):
+    first, second = run_on(2, stopping_a_stream, merge, timeout=LIMIT)
+    assert first == second
+
+
+def retrying(rank: int, world_size: int, mistake: str) -> None:
+    """As in a notebook, the traceback of the first try lives."""
+    model, config = toy(), ds_config(**SHARDED)
+    stranger = torch.nn.Parameter(torch.ones(3))
+    optimizer = adamw([{"params": [*model.parameters()]}])
+    if mistake == "not the model's":
+        optimizer.add_param_group({"params": [stranger]})
+    else:
+        optimizer.param_groups[0]["lr"] += rank
+    with pytest.raises(ValueError, match=mistake) as raised:
+        zero.initialize(model=model, optimizer=optimizer, config=config)
+    engine, _ = start(model, config)
+    found = trained(engine)
+    assert raised.value.__traceback__ is not None
+    assert found == trained(start(toy(), config)[0])
+
+
+@pytest.mark.parametrize("mistake", ["the ranks disagree", "not the model's"])
+def test_initialize_can_be_called_again_after_a_mistake(mistake):
+    run_on(2, retrying, mistake, timeout=LIMIT)
+
+
+def gathering_fails(rank: int, world_size: int) -> list[float]:
+    engine, _ = start(toy(), ds_config(**SHARDED))
+    model = engine.module
+    assert isinstance(model, Toy)
+    for modifier in (0, None):
+        with fails_at(ParamGroup, "_start_all_gather", 3), pytest.raises(MemoryError):
+            with zero.GatheredParameters(model, modifier_rank=modifier):
+                pass
+    few = [model.stem.weight, model.blocks[0].norm.weight, model.blocks[1].norm.weight]
+    with fails_at(ParamGroup, "gather_range", 2), pytest.raises(MemoryError):
+        with zero.GatheredParameters(few):
+            pass
+    assert not any(group.is_in_use for group in engine.groups) and engine.residency.live == 0
+    return trained(engine)
+
+
+def test_a_gather_that_fails_leaves_no_user():
+    first, second = run_on(2, gathering_fails, timeout=LIMIT)
+    assert first == second
+
+
+def test_two_threads_may_use_the_pool_of_host_memory():
+    pool = HostMemory()
+
+    class Racing(list):
+        """Another thread trims the pool when this one has looked through it."""
+
+        def __iter__(self) -> Iterator[memoryview]:
+            yield from list(super().__iter__())
+            thread = threading.Thread(target=pool.trim)
+            thread.start()
+            thread.join(0.1)
+
+    pool._free = Racing([memoryview(bytearray(PAGE))])
+    assert pool.take(PAGE).numel() == PAGE
+
+
+def splitting_apart(rank: int, world_size: int) -> None:
+    worlds, models = [[0], [1]], [[0, 1]]
+    own = communicator().split(worlds, models)
+    with apart():
+        other = communicator().split(worlds, models)
+    assert other.model is not None and own.model is not None
+    assert other.model._group is not own.model._group and other._group is not own._group
+
+
+def test_an_engine_apart_splits_into_groups_of_its_own():
+    run_on(2, splitting_apart, timeout=LIMIT)
+
+
+def test_tensors_outside_of_an_engine_may_have_any_attributes():
+    param = torch.nn.Parameter(torch.ones(2))
+    assert not hasattr(param, "ds_id")
+    for name in ("ds_id", "ds_status", "ds_tensor", "ds_shape", "ds_numel", "ds_persist"):
+        setattr(param, name, 1)
+        assert getattr(param, name) == 1
+        delattr(param, name)
+    assert not hasattr(param, "ds_id")
+
+
+def steps_fail(rank: int, world_size: int, settings: dict[str, Any]) -> None:
+    def started() -> zero.ZeroEngine:
+        return start(toy(), ds_config(accumulation=2, **SHARDED) | settings)[0]
+
+    def counters(engine: zero.ZeroEngine) -> tuple[int, ...]:
+        return engine.micro_steps, engine.global_steps, engine.global_samples, engine.skipped_steps
+
+    engine, reference = started(), started()
+    trained(engine)
+    expected = trained(reference, 4)
+    assert counters(engine) == (2, 1, 4, 0)
+    for number, batch in enumerate(toy_batches(4)[2:]):
+        engine.backward(engine(**batch))
+        if number:
+            on_all = mock.patch.object(engine.optimizer, "_global_norm", side_effect=_Planned)
+            with on_all, pytest.raises(_Planned):
+                engine.step()
+            assert counters(engine) == (3, 1, 4, 0) and engine.ends_step
+            with fails_at(engine.optimizer, "_prepare_step", 1 + (rank == 0)):
+                with pytest.raises(RuntimeError, match="an optimizer step: rank 1: MemoryError"):
+                    engine.step()
+            assert counters(engine) == (3, 1, 4, 0) and engine.ends_step
+        engine.step()
+    assert counters(engine) == counters(reference) == (4, 2, 8, 0)
+    assert trained(engine, 2) == trained(reference, 2) != expected[:2]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}]
+)
+def test_a_step_that_failed_does_not_count_and_can_be_repeated(settings):
+    run_on(2, steps_fail, settings, timeout=LIMIT)
+
+
+def placing(rank: int, world_size: int) -> list[str]:
+    """The optimizer's state takes more on rank 1."""
+    groups = start(toy(), ds_config(**SHARDED))[0].groups
+    host, device = Tier(torch.device("cpu")), Tier(torch.device("meta"))
+    placement, moved = Placement(groups, device, host, "auto"), []
+    with mock.patch("zero.device.room", return_value=(10 << 30, 20 << 30)):
+        for _ in range(2):
+            moved += placement.changes(communicator(), lambda _: (1 + 2 * rank) << 30)
+    return [shard.group.name for shard, _ in moved]
+
+
+def test_all_ranks_place_the_same_groups():
+    first, second = run_on(2, placing, timeout=LIMIT)
+    assert first == second and len(first) == 2
+
+
+def checkpointing_alone(rank: int, world_size: int, stage: int) -> list[float]:
+    def engine(checkpointing: str | None) -> zero.ZeroEngine:
+        return start(toy(checkpointing=checkpointing), ds_config(**SHARDED | {"stage": stage}))[0]
+
+    found = trained(engine("reentrant" if rank == 0 else None), 3)
+    assert found == trained(engine(None), 3)
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_one_rank_alone_may_use_reentrant_checkpointing(stage):
+    first, second = run_on(2, checkpointing_alone, stage, timeout=LIMIT)
+    assert first == second
+
+
+def another_key(rank: int, world_size: int, stage: int) -> str:
+    """As a scheduler of torch, made on rank 0 alone, sets one."""
+    engine, _ = start(toy(), ds_config(**SHARDED | {"stage": stage}))
+    trained(engine)
+    batch = toy_batches(1)[0]
+    engine.backward(engine(**batch))
+    groups = engine.optimizer.param_groups
+    if rank == 0:
+        groups[0]["initial_lr"] = groups[0]["lr"]
+    with pytest.raises(ValueError) as raised:
+        engine.step()
+    groups[0].pop("initial_lr", None)
+    engine.step()
+    assert engine.was_step_applied() and engine.global_steps == 3
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_key_of_a_param_group_on_one_rank_is_named(stage):
+    for message in run_on(2, another_key, stage, timeout=LIMIT):
+        assert "param group 0, initial_lr: 0.001 on rank 0, missing on rank 1" in message
+
+
+def script_gradient_alone(rank: int, world_size: int) -> torch.Tensor:
+    """Only rank 1 puts a gradient on a parameter before the step."""
+    engine, _ = start(toy(), ds_config(stage=2))
+    model = engine.module
+    assert isinstance(model, Toy)
+    engine.backward(engine(**toy_batches(1)[0]))
+    before = zero.fragments.safe_get_full_grad(model.head.weight)
+    if rank == 1:
+        model.head.weight.grad = torch.ones_like(model.head.weight)
+    added = []
+    engine.optimizer.before_norm.append(
+        lambda: added.append(zero.fragments.safe_get_full_grad(model.head.weight) - before)
+    )
+    engine.step()
+    return added[0].mean()
+
+
+def test_a_gradient_that_one_rank_puts_on_a_parameter_counts():
+    for found in run_on(2, script_gradient_alone, timeout=LIMIT):
+        assert found == pytest.approx(0.5, abs=1e-6)
+
+
+def copying_fails(rank: int, world_size: int, folder: str) -> tuple[str, int]:
+    engine, _ = start(toy(), ds_config(**SHARDED) | {"checkpoint": {"async_save": True}})
+    trained(engine)
+    planted = mock.patch("zero.checkpoint.background.beside", side_effect=MemoryError("planted"))
+    with planted if rank == 0 else contextlib.nullcontext():
+        engine.save_checkpoint(folder)
+        with pytest.raises(RuntimeError) as raised:
+            engine.wait_for_checkpoint()
+    trained(engine)
+    engine.save_checkpoint(folder)
+    engine.wait_for_checkpoint()
+    return str(raised.value), engine.global_steps
+
+
+def test_a_copy_that_fails_in_the_background_is_an_error_on_all_ranks(tmp_path):
+    first, second = run_on(2, copying_fails, str(tmp_path), timeout=LIMIT)
+    assert first == second and "rank 0: MemoryError: planted" in first[0]
+
+
+def adapting(rank: int, world_size: int) -> tuple[str, ...]:
+    config = ds_config(stage=2) | {"on_out_of_memory": "adapt"}
+    adaptation = start(toy(), config)[0].adaptation
+    assert adaptation is not None
+    said = []
+
+    def collective(_: object) -> str:
+        assert not adaptation._control.any(False)
+        return ""
+
+    call = _Call(dict, ((torch.ones(4),), {"labels": torch.ones(4)}), None, [])
+    why = mock.patch.object(adaptation, "_why_whole", lambda _: "planted" * rank)
+    with why, mock.patch.object(adaptation, "_why_no_sum", collective):
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            adaptation._cut_evaluation(call, None)
+        said.append(str(raised.value))
+
+    def fails() -> None:
+        if rank == 1:
+            raise _Planned("a forward")
+
+    with pytest.raises(Exception) as error:
+        adaptation._together("forward", fails)
+    said.append(f"{type(error.value).__name__}: {error.value}")
+    assert not adaptation._control.any(False)
+    return tuple(said)
+
+
+def test_a_rank_that_adapts_to_its_memory_shares_its_errors():
+    first, second = run_on(2, adapting, timeout=LIMIT)
+    assert "planted" in first[0] and "planted" in second[0]
+    assert "rank 1: _Planned: a forward" in first[1] and second[1] == "_Planned: a forward"
+
+
+def without_a_compiler(rank: int, world_size: int) -> list[torch.Tensor]:
+    with mock.patch("zero.optim.adam_cpu.is_compiled", return_value=rank == 0):
+        engine, _ = start(toy(), ds_config(stage=0))
+    trained(engine, 5)
+    assert not engine.optimizer._has_kernel
+    return [param.detach().clone() for param in engine.module.parameters()]
+
+
+def test_replicas_have_one_kernel_or_none():
+    first, second = run_on(2, without_a_compiler, timeout=LIMIT)
+    assert all(map(torch.equal, first, second))
+
+
+def opening_monitors(rank: int, world_size: int) -> str:
+    """Ranks of one tensor-parallel group have worlds of their own."""
+    comm = communicator().split([[0], [1]], [[0, 1]])
+    settings = load_config({"csv_monitor": {"enabled": True}, "train_batch_size": 1})
+    engine: Any = SimpleNamespace(comm=comm, settings=settings)
+    with mock.patch("zero.monitor.monitor.writers", side_effect=UsageError("planted")):
+        with pytest.raises(UsageError) as raised:
+            monitor.make(engine)
+    return str(raised.value)
+
+
+def test_a_monitor_that_cannot_be_opened_is_an_error_on_all_ranks():
+    first, second = run_on(2, opening_monitors, timeout=LIMIT)
+    assert first == second and "planted" in first
