@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from zero.errors import UsageError
-from zero.hf import STARTUP
+from zero.integrations.hf import STARTUP
 from zero.tools.arguments import Working
 
 # What a process of the command is told: the folder for its recording, and the last step.
