@@ -25,7 +25,7 @@ def estimate(arguments: list[str]) -> None:
     parser = Parser(
         "estimate",
         "Predict how much memory each process will need, how many bytes it moves over each link in "
-        "a step, and how long a step takes.",
+        "a step, and how long a step takes. No GPU is needed.",
         "models/t5-3b --ds-config ds.json --world 8 --batch 4 --seq 512 --device-memory 24G",
         json="the estimate",
     )
