@@ -4,6 +4,7 @@ and exits with code 2.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import re
@@ -12,6 +13,7 @@ import sys
 import tempfile
 from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from itertools import pairwise
@@ -110,6 +112,22 @@ class Working:
     def __exit__(self, *_: object) -> None:
         if self._is_terminal:
             self._line.stop()
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Context for the first import of torch. Without the garbage collector, which would visit the
+    new modules again and again, it takes two thirds of the time.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def program(target: str) -> str | None:

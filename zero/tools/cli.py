@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
     match sys.argv[1:] if arguments is None else arguments:
         case [] | ["-h" | "--help", *_]:
             print(USAGE, end="")
-        case ["--version"]:
+        case ["--version", *_]:
             print(f"zero {zero.__version__}")
         case [name, *rest] if name in COMMANDS:
             with _without_torchao():

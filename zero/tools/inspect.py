@@ -43,12 +43,15 @@ def command(arguments: list[str]) -> None:
 
 
 def checkpoints(folder: Path) -> list[dict[str, Any]]:
-    """What is known of each checkpoint in a folder with several, for JSON, the newest first. Their
-    checksums are not verified. Empty for the folder of one checkpoint.
+    """What is known of each checkpoint in the Trainer's output folder, or in another folder with
+    several, for JSON, the newest first. Their checksums are not verified.
+
+    Empty for the folder of one checkpoint.
     """
-    found = folders.of_trainer(folder) or folders.newest_first([folder])
-    if (folder / MANIFEST).is_file() or (len(found) == 1 and found[0].parent == folder):
-        return []
+    found = folders.of_trainer(folder)
+    if not found and not (folder / MANIFEST).is_file():
+        found = folders.newest_first([folder])
+        found = found if len(found) > 1 else []
     return list(map(_entry, found))
 
 

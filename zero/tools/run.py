@@ -25,8 +25,10 @@ def run(arguments: list[str]) -> Callable[[], None]:
     """Check what `zero run ARGUMENTS` names, and return what runs it, whose errors are its own."""
     parser = Parser(
         "run",
-        "Run a script, launcher or module with zero under the name `deepspeed`. With --json, it "
-        "prints to stderr.",
+        "Run a script, launcher or module. In it, and in all Python processes that it starts, "
+        "`import deepspeed` imports zero. The configuration that its arguments name (--deepspeed, "
+        "--deepspeed_config or --deepspeed_config_file) is checked before anything starts. With "
+        "--json, it prints to stderr.",
         "torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
         json="exit code, seconds and memory at the end",
     )
@@ -75,5 +77,10 @@ def _run_script(script: str, arguments: list[str]) -> None:
 
 def hook(arguments: list[str]) -> None:
     """Run `zero hook ARGUMENTS`."""
-    parser = Parser("hook", "Print the folder for PYTHONPATH.", "", json="it")
+    parser = Parser(
+        "hook",
+        "Print a folder to put into PYTHONPATH, which has the effect of `zero run`.",
+        "",
+        json="it",
+    )
     print(json.dumps({"folder": STARTUP}) if parser.parse_args(arguments).json else STARTUP)

@@ -285,6 +285,9 @@ def test_folders_of_the_trainer_are_listed_too(tmp_path: Path, capsys):
         folder = tmp_path / f"checkpoint-{step}"
         save(folder, f"global_step{step}", global_steps=step, world_size=2)
         (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+        main(["inspect", "--json", str(tmp_path)])  # also one alone
+        found = json.loads(capsys.readouterr().out)["checkpoints"]
+        assert len(found) == step // 5
     (tmp_path / "checkpoint-10" / "trainer_state.json").write_text("{")
     (tmp_path / "checkpoint-20").mkdir()
     main(["inspect", "--json", str(tmp_path)])

@@ -6,7 +6,15 @@ from argparse import Namespace
 from pathlib import Path
 
 from zero.errors import UsageError
-from zero.tools.arguments import Parser, Working, above_zero, count, gibibytes, output_file
+from zero.tools.arguments import (
+    Parser,
+    Working,
+    above_zero,
+    count,
+    gibibytes,
+    importing,
+    output_file,
+)
 from zero.tools.estimate.question import Question, model_folder, with_batch
 from zero.tools.estimate.speeds import DEVICES, GIVEN, chosen
 from zero.tools.explain import load
@@ -17,7 +25,7 @@ def estimate(arguments: list[str]) -> None:
     parser = Parser(
         "estimate",
         "Predict how much memory each process will need, how many bytes it moves over each link in "
-        "a step, and how long a step takes.",
+        "a step, and how long a step takes. No GPU is needed.",
         "models/t5-3b --ds-config ds.json --world 8 --batch 4 --seq 512 --device-memory 24G",
         json="the estimate",
     )
@@ -42,7 +50,8 @@ def estimate(arguments: list[str]) -> None:
         beside = options.teacher_ds_config and load(options.teacher_ds_config)
         teacher = (options.teacher, beside or None, options.teacher_bits)
     with Working("estimate: following one step on fake tensors; large models take a minute"):
-        from zero.tools.estimate.report import report  # transformers takes seconds to import
+        with importing():
+            from zero.tools.estimate.report import report
 
         text = report(options.model, config, question, limits, options.json, teacher)
     print(text)
@@ -64,7 +73,8 @@ def plan(arguments: list[str]) -> None:
         parser.error("name the --device-memory, such as 24G")
     question, limits = _asked(options)
     with Working("plan: following steps on fake tensors; large models take minutes"):
-        from zero.tools.estimate import plan as planning  # transformers takes seconds to import
+        with importing():
+            from zero.tools.estimate import plan as planning
 
         text = planning.plan(options.model, question, limits, options.out, options.json)
     print(text)
