@@ -106,7 +106,7 @@ class Watchdog:
         They must end before the interpreter does: one would abort inside the store's C++ code.
         """
         self._stopped.set()
-        if self.world_size > 1:
+        if self.world_size > 1 and self._watcher.is_alive():  # in a fork it is not
             self._watcher.join()
             self._listener.join(timeout=GRACE)
             if self._listener.is_alive():

@@ -12,8 +12,8 @@ from benchmarks.checkpoint.consolidation import consolidate_within_limit
 CHECKPOINT = Path(__file__).parents[2] / "dist" / "checkpoint" / "format_2" / "global_step2"
 
 TAKEN = 64 << 20
-# What `import torch` of a build for CUDA does to the address space. Then the command takes more than
-# any allocator has left from the imports, in which a small checkpoint may fit.
+# What `import torch` of a build for CUDA does to the address space. Then the command takes more
+# than any allocator has left from the imports, in which a small checkpoint may fit.
 LARGE_IMPORT = f"""
 import mmap, sys
 reserved = mmap.mmap(-1, 4 << 30, mmap.MAP_PRIVATE, prot=0)
