@@ -333,9 +333,10 @@ class GradientReducer:
     def clear(self) -> None:
         """Forget all gradients; the next ones are written over them."""
         self.drain()
+        is_one_backward = self.micro_batches.managed and self.micro_batches.steps == 1
         for group, shard in self._shards.items():
             shard.norms.clear()
-            if self.deferred and self.gradients[group].is_fresh:
+            if self.deferred and self.gradients[group].is_fresh and not is_one_backward:
                 # until the last micro-batch, `carried` has the sum of this rank's gradients
                 shard.grad = None
             self.gradients[group] = GroupGradients()
@@ -348,13 +349,19 @@ class GradientReducer:
             shard.grad = None
 
     def _flat(self, group: ParamGroup) -> torch.Tensor:
-        dtype = self.dtype or group.dtype
-        is_alone = self.gradients[group].carried is None and self.micro_batches.reduces_now
+        dtype, shard, entry = self.dtype or group.dtype, self._shards[group], self.gradients[group]
+        is_alone = entry.carried is None and self.micro_batches.reduces_now
         if self.deferred and not is_alone:  # a part of a sum, which is rounded later
             dtype = max(group.dtype, dtype, key=lambda dtype: dtype.itemsize)
-        flat = torch.empty(group.layout.padded, dtype=dtype, device=self.comm.device)
         self.buffered += group.layout.padded
-        return flat
+        last = shard.grad
+        is_result = self.comm.world_size == 1 and is_alone and not entry.is_fresh
+        if is_result and last is not None and last.dtype == dtype and not shard.is_offloaded:
+            # In a world of one the buffer becomes the gradient. So the last step's is written over:
+            # new memory would cost more than the copy.
+            group.wait_for_update()
+            return last
+        return torch.empty(group.layout.padded, dtype=dtype, device=self.comm.device)
 
     @staticmethod
     def _place(group: ParamGroup, flat: torch.Tensor, index: int) -> torch.Tensor:
