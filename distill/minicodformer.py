@@ -233,6 +233,7 @@ class MiniCodformerForCausalLM(PreTrainedModel, GenerationMixin):
         cache: Cache | None = None,
         cache_position: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | None = None,
+        output_attentions: bool | None = None,
     ) -> CausalLMOutputWithPast:
         """Return logits, and the loss if `labels` are given (-100: no target; they are shifted
         here).
@@ -244,6 +245,8 @@ class MiniCodformerForCausalLM(PreTrainedModel, GenerationMixin):
         `num_items_in_batch`: what the loss is divided by, instead of the number of targets."""
         if cache is not None and past_key_values is not None:
             raise ValueError("past_key_values is the cache's earlier name: give one of the two")
+        if output_attentions:  # PEFT passes None
+            raise ValueError("output_attentions: MiniCodformer returns no weights of its attention")
         cache = past_key_values if cache is None else cache
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache

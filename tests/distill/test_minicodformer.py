@@ -6,8 +6,11 @@ rounding. A leak from another position would be larger by many orders of magnitu
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
@@ -106,6 +109,19 @@ def test_an_argument_that_is_not_known_is_an_error(model):
         model(ids, past_keys=cache)
     with pytest.raises(ValueError, match="past_key_values"):
         model(ids, past_key_values=cache, cache=cache)
+    with pytest.raises(ValueError, match="output_attentions"):
+        model(ids, output_attentions=True)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks it
+def test_peft_wraps_it(model):
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
+    wrapped = get_peft_model(copy.deepcopy(model), config)
+    ids = tokens(2, 5)
+    torch.testing.assert_close(wrapped(ids, labels=ids).loss, model(ids, labels=ids).loss)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(wrapped.generate(input_ids=ids, **options), model.generate(ids, **options))
 
 
 def test_the_cache_is_no_prediction(model):
