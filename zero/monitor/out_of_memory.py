@@ -80,12 +80,12 @@ def explanation(engine: ZeroEngine, place: str) -> str:
     if place == place_of(engine.comm.device):
         kinds[ACTIVATIONS] = max(0, in_use - sum(kinds.values()))
     largest = sorted((kind for kind in kinds if kinds[kind]), key=lambda kind: -kinds[kind])
-    listed = ", ".join(f"{kind} {_size(kinds[kind])}" for kind in largest)
+    listed = ", ".join(f"{kind} {size(kinds[kind])}" for kind in largest)
     remedy = _remedy(engine, largest[0], place) if largest else "a smaller model"
     ranks = engine.comm.job.world_size
     command = _ESTIMATE.format(ranks=ranks, place=place, total=total / 2**30)
     return (
-        f"zero: {_size(in_use)} of {_size(total)} were in use {who} on this rank: {listed}. "
+        f"zero: {size(in_use)} of {size(total)} were in use {who} on this rank: {listed}. "
         f"Try first: {remedy}. All changes that fit, with their times: {command}"
     )
 
@@ -140,5 +140,5 @@ def _remedy(engine: ZeroEngine, kind: str, place: str) -> str:
     }[kind]
 
 
-def _size(nbytes: int) -> str:
+def size(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.2f} MiB"

@@ -92,26 +92,24 @@ class Working:
 
         self._text = text
         # do not let rich decide: in CI logs, FORCE_COLOR makes it assume a terminal
-        self._is_terminal = sys.stderr.isatty()
-        console = Console(file=sys.stderr, force_terminal=self._is_terminal)
+        is_terminal = sys.stderr.isatty()
+        console = Console(file=sys.stderr, force_terminal=is_terminal)
         columns = TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-        self._line = Progress(*columns, console=console, transient=True)
+        self._line = Progress(*columns, console=console, transient=True, disable=not is_terminal)
         self._task = self._line.add_task(text)
 
     def __enter__(self) -> Working:
-        if self._is_terminal:
-            self._line.start()
+        self._line.start()
         return self
 
     def show(self, text: str) -> None:
-        if text != self._text and not self._is_terminal:
+        if text != self._text and self._line.disable:
             print(text, file=sys.stderr, flush=True)
         self._text = text
         self._line.update(self._task, description=text)
 
     def __exit__(self, *_: object) -> None:
-        if self._is_terminal:
-            self._line.stop()
+        self._line.stop()
 
 
 @contextmanager

@@ -76,8 +76,8 @@ def main(arguments: list[str] | None = None) -> None:
         case ["--version", *_]:
             print(f"zero {zero.__version__}")
         case [name, *rest] if name in COMMANDS:
-            with _without_torchao():
-                result: Any = _or_refuse(lambda: command(name)(rest))
+            with _in_one_line(), _without_torchao():
+                result = command(name)(rest)
             if callable(result):  # `zero run`: the errors of a script are its own
                 result()
             elif result is not None:
@@ -108,9 +108,11 @@ def _without_torchao() -> Iterator[None]:
             del sys.modules["torchao"]
 
 
-def _or_refuse(act: Callable[[], Any]) -> Any:
+@contextmanager
+def _in_one_line() -> Iterator[None]:
+    """Context whose errors of the user's are printed as one line."""
     try:
-        return act()
+        yield
     except OSError as error:
         named = error.filename and error.strerror
         _refuse(f"{error.filename}: {error.strerror}" if named else str(error))

@@ -211,7 +211,8 @@ def _parse_filter(text: str, hosts: dict[str, int]) -> dict[str, list[int]]:
 # -- commands
 
 
-def _python_path(present: str | None) -> str:
+def python_path(present: str | None) -> str:
+    """The PYTHONPATH of processes whose `deepspeed` is zero."""
     return os.pathsep.join(filter(None, [STARTUP, present]))
 
 
@@ -259,7 +260,7 @@ def remote_variables(
     """The environment variables that a host gets; those `of_files` replace the present ones."""
     variables = {key: value for key, value in os.environ.items() if key.startswith(EXPORTED)}
     variables |= of_files
-    variables["PYTHONPATH"] = _python_path(variables.get("PYTHONPATH"))
+    variables["PYTHONPATH"] = python_path(variables.get("PYTHONPATH"))
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
     if options.elastic_training:
         # torch 2.13 would use one store for all rounds, and connect to the last one's ranks
@@ -298,7 +299,7 @@ def _run_here(options: Namespace) -> int:
 
         ranks = max(1, torch.accelerator.device_count())
     command = _torchrun(options, ["--standalone", "--nproc_per_node", str(ranks)])
-    os.environ["PYTHONPATH"] = _python_path(os.environ.get("PYTHONPATH"))
+    os.environ["PYTHONPATH"] = python_path(os.environ.get("PYTHONPATH"))
     if not options.json:
         os.execv(sys.executable, [sys.executable, *command])
     done = run_aside([sys.executable, *command])
@@ -367,7 +368,7 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
     except KeyboardInterrupt as interrupt:  # its argument is the signal, if that is not SIGINT
         code = 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
     finally:
-        _end([job for job in jobs.values() if job.poll() is None])
+        end([job for job in jobs.values() if job.poll() is None], _GRACE)
         for thread in threads:
             if thread.ident is not None:  # it was started
                 thread.join(timeout=_GRACE)
@@ -418,12 +419,13 @@ def _wait(
         time.sleep(_POLL)
 
 
-def _end(jobs: list[subprocess.Popen[str]]) -> None:
+def end(jobs: list[subprocess.Popen[str]], grace: float) -> None:
+    """End what still runs. It gets `grace` seconds, in which a launcher ends its ranks."""
     for job in jobs:
         job.terminate()
     for job in jobs:
         try:
-            job.wait(timeout=_GRACE)
+            job.wait(timeout=grace)
         except subprocess.TimeoutExpired:
             job.kill()
             job.wait()

@@ -18,7 +18,7 @@ from pathlib import Path
 from zero.errors import UsageError, refuse
 from zero.integrations.hf import STARTUP
 from zero.tools.arguments import Parser, check_command, program
-from zero.tools.launch import run_aside
+from zero.tools.launch import python_path, run_aside
 
 
 def run(arguments: list[str]) -> Callable[[], None]:
@@ -44,8 +44,7 @@ def _run(options: Namespace) -> None:
     A command or a module replaces this process.
     """
     target, *arguments = options.command
-    path = filter(None, [STARTUP, os.environ.get("PYTHONPATH")])
-    os.environ["PYTHONPATH"] = os.pathsep.join(path)
+    os.environ["PYTHONPATH"] = python_path(os.environ.get("PYTHONPATH"))
     if options.json:
         done = run_aside([sys.executable, "-m", "zero", "run", *options.command])
         print(json.dumps(done | {"command": options.command}))

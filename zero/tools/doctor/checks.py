@@ -12,6 +12,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +23,6 @@ from torch.torch_version import TorchVersion
 
 from zero.comm.world import compute_device, default_backend
 from zero.device import CPU, accelerator, is_accelerator, room
-from zero.errors import UsageError
 from zero.offload.nvme import ScratchFile
 from zero.optim import adam_cpu
 from zero.releases import installed, newer_than_tested
@@ -57,14 +57,13 @@ class Finding(NamedTuple):
         return f"{self.level:<6}{self.check:<16}{self.found}{remedy}"
 
 
+@dataclass(eq=False)
 class Fault(Exception):
     """What a check found. `remedy`: replaces the check's own remedy."""
 
-    def __init__(self, found: str, level: str = FAILS, remedy: str = ""):
-        super().__init__(found)
-        self.found = found
-        self.level = level
-        self.remedy = remedy
+    found: str
+    level: str = FAILS
+    remedy: str = ""
 
 
 class Check(NamedTuple):
@@ -82,12 +81,7 @@ class Check(NamedTuple):
 
 
 def findings(folder: Path | None) -> Iterator[Finding]:
-    """Check this machine, and the disk of `folder` if there is one.
-
-    Raises UsageError for a folder that is missing.
-    """
-    if folder is not None and not folder.is_dir():
-        raise UsageError(f"doctor: --folder {folder}: it is not a folder")
+    """Check this machine, and the disk of `folder` if there is one."""
     checks = _checks()
     if folder is not None:
         checks.append(Check("disk", partial(_disk, folder), "name a folder on another disk"))

@@ -5,7 +5,6 @@ so that what they share is shared as in training.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zero.checkpoint.disk import replace_text
 from zero.device import is_accelerator, synchronize
 from zero.offload.nvme import ScratchFile
 from zero.optim import adam8bit, adam_cpu
@@ -166,9 +166,7 @@ def write(file: Path, measured: list[dict[str, Any]], device: str) -> None:
         f"{platform.node()}, {device}, {time.strftime('%Y-%m-%d')}"
     )
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f"{file.name}.{os.getpid()}")
-    partial.write_text(json.dumps({"speeds": slowest | {"source": source}}, indent=2) + "\n")
-    os.replace(partial, file)
+    replace_text(file, json.dumps({"speeds": slowest | {"source": source}}, indent=2) + "\n")
 
 
 def table(speeds: Speeds, measured: dict[str, Any]) -> str:

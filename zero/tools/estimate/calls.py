@@ -38,18 +38,15 @@ class Call(NamedTuple):
     """The result of a call on device tensors.
 
     Attributes:
-        outputs: the outputs, with shape, stride and dtype in place of each tensor.
-        returns_input: whether it writes into its first argument and returns that.
+        outputs: the outputs, with shape, stride and dtype in place of each tensor. None: the next
+            such call must be executed, too.
         operations: its floating-point operations, if it is a matrix product.
         touched: the bytes that it reads and writes.
-        is_complete: whether the next such call can be skipped.
     """
 
     outputs: Any
-    returns_input: bool
     operations: int
     touched: int
-    is_complete: bool
 
     @classmethod
     def of(cls, func: Any, args: tuple, kwargs: dict, out: Any) -> Call:
@@ -58,12 +55,7 @@ class Call(NamedTuple):
         if func.namespace in ("aten", "bitsandbytes"):
             moved = [*inputs, *made] if inputs or func in FILLS else []
             touched = sum(each.nbytes for each in moved if is_on_device(each))
-        aliases = [each.alias_info for each in func._schema.returns]
-        returns_input = len(aliases) == 1 and bool(args) and out is args[0]
-        is_new = not (func._schema.is_mutable or any(aliases)) and all(map(_is_whole, made))
-        is_complete = is_new or (func._schema.is_mutable and (returns_input or not aliases))
-        outputs = _shapes(out if is_new else None)
-        return cls(outputs, returns_input, count, touched, is_complete)
+        return cls(_shapes(out) if all(map(_is_whole, made)) else None, count, touched)
 
 
 known_calls: dict[Any, Call] = {}
@@ -71,16 +63,12 @@ known_calls: dict[Any, Call] = {}
 
 def key_of(func: Any, args: tuple, kwargs: dict) -> Any:
     """Return what the result of the call depends on, or None if the call must be executed, because
-    it changes a shape, or because one of its tensors is not on the device.
+    it changes a tensor, or because one of its tensors is not on the device.
     """
-    if func.namespace != "aten" or torch.Tag.inplace_view in func.tags:
+    if func.namespace != "aten" or func._schema.is_mutable:
         return None
     device = kwargs.get("device") or (META if next(tensors_in(args), None) is not None else "cpu")
-    if (
-        torch.device(device).type != META.type
-        or "out" in kwargs
-        or func is _aten._local_scalar_dense.default
-    ):
+    if torch.device(device).type != META.type or func is _aten._local_scalar_dense.default:
         return None
     try:
         options = tuple((name, _shapes(kwargs[name])) for name in kwargs)

@@ -102,7 +102,10 @@ class Memory(TorchDispatchMode):
         self.most = Counter(self.live)
 
     def add(self, place: str, part: str, nbytes: int) -> None:
-        """Count bytes of a tensor, or bytes that belong to no tensor and are never freed."""
+        """Count bytes of a tensor, or bytes that belong to no tensor and are never freed.
+
+        They are negative when they are freed.
+        """
         self.live[place, part] += nbytes
         self._totals[place] += nbytes
         self.most[place, part] = max(self.most[place, part], self.live[place, part])
@@ -131,8 +134,7 @@ class Memory(TorchDispatchMode):
         place, before, nbytes = self._known[key]
         if before != part:
             self._known[key] = (place, part, nbytes)
-            self.live[place, before] -= nbytes
-            self._totals[place] -= nbytes
+            self.add(place, before, -nbytes)
             self.add(place, part, nbytes)
 
     @contextlib.contextmanager
@@ -157,8 +159,7 @@ class Memory(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         place, part, nbytes = self._known.pop(key)
         self._values.pop(key, None)
-        self.live[place, part] -= nbytes
-        self._totals[place] -= nbytes
+        self.add(place, part, -nbytes)
 
     # -- operations
 
@@ -180,13 +181,12 @@ class Memory(TorchDispatchMode):
             return out
         is_pinned = kwargs.pop("pin_memory", False)
         key = key_of(func, args, kwargs)
-        call = known_calls.get(key) if key is not None else None
-        if call is not None:
-            out = args[0] if call.returns_input else like(call.outputs)
+        if (call := known_calls.get(key)) is not None:
+            out = like(call.outputs)
         else:
             out = self._call(func, args, kwargs)
             call = Call.of(func, args, kwargs, out)
-            if key is not None and call.is_complete:
+            if key is not None and call.outputs is not None:
                 known_calls[key] = call
         self.done[COMPUTE, OPERATIONS] += call.operations
         self.done[COMPUTE, FED if call.operations else TOUCHED] += call.touched

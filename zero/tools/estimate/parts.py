@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -24,22 +24,15 @@ from zero.tools.estimate.machine import Memory
 from zero.tools.estimate.traffic import UPDATES
 
 # The parts of memory.
-PARAMETERS, GATHERED, SECOND, GRADIENTS, MASTERS, STATE, ACTIVATIONS = (
-    "parameters",
-    "gathered parameters",
-    "second shards",
-    "gradients",
-    "masters",
-    "optimizer state",
-    "activations",
-)
+PARAMETERS, GATHERED, SECOND = "parameters", "gathered parameters", "second shards"
+GRADIENTS, MASTERS, STATE, ACTIVATIONS = "gradients", "masters", "optimizer state", "activations"
 MOVING, SUMS, CODES = "gradients on their way", "sums of micro-batches", "codes of quantization"
 TILES, WHOLE = "temporary tensors of the optimizer", "whole tensors of the optimizer"
 # The causes of traffic.
 GATHERS, REFRESH = "parameters for forward and backward", "updated parameters"
 EXCHANGE = "whole tensors to their owners and back"
 
-Labels = Callable[..., Iterator[tuple[torch.Tensor | None, str]]]
+Labels = Callable[..., Iterable[tuple[torch.Tensor | None, str]]]
 
 
 class During(NamedTuple):
@@ -55,39 +48,22 @@ class During(NamedTuple):
     labels: Labels | None = None
 
 
-def _full(group: ParamGroup, *_: Any) -> Iterator[tuple[torch.Tensor | None, str]]:
-    yield group.full, PARAMETERS if group.persistent else GATHERED
+def _labels(find: Callable[..., tuple[torch.Tensor | None, str]]) -> Labels:
+    """The label of one tensor, which `find` returns."""
+    return lambda *args: [find(*args)]
 
 
-def _second(group: SecondaryPartitionGroup) -> Iterator[tuple[torch.Tensor | None, str]]:
-    yield group.second, SECOND
-
-
-def _gradient(shard: OptimizerShard, *_: Any) -> Iterator[tuple[torch.Tensor | None, str]]:
-    yield shard.grad, GRADIENTS
-
-
-def _master(shard: OptimizerShard, *_: Any) -> Iterator[tuple[torch.Tensor | None, str]]:
-    yield shard.master, PARAMETERS if shard.shares_weights else MASTERS
-
-
-def _sum(reducer: GradientReducer, group: ParamGroup) -> Iterator[tuple[torch.Tensor | None, str]]:
-    yield reducer.gradients[group].carried, SUMS
-
-
-def _collected(
-    reducer: GradientReducer, group: ParamGroup, index: int
-) -> Iterator[tuple[torch.Tensor | None, str]]:
-    yield group.params[index].grad, MOVING
-
-
-def _state(sub_group: SubGroup, state: dict) -> Iterator[tuple[torch.Tensor | None, str]]:
-    yield from ((each, STATE) for each in state.values() if is_state_tensor(each))
-
-
-def _all_states(optimizer: ZeroOptimizer) -> Iterator[tuple[torch.Tensor | None, str]]:
-    for state in optimizer.optimizer.state.values():
+def _states(*of_params: dict[str, Any]) -> Iterator[tuple[torch.Tensor, str]]:
+    for state in of_params:
         yield from ((each, STATE) for each in state.values() if is_state_tensor(each))
+
+
+_gradient = _labels(lambda shard, *_: (shard.grad, GRADIENTS))
+_full = _labels(lambda group, *_: (group.full, PARAMETERS if group.persistent else GATHERED))
+_second = _labels(lambda group: (group.second, SECOND))
+_master = _labels(lambda shard, *_: (shard.master, PARAMETERS if shard.shares_weights else MASTERS))
+_sum = _labels(lambda reducer, group: (reducer.gradients[group].carried, SUMS))
+_collected = _labels(lambda _, group, index: (group.params[index].grad, MOVING))
 
 
 _METHODS = (
@@ -107,9 +83,11 @@ _METHODS = (
     During(GradientReducer, "keep_up", MOVING, GRADIENTS),
     During(CompressedCommunicator, "all_gather", CODES),
     During(CompressedCommunicator, "reduce_scatter", CODES),
-    During(ZeroOptimizer, "step", TILES, UPDATES, _all_states),
+    During(
+        ZeroOptimizer, "step", TILES, UPDATES, lambda each: _states(*each.optimizer.state.values())
+    ),
     During(SubGroupInMemory, "write", STATE, UPDATES),
-    During(SubGroup, "put_state", STATE, UPDATES, _state),
+    During(SubGroup, "put_state", STATE, UPDATES, lambda _, state: _states(state)),
 )
 
 

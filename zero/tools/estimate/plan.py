@@ -11,10 +11,11 @@ from typing import Any
 
 from zero.config import load_config
 from zero.errors import UsageError
+from zero.monitor.out_of_memory import size
 from zero.tools.estimate.model import build, read_config
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.remedies import Remedy, Search
-from zero.tools.estimate.report import described, needed, size
+from zero.tools.estimate.report import described, needed
 from zero.tools.explain import explain
 
 # The configuration that is changed until it fits.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -26,19 +26,12 @@ from zero.errors import UsageError
 from zero.integrations.deepspeed.optimizers import build_optimizer
 from zero.integrations.deepspeed.tensor import share_model
 from zero.optim.sharded_optimizer import ZeroOptimizer
-from zero.tools.estimate.adapters import elements, quantize_fused_experts
+from zero.tools.estimate.adapters import elements
 from zero.tools.estimate.machine import DEVICE, DISK, HOST, Memory, imitated
 from zero.tools.estimate.model import enable_checkpointing, micro_batch, without_values
-from zero.tools.estimate.parts import (
-    ACTIVATIONS,
-    GRADIENTS,
-    MASTERS,
-    PARAMETERS,
-    STATE,
-    labelled,
-)
+from zero.tools.estimate.parts import ACTIVATIONS, GRADIENTS, MASTERS, STATE, labelled
 from zero.tools.estimate.question import Question
-from zero.tools.estimate.teacher import distillation, engine_of
+from zero.tools.estimate.teacher import distillation, engine_of, hold_quantized
 from zero.tools.estimate.traffic import COMPUTE, FORWARD, OPERATIONS, TOUCHED, Traffic, Update
 
 # The number of simulated micro-batches. All between the first and the last are the same.
@@ -153,12 +146,7 @@ def _of_rank(
         with imitated(memory, rank, question.world_size, of_machine), labelled(memory):
             if question.checkpointing and question.batch:
                 enable_checkpointing(model)
-            memory.part = PARAMETERS
-            if config.zero_optimization.stage == 3:
-                quantize_fused_experts(model)
-            for tensor in _whole_tensors(model):
-                memory.note(tensor)
-            memory.part = ACTIVATIONS
+            hold_quantized(model, config, memory)
             comm, whole, run = share_model(model, run, None)
             whole.clear()  # the parameters as they were
             optimizer = build_optimizer(run, None, None, model)
@@ -177,14 +165,6 @@ def _of_rank(
             return found, owns
     finally:
         logger.setLevel(level)
-
-
-def _whole_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the codes and scales of quantized weights. Every rank holds all of them, unless the
-    engine takes them over.
-    """
-    yield from (param for param in model.parameters() if not param.is_floating_point())
-    yield from (buffer for buffer in model.buffers() if not buffer.is_floating_point())
 
 
 def _followed(

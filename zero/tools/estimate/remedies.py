@@ -125,9 +125,9 @@ class Search:
         self, model: nn.Module, config: Config, question: Question, limits: Mapping[str, int]
     ):
         self._model = model
-        self._config = config
-        self._question = question
-        self._limits = limits
+        self.config = config
+        self.question = question
+        self.limits = limits
         self._estimates: dict[tuple[str, int | None, int, bool], Estimate | None] = {}
         self._batches = list(_halves(question.batch))
         # The number of sequences for a step on one rank.
@@ -138,8 +138,8 @@ class Search:
     @cached_property
     def asked(self) -> Estimate:
         """The run as asked for. Raises UsageError as `estimate` does."""
-        asked = self._question
-        found = estimate(self._model, self._config, asked)
+        asked = self.question
+        found = estimate(self._model, self.config, asked)
         self._estimates["", None, asked.batch, asked.checkpointing] = found
         return found
 
@@ -147,22 +147,22 @@ class Search:
         """The same with gradient checkpointing if it was asked for without, and vice versa. None if
         activations are not counted, or the model has no checkpointing.
         """
-        asked = self._question
+        asked = self.question
         if not (asked.batch and self._model.supports_gradient_checkpointing):
             return None
         return self._estimate(Change(), asked.batch, not asked.checkpointing)
 
     def fits(self, found: Estimate) -> bool:
-        return all(found.total(place) <= most for place, most in self._limits.items())
+        return all(found.total(place) <= most for place, most in self.limits.items())
 
     def remedies(self) -> list[Remedy]:
         """Return the changes with which it fits, ordered by the predicted time of a step. Less
         precise states are tried only if nothing else in memory is enough.
         """
-        found = list(self._enough(_changes(self._config.zero_optimization, HOST in self._limits)))
-        best = _undominated(found, self._limits)
+        found = list(self._enough(_changes(self.config.zero_optimization, HOST in self.limits)))
+        best = _undominated(found, self.limits)
         if not any(remedy.found.total(DISK) == 0 for remedy in found):
-            best += _undominated(list(self._enough(_less_precise(self._config))), self._limits)
+            best += _undominated(list(self._enough(_less_precise(self.config))), self.limits)
         return sorted(best, key=lambda remedy: remedy.rank)
 
     def faster(self) -> Remedy | None:
@@ -170,10 +170,10 @@ class Search:
         micro-batches, that fits and makes a step faster than it was asked for. None if there is
         none, or if the device's memory is not limited.
         """
-        if DEVICE not in self._limits:
+        if DEVICE not in self.limits:
             return None
-        batch, checkpointing = self._question.batch, self._question.checkpointing
-        unneeded = _unneeded(self._config.zero_optimization)
+        batch, checkpointing = self.question.batch, self.question.checkpointing
+        unneeded = _unneeded(self.config.zero_optimization)
         tried = [self._tried(change, batch, checkpointing) for change in unneeded]
         found = [remedy for remedy in tried if remedy and self.fits(remedy.found)]
         found += self._in_slices(Change())
@@ -185,7 +185,7 @@ class Search:
         each of which needs less device memory than those before it.
         """
         least = math.inf
-        for change in _changes(self._config.zero_optimization, HOST in self._limits):
+        for change in _changes(self.config.zero_optimization, HOST in self.limits):
             tried = self._tried(change, self._batches[-1], self._can_checkpoint)
             if tried and not self.fits(tried.found) and tried.found.total(DEVICE) < least:
                 least = tried.found.total(DEVICE)
@@ -199,7 +199,7 @@ class Search:
             if not self._may_fit(change, self._batches[-1], self._can_checkpoint):
                 continue
             largest = 0
-            for checkpointing in sorted({self._question.checkpointing, self._can_checkpoint}):
+            for checkpointing in sorted({self.question.checkpointing, self._can_checkpoint}):
                 for batch in self._batches:
                     if not self._may_fit(change, batch, checkpointing):
                         continue
@@ -216,10 +216,10 @@ class Search:
         that fit: at most one remedy. There is none if nothing is copied or sent again for each
         micro-batch.
         """
-        whole, zero = self._sequences, change.applied(self._config).zero_optimization
-        is_sent = zero.stage == 3 and self._question.world_size > 1
+        whole, zero = self._sequences, change.applied(self.config).zero_optimization
+        is_sent = zero.stage == 3 and self.question.world_size > 1
         moves = zero.offloads_optimizer or zero.offloads_params or is_sent
-        is_given = self._config.activation_checkpointing.batch_slices is not None
+        is_given = self.config.activation_checkpointing.batch_slices is not None
         if whole < 2 or is_given or not moves:
             return
         for slices in sorted({min(each, whole) for each in SLICES}):
@@ -236,11 +236,11 @@ class Search:
         found = self._estimate(change, smallest, checkpointing)
         if found is None:
             return False
-        excess = max(0, found.total(HOST) - self._limits.get(HOST, math.inf))
+        excess = max(0, found.total(HOST) - self.limits.get(HOST, math.inf))
         if excess and not change.divides:
             return False
         growth = (batch / smallest - 1) * found.activations if smallest else 0
-        most = self._limits.get(DEVICE, math.inf)
+        most = self.limits.get(DEVICE, math.inf)
         return found.total(DEVICE) + excess + growth / GROWTH <= most
 
     def _with_room(self, change: Change, batch: int, checkpointing: bool) -> Iterator[Remedy]:
@@ -253,7 +253,7 @@ class Search:
         """Return the change; if it offloads the optimizer, with the smallest `ratio` above 0 that
         fits on the device.
         """
-        most = self._limits.get(DEVICE, 0)
+        most = self.limits.get(DEVICE, 0)
 
         def used(part: int) -> float:
             """Return the device's bytes with `part` / `RATIOS` of the optimizer offloaded."""
@@ -272,9 +272,9 @@ class Search:
         """None if the engine refuses the change in combination with other keys."""
         key = change.words, change.slices, batch, checkpointing
         if key not in self._estimates:
-            question = replace(self._question, batch=batch, checkpointing=checkpointing)
+            question = replace(self.question, batch=batch, checkpointing=checkpointing)
             steps = {"gradient_accumulation_steps": self._steps(batch)}
-            config = self._config.model_copy(update=steps)
+            config = self.config.model_copy(update=steps)
             try:
                 self._estimates[key] = estimate(self._model, change.applied(config), question)
             except UsageError:
@@ -283,12 +283,12 @@ class Search:
 
     def _steps(self, batch: int) -> int | None:
         """Return the micro-batches of a step, which keeps its number of sequences."""
-        is_asked = batch == self._question.batch
-        return self._config.gradient_accumulation_steps if is_asked else self._sequences // batch
+        is_asked = batch == self.question.batch
+        return self.config.gradient_accumulation_steps if is_asked else self._sequences // batch
 
     def _tried(self, change: Change, batch: int, checkpointing: bool) -> Remedy | None:
         """Return the change with its estimate, whether it fits or not."""
-        found, asked = self._estimate(change, batch, checkpointing), self._question
+        found, asked = self._estimate(change, batch, checkpointing), self.question
         if found is None:
             return None
         words, prices = [change.words], [change.price]
@@ -302,7 +302,7 @@ class Search:
         return Remedy(
             " and ".join(filter(None, words)),
             found,
-            change.settings(self._config) + (batch != asked.batch) + len(prices) - 1,
+            change.settings(self.config) + (batch != asked.batch) + len(prices) - 1,
             ", ".join(filter(None, prices)),
             change,
             replace(asked, batch=batch, checkpointing=checkpointing),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import transformers
 
 from zero.config import Config, ZeroConfig
 from zero.errors import UsageError
+from zero.monitor.out_of_memory import size
 from zero.tools.estimate.machine import DEVICE, DISK, HOST, PAGEABLE, PINNED
 from zero.tools.estimate.model import build, class_of, read_config
 from zero.tools.estimate.parts import ACTIVATIONS, PARAMETERS, TILES
@@ -46,16 +47,10 @@ def report(
                 "other is not, so they cannot be compared token by token; name two of one kind"
             )
     model = build(shape, config.compute_dtype, question.adapter)
-    search = Search(model, config, question, limits)
-    found, is_enough = search.asked, search.fits(search.asked)
-    better, unneeded = ([], search.faster()) if is_enough else (search.remedies(), None)
-    answer = _Answer(
-        shape, config, question, limits, found, is_enough, search.other_way(), better, unneeded
-    )
+    answer = _Answer(shape, Search(model, config, question, limits))
     return json.dumps(answer.facts(), indent=2) if as_json else "\n".join(answer.lines(source))
 
 
-@dataclass(frozen=True)
 class _Answer:
     """An estimate and what could be changed.
 
@@ -67,15 +62,16 @@ class _Answer:
         unneeded: a change to less offload or sharding that also fits and is faster.
     """
 
-    shape: transformers.PretrainedConfig
-    config: Config
-    question: Question
-    limits: Mapping[str, int]
-    found: Estimate
-    fits: bool
-    other: Estimate | None
-    better: list[Remedy]
-    unneeded: Remedy | None
+    def __init__(self, shape: transformers.PretrainedConfig, search: Search):
+        self.shape = shape
+        self.config = search.config
+        self.question = search.question
+        self.limits = search.limits
+        self.found = search.asked
+        self.fits = search.fits(self.found)
+        self.better = [] if self.fits else search.remedies()
+        self.unneeded = search.faster() if self.fits else None
+        self.other = search.other_way()
 
     def facts(self) -> dict[str, Any]:
         found, unneeded = self.found, self.unneeded
@@ -273,7 +269,3 @@ def _rounded(number: float, digits: int) -> str:
     """Return the number with this many digits, including trailing zeros."""
     places = digits - 1 - math.floor(math.log10(number)) if number else 0
     return f"{round(number, places):,.{max(places, 0)}f}"
-
-
-def size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.2f} MiB"

@@ -85,17 +85,24 @@ def engine_of(teacher: Teacher, student: Config, memory: Memory) -> ZeroEngine:
     batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     config = teacher.beside(student).model_copy(update={"train_batch_size": None} | batch)
     model = without_values(teacher.model)
-    before, memory.part = memory.part, PARAMETERS
     with memory.counting(OF_TEACHER):
-        if config.zero_optimization.stage == 3:
-            quantize_fused_experts(model)
-        for tensor in (*model.parameters(), *model.buffers()):
-            if not tensor.is_floating_point():
-                memory.note(tensor)
-        memory.part = before
+        hold_quantized(model, config, memory)
         engine = ZeroEngine(model.eval(), config)
     engine.comm.clock.shows = False
     return engine
+
+
+def hold_quantized(model: nn.Module, config: Config, memory: Memory) -> None:
+    """Count the codes and scales of quantized weights. Every rank holds all of them, unless the
+    engine takes them over.
+    """
+    before, memory.part = memory.part, PARAMETERS
+    if config.zero_optimization.stage == 3:
+        quantize_fused_experts(model)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_floating_point():
+            memory.note(tensor)
+    memory.part = before
 
 
 def distillation(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -74,10 +73,10 @@ class BoundedRun:
         os._exit(0)
 
 
-class RecordedStep(BoundedRun, ABC):
+class RecordedStep(BoundedRun):
     """Records the step number `step`, from the end of the one before, and ends after it.
 
-    A subclass begins in `begin_recording`, and writes `file` in `end_recording`."""
+    A subclass says how, and writes `file`."""
 
     def __init__(self, engine: DeepSpeedEngine, folder: Path, step: int):
         super().__init__(engine, folder, step)
@@ -85,11 +84,11 @@ class RecordedStep(BoundedRun, ABC):
         if step == 1:
             self.begin_recording()
 
-    @abstractmethod
-    def begin_recording(self) -> None: ...
+    def begin_recording(self) -> None:
+        """Called at the end of the step before."""
 
-    @abstractmethod
-    def end_recording(self) -> None: ...
+    def end_recording(self) -> None:
+        """Called at the end of the step."""
 
     def after_update(self) -> None:
         if self.step_number == self.steps - 1:

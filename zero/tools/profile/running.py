@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from zero.errors import UsageError
-from zero.integrations.hf import STARTUP
 from zero.tools.arguments import Working
+from zero.tools.launch import end, python_path
 
 # What a process of the command is told: the folder for its recording, and the last step.
 FOLDER, STEPS = "ZERO_RECORDER_FOLDER", "ZERO_RECORDER_STEPS"
@@ -31,7 +31,7 @@ def run(command: list[str], recorder: str, folder: Path, steps: int, what: str) 
     recorder: the module whose `set_up` is called in the command's processes. what: the run's name.
     """
     # `zero run` adds its folder for what it starts, but it may become the script itself.
-    path = os.pathsep.join(filter(None, [STARTUP, os.environ.get("PYTHONPATH")]))
+    path = python_path(os.environ.get("PYTHONPATH"))
     variables = {"ZERO_RECORDER": recorder, FOLDER: str(folder), STEPS: str(steps)}
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOG).open("w") as output:
@@ -50,20 +50,10 @@ def run(command: list[str], recorder: str, folder: Path, steps: int, what: str) 
                         working.show(f"{what}: step {done} of {steps}")
         finally:
             signal.signal(signal.SIGTERM, before)
-            _end(process)
+            end([process], _GRACE)
     if process.returncode:
         code = process.returncode
         raise UsageError(f"{what} failed with code {code}:\n{what_went_wrong(folder)}")
-
-
-def _end(process: subprocess.Popen) -> None:
-    """End what still runs. A launcher gets the time to end its ranks."""
-    process.terminate()
-    try:
-        process.wait(timeout=_GRACE)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def what_went_wrong(folder: Path) -> str:

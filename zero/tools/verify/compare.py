@@ -268,15 +268,14 @@ class Comparison:
             noise = sum(tensor.is_noise for tensor in tensors)
         self._add(step, kind, tensors, noise)
         beyond = [each for each in tensors if (each.differs(usual) if eps else each.relative > 0)]
-        first = beyond[0] if beyond else None
-        if first is None and together and (apart := _apart_together(known, eps)):
-            first, beyond = Tensor("all tensors together", 0, 1, 0, apart, 0), known[:1]
-        if first is not None:
+        if not beyond and together and (apart := _apart_together(known, eps)):
+            beyond = [Tensor("all tensors together", 0, 1, 0, apart, 0)]
+        if beyond:
+            first, *others = beyond
             cause = cause or _cause(kind, tensors)
-            others = len(beyond) - 1
-            found = Difference(step, kind, first.name, first.relative, others, cause)
+            found = Difference(step, kind, first.name, first.relative, len(others), cause)
             self.result.difference = found
-        return first is not None
+        return bool(beyond)
 
     def _add(self, step: int, kind: str, tensors: list[Tensor], noise: int) -> None:
         compared = [tensor for tensor in tensors if kind != "gradient" or not tensor.is_noise]
