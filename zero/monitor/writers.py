@@ -37,12 +37,10 @@ def writers(settings: Config) -> list[Writer]:
     if profile is not None and not Path(profile).resolve().parent.is_dir():
         raise UsageError(f"flops_profiler.output_file: {profile}: there is no such folder")
     found: list[Writer] = []
-    if settings.csv_monitor.enabled:
-        found.append(CsvFiles(_folder("csv_monitor", settings.csv_monitor)))
-    if settings.json_monitor.enabled:
-        found.append(JsonLines(_folder("json_monitor", settings.json_monitor)))
-    if settings.tensorboard.enabled:
-        found.append(TensorBoard(_folder("tensorboard", settings.tensorboard)))
+    of_folder = {"csv_monitor": CsvFiles, "json_monitor": JsonLines, "tensorboard": TensorBoard}
+    for name, kind in of_folder.items():
+        if (section := getattr(settings, name)).enabled:
+            found.append(kind(_folder(name, section)))
     if settings.wandb.enabled:
         found.append(Wandb(settings.wandb))
     every = settings.steps_per_print or math.inf
