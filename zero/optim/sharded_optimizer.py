@@ -151,9 +151,7 @@ class ZeroOptimizer:
         any_lacks_kernel = comm.control("compiling the optimizer's kernel").any(lacks_kernel)
         self._has_kernel = updates_on_host and not any_lacks_kernel
         self._fuses_on_host = updates_on_host and not self._has_kernel
-        self._updates = Updates(
-            comm.device, self.read_ahead, self.write_behind, comm.clock.shows
-        )
+        self._updates = Updates(comm.device, self.read_ahead, self.write_behind, comm.clock.shows)
         master_dtype = torch.float32 if self.rounding is None else torch.bfloat16
         for group, shard in self.shards.items():
             shard.make_master(self._updates.wait, master_dtype)
