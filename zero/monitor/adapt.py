@@ -145,12 +145,12 @@ class Adaptation:
         self._control = engine.comm.control("adapting to the memory that there is")
         stage = engine.settings.zero_optimization.stage
         self._gathers_with_others = self._control.world_size > 1 and stage == 3
-        if self._control.world_size > 1:
-            if hindrance := next(_hindrances(engine), None):
-                raise UsageError(
-                    f'{KEY} "adapt": not with several processes and {hindrance}, because a process '
-                    'whose memory is full would leave the others waiting. Set it to "explain"'
-                )
+        hindrance = next(_hindrances(engine), None)
+        if hindrance and self._control.world_size > 1:
+            raise UsageError(
+                f'{KEY} "adapt": not with several processes and {hindrance}, because a process '
+                'whose memory is full would leave the others waiting. Set it to "explain"'
+            )
 
     def settings(self) -> dict[str, int]:
         """For a checkpoint."""
