@@ -140,7 +140,7 @@ class Wandb(EventWriter):
 
 
 _PARTS = (
-    ("loss", "loss {:.4g}"), ("grad_norm", "norm {:.3g}"), ("lr", "lr {:.3g}"),
+    ("step", "step {}"), ("loss", "loss {:.4g}"), ("grad_norm", "norm {:.3g}"), ("lr", "lr {:.3g}"),
     ("samples_per_second", "{:.4g} samples/s"), ("tokens_per_second", "{:.4g} tokens/s"), ("mfu",
     "MFU {:.1%}"),
 )  # fmt: skip
@@ -155,10 +155,7 @@ class Terminal:
     def write(self, record: Record) -> None:
         if record["step"] % self._every:
             return
-        parts = [f"step {record['step']}"]
-        for key, text in _PARTS:
-            if record.get(key) is not None:
-                parts.append(text.format(record[key]))
+        parts = [text.format(record[key]) for key, text in _PARTS if record.get(key) is not None]
         print(", ".join(parts), file=sys.stderr, flush=True)
 
 
