@@ -220,8 +220,7 @@ def _attend(
     if repeats > 1:
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
     query, key, value = (
-        all_to_all(tensor, ranks.group, scatter_dim=1, gather_dim=2)
-        for tensor in (query, key, value)
+        all_to_all(each, ranks.group, scatter_dim=1, gather_dim=2) for each in (query, key, value)
     )
     groups = getattr(module, "num_key_value_groups", 1)
     try:
