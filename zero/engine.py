@@ -204,7 +204,7 @@ class ZeroEngine(nn.Module):
         self.residency = Residency()
         self._installed = ExitStack()  # what is on the model
         self.activations: HostActivations | None = None
-        self.scaler = LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None
+        self.scaler = LossScaler(settings.fp16) if settings.fp16.enabled else None
         self.optimizer: ZeroOptimizer | None = None
 
     def __deepcopy__(self, memo: dict) -> NoReturn:

@@ -112,6 +112,11 @@ class _Call:
 
         return tree_map_only(torch.Tensor, narrowed, self.inputs)
 
+    def run_rows(self, chosen: slice | None = None) -> Any:
+        """What the engine's forward returns for some of the samples, or for all."""
+        args, kwargs = self.inputs if chosen is None else self.of_rows(chosen)
+        return self.run(*args, **kwargs)
+
     def gradients(self) -> dict[int, torch.Tensor]:
         """The gradients of the outputs, by their places."""
         found = {place: shown.grad for place, shown in self.shown.items()}
@@ -140,12 +145,12 @@ class Adaptation:
         self._control = engine.comm.control("adapting to the memory that there is")
         stage = engine.settings.zero_optimization.stage
         self._gathers_with_others = self._control.world_size > 1 and stage == 3
-        if self._control.world_size > 1:
-            if hindrance := next(_hindrances(engine), None):
-                raise UsageError(
-                    f'{KEY} "adapt": not with several processes and {hindrance}, because a process '
-                    'whose memory is full would leave the others waiting. Set it to "explain"'
-                )
+        hindrance = next(_hindrances(engine), None)
+        if hindrance and self._control.world_size > 1:
+            raise UsageError(
+                f'{KEY} "adapt": not with several processes and {hindrance}, because a process '
+                'whose memory is full would leave the others waiting. Set it to "explain"'
+            )
 
     def settings(self) -> dict[str, int]:
         """For a checkpoint."""
@@ -265,8 +270,7 @@ class Adaptation:
         if self._is_rehearsed:
             return
         self._is_rehearsed = True
-        args, kwargs = call.of_rows(slice(1))
-        run = lambda: tree_flatten(call.run(*args, **kwargs))[0]  # noqa: E731
+        run = lambda: tree_flatten(call.run_rows(slice(1)))[0]  # noqa: E731
         if recomputes := self._can_recompute:  # starts the same gathers, in less memory
             self._recompute()
         with torch.no_grad():
@@ -293,16 +297,10 @@ class Adaptation:
         # Below stage 3 a script may evaluate on some of the ranks.
         self._is_alone = not self._gathers_with_others
         try:
-            while self._evaluation_parts == 1:
-                try:
-                    return self._together(
-                        _VALUES, lambda: call.run(*call.inputs[0], **call.inputs[1])
-                    )
-                except _NotEnough as raised:
-                    error = raised.error
-                self._cut_evaluation(call, error)
             while True:
                 try:
+                    if self._evaluation_parts == 1:
+                        return self._together(_VALUES, call.run_rows)
                     return tree_unflatten(*self._values(call, self._evaluation_parts))
                 except _NotEnough as raised:
                     error = raised.error
@@ -331,15 +329,11 @@ class Adaptation:
 
     def _shown(self, call: _Call) -> Any:
         """The outputs of a forward, without their graphs."""
-        leaves: list[Any] = []
-        structure: Any = None
-        if self._parts > 1:
-            leaves, structure = self._values(call, self._parts)
-            if not _begins_with_loss(leaves):
-                leaves = []
-        is_cut = bool(leaves)
-        if not leaves:
-            output = self._together(_FORWARD, lambda: call.run(*call.inputs[0], **call.inputs[1]))
+        leaves, structure = self._values(call, self._parts) if self._parts > 1 else ([], None)
+        is_cut = _begins_with_loss(leaves)
+        if not is_cut:
+            leaves.clear()
+            output = self._together(_FORWARD, call.run_rows)
             leaves, structure = tree_flatten(output)
             if not _begins_with_loss(leaves):
                 return output
@@ -364,8 +358,7 @@ class Adaptation:
         structure = None
         with torch.no_grad():
             for chosen, weight in self._cut(call, parts):
-                args, kwargs = call.of_rows(chosen)
-                output = self._together(_VALUES, lambda: call.run(*args, **kwargs))  # noqa: B023
+                output = self._together(_VALUES, partial(call.run_rows, chosen))
                 leaves, structure = tree_flatten(output)
                 del output
 
@@ -695,7 +688,7 @@ class Adaptation:
         """Return why these samples have other values together than apart, if so. All ranks run the
         same number of forwards.
         """
-        output = self._together(_VALUES, lambda: call.run(*call.inputs[0], **call.inputs[1]))
+        output = self._together(_VALUES, call.run_rows)
         leaves = tree_flatten(output)[0]
         has_other_loss = getattr(output, "aux_loss", None) is not None
         if not _begins_with_loss(leaves) or has_other_loss:
@@ -711,8 +704,7 @@ class Adaptation:
         del output, leaves
         why = ""
         for chosen, weight in self._cut(call, 2):
-            args, kwargs = call.of_rows(chosen)
-            part = self._together(_VALUES, lambda: call.run(*args, **kwargs))  # noqa: B023
+            part = self._together(_VALUES, partial(call.run_rows, chosen))
             leaves = tree_flatten(part)[0]
             if weight:
                 losses.append(leaves[0].float() * weight)
@@ -783,8 +775,7 @@ def _outputs_of(
     """The outputs of some samples that need a gradient, and these gradients. `weight` is that of
     the samples' loss; None if all gradients are zero.
     """
-    args, kwargs = call.of_rows(chosen)
-    leaves = tree_flatten(call.run(*args, **kwargs))[0]
+    leaves = tree_flatten(call.run_rows(chosen))[0]
     outputs, grads = [], []
     for place, grad in call.gradients().items():
         if leaves[place].requires_grad:

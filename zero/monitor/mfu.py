@@ -91,14 +91,11 @@ def operations_per_token(engine: ZeroEngine) -> tuple[int, int]:
     two = getattr(config, "is_encoder_decoder", False) and hasattr(model, "get_encoder")
     encoder = set(model.get_encoder().modules()) if two else set(model.modules())
     active = partial(_active, getattr(config, "num_experts_per_tok", None), engine.comm.model)
-    first = second = 0
+    found = [0.0, 0.0]
     for module in model.modules():
-        found = 0 if isinstance(module, nn.Embedding) else active(module) * _of_weights(module)
-        if module in encoder:
-            first += found
-        else:
-            second += found
-    return round(first), round(second)
+        if not isinstance(module, nn.Embedding):
+            found[module not in encoder] += active(module) * _of_weights(module)
+    return round(found[0]), round(found[1])
 
 
 def _active(chosen: int | None, model: Communicator | None, module: nn.Module) -> float:

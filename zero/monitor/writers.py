@@ -37,12 +37,10 @@ def writers(settings: Config) -> list[Writer]:
     if profile is not None and not Path(profile).resolve().parent.is_dir():
         raise UsageError(f"flops_profiler.output_file: {profile}: there is no such folder")
     found: list[Writer] = []
-    if settings.csv_monitor.enabled:
-        found.append(CsvFiles(_folder("csv_monitor", settings.csv_monitor)))
-    if settings.json_monitor.enabled:
-        found.append(JsonLines(_folder("json_monitor", settings.json_monitor)))
-    if settings.tensorboard.enabled:
-        found.append(TensorBoard(_folder("tensorboard", settings.tensorboard)))
+    of_folder = {"csv_monitor": CsvFiles, "json_monitor": JsonLines, "tensorboard": TensorBoard}
+    for name, kind in of_folder.items():
+        if (section := getattr(settings, name)).enabled:
+            found.append(kind(_folder(name, section)))
     if settings.wandb.enabled:
         found.append(Wandb(settings.wandb))
     every = settings.steps_per_print or math.inf
@@ -142,7 +140,7 @@ class Wandb(EventWriter):
 
 
 _PARTS = (
-    ("loss", "loss {:.4g}"), ("grad_norm", "norm {:.3g}"), ("lr", "lr {:.3g}"),
+    ("step", "step {}"), ("loss", "loss {:.4g}"), ("grad_norm", "norm {:.3g}"), ("lr", "lr {:.3g}"),
     ("samples_per_second", "{:.4g} samples/s"), ("tokens_per_second", "{:.4g} tokens/s"), ("mfu",
     "MFU {:.1%}"),
 )  # fmt: skip
@@ -157,10 +155,7 @@ class Terminal:
     def write(self, record: Record) -> None:
         if record["step"] % self._every:
             return
-        parts = [f"step {record['step']}"]
-        for key, text in _PARTS:
-            if record.get(key) is not None:
-                parts.append(text.format(record[key]))
+        parts = [text.format(record[key]) for key, text in _PARTS if record.get(key) is not None]
         print(", ".join(parts), file=sys.stderr, flush=True)
 
 

@@ -212,6 +212,8 @@ class CodedSlice:
         blocks = slice(self.start // BLOCK, -(-self.end // BLOCK))
         return decode(self.key, codes[self.start : self.end], scales[blocks], self.start % BLOCK)
 
+    clone = values
+
 
 @torch.no_grad()
 def replace(state: dict[str, Any], part: CodedSlice, values: torch.Tensor) -> None:

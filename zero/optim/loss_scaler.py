@@ -6,7 +6,6 @@ loss by :attr:`LossScaler.scale` and finds out whether any rank's gradient is no
 skips the optimizer step, or ends the run if the scaler is :attr:`~LossScaler.exhausted`. It calls
 :meth:`LossScaler.update` once for each step."""
 
-from dataclasses import dataclass, fields
 from typing import Any
 
 from zero.config import FP16Config
@@ -15,45 +14,23 @@ _FACTOR = 2.0
 _COUNTED = ("scale", "overflows_left", "steps", "last_overflow")
 
 
-@dataclass(eq=False)
 class LossScaler:
-    """A static loss scale, or a dynamic one that halves on overflow and doubles after a stable
-    window.
-
-    Args:
-        loss_scale: the static scale; 0 for a dynamic one, and only then do the other arguments
-            matter.
-        initial_scale_power: the first scale is ``2 ** initial_scale_power``.
-        loss_scale_window: number of steps without overflow after which the scale doubles.
-        hysteresis: number of overflows it takes to halve the scale; the count is refilled when the
-            scale doubles.
-        consecutive_hysteresis: refill the count after every step without overflow.
-        min_loss_scale: the scale never falls below this.
+    """The loss scale of an ``fp16`` section: a static one, or a dynamic one that halves on overflow
+    and doubles after a stable window. The section's class has what its keys mean.
     """
 
-    loss_scale: float = 0.0
-    initial_scale_power: int = 16
-    loss_scale_window: int = 1000
-    hysteresis: int = 2
-    consecutive_hysteresis: bool = False
-    min_loss_scale: float = 1
-
-    def __post_init__(self) -> None:
-        self.dynamic = self.loss_scale == 0
-        self.scale = _FACTOR**self.initial_scale_power if self.dynamic else float(self.loss_scale)
-        self.overflows_left = self.hysteresis
+    def __init__(self, fp16: FP16Config):
+        self._fp16 = fp16
+        self.dynamic = fp16.loss_scale == 0
+        self.scale = _FACTOR**fp16.initial_scale_power if self.dynamic else float(fp16.loss_scale)
+        self.overflows_left = fp16.hysteresis
         self.steps = 0
         self.last_overflow = -1
-
-    @classmethod
-    def from_config(cls, fp16: FP16Config) -> "LossScaler":
-        """The scaler that an ``fp16`` section describes."""
-        return cls(**{field.name: getattr(fp16, field.name) for field in fields(cls)})
 
     @property
     def at_minimum(self) -> bool:
         """True if a dynamic scale cannot fall further."""
-        return self.dynamic and self.scale <= self.min_loss_scale
+        return self.dynamic and self.scale <= self._fp16.min_loss_scale
 
     @property
     def exhausted(self) -> bool:
@@ -71,17 +48,17 @@ class LossScaler:
             return
         if overflow:
             if self.overflows_left == 1:
-                self.scale = max(self.scale / _FACTOR, self.min_loss_scale)
+                self.scale = max(self.scale / _FACTOR, self._fp16.min_loss_scale)
             else:
                 self.overflows_left -= 1
             self.last_overflow = self.steps
         else:
             stable = self.steps - self.last_overflow - 1
-            doubles = stable > 0 and stable % self.loss_scale_window == 0
+            doubles = stable > 0 and stable % self._fp16.loss_scale_window == 0
             if doubles:
                 self.scale *= _FACTOR
-            if doubles or self.consecutive_hysteresis:
-                self.overflows_left = self.hysteresis
+            if doubles or self._fp16.consecutive_hysteresis:
+                self.overflows_left = self._fp16.hysteresis
         self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass
+from dataclasses import KW_ONLY, dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -115,30 +115,24 @@ class ZeroOptimizer:
     comm: Communicator
     placement: Placement
     _: KW_ONLY
-    sub_group_size: InitVar[int]
-    elementwise: InitVar[bool] = True
+    sub_group_size: int
+    elementwise: bool = True
     clipping: float = 0.0
     scaler: LossScaler | None = None
-    reduce_op: InitVar[str] = "mean"
+    reduce_op: str = "mean"
     checks_overflow: bool = True
     overlap: bool = False
-    read_ahead: InitVar[bool] = False
-    write_behind: InitVar[bool] = False
+    read_ahead: bool = False
+    write_behind: bool = False
     forward_order: Callable[[], Sequence[ParamGroup]] = tuple
     rounding: StochasticRounding | None = None
     state_dtype: torch.dtype = torch.float32
 
-    def __post_init__(
-        self,
-        sub_group_size: int,
-        elementwise: bool,
-        reduce_op: str,
-        read_ahead: bool,
-        write_behind: bool,
-    ) -> None:
+    def __post_init__(self) -> None:
         optimizer, comm, placement = self.optimizer, self.comm, self.placement
         self.shards = {shard.group: shard for shard in placement.shards}
-        self._reduce_factor = comm.mean_factor * (comm.world_size if reduce_op == "sum" else 1)
+        summed = comm.world_size if self.reduce_op == "sum" else 1
+        self._reduce_factor = comm.mean_factor * summed
         self._replicated = any(group.layout.replicated for group in self.shards)
         self.overflow = False
         self.grad_norm: float | None = None
@@ -151,21 +145,21 @@ class ZeroOptimizer:
         group_of = param_group_of(optimizer)
         self._number_parameters(group_of)
         on_host = any(shard.tier.device.type == "cpu" for shard in self.shards.values())
-        updates_on_host = elementwise and on_host and adam_cpu.serves(optimizer)
+        updates_on_host = self.elementwise and on_host and adam_cpu.serves(optimizer)
         # Its rounding differs from that of torch's operators, so all ranks use it or none.
         lacks_kernel = updates_on_host and not adam_cpu.is_compiled()
         any_lacks_kernel = comm.control("compiling the optimizer's kernel").any(lacks_kernel)
         self._has_kernel = updates_on_host and not any_lacks_kernel
         self._fuses_on_host = updates_on_host and not self._has_kernel
-        self._updates = Updates(comm.device, read_ahead, write_behind, comm.clock.shows)
+        self._updates = Updates(comm.device, self.read_ahead, self.write_behind, comm.clock.shows)
         master_dtype = torch.float32 if self.rounding is None else torch.bfloat16
         for group, shard in self.shards.items():
             shard.make_master(self._updates.wait, master_dtype)
             _optimizer_of[group] = weakref.ref(self)
         shards = placement.shards
         self.whole: WholeTensorState | None = None
-        if elementwise:
-            self._state = SubGroupState(optimizer, shards, group_of, sub_group_size)
+        if self.elementwise:
+            self._state = SubGroupState(optimizer, shards, group_of, self.sub_group_size)
         else:
             self.whole = WholeTensorState(optimizer, shards, group_of, comm, self.rounding)
             self._state = self.whole

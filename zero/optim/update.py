@@ -51,10 +51,10 @@ class SubGroupUpdate:
     frozen: Mapping[OptimizerShard, Sequence[tuple[int, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        given = [group | {"params": []} for group in self.optimizer.param_groups]
         self._param_groups: list[dict] = [
             {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
-            for group in given
+            | {"params": []}
+            for group in self.optimizer.param_groups
         ]
         self._twin = twin_of(self.optimizer, param_groups=self._param_groups)
         self._on_host = {"fused": True, "foreach": False} if self.fuses_on_host else {}
@@ -90,8 +90,6 @@ class SubGroupUpdate:
 
     def _frozen_parts(self, sub_group: SubGroup) -> list[slice]:
         """The parts of a sub-group whose parameters are frozen."""
-        if not self.frozen:
-            return []
         numel = sub_group.master.numel()
         ranges = [
             (max(start - sub_group.start, 0), min(end - sub_group.start, numel))
@@ -110,14 +108,10 @@ class SubGroupUpdate:
         numel = values.sub_group.master.numel()
         kept = []
         for part in self._frozen_parts(values.sub_group):
-            state = {
-                key: adam8bit.CodedSlice.of(key, value, numel)[part]
+            copies = {
+                key: adam8bit.CodedSlice.of(key, value, numel)[part].clone()
                 for key, value in values.state.items()
                 if is_state_tensor(value)
-            }
-            copies = {
-                key: place.values() if isinstance(place, adam8bit.CodedSlice) else place.clone()
-                for key, place in state.items()
             }
             kept.append((part, values.master[part].clone(), copies))
         yield

@@ -35,10 +35,8 @@ def can_be_sliced(group: ParamGroup) -> bool:
     """
     if group.persistent or group.packed or len(group.modules) != 1:
         return False
-    if not packs_experts(group.modules[0]):
-        return False
     module: Any = group.modules[0]
-    if not hasattr(module, "_is_expert_parallel"):
+    if not (packs_experts(module) and hasattr(module, "_is_expert_parallel")):
         return False
     for param in module.parameters():
         owner = owning_group(param)

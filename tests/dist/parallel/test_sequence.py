@@ -34,6 +34,7 @@ from zero.errors import UsageError
 from zero.parallel.sequence import (
     MicroBatches,
     SequenceGroup,
+    all_to_all,
     attach,
     current_group,
     detach,
@@ -55,7 +56,7 @@ def exchanged(rank: int, world_size: int) -> tuple:
     ranks = make_group(2)
     whole = torch.arange(2 * 4 * 6 * 3.0).view(2, 4, 6, 3)  # (batch, heads, sequence, channels)
     own = whole.chunk(2, dim=2)[rank].clone().requires_grad_()
-    heads = ranks.all_to_all(own, scatter_dim=1, gather_dim=2)
+    heads = all_to_all(own, ranks.group, scatter_dim=1, gather_dim=2)
     weights = torch.arange(heads.numel()).view_as(heads) + 1000.0 * rank
     heads.backward(weights)
     expected = torch.cat([weights - 1000.0 * rank, weights + 1000.0 * (1 - rank)] if rank == 0 else

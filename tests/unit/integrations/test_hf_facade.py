@@ -35,9 +35,7 @@ def test_every_rank_is_a_data_parallel_rank():
 def test_loss_scale_at_stage_0_halves_at_once_unless_a_hysteresis_is_given():
     fp16 = {"enabled": True, "initial_scale_power": 4}
     for given, expected in (({}, 8), ({"hysteresis": 2}, 16)):
-        scaler = LossScaler.from_config(
-            load_config({"train_batch_size": 1, "fp16": fp16 | given}).fp16
-        )
+        scaler = LossScaler(load_config({"train_batch_size": 1, "fp16": fp16 | given}).fp16)
         scaler.update(overflow=True)
         assert scaler.scale == expected
 

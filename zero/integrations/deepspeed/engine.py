@@ -335,12 +335,10 @@ def initialize(
     """
     if model is None:
         raise UsageError("initialize: model is missing")
-    for source in (config, config_params, getattr(args, "deepspeed_config", None)):
-        if source is not None:
-            settings = load_config(source, command_line=sys.argv)
-            break
-    else:
+    sources = (config, config_params, getattr(args, "deepspeed_config", None))
+    if (source := next((each for each in sources if each is not None), None)) is None:
         raise UsageError("initialize: config is missing: pass the ds_config as a path or a dict")
+    settings = load_config(source, command_line=sys.argv)
     if settings.log_level is not None:
         logger.setLevel(settings.log_level)
     world.init_distributed()

@@ -7,7 +7,6 @@ parameter's group whenever a script reads them. A tensor without a group does no
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
 from enum import Enum
@@ -60,7 +59,7 @@ _LABELS: dict[str, Callable[[nn.Parameter, ParamGroup | None], Any]] = {
     "ds_shape": lambda param, group: param.shape,
     "ds_numel": lambda param, group: param.numel(),
     "ds_persist": lambda param, group: group is None or group.persistent,
-    "partition_numel": lambda param, group: functools.partial(_shard(param, group).numel),
+    "partition_numel": lambda param, group: _shard(param, group).numel,
 }
 
 

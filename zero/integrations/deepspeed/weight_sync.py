@@ -8,7 +8,7 @@ do so: if only rank 0 reads, the other ranks would not take part in the gather."
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
@@ -32,19 +32,12 @@ def GatheredParameters(  # noqa: N802 (DeepSpeed's name)
     gathered when they are read, see `zero.streaming.GatheredWhenRead`.
     """
     if enabled and modifier_rank is None:
-        for frame in _callers(sys._getframe(1)):
-            context = _of_weight_sync(frame)
-            if context is not None:
+        frame: FrameType | None = sys._getframe(1)
+        for _ in range(_DEPTH):
+            if frame is not None and (context := _of_weight_sync(frame)) is not None:
                 return context
+            frame = frame and frame.f_back
     return EagerGatheredParameters(params, modifier_rank, fwd_module, enabled)
-
-
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    for _ in range(_DEPTH):
-        if frame is None:
-            return
-        yield frame
-        frame = frame.f_back
 
 
 def _of_weight_sync(frame: FrameType) -> AbstractContextManager[None] | None:

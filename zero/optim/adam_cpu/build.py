@@ -53,10 +53,8 @@ def load_library() -> ctypes.CDLL:
     folder = _cache()
     for library in folder.glob(f"{name}-*.so") if folder else ():
         # It may have come here while others could write to the folder.
-        if (
-            _is_private(library, stat.S_ISREG)
-            and library.name == f"{name}-{_hash(library.read_bytes())}.so"
-        ):
+        is_private = _is_private(library, stat.S_ISREG)
+        if is_private and library.name == f"{name}-{_hash(library.read_bytes())}.so":
             return ctypes.CDLL(str(library))
     # A folder where no other user may write.
     with tempfile.TemporaryDirectory(dir=folder) as private:

@@ -62,9 +62,8 @@ def run_hidden_sitecustomize() -> None:
     elsewhere = [folder for folder in sys.path if os.path.realpath(folder) != FOLDER]
     spec = PathFinder.find_spec("sitecustomize", elsewhere)
     if spec is not None and spec.loader is not None:
-        from importlib.util import (
-            module_from_spec,
-        )  # here: most machines have no other sitecustomize
+        # here: most machines have no other sitecustomize
+        from importlib.util import module_from_spec
 
         module = sys.modules["sitecustomize"] = module_from_spec(spec)
         spec.loader.exec_module(module)
