@@ -105,6 +105,19 @@ def sync(folder: Path) -> None:
         os.close(descriptor)
 
 
+def megabytes(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"
+
+
+def require_room(folder: Path, nbytes: int, what: str, named: Path | None = None) -> None:
+    """Raise OSError, with the folder that is `named` in it, unless there is room for `what`."""
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        sizes = f"{what} takes {megabytes(nbytes)} and {megabytes(free)} are free"
+        text = f"{sizes}; make room or name another folder"
+        raise OSError(errno.ENOSPC, text, str(named or folder))
+
+
 def make_folders(folder: Path) -> None:
     """Make the folder and its parents, durably."""
     if folder.exists() and not folder.is_dir():

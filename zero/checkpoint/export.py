@@ -23,8 +23,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from zero.checkpoint.disk import megabytes
 from zero.checkpoint.files import TensorSpec, bytes_of
-from zero.checkpoint.folder import megabytes
 from zero.checkpoint.models import DTYPES, MODEL_FILE, write_model
 from zero.checkpoint.state import model_config, plain_tensors, tied_names
 from zero.comm.communicator import Communicator

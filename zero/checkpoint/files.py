@@ -32,11 +32,10 @@ import torch
 import xxhash
 
 from zero.checkpoint import disk
-from zero.checkpoint.blocks import check_files, header, in_threads, read_blocks, verify
+from zero.checkpoint.blocks import check_files, header, in_threads, read_blocks
 from zero.checkpoint.manifest import BLOCK, Manifest, read_manifest
 from zero.checkpoint.values import dtype_name, dtype_of
 from zero.core.sharded_param import Cut
-from zero.optim.adam8bit import CodedSlice
 
 # Bytes after which the file is synced, so that the last sync has little to do.
 _FLUSH = 256 << 20
@@ -54,11 +53,6 @@ class TensorSpec:
     def nbytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
 
-    @property
-    def entry(self) -> tuple[str, str, torch.Size]:
-        """What the header of a file has of it."""
-        return self.name, dtype_name(self.dtype), self.shape
-
 
 class Slice(NamedTuple):
     """Elements from `start` on of the flattened tensor `key`, which has `numel`: `values`, 1-D.
@@ -70,7 +64,7 @@ class Slice(NamedTuple):
     key: str
     numel: int
     start: int
-    values: torch.Tensor | CodedSlice
+    values: Any
 
     @classmethod
     def whole(cls, key: str, tensor: torch.Tensor) -> Slice:
@@ -223,12 +217,7 @@ class CheckpointReader:
             values, cut = self._joined(key), self._cuts.get(name_in(key))
             values = (values if cut is None else cut.of(values)).reshape(-1)
             for each in of_tensor:
-                assert isinstance(each.values, torch.Tensor)
                 each.values.copy_(values[each.start : each.start + each.values.numel()])
-
-    def verify(self) -> None:
-        """Verify all checksums of all files. DamagedCheckpointError names a damaged file."""
-        verify(self.folder, self.manifest)
 
     def _joined(self, key: str) -> torch.Tensor:
         """Return the whole tensor of a parameter, in host memory."""

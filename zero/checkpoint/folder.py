@@ -18,7 +18,6 @@ tensor.
 
 from __future__ import annotations
 
-import errno
 import io
 import logging
 import os
@@ -101,10 +100,7 @@ def begin(save_dir: Path, tag: str, nbytes: int) -> Path:
     disk.lock(job_folder(save_dir))
     with _turn:
         _remove_leftovers(save_dir)
-    free = shutil.disk_usage(save_dir).free
-    if nbytes > free:
-        sizes = f"a checkpoint takes {megabytes(nbytes)} and {megabytes(free)} are free"
-        raise OSError(errno.ENOSPC, f"{sizes}; make room or save elsewhere", str(save_dir))
+    disk.require_room(save_dir, nbytes, "a checkpoint")
     disk.replace_text(save_dir / RECOVERY_SCRIPT, _RECOVERY, 0o777)
     folder = disk.unfinished(save_dir / tag)
     _writing.add(folder.name)
@@ -288,7 +284,3 @@ def of_trainer(output_dir: Path) -> list[Path]:
     paths = (path for path in output_dir.glob("checkpoint-*") if path.is_dir())
     found = [path for path in paths if _OF_TRAINER.fullmatch(path.name)]
     return sorted(found, key=number_of, reverse=True)
-
-
-def megabytes(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.1f} MiB"

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -75,17 +74,13 @@ def write_model(
     """
     nbytes = sum(tensor.nbytes for tensor in tensors)
     folder.mkdir(parents=True, exist_ok=True)
-    if nbytes > (free := shutil.disk_usage(folder).free):
-        raise OSError(
-            f"{folder}: the model takes {folders.megabytes(nbytes)} and {folders.megabytes(free)} "
-            "are free"
-        )
+    disk.require_room(folder, nbytes, "the model")
     files = _divide(tensors, filename, max_file_bytes)
     try:
         for name, of_file in files.items():
             disk.remove(folder / f".{name}")
             with disk.create(folder / f".{name}") as descriptor:
-                begin = header(tensor.entry for tensor in of_file)
+                begin = header((t.name, dtype_name(t.dtype), t.shape) for t in of_file)
                 position = disk.write(descriptor, memoryview(begin), 0)
                 for tensor in of_file:
                     end = position + tensor.nbytes

@@ -115,13 +115,15 @@ def read(source: object) -> tuple[str, dict]:
             # Reading a pipe would wait for its writer.
             raise UsageError(f"{cannot}: not a regular file")
         else:
-            text = _text_of(place, cannot)
+            text = Path(place).read_text(encoding="utf-8")
         value = _parse(text)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise UsageError(f"{place}: {where}: not valid JSON: {error.msg}") from error
     except RecursionError:
         raise UsageError(f"{place}: nested more than {_MOST_LEVELS} levels deep") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{place}: {cannot}: it is not UTF-8 text: {error.reason}") from error
     except OSError as error:
         raise UsageError(f"{place}: {cannot}: {error.strerror}") from error
     except ValueError as error:
@@ -129,13 +131,6 @@ def read(source: object) -> tuple[str, dict]:
     if not isinstance(value, dict):
         raise UsageError(f"{place}: expected a JSON object {{...}}, got {_show(value)}")
     return place, value
-
-
-def _text_of(place: str, cannot: str) -> str:
-    try:
-        return Path(place).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{cannot}: it is not UTF-8 text: {error.reason}") from error
 
 
 def _inline_json(source: str | os.PathLike) -> str | None:

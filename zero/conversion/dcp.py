@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from zero.checkpoint.export import on_disk
 from zero.checkpoint.stored import Stored
 from zero.conversion import full, pickles
 from zero.conversion.named import named_state, state_dicts
@@ -55,8 +54,7 @@ def read(folder: Path) -> TrainingState:
     for name in ("train_state", "lr_scheduler", "dataloader"):
         prefix = f"{name}."
         found = {key.removeprefix(prefix): v for key, v in values.items() if key.startswith(prefix)}
-        kept, left_out = pickles.without_records(found)
-        state.missing += [f"{prefix}{key}" for key in left_out]
+        kept = pickles.without_records(found, state.missing, prefix + "{}")
         if name == "lr_scheduler" and kept:
             state.lr_scheduler = kept
             state.missing.remove(NO_SCHEDULE)
@@ -199,7 +197,7 @@ def write(state: TrainingState, out: Path) -> None:
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.api import CheckpointException
 
-    model, optimizer = state_dicts(state, on_disk)
+    model, optimizer = state_dicts(state)
     for group in optimizer["param_groups"]:
         # an optimizer asks for all of its options
         defaults = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}

@@ -28,17 +28,16 @@ import torch
 
 from zero.checkpoint.adapters import ADAPTER_CONFIG, describe_adapters
 from zero.checkpoint.files import CheckpointReader
-from zero.checkpoint.folder import LATEST, locate_deepspeed
+from zero.checkpoint.folder import LATEST, MODEL_FILE, locate_deepspeed
 from zero.checkpoint.resumable import SCHEDULER
 from zero.checkpoint.stored import Stored
 from zero.conversion import full, ours, pickles
 from zero.conversion.named import put_optimizer
-from zero.conversion.training_state import Number, Parameter, TrainingState
+from zero.conversion.training_state import Parameter, TrainingState
 from zero.errors import UsageError
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
-_MODEL_FILE = "mp_rank_00_model_states.pt"
-_MODEL_FILE_OF_RANK = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+_MODEL_FILE_OF_RANK = "zero_pp_rank_{}_" + MODEL_FILE
 # What a file of the model has of its own. All else is the script's.
 _KNOWN = set(
     "module buffer_names optimizer param_shapes frozen_param_shapes shared_params "
@@ -108,7 +107,7 @@ class _Shards:
             self._masters, self._base = "fp32_flat_groups", "optimizer_state_dict"
         else:
             # the stage is written as a member of an enumeration
-            stage, model_files = first.get("zero_stage", 1), [_MODEL_FILE]
+            stage, model_files = first.get("zero_stage", 1), [MODEL_FILE]
             self.stage = stage.args[0] if isinstance(stage, pickles.Record) else stage
             self._masters, self._base = "single_partition_of_fp32_groups", "base_optimizer_state"
         self.kind = f"stage {self.stage},"
@@ -134,7 +133,8 @@ class _Shards:
         """Raise UsageError if the files of some rank are of another save."""
         steps = [[model["global_steps"] for model in self.models]]
         for part in range(len(self.models[0]["param_shapes"])):
-            steps.append([_number(each["step"]) for each in self._of_part(part) if "step" in each])
+            of_ranks = [each["step"] for each in self._of_part(part) if "step" in each]
+            steps.append(pickles.read_tensors(of_ranks))
         for of_ranks in steps:
             other = next((each for each in of_ranks if each != of_ranks[0]), None)
             if other is not None:
@@ -177,8 +177,8 @@ class _Universal:
 
     def __init__(self, place: Path):
         self.place = place
-        self.stage = 2 if (place / _MODEL_FILE).is_file() else 3
-        model_file = _MODEL_FILE if self.stage == 2 else _MODEL_FILE_OF_RANK.format(0)
+        self.stage = 2 if (place / MODEL_FILE).is_file() else 3
+        model_file = MODEL_FILE if self.stage == 2 else _MODEL_FILE_OF_RANK.format(0)
         self.models = [_load(place / model_file)]
         optimizer = _load(place / "zero" / "optimizer_state.pt")
         self.optimizers = [optimizer]
@@ -258,10 +258,6 @@ def _divided(numel: int, ranks: int) -> list[int]:
     return [max(0, min(most, numel - rank * most)) for rank in range(ranks)]
 
 
-def _number(value: Any) -> Number:
-    return value.tensor() if isinstance(value, Stored) else value
-
-
 # -- the state
 
 
@@ -294,7 +290,7 @@ def _state(files: _Shards | _Universal, beside: Path) -> TrainingState:
             # adapters. zero does not, so the learning rates must come from the new schedule.
             schedule = pickles.load(beside / SCHEDULER)
             schedule = {key: schedule[key] for key in schedule.keys() - {"base_lrs", "_last_lr"}}
-            state.changed[SCHEDULER], _ = pickles.without_records(schedule)
+            state.changed[SCHEDULER] = pickles.without_records(schedule)
     return state
 
 
@@ -338,11 +334,11 @@ def _put_progress(state: TrainingState, model: dict[str, Any], config: dict[str,
     state.micro_steps = state.global_steps * state.gradient_accumulation_steps
     state.global_samples = model.get("global_samples", 0)
     if model["lr_scheduler"]:
-        state.lr_scheduler, left_out = pickles.without_records(model["lr_scheduler"])
-        state.missing += [f"{name!r} of the learning-rate schedule" for name in left_out]
+        lacks = "{!r} of the learning-rate schedule"
+        state.lr_scheduler = pickles.without_records(model["lr_scheduler"], state.missing, lacks)
     others = {key: value for key, value in model.items() if key not in _KNOWN}
-    state.client_state, left_out = pickles.without_records(others)
-    state.missing += [f"{name!r} of your client_state" for name in left_out]
+    lacks = "{!r} of your client_state"
+    state.client_state = pickles.without_records(others, state.missing, lacks)
     for key in ("data_sampler", "random_ltd"):
         if model.get(key):
             state.missing.append(f"DeepSpeed's {key}")

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from zero.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_FILE
-from zero.checkpoint.export import on_disk
 from zero.checkpoint.files import TensorSpec
 from zero.checkpoint.models import skeleton, write_model
 from zero.checkpoint.stored import Stored, files_of_index, tensors_of
@@ -40,11 +39,11 @@ MODELS = (
 
 
 def recognizes(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in OPTIMIZERS) and _model_file(folder) is not None
+    return None not in (_first(folder, MODELS), _first(folder, OPTIMIZERS))
 
 
-def _model_file(folder: Path) -> Path | None:
-    return next((folder / name for name in MODELS if (folder / name).is_file()), None)
+def _first(folder: Path, names: Sequence[str]) -> Path | None:
+    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def read(folder: Path) -> TrainingState:
@@ -53,9 +52,8 @@ def read(folder: Path) -> TrainingState:
     Raises UsageError, which names the file, if it cannot be read or does not fit the model in the
     folder's `config.json`.
     """
-    model_file = _model_file(folder)
-    assert model_file is not None
-    optimizer_file = next(folder / name for name in OPTIMIZERS if (folder / name).is_file())
+    model_file, optimizer_file = _first(folder, MODELS), _first(folder, OPTIMIZERS)
+    assert model_file is not None and optimizer_file is not None
     weights = _weights(model_file)
     saved = pickles.load(optimizer_file)
     if not isinstance(saved, dict) or not saved.keys() >= {"state", "param_groups"}:
@@ -159,7 +157,7 @@ def write(state: TrainingState, out: Path) -> None:
         raise UsageError(
             f"{state.source}: it lacks the frozen weights; write adapters with zero consolidate"
         )
-    model, optimizer = state_dicts(state, on_disk)
+    model, optimizer = state_dicts(state)
     specs = [
         TensorSpec(name, value.shape, value.dtype)
         for name, value in model.items()

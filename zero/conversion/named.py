@@ -4,7 +4,7 @@ formats of torch, the Trainer and DeepSpeed share."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zero.checkpoint.adapters import describe_adapters
+from zero.checkpoint.export import on_disk
 from zero.checkpoint.resumable import SCHEDULER, TRAINER_STATE
 from zero.checkpoint.state import NOT_STORED, model_config, tied_names
 from zero.checkpoint.stored import Stored
@@ -78,9 +79,8 @@ def put_optimizer(
                 if value is not None
             }
         options = {key: each for key, each in group.items() if key not in NOT_STORED | {"step"}}
-        kept, left_out = pickles.without_records(options)
-        state.groups.append(kept)
-        state.missing += [f"the option {name!r} of the optimizer" for name in left_out]
+        lacks = "the option {!r} of the optimizer"
+        state.groups.append(pickles.without_records(options, state.missing, lacks))
     kinds = {frozenset(each.state) for each in state.parameters.values() if each.state}
     if len(kinds) > 1 or not kinds <= _OPTIMIZERS.keys():
         found = " or ".join(str(sorted(each)) for each in kinds)
@@ -186,7 +186,7 @@ def _put_progress(state: TrainingState, folder: Path) -> None:
         scheduler = pickles.load(folder / SCHEDULER)
         if not isinstance(scheduler, dict) or not isinstance(scheduler.get("last_epoch"), int):
             raise UsageError(f"{folder / SCHEDULER}: it has no `last_epoch` of a scheduler")
-        kept, _ = pickles.without_records(scheduler)
+        kept = pickles.without_records(scheduler)
         # a schedule of the configuration's section `scheduler` counts from -1
         state.lr_scheduler = kept | {"last_batch_iteration": scheduler["last_epoch"] - 1}
     put_files_of_trainer(state, folder)
@@ -208,13 +208,9 @@ def _put_progress(state: TrainingState, folder: Path) -> None:
 # -- out
 
 
-def state_dicts(
-    state: TrainingState, keep: Callable[[Iterable[tuple[str, torch.Tensor]], int], dict]
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the state dicts of the model and of the optimizer, with names. What they cannot hold
-    is added to what is missing.
-
-    `keep` puts tensors, of which there are so many bytes, where they need not be in memory.
+def state_dicts(state: TrainingState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the state dicts of the model and of the optimizer, with names and with tensors in a
+    temporary file. What they cannot hold is added to what is missing.
     """
     if state.optimizer is None:
         raise UsageError(f"{state.source}: it has no optimizer state; use zero consolidate")
@@ -227,7 +223,9 @@ def state_dicts(
     state.missing += [what for what, is_lacking in lacks.items() if is_lacking]
     tensors = to_store(state)
     nbytes = sum(each.nbytes for each in tensors.values())
-    kept = keep(((name, each.tensor()) for name, each in tensors.items()), nbytes)
+    kept: dict[str, Any] = on_disk(
+        ((name, each.tensor()) for name, each in tensors.items()), nbytes
+    )
     model = {name: kept[f"plain/{name}"] for name in state.buffers}
     optimizer: dict[str, dict[str, Any]] = {}
     for name, each in state.parameters.items():

@@ -60,7 +60,7 @@ def write(state: TrainingState, out: Path) -> Path:
     Raises OSError if the disk is full, and UsageError for values that cannot be stored.
     """
     tag, description = f"global_step{state.global_steps}", describe(state)
-    slices = [Slice(key, each.numel(), 0, _flat(each)) for key, each in to_store(state).items()]
+    slices = [Slice(key, each.numel(), 0, each[:]) for key, each in to_store(state).items()]
     folder = folders.begin(out, tag, sum(each.values.nbytes for each in slices))
     try:
         written = write_slices(slices, folder, DATA_FILE.format(0))
@@ -80,10 +80,6 @@ def copy_beside(state: TrainingState, out: Path) -> None:
             pickles.save(state.changed[path.name], out / path.name)
         else:
             shutil.copyfile(path, out / path.name)
-
-
-def _flat(stored: Stored) -> Any:
-    return stored[:]
 
 
 def to_store(state: TrainingState) -> dict[str, Stored]:
@@ -106,20 +102,19 @@ def describe(state: TrainingState) -> dict[str, Any]:
         "random_states": [],
         "stage": 3,
         "frozen_excluded": state.frozen_excluded,
-        "parameters": {name: _value(each) for name, each in state.parameters.items()},
+        "parameters": {
+            name: {
+                "shape": list(each.weights.shape),
+                "dtype": dtype_name(each.dtype),
+                "trainable": each.trainable,
+                "group": each.group,
+            }
+            for name, each in state.parameters.items()
+        },
         "tied": state.tied,
         "optimizer": None if state.optimizer is None else _describe_optimizer(state),
         "hf_config": state.model_config,
         "adapters": state.adapters,
-    }
-
-
-def _value(parameter: Parameter) -> dict[str, Any]:
-    return {
-        "shape": list(parameter.weights.shape),
-        "dtype": dtype_name(parameter.dtype),
-        "trainable": parameter.trainable,
-        "group": parameter.group,
     }
 
 
@@ -156,8 +151,7 @@ class _Reader(CheckpointReader):
             if not each.numel:  # it is in no file
                 continue
             stored, first = self._values[each.key], each.start
-            target: Any = each.values
-            for part in target.split(BLOCK):
+            for part in each.values.split(BLOCK):
                 part.copy_(stored.read(first, first + part.numel()))
                 first += part.numel()
 

@@ -127,17 +127,20 @@ def _unreadable(path: Path, why: Exception) -> UsageError:
     return UsageError(f"{path} is damaged, or no file of this format: {line}")
 
 
-def without_records(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the values without those that have a record or a tensor's place in them, and the names
-    of these. Small tensors are read.
+def without_records(
+    values: dict[str, Any], missing: list[str] | None = None, words: str = "{}"
+) -> dict[str, Any]:
+    """Return the values without those that have a record or a tensor's place in them, whose names
+    are added to what is `missing`, in these words. Small tensors are read.
     """
-    kept, left_out = {}, []
+    kept = {}
     for name, value in values.items():
         try:
             kept[name] = read_tensors(value)
         except TypeError:
-            left_out.append(str(name))
-    return kept, left_out
+            if missing is not None:
+                missing.append(words.format(str(name)))
+    return kept
 
 
 def read_tensors(value: Any) -> Any:

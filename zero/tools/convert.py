@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,10 +118,7 @@ def _write(write: Callable[[TrainingState, Path], Any], state: TrainingState, ou
             disk.remove(path)
     try:
         nbytes = sum(each.nbytes for each in ours.to_store(state).values())
-        free = shutil.disk_usage(work).free
-        if nbytes > free:
-            sizes = f"it takes {folders.megabytes(nbytes)} and {folders.megabytes(free)} are free"
-            raise OSError(errno.ENOSPC, f"{sizes}; make room or name another folder", str(out))
+        disk.require_room(work, nbytes, "it", out)
         write(state, work)
         disk.remove(work / disk.LOCK)
         work.rename(out)

@@ -12,6 +12,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from zero.checkpoint import disk
 from zero.checkpoint import folder as folders
 from zero.checkpoint.blocks import check_files, verify
 from zero.checkpoint.manifest import KIND, MANIFEST, itemsize, read_manifest
@@ -150,11 +151,10 @@ def describe(found: dict[str, Any]) -> str:
         ),
         f"client state {', '.join(found['client_state']) or 'none'}",
         "",
-        *(f"{folders.megabytes(nbytes):>16}  {kind}" for kind, nbytes in found["bytes"].items()),
+        *(f"{disk.megabytes(nbytes):>16}  {kind}" for kind, nbytes in found["bytes"].items()),
         "",
         *(
-            f"{folders.megabytes(entry['bytes']):>16}  {name}  {entry['checksums']} checksums "
-            "verified"
+            f"{disk.megabytes(entry['bytes']):>16}  {name}  {entry['checksums']} checksums verified"
             for name, entry in found["files"].items()
         ),
     ]

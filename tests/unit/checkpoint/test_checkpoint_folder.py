@@ -19,12 +19,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.unit.checkpoints import flip, load, save
-from zero.checkpoint import disk, get_fp32_state_dict_from_zero_checkpoint, resumable
+from zero.checkpoint import disk, resumable
 from zero.checkpoint import folder as folders
 from zero.checkpoint import manifest as manifests
+from zero.checkpoint.blocks import verify
 from zero.checkpoint.files import TensorSpec, open_checkpoint
 from zero.checkpoint.manifest import MANIFEST, DamagedCheckpointError, read_manifest
-from zero.checkpoint.models import write_model
+from zero.checkpoint.models import get_fp32_state_dict_from_zero_checkpoint, write_model
 from zero.checkpoint.resumable import find_intact, offer
 from zero.errors import UsageError
 from zero.tools.cli import main
@@ -329,7 +330,7 @@ def test_a_forged_manifest_is_refused_by_name(forgery, tmp_path):
     folder = save(tmp_path, "global_step1")
     forge(folder, change)
     with pytest.raises(DamagedCheckpointError, match=f"checkpoint.json is damaged: .*{message}"):
-        open_checkpoint(folder).verify()
+        verify(folder, open_checkpoint(folder).manifest)
 
 
 class Planted:
