@@ -332,11 +332,10 @@ def _machines(comm: Communicator) -> Communicator | None:
     """
     # A host's name alone would not do: some launchers start all ranks in containers of one name.
     number = comm.job.rank // (ranks_of_machine() or 1)
-    control = comm.control("finding the machines")
-    machines = control.exchange(lambda: (platform.node(), number))
-    size = machine_size([machines[rank] for rank in comm.shard_group.ranks])
-    sizes = set(control.exchange(lambda: size))
-    return comm.within(size) if 1 < size < comm.shard_group.size and len(sizes) == 1 else None
+    machines = comm.control("finding the machines").exchange(lambda: (platform.node(), number))
+    # the same on all ranks
+    size, *others = {machine_size([machines[rank] for rank in world]) for world in comm.worlds}
+    return comm.within(size) if 1 < size < comm.shard_group.size and not others else None
 
 
 def slice_experts(

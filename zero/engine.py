@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from zero import build, checkpoint
+from zero import build
+from zero.checkpoint import background, training
 from zero.checkpoint.export import Weights, save_16bit_model, show_copies_in_state_dicts
 from zero.checkpoint.progress import Progress
 from zero.comm.clock import Throughput
@@ -303,7 +304,7 @@ class ZeroEngine(nn.Module):
         if not boundary:
             self.micro_steps += 1
             return
-        checkpoint.check_background_save(self)
+        background.check_background_save(self)
         samples = self._samples_of_step()
         with self.comm.clock.phase("step"):
             self._step_applied = self.optimizer.step()
@@ -551,10 +552,10 @@ class ZeroEngine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the training state to `save_dir/tag`: see `zero.checkpoint.save_checkpoint`."""
+        """Write the training state to `save_dir/tag`: see `zero.checkpoint.training`."""
         if self.optimizer is not None and self.optimizer.writes is not None:
             self.optimizer.writes.between_passes()
-        return checkpoint.save_checkpoint(
+        return training.save_checkpoint(
             self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
         )
 
@@ -592,8 +593,8 @@ class ZeroEngine(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Callable | None = None,
     ) -> tuple[str | None, dict]:
-        """Restore what `save_checkpoint` wrote: see `zero.checkpoint.load_checkpoint`."""
-        return checkpoint.load_checkpoint(
+        """Restore what `save_checkpoint` wrote: see `zero.checkpoint.training`."""
+        return training.load_checkpoint(
             self,
             load_dir,
             tag,
@@ -607,7 +608,7 @@ class ZeroEngine(nn.Module):
 
     def wait_for_checkpoint(self) -> None:
         """Wait until all asynchronous saves are complete. If one has failed, raise its error."""
-        checkpoint.wait_for_background_saves()
+        background.wait_for_background_saves()
 
     # -- module behaviour
 

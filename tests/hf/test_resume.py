@@ -19,8 +19,8 @@ from tests.hf.trainer_runs import SCRIPTS, column, write_jobs
 from tests.processes import fork_ranks, torchrun
 from tests.releases import needs
 from translation.corpus import build_corpus
-from zero.checkpoint import find_resumable, get_fp32_state_dict_from_zero_checkpoint
-from zero.checkpoint.models import consolidate
+from zero.checkpoint import find_resumable
+from zero.checkpoint.models import consolidate, get_fp32_state_dict_from_zero_checkpoint
 
 ZERO = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
 BATCH = {

@@ -20,11 +20,11 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 
-from zero.checkpoint.engine_state import EngineState
 from zero.checkpoint.files import Slice
 from zero.checkpoint.resumable import seal_after_step
 from zero.core.layout import round_up
@@ -33,15 +33,18 @@ from zero.offload.tiers import Tier
 from zero.optim.adam8bit import CodedSlice
 from zero.threads import EngineThread
 
+if TYPE_CHECKING:
+    from zero.engine import ZeroEngine
+
 logger = logging.getLogger("zero")
 
-_of_engine: WeakKeyDictionary[EngineState, BackgroundSaves] = WeakKeyDictionary()
+_of_engine: WeakKeyDictionary[ZeroEngine, BackgroundSaves] = WeakKeyDictionary()
 
 
 class BackgroundSaves:
     """The saves of one engine, at most one at a time, and the host memory for their copies."""
 
-    def __init__(self, engine: EngineState):
+    def __init__(self, engine: ZeroEngine):
         self.channel = engine.comm.new_channel("saving a checkpoint")
         self._control = engine.comm.control("waiting for a checkpoint", is_long=True)
         self._device = engine.comm.device
@@ -53,7 +56,7 @@ class BackgroundSaves:
         self._failure: Exception | None = None
 
     @classmethod
-    def of_engine(cls, engine: EngineState) -> BackgroundSaves:
+    def of_engine(cls, engine: ZeroEngine) -> BackgroundSaves:
         """The saves of `engine`.
 
         The first call connects the ranks, so every rank must make it at the same time.
@@ -155,7 +158,7 @@ class BackgroundSaves:
             os._exit(1)
 
 
-def check_background_save(engine: EngineState) -> None:
+def check_background_save(engine: ZeroEngine) -> None:
     """Raise the error of an asynchronous save that has failed since; every rank must call it after
     a save.
     """

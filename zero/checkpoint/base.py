@@ -7,16 +7,19 @@ do not depend on the number of ranks."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from zero.checkpoint.engine_state import EngineState
 from zero.core.param_group import ParamGroup
 from zero.core.quantized_weights import keeps_codes_in_buffers, quantized_tensors
 from zero.core.sharded_param import owning_group
 from zero.errors import UsageError
+
+if TYPE_CHECKING:
+    from zero.engine import ZeroEngine
 
 # For each layer, the number of its bytes and their sum.
 Sums = Mapping[str, Sequence[int]]
@@ -40,7 +43,7 @@ def base_layers(model: nn.Module) -> dict[str, list[torch.Tensor]]:
     return {name: tensors for name, tensors in layers.items() if tensors}
 
 
-def sums_of_rank(engine: EngineState) -> Sums:
+def sums_of_rank(engine: ZeroEngine) -> Sums:
     """Return this rank's part of the sums: those of its shards, and on rank 0 of unsharded tensors.
 
     Empty if the model is split over a model group."""
@@ -72,7 +75,7 @@ def require_same_base(stored: Sums, here: Sums) -> None:
             )
 
 
-def _sum_of_rank(engine: EngineState, tensor: torch.Tensor) -> int:
+def _sum_of_rank(engine: ZeroEngine, tensor: torch.Tensor) -> int:
     group = owning_group(tensor)
     if group is None:
         if engine.comm.job.rank > 0:

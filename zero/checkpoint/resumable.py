@@ -80,13 +80,12 @@ def _first(check: Callable[[Path], None], candidates: Iterable[Path]) -> Path | 
     return None
 
 
-def locate_tag(load_dir: Path, tag: object | None) -> str | None:
-    """Like `locate`, but returns text, and errors say which checkpoint to load instead."""
+def locate_tag(load_dir: Path, tag: str | None) -> Path | None:
+    """Like `locate`, but errors say which checkpoint to load instead."""
     try:
-        folder = locate(load_dir, None if tag is None else str(tag))
+        return locate(load_dir, tag)
     except ValueError as error:
-        raise UsageError(f"{error}{offer(load_dir / str(tag or LATEST))}") from None
-    return None if folder is None else str(folder)
+        raise UsageError(f"{error}{offer(load_dir / (tag or LATEST))}") from None
 
 
 def offer(damaged: Path) -> str:

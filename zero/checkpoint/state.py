@@ -19,14 +19,13 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 from torch import nn
 
 from zero.checkpoint.base import base_layers
-from zero.checkpoint.engine_state import EngineState
 from zero.checkpoint.files import CheckpointReader, Slice, name_in
 from zero.checkpoint.manifest import Manifest, OptimizerState
 from zero.checkpoint.progress import describe_progress
@@ -41,6 +40,9 @@ from zero.optim.sharded_optimizer import ZeroOptimizer, precise_values
 from zero.optim.subgroups import SubGroup
 from zero.optim.whole_tensor import WholeTensor, WholeTensorState
 
+if TYPE_CHECKING:
+    from zero.engine import ZeroEngine
+
 logger = logging.getLogger("zero")
 
 # Entries of a param group that are not stored: the tensors, and settings of the computation, which
@@ -48,7 +50,7 @@ logger = logging.getLogger("zero")
 NOT_STORED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 
 
-def describe_engine(engine: EngineState, client_state: dict, exclude_frozen: bool) -> dict:
+def describe_engine(engine: ZeroEngine, client_state: dict, exclude_frozen: bool) -> dict:
     """Return the part of `checkpoint.json` that this rank knows."""
     optimizer, plain = engine.optimizer, plain_tensors(engine.module, exclude_frozen)
     description = describe_progress(engine.progress(client_state), plain) | {
@@ -71,7 +73,7 @@ def describe_engine(engine: EngineState, client_state: dict, exclude_frozen: boo
     return description
 
 
-def slices_to_store(engine: EngineState, exclude_frozen: bool) -> tuple[list[Slice], dict]:
+def slices_to_store(engine: ZeroEngine, exclude_frozen: bool) -> tuple[list[Slice], dict]:
     """Return what this rank saves of all sharded parameters and of the optimizer's state, as views,
     and the kinds of optimizer state (see `optimizer_slices`).
     """
@@ -97,7 +99,7 @@ def slices_to_store(engine: EngineState, exclude_frozen: bool) -> tuple[list[Sli
 # -- the model
 
 
-def named_params(engine: EngineState) -> Iterator[tuple[str, nn.Parameter, ParamGroup]]:
+def named_params(engine: ZeroEngine) -> Iterator[tuple[str, nn.Parameter, ParamGroup]]:
     """Yield all sharded parameters except those of a quantized base, with their names and the
     groups that hold their values.
     """
@@ -106,13 +108,13 @@ def named_params(engine: EngineState) -> Iterator[tuple[str, nn.Parameter, Param
             yield name, param, group
 
 
-def cuts_of(engine: EngineState) -> dict[str, Cut]:
+def cuts_of(engine: ZeroEngine) -> dict[str, Cut]:
     """Return how parameters are split over a model group, by name, for those that are split."""
     cuts = ((name, cut_of(param)) for name, param, _ in named_params(engine))
     return {name: cut for name, cut in cuts if cut is not None}
 
 
-def parameters(engine: EngineState, exclude_frozen: bool = False) -> dict[str, dict]:
+def parameters(engine: ZeroEngine, exclude_frozen: bool = False) -> dict[str, dict]:
     """Return the shape and compute dtype of each sharded parameter, in the model's order."""
     found, cuts = {}, cuts_of(engine)
     for name, param, group in named_params(engine):
@@ -124,7 +126,7 @@ def parameters(engine: EngineState, exclude_frozen: bool = False) -> dict[str, d
     return {name: found[name] for name, _ in engine.module.named_parameters() if name in found}
 
 
-def weights(engine: EngineState, exclude_frozen: bool = False) -> Iterator[Slice]:
+def weights(engine: ZeroEngine, exclude_frozen: bool = False) -> Iterator[Slice]:
     """Return this rank's slices of all sharded parameters, as views."""
     for group in engine.groups:
         if group.packed or (exclude_frozen and not group.trainable):
@@ -364,7 +366,7 @@ def _number(
 # -- param groups
 
 
-def group_of(engine: EngineState, optimizer: ZeroOptimizer) -> dict[str, int]:
+def group_of(engine: ZeroEngine, optimizer: ZeroOptimizer) -> dict[str, int]:
     """Return the index of each parameter's param group, by name, if it has one."""
     groups = {param: index for index, group in enumerate(optimizer.model_params) for param in group}
     named = [each for each in named_params(engine) if each[2] in optimizer.shards]
@@ -380,7 +382,7 @@ def classes_of(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def restore_group_settings(
-    engine: EngineState, optimizer: ZeroOptimizer, manifest: Manifest
+    engine: ZeroEngine, optimizer: ZeroOptimizer, manifest: Manifest
 ) -> None:
     """Set the hyperparameters of the param groups as torch does, if the number of groups is the
     same.

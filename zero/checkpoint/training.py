@@ -22,7 +22,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,7 +30,6 @@ from zero.checkpoint import base, resumable, state
 from zero.checkpoint import folder as folders
 from zero.checkpoint.adapters import describe_adapters
 from zero.checkpoint.background import BackgroundSaves, wait_for_background_saves
-from zero.checkpoint.engine_state import EngineState
 from zero.checkpoint.files import CheckpointReader, Slice, name_in, open_checkpoint, write
 from zero.checkpoint.manifest import (
     DATA_FILE,
@@ -45,6 +44,9 @@ from zero.comm.control import Control
 from zero.errors import UsageError
 from zero.optim.sharded_optimizer import ZeroOptimizer
 
+if TYPE_CHECKING:
+    from zero.engine import ZeroEngine
+
 logger = logging.getLogger("zero")
 
 # An upper bound of the bytes that describe a slice, in its file and in the manifest.
@@ -57,7 +59,7 @@ _NOT_UNDERSTOOD = ValueError, ArithmeticError, AttributeError, LookupError, Runt
 
 
 def save_checkpoint(
-    engine: EngineState,
+    engine: ZeroEngine,
     save_dir: str | os.PathLike,
     tag: str | None = None,
     client_state: dict | None = None,
@@ -95,10 +97,9 @@ def save_checkpoint(
     if engine.settings.checkpoint.async_save and not _is_in_files(engine):
         background = BackgroundSaves.of_engine(engine)
         background.wait()
-    begun = ranks.lead(
+    folder, writers = ranks.lead(
         lambda: save.collect(client_state or {}, exclude_frozen_parameters), save.begin
     )
-    folder, writers = Path(begun["folder"]), begun["writers"]
     if background is None:
         save.finish(ranks, folder, lambda: save.all_slices(writers))
     else:
@@ -120,7 +121,7 @@ def _abandoning(folder: Path, rank: int) -> Iterator[None]:
         raise
 
 
-def _is_in_files(engine: EngineState) -> bool:
+def _is_in_files(engine: ZeroEngine) -> bool:
     """Whether some state is in files. It does not fit in host memory then, so it cannot be copied
     there for a save in the background.
     """
@@ -137,7 +138,7 @@ class _Save:
         description: the content of `checkpoint.json`; on rank 0, for all ranks.
     """
 
-    def __init__(self, engine: EngineState, rank: int, save_dir: Path, tag: str, latest: bool):
+    def __init__(self, engine: ZeroEngine, rank: int, save_dir: Path, tag: str, latest: bool):
         self._engine = engine
         self._rank = rank
         self._save_dir = save_dir
@@ -162,7 +163,7 @@ class _Save:
             "model": {key: self.description[key] for key in different},
         }
 
-    def begin(self, of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def begin(self, of_ranks: Sequence[dict[str, Any]]) -> tuple[Path, dict[str, int]]:
         """On rank 0, describe what all ranks have, and make the folder.
 
         Returns the folder, and for plain tensors that rank 0 may not have, which rank writes them.
@@ -193,7 +194,7 @@ class _Save:
         folder = folders.begin(self._save_dir, tag, nbytes)
         with _abandoning(folder, self._rank):
             resumable.seal_later(self._save_dir, len(of_ranks))
-        return {"folder": str(folder), "writers": writers}
+        return folder, writers
 
     def _agreed_tag(self, tags: Sequence[str]) -> str:
         """Return rank 0's tag.
@@ -246,7 +247,7 @@ class _Save:
 
 
 def load_checkpoint(
-    engine: EngineState,
+    engine: ZeroEngine,
     load_dir: str | os.PathLike,
     tag: str | None = None,
     load_module_strict: bool = True,
@@ -293,22 +294,29 @@ def load_checkpoint(
     where = f" from {load_dir}"
     ranks = engine.comm.control("loading a checkpoint", where, is_long=True).wait_for_all()
     source, here = Path(load_dir), _shapes(engine)
+    tag = None if tag is None else str(tag)
     is_split = engine.comm.model is not None
     found = ranks.lead(
         lambda: {"names": list(here) if is_split else [], "base": base.sums_of_rank(engine)},
         lambda of_ranks: {
-            "deepspeed": (deepspeed := _locate_deepspeed(source, tag)),
+            "deepspeed": (deepspeed := folders.locate_deepspeed(source, tag)),
             "folder": deepspeed or resumable.locate_tag(source, tag),
             "has_random_states": any(source.glob("rng_state*.pth")),
             "elsewhere": sorted(set().union(*(each["names"] for each in of_ranks))),
             "base": base.total([each["base"] for each in of_ranks]),
         },
     )
-    if found["folder"] is None:
+    folder = found["folder"]
+    if folder is None:
         if ranks.rank == 0:
             logger.warning("%s: there is no checkpoint", source)
         return None, {}
-    folder = Path(found["folder"])
+    if found["deepspeed"] and ranks.rank == 0:
+        logger.warning(
+            "%s is a checkpoint of DeepSpeed: it is read and not changed, and saves have zero's "
+            "format",
+            folder,
+        )
     optimizer = engine.optimizer if load_optimizer_states and not load_module_only else None
 
     def check() -> tuple[CheckpointReader, set[str]]:
@@ -348,18 +356,6 @@ def load_checkpoint(
     return str(folder), ranks.together(restore)
 
 
-def _locate_deepspeed(source: Path, tag: object | None) -> str | None:
-    """Return the folder of a checkpoint of DeepSpeed, and say on rank 0 that it is one."""
-    folder = folders.locate_deepspeed(source, None if tag is None else str(tag))
-    if folder is None:
-        return None
-    text = (
-        "%s is a checkpoint of DeepSpeed: it is read and not changed, and saves have zero's format"
-    )
-    logger.warning(text, folder)
-    return str(folder)
-
-
 @contextmanager
 def _stored_in(folder: Path, part: str) -> Iterator[None]:
     """Context in which a part of the manifest is restored that only its own readers understand."""
@@ -369,7 +365,7 @@ def _stored_in(folder: Path, part: str) -> Iterator[None]:
         raise damaged(folder / MANIFEST, f"{part}: {type(error).__name__}: {error}") from error
 
 
-def _open(engine: EngineState, source: Path, folder: Path) -> CheckpointReader:
+def _open(engine: ZeroEngine, source: Path, folder: Path) -> CheckpointReader:
     """A reader of the checkpoint.
 
     Rank 0 checks that all files exist, including the Trainer's if it has completed its folder.
@@ -384,7 +380,7 @@ def _open(engine: EngineState, source: Path, folder: Path) -> CheckpointReader:
     return reader
 
 
-def _check_optimizer(engine: EngineState, optimizer: ZeroOptimizer, manifest: Manifest) -> None:
+def _check_optimizer(engine: ZeroEngine, optimizer: ZeroOptimizer, manifest: Manifest) -> None:
     """Raise ValueError if the stored optimizer state is not for this optimizer and these
     parameters.
     """
@@ -415,14 +411,14 @@ def _check_groups(source: Path, optimizer: ZeroOptimizer, manifest: Manifest) ->
         )
 
 
-def _shapes(engine: EngineState) -> dict[str, list[int]]:
+def _shapes(engine: ZeroEngine) -> dict[str, list[int]]:
     """Return the shapes of everything that this rank has of the model, by name."""
     plain = {name: list(value.shape) for name, value in state.plain_tensors(engine.module).items()}
     return plain | {name: entry["shape"] for name, entry in state.parameters(engine).items()}
 
 
 def _names_to_load(
-    engine: EngineState, manifest: Manifest, strict: bool, elsewhere: Sequence[str]
+    engine: ZeroEngine, manifest: Manifest, strict: bool, elsewhere: Sequence[str]
 ) -> set[str]:
     """Return the names that the model and the checkpoint have in common. `elsewhere`: names that
     some rank has.
@@ -460,7 +456,7 @@ def _some(names: list[str]) -> str:
 
 
 def _read(
-    engine: EngineState,
+    engine: ZeroEngine,
     ranks: Control,
     reader: CheckpointReader,
     names: set[str],

@@ -357,19 +357,14 @@ class Communicator(ABC):
         """
         if self.shard_group.size == 1:
             return Pending()
-        reports: list[Callable[[], None]] = []
-        works: list[Work] = []
+        started, what = [], "a part of the weights"
         for src, tensor in parts:
-            reports.append(begin("broadcast", tensor, ranks=self.shard_group.size))
+            used = begin("broadcast", tensor, ranks=self.shard_group.size)
             self._count("broadcast", tensor.numel(), tensor)
-            works.append(dist.broadcast(tensor, group=self._shards, group_src=src, async_op=True))
-
-        def used() -> None:
-            for report in reports:
-                report()
-
-        pending = Pending(works, None, (parts,), self.watchdog, "a part of the weights")
-        return pending.observed_by(used)
+            work: Work = dist.broadcast(tensor, group=self._shards, group_src=src, async_op=True)
+            pending = Pending([work], None, (tensor,), self.watchdog, what)
+            started.append(pending.observed_by(used))
+        return Pending(started)
 
     def start_all_to_all_of_parts(
         self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int]

@@ -99,34 +99,26 @@ class Channel:
             f"connecting ({what})",
         )
 
-    def all_gather(self, content: bytes, size: int, what: _What) -> list[bytes]:
-        """Every rank's content, cut or filled up to `size` bytes."""
+    def all_gather(
+        self, content: bytes, size: int, what: _What, to_all: bool = True
+    ) -> list[bytes]:
+        """Every rank's content, cut or filled up to `size` bytes; if not `to_all`, on rank 0, and
+        nothing on the others.
+        """
         if self.world_size == 1 or not size:
             return [content] * self.world_size
-        own = _tensor(content, size)
-        received = [torch.empty_like(own) for _ in range(self.world_size)]
-        self._wait(self._connection.allgather([received], [own]), what)
-        return [each.numpy().tobytes() for each in received]
-
-    def gather(self, content: bytes, size: int, what: _What) -> list[bytes]:
-        """As `all_gather`, on rank 0; nothing on the others."""
-        if self.world_size == 1 or not size:
-            return [content] * self.world_size
-        own = _tensor(content, size)
-        received = [torch.empty_like(own) for _ in range(self.world_size * (self.rank == 0))]
-        # The shorter form, with tensor and rank, fails with gloo of torch 2.8.
-        options = dist.GatherOptions()
-        options.rootRank = 0
-        outputs = [received] if received else []
-        self._wait(self._connection.gather(outputs, [own], options), what)
-        return [each.numpy().tobytes() for each in received]
-
-    def _wait(self, work: dist.Work, what: _What) -> None:
+        own = torch.frombuffer(bytearray(content[:size].ljust(size, b"\0")), dtype=torch.uint8)
+        receives = to_all or self.rank == 0
+        received = [torch.empty_like(own) for _ in range(self.world_size * receives)]
+        if to_all:
+            work = self._connection.allgather([received], [own])
+        else:
+            # The shorter form, with tensor and rank, fails with gloo of torch 2.8.
+            options = dist.GatherOptions()
+            options.rootRank = 0
+            work = self._connection.gather([received] if receives else [], [own], options)
         self._watchdog.wait(work.wait, *what)
-
-
-def _tensor(content: bytes, size: int) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content[:size].ljust(size, b"\0")), dtype=torch.uint8)
+        return [each.numpy().tobytes() for each in received]
 
 
 class Control:
@@ -175,7 +167,7 @@ class Control:
         """
         outcome = self._attempt(act)
         headers = self._share(outcome)
-        contents = self._channel.gather(outcome.content, _largest(headers), self._what)
+        contents = self._channel.all_gather(outcome.content, _largest(headers), self._what, False)
         told = _Outcome()
         if self.rank == 0:
             told = self._attempt(lambda: conclude([_value(each) for each in contents]))

@@ -19,12 +19,12 @@ from tests.dist.checkpoint.test_export import Wide, limited_memory
 from tests.dist.training import ds_config, start, train_zero
 from tests.parity.models import batches, build
 from tests.processes import fork_ranks, run_on
-from zero.checkpoint import (
+from zero.checkpoint.files import Slice
+from zero.checkpoint.models import (
+    consolidate,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from zero.checkpoint.files import Slice
-from zero.checkpoint.models import consolidate
 from zero.errors import UsageError
 from zero.integrations.deepspeed.checkpoints import get_model_state_file, get_optim_files
 from zero.optim.sharded_optimizer import precise_values

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from tests.dist.checkpoint.test_checkpoint import Odd, assert_same_tensors, stored
 from tests.dist.training import ds_config, start
 from tests.processes import run_on
-from zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint
+from zero.checkpoint.models import get_fp32_state_dict_from_zero_checkpoint
 
 EARLIER = Path(__file__).with_name("format_2")
 

@@ -25,8 +25,8 @@ from tests.dist.training import ds_config, split, start, step, train_zero, weigh
 from tests.parity.models import batches, build
 from tests.parity.test_variants import variant
 from tests.processes import run_on
-from zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint
 from zero.checkpoint.export import copied_state_dict
+from zero.checkpoint.models import get_fp32_state_dict_from_zero_checkpoint
 from zero.core.sharded_param import PlaceholderView
 from zero.errors import UsageError
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from huggingface_hub import save_torch_state_dict
 
-from zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint
 from zero.checkpoint.export import copied_state_dict
 from zero.checkpoint.manifest import read_manifest
+from zero.checkpoint.models import get_fp32_state_dict_from_zero_checkpoint
 from zero.checkpoint.values import decode
 from zero.comm import world
 

@@ -83,7 +83,7 @@ deepspeed.utils.groups .distributed _get_data_parallel_group _get_data_parallel_
 deepspeed.utils.logging .utilities log_dist logger
 deepspeed.utils.zero_to_fp32 .checkpoints get_model_state_file get_optim_files
     convert_zero_checkpoint_to_fp32_state_dict
-deepspeed.utils.zero_to_fp32 zero.checkpoint get_fp32_state_dict_from_zero_checkpoint
+deepspeed.utils.zero_to_fp32 zero.checkpoint.models get_fp32_state_dict_from_zero_checkpoint
     load_state_dict_from_zero_checkpoint
 deepspeed.zero .weight_sync GatheredParameters
 deepspeed.zero zero Init register_external_parameter

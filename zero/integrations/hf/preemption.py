@@ -14,7 +14,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from zero.checkpoint import wait_for_background_saves
+from zero.checkpoint.background import wait_for_background_saves
 from zero.checkpoint.preemption import EXIT_CODE, SigtermWatch
 
 
