@@ -377,8 +377,12 @@ def test_nothing_in_the_package_unpickles():
         for word in words
         if word in path.read_text()
     ]
-    # Its subclass has no instruction that imports or calls (tests/unit/conversion/test_pickles.py).
-    assert found == [("pickles.py", "Unpickler")]
+    assert sorted(found) == [
+        # The ranks of a job trust each other, as in torch's own `all_gather_object`.
+        ("control.py", "pickle.load"),
+        # Its subclass has no instruction that imports or calls (tests/unit/conversion/test_pickles.py).
+        ("pickles.py", "Unpickler"),
+    ]
 
 
 @pytest.mark.parametrize(
