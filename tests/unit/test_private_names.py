@@ -117,7 +117,6 @@ ATEN._to_copy                                      tests/dist/tools/test_estimat
 ATEN._scaled_dot_product_flash_attention_for_cpu   tests/dist/tools/test_estimate.py
 ATEN._scaled_dot_product_flash_attention_for_cpu_backward  tests/dist/tools/test_estimate.py
 OPERATION._schema                                  tests/dist/tools/test_estimate.py
-safetensors.torch._TYPES                           tests/unit/checkpoint/test_checkpoint_parts.py
 transformers.LlamaConfig()._attn_implementation    tests/dist/parallel/test_sequence.py
 LLAMA._no_split_modules                            tests/unit/core/test_layout.py
 LLAMA._tp_plan                                     tests/parity/test_pipeline.py

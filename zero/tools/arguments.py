@@ -71,7 +71,7 @@ class Parser(ArgumentParser):
         # argparse says what is missing before it says that an option is unknown.
         if message.startswith(("unrecognized arguments", "the following arguments are required")):
             options = (word.partition("=")[0] for word in self._words if word.startswith("-"))
-            known = self._option_string_actions
+            known = re.findall(r"(?<!\S)--?\w[\w-]*", self.format_help().partition("Example:")[0])
             for option in options:
                 if not any(name.startswith(option) for name in known):
                     message = f"unknown option {option}"
