@@ -89,15 +89,12 @@ class Updates:
         On an accelerator what the caller gives to its current stream afterwards comes after the
         updates."""
 
-        def is_over() -> bool:
-            return self._failure is not None or not shard.sub_groups_left
-
         if shard is None:
             self._join()
-        elif not is_over():
+        elif shard.sub_groups_left:
             self.prefer(shard)
             with self._changed:
-                self._changed.wait_for(is_over)
+                self._changed.wait_for(lambda: not shard.sub_groups_left)
         if self._failure is not None:
             raise self._failure.with_traceback(None)
         for waited in self._shards if shard is None else (shard,):
