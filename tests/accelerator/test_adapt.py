@@ -358,8 +358,10 @@ def states_on_host(rank: int, world_size: int) -> list[tuple[Losses, dict[str, d
 def test_the_optimizer_s_state_is_moved_if_nothing_else_helps():
     (usual, before), (losses, after) = run_on(1, states_on_host, simulated=True)[0]
     assert losses == usual
-    assert after["host"][OPTIMIZER] >= before[DEVICE][OPTIMIZER]
-    assert OPTIMIZER not in after[DEVICE]
+    # Of each sub-group its count of steps stays, because a fused step reads it on its device.
+    counts = after[DEVICE].get(OPTIMIZER, 0)
+    assert counts < before[DEVICE][OPTIMIZER] / 1000
+    assert after["host"][OPTIMIZER] >= before[DEVICE][OPTIMIZER] - counts
 
 
 def refusal(rank: int, world_size: int) -> str:

@@ -91,12 +91,10 @@ class Updates:
 
         if shard is None:
             self._join()
-        elif shard.sub_groups_left and self._failure is None:
+        elif shard.sub_groups_left:
             self.prefer(shard)
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._failure is not None or not shard.sub_groups_left
-                )
+                self._changed.wait_for(lambda: not shard.sub_groups_left)
         if self._failure is not None:
             raise self._failure.with_traceback(None)
         for waited in self._shards if shard is None else (shard,):
