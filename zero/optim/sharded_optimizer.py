@@ -152,9 +152,9 @@ class ZeroOptimizer:
         group_of = param_group_of(optimizer)
         self._number_parameters(group_of)
         on_host = any(shard.tier.device.type == "cpu" for shard in self.shards.values())
-        updates_on_host = elementwise and on_host and adam_cpu.serves(optimizer)
-        self._has_kernel = updates_on_host and adam_cpu.is_compiled()
-        self._fuses_on_host = updates_on_host and not self._has_kernel
+        self._is_adam_on_host = elementwise and on_host and adam_cpu.serves(optimizer)
+        if self._is_adam_on_host:
+            adam_cpu.is_compiled()  # now, not in the first step
         self._updates = Updates(comm.device, read_ahead, write_behind, comm.clock.shows)
         master_dtype = torch.float32 if self.rounding is None else torch.bfloat16
         for group, shard in self.shards.items():
@@ -349,13 +349,11 @@ class ZeroOptimizer:
             return
         # torch's schedulers ask whether step() was called.
         self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
-        # Checked in each step: scripts put hooks on their optimizers at any time.
-        is_plain_adam = adam_cpu.serves(self.optimizer)
         update = SubGroupUpdate(
             self.optimizer,
             factor,
-            by_kernel=self._has_kernel and is_plain_adam,
-            fuses_on_host=self._fuses_on_host and is_plain_adam,
+            # Checked in each step: scripts put hooks on their optimizers at any time.
+            is_plain_adam=self._is_adam_on_host and adam_cpu.serves(self.optimizer),
             rounding=self.rounding,
             state_dtype=self.state_dtype,
             frozen=self._frozen_ranges(),
