@@ -145,12 +145,11 @@ class ZeroOptimizer:
         group_of = param_group_of(optimizer)
         self._number_parameters(group_of)
         on_host = any(shard.tier.device.type == "cpu" for shard in self.shards.values())
-        updates_on_host = self.elementwise and on_host and adam_cpu.serves(optimizer)
+        self._is_adam_on_host = self.elementwise and on_host and adam_cpu.serves(optimizer)
         # Its rounding differs from that of torch's operators, so all ranks use it or none.
-        lacks_kernel = updates_on_host and not adam_cpu.is_compiled()
+        lacks_kernel = self._is_adam_on_host and not adam_cpu.is_compiled()
         any_lacks_kernel = comm.control("compiling the optimizer's kernel").any(lacks_kernel)
-        self._has_kernel = updates_on_host and not any_lacks_kernel
-        self._fuses_on_host = updates_on_host and not self._has_kernel
+        self._has_kernel = self._is_adam_on_host and not any_lacks_kernel
         self._updates = Updates(comm.device, self.read_ahead, self.write_behind, comm.clock.shows)
         master_dtype = torch.float32 if self.rounding is None else torch.bfloat16
         for group, shard in self.shards.items():
@@ -331,13 +330,12 @@ class ZeroOptimizer:
             return
         # torch's schedulers ask whether step() was called.
         self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
-        # Checked in each step: scripts put hooks on their optimizers at any time.
-        is_plain_adam = adam_cpu.serves(self.optimizer)
         update = SubGroupUpdate(
             self.optimizer,
             factor,
-            by_kernel=self._has_kernel and is_plain_adam,
-            fuses_on_host=self._fuses_on_host and is_plain_adam,
+            # Checked in each step: scripts put hooks on their optimizers at any time.
+            is_plain_adam=self._is_adam_on_host and adam_cpu.serves(self.optimizer),
+            has_kernel=self._has_kernel,
             rounding=self.rounding,
             state_dtype=self.state_dtype,
             frozen=self._frozen_ranges(),

@@ -33,8 +33,9 @@ class SubGroupUpdate:
 
     Args:
         factor: by which gradients are multiplied.
-        by_kernel: `adam_cpu` updates sub-groups in host memory.
-        fuses_on_host: torch's fused step updates them.
+        is_plain_adam: `adam_cpu` updates sub-groups in host memory, or torch's fused step where
+            that is not compiled.
+        has_kernel: whether `adam_cpu` is compiled on all ranks.
         rounding: rounds bf16 masters; None for fp32 ones.
         state_dtype: of the optimizer's state; uint8: Adam's moments are codes
             (`zero.optim.adam8bit`).
@@ -44,8 +45,8 @@ class SubGroupUpdate:
     optimizer: torch.optim.Optimizer
     factor: float
     _: KW_ONLY
-    by_kernel: bool
-    fuses_on_host: bool = False
+    is_plain_adam: bool
+    has_kernel: bool = True
     rounding: StochasticRounding | None = None
     state_dtype: torch.dtype = torch.float32
     frozen: Mapping[OptimizerShard, Sequence[tuple[int, int]]] = field(default_factory=dict)
@@ -57,7 +58,8 @@ class SubGroupUpdate:
             for group in self.optimizer.param_groups
         ]
         self._twin = twin_of(self.optimizer, param_groups=self._param_groups)
-        self._on_host = {"fused": True, "foreach": False} if self.fuses_on_host else {}
+        self._by_kernel = self.is_plain_adam and self.has_kernel and adam_cpu.is_compiled()
+        self._on_host = {"fused": True, "foreach": False} if self.is_plain_adam else {}
         self._has_narrow_state = self.state_dtype == torch.bfloat16
         self._has_codes = self.state_dtype == torch.uint8
 
@@ -71,7 +73,7 @@ class SubGroupUpdate:
             values.state = {k: v.float() if is_state_tensor(v) else v for k, v in stored.items()}
         out = None
         with self._frozen_parts_kept(values):
-            if self.by_kernel and sub_group.master.device.type == "cpu":
+            if self._by_kernel and sub_group.master.device.type == "cpu":
                 out = values.weights_target() if self.rounding is None else None
                 self._adam(values, param_group, out)
             else:

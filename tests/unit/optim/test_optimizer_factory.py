@@ -100,7 +100,7 @@ class Located(torch.optim.SGD):
 def test_a_count_of_steps_is_where_a_fused_step_reads_it():
     optimizer = Located([torch.zeros(1)])
     optimizer.param_groups[0]["fused"] = True
-    made = update.SubGroupUpdate(optimizer, 1.0, by_kernel=False)
+    made = update.SubGroupUpdate(optimizer, 1.0, is_plain_adam=False)
     tensor = torch.zeros(3, device="meta")
     values = SimpleNamespace(
         sub_group=SimpleNamespace(group_index=0, master=tensor),

@@ -46,8 +46,7 @@ from zero.optim.adam_cpu import build
 
 logger = logging.getLogger("zero")
 
-# Elements that a thread takes at a time: 7 MB of memory. The calling thread alone updates tensors
-# of up to this size.
+# Elements that a thread takes at a time: 7 MB of memory. Smaller tensors need one thread.
 PIECE = 1 << 18
 # As in kernel.cpp.
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -106,7 +105,6 @@ def adam(
         step_size=-(lr / (1 - beta1**step)),
         turn=adam8bit.turn(step),
     )
-    threads = thread_count() if numel > PIECE else 1
     kernel(
         *(tensor.data_ptr() for tensor in (master, grad, exp_avg, exp_avg_sq)),
         *(None if tensor is None else tensor.data_ptr() for tensor in (out, scale, scale_sq)),
@@ -115,17 +113,16 @@ def adam(
         0 if out is None else _TYPES[out.dtype],
         ctypes.byref(scalars),
         PIECE,
-        threads,
+        thread_count(),
     )
 
 
 def _check(length: int, **tensors: torch.Tensor | None) -> None:
-    sixteen_bits = torch.bfloat16, torch.float16
-    dtypes = {"grad": (torch.float32, *sixteen_bits), "out": sixteen_bits}
+    dtypes = {"grad": [*_TYPES], "out": [torch.bfloat16, torch.float16]}
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        allowed = dtypes.get(name, (torch.float32,))
+        allowed = dtypes.get(name, [torch.float32])
         if tensor.dtype not in allowed or tensor.device.type != "cpu" or tensor.shape != (length,):
             raise ValueError(
                 f"{name} must be a host tensor of shape ({length},) and dtype "
@@ -227,8 +224,7 @@ def _kernel() -> Callable[..., None] | None:
                 (reason.splitlines() or [repr(error)])[0],
             )
         return None
-    numbers = ctypes.c_int64, ctypes.c_int, ctypes.c_int
-    pieces = ctypes.POINTER(_Scalars), ctypes.c_int64, ctypes.c_int
-    kernel.argtypes = [ctypes.c_void_p] * 7 + [*numbers, *pieces]
+    address, long, short = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    kernel.argtypes = [address] * 7 + [long, short, short, address, long, short]
     kernel.restype = None
     return kernel
