@@ -380,7 +380,8 @@ def test_nothing_in_the_package_unpickles():
     assert sorted(found) == [
         # The ranks of a job trust each other, as in torch's own `all_gather_object`.
         ("control.py", "pickle.load"),
-        # Its subclass has no instruction that imports or calls (tests/unit/conversion/test_pickles.py).
+        # Its subclass has no instruction that imports or calls
+        # (tests/unit/conversion/test_pickles.py).
         ("pickles.py", "Unpickler"),
     ]
 
