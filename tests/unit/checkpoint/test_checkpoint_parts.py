@@ -1,9 +1,12 @@
 """Parts of a parameter that was cut over ranks are joined."""
 
 import pytest
+import safetensors.torch
 import torch
 
 from zero.checkpoint.files import join
+from zero.checkpoint.manifest import STORABLE, itemsize
+from zero.checkpoint.values import dtype_name
 
 
 @pytest.mark.parametrize(
@@ -27,3 +30,9 @@ def test_parts_of_unequal_length():
     assert torch.equal(
         join([part.reshape(-1) for part in whole.chunk(2, 1)], whole.shape, 1, 1), whole
     )
+
+
+def test_the_dtypes_are_those_of_safetensors():
+    types = safetensors.torch._TYPES.items()
+    assert {dtype_name(dtype): name for name, dtype in types} == STORABLE
+    assert all(itemsize(dtype_name(dtype)) == dtype.itemsize for _, dtype in types)
