@@ -85,6 +85,7 @@ def test_a_script_with_a_trainer(start, tmp_path):
         "deepspeed": str(SHIPPED_CONFIG), "max_steps": 4, "save_steps": 2, "logging_steps": 1,
         "learning_rate": 1e-3, "bf16": True, "per_device_train_batch_size": 4, "seed": 5,
         "eval_strategy": "steps", "eval_steps": 2, "predict_with_generate": True,
+        "use_cpu": start is start_on_cpu,
     }  # fmt: skip
     losses = []
     for name, resume in (("first", None), ("second", tmp_path / "output" / "checkpoint-2")):

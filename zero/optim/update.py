@@ -92,6 +92,8 @@ class SubGroupUpdate:
 
     def _frozen_parts(self, sub_group: SubGroup) -> list[slice]:
         """The parts of a sub-group whose parameters are frozen."""
+        if not self.frozen:
+            return []
         numel = sub_group.master.numel()
         ranges = [
             (max(start - sub_group.start, 0), min(end - sub_group.start, numel))

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -419,7 +420,7 @@ def _wait(
         time.sleep(_POLL)
 
 
-def end(jobs: list[subprocess.Popen[str]], grace: float) -> None:
+def end(jobs: Sequence[subprocess.Popen], grace: float) -> None:
     """End what still runs. It gets `grace` seconds, in which a launcher ends its ranks."""
     for job in jobs:
         job.terminate()

@@ -40,8 +40,7 @@ def test_a_full_disk_is_named_and_nothing_is_left(
     # The file system refuses to let files grow, as if it were full.
     resource = pytest.importorskip("resource")
     former = resource.getrlimit(resource.RLIMIT_FSIZE)
-    monkeypatch.setattr("zero.conversion.dcp.on_disk", lambda tensors, _: dict(tensors))
-    monkeypatch.setattr("zero.conversion.full.on_disk", lambda tensors, _: dict(tensors))
+    monkeypatch.setattr("zero.conversion.named.on_disk", lambda tensors, _: dict(tensors))
     resource.setrlimit(resource.RLIMIT_FSIZE, (6000, former[1]))
     try:
         with pytest.raises(SystemExit, match="2"):
