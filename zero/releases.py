@@ -1,7 +1,7 @@
 """Releases of other libraries: those that are installed, and the newest that have been tested.
 
-All tests have passed with the newest tested. A newer one is no error: it is named at the start of a
-run and by `zero doctor`, because it is the first thing to look at if something is odd.
+A release that is newer than the newest tested is no error: it is named at the start of a run and by
+`zero doctor`, because it is the first thing to look at if something is odd.
 """
 
 from __future__ import annotations

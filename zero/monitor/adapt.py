@@ -329,6 +329,7 @@ class Adaptation:
 
     def _shown(self, call: _Call) -> Any:
         """The outputs of a forward, without their graphs."""
+        structure: Any
         leaves, structure = self._values(call, self._parts) if self._parts > 1 else ([], None)
         is_cut = _begins_with_loss(leaves)
         if not is_cut:
