@@ -127,7 +127,9 @@ def test_from_fsdp(tmp_path: Path, save: Any, layouts: tuple[str, ...]) -> None:
         main(["adopt", str(tmp_path / layout)])
         found = run_on(2, resume, tmp_path / f"{layout}-zero", save is save_fsdp2)
         for of_rank, expected in zip(found, losses, strict=True):
-            assert of_rank == pytest.approx(expected[SAVED:], rel=0, abs=1e-7)
+            # FSDP's fused steps compute the last elements of a tensor in another precision.
+            eps = torch.finfo(torch.float32).eps
+            assert of_rank == pytest.approx(expected[SAVED:], rel=2 * eps, abs=0)
 
 
 def save_zero(rank: int, world_size: int, folder: Path) -> Losses:
