@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zero.errors import UsageError
-from zero.parallel.sequence.group import SequenceGroup, all_to_all
+from zero.parallel.sequence.group import SequenceGroup
 
 # Other kinds of layers pass something from token to token, which the pieces of a sequence would not
 # do.
@@ -220,7 +220,7 @@ def _attend(
     if repeats > 1:
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
     query, key, value = (
-        all_to_all(each, ranks.group, scatter_dim=1, gather_dim=2) for each in (query, key, value)
+        ranks.all_to_all(tensor, scatter_dim=1, gather_dim=2) for tensor in (query, key, value)
     )
     groups = getattr(module, "num_key_value_groups", 1)
     try:
@@ -230,7 +230,7 @@ def _attend(
     finally:
         if repeats > 1:
             module.num_key_value_groups = groups
-    return all_to_all(output, ranks.group, scatter_dim=1, gather_dim=2), None
+    return ranks.all_to_all(output, scatter_dim=1, gather_dim=2), None
 
 
 def _for_whole_sequences(given: dict[str, Any]) -> dict[str, Any]:

@@ -45,6 +45,14 @@ class SequenceGroup:
         """Whether the script has destroyed the process groups since."""
         return self.group not in dist.distributed_c10d._world.pg_map
 
+    def all_to_all(self, tensor: torch.Tensor, scatter_dim: int, gather_dim: int) -> torch.Tensor:
+        """Split this rank's tensor along `scatter_dim` over the ranks, and join the pieces received
+        along `gather_dim`.
+
+        `scatter_dim` becomes `size` times shorter, `gather_dim` as much longer. The gradient takes
+        the way back."""
+        return all_to_all(tensor, self.group, scatter_dim, gather_dim)
+
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """(batch, piece) of every rank as (batch, sequence). Without a gradient."""
         tensor = tensor.contiguous().to(self.device)
@@ -94,12 +102,9 @@ class SequenceGroup:
 
 
 def all_to_all(tensor: torch.Tensor, group: Any, scatter_dim: int, gather_dim: int) -> torch.Tensor:
-    """Split this rank's tensor along `scatter_dim` over the ranks, and join the pieces received
-    along `gather_dim`.
+    """`SequenceGroup.all_to_all` over any process group.
 
-    `scatter_dim` becomes as many times shorter as there are ranks, `gather_dim` as much longer. The
-    gradient takes the way back. Raises UsageError if the group's size does not divide
-    `scatter_dim`."""
+    Raises UsageError if its size does not divide `scatter_dim`."""
     size, parts = tensor.shape[scatter_dim], dist.get_world_size(group)
     if size % parts:
         raise UsageError(
