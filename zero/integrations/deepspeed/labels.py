@@ -75,17 +75,26 @@ def _read(name: str, param: nn.Parameter) -> Any:
     return _LABELS[name](param, group)
 
 
-class _Label:
-    """An attribute that is computed, unless a script sets one of this name on a tensor."""
+def _label(name: str) -> property:
+    """An attribute that is computed, unless a script has set one of this name on the tensor.
 
-    def __init__(self, name: str):
-        self._name = name
+    torch.compile takes only descriptors with a setter.
+    """
 
-    def __get__(self, param: nn.Parameter | None, owner: type) -> Any:
-        return self if param is None else _read(self._name, param)
+    def read(param: nn.Parameter) -> Any:
+        own = vars(param)
+        return own[name] if name in own else _read(name, param)
+
+    def write(param: nn.Parameter, value: object) -> None:
+        vars(param)[name] = value
+
+    def remove(param: nn.Parameter) -> None:
+        vars(param).pop(name, None)
+
+    return property(read, write, remove)
 
 
 def register() -> None:
     """From now on, sharded parameters have these attributes, whoever makes their group."""
     for name in _LABELS:
-        setattr(torch.Tensor, name, _Label(name))
+        setattr(torch.Tensor, name, _label(name))
