@@ -21,7 +21,7 @@ KINDS = {
     "activations": "#a855f7",
     "buffers": "#94a3b8",
 }
-_STYLE = {
+_STYLE: dict[Any, Any] = {  # the keys are a literal type of matplotlib 3.11, which 3.10 lacks
     "svg.fonttype": "none",
     "svg.hashsalt": "zero",
     "text.parse_math": False,  # a dollar in a run's name is a dollar
