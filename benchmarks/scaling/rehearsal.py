@@ -146,8 +146,14 @@ class RehearsedReducer:
         if self._micro_batches.reduces_now or not self._deferred:
             self._program.add("reduce", group.number)
 
+    @property
+    def keeps_on_rank(self) -> bool:
+        return self._deferred and not self._micro_batches.reduces_now
+
     def keep_up(self) -> None:
         """Do nothing: reductions take no time while steps are rehearsed."""
+
+    drain = keep_up
 
     def end_backward(self) -> None:
         self._program.add("backward ends")
@@ -172,6 +178,7 @@ def rehearse(
         matches_by_order=on_accelerator,
         device="cpu",
         broadcast=lambda tensor, src: None,
+        all_reduce=lambda tensor: tensor,
     )
 
     reducer = RehearsedReducer(program, micro_batches, deferred=stage < 2)
