@@ -43,11 +43,14 @@ class EngineThread(threading.Thread):
         super().__init__(target=act, args=arguments, name=name, daemon=daemon)
         self._end = end
 
-    def run(self) -> None:
+    def start(self) -> None:
+        super().start()
+        _started[self] = None  # here, and not in the thread: the interpreter may end at once
         for thread in list(_started):
             if not thread.is_alive():
                 _started.pop(thread, None)
-        _started[self] = None
+
+    def run(self) -> None:
         try:
             super().run()
         finally:
