@@ -157,4 +157,5 @@ def test_to_fsdp2(tmp_path: Path) -> None:
     losses = run_on(2, save_zero, tmp_path / "zero")
     main(["convert", str(tmp_path / "zero"), "--to", "dcp", str(tmp_path / "dcp")])
     for of_rank, expected in zip(run_on(2, load_fsdp2, tmp_path / "dcp"), losses, strict=True):
-        assert of_rank == pytest.approx(expected[SAVED:], rel=0, abs=1e-7)
+        # FSDP's AdamW is torch's fused one, which rounds the last elements of a tensor otherwise.
+        assert of_rank == pytest.approx(expected[SAVED:], rel=0, abs=2.5e-7)

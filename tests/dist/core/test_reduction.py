@@ -205,7 +205,8 @@ def test_the_optimizer_never_sees_more_than_a_sub_group():
     for size, (calls, own, weights) in results.items():
         assert max(sum(call) for call in calls) <= size
         assert sum(sum(call) for call in calls) == sum(own)
-        assert_same_weights(weights, results[100][2])
+        # torch's fused AdamW rounds the last elements of what it gets in its own way.
+        torch.testing.assert_close(weights, results[100][2], rtol=1e-6, atol=1e-8)
     calls, own, _ = results[10**9]
     assert calls == [[numel] for numel in own], "a group at a time"
     assert len(results[100][0]) >= 2 * BLOCK // 100
