@@ -7,19 +7,16 @@ do not depend on the number of ranks."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from zero.comm.communicator import Communicator
 from zero.core.param_group import ParamGroup
 from zero.core.quantized_weights import keeps_codes_in_buffers, quantized_tensors
 from zero.core.sharded_param import owning_group
 from zero.errors import UsageError
-
-if TYPE_CHECKING:
-    from zero.engine import ZeroEngine
 
 # For each layer, the number of its bytes and their sum.
 Sums = Mapping[str, Sequence[int]]
@@ -43,16 +40,16 @@ def base_layers(model: nn.Module) -> dict[str, list[torch.Tensor]]:
     return {name: tensors for name, tensors in layers.items() if tensors}
 
 
-def sums_of_rank(engine: ZeroEngine) -> Sums:
+def sums_of_rank(model: nn.Module, comm: Communicator) -> Sums:
     """Return this rank's part of the sums: those of its shards, and on rank 0 of unsharded tensors.
 
     Empty if the model is split over a model group."""
     found: dict[str, tuple[int, int]] = {}
-    if engine.comm.model is not None:
+    if comm.model is not None:
         return found
-    for name, tensors in base_layers(engine.module).items():
+    for name, tensors in base_layers(model).items():
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        found[name] = nbytes, sum(_sum_of_rank(engine, tensor) for tensor in tensors)
+        found[name] = nbytes, sum(_sum_of_rank(tensor, comm) for tensor in tensors)
     return found
 
 
@@ -75,13 +72,13 @@ def require_same_base(stored: Sums, here: Sums) -> None:
             )
 
 
-def _sum_of_rank(engine: ZeroEngine, tensor: torch.Tensor) -> int:
+def _sum_of_rank(tensor: torch.Tensor, comm: Communicator) -> int:
     group = owning_group(tensor)
     if group is None:
-        if engine.comm.job.rank > 0:
+        if comm.job.rank > 0:
             return 0
         return positional_sum(tensor.detach().contiguous().view(-1), 0)
-    if engine.comm.replicate_group.rank > 0:  # another rank has the same shard
+    if comm.replicate_group.rank > 0:  # another rank has the same shard
         return 0
     version, sums = _sums.get(group, (None, []))
     if version != group.version:

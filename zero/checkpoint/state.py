@@ -18,8 +18,9 @@ import logging
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
@@ -28,20 +29,20 @@ from torch import nn
 from zero.checkpoint.base import base_layers
 from zero.checkpoint.files import CheckpointReader, Slice, name_in
 from zero.checkpoint.manifest import Manifest, OptimizerState
-from zero.checkpoint.progress import describe_progress
+from zero.checkpoint.progress import Progress, describe_progress
 from zero.checkpoint.values import decode, describe, dtype_name, encode, rebuild
+from zero.comm.communicator import Communicator
 from zero.core.param_group import ParamGroup
+from zero.core.reduction import GradientReducer
 from zero.core.sharded_param import Cut, cut_of, is_copy, owning_group
 from zero.device import is_accelerator, random_state, set_random_state
 from zero.errors import UsageError
 from zero.offload.tiers import HostTrimmer
 from zero.optim.adam8bit import KEYS, CodedSlice, encoded
+from zero.optim.loss_scaler import LossScaler
 from zero.optim.sharded_optimizer import ZeroOptimizer, precise_values
 from zero.optim.subgroups import SubGroup
 from zero.optim.whole_tensor import WholeTensor, WholeTensorState
-
-if TYPE_CHECKING:
-    from zero.engine import ZeroEngine
 
 logger = logging.getLogger("zero")
 
@@ -50,12 +51,40 @@ logger = logging.getLogger("zero")
 NOT_STORED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 
 
-def describe_engine(engine: ZeroEngine, client_state: dict, exclude_frozen: bool) -> dict:
+@dataclass(frozen=True, kw_only=True)
+class EngineState:
+    """What a checkpoint stores of an engine. A load changes it in place, except for `progress`, of
+    which it returns a new one.
+
+    Attributes:
+        reducer: has the gradients, which are not stored.
+        stage: ZeRO's stage.
+        progress: the counters of steps, without the states of `scaler` and `lr_scheduler`.
+    """
+
+    module: nn.Module
+    groups: Sequence[ParamGroup]
+    comm: Communicator
+    optimizer: ZeroOptimizer | None
+    scaler: LossScaler | None
+    lr_scheduler: Any
+    reducer: GradientReducer
+    stage: int
+    progress: Progress
+
+
+def describe_engine(engine: EngineState, client_state: dict, exclude_frozen: bool) -> dict:
     """Return the part of `checkpoint.json` that this rank knows."""
     optimizer, plain = engine.optimizer, plain_tensors(engine.module, exclude_frozen)
-    description = describe_progress(engine.progress(client_state), plain) | {
+    progress = replace(
+        engine.progress,
+        loss_scaler=engine.scaler and engine.scaler.state_dict(),
+        lr_scheduler=engine.lr_scheduler and engine.lr_scheduler.state_dict(),
+        client_state=client_state,
+    )
+    description = describe_progress(progress, plain) | {
         "world_size": engine.comm.job.world_size,
-        "stage": engine.settings.zero_optimization.stage,
+        "stage": engine.stage,
         "frozen_excluded": exclude_frozen,
         "parameters": parameters(engine, exclude_frozen),
         "tied": tied_names(engine.module),
@@ -73,7 +102,7 @@ def describe_engine(engine: ZeroEngine, client_state: dict, exclude_frozen: bool
     return description
 
 
-def slices_to_store(engine: ZeroEngine, exclude_frozen: bool) -> tuple[list[Slice], dict]:
+def slices_to_store(engine: EngineState, exclude_frozen: bool) -> tuple[list[Slice], dict]:
     """Return what this rank saves of all sharded parameters and of the optimizer's state, as views,
     and the kinds of optimizer state (see `optimizer_slices`).
     """
@@ -83,7 +112,7 @@ def slices_to_store(engine: ZeroEngine, exclude_frozen: bool) -> tuple[list[Slic
         slices += of_optimizer
     replicas = engine.comm.replicate_group
     rank, size = replicas.rank, replicas.size
-    if engine.settings.zero_optimization.stage == 0:  # every rank holds everything
+    if engine.stage == 0:  # every rank holds everything
         rank, size = engine.comm.rank, engine.comm.world_size
     copies = {name for name, param, _ in named_params(engine) if is_copy(param)}
     cuts, stored = cuts_of(engine), []
@@ -99,7 +128,7 @@ def slices_to_store(engine: ZeroEngine, exclude_frozen: bool) -> tuple[list[Slic
 # -- the model
 
 
-def named_params(engine: ZeroEngine) -> Iterator[tuple[str, nn.Parameter, ParamGroup]]:
+def named_params(engine: EngineState) -> Iterator[tuple[str, nn.Parameter, ParamGroup]]:
     """Yield all sharded parameters except those of a quantized base, with their names and the
     groups that hold their values.
     """
@@ -108,13 +137,13 @@ def named_params(engine: ZeroEngine) -> Iterator[tuple[str, nn.Parameter, ParamG
             yield name, param, group
 
 
-def cuts_of(engine: ZeroEngine) -> dict[str, Cut]:
+def cuts_of(engine: EngineState) -> dict[str, Cut]:
     """Return how parameters are split over a model group, by name, for those that are split."""
     cuts = ((name, cut_of(param)) for name, param, _ in named_params(engine))
     return {name: cut for name, cut in cuts if cut is not None}
 
 
-def parameters(engine: ZeroEngine, exclude_frozen: bool = False) -> dict[str, dict]:
+def parameters(engine: EngineState, exclude_frozen: bool = False) -> dict[str, dict]:
     """Return the shape and compute dtype of each sharded parameter, in the model's order."""
     found, cuts = {}, cuts_of(engine)
     for name, param, group in named_params(engine):
@@ -126,7 +155,7 @@ def parameters(engine: ZeroEngine, exclude_frozen: bool = False) -> dict[str, di
     return {name: found[name] for name, _ in engine.module.named_parameters() if name in found}
 
 
-def weights(engine: ZeroEngine, exclude_frozen: bool = False) -> Iterator[Slice]:
+def weights(engine: EngineState, exclude_frozen: bool = False) -> Iterator[Slice]:
     """Return this rank's slices of all sharded parameters, as views."""
     for group in engine.groups:
         if group.packed or (exclude_frozen and not group.trainable):
@@ -366,7 +395,7 @@ def _number(
 # -- param groups
 
 
-def group_of(engine: ZeroEngine, optimizer: ZeroOptimizer) -> dict[str, int]:
+def group_of(engine: EngineState, optimizer: ZeroOptimizer) -> dict[str, int]:
     """Return the index of each parameter's param group, by name, if it has one."""
     groups = {param: index for index, group in enumerate(optimizer.model_params) for param in group}
     named = [each for each in named_params(engine) if each[2] in optimizer.shards]
@@ -382,7 +411,7 @@ def classes_of(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def restore_group_settings(
-    engine: ZeroEngine, optimizer: ZeroOptimizer, manifest: Manifest
+    engine: EngineState, optimizer: ZeroOptimizer, manifest: Manifest
 ) -> None:
     """Set the hyperparameters of the param groups as torch does, if the number of groups is the
     same.
