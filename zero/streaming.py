@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.checkpoint.export import Weights
+from zero.checkpoint.export import Weights, dtype_named
 from zero.core.param_group import ParamGroup, unsharded
 from zero.core.quantized_weights import is_quantized, public_attributes
 from zero.core.sharded_param import (
@@ -57,7 +57,8 @@ def stream_weights(
         ValueError: for an unknown dtype, and for a merge into quantized weights.
     """
     if not merge_adapters:
-        yield from Weights(engine.module, engine.groups, engine.comm, dtype).stream(max_bytes)
+        weights = Weights(engine.module, engine.groups, engine.comm, dtype, by_parameter=True)
+        yield from weights.stream(max_bytes)
         return
     if engine.comm.model is not None:
         raise UsageError(
@@ -78,9 +79,10 @@ def stream_weights(
             layers_of.setdefault(param, []).append(layer)
         adapters |= dict.fromkeys(layer.parameters())
     kept_apart = adapters.keys() - layers_of.keys()
-    target = Weights(engine.module, engine.groups, engine.comm, dtype).dtype
+    weights = Weights(engine.module, engine.groups, engine.comm, by_parameter=True)
+    target = dtype_named(dtype)
     with torch.no_grad(), GatheredParameters(kept_apart):
-        for name, value in Weights(engine.module, engine.groups, engine.comm).stream(max_bytes):
+        for name, value in weights.stream(max_bytes):
             param, own = params.get(name), _base_name(engine.module, name)
             if own is None or param in kept_apart:
                 continue

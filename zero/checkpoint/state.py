@@ -34,7 +34,7 @@ from zero.checkpoint.values import decode, describe, dtype_name, encode, rebuild
 from zero.comm.communicator import Communicator
 from zero.core.param_group import ParamGroup
 from zero.core.reduction import GradientReducer
-from zero.core.sharded_param import Cut, cut_of, is_copy, owning_group
+from zero.core.sharded_param import Cut, PlaceholderView, cut_of, is_copy, owning_group
 from zero.device import is_accelerator, random_state, set_random_state
 from zero.errors import UsageError
 from zero.offload.tiers import HostTrimmer
@@ -82,15 +82,21 @@ def describe_engine(engine: EngineState, client_state: dict, exclude_frozen: boo
         lr_scheduler=engine.lr_scheduler and engine.lr_scheduler.state_dict(),
         client_state=client_state,
     )
+    every, tied = parameters(engine), tied_names(engine.module)
     description = describe_progress(progress, plain) | {
         "world_size": engine.comm.job.world_size,
         "stage": engine.stage,
         "frozen_excluded": exclude_frozen,
         "parameters": parameters(engine, exclude_frozen),
-        "tied": tied_names(engine.module),
+        "tied": tied,
         "optimizer": None,
         "hf_config": model_config(engine.module),
     }
+    places = saved_places(engine.module).items()
+    saved = {key: group.param_names[i] for key, (group, i) in places if not group.packed}
+    # Those of a part of the model say nothing of the other parts.
+    if engine.comm.model is not None or saved != {name: name for name in every} | tied:
+        description["state_dict"] = saved
     if optimizer is not None:
         classes, groups = classes_of(optimizer.optimizer), []
         for index, group in enumerate(optimizer.param_groups):
@@ -181,12 +187,31 @@ def plain_tensors(
         for name, value in model.state_dict(keep_vars=True).items()
         if isinstance(value, torch.Tensor) and owning_group(value) is None and id(value) not in base
     }
+    for name, value in found.items():
+        if isinstance(value, PlaceholderView):
+            raise UsageError(
+                f"state_dict() of {type(model).__name__} has {name!r} without values, a view of "
+                f"the sharded {value.param_name!r}: have it pass on `keep_vars`, and leave the "
+                "parameters that it gets as they are"
+            )
     if not exclude_frozen:
         return found
     params = model.named_parameters(remove_duplicate=False)
     kept = {name for name, param in params if param.requires_grad}
     kept.update(name for name, _ in model.named_buffers(remove_duplicate=False))
     return {n: value for n, value in found.items() if n in kept or n.endswith("_extra_state")}
+
+
+def saved_places(model: nn.Module) -> dict[str, tuple[ParamGroup, int]]:
+    """Return where sharded tensors are, by their keys in `model.state_dict()`: the group, and the
+    index in it. A key need not be the parameter's name, because a class may override the method.
+    """
+    places = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        group = owning_group(value) if isinstance(value, torch.Tensor) else None
+        if group is not None:
+            places[key] = group, group.index[value]
+    return places
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
