@@ -34,7 +34,6 @@ from zero.errors import UsageError
 logger = logging.getLogger("zero")
 
 LATEST = "latest"
-LATEST_UNIVERSAL = "latest_universal"  # of DeepSpeed
 # The files in which scripts look for the state of a model and of an optimizer.
 MODEL_FILE = "mp_rank_00_model_states.pt"
 OPTIMIZER_FILE = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -234,15 +233,13 @@ def located(path: Path, tag: str | None = None) -> Path:
 
 
 def locate_deepspeed(load_dir: Path, tag: str | None) -> Path | None:
-    """Like `locate`, but finds the folder of a checkpoint that DeepSpeed has written. Its tag may
-    also be that of a universal checkpoint.
-    """
-    tags = [] if tag is None else [tag]
-    for latest in (LATEST, LATEST_UNIVERSAL) if tag is None else ():
-        if (load_dir / latest).is_file():
-            tags.append(disk.read(load_dir / latest).decode(errors="replace").strip())
-    folders = [load_dir / each for each in tags if Path(each).name == each]
-    return next(filter(_is_of_deepspeed, folders if tag else [load_dir, *folders]), None)
+    """Like `locate`, but finds the folder of a checkpoint that DeepSpeed has written."""
+    folders = [] if tag is not None else [load_dir]
+    if tag is None and (load_dir / LATEST).is_file():
+        tag = disk.read(load_dir / LATEST).decode(errors="replace").strip()
+    if tag is not None and Path(tag).name == tag:
+        folders.append(load_dir / tag)
+    return next(filter(_is_of_deepspeed, folders), None)
 
 
 def _is_of_deepspeed(folder: Path) -> bool:
