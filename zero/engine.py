@@ -21,7 +21,7 @@ from zero.checkpoint import training
 from zero.checkpoint.background import BackgroundSaves, wait_for_background_saves
 from zero.checkpoint.export import Weights, save_16bit_model, show_copies_in_state_dicts
 from zero.checkpoint.progress import Progress
-from zero.checkpoint.resumable import seal_after_step
+from zero.checkpoint.resumable import sync_after_step
 from zero.checkpoint.state import EngineState
 from zero.comm.clock import Throughput
 from zero.comm.communicator import Communicator, communicator
@@ -310,7 +310,7 @@ class ZeroEngine(nn.Module):
         if not boundary:
             self.micro_steps += 1
             return
-        seal_after_step()
+        sync_after_step()
         if self._saves is not None:
             self._saves.check()
         samples = self._samples_of_step()
@@ -523,7 +523,7 @@ class ZeroEngine(nn.Module):
         save_dir: str | os.PathLike,
         save_filename: str = "model.safetensors",
         exclude_frozen_parameters: bool = False,
-        save_dtype: torch.dtype | str | None = None,
+        save_dtype: torch.dtype | None = None,
         max_file_bytes: int = 5 * 10**9,
     ) -> bool:
         """Write the whole model to safetensors files in `save_dir`, with `config.json` if it has a
@@ -535,8 +535,7 @@ class ZeroEngine(nn.Module):
         Args:
             save_filename: the name of the file. A large model is split into several.
             exclude_frozen_parameters: whether to leave out parameters that are not trained.
-            save_dtype: dtype of the weights, such as "bf16". Default: the one in which they are
-                trained.
+            save_dtype: dtype of the weights. Default: the one in which they are trained.
             max_file_bytes: the largest size of a file.
         """
         zero = self.settings.zero_optimization

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.checkpoint.export import Weights, dtype_named
+from zero.checkpoint.export import Weights
 from zero.core.param_group import ParamGroup, unsharded
 from zero.core.quantized_weights import is_quantized, public_attributes
 from zero.core.sharded_param import (
@@ -33,7 +33,7 @@ from zero.gathered_parameters import GatheredParameters
 
 def stream_weights(
     engine: ZeroEngine,
-    dtype: torch.dtype | str | None = None,
+    dtype: torch.dtype | None = None,
     max_bytes: int = 1 << 30,
     merge_adapters: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -45,8 +45,7 @@ def stream_weights(
     name. Persistent buffers come last.
 
     Args:
-        dtype: the dtype of floating-point weights: a torch dtype, "fp16", "bf16" or "fp32". None:
-            the dtype they are trained in.
+        dtype: the dtype of floating-point weights. Default: the one they are trained in.
         max_bytes: the size of the two buffers together. They take more if a single weight is
             larger than half of it.
         merge_adapters: have PEFT merge its active adapters into their base weights, and yield the
@@ -54,7 +53,7 @@ def stream_weights(
             are gathered as a whole (but not their base weights), in addition to `max_bytes`.
 
     Raises:
-        ValueError: for an unknown dtype, and for a merge into quantized weights.
+        ValueError: for a merge into quantized weights, and if weights change before all are read.
     """
     if not merge_adapters:
         weights = Weights(engine.module, engine.groups, engine.comm, dtype, by_parameter=True)
@@ -80,7 +79,6 @@ def stream_weights(
         adapters |= dict.fromkeys(layer.parameters())
     kept_apart = adapters.keys() - layers_of.keys()
     weights = Weights(engine.module, engine.groups, engine.comm, by_parameter=True)
-    target = dtype_named(dtype)
     with torch.no_grad(), GatheredParameters(kept_apart):
         for name, value in weights.stream(max_bytes):
             param, own = params.get(name), _base_name(engine.module, name)
@@ -88,8 +86,8 @@ def stream_weights(
                 continue
             if param is not None and param in layers_of:
                 value = _merged(layers_of[param], param, value.clone())
-            is_cast = target is not None and value.is_floating_point()
-            yield own, value.to(target) if is_cast else value
+            is_cast = dtype is not None and value.is_floating_point()
+            yield own, value.to(dtype) if is_cast else value
 
 
 # -- PEFT's merge

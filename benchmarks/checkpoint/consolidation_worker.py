@@ -59,7 +59,7 @@ def main() -> None:
         ),
         "save_16bit_model": measure(lambda: engine.save_16bit_model(folder / "engine")),
         "save_16bit_model, save_dtype bf16": measure(
-            lambda: engine.save_16bit_model(folder / "16", save_dtype="bf16")
+            lambda: engine.save_16bit_model(folder / "16", save_dtype=torch.bfloat16)
         ),
         "Trainer.save_model": measure(as_the_trainer_does),
     }

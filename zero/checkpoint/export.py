@@ -25,7 +25,7 @@ from torch import nn
 
 from zero.checkpoint.disk import megabytes
 from zero.checkpoint.files import TensorSpec, bytes_of
-from zero.checkpoint.models import DTYPES, MODEL_FILE, write_model
+from zero.checkpoint.models import MODEL_FILE, write_model
 from zero.checkpoint.state import model_config, plain_tensors, saved_places
 from zero.comm.communicator import Communicator
 from zero.comm.work import Pending
@@ -69,15 +69,6 @@ class _Part(NamedTuple):
         return self.group.persistent and self.dtype == self.group.dtype
 
 
-def dtype_named(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the dtype with a name of `DTYPES`, or what else is given."""
-    if isinstance(dtype, str) and dtype not in DTYPES:
-        raise UsageError(
-            f"save_dtype is {dtype!r}; give one of {', '.join(DTYPES)}, a torch dtype or None"
-        )
-    return DTYPES[dtype] if isinstance(dtype, str) else dtype
-
-
 class Weights:
     """All weights of a model, with tied weights once. All ranks must read them at the same time.
 
@@ -85,8 +76,8 @@ class Weights:
     parameters, under their names, and the other tensors of the `state_dict()`.
 
     Args:
-        dtype: the dtype of floating-point weights, rounded from the fp32 masters if there are any:
-            a torch dtype, or "fp16", "bf16" or "fp32". None means the dtype they are trained in.
+        dtype: the dtype of floating-point weights, rounded from the fp32 masters if there are any.
+            None means the dtype they are trained in.
 
     Attributes:
         specs: names, shapes and dtypes, in the order of the values.
@@ -97,7 +88,7 @@ class Weights:
         model: nn.Module,
         groups: Sequence[ParamGroup],
         comm: Communicator,
-        dtype: torch.dtype | str | None = None,
+        dtype: torch.dtype | None = None,
         exclude_frozen: bool = False,
         by_parameter: bool = False,
     ):
@@ -108,7 +99,7 @@ class Weights:
             )
         self.groups = [group for group in groups if group.trainable or not exclude_frozen]
         self.comm = comm
-        self.dtype = dtype_named(dtype)
+        self.dtype = dtype
         self.names: dict[ParamGroup, list[str | None]] = {}
         for group in self.groups:
             is_named = by_parameter and not group.packed
@@ -327,19 +318,6 @@ def _show_copies(
         copy = copies[group.index[param]]() if version == group.version else None
         if copy is not None:
             state[key] = copy
-        else:
-            _warn_of_placeholders()
-
-
-@functools.cache  # once
-def _warn_of_placeholders() -> None:
-    logger.warning(
-        "the state_dict() of a model that is sharded over ranks has placeholders without values. "
-        "To save the model, use the trainer's save_model(), accelerate's save_pretrained(..., "
-        "state_dict=accelerator.get_state_dict(model)) on every rank, or "
-        "engine.save_16bit_model(); to look at its values, "
-        "zero.GatheredParameters(model.parameters())"
-    )
 
 
 def copied_state_dict(state: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:

@@ -155,7 +155,8 @@ class Manifest(_Part):
     """The content of `checkpoint.json`.
 
     `tied`: {other name: name} of parameters. `state_dict`: {key in the model's state dict: name},
-    or nothing if it has all parameters under their names.
+    which earlier versions did not store. `base`: the bytes of each quantized
+    layer, whose weights are not stored.
     """
 
     format: Literal["zero-checkpoint"]
@@ -180,7 +181,7 @@ class Manifest(_Part):
     plain: dict[str, Value]
     tied: dict[str, str]
     state_dict: dict[str, str] = {}
-    base: dict[str, tuple[Count, Count]] = {}
+    base: dict[str, list[Count]] = {}
     adapters: dict[str, Adapter] = {}
     optimizer: OptimizerState | None
     files: dict[FileName, File]

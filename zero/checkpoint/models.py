@@ -37,7 +37,6 @@ from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MODEL_FILE = "model.safetensors"
 MAX_FILE_BYTES = 5 * 10**9
 # The number of elements of a tensor that are read and written at a time.

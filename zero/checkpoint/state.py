@@ -6,7 +6,7 @@
     optimizer/KEY/NAME/N   one of a different shape, such as sums over the rows of a matrix
     plain/NAME             a buffer, or a parameter that is not sharded
 
-Quantized weights are not stored; see `zero.checkpoint.base`.
+Quantized weights are not stored, only the size of each layer that has some.
 
 The first two kinds are stored as slices of flattened tensors, each by the rank that holds it. The
 others are stored as a whole. See `zero.checkpoint.files`."""
@@ -26,13 +26,13 @@ import numpy
 import torch
 from torch import nn
 
-from zero.checkpoint.base import base_layers
 from zero.checkpoint.files import CheckpointReader, Slice, name_in
 from zero.checkpoint.manifest import Manifest, OptimizerState
 from zero.checkpoint.progress import Progress, describe_progress
 from zero.checkpoint.values import decode, describe, dtype_name, encode, rebuild
 from zero.comm.communicator import Communicator
 from zero.core.param_group import ParamGroup
+from zero.core.quantized_weights import keeps_codes_in_buffers, quantized_tensors
 from zero.core.reduction import GradientReducer
 from zero.core.sharded_param import Cut, PlaceholderView, cut_of, is_copy, owning_group
 from zero.device import is_accelerator, random_state, set_random_state
@@ -82,21 +82,18 @@ def describe_engine(engine: EngineState, client_state: dict, exclude_frozen: boo
         lr_scheduler=engine.lr_scheduler and engine.lr_scheduler.state_dict(),
         client_state=client_state,
     )
-    every, tied = parameters(engine), tied_names(engine.module)
+    places = saved_places(engine.module).items()
     description = describe_progress(progress, plain) | {
         "world_size": engine.comm.job.world_size,
         "stage": engine.stage,
         "frozen_excluded": exclude_frozen,
         "parameters": parameters(engine, exclude_frozen),
-        "tied": tied,
+        "tied": tied_names(engine.module),
+        "state_dict": {k: group.param_names[i] for k, (group, i) in places if not group.packed},
         "optimizer": None,
         "hf_config": model_config(engine.module),
+        "base": base_sizes(engine),
     }
-    places = saved_places(engine.module).items()
-    saved = {key: group.param_names[i] for key, (group, i) in places if not group.packed}
-    # Those of a part of the model say nothing of the other parts.
-    if engine.comm.model is not None or saved != {name: name for name in every} | tied:
-        description["state_dict"] = saved
     if optimizer is not None:
         classes, groups = classes_of(optimizer.optimizer), []
         for index, group in enumerate(optimizer.param_groups):
@@ -180,7 +177,7 @@ def plain_tensors(
     `exclude_frozen` leaves out frozen parameters, and what quantized layers add to their state
     dicts (scales and codes, which are neither parameters nor buffers). `with_base` includes those
     of a quantized base."""
-    layers = {} if with_base else base_layers(model)
+    layers = {} if with_base else _base_layers(model)
     base = {id(tensor) for tensors in layers.values() for tensor in tensors}
     found = {
         name: value
@@ -200,6 +197,39 @@ def plain_tensors(
     kept = {name for name, param in params if param.requires_grad}
     kept.update(name for name, _ in model.named_buffers(remove_duplicate=False))
     return {n: value for n, value in found.items() if n in kept or n.endswith("_extra_state")}
+
+
+def _base_layers(model: nn.Module) -> dict[str, list[torch.Tensor]]:
+    """Return the tensors of each quantized layer, by the layer's name."""
+    buffers = None if keeps_codes_in_buffers(model) else False
+    layers = {
+        name: [each.tensor for each in quantized_tensors(module, buffers)]
+        for name, module in model.named_modules()
+    }
+    return {name: tensors for name, tensors in layers.items() if tensors}
+
+
+def base_sizes(engine: EngineState) -> dict[str, list[int]]:
+    """Return the bytes of each quantized layer in a list; nothing for one of several parts of a
+    model.
+    """
+    layers = {} if engine.comm.model is not None else _base_layers(engine.module)
+    return {name: [sum(each.nbytes for each in layer)] for name, layer in layers.items()}
+
+
+def require_same_base(engine: EngineState, manifest: Manifest) -> None:
+    """Raise UsageError, naming a layer, if the model's base is quantized in another way than the
+    checkpoint's.
+    """
+    stored, here = manifest.base, base_sizes(engine)
+    for name in sorted(stored.keys() | here.keys()):
+        # Checkpoints of earlier versions have a checksum behind the size.
+        if stored.get(name, [])[:1] != here.get(name, []):
+            raise UsageError(
+                f"the quantized layer {name!r} of the model is not the one that the checkpoint was "
+                "trained with: quantize the same base in the same way, or take the trained weights "
+                "alone with engine.load_checkpoint(load_module_only=True)"
+            )
 
 
 def saved_places(model: nn.Module) -> dict[str, tuple[ParamGroup, int]]:
@@ -263,7 +293,7 @@ def optimizer_slices(optimizer: ZeroOptimizer) -> tuple[list[Slice], dict[str, d
             raise UsageError(
                 f"optimizer state {strangers[0]!r} belongs to no parameter, so it cannot be stored"
             )
-        return _slices_of_whole_tensors(optimizer.whole, _package_of(optimizer))
+        return _slices_of_whole_tensors(optimizer.whole)
     slices: list[Slice] = []
     kinds: dict[str, dict] = {}
     for sub_group in optimizer.sub_groups:
@@ -291,15 +321,7 @@ def optimizer_slices(optimizer: ZeroOptimizer) -> tuple[list[Slice], dict[str, d
     return slices, kinds
 
 
-def _package_of(optimizer: ZeroOptimizer) -> str | None:
-    """Return the package whose objects the optimizer may keep as state, or None for torch's own."""
-    package = type(optimizer.optimizer).__module__.partition(".")[0]
-    return None if package == "torch" else package
-
-
-def _slices_of_whole_tensors(
-    state: WholeTensorState, package: str | None
-) -> tuple[list[Slice], dict[str, dict]]:
+def _slices_of_whole_tensors(state: WholeTensorState) -> tuple[list[Slice], dict[str, dict]]:
     """Like `optimizer_slices`, for the tensors that this rank owns."""
     slices: list[Slice] = []
     kinds: dict[str, dict] = {}
@@ -314,7 +336,7 @@ def _slices_of_whole_tensors(
                 slices.append(Slice.whole(stored, value.contiguous()))
             else:
                 found: list[torch.Tensor] = []
-                kind.setdefault("whole", {})[tensor.name] = describe(value, found, place, package)
+                kind.setdefault("whole", {})[tensor.name] = describe(value, found, place)
                 for number, each in enumerate(found):
                     slices.append(Slice.whole(f"{stored}/{number}", each.contiguous()))
     return slices, kinds
@@ -377,7 +399,7 @@ def _state_of_whole_tensor(
 ) -> dict[str, object]:
     """Return the stored state of a whole tensor, with memory that reading `slices` fills."""
     state, tier = {}, tensor.shard.tier
-    group, package = optimizer.param_groups[tensor.group_index], _package_of(optimizer)
+    group = optimizer.param_groups[tensor.group_index]
 
     def target(key: str, number: int | None, shape: Sequence[int]) -> torch.Tensor:
         key = key if number is None else f"{key}/{number}"
@@ -389,7 +411,7 @@ def _state_of_whole_tensor(
         stored_key = f"optimizer/{key}/{tensor.name}"
         if kind.whole is not None and tensor.name in kind.whole:
             description = kind.whole[tensor.name]
-            state[key] = rebuild(description, partial(target, stored_key), package)
+            state[key] = rebuild(description, partial(target, stored_key))
         elif kind.numbers is not None and tensor.name in kind.numbers:
             state[key] = _number(key, kind.numbers, [tensor.name], group, tier.device)
         elif reader.holds(stored_key):

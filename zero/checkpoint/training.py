@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from zero.checkpoint import base, resumable, state
 from zero.checkpoint import folder as folders
+from zero.checkpoint import resumable, state
 from zero.checkpoint.adapters import describe_adapters
 from zero.checkpoint.background import BackgroundSaves, wait_for_background_saves
 from zero.checkpoint.files import CheckpointReader, Slice, name_in, open_checkpoint, write
@@ -140,13 +140,13 @@ class _Save:
         self._slices, kinds = state.slices_to_store(engine, exclude_frozen)
         self.description = state.describe_engine(engine, client_state, exclude_frozen)
         # Ranks have different parts of a model that is split over a model group.
-        different = ("parameters", "plain", "tied") if engine.comm.model is not None else ()
+        is_split = engine.comm.model is not None
+        different = ("parameters", "plain", "tied", "state_dict") if is_split else ()
         return {
             "tag": tag,
             "bytes": sum(each.values.nbytes + _BYTES_PER_SLICE for each in self._slices),
             "state": kinds,
             "random_states": state.random_states(engine.comm.device),
-            "base": base.sums_of_rank(engine.module, engine.comm),
             "model": {key: self.description[key] for key in different},
         }
 
@@ -161,8 +161,6 @@ class _Save:
         tag = _agreed_tag([each["tag"] for each in of_ranks], validation)
         description["tag"] = tag
         description["random_states"] = [each["random_states"] for each in of_ranks]
-        if of_base := base.total([each["base"] for each in of_ranks]):
-            description["base"] = of_base
         if of_adapters := describe_adapters(self._engine.module):
             description["adapters"] = of_adapters
         for rank, of_rank in enumerate(of_ranks):
@@ -182,7 +180,7 @@ class _Save:
             logger.warning(text, tag)
         folder = folders.begin(self._save_dir, tag, nbytes)
         with _abandoning(folder, self._rank):
-            resumable.seal_later(self._save_dir, len(of_ranks))
+            resumable.sync_later(self._save_dir, len(of_ranks))
         return folder, writers
 
     def all_slices(self, writers: dict[str, int]) -> list[Slice]:
@@ -208,7 +206,6 @@ class _Save:
                 for key, entry in of_rank["tensors"].items():
                     tensor = description["tensors"].setdefault(key, entry | {"slices": []})
                     tensor["slices"] += entry["slices"]
-            folders.write_placeholders(folder, description["stage"], description["world_size"])
             folders.commit(folder, description["tag"], description, latest=self._latest)
 
         name = DATA_FILE.format(ranks.rank)
@@ -258,16 +255,12 @@ def load_checkpoint(
     tag = None if tag is None else str(tag)
     is_split = engine.comm.model is not None
     found = ranks.lead(
-        lambda: {
-            "names": list(here) if is_split else [],
-            "base": base.sums_of_rank(engine.module, engine.comm),
-        },
+        lambda: list(here) if is_split else [],
         lambda of_ranks: {
             "deepspeed": (deepspeed := folders.locate_deepspeed(source, tag)),
             "folder": deepspeed or resumable.locate_tag(source, tag),
             "has_random_states": any(source.glob("rng_state*.pth")),
-            "elsewhere": sorted(set().union(*(each["names"] for each in of_ranks))),
-            "base": base.total([each["base"] for each in of_ranks]),
+            "elsewhere": sorted(set().union(*of_ranks)),
         },
     )
     folder = found["folder"]
@@ -284,10 +277,17 @@ def load_checkpoint(
     optimizer = engine.optimizer if load_optimizer and not module_only else None
 
     def check() -> tuple[CheckpointReader, set[str]]:
-        reader = open_deepspeed(folder) if found["deepspeed"] else _open(engine, source, folder)
+        with _offering_another(folder):
+            if found["deepspeed"]:
+                reader = open_deepspeed(folder)
+            else:
+                reader = open_checkpoint(folder, state.cuts_of(engine), all_files=ranks.rank == 0)
+            is_in_whole = source != folder and (source / resumable.TRAINER_STATE).exists()
+            if ranks.rank == 0 and is_in_whole and not found["deepspeed"]:
+                resumable.check_resumable(source, ranks.world_size, sums=False)
         names = _names_to_load(engine, reader.manifest, strict, found["elsewhere"])
         if not module_only and not is_split:
-            base.require_same_base(reader.manifest.base, found["base"])
+            state.require_same_base(engine, reader.manifest)
         if optimizer is not None:
             _check_optimizer(engine, optimizer, reader.manifest)
             if found["deepspeed"] and (source / resumable.SCHEDULER).is_file():
@@ -320,27 +320,21 @@ def load_checkpoint(
 
 
 @contextmanager
+def _offering_another(folder: Path) -> Iterator[None]:
+    """Context in which the error of a damaged checkpoint says which one to load instead."""
+    try:
+        yield
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{error}{resumable.offer(folder)}") from error
+
+
+@contextmanager
 def _stored_in(folder: Path, part: str) -> Iterator[None]:
     """Context in which a part of the manifest is restored that only its own readers understand."""
     try:
         yield
     except _NOT_UNDERSTOOD as error:
         raise damaged(folder / MANIFEST, f"{part}: {type(error).__name__}: {error}") from error
-
-
-def _open(engine: EngineState, source: Path, folder: Path) -> CheckpointReader:
-    """A reader of the checkpoint.
-
-    Rank 0 checks that all files exist, including the Trainer's if it has completed its folder.
-    """
-    job = engine.comm.job
-    try:
-        reader = open_checkpoint(folder, state.cuts_of(engine), all_files=job.rank == 0)
-        if job.rank == 0 and source != folder and (source / resumable.TRAINER_STATE).exists():
-            resumable.check_resumable(source, job.world_size, sums=False)
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"{error}{resumable.offer(folder)}") from error
-    return reader
 
 
 def _check_optimizer(engine: EngineState, optimizer: ZeroOptimizer, manifest: Manifest) -> None:
@@ -374,10 +368,12 @@ def _check_groups(source: Path, optimizer: ZeroOptimizer, manifest: Manifest) ->
         )
 
 
-def _shapes(engine: EngineState) -> dict[str, list[int]]:
+def _shapes(engine: EngineState, exclude_frozen: bool = False) -> dict[str, list[int]]:
     """Return the shapes of everything that this rank has of the model, by name."""
-    plain = {name: list(value.shape) for name, value in state.plain_tensors(engine.module).items()}
-    return plain | {name: entry["shape"] for name, entry in state.parameters(engine).items()}
+    plain = state.plain_tensors(engine.module, exclude_frozen)
+    params = state.parameters(engine, exclude_frozen)
+    shapes = {name: list(value.shape) for name, value in plain.items()}
+    return shapes | {name: entry["shape"] for name, entry in params.items()}
 
 
 def _names_to_load(
@@ -397,12 +393,7 @@ def _names_to_load(
                 f"parameter {name!r} has shape {stored[name]} in the checkpoint and {here[name]} "
                 "in the model"
             )
-    optional: set[str] = set()
-    if manifest.frozen_excluded:
-        stored_if_trained = state.parameters(engine, exclude_frozen=True)
-        stored_always = state.plain_tensors(engine.module, exclude_frozen=True)
-        optional = here.keys() - stored_if_trained.keys() - stored_always.keys()
-    missing = sorted(here.keys() - common - optional)
+    missing = sorted(_shapes(engine, manifest.frozen_excluded).keys() - common)
     unexpected = sorted(stored.keys() - common - set(elsewhere))
     if strict and (missing or unexpected):
         raise UsageError(
@@ -438,14 +429,12 @@ def _read(
                 slices.append(Slice.whole(f"plain/{name}", memory))
                 if not value.is_contiguous():
                     strided.append((value.detach(), memory))
-        try:
+        with _offering_another(reader.folder):
             reader.read(slices)
             for value, memory in strided:
                 value.copy_(memory)
             if optimizer is not None:
                 state.read_optimizer_state(optimizer, reader)
-        except DamagedCheckpointError as error:
-            raise DamagedCheckpointError(f"{error}{resumable.offer(reader.folder)}") from error
 
     try:
         ranks.together(read)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 
-from zero.checkpoint.models import DTYPES, MAX_FILE_BYTES, consolidate
+import torch
+
+from zero.checkpoint.models import MAX_FILE_BYTES, consolidate
 from zero.tools.arguments import CHECKPOINT, Parser, above_zero
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def command(arguments: list[str]) -> None:

@@ -26,7 +26,12 @@ MODULES = {"target_modules": ["up", "down"], "r": 3, "lora_alpha": 5}
 def streamed(rank: int, world_size: int, stage: int) -> None:
     true = weights_of(toy(tied=True))
     del true["head.weight"]  # the same as stem.weight
-    for dtype, max_bytes in ((None, 1 << 30), ("bf16", 1 << 30), (None, 6 * BLOCK), ("bf16", 0)):
+    for dtype, max_bytes in (
+        (None, 1 << 30),
+        (torch.bfloat16, 1 << 30),
+        (None, 6 * BLOCK),
+        (torch.bfloat16, 0),
+    ):
         engine, _ = start(
             toy(tied=True), ds_config(stage=stage, stage3_param_persistence_threshold=30)
         )
@@ -38,9 +43,7 @@ def streamed(rank: int, world_size: int, stage: int) -> None:
             found[name] = value.clone()
         assert found.keys() == true.keys()
         for name, value in true.items():
-            assert torch.equal(found[name], value.to(torch.bfloat16 if dtype else value.dtype)), (
-                name
-            )
+            assert torch.equal(found[name], value.to(dtype or value.dtype)), name
         assert engine.residency.live == 0
 
 
@@ -180,7 +183,7 @@ def streamed_merged(rank: int, world_size: int, name: str, stage: int, tied: boo
             assert torch.equal(found[key], value), key
     for key, value in zero.stream_weights(engine):
         assert torch.equal(value, before[key]), key
-    half = dict(zero.stream_weights(engine, "bf16", merge_adapters=True))
+    half = dict(zero.stream_weights(engine, torch.bfloat16, merge_adapters=True))
     assert all(value.dtype == torch.bfloat16 for value in half.values())
 
 
