@@ -12,6 +12,7 @@ import zero.hf
 
 zero.hf.enable()  # before transformers is imported
 
+import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from transformers import AutoModelForSeq2SeqLM  # noqa: E402
 from transformers.integrations import HfDeepSpeedConfig  # noqa: E402

@@ -26,6 +26,7 @@ from zero.checkpoint.background import BackgroundSaves
 from zero.checkpoint.disk import LOCK
 from zero.checkpoint.folder import locate
 from zero.checkpoint.resumable import find_intact
+from zero.core.forward_writes import ForwardWrites
 from zero.engine import ZeroEngine
 
 ASYNC = {"checkpoint": {"async_save": True}}
@@ -130,6 +131,7 @@ def fail_after_begin(
         (BackgroundSaves, "copy", ASYNC),
         (training._Save, "all_slices", ASYNC),
         (training._Save, "all_slices", {}),
+        (ForwardWrites, "between_passes", {}),
     ],
 )
 def test_a_rank_that_lacks_memory_fails_on_every_rank(owner, name, config, tmp_path):

@@ -194,9 +194,9 @@ def test_saving_needs_the_setting(tmp_path):
 
 MODES = {
     "as trained": (3, None),
-    "fp16": (3, "fp16"),
+    "fp16": (3, torch.float16),
     "stage 2": (2, torch.float32),
-    "one file": (1, "bf16"),
+    "one file": (1, torch.bfloat16),
 }
 
 
@@ -230,9 +230,7 @@ def test_saved_models_load_with_from_pretrained(tmp_path):
             report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
         )
         masters = get_fp32_state_dict_from_zero_checkpoint(folder / "checkpoint")
-        expected = {None: torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16}.get(
-            dtype, dtype
-        )
+        expected = dtype or torch.bfloat16
         assert model.dtype == expected
         for (
             key,
