@@ -17,11 +17,10 @@ import torch
 from torch import nn
 
 from zero import build
-from zero.checkpoint import training
+from zero.checkpoint import resumable, training
 from zero.checkpoint.background import BackgroundSaves, wait_for_background_saves
 from zero.checkpoint.export import Weights, save_16bit_model, show_copies_in_state_dicts
 from zero.checkpoint.progress import Progress
-from zero.checkpoint.resumable import sync_after_step
 from zero.checkpoint.state import EngineState
 from zero.comm.clock import Throughput
 from zero.comm.communicator import Communicator, communicator
@@ -310,7 +309,7 @@ class ZeroEngine(nn.Module):
         if not boundary:
             self.micro_steps += 1
             return
-        sync_after_step()
+        resumable.sync()
         if self._saves is not None:
             self._saves.check()
         samples = self._samples_of_step()

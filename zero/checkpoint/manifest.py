@@ -155,8 +155,8 @@ class Manifest(_Part):
     """The content of `checkpoint.json`.
 
     `tied`: {other name: name} of parameters. `state_dict`: {key in the model's state dict: name},
-    which earlier versions did not store. `base`: the bytes of each quantized
-    layer, whose weights are not stored.
+    which earlier versions did not store. `base`: has the names of quantized
+    layers, whose weights are not stored; earlier versions identified these by numbers.
     """
 
     format: Literal["zero-checkpoint"]

@@ -17,7 +17,8 @@ import os
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from zero.checkpoint import disk
@@ -84,6 +85,15 @@ def locate_tag(load_dir: Path, tag: str | None) -> Path | None:
         raise UsageError(f"{error}{offer(load_dir / (tag or LATEST))}") from None
 
 
+@contextmanager
+def offering_another(folder: Path) -> Iterator[None]:
+    """Context in which the error of a damaged checkpoint says which one to load instead."""
+    try:
+        yield
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{error}{offer(folder)}") from error
+
+
 def offer(damaged: Path) -> str:
     """Return the end of an error message, which says which checkpoint to load instead."""
     intact = find_intact(job_folder(damaged.parent), before=damaged)
@@ -128,10 +138,8 @@ def check_named(folder: Path) -> None:
     """
     if folder not in of_trainer(folder.parent) or not (folder / RECOVERY_SCRIPT).exists():
         return
-    try:
+    with offering_another(folder / folder.name):
         check_resumable(folder, _world_size(), sums=False)
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"{error}{offer(folder / folder.name)}") from error
 
 
 def _read(path: Path) -> bytes:
@@ -167,18 +175,15 @@ def _check_archive(path: Path) -> None:
         raise damaged(path, f"{wrong} in it is not what was written")
 
 
-_to_sync: tuple[Path, int] | None = None
-# The number of steps since the Trainer's last file appeared in that folder.
-_steps_since = 0
+_to_sync: Path | None = None
 _saved_here: set[Path] = set()
 
 
-def sync_later(folder: Path, world_size: int) -> None:
-    """On rank 0, have `sync` check from now on whether the Trainer has completed this folder."""
-    global _to_sync, _steps_since
+def sync_later(folder: Path) -> None:
+    """On rank 0, have `sync` sync the Trainer's files in this folder once it has completed them."""
+    global _to_sync
     sync()
-    _steps_since = 0
-    _to_sync = (folder, world_size) if job_folder(folder) != folder else None
+    _to_sync = folder if job_folder(folder) != folder else None
     if _to_sync is None:
         return
     disk.remove(folder / TRAINER_STATE)  # from an earlier checkpoint of this step
@@ -206,31 +211,13 @@ def _clean_up_after_kill(folder: Path) -> None:
             bound = min(changed, bound - 1)
 
 
-def sync_after_step() -> None:
-    """Call `sync` as a part of each step.
-
-    It is only called 1, 2, 4, 8 and so on steps after the Trainer's last file has appeared, so that
-    a folder that never becomes complete does not cost time in each step.
-    """
-    global _steps_since
-    if _to_sync is not None and (_to_sync[0] / TRAINER_STATE).exists():
-        _steps_since += 1
-        if _steps_since & (_steps_since - 1) == 0:
-            sync()
-
-
 @atexit.register
 def sync() -> None:
-    """If the Trainer's files are complete, sync them."""
+    """If the Trainer has completed the last folder, sync its files. A part of each step."""
     global _to_sync
-    if _to_sync is None or not (_to_sync[0] / TRAINER_STATE).exists():
+    if _to_sync is None or not (_to_sync / TRAINER_STATE).exists():
         return
-    folder, world_size = _to_sync
-    try:
-        check_resumable(folder, world_size, sums=False)
-    except (ValueError, OSError):
-        return  # another rank, or a save in the background, has not finished
-    _to_sync = None
+    folder, _to_sync = _to_sync, None
     for path in {path for pattern in _OF_TRAINER for path in folder.glob(pattern)}:
         with open(path, "rb") as file:
             os.fsync(file.fileno())

@@ -6,7 +6,7 @@
     optimizer/KEY/NAME/N   one of a different shape, such as sums over the rows of a matrix
     plain/NAME             a buffer, or a parameter that is not sharded
 
-Quantized weights are not stored, only the size of each layer that has some.
+Quantized weights are not stored.
 
 The first two kinds are stored as slices of flattened tensors, each by the rank that holds it. The
 others are stored as a whole. See `zero.checkpoint.files`."""
@@ -92,7 +92,7 @@ def describe_engine(engine: EngineState, client_state: dict, exclude_frozen: boo
         "state_dict": {k: group.param_names[i] for k, (group, i) in places if not group.packed},
         "optimizer": None,
         "hf_config": model_config(engine.module),
-        "base": base_sizes(engine),
+        "base": {name: [] for name in _base_layers(engine.module)},
     }
     if optimizer is not None:
         classes, groups = classes_of(optimizer.optimizer), []
@@ -207,29 +207,6 @@ def _base_layers(model: nn.Module) -> dict[str, list[torch.Tensor]]:
         for name, module in model.named_modules()
     }
     return {name: tensors for name, tensors in layers.items() if tensors}
-
-
-def base_sizes(engine: EngineState) -> dict[str, list[int]]:
-    """Return the bytes of each quantized layer in a list; nothing for one of several parts of a
-    model.
-    """
-    layers = {} if engine.comm.model is not None else _base_layers(engine.module)
-    return {name: [sum(each.nbytes for each in layer)] for name, layer in layers.items()}
-
-
-def require_same_base(engine: EngineState, manifest: Manifest) -> None:
-    """Raise UsageError, naming a layer, if the model's base is quantized in another way than the
-    checkpoint's.
-    """
-    stored, here = manifest.base, base_sizes(engine)
-    for name in sorted(stored.keys() | here.keys()):
-        # Checkpoints of earlier versions have a checksum behind the size.
-        if stored.get(name, [])[:1] != here.get(name, []):
-            raise UsageError(
-                f"the quantized layer {name!r} of the model is not the one that the checkpoint was "
-                "trained with: quantize the same base in the same way, or take the trained weights "
-                "alone with engine.load_checkpoint(load_module_only=True)"
-            )
 
 
 def saved_places(model: nn.Module) -> dict[str, tuple[ParamGroup, int]]:

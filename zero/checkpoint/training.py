@@ -35,7 +35,6 @@ from zero.checkpoint.files import CheckpointReader, Slice, name_in, open_checkpo
 from zero.checkpoint.manifest import (
     DATA_FILE,
     MANIFEST,
-    DamagedCheckpointError,
     Manifest,
     damaged,
 )
@@ -110,10 +109,8 @@ def _is_in_files(engine: EngineState) -> bool:
     """Whether some state is in files. It does not fit in host memory then, so it cannot be copied
     there for a save in the background.
     """
-    tiers = [group.tier for group in engine.groups]
-    if engine.optimizer is not None:
-        tiers += [shard.tier for shard in engine.optimizer.shards.values()]
-    return any(tier.file for tier in tiers)
+    shards = () if engine.optimizer is None else engine.optimizer.shards.values()
+    return any(each.tier.file for each in [*engine.groups, *shards])
 
 
 class _Save:
@@ -180,7 +177,7 @@ class _Save:
             logger.warning(text, tag)
         folder = folders.begin(self._save_dir, tag, nbytes)
         with _abandoning(folder, self._rank):
-            resumable.sync_later(self._save_dir, len(of_ranks))
+            resumable.sync_later(self._save_dir)
         return folder, writers
 
     def all_slices(self, writers: dict[str, int]) -> list[Slice]:
@@ -249,8 +246,8 @@ def load_checkpoint(
         How far the run is now.
     """
     wait_for_background_saves()
-    where = f" from {load_dir}"
-    ranks = engine.comm.control("loading a checkpoint", where, is_long=True).wait_for_all()
+    control = engine.comm.control("loading a checkpoint", f" from {load_dir}", is_long=True)
+    ranks = control.wait_for_all()
     source, here = Path(load_dir), _shapes(engine)
     tag = None if tag is None else str(tag)
     is_split = engine.comm.model is not None
@@ -269,25 +266,18 @@ def load_checkpoint(
             logger.warning("%s: there is no checkpoint", source)
         return None, engine.progress
     if found["deepspeed"] and ranks.rank == 0:
-        logger.warning(
-            "%s is a checkpoint of DeepSpeed: it is read and not changed, and saves have zero's "
-            "format",
-            folder,
-        )
+        logger.info("%s is a checkpoint of DeepSpeed: saves have zero's format", folder)
     optimizer = engine.optimizer if load_optimizer and not module_only else None
 
     def check() -> tuple[CheckpointReader, set[str]]:
-        with _offering_another(folder):
+        with resumable.offering_another(folder):
             if found["deepspeed"]:
                 reader = open_deepspeed(folder)
             else:
                 reader = open_checkpoint(folder, state.cuts_of(engine), all_files=ranks.rank == 0)
-            is_in_whole = source != folder and (source / resumable.TRAINER_STATE).exists()
-            if ranks.rank == 0 and is_in_whole and not found["deepspeed"]:
+            if ranks.rank == 0 and source != folder and (source / resumable.TRAINER_STATE).exists():
                 resumable.check_resumable(source, ranks.world_size, sums=False)
         names = _names_to_load(engine, reader.manifest, strict, found["elsewhere"])
-        if not module_only and not is_split:
-            state.require_same_base(engine, reader.manifest)
         if optimizer is not None:
             _check_optimizer(engine, optimizer, reader.manifest)
             if found["deepspeed"] and (source / resumable.SCHEDULER).is_file():
@@ -306,9 +296,8 @@ def load_checkpoint(
                 state.restore_group_settings(engine, optimizer, manifest)
                 if engine.scaler is not None and progress.loss_scaler is not None:
                     engine.scaler.load_state_dict(progress.loss_scaler)
-        scheduler = engine.lr_scheduler if load_lr_scheduler else None
-        if scheduler is not None and progress.lr_scheduler is not None:
-            scheduler.load_state_dict(progress.lr_scheduler)
+        if load_lr_scheduler and engine.lr_scheduler and progress.lr_scheduler is not None:
+            engine.lr_scheduler.load_state_dict(progress.lr_scheduler)
         if manifest.world_size == ranks.world_size and not found["has_random_states"]:
             with _stored_in(folder, "random_states"):
                 states = manifest.random_states[ranks.rank]
@@ -317,15 +306,6 @@ def load_checkpoint(
 
     _read(engine, ranks, reader, names, optimizer)
     return str(folder), ranks.together(restore)
-
-
-@contextmanager
-def _offering_another(folder: Path) -> Iterator[None]:
-    """Context in which the error of a damaged checkpoint says which one to load instead."""
-    try:
-        yield
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"{error}{resumable.offer(folder)}") from error
 
 
 @contextmanager
@@ -429,7 +409,7 @@ def _read(
                 slices.append(Slice.whole(f"plain/{name}", memory))
                 if not value.is_contiguous():
                     strided.append((value.detach(), memory))
-        with _offering_another(reader.folder):
+        with resumable.offering_another(reader.folder):
             reader.read(slices)
             for value, memory in strided:
                 value.copy_(memory)

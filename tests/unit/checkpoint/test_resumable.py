@@ -14,7 +14,7 @@ from tests.unit.checkpoints import flip, save
 from zero.checkpoint import folder as folders
 from zero.checkpoint import resumable
 from zero.checkpoint.manifest import DamagedCheckpointError
-from zero.checkpoint.resumable import find_resumable, sync_after_step
+from zero.checkpoint.resumable import find_resumable
 
 DATA = "rank00000.safetensors"
 
@@ -65,26 +65,25 @@ def test_every_rank_needs_its_random_states(tmp_path, monkeypatch):
     assert find_resumable(tmp_path / "nowhere") is None
 
 
-def test_a_folder_that_stays_incomplete_costs_little_in_each_step(tmp_path, monkeypatch):
-    resumable.sync_later(tmp_path / "checkpoint-10", 1)
-    folder, tries, check = trainers(tmp_path, 10), [], resumable.check_resumable
-    states = (folder / "rng_state.pth").rename(folder / "aside")
+def test_the_files_of_the_trainer_are_synced_once_after_the_last_one(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
 
-    def counted(*args, **kwargs):
-        tries.append(args)
-        check(*args, **kwargs)
+    def recorded(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
 
-    monkeypatch.setattr(resumable, "check_resumable", counted)
-    for _ in range(1000):
-        sync_after_step()
-    assert len(tries) == 10
-    states.rename(folder / "rng_state.pth")
-    resumable.sync_later(tmp_path / "checkpoint-20", 1)  # the next save tries once more
-    assert len(tries) == 11
-    trainers(tmp_path, 20)
-    for _ in range(10):  # the first one ends it
-        sync_after_step()
-    assert len(tries) == 12
+    resumable.sync_later(tmp_path / "checkpoint-10")
+    folder = trainers(tmp_path, 10)
+    state = (folder / "trainer_state.json").rename(folder / "aside")
+    monkeypatch.setattr(os, "fsync", recorded)
+    resumable.sync()
+    assert not synced
+    state.rename(folder / "trainer_state.json")
+    for _ in range(3):
+        resumable.sync()
+    names = ("trainer_state.json", "scheduler.pt", "rng_state.pth", "latest")
+    files = {folder / name for name in names if (folder / name).exists()}
+    assert len(synced) == len({*synced}) and {*synced} == {*files, folder, tmp_path}
 
 
 def test_the_newest_is_set_aside_until_it_is_complete(tmp_path, capsys):
@@ -153,7 +152,7 @@ def test_the_first_save_cleans_up_so_that_the_trainer_deletes_the_right_folder(
         os.utime(folder, (now - age, now - age))
     (newer / "scheduler.pt").unlink()
     (tmp_path / "checkpoint-15").mkdir()
-    resumable.sync_later(tmp_path / "checkpoint-15", 1)
+    resumable.sync_later(tmp_path / "checkpoint-15")
     by_time = sorted(tmp_path.glob("*checkpoint-*"), key=lambda path: path.stat().st_mtime)
     assert [path.name for path in by_time if path.name != "incomplete-checkpoint-20"] == [
         "checkpoint-5", "checkpoint-10", "checkpoint-25", "checkpoint-15"
