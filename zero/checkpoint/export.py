@@ -26,7 +26,7 @@ from torch import nn
 from zero.checkpoint.disk import megabytes
 from zero.checkpoint.files import TensorSpec, bytes_of
 from zero.checkpoint.models import MODEL_FILE, write_model
-from zero.checkpoint.state import model_config, plain_tensors, saved_places
+from zero.checkpoint.state import model_config, plain_tensors, require_values, saved_places
 from zero.comm.communicator import Communicator
 from zero.comm.work import Pending
 from zero.core.layout import PIPELINE_PLACE
@@ -113,10 +113,9 @@ class Weights:
                         "saved from shards: save the trained weights alone, with "
                         "exclude_frozen_parameters=True"
                     )
-        self.plain = {
-            name: value.detach()
-            for name, value in plain_tensors(model, exclude_frozen, with_base=True).items()
-        }
+        plain = plain_tensors(model, exclude_frozen, with_base=True)
+        require_values(model, plain)
+        self.plain = {name: value.detach() for name, value in plain.items()}
         self.specs = [
             TensorSpec(name, param.shape, param.dtype if group.packed else self._dtype(group.dtype))
             for group in self.groups

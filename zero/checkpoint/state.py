@@ -17,7 +17,7 @@ import json
 import logging
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -76,6 +76,7 @@ class EngineState:
 def describe_engine(engine: EngineState, client_state: dict, exclude_frozen: bool) -> dict:
     """Return the part of `checkpoint.json` that this rank knows."""
     optimizer, plain = engine.optimizer, plain_tensors(engine.module, exclude_frozen)
+    require_values(engine.module, plain)
     progress = replace(
         engine.progress,
         loss_scaler=engine.scaler and engine.scaler.state_dict(),
@@ -184,19 +185,24 @@ def plain_tensors(
         for name, value in model.state_dict(keep_vars=True).items()
         if isinstance(value, torch.Tensor) and owning_group(value) is None and id(value) not in base
     }
-    for name, value in found.items():
-        if isinstance(value, PlaceholderView):
-            raise UsageError(
-                f"state_dict() of {type(model).__name__} has {name!r} without values, a view of "
-                f"the sharded {value.param_name!r}: have it pass on `keep_vars`, and leave the "
-                "parameters that it gets as they are"
-            )
     if not exclude_frozen:
         return found
     params = model.named_parameters(remove_duplicate=False)
     kept = {name for name, param in params if param.requires_grad}
     kept.update(name for name, _ in model.named_buffers(remove_duplicate=False))
     return {n: value for n, value in found.items() if n in kept or n.endswith("_extra_state")}
+
+
+def require_values(model: nn.Module, plain: Mapping[str, torch.Tensor]) -> None:
+    """Raise UsageError if the model's state dict has views of sharded parameters, which have no
+    values.
+    """
+    for name, value in plain.items():
+        if isinstance(value, PlaceholderView):
+            raise UsageError(
+                f"state_dict() of {type(model).__name__} has {name!r} without values: have it pass "
+                f"on `keep_vars`, and leave the sharded {value.param_name!r} as it is"
+            )
 
 
 def _base_layers(model: nn.Module) -> dict[str, list[torch.Tensor]]:
