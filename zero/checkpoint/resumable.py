@@ -213,16 +213,21 @@ def _clean_up_after_kill(folder: Path) -> None:
 
 @atexit.register
 def sync() -> None:
-    """If the Trainer has completed the last folder, sync its files. A part of each step."""
+    """If the Trainer has completed the last folder, sync its files. A part of each step, in which
+    rank 0 alone must not fail.
+    """
     global _to_sync
     if _to_sync is None or not (_to_sync / TRAINER_STATE).exists():
         return
     folder, _to_sync = _to_sync, None
-    for path in {path for pattern in _OF_TRAINER for path in folder.glob(pattern)}:
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-    disk.sync(folder)
-    disk.sync(folder.parent)
+    try:
+        for path in {path for pattern in _OF_TRAINER for path in folder.glob(pattern)}:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        disk.sync(folder)
+        disk.sync(folder.parent)
+    except OSError as error:
+        logger.warning("%s: the Trainer's files may not outlast a power cut: %s", folder, error)
 
 
 def find_resumable(output_dir: str | os.PathLike) -> Path | None:

@@ -250,9 +250,8 @@ def load_checkpoint(
     ranks = control.wait_for_all()
     source, here = Path(load_dir), _shapes(engine)
     tag = None if tag is None else str(tag)
-    is_split = engine.comm.model is not None
     found = ranks.lead(
-        lambda: list(here) if is_split else [],
+        lambda: list(here) if engine.comm.model is not None else [],
         lambda of_ranks: {
             "deepspeed": (deepspeed := folders.locate_deepspeed(source, tag)),
             "folder": deepspeed or resumable.locate_tag(source, tag),
@@ -265,8 +264,6 @@ def load_checkpoint(
         if ranks.rank == 0:
             logger.warning("%s: there is no checkpoint", source)
         return None, engine.progress
-    if found["deepspeed"] and ranks.rank == 0:
-        logger.info("%s is a checkpoint of DeepSpeed: saves have zero's format", folder)
     optimizer = engine.optimizer if load_optimizer and not module_only else None
 
     def check() -> tuple[CheckpointReader, set[str]]:
