@@ -17,9 +17,11 @@ import torch
 from torch import nn
 
 from zero import build
-from zero.checkpoint import background, training
+from zero.checkpoint import resumable, training
+from zero.checkpoint.background import BackgroundSaves, wait_for_background_saves
 from zero.checkpoint.export import Weights, save_16bit_model, show_copies_in_state_dicts
 from zero.checkpoint.progress import Progress
+from zero.checkpoint.state import EngineState
 from zero.comm.clock import Throughput
 from zero.comm.communicator import Communicator, communicator
 from zero.config import Config, ResolvedConfig
@@ -187,6 +189,8 @@ class ZeroEngine(nn.Module):
             )
             self.optimizer.writes = writes
             writes.end_of_step()
+        if settings.checkpoint.async_save:
+            self._saves = BackgroundSaves(self.comm, self.optimizer)
 
     def _begin(self, model: nn.Module, settings: ResolvedConfig, comm: Communicator) -> None:
         """Set what an engine has before its model is sharded; `zero verify` trains with no more."""
@@ -207,6 +211,7 @@ class ZeroEngine(nn.Module):
         self.activations: HostActivations | None = None
         self.scaler = LossScaler(settings.fp16) if settings.fp16.enabled else None
         self.optimizer: ZeroOptimizer | None = None
+        self._saves: BackgroundSaves | None = None
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
         raise UsageError(
@@ -304,7 +309,9 @@ class ZeroEngine(nn.Module):
         if not boundary:
             self.micro_steps += 1
             return
-        background.check_background_save(self)
+        resumable.sync()
+        if self._saves is not None:
+            self._saves.check()
         samples = self._samples_of_step()
         with self.comm.clock.phase("step"):
             self._step_applied = self.optimizer.step()
@@ -515,7 +522,7 @@ class ZeroEngine(nn.Module):
         save_dir: str | os.PathLike,
         save_filename: str = "model.safetensors",
         exclude_frozen_parameters: bool = False,
-        save_dtype: torch.dtype | str | None = None,
+        save_dtype: torch.dtype | None = None,
         max_file_bytes: int = 5 * 10**9,
     ) -> bool:
         """Write the whole model to safetensors files in `save_dir`, with `config.json` if it has a
@@ -527,8 +534,7 @@ class ZeroEngine(nn.Module):
         Args:
             save_filename: the name of the file. A large model is split into several.
             exclude_frozen_parameters: whether to leave out parameters that are not trained.
-            save_dtype: dtype of the weights, such as "bf16". Default: the one in which they are
-                trained.
+            save_dtype: dtype of the weights. Default: the one in which they are trained.
             max_file_bytes: the largest size of a file.
         """
         zero = self.settings.zero_optimization
@@ -552,36 +558,57 @@ class ZeroEngine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the training state to `save_dir/tag`: see `zero.checkpoint.training`."""
-        if self.optimizer is not None and self.optimizer.writes is not None:
-            self.optimizer.writes.between_passes()
-        return training.save_checkpoint(
-            self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
-        )
+        """Write the training state to `save_dir/tag`. Every rank must call it.
 
-    def progress(self, client_state: dict[str, Any]) -> Progress:
-        return Progress(
-            global_steps=self.global_steps,
-            micro_steps=self.micro_steps,
-            skipped_steps=self.skipped_steps,
-            global_samples=self.global_samples,
-            gradient_accumulation_steps=self.settings.gradient_accumulation_steps,
-            loss_scaler=self.scaler and self.scaler.state_dict(),
-            lr_scheduler=self.lr_scheduler and self.lr_scheduler.state_dict(),
-            client_state=client_state,
-        )
+        With `checkpoint.async_save` it returns before the checkpoint is complete.
 
-    def go_on_from(self, progress: Progress) -> None:
-        """Restore the counters, and the loss scale if there is one."""
-        accumulation = self.settings.gradient_accumulation_steps
-        self.global_steps = progress.global_steps
-        self.micro_steps = progress.micro_steps
-        if accumulation != progress.gradient_accumulation_steps:
-            self.micro_steps = progress.global_steps * accumulation
-        self.skipped_steps = progress.skipped_steps
-        self.global_samples = progress.global_samples
-        if self.scaler is not None and progress.loss_scaler is not None:
-            self.scaler.load_state_dict(progress.loss_scaler)
+        Args:
+            tag: the name of the folder. Default: `global_stepN`. If the folder contains a
+                checkpoint, that is replaced, while other files in it stay.
+            client_state: a dict of your own, which `load_checkpoint` returns. It may contain
+                numbers, strings, tensors, and lists, tuples and dicts of these.
+            save_latest: whether this checkpoint is loaded when no tag is given.
+            exclude_frozen_parameters: whether to leave out the weights of parameters that are not
+                trained.
+
+        Returns:
+            True.
+
+        Raises:
+            OSError: if the disk is full or the folder cannot be written to.
+            ValueError: for a bad tag, or a value that cannot be stored. All ranks raise the error,
+                and earlier checkpoints are still there.
+        """
+        training.save_checkpoint(
+            self._state(),
+            save_dir,
+            tag,
+            client_state or {},
+            latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+            validation=self.settings.checkpoint.tag_validation,
+            background=self._saves,
+        )
+        return True
+
+    def _state(self) -> EngineState:
+        return EngineState(
+            module=self.module,
+            groups=self.groups,
+            comm=self.comm,
+            optimizer=self.optimizer,
+            scaler=self.scaler,
+            lr_scheduler=self.lr_scheduler,
+            reducer=self.reducer,
+            stage=self.settings.zero_optimization.stage,
+            progress=Progress(
+                global_steps=self.global_steps,
+                micro_steps=self.micro_steps,
+                skipped_steps=self.skipped_steps,
+                global_samples=self.global_samples,
+                gradient_accumulation_steps=self.settings.gradient_accumulation_steps,
+            ),
+        )
 
     def load_checkpoint(
         self,
@@ -593,22 +620,59 @@ class ZeroEngine(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Callable | None = None,
     ) -> tuple[str | None, dict]:
-        """Restore what `save_checkpoint` wrote: see `zero.checkpoint.training`."""
-        return training.load_checkpoint(
-            self,
+        """Restore a checkpoint of `save_checkpoint` or of DeepSpeed, on any number of ranks. Every
+        rank must call it.
+
+        Random states are restored only if the number of ranks is the same, and not if the folder
+        also contains those of the Trainer, which restores them itself.
+
+        Args:
+            load_dir: the `save_dir` of the save, or the checkpoint's own folder.
+            tag: which checkpoint to load. Default: the latest.
+            load_module_strict: whether the model must have the same parameters as the checkpoint.
+                If not, the parameters that both have are loaded.
+            load_optimizer_states: whether to load the optimizer's state and hyperparameters, and
+                the loss scale.
+            load_lr_scheduler_states: whether to load the learning-rate scheduler.
+            load_module_only: whether to load only the weights.
+
+        Returns:
+            The checkpoint's folder, or None if you give no tag and there is no checkpoint.
+            Your `client_state`, or an empty dict if there is none.
+
+        Raises:
+            ValueError: if a file is damaged, if the checkpoint does not fit this model or
+                optimizer, or if `custom_load_fn` is given. All ranks raise it. For a damaged file
+                it also names the newest earlier checkpoint that is intact.
+            OSError: if files cannot be read.
+        """
+        if custom_load_fn is not None:
+            raise UsageError(
+                "load_checkpoint: custom_load_fn is not supported; load with "
+                "load_module_strict=False instead"
+            )
+        folder, progress = training.load_checkpoint(
+            self._state(),
             load_dir,
             tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            custom_load_fn,
+            strict=load_module_strict,
+            load_optimizer=load_optimizer_states,
+            load_lr_scheduler=load_lr_scheduler_states,
+            module_only=load_module_only,
             open_deepspeed=deepspeed.open_,
         )
+        accumulation = self.settings.gradient_accumulation_steps
+        self.global_steps = progress.global_steps
+        self.micro_steps = progress.micro_steps
+        if accumulation != progress.gradient_accumulation_steps:
+            self.micro_steps = progress.global_steps * accumulation
+        self.skipped_steps = progress.skipped_steps
+        self.global_samples = progress.global_samples
+        return folder, progress.client_state
 
     def wait_for_checkpoint(self) -> None:
         """Wait until all asynchronous saves are complete. If one has failed, raise its error."""
-        background.wait_for_background_saves()
+        wait_for_background_saves()
 
     # -- module behaviour
 

@@ -112,8 +112,8 @@ class GatheredParameters:
     def __exit__(self, exc_type: type | None, *exc_info: object) -> None:
         try:
             if self.modifier_rank is not None and exc_type is None:
+                self._take_in_replaced_data()
                 for group in self.asked:
-                    group.take_in_replaced_data()
                     group.broadcast_values(self.modifier_rank)
         finally:
             changed = [param for param in self._versions if self._is_lost(param)]
@@ -127,6 +127,21 @@ class GatheredParameters:
             if any(group.strict for group in self.asked):
                 raise RuntimeError(message)
             logger.warning(message)
+
+    def _take_in_replaced_data(self) -> None:
+        """Take in what the script has put in place of parameters' data. What is refused on one rank
+        is an error of all, which would wait for its values otherwise.
+        """
+
+        def take_in() -> None:
+            for group in self.asked:
+                group.take_in_replaced_data()
+
+        comm = next((group.comm for group in self.asked), None)
+        if comm is None or comm.model is not None:  # ranks have different parts of the model
+            take_in()
+        else:
+            comm.control("leaving GatheredParameters").together(take_in)
 
     def _is_lost(self, param: nn.Parameter) -> bool:
         """Whether the parameter was changed here, and not by a context inside of this one that has

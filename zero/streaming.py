@@ -8,21 +8,22 @@ Adapters are PEFT's, recognised by their interface, so PEFT is not imported."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from zero.checkpoint.adapters import base_name, is_merging, merge_undone, merged, merging_layers
 from zero.checkpoint.export import Weights
 from zero.core.param_group import ParamGroup, unsharded
 from zero.core.quantized_weights import is_quantized, public_attributes
 from zero.core.sharded_param import (
     ReadHook,
     ShardedParameter,
+    hide,
     owning_group,
+    placeholder,
     show,
 )
 from zero.engine import ZeroEngine
@@ -32,7 +33,7 @@ from zero.gathered_parameters import GatheredParameters
 
 def stream_weights(
     engine: ZeroEngine,
-    dtype: torch.dtype | str | None = None,
+    dtype: torch.dtype | None = None,
     max_bytes: int = 1 << 30,
     merge_adapters: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -44,8 +45,7 @@ def stream_weights(
     name. Persistent buffers come last.
 
     Args:
-        dtype: the dtype of floating-point weights: a torch dtype, "fp16", "bf16" or "fp32". None:
-            the dtype they are trained in.
+        dtype: the dtype of floating-point weights. Default: the one they are trained in.
         max_bytes: the size of the two buffers together. They take more if a single weight is
             larger than half of it.
         merge_adapters: have PEFT merge its active adapters into their base weights, and yield the
@@ -53,10 +53,11 @@ def stream_weights(
             are gathered as a whole (but not their base weights), in addition to `max_bytes`.
 
     Raises:
-        ValueError: for an unknown dtype, and for a merge into quantized weights.
+        ValueError: for a merge into quantized weights, and if weights change before all are read.
     """
     if not merge_adapters:
-        yield from Weights(engine.module, engine.groups, engine.comm, dtype).stream(max_bytes)
+        weights = Weights(engine.module, engine.groups, engine.comm, dtype, by_parameter=True)
+        yield from weights.stream(max_bytes)
         return
     if engine.comm.model is not None:
         raise UsageError(
@@ -66,7 +67,7 @@ def stream_weights(
     params = dict(engine.module.named_parameters(remove_duplicate=False))
     layers_of: dict[nn.Parameter, list[Any]] = {}
     adapters: dict[nn.Parameter, None] = {}
-    for layer in merging_layers(engine.module):
+    for layer in _merging_layers(engine.module):
         for param in layer.get_base_layer().parameters():
             if is_quantized(param):
                 raise UsageError(
@@ -77,16 +78,90 @@ def stream_weights(
             layers_of.setdefault(param, []).append(layer)
         adapters |= dict.fromkeys(layer.parameters())
     kept_apart = adapters.keys() - layers_of.keys()
-    target = Weights(engine.module, engine.groups, engine.comm, dtype).dtype
+    weights = Weights(engine.module, engine.groups, engine.comm, by_parameter=True)
     with torch.no_grad(), GatheredParameters(kept_apart):
-        for name, value in Weights(engine.module, engine.groups, engine.comm).stream(max_bytes):
-            param, own = params.get(name), base_name(engine.module, name)
+        for name, value in weights.stream(max_bytes):
+            param, own = params.get(name), _base_name(engine.module, name)
             if own is None or param in kept_apart:
                 continue
             if param is not None and param in layers_of:
-                value = merged(layers_of[param], param, value.clone())
-            is_cast = target is not None and value.is_floating_point()
-            yield own, value.to(target) if is_cast else value
+                value = _merged(layers_of[param], param, value.clone())
+            is_cast = dtype is not None and value.is_floating_point()
+            yield own, value.to(dtype) if is_cast else value
+
+
+# -- PEFT's merge
+
+
+def _is_merging(module: nn.Module) -> bool:
+    # A wrapper of PEFT has its inner module's attributes, but not in its class.
+    return hasattr(type(module), "get_base_layer")
+
+
+def _merging_layers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if _is_merging(module)]
+
+
+def _merged(layers: Sequence[Any], param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+    """The base layer's parameter `param` after PEFT's merge, if `value` is its value before, which
+    may be overwritten. Meanwhile, the base layer's other parameters are zeros, so that nothing is
+    merged into `param` by way of them.
+    """
+    base = list(dict.fromkeys(p for layer in layers for p in layer.get_base_layer().parameters()))
+    former = {other: None if isinstance(other, ShardedParameter) else other.data for other in base}
+    for other in base:
+        show(other, value if other is param else torch.zeros_like(other, device=value.device))
+    try:
+        for layer in layers:
+            if not getattr(layer, "disable_adapters", False):
+                before = layer.get_base_layer()
+                with _merge_undone(layer):
+                    layer.merge()
+                if layer.get_base_layer() is not before:
+                    raise UsageError(
+                        f"PEFT's {type(layer).__name__} replaces a layer when it merges: load the "
+                        "whole model, and merge the adapter with merge_and_unload"
+                    )
+        return param.data
+    finally:
+        for other, data in former.items():
+            if data is None:
+                hide(other, placeholder(other.shape, other.dtype, value.device))
+            else:
+                other.data = data
+
+
+@contextmanager
+def _merge_undone(layer: Any) -> Iterator[None]:
+    """Context for a `layer.merge()` that the layer does not remember afterwards."""
+    before, caches = list(layer.merged_adapters), dict(getattr(layer, "_caches", {}))
+    try:
+        yield
+    finally:
+        layer.merged_adapters = before
+        if hasattr(layer, "_caches"):
+            layer._caches = caches
+
+
+def _base_name(model: nn.Module, name: str) -> str | None:
+    """The weight's name in the base model.
+
+    None if a trained copy (PEFT's `modules_to_save`) replaces it.
+    """
+    owner, _, rest = name.partition(".original_module.")
+    if rest:
+        if getattr(model.get_submodule(owner), "modules_to_save", None):
+            return None
+        name = f"{owner}.{rest}"  # some of its rows are trained
+    owner, _, rest = name.partition(".modules_to_save.")
+    if rest:
+        copy, _, rest = rest.partition(".")
+        wrapper: Any = model.get_submodule(owner)
+        if copy not in wrapper.active_adapters:
+            return None
+        name = f"{owner}.{rest}"
+    parts = name.removeprefix("base_model.model.").split(".")
+    return ".".join(part for part in parts if part not in ("base_layer", "token_adapter"))
 
 
 # -- a model that is read block by block
@@ -125,7 +200,7 @@ class GatheredWhenRead:
         # The layers whose merges are deferred, and the group that holds their base weights.
         self._layers: dict[Any, ParamGroup | None] = {
             layer: next(iter(_sharded_base(layer)), None)
-            for layer in merging_layers(model)
+            for layer in _merging_layers(model)
             if shapes_only or _sharded_base(layer)
         }
         self._units = _units(self._groups, list(self._layers))
@@ -179,7 +254,7 @@ class GatheredWhenRead:
         layer.__class__ = deferred.__bases__[-1]
         self._merges = True
         try:
-            with merge_undone(layer):
+            with _merge_undone(layer):
                 layer.merged_adapters = list(self._merged_before[layer])
                 new = [name for name in names if name not in layer.merged_adapters]
                 layer.merge(layer._zero_safe_merge, new)
@@ -235,7 +310,7 @@ def _sharded_base(layer: Any) -> list[ParamGroup]:
 
 def _not_served(model: nn.Module) -> str | None:
     """The name of the first layer whose merge `GatheredWhenRead` cannot put off, or None."""
-    merging = ((name, module) for name, module in model.named_modules() if is_merging(module))
+    merging = ((name, module) for name, module in model.named_modules() if _is_merging(module))
     return next((name for name, layer in merging if not _changes_sharded_only(layer)), None)
 
 

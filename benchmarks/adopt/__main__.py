@@ -5,9 +5,9 @@ runs that were not interrupted.
 
 T5 (with tied embeddings) and Llama, AdamW with two param groups and a warm-up. Three steps on two
 ranks, then ten more: with the same engine, and with the other one on 1, 2 and 3 ranks. From
-DeepSpeed at stages 1, 2 and 3 in fp32 and bf16, and from the universal form that DeepSpeed's script
-makes; back at stage 3. Prints the largest relative difference of the ten losses. A new environment
-compiles a part of DeepSpeed first, which takes minutes.
+DeepSpeed at stages 1, 2 and 3 in fp32 and bf16; back at stage 3. Prints the largest relative
+difference of the ten losses. A new environment compiles a part of DeepSpeed first, which takes
+minutes.
 
 With torch 2.6 or newer, DeepSpeed 0.15 can only load its own checkpoints with
 TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1. At stage 3, it needs the command `numactl`."""
@@ -15,7 +15,6 @@ TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1. At stage 3, it needs the command `numactl`."
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -38,7 +37,6 @@ class Case(NamedTuple):
     model: str
     stage: int
     dtype: str
-    form: str = ""
 
     @property
     def others(self) -> dict[str, Any]:
@@ -51,7 +49,6 @@ CASES = [
     for model in ("llama", "t5")
     for stage in (1, 2, 3)
 ]
-UNIVERSAL = [Case("llama", stage, "fp32", "universal") for stage in (1, 2, 3)]
 BACK = [Case("llama", 3, "fp32"), Case("t5", 3, "fp32")]
 
 
@@ -93,14 +90,6 @@ def difference(resumed: Sequence[float], whole: Sequence[float]) -> float:
     return max(abs(here - there) / abs(there) for here, there in pairs)
 
 
-def make_universal(python: str, folder: Path, out: Path) -> None:
-    """Convert a checkpoint with DeepSpeed's own script."""
-    tag = f"global_step{SAVED}"
-    command = [python, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
-    folders = ["--input_folder", folder / tag, "--output_folder", out / f"{tag}_universal"]
-    subprocess.run([*command, *folders], check=True, stdout=subprocess.DEVNULL)
-
-
 class Comparison:
     """Runs both directions.
 
@@ -117,19 +106,8 @@ class Comparison:
     def from_deepspeed(self) -> None:
         folders = [self.work / f"{index}" for index, _ in enumerate(CASES)]
         whole = self._run_whole(self.theirs, CASES, folders)
-        cases = list(CASES)
-        for case in UNIVERSAL:
-            of_case = folders[CASES.index(case._replace(form=""))]
-            out = self.work / f"universal-{case.stage}"
-            try:
-                make_universal(self.theirs[0], of_case, out)
-            except subprocess.CalledProcessError as error:
-                self._add("from DeepSpeed", case, RANKS, f"not made: exit code {error.returncode}")
-            else:
-                cases.append(case)
-                folders.append(out)
         for ranks in (1, 2, 3):
-            self._go_on("from DeepSpeed", self.ours, cases, folders, ranks, whole)
+            self._go_on("from DeepSpeed", self.ours, CASES, folders, ranks, whole)
 
     def to_deepspeed(self) -> None:
         folders = [self.work / f"zero-{case.model}" for case in BACK]
@@ -163,7 +141,7 @@ class Comparison:
         pairs = zip(cases, folders, strict=True)
         runs = [resume(case.model, case.stage, folder, **case.others) for case, folder in pairs]
         for case, losses in zip(cases, run_all(*engine, runs, ranks), strict=True):
-            expected, allowed = whole[case._replace(form="")], TOLERANCES[case.dtype]
+            expected, allowed = whole[case], TOLERANCES[case.dtype]
             largest = difference(losses, expected)
             equal = largest <= allowed
             found = f"{largest:8.1e}" + ("" if equal else f"  more than {allowed:.0e}")
@@ -178,7 +156,7 @@ class Comparison:
         self.rows.append(row | {"equal": equal, **others})
 
 
-_LINE = "{:<14}  {:<6}  {:>5}  {:<5}  {:<9}  {:>5}  {}"
+_LINE = "{:<14}  {:<6}  {:>5}  {:<5}  {:>5}  {}"
 
 
 def main() -> None:
@@ -195,7 +173,7 @@ def main() -> None:
         default=REPOSITORY / "benchmarks" / "out" / "adopt.json",
     )
     args = parser.parse_args()
-    print(_LINE.format("direction", "model", "stage", "dtype", "form", "ranks", "loss diff"))
+    print(_LINE.format("direction", "model", "stage", "dtype", "ranks", "loss diff"))
     with tempfile.TemporaryDirectory() as work:
         comparison = Comparison(args.deepspeed_python, Path(work))
         comparison.from_deepspeed()

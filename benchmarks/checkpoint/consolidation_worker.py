@@ -12,6 +12,7 @@ import zero.hf
 
 zero.hf.enable()  # before transformers is imported
 
+import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from transformers import AutoModelForSeq2SeqLM  # noqa: E402
 from transformers.integrations import HfDeepSpeedConfig  # noqa: E402
@@ -59,7 +60,7 @@ def main() -> None:
         ),
         "save_16bit_model": measure(lambda: engine.save_16bit_model(folder / "engine")),
         "save_16bit_model, save_dtype bf16": measure(
-            lambda: engine.save_16bit_model(folder / "16", save_dtype="bf16")
+            lambda: engine.save_16bit_model(folder / "16", save_dtype=torch.bfloat16)
         ),
         "Trainer.save_model": measure(as_the_trainer_does),
     }

@@ -17,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 import zero
 from tests.dist.training import (
@@ -32,15 +31,13 @@ from tests.dist.training import (
     train_plain,
     train_zero,
 )
-from tests.hf.scripts.quantized import LiveBytes
 from tests.parity.models import ROWS, batches, build
 from tests.parity.test_fp32 import SMALL
-from tests.parity.test_quantized import quantization, saved_base, with_adapter
+from tests.parity.test_quantized import saved_base, with_adapter
 from tests.parity.test_tensor_parallel import build as tensor_parallel_model
 from tests.processes import run_on
 from tests.tolerance import rounding
 from zero.checkpoint.files import bytes_of
-from zero.checkpoint.merging import merge
 from zero.checkpoint.models import consolidate
 from zero.core.quantized_weights import reachable
 from zero.errors import UsageError
@@ -128,14 +125,6 @@ CASES: dict[str, Case] = {
 }
 
 
-# What `consolidate` says of adapters that it cannot merge.
-UNMERGEABLE = {
-    "prompt": "has prompts",
-    "prefix": "has prompts",
-    "two": "has 2 adapters",
-}
-
-
 def changed_base(name: str, case: str) -> Any:
     change, _ = NF4 if case == "NF4" else CASES[case]
     base = build(name)
@@ -184,11 +173,6 @@ def reference(rank: int, world_size: int, name: str, case: str, count: int, fold
     model = adapted(name, case)
     curve = train_in_slices(model, batches(name, STEPS), count)
     model.save_pretrained(folder / "plain")
-    base = changed_base(name, case)
-    base.save_pretrained(folder / "base")
-    if case not in UNMERGEABLE:
-        merged = peft.PeftModel.from_pretrained(base, folder / "plain").merge_and_unload()
-        merged.save_pretrained(folder / "expected")
     return curve, files_of(folder / "plain")
 
 
@@ -249,15 +233,6 @@ def test_adapters_are_bit_for_bit(name: str, case: str, settings: str, tmp_path:
             raise AssertionError(title) from error
     consolidate(tmp_path / "checkpoint", tmp_path / "consolidated")
     assert_same_adapters(tmp_path / "consolidated", tmp_path / "plain")
-    if case in UNMERGEABLE:
-        with pytest.raises(UsageError, match=UNMERGEABLE[case]):
-            merge(tmp_path / "checkpoint", tmp_path / "base", tmp_path / "merged")
-        return
-    merge(tmp_path / "checkpoint", tmp_path / "base", tmp_path / "merged")
-    merged, expected_files = files_of(tmp_path / "merged"), files_of(tmp_path / "expected")
-    assert merged.keys() == expected_files.keys()
-    for key, value in expected_files.items():
-        assert merged[key].dtype == value.dtype and torch.equal(merged[key], value), key
 
 
 # -- resuming and merging
@@ -376,92 +351,6 @@ def with_decoders(param: Any) -> list[bytes]:
 def test_a_quantized_base_is_merged_into_block_by_block(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     run_on(2, merged, saved_base(tmp_path, kind), kind)
-
-
-@pytest.mark.filterwarnings(IN_PEFT)
-@pytest.mark.parametrize("kind", ["nf4 in bf16, nested", "int8", "nf4, experts too"])
-def test_an_adapter_is_merged_into_the_files_of_its_base(kind: str, tmp_path: Path) -> None:
-    """With the bits of PEFT's merge into the dequantized model, and one block in memory. Experts
-    are in 16 bits, because they cannot be saved in 4, and each has tensors of its own in the files.
-    """
-    pytest.importorskip("bitsandbytes")
-    base, adapter, out = (tmp_path / name for name in ("base", "adapter", "out"))
-    given = {} if "experts" in kind else {"quantization_config": quantization(kind)}
-    dense = saved_base(tmp_path / "dense", kind)
-    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.bfloat16, **given)
-    model.save_pretrained(base, max_shard_size="100KB")
-    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if "experts" in kind else None
-    config = lora("llama", target_modules=["q_proj", "v_proj"], target_parameters=experts)
-    randomized(peft.get_peft_model(model, config)).save_pretrained(adapter)
-    with LiveBytes() as memory:
-        merge(adapter, base, out, max_file_bytes=100_000)
-    plain = AutoModelForCausalLM.from_pretrained(base)
-    plain = peft.PeftModel.from_pretrained(plain.dequantize() if given else plain, adapter)
-    expected = plain.merge_and_unload().state_dict()
-    found = AutoModelForCausalLM.from_pretrained(out).state_dict()
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        assert found[key].dtype == value.dtype and torch.equal(found[key], value), key
-    block = sum(value.nbytes for key, value in expected.items() if "layers.0." in key)
-    # PEFT computes what it adds in fp32, for all experts of a layer at a time.
-    blocks = 3 if experts else 1
-    assert memory.peak <= blocks * block + sum(value.nbytes for value in files_of(adapter).values())
-
-
-@pytest.mark.filterwarnings("ignore")  # PEFT warns that it saves the embeddings
-def test_adapters_of_embeddings_are_merged_into_files(tmp_path: Path) -> None:
-    build("llama").to(torch.bfloat16).save_pretrained(tmp_path / "base")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    config = lora("llama", target_modules=["embed_tokens", "lm_head", "q_proj"])
-    randomized(peft.get_peft_model(model, config)).save_pretrained(tmp_path / "adapter")
-    merge(tmp_path / "adapter", tmp_path / "base", tmp_path / "out")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    expected = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").merge_and_unload()
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    for key, value in expected.state_dict().items():
-        assert torch.equal(found[key], value), key
-
-
-@pytest.mark.filterwarnings("ignore")  # PEFT warns of some of it, too
-def test_an_adapter_that_no_files_can_take_is_refused_by_name(tmp_path: Path) -> None:
-    def refusal(base: str) -> str:
-        with pytest.raises(UsageError) as error:
-            merge(tmp_path / "adapter", tmp_path / base, tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-        return str(error.value)
-
-    build("t5").save_pretrained(tmp_path / "t5")
-    adapted("t5", "head").save_pretrained(tmp_path / "adapter")
-    assert "ties 'shared.weight'" in refusal("t5") and "lm_head.weight'" in refusal("t5")
-    config = json.loads((tmp_path / "t5" / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq"}
-    (tmp_path / "t5" / "config.json").write_text(json.dumps(config))
-    assert "quantized with gptq" in refusal("t5")
-    build("llama").save_pretrained(tmp_path / "llama")
-    adapted("llama", "resized").save_pretrained(tmp_path / "adapter")
-    assert "does not fit the base model: size mismatch" in refusal("llama")
-    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    config["init_lora_weights"] = "pissa"
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
-    assert "init_lora_weights is 'pissa'" in refusal("llama")
-    norms = peft.LNTuningConfig(target_modules=["input_layernorm"])
-    peft.get_peft_model(build("llama"), norms).save_pretrained(tmp_path / "norms")
-    with pytest.raises(UsageError, match="LNTuningLayer replaces a layer"):
-        merge(tmp_path / "norms", tmp_path / "llama", tmp_path / "out")
-    (tmp_path / "out").rmdir()
-    weights = tmp_path / "llama" / "model.safetensors"
-    weights.write_bytes(b"\xff" * 7 + b"\x7f" + weights.read_bytes()[8:])  # a length
-    assert f"{weights} is damaged" in refusal("llama")
-    (tmp_path / "llama" / "config.json").write_text("{")
-    assert f"{tmp_path / 'llama' / 'config.json'} is damaged" in refusal("llama")
-    build("llama").save_pretrained(tmp_path / "llama")
-    weights = tmp_path / "adapter" / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-9])
-    assert f"{weights} is damaged" in refusal("llama")
-    weights.unlink()
-    assert f"{weights} is missing" in refusal("llama")
-    (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "NEW"}')
-    assert "peft_type is 'NEW'" in refusal("llama")
 
 
 # -- tensor parallelism

@@ -235,26 +235,19 @@ def saves(rank: int, world_size: int, base: Path, folder: Path, kind: str) -> li
     return steps(engine, rank, world_size, slice(2, None))
 
 
-def resumes(rank: int, world_size: int, base: Path, folder: Path, kind: str) -> Any:
+def resumes(rank: int, world_size: int, base: Path, folder: Path, kind: str) -> list[float]:
     engine = engine_on(base, kind, world_size)
-    try:
-        engine.load_checkpoint(str(folder))
-    except ValueError as error:
-        return str(error)
+    engine.load_checkpoint(str(folder))
     return steps(engine, rank, world_size, slice(2, None))
 
 
 @pytest.mark.parametrize("kind", [needs(kind) for kind in ("nf4, experts too", "int8 by torchao")])
-def test_resuming_on_other_ranks_and_only_on_the_same_base(kind, tmp_path):
-    base, other = saved_base(tmp_path / "base", kind), saved_base(tmp_path / "other", kind, seed=1)
+def test_resuming_on_other_ranks(kind, tmp_path):
+    base = saved_base(tmp_path / "base", kind)
     folder = tmp_path / "checkpoints"
     expected = mean([(run,) for run in run_on(2, saves, base, folder, kind)])
-    runs = run_on(3, resumes, base, folder, kind)
-    assert not any(isinstance(run, str) for run in runs), runs
-    resumed = mean([(run,) for run in runs])
+    resumed = mean([(run,) for run in run_on(3, resumes, base, folder, kind)])
     assert resumed == pytest.approx(expected, rel=1e-6)
-    [message] = run_on(1, resumes, other, folder, kind)
-    assert "quantized layer 'base_model.model.model.layers.0" in message
     # The adapters' masters and moments, the frozen embeddings and no layer.
     stored = sum(path.stat().st_size for path in folder.rglob("rank*.safetensors"))
     assert stored < 700_000

@@ -20,50 +20,48 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import torch
 
 from zero.checkpoint.files import Slice
-from zero.checkpoint.resumable import seal_after_step
+from zero.comm.communicator import Communicator
+from zero.comm.control import Channel, Control
 from zero.core.layout import round_up
 from zero.device import beside, is_accelerator, ready_for_thread
 from zero.offload.tiers import Tier
 from zero.optim.adam8bit import CodedSlice
+from zero.optim.sharded_optimizer import ZeroOptimizer
 from zero.threads import EngineThread
-
-if TYPE_CHECKING:
-    from zero.engine import ZeroEngine
 
 logger = logging.getLogger("zero")
 
-_of_engine: WeakKeyDictionary[ZeroEngine, BackgroundSaves] = WeakKeyDictionary()
+# Of the running saves, in the order in which they have begun, which is the same on all ranks.
+_running: list[BackgroundSaves] = []
 
 
 class BackgroundSaves:
     """The saves of one engine, at most one at a time, and the host memory for their copies."""
 
-    def __init__(self, engine: ZeroEngine):
-        self.channel = engine.comm.new_channel("saving a checkpoint")
-        self._control = engine.comm.control("waiting for a checkpoint", is_long=True)
-        self._device = engine.comm.device
+    def __init__(self, comm: Communicator, optimizer: ZeroOptimizer | None):
+        self._comm = comm
+        self._channel: Channel | None = None
+        self._ended = comm.control("waiting for a checkpoint", is_long=True)
+        self._device = comm.device
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._copies: list[Slice] = []
         self._later: list[tuple[torch.Tensor, torch.Tensor | CodedSlice]] = []
         self._thread: EngineThread | None = None
-        self._copied = engine.optimizer.read_by_saves if engine.optimizer else threading.Event()
+        self._copied = threading.Event() if optimizer is None else optimizer.read_by_saves
         self._failure: Exception | None = None
 
-    @classmethod
-    def of_engine(cls, engine: ZeroEngine) -> BackgroundSaves:
-        """The saves of `engine`.
+    def control(self, kind: str, detail: str, is_long: bool) -> Control:
+        """Return how ranks agree in the thread; the arguments are those of `Control`.
 
         The first call connects the ranks, so every rank must make it at the same time.
         """
-        if engine not in _of_engine:
-            _of_engine[engine] = cls(engine)
-        return _of_engine[engine]
+        if self._channel is None:
+            self._channel = self._comm.new_channel(kind)
+        return Control(self._channel, kind, detail, is_long)
 
     def copy(self, slices: Sequence[Slice]) -> None:
         """Copy `slices` to host memory, which is kept for the next save.
@@ -103,6 +101,7 @@ class BackgroundSaves:
             daemon=multiprocessing.parent_process() is None,
         )
         atexit.register(self._at_exit)
+        _running.append(self)
         self._thread.start()
 
     def _run(
@@ -110,7 +109,7 @@ class BackgroundSaves:
     ) -> None:
         try:
             act(partial(self._complete, ready))
-        except Exception as error:
+        except Exception as error:  # `check` raises it in the main thread
             self._failure = error
         finally:
             self._copied.set()
@@ -141,8 +140,9 @@ class BackgroundSaves:
         """Raise the error of a save that has failed; every rank must ask at the same time."""
         if self._thread is None:
             return
-        if self._control.any(self._thread.is_alive()):
+        if self._ended.any(self._thread.is_alive()):
             return
+        _running.remove(self)
         atexit.unregister(self._at_exit)
         failure, self._thread, self._failure = self._failure, None, None
         if failure is not None:
@@ -158,19 +158,10 @@ class BackgroundSaves:
             os._exit(1)
 
 
-def check_background_save(engine: ZeroEngine) -> None:
-    """Raise the error of an asynchronous save that has failed since; every rank must call it after
-    a save.
-    """
-    seal_after_step()
-    if engine in _of_engine:
-        _of_engine[engine].check()
-
-
 def wait_for_background_saves() -> None:
     """Wait until all asynchronous saves of this process are complete.
 
     If one of them has failed, raises its error, the same on all ranks.
     """
-    for saves in list(_of_engine.values()):
+    for saves in list(_running):
         saves.wait()

@@ -25,8 +25,8 @@ from torch import nn
 
 from zero.checkpoint.disk import megabytes
 from zero.checkpoint.files import TensorSpec, bytes_of
-from zero.checkpoint.models import DTYPES, MODEL_FILE, write_model
-from zero.checkpoint.state import model_config, plain_tensors, tied_names
+from zero.checkpoint.models import MODEL_FILE, write_model
+from zero.checkpoint.state import model_config, plain_tensors, require_values, saved_places
 from zero.comm.communicator import Communicator
 from zero.comm.work import Pending
 from zero.core.layout import PIPELINE_PLACE
@@ -72,9 +72,12 @@ class _Part(NamedTuple):
 class Weights:
     """All weights of a model, with tied weights once. All ranks must read them at the same time.
 
+    They are those of the model's `state_dict()`, under its keys. With `by_parameter` they are all
+    parameters, under their names, and the other tensors of the `state_dict()`.
+
     Args:
-        dtype: the dtype of floating-point weights, rounded from the fp32 masters if there are any:
-            a torch dtype, or "fp16", "bf16" or "fp32". None means the dtype they are trained in.
+        dtype: the dtype of floating-point weights, rounded from the fp32 masters if there are any.
+            None means the dtype they are trained in.
 
     Attributes:
         specs: names, shapes and dtypes, in the order of the values.
@@ -85,8 +88,9 @@ class Weights:
         model: nn.Module,
         groups: Sequence[ParamGroup],
         comm: Communicator,
-        dtype: torch.dtype | str | None = None,
+        dtype: torch.dtype | None = None,
         exclude_frozen: bool = False,
+        by_parameter: bool = False,
     ):
         if hasattr(model, PIPELINE_PLACE):
             raise UsageError(
@@ -94,20 +98,24 @@ class Weights:
                 "consolidate` on its folder"
             )
         self.groups = [group for group in groups if group.trainable or not exclude_frozen]
-        if isinstance(dtype, str) and dtype not in DTYPES:
-            raise UsageError(
-                f"save_dtype is {dtype!r}; give one of {', '.join(DTYPES)}, a torch dtype or None"
-            )
         self.comm = comm
-        self.dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
-        self.names = {
-            group: _stored_names(model, group) if group.packed else group.param_names
-            for group in self.groups
-        }
-        self.plain = {
-            name: value.detach()
-            for name, value in plain_tensors(model, exclude_frozen, with_base=True).items()
-        }
+        self.dtype = dtype
+        self.names: dict[ParamGroup, list[str | None]] = {}
+        for group in self.groups:
+            is_named = by_parameter and not group.packed
+            self.names[group] = [*group.param_names] if is_named else [None] * len(group.params)
+        for key, (group, i) in saved_places(model).items():
+            if group in self.names and self.names[group][i] is None:
+                self.names[group][i] = key
+                if group.packed and wraps_tensors(group.params[i]):
+                    raise UsageError(
+                        f"parameter {key!r} is a {type(group.params[i]).__name__}, which cannot be "
+                        "saved from shards: save the trained weights alone, with "
+                        "exclude_frozen_parameters=True"
+                    )
+        plain = plain_tensors(model, exclude_frozen, with_base=True)
+        require_values(model, plain)
+        self.plain = {name: value.detach() for name, value in plain.items()}
         self.specs = [
             TensorSpec(name, param.shape, param.dtype if group.packed else self._dtype(group.dtype))
             for group in self.groups
@@ -155,6 +163,7 @@ class Weights:
             torch.empty(largest, dtype=torch.uint8, device=self.comm.device) for _ in range(2)
         ]
         gathers = (self._gather(part, buffers[i % 2]) for i, part in enumerate(parts))
+        versions = [group.version for group in self.groups]
         following = next(gathers, None)
         try:
             for group, _, which, start, _ in parts:
@@ -169,11 +178,21 @@ class Weights:
                     value = group.as_shown(i, values[slot.offset - start : slot.end - start])
                     cut = cut_of(group.params[i])
                     yield name, value if cut is None else cut.gather(value)
+                    self._require_unchanged(versions)
         finally:
             if following is not None:  # the reader has stopped early
                 following[1].wait()
         for name, value in self.plain.items():
             yield name, value.to(self._dtype(value.dtype))
+
+    def _require_unchanged(self, versions: Sequence[int]) -> None:
+        """Raise UsageError, on all ranks alike, if the weights have changed since."""
+        if [group.version for group in self.groups] != versions:
+            raise UsageError(
+                "the weights have changed while they were being read one by one, so that the rest "
+                "would be those of another step: read all of them, and then call step() or change "
+                "them"
+            )
 
     def _parts(self, group: ParamGroup, max_bytes: int) -> Iterator[_Part]:
         """Yield consecutive weights of a group, at least one and at most `max_bytes`."""
@@ -206,22 +225,6 @@ class Weights:
         else:
             own.copy_(source)
         return into, self.comm.all_gather(into, own)
-
-
-def _stored_names(model: nn.Module, group: ParamGroup) -> list[str | None]:
-    """Return how `model.state_dict()` names the tensors of a packed group, which may be attributes,
-    and None for tensors that it does not contain.
-    """
-    names: dict[int, str] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor) and owning_group(value) is group:
-            if wraps_tensors(value):
-                raise UsageError(
-                    f"parameter {name!r} is a {type(value).__name__}, which cannot be saved from "
-                    "shards: save the trained weights alone, with exclude_frozen_parameters=True"
-                )
-            names[group.index[value]] = name
-    return [names.get(i) for i in range(len(group.params))]
 
 
 def save_16bit_model(
@@ -277,11 +280,12 @@ def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, Any
             copies.append(on_meta if copy is None else weakref.ref(copy))
     if found is None:
         return None
-    found |= {name: found[first] for name, first in tied_names(model).items() if first in found}
+    state, first = model.state_dict(keep_vars=True), {}
+    same = {key: first.setdefault(id(value), key) for key, value in state.items()}
     return {
-        name: found.get(name, value)
-        for name, value in model.state_dict(keep_vars=True).items()
-        if name in found or not isinstance(value, torch.Tensor)
+        key: found.get(key, found.get(same[key], value))
+        for key, value in state.items()
+        if key in found or same[key] in found or not isinstance(value, torch.Tensor)
     }
 
 
@@ -313,19 +317,6 @@ def _show_copies(
         copy = copies[group.index[param]]() if version == group.version else None
         if copy is not None:
             state[key] = copy
-        else:
-            _warn_of_placeholders()
-
-
-@functools.cache  # once
-def _warn_of_placeholders() -> None:
-    logger.warning(
-        "the state_dict() of a model that is sharded over ranks has placeholders without values. "
-        "To save the model, use the trainer's save_model(), accelerate's save_pretrained(..., "
-        "state_dict=accelerator.get_state_dict(model)) on every rank, or "
-        "engine.save_16bit_model(); to look at its values, "
-        "zero.GatheredParameters(model.parameters())"
-    )
 
 
 def copied_state_dict(state: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:

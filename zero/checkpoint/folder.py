@@ -18,7 +18,6 @@ tensor.
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import re
@@ -34,13 +33,10 @@ from zero.errors import UsageError
 logger = logging.getLogger("zero")
 
 LATEST = "latest"
-LATEST_UNIVERSAL = "latest_universal"  # of DeepSpeed
-# The files in which scripts look for the state of a model and of an optimizer.
-MODEL_FILE = "mp_rank_00_model_states.pt"
-OPTIMIZER_FILE = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+MODEL_FILE = "mp_rank_00_model_states.pt"  # of DeepSpeed
 _REPLACED = ".replaced-"
 _OF_TRAINER = re.compile(r"checkpoint-\d+")
-# The names of the files that saves write to a checkpoint's folder.
+# The names of the files that saves write to a checkpoint's folder, or did in earlier versions.
 _WRITTEN = re.compile(
     r"checkpoint\.json|rank\d+\.safetensors|(zero_pp_rank_\d+_)?mp_rank_00_model_states\.pt"
     r"|bf16_zero_pp_rank_\d+_mp_rank_00_optim_states\.pt"
@@ -58,12 +54,6 @@ def check_tag(tag: str) -> str:
     if not tag or tag.startswith(".") or tag == LATEST or Path(tag).name != tag or "\0" in tag:
         raise UsageError(f"tag {tag!r}: must be a plain folder name that does not begin with a dot")
     return tag
-
-
-_PLACEHOLDER = """The values are in the .safetensors files of this folder, in slices that any
-number of ranks can load. Show them with `python -m zero inspect`, make a model of them with
-`python -m zero consolidate`.
-"""
 
 
 RECOVERY_SCRIPT = "zero_to_fp32.py"
@@ -106,22 +96,6 @@ def begin(save_dir: Path, tag: str, nbytes: int) -> Path:
     _writing.add(folder.name)
     folder.mkdir()
     return folder
-
-
-def write_placeholders(folder: Path, stage: int, world_size: int) -> None:
-    """Write files with the names of a DeepSpeed checkpoint. `torch.load` returns a text that says
-    where the values are.
-    """
-    import torch  # here: it takes seconds, and finding a checkpoint does without it
-
-    patterns = [
-        f"zero_pp_rank_{{}}_{MODEL_FILE}" if stage == 3 else MODEL_FILE,
-        *[OPTIMIZER_FILE] * (stage > 0),
-    ]
-    content = io.BytesIO()
-    torch.save({"zero": _PLACEHOLDER}, content)
-    for name in {pattern.format(rank) for pattern in patterns for rank in range(world_size)}:
-        (folder / name).write_bytes(content.getvalue())
 
 
 def _remove_leftovers(save_dir: Path) -> None:
@@ -199,7 +173,7 @@ def locate(load_dir: Path, tag: str | None) -> Path | None:
     None if there is none.
 
     `load_dir` may be a checkpoint's own folder. Raises ValueError if there is no folder for the
-    tag, given or from `latest`. Warns if `latest` does not name the last checkpoint."""
+    tag, given or from `latest`."""
     if tag is None and (load_dir / MANIFEST).is_file():
         return load_dir
     latest = load_dir / LATEST
@@ -208,19 +182,11 @@ def locate(load_dir: Path, tag: str | None) -> Path | None:
     if not os.path.lexists(latest):
         return next(iter(newest_first([load_dir])), None)
     try:
-        folder = _folder_of(load_dir, check_tag(disk.read(latest).decode().strip()))
+        return _folder_of(load_dir, check_tag(disk.read(latest).decode().strip()))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{latest} is damaged: {error}; name the checkpoint's own folder"
         ) from None
-    for newest in newest_first([load_dir])[:1] if number_of(folder) >= 0 else ():
-        if number_of(newest) > number_of(folder) and os.environ.get("RANK", "0") == "0":
-            logger.warning(
-                "%s names %s, although %s is newer: if you have not saved that with "
-                "save_latest=False, %s is damaged, and you should name the checkpoint to load",
-                *(latest, folder.name, newest.name, LATEST),
-            )
-    return folder
 
 
 def located(path: Path, tag: str | None = None) -> Path:
@@ -234,19 +200,17 @@ def located(path: Path, tag: str | None = None) -> Path:
 
 
 def locate_deepspeed(load_dir: Path, tag: str | None) -> Path | None:
-    """Like `locate`, but finds the folder of a checkpoint that DeepSpeed has written. Its tag may
-    also be that of a universal checkpoint.
-    """
-    tags = [] if tag is None else [tag]
-    for latest in (LATEST, LATEST_UNIVERSAL) if tag is None else ():
-        if (load_dir / latest).is_file():
-            tags.append(disk.read(load_dir / latest).decode(errors="replace").strip())
-    folders = [load_dir / each for each in tags if Path(each).name == each]
-    return next(filter(_is_of_deepspeed, folders if tag else [load_dir, *folders]), None)
+    """Like `locate`, but finds the folder of a checkpoint that DeepSpeed has written."""
+    folders = [] if tag is not None else [load_dir]
+    if tag is None and (load_dir / LATEST).is_file():
+        tag = disk.read(load_dir / LATEST).decode(errors="replace").strip()
+    if tag is not None and Path(tag).name == tag:
+        folders.append(load_dir / tag)
+    return next(filter(_is_of_deepspeed, folders), None)
 
 
 def _is_of_deepspeed(folder: Path) -> bool:
-    # A damaged checkpoint of zero also has files with these names.
+    # Checkpoints of earlier versions of zero also have files with these names.
     if (folder / MANIFEST).exists() or any(folder.glob("rank*.safetensors")):
         return False
     is_universal = (folder / "zero" / "optimizer_state.pt").is_file()

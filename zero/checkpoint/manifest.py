@@ -152,6 +152,13 @@ class Adapter(_Part):
 
 
 class Manifest(_Part):
+    """The content of `checkpoint.json`.
+
+    `tied`: {other name: name} of parameters. `state_dict`: {key in the model's state dict: name},
+    which earlier versions did not store. `base`: has the names of quantized
+    layers, whose weights are not stored; earlier versions identified these by numbers.
+    """
+
     format: Literal["zero-checkpoint"]
     version: int
     torch: str
@@ -173,11 +180,20 @@ class Manifest(_Part):
     parameters: dict[str, Value]
     plain: dict[str, Value]
     tied: dict[str, str]
-    base: dict[str, tuple[Count, Count]] = {}
+    state_dict: dict[str, str] = {}
+    base: dict[str, list[Count]] = {}
     adapters: dict[str, Adapter] = {}
     optimizer: OptimizerState | None
     files: dict[FileName, File]
     tensors: dict[str, StoredTensor]
+
+    @property
+    def saved(self) -> dict[str, str]:
+        """The names of the parameters and buffers that the model's state dict has, by their keys
+        in it.
+        """
+        params = self.state_dict or {name: name for name in self.parameters} | self.tied
+        return params | {name: name for name in self.plain}
 
     @model_validator(mode="after")
     def _is_complete(self) -> Manifest:

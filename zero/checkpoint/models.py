@@ -37,7 +37,6 @@ from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MODEL_FILE = "model.safetensors"
 MAX_FILE_BYTES = 5 * 10**9
 # The number of elements of a tensor that are read and written at a time.
@@ -163,20 +162,19 @@ def open_at(path: str | os.PathLike, tag: str | None = None) -> CheckpointReader
 def _model_tensors(
     reader: CheckpointReader, dtype: torch.dtype | None, exclude_frozen: bool = False
 ) -> dict[str, TensorSpec]:
-    """Return the model's tensors by their keys in the checkpoint, with tied ones once.
+    """Return what the model's state dict has, by the keys in the checkpoint, with tied ones once.
 
     Floating-point tensors get `dtype`, or with None the dtype in which they are trained.
     """
-    tensors = {}
-    for kind, entries in (
-        ("weights", reader.manifest.parameters),
-        ("plain", reader.manifest.plain),
-    ):
+    tensors, manifest = {}, reader.manifest
+    first = {name: key for key, name in reversed(manifest.saved.items())}
+    for kind, entries in (("weights", manifest.parameters), ("plain", manifest.plain)):
         for name, entry in entries.items():
-            if kind == "plain" or entry.trainable or not exclude_frozen:
+            if name in first and (kind == "plain" or entry.trainable or not exclude_frozen):
                 own = dtype_of(entry.dtype)
                 as_dtype = dtype if dtype is not None and own.is_floating_point else own
-                tensors[f"{kind}/{name}"] = TensorSpec(name, torch.Size(entry.shape), as_dtype)
+                spec = TensorSpec(first[name], torch.Size(entry.shape), as_dtype)
+                tensors[f"{kind}/{name}"] = spec
                 reader.check(f"{kind}/{name}", entry.numel)
     return tensors
 
@@ -202,11 +200,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def _state_dict(reader: CheckpointReader, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
     state, slices = {}, []
     for key, tensor in _model_tensors(reader, torch.float32, exclude_frozen).items():
-        state[tensor.name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        slices.append(Slice.whole(key, state[tensor.name]))
+        state[name_in(key)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        slices.append(Slice.whole(key, state[name_in(key)]))
     reader.read(slices)
-    tied = reader.manifest.tied.items()
-    return state | {name: state[first] for name, first in tied if first in state}
+    return {key: state[name] for key, name in reader.manifest.saved.items() if name in state}
 
 
 def load_state_dict_from_zero_checkpoint(

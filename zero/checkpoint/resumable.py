@@ -3,10 +3,9 @@ that are complete.
 
 [Note: the Trainer's folders] The Trainer fills `checkpoint-N` in its own order: the model, the
 engine's checkpoint, `scheduler.pt`, random states of each rank, `trainer_state.json`. It does not
-signal when it has finished, and its files have no checksums. A later step, save or exit therefore
-syncs those files and writes their checksums to a seal. If a run is killed before that, its folder
-has no seal. Such a folder counts as complete if every file exists and is whole, as far as this can
-be seen from the file's own format."""
+signal when it has finished, and does not sync its files. A later step, save or exit therefore syncs
+them. A folder is complete if every file exists and is whole, as far as this can be seen from the
+file's own format."""
 
 from __future__ import annotations
 
@@ -15,14 +14,12 @@ import io
 import json
 import logging
 import os
-import pickletools
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-
-import xxhash
 
 from zero.checkpoint import disk
 from zero.checkpoint.blocks import check_files, verify
@@ -41,8 +38,8 @@ from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
 
-TRAINER_STATE, SCHEDULER, SEAL = "trainer_state.json", "scheduler.pt", "zero_seal.json"
-_SEALED = ("rng_state*.pth", "*.pt", TRAINER_STATE, LATEST)
+TRAINER_STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
+_OF_TRAINER = ("rng_state*.pth", "*.pt", TRAINER_STATE, LATEST)
 
 
 def find_intact(folder: str | os.PathLike, before: Path | None = None) -> Path | None:
@@ -88,6 +85,15 @@ def locate_tag(load_dir: Path, tag: str | None) -> Path | None:
         raise UsageError(f"{error}{offer(load_dir / (tag or LATEST))}") from None
 
 
+@contextmanager
+def offering_another(folder: Path) -> Iterator[None]:
+    """Context in which the error of a damaged checkpoint says which one to load instead."""
+    try:
+        yield
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{error}{offer(folder)}") from error
+
+
 def offer(damaged: Path) -> str:
     """Return the end of an error message, which says which checkpoint to load instead."""
     intact = find_intact(job_folder(damaged.parent), before=damaged)
@@ -109,7 +115,6 @@ def check_resumable(folder: Path, world_size: int, sums: bool = True) -> None:
     _check_trainer_state(folder)
     if locate_deepspeed(folder, None) is not None:
         return  # the engine reads it too, and finds out what is missing then
-    _check_seal(folder)
     checkpoint = locate(folder, None)
     if checkpoint is None:
         raise DamagedCheckpointError(f"{folder} holds no complete checkpoint of the engine")
@@ -121,8 +126,6 @@ def check_resumable(folder: Path, world_size: int, sums: bool = True) -> None:
     for name, needed in is_needed.items():
         if needed or os.path.lexists(folder / name):
             _check_archive(folder / name)
-    if os.path.lexists(folder / SCHEDULER):
-        _check_scheduler(folder / SCHEDULER, manifest)
     if sums:
         verify(checkpoint, manifest)
 
@@ -135,10 +138,8 @@ def check_named(folder: Path) -> None:
     """
     if folder not in of_trainer(folder.parent) or not (folder / RECOVERY_SCRIPT).exists():
         return
-    try:
+    with offering_another(folder / folder.name):
         check_resumable(folder, _world_size(), sums=False)
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"{error}{offer(folder / folder.name)}") from error
 
 
 def _read(path: Path) -> bytes:
@@ -162,23 +163,6 @@ def _check_trainer_state(folder: Path) -> None:
         raise damaged(path, f"it is of step {step}, and not of {number_of(folder)}")
 
 
-def _check_seal(folder: Path) -> None:
-    if not os.path.lexists(folder / SEAL):
-        return
-    try:
-        sealed = json.loads(_read(folder / SEAL))
-        names = (name for name, sum_ in sealed.items() if _sum(folder / Path(name).name) != sum_)
-        wrong = next(names, None)
-    except (AttributeError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise damaged(folder / SEAL, error) from None
-    if wrong is not None:
-        raise damaged(folder / wrong, f"its checksum is not that in {SEAL}")
-
-
-def _sum(path: Path) -> str:
-    return xxhash.xxh3_64_hexdigest(_read(path))
-
-
 def _check_archive(path: Path) -> None:
     """Check a file of `torch.save`, which is a zip archive whose entries have checksums."""
     content = io.BytesIO(_read(path))
@@ -191,54 +175,18 @@ def _check_archive(path: Path) -> None:
         raise damaged(path, f"{wrong} in it is not what was written")
 
 
-def _check_scheduler(path: Path, manifest: Manifest) -> None:
-    """Check that `scheduler.pt` has the learning rates or the number of steps of this checkpoint.
-
-    The file is not unpickled, because that could execute code. The numbers are read from the
-    pickle's instructions instead."""
-    with zipfile.ZipFile(io.BytesIO(_read(path))) as archive:
-        pickled = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]
-    instructions = [
-        (opcode.name, argument)
-        for content in pickled
-        for opcode, argument, _ in pickletools.genops(content)
-        if not opcode.name.endswith("PUT")
-    ]
-    arguments = [argument for _, argument in instructions]
-    if "_last_lr" not in arguments or "last_epoch" not in arguments or manifest.optimizer is None:
-        return
-    steps = arguments[arguments.index("last_epoch") + 1]
-    rates = []
-    for name, argument in instructions[arguments.index("_last_lr") + 1 :]:
-        if name == "BINFLOAT":
-            rates.append(argument)
-        elif name not in ("EMPTY_LIST", "MARK"):
-            break
-    expected = [group.get("lr") for group in manifest.optimizer.groups]
-    taken = manifest.global_steps - manifest.skipped_steps
-    if rates and rates != expected and steps not in (taken, manifest.global_steps):
-        raise DamagedCheckpointError(
-            f"{path} is of step {steps}, with the learning rates {rates}, and not of this "
-            f"checkpoint: that is of step {taken}, with {expected}"
-        )
-
-
-_to_seal: tuple[Path, int] | None = None
-# The number of steps since the Trainer's last file appeared in the folder to seal.
-_steps_since = 0
+_to_sync: Path | None = None
 _saved_here: set[Path] = set()
 
 
-def seal_later(folder: Path, world_size: int) -> None:
-    """On rank 0, have `seal` check from now on whether the Trainer has completed this folder."""
-    global _to_seal, _steps_since
-    seal()
-    _steps_since = 0
-    _to_seal = (folder, world_size) if job_folder(folder) != folder else None
-    if _to_seal is None:
+def sync_later(folder: Path) -> None:
+    """On rank 0, have `sync` sync the Trainer's files in this folder once it has completed them."""
+    global _to_sync
+    sync()
+    _to_sync = folder if job_folder(folder) != folder else None
+    if _to_sync is None:
         return
-    for name in (SEAL, TRAINER_STATE):  # from an earlier checkpoint of this step
-        disk.remove(folder / name)
+    disk.remove(folder / TRAINER_STATE)  # from an earlier checkpoint of this step
     if folder.parent not in _saved_here:
         _saved_here.add(folder.parent)
         _clean_up_after_kill(folder)
@@ -263,37 +211,23 @@ def _clean_up_after_kill(folder: Path) -> None:
             bound = min(changed, bound - 1)
 
 
-def seal_after_step() -> None:
-    """Call `seal` as a part of each step.
-
-    It is only called 1, 2, 4, 8 and so on steps after the Trainer's last file has appeared, so that
-    a folder that never becomes complete does not cost time in each step.
-    """
-    global _steps_since
-    if _to_seal is not None and (_to_seal[0] / TRAINER_STATE).exists():
-        _steps_since += 1
-        if _steps_since & (_steps_since - 1) == 0:
-            seal()
-
-
 @atexit.register
-def seal() -> None:
-    """If the Trainer's files are complete, sync them and write their checksums to the seal."""
-    global _to_seal
-    if _to_seal is None or not (_to_seal[0] / TRAINER_STATE).exists():
+def sync() -> None:
+    """If the Trainer has completed the last folder, sync its files. A part of each step, in which
+    rank 0 alone must not fail.
+    """
+    global _to_sync
+    if _to_sync is None or not (_to_sync / TRAINER_STATE).exists():
         return
-    folder, world_size = _to_seal
+    folder, _to_sync = _to_sync, None
     try:
-        check_resumable(folder, world_size, sums=False)
-    except (ValueError, OSError):
-        return  # another rank, or a save in the background, has not finished
-    _to_seal, sums = None, {}
-    for path in sorted({path for pattern in _SEALED for path in folder.glob(pattern)}):
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-        sums[path.name] = _sum(path)
-    disk.replace_text(folder / SEAL, json.dumps(sums, indent=1))
-    disk.sync(folder.parent)
+        for path in {path for pattern in _OF_TRAINER for path in folder.glob(pattern)}:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        disk.sync(folder)
+        disk.sync(folder.parent)
+    except OSError as error:
+        logger.warning("%s: the Trainer's files may not outlast a power cut: %s", folder, error)
 
 
 def find_resumable(output_dir: str | os.PathLike) -> Path | None:

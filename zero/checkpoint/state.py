@@ -6,7 +6,7 @@
     optimizer/KEY/NAME/N   one of a different shape, such as sums over the rows of a matrix
     plain/NAME             a buffer, or a parameter that is not sharded
 
-Quantized weights are not stored; see `zero.checkpoint.base`.
+Quantized weights are not stored.
 
 The first two kinds are stored as slices of flattened tensors, each by the rank that holds it. The
 others are stored as a whole. See `zero.checkpoint.files`."""
@@ -17,31 +17,32 @@ import json
 import logging
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
 from torch import nn
 
-from zero.checkpoint.base import base_layers
 from zero.checkpoint.files import CheckpointReader, Slice, name_in
 from zero.checkpoint.manifest import Manifest, OptimizerState
-from zero.checkpoint.progress import describe_progress
+from zero.checkpoint.progress import Progress, describe_progress
 from zero.checkpoint.values import decode, describe, dtype_name, encode, rebuild
+from zero.comm.communicator import Communicator
 from zero.core.param_group import ParamGroup
-from zero.core.sharded_param import Cut, cut_of, is_copy, owning_group
+from zero.core.quantized_weights import keeps_codes_in_buffers, quantized_tensors
+from zero.core.reduction import GradientReducer
+from zero.core.sharded_param import Cut, PlaceholderView, cut_of, is_copy, owning_group
 from zero.device import is_accelerator, random_state, set_random_state
 from zero.errors import UsageError
 from zero.offload.tiers import HostTrimmer
 from zero.optim.adam8bit import KEYS, CodedSlice, encoded
+from zero.optim.loss_scaler import LossScaler
 from zero.optim.sharded_optimizer import ZeroOptimizer, precise_values
 from zero.optim.subgroups import SubGroup
 from zero.optim.whole_tensor import WholeTensor, WholeTensorState
-
-if TYPE_CHECKING:
-    from zero.engine import ZeroEngine
 
 logger = logging.getLogger("zero")
 
@@ -50,17 +51,49 @@ logger = logging.getLogger("zero")
 NOT_STORED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 
 
-def describe_engine(engine: ZeroEngine, client_state: dict, exclude_frozen: bool) -> dict:
+@dataclass(frozen=True, kw_only=True)
+class EngineState:
+    """What a checkpoint stores of an engine. A load changes it in place, except for `progress`, of
+    which it returns a new one.
+
+    Attributes:
+        reducer: has the gradients, which are not stored.
+        stage: ZeRO's stage.
+        progress: the counters of steps, without the states of `scaler` and `lr_scheduler`.
+    """
+
+    module: nn.Module
+    groups: Sequence[ParamGroup]
+    comm: Communicator
+    optimizer: ZeroOptimizer | None
+    scaler: LossScaler | None
+    lr_scheduler: Any
+    reducer: GradientReducer
+    stage: int
+    progress: Progress
+
+
+def describe_engine(engine: EngineState, client_state: dict, exclude_frozen: bool) -> dict:
     """Return the part of `checkpoint.json` that this rank knows."""
     optimizer, plain = engine.optimizer, plain_tensors(engine.module, exclude_frozen)
-    description = describe_progress(engine.progress(client_state), plain) | {
+    require_values(engine.module, plain)
+    progress = replace(
+        engine.progress,
+        loss_scaler=engine.scaler and engine.scaler.state_dict(),
+        lr_scheduler=engine.lr_scheduler and engine.lr_scheduler.state_dict(),
+        client_state=client_state,
+    )
+    places = saved_places(engine.module).items()
+    description = describe_progress(progress, plain) | {
         "world_size": engine.comm.job.world_size,
-        "stage": engine.settings.zero_optimization.stage,
+        "stage": engine.stage,
         "frozen_excluded": exclude_frozen,
         "parameters": parameters(engine, exclude_frozen),
         "tied": tied_names(engine.module),
+        "state_dict": {k: group.param_names[i] for k, (group, i) in places if not group.packed},
         "optimizer": None,
         "hf_config": model_config(engine.module),
+        "base": {name: [] for name in _base_layers(engine.module)},
     }
     if optimizer is not None:
         classes, groups = classes_of(optimizer.optimizer), []
@@ -73,7 +106,7 @@ def describe_engine(engine: ZeroEngine, client_state: dict, exclude_frozen: bool
     return description
 
 
-def slices_to_store(engine: ZeroEngine, exclude_frozen: bool) -> tuple[list[Slice], dict]:
+def slices_to_store(engine: EngineState, exclude_frozen: bool) -> tuple[list[Slice], dict]:
     """Return what this rank saves of all sharded parameters and of the optimizer's state, as views,
     and the kinds of optimizer state (see `optimizer_slices`).
     """
@@ -83,7 +116,7 @@ def slices_to_store(engine: ZeroEngine, exclude_frozen: bool) -> tuple[list[Slic
         slices += of_optimizer
     replicas = engine.comm.replicate_group
     rank, size = replicas.rank, replicas.size
-    if engine.settings.zero_optimization.stage == 0:  # every rank holds everything
+    if engine.stage == 0:  # every rank holds everything
         rank, size = engine.comm.rank, engine.comm.world_size
     copies = {name for name, param, _ in named_params(engine) if is_copy(param)}
     cuts, stored = cuts_of(engine), []
@@ -99,7 +132,7 @@ def slices_to_store(engine: ZeroEngine, exclude_frozen: bool) -> tuple[list[Slic
 # -- the model
 
 
-def named_params(engine: ZeroEngine) -> Iterator[tuple[str, nn.Parameter, ParamGroup]]:
+def named_params(engine: EngineState) -> Iterator[tuple[str, nn.Parameter, ParamGroup]]:
     """Yield all sharded parameters except those of a quantized base, with their names and the
     groups that hold their values.
     """
@@ -108,13 +141,13 @@ def named_params(engine: ZeroEngine) -> Iterator[tuple[str, nn.Parameter, ParamG
             yield name, param, group
 
 
-def cuts_of(engine: ZeroEngine) -> dict[str, Cut]:
+def cuts_of(engine: EngineState) -> dict[str, Cut]:
     """Return how parameters are split over a model group, by name, for those that are split."""
     cuts = ((name, cut_of(param)) for name, param, _ in named_params(engine))
     return {name: cut for name, cut in cuts if cut is not None}
 
 
-def parameters(engine: ZeroEngine, exclude_frozen: bool = False) -> dict[str, dict]:
+def parameters(engine: EngineState, exclude_frozen: bool = False) -> dict[str, dict]:
     """Return the shape and compute dtype of each sharded parameter, in the model's order."""
     found, cuts = {}, cuts_of(engine)
     for name, param, group in named_params(engine):
@@ -126,7 +159,7 @@ def parameters(engine: ZeroEngine, exclude_frozen: bool = False) -> dict[str, di
     return {name: found[name] for name, _ in engine.module.named_parameters() if name in found}
 
 
-def weights(engine: ZeroEngine, exclude_frozen: bool = False) -> Iterator[Slice]:
+def weights(engine: EngineState, exclude_frozen: bool = False) -> Iterator[Slice]:
     """Return this rank's slices of all sharded parameters, as views."""
     for group in engine.groups:
         if group.packed or (exclude_frozen and not group.trainable):
@@ -145,7 +178,7 @@ def plain_tensors(
     `exclude_frozen` leaves out frozen parameters, and what quantized layers add to their state
     dicts (scales and codes, which are neither parameters nor buffers). `with_base` includes those
     of a quantized base."""
-    layers = {} if with_base else base_layers(model)
+    layers = {} if with_base else _base_layers(model)
     base = {id(tensor) for tensors in layers.values() for tensor in tensors}
     found = {
         name: value
@@ -158,6 +191,40 @@ def plain_tensors(
     kept = {name for name, param in params if param.requires_grad}
     kept.update(name for name, _ in model.named_buffers(remove_duplicate=False))
     return {n: value for n, value in found.items() if n in kept or n.endswith("_extra_state")}
+
+
+def require_values(model: nn.Module, plain: Mapping[str, torch.Tensor]) -> None:
+    """Raise UsageError if the model's state dict has views of sharded parameters, which have no
+    values.
+    """
+    for name, value in plain.items():
+        if isinstance(value, PlaceholderView):
+            raise UsageError(
+                f"state_dict() of {type(model).__name__} has {name!r} without values: have it pass "
+                f"on `keep_vars`, and leave the sharded {value.param_name!r} as it is"
+            )
+
+
+def _base_layers(model: nn.Module) -> dict[str, list[torch.Tensor]]:
+    """Return the tensors of each quantized layer, by the layer's name."""
+    buffers = None if keeps_codes_in_buffers(model) else False
+    layers = {
+        name: [each.tensor for each in quantized_tensors(module, buffers)]
+        for name, module in model.named_modules()
+    }
+    return {name: tensors for name, tensors in layers.items() if tensors}
+
+
+def saved_places(model: nn.Module) -> dict[str, tuple[ParamGroup, int]]:
+    """Return where sharded tensors are, by their keys in `model.state_dict()`: the group, and the
+    index in it. A key need not be the parameter's name, because a class may override the method.
+    """
+    places = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        group = owning_group(value) if isinstance(value, torch.Tensor) else None
+        if group is not None:
+            places[key] = group, group.index[value]
+    return places
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -209,7 +276,7 @@ def optimizer_slices(optimizer: ZeroOptimizer) -> tuple[list[Slice], dict[str, d
             raise UsageError(
                 f"optimizer state {strangers[0]!r} belongs to no parameter, so it cannot be stored"
             )
-        return _slices_of_whole_tensors(optimizer.whole, _package_of(optimizer))
+        return _slices_of_whole_tensors(optimizer.whole)
     slices: list[Slice] = []
     kinds: dict[str, dict] = {}
     for sub_group in optimizer.sub_groups:
@@ -237,15 +304,7 @@ def optimizer_slices(optimizer: ZeroOptimizer) -> tuple[list[Slice], dict[str, d
     return slices, kinds
 
 
-def _package_of(optimizer: ZeroOptimizer) -> str | None:
-    """Return the package whose objects the optimizer may keep as state, or None for torch's own."""
-    package = type(optimizer.optimizer).__module__.partition(".")[0]
-    return None if package == "torch" else package
-
-
-def _slices_of_whole_tensors(
-    state: WholeTensorState, package: str | None
-) -> tuple[list[Slice], dict[str, dict]]:
+def _slices_of_whole_tensors(state: WholeTensorState) -> tuple[list[Slice], dict[str, dict]]:
     """Like `optimizer_slices`, for the tensors that this rank owns."""
     slices: list[Slice] = []
     kinds: dict[str, dict] = {}
@@ -260,7 +319,7 @@ def _slices_of_whole_tensors(
                 slices.append(Slice.whole(stored, value.contiguous()))
             else:
                 found: list[torch.Tensor] = []
-                kind.setdefault("whole", {})[tensor.name] = describe(value, found, place, package)
+                kind.setdefault("whole", {})[tensor.name] = describe(value, found, place)
                 for number, each in enumerate(found):
                     slices.append(Slice.whole(f"{stored}/{number}", each.contiguous()))
     return slices, kinds
@@ -323,7 +382,7 @@ def _state_of_whole_tensor(
 ) -> dict[str, object]:
     """Return the stored state of a whole tensor, with memory that reading `slices` fills."""
     state, tier = {}, tensor.shard.tier
-    group, package = optimizer.param_groups[tensor.group_index], _package_of(optimizer)
+    group = optimizer.param_groups[tensor.group_index]
 
     def target(key: str, number: int | None, shape: Sequence[int]) -> torch.Tensor:
         key = key if number is None else f"{key}/{number}"
@@ -335,7 +394,7 @@ def _state_of_whole_tensor(
         stored_key = f"optimizer/{key}/{tensor.name}"
         if kind.whole is not None and tensor.name in kind.whole:
             description = kind.whole[tensor.name]
-            state[key] = rebuild(description, partial(target, stored_key), package)
+            state[key] = rebuild(description, partial(target, stored_key))
         elif kind.numbers is not None and tensor.name in kind.numbers:
             state[key] = _number(key, kind.numbers, [tensor.name], group, tier.device)
         elif reader.holds(stored_key):
@@ -366,7 +425,7 @@ def _number(
 # -- param groups
 
 
-def group_of(engine: ZeroEngine, optimizer: ZeroOptimizer) -> dict[str, int]:
+def group_of(engine: EngineState, optimizer: ZeroOptimizer) -> dict[str, int]:
     """Return the index of each parameter's param group, by name, if it has one."""
     groups = {param: index for index, group in enumerate(optimizer.model_params) for param in group}
     named = [each for each in named_params(engine) if each[2] in optimizer.shards]
@@ -382,7 +441,7 @@ def classes_of(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def restore_group_settings(
-    engine: ZeroEngine, optimizer: ZeroOptimizer, manifest: Manifest
+    engine: EngineState, optimizer: ZeroOptimizer, manifest: Manifest
 ) -> None:
     """Set the hyperparameters of the param groups as torch does, if the number of groups is the
     same.

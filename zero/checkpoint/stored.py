@@ -119,12 +119,3 @@ def tensors_of(path: Path) -> dict[str, Stored]:
         )
         for name, entry in header.items()
     }
-
-
-def files_of_index(path: Path) -> list[Path]:
-    """Return the files of a model that are named in its index."""
-    try:
-        names = json.loads(path.read_text())["weight_map"].values()
-        return [path.parent / Path(name).name for name in dict.fromkeys(names)]
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise UsageError(f"{path} is damaged: {error}") from None

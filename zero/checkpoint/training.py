@@ -21,31 +21,29 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from zero.checkpoint import base, resumable, state
 from zero.checkpoint import folder as folders
+from zero.checkpoint import resumable, state
 from zero.checkpoint.adapters import describe_adapters
 from zero.checkpoint.background import BackgroundSaves, wait_for_background_saves
 from zero.checkpoint.files import CheckpointReader, Slice, name_in, open_checkpoint, write
 from zero.checkpoint.manifest import (
     DATA_FILE,
     MANIFEST,
-    DamagedCheckpointError,
     Manifest,
     damaged,
 )
 from zero.checkpoint.progress import Progress
+from zero.checkpoint.state import EngineState
 from zero.checkpoint.values import dtype_of
 from zero.comm.control import Control
 from zero.errors import UsageError
 from zero.optim.sharded_optimizer import ZeroOptimizer
-
-if TYPE_CHECKING:
-    from zero.engine import ZeroEngine
 
 logger = logging.getLogger("zero")
 
@@ -59,55 +57,41 @@ _NOT_UNDERSTOOD = ValueError, ArithmeticError, AttributeError, LookupError, Runt
 
 
 def save_checkpoint(
-    engine: ZeroEngine,
+    engine: EngineState,
     save_dir: str | os.PathLike,
-    tag: str | None = None,
-    client_state: dict | None = None,
-    save_latest: bool = True,
-    exclude_frozen_parameters: bool = False,
-) -> bool:
-    """Write the training state to `save_dir/tag`. Every rank must call it.
-
-    With `checkpoint.async_save` it returns before the checkpoint is complete.
+    tag: str | None,
+    client_state: dict,
+    *,
+    latest: bool,
+    exclude_frozen: bool,
+    validation: str,
+    background: BackgroundSaves | None,
+) -> None:
+    """Write the training state to `save_dir/tag`: see `ZeroEngine.save_checkpoint`.
 
     Args:
-        tag: the name of the folder. Default: `global_stepN`. If the folder contains a checkpoint,
-            that is replaced, while other files in it stay.
-        client_state: a dict of your own, which `load_checkpoint` returns. It may contain numbers,
-            strings, tensors, and lists, tuples and dicts of these.
-        save_latest: whether this checkpoint is loaded when no tag is given.
-        exclude_frozen_parameters: whether to leave out the weights of parameters that are not
-            trained.
-
-    Returns:
-        True.
-
-    Raises:
-        OSError: if the disk is full or the folder cannot be written to.
-        ValueError: for a bad tag, or a value that cannot be stored. All ranks raise the error, and
-            earlier checkpoints are still there.
+        validation: what happens if the ranks gave different tags: "Fail", "Warn" or "Ignore".
+        background: writes it while training continues. With None it is complete at the end.
     """
     if save_dir is None or not os.fspath(save_dir):
         raise UsageError(f"save_checkpoint: save_dir is {save_dir!r}; name the folder to save to")
     what = "saving a checkpoint", f" to {save_dir}", True
     ranks = engine.comm.control(*what).wait_for_all()
-    tag = f"global_step{engine.progress({}).global_steps}" if tag is None else str(tag)
-    save = _Save(engine, ranks.rank, Path(save_dir), tag, save_latest)
-    background = None
-    if engine.settings.checkpoint.async_save and not _is_in_files(engine):
-        background = BackgroundSaves.of_engine(engine)
+    tag = f"global_step{engine.progress.global_steps}" if tag is None else str(tag)
+    save = _Save(engine, ranks.rank, Path(save_dir), tag, latest)
+    if background is not None:
         background.wait()
     folder, writers = ranks.lead(
-        lambda: save.collect(client_state or {}, exclude_frozen_parameters), save.begin
+        lambda: save.collect(client_state, exclude_frozen),
+        lambda of_ranks: save.begin(of_ranks, validation),
     )
-    if background is None:
+    if background is None or _is_in_files(engine):
         save.finish(ranks, folder, lambda: save.all_slices(writers))
     else:
-        in_thread = Control(background.channel, *what)
+        in_thread = background.control(*what)
         with _abandoning(folder, ranks.rank):
             ranks.together(lambda: background.copy(save.all_slices(writers)))
         background.start(lambda slices: save.finish(in_thread, folder, slices))
-    return True
 
 
 @contextmanager
@@ -115,20 +99,18 @@ def _abandoning(folder: Path, rank: int) -> Iterator[None]:
     """Context for a save after its folder has been made. If it fails, rank 0 removes the folder."""
     try:
         yield
-    except Exception:
+    except BaseException:
         if rank == 0:
             folders.abandon(folder)
         raise
 
 
-def _is_in_files(engine: ZeroEngine) -> bool:
+def _is_in_files(engine: EngineState) -> bool:
     """Whether some state is in files. It does not fit in host memory then, so it cannot be copied
     there for a save in the background.
     """
-    tiers = [group.tier for group in engine.groups]
-    if engine.optimizer is not None:
-        tiers += [shard.tier for shard in engine.optimizer.shards.values()]
-    return any(tier.file for tier in tiers)
+    shards = () if engine.optimizer is None else engine.optimizer.shards.values()
+    return any(each.tier.file for each in [*engine.groups, *shards])
 
 
 class _Save:
@@ -138,7 +120,7 @@ class _Save:
         description: the content of `checkpoint.json`; on rank 0, for all ranks.
     """
 
-    def __init__(self, engine: ZeroEngine, rank: int, save_dir: Path, tag: str, latest: bool):
+    def __init__(self, engine: EngineState, rank: int, save_dir: Path, tag: str, latest: bool):
         self._engine = engine
         self._rank = rank
         self._save_dir = save_dir
@@ -150,30 +132,32 @@ class _Save:
     def collect(self, client_state: dict, exclude_frozen: bool) -> dict[str, Any]:
         """Return what rank 0 must know about this rank."""
         engine, tag = self._engine, folders.check_tag(self._tag)
+        if engine.optimizer is not None and engine.optimizer.writes is not None:
+            engine.optimizer.writes.between_passes()
         self._slices, kinds = state.slices_to_store(engine, exclude_frozen)
         self.description = state.describe_engine(engine, client_state, exclude_frozen)
         # Ranks have different parts of a model that is split over a model group.
-        different = ("parameters", "plain", "tied") if engine.comm.model is not None else ()
+        is_split = engine.comm.model is not None
+        different = ("parameters", "plain", "tied", "state_dict") if is_split else ()
         return {
             "tag": tag,
             "bytes": sum(each.values.nbytes + _BYTES_PER_SLICE for each in self._slices),
             "state": kinds,
             "random_states": state.random_states(engine.comm.device),
-            "base": base.sums_of_rank(engine),
             "model": {key: self.description[key] for key in different},
         }
 
-    def begin(self, of_ranks: Sequence[dict[str, Any]]) -> tuple[Path, dict[str, int]]:
+    def begin(
+        self, of_ranks: Sequence[dict[str, Any]], validation: str
+    ) -> tuple[Path, dict[str, int]]:
         """On rank 0, describe what all ranks have, and make the folder.
 
         Returns the folder, and for plain tensors that rank 0 may not have, which rank writes them.
         """
         description, writers = self.description, {}
-        tag = self._agreed_tag([each["tag"] for each in of_ranks])
+        tag = _agreed_tag([each["tag"] for each in of_ranks], validation)
         description["tag"] = tag
         description["random_states"] = [each["random_states"] for each in of_ranks]
-        if of_base := base.total([each["base"] for each in of_ranks]):
-            description["base"] = of_base
         if of_adapters := describe_adapters(self._engine.module):
             description["adapters"] = of_adapters
         for rank, of_rank in enumerate(of_ranks):
@@ -193,24 +177,8 @@ class _Save:
             logger.warning(text, tag)
         folder = folders.begin(self._save_dir, tag, nbytes)
         with _abandoning(folder, self._rank):
-            resumable.seal_later(self._save_dir, len(of_ranks))
+            resumable.sync_later(self._save_dir)
         return folder, writers
-
-    def _agreed_tag(self, tags: Sequence[str]) -> str:
-        """Return rank 0's tag.
-
-        If the ranks passed different tags, raises UsageError if `checkpoint.tag_validation` is
-        "Fail", and warns if it is "Warn".
-        """
-        validation = self._engine.settings.checkpoint.tag_validation
-        if validation != "Ignore" and len(set(tags)) > 1:
-            message = f"save_checkpoint: the ranks gave different tags: {', '.join(tags)}"
-            if validation == "Fail":
-                raise UsageError(
-                    f"{message}; give the same one, or set checkpoint.tag_validation to Warn"
-                )
-            logger.warning("%s; rank 0's is used", message)
-        return tags[0]
 
     def all_slices(self, writers: dict[str, int]) -> list[Slice]:
         """Return what this rank writes, including plain tensors that no other rank writes."""
@@ -235,7 +203,6 @@ class _Save:
                 for key, entry in of_rank["tensors"].items():
                     tensor = description["tensors"].setdefault(key, entry | {"slices": []})
                     tensor["slices"] += entry["slices"]
-            folders.write_placeholders(folder, description["stage"], description["world_size"])
             folders.commit(folder, description["tag"], description, latest=self._latest)
 
         name = DATA_FILE.format(ranks.rank)
@@ -243,87 +210,71 @@ class _Save:
             ranks.lead(lambda: write(slices(), folder, name), commit)
 
 
+def _agreed_tag(tags: Sequence[str], validation: str) -> str:
+    """Return rank 0's tag, after `validation`; see `save_checkpoint`."""
+    if validation != "Ignore" and len(set(tags)) > 1:
+        message = f"save_checkpoint: the ranks gave different tags: {', '.join(tags)}"
+        if validation == "Fail":
+            raise UsageError(
+                f"{message}; give the same one, or set checkpoint.tag_validation to Warn"
+            )
+        logger.warning("%s; rank 0's is used", message)
+    return tags[0]
+
+
 # -- load
 
 
 def load_checkpoint(
-    engine: ZeroEngine,
+    engine: EngineState,
     load_dir: str | os.PathLike,
-    tag: str | None = None,
-    load_module_strict: bool = True,
-    load_optimizer_states: bool = True,
-    load_lr_scheduler_states: bool = True,
-    load_module_only: bool = False,
-    custom_load_fn: Callable | None = None,
+    tag: str | None,
     *,
+    strict: bool,
+    load_optimizer: bool,
+    load_lr_scheduler: bool,
+    module_only: bool,
     open_deepspeed: Callable[[Path], CheckpointReader],
-) -> tuple[str | None, dict]:
-    """Restore a checkpoint of `save_checkpoint` or of DeepSpeed, on any number of ranks. Every rank
-    must call it.
-
-    Random states are restored only if the number of ranks is the same, and not if the folder also
-    contains those of the Trainer, which restores them itself.
+) -> tuple[str | None, Progress]:
+    """Restore a checkpoint: see `ZeroEngine.load_checkpoint`.
 
     Args:
-        load_dir: the `save_dir` of the save, or the checkpoint's own folder.
-        tag: which checkpoint to load. Default: the latest.
-        load_module_strict: whether the model must have the same parameters as the checkpoint. If
-            not, the parameters that both have are loaded.
-        load_optimizer_states: whether to load the optimizer's state and hyperparameters, and the
-            loss scale.
-        load_lr_scheduler_states: whether to load the learning-rate scheduler.
-        load_module_only: whether to load only the weights.
         open_deepspeed: returns a reader of a folder that DeepSpeed has written.
 
     Returns:
-        The checkpoint's folder, or None if you give no tag and there is no checkpoint.
-        Your `client_state`, or an empty dict if there is none.
-
-    Raises:
-        ValueError: if a file is damaged, if the checkpoint does not fit this model or optimizer, or
-            if `custom_load_fn` is given. All ranks raise it. For a damaged file it also names the
-            newest earlier checkpoint that is intact.
-        OSError: if files cannot be read.
+        The checkpoint's folder, or None if there is none.
+        How far the run is now.
     """
-    if custom_load_fn is not None:
-        raise UsageError(
-            "load_checkpoint: custom_load_fn is not supported; load with load_module_strict=False "
-            "instead"
-        )
     wait_for_background_saves()
-    where = f" from {load_dir}"
-    ranks = engine.comm.control("loading a checkpoint", where, is_long=True).wait_for_all()
+    control = engine.comm.control("loading a checkpoint", f" from {load_dir}", is_long=True)
+    ranks = control.wait_for_all()
     source, here = Path(load_dir), _shapes(engine)
     tag = None if tag is None else str(tag)
-    is_split = engine.comm.model is not None
     found = ranks.lead(
-        lambda: {"names": list(here) if is_split else [], "base": base.sums_of_rank(engine)},
+        lambda: list(here) if engine.comm.model is not None else [],
         lambda of_ranks: {
             "deepspeed": (deepspeed := folders.locate_deepspeed(source, tag)),
             "folder": deepspeed or resumable.locate_tag(source, tag),
             "has_random_states": any(source.glob("rng_state*.pth")),
-            "elsewhere": sorted(set().union(*(each["names"] for each in of_ranks))),
-            "base": base.total([each["base"] for each in of_ranks]),
+            "elsewhere": sorted(set().union(*of_ranks)),
         },
     )
     folder = found["folder"]
     if folder is None:
         if ranks.rank == 0:
             logger.warning("%s: there is no checkpoint", source)
-        return None, {}
-    if found["deepspeed"] and ranks.rank == 0:
-        logger.warning(
-            "%s is a checkpoint of DeepSpeed: it is read and not changed, and saves have zero's "
-            "format",
-            folder,
-        )
-    optimizer = engine.optimizer if load_optimizer_states and not load_module_only else None
+        return None, engine.progress
+    optimizer = engine.optimizer if load_optimizer and not module_only else None
 
     def check() -> tuple[CheckpointReader, set[str]]:
-        reader = open_deepspeed(folder) if found["deepspeed"] else _open(engine, source, folder)
-        names = _names_to_load(engine, reader.manifest, load_module_strict, found["elsewhere"])
-        if not load_module_only and not is_split:
-            base.require_same_base(reader.manifest.base, found["base"])
+        with resumable.offering_another(folder):
+            if found["deepspeed"]:
+                reader = open_deepspeed(folder)
+            else:
+                reader = open_checkpoint(folder, state.cuts_of(engine), all_files=ranks.rank == 0)
+            if ranks.rank == 0 and source != folder and (source / resumable.TRAINER_STATE).exists():
+                resumable.check_resumable(source, ranks.world_size, sums=False)
+        names = _names_to_load(engine, reader.manifest, strict, found["elsewhere"])
         if optimizer is not None:
             _check_optimizer(engine, optimizer, reader.manifest)
             if found["deepspeed"] and (source / resumable.SCHEDULER).is_file():
@@ -333,24 +284,22 @@ def load_checkpoint(
     reader, names = ranks.together(check)
     manifest = reader.manifest
 
-    def restore() -> dict:
+    def restore() -> Progress:
         progress = Progress.of(manifest)
-        if load_module_only:
-            return progress.client_state
+        if module_only:
+            return replace(engine.progress, client_state=progress.client_state)
         with _stored_in(folder, "optimizer or loss_scaler"):
             if optimizer is not None:
                 state.restore_group_settings(engine, optimizer, manifest)
-            else:
-                progress.loss_scaler = None
-            engine.go_on_from(progress)
-        scheduler = engine.lr_scheduler if load_lr_scheduler_states else None
-        if scheduler is not None and progress.lr_scheduler is not None:
-            scheduler.load_state_dict(progress.lr_scheduler)
+                if engine.scaler is not None and progress.loss_scaler is not None:
+                    engine.scaler.load_state_dict(progress.loss_scaler)
+        if load_lr_scheduler and engine.lr_scheduler and progress.lr_scheduler is not None:
+            engine.lr_scheduler.load_state_dict(progress.lr_scheduler)
         if manifest.world_size == ranks.world_size and not found["has_random_states"]:
             with _stored_in(folder, "random_states"):
                 states = manifest.random_states[ranks.rank]
                 state.restore_random_states(states, engine.comm.device)
-        return progress.client_state
+        return progress
 
     _read(engine, ranks, reader, names, optimizer)
     return str(folder), ranks.together(restore)
@@ -365,22 +314,7 @@ def _stored_in(folder: Path, part: str) -> Iterator[None]:
         raise damaged(folder / MANIFEST, f"{part}: {type(error).__name__}: {error}") from error
 
 
-def _open(engine: ZeroEngine, source: Path, folder: Path) -> CheckpointReader:
-    """A reader of the checkpoint.
-
-    Rank 0 checks that all files exist, including the Trainer's if it has completed its folder.
-    """
-    job = engine.comm.job
-    try:
-        reader = open_checkpoint(folder, state.cuts_of(engine), all_files=job.rank == 0)
-        if job.rank == 0 and source != folder and (source / resumable.TRAINER_STATE).exists():
-            resumable.check_resumable(source, job.world_size, sums=False)
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"{error}{resumable.offer(folder)}") from error
-    return reader
-
-
-def _check_optimizer(engine: ZeroEngine, optimizer: ZeroOptimizer, manifest: Manifest) -> None:
+def _check_optimizer(engine: EngineState, optimizer: ZeroOptimizer, manifest: Manifest) -> None:
     """Raise ValueError if the stored optimizer state is not for this optimizer and these
     parameters.
     """
@@ -411,14 +345,16 @@ def _check_groups(source: Path, optimizer: ZeroOptimizer, manifest: Manifest) ->
         )
 
 
-def _shapes(engine: ZeroEngine) -> dict[str, list[int]]:
+def _shapes(engine: EngineState, exclude_frozen: bool = False) -> dict[str, list[int]]:
     """Return the shapes of everything that this rank has of the model, by name."""
-    plain = {name: list(value.shape) for name, value in state.plain_tensors(engine.module).items()}
-    return plain | {name: entry["shape"] for name, entry in state.parameters(engine).items()}
+    plain = state.plain_tensors(engine.module, exclude_frozen)
+    params = state.parameters(engine, exclude_frozen)
+    shapes = {name: list(value.shape) for name, value in plain.items()}
+    return shapes | {name: entry["shape"] for name, entry in params.items()}
 
 
 def _names_to_load(
-    engine: ZeroEngine, manifest: Manifest, strict: bool, elsewhere: Sequence[str]
+    engine: EngineState, manifest: Manifest, strict: bool, elsewhere: Sequence[str]
 ) -> set[str]:
     """Return the names that the model and the checkpoint have in common. `elsewhere`: names that
     some rank has.
@@ -434,12 +370,7 @@ def _names_to_load(
                 f"parameter {name!r} has shape {stored[name]} in the checkpoint and {here[name]} "
                 "in the model"
             )
-    optional: set[str] = set()
-    if manifest.frozen_excluded:
-        stored_if_trained = state.parameters(engine, exclude_frozen=True)
-        stored_always = state.plain_tensors(engine.module, exclude_frozen=True)
-        optional = here.keys() - stored_if_trained.keys() - stored_always.keys()
-    missing = sorted(here.keys() - common - optional)
+    missing = sorted(_shapes(engine, manifest.frozen_excluded).keys() - common)
     unexpected = sorted(stored.keys() - common - set(elsewhere))
     if strict and (missing or unexpected):
         raise UsageError(
@@ -456,7 +387,7 @@ def _some(names: list[str]) -> str:
 
 
 def _read(
-    engine: ZeroEngine,
+    engine: EngineState,
     ranks: Control,
     reader: CheckpointReader,
     names: set[str],
@@ -475,23 +406,21 @@ def _read(
                 slices.append(Slice.whole(f"plain/{name}", memory))
                 if not value.is_contiguous():
                     strided.append((value.detach(), memory))
-        try:
+        with resumable.offering_another(reader.folder):
             reader.read(slices)
             for value, memory in strided:
                 value.copy_(memory)
             if optimizer is not None:
                 state.read_optimizer_state(optimizer, reader)
-        except DamagedCheckpointError as error:
-            raise DamagedCheckpointError(f"{error}{resumable.offer(reader.folder)}") from error
 
     try:
         ranks.together(read)
-    except Exception:
+    except BaseException:
         if engine.optimizer is not None:
             why = "a checkpoint was read in part; load another one before going on"
             engine.optimizer.spoil(why)
         raise
-    engine.zero_grad()
+    engine.reducer.clear()
     shards = {} if engine.optimizer is None else engine.optimizer.shards
     for group in engine.groups:
         if group in shards:

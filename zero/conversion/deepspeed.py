@@ -1,14 +1,10 @@
-"""DeepSpeed's checkpoints: reads those of stages 1, 2 and 3 and the universal form, and writes for
-stage 3.
+"""DeepSpeed's checkpoints: reads those of stages 1, 2 and 3, and writes for stage 3.
 
     latest                                      the name of the newest folder
     global_stepN/
         mp_rank_00_model_states.pt              stages 1 and 2: the weights; at all stages counters
         zero_pp_rank_R_mp_rank_00_model_states.pt   stage 3: the same of each rank, without weights
         [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt    masters and optimizer state of a rank
-    global_stepN_universal/                     `ds_to_universal.py` makes it
-        zero/NAME/fp32.pt, exp_avg.pt, ...      whole tensors
-        zero/optimizer_state.pt                 the options of the param groups
 
 A rank has the masters of several parameters in one flat tensor, and so for each kind of optimizer
 state. At stages 1 and 2, each param group has one such tensor, which is divided over the ranks; at
@@ -69,8 +65,13 @@ def open_(place: Path) -> CheckpointReader:
 
 def _read(place: Path, beside: Path) -> TrainingState:
     """Return the state in a checkpoint's own folder, with the Trainer's files in `beside`."""
+    if (place / "zero").is_dir():
+        raise UsageError(
+            f"{place} is in DeepSpeed's universal form: name the checkpoint that it was made of, "
+            "which loads on any number of ranks"
+        )
     try:
-        return _state(_Universal(place) if (place / "zero").is_dir() else _Shards(place), beside)
+        return _state(_Shards(place), beside)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
@@ -91,7 +92,6 @@ class _Shards:
 
     Attributes:
         stage: ZeRO's stage.
-        kind: it in words.
         models: the contents of the files of the model, that of rank 0 first.
         optimizers: what each rank has of the optimizer.
         base: the state dict of rank 0's optimizer.
@@ -110,7 +110,6 @@ class _Shards:
             stage, model_files = first.get("zero_stage", 1), [MODEL_FILE]
             self.stage = stage.args[0] if isinstance(stage, pickles.Record) else stage
             self._masters, self._base = "single_partition_of_fp32_groups", "base_optimizer_state"
-        self.kind = f"stage {self.stage},"
         self.models = [_load(place / name) for name in model_files]
         self.base = first[self._base]
         if isinstance(self.base, list):
@@ -170,42 +169,6 @@ class _Shards:
         return _joined(pieces, shape, f"{self.place}: {name}")
 
 
-class _Universal:
-    """The universal form, which has whole tensors. It is used like `_Shards`."""
-
-    kind = "universal, of"
-
-    def __init__(self, place: Path):
-        self.place = place
-        self.stage = 2 if (place / MODEL_FILE).is_file() else 3
-        model_file = MODEL_FILE if self.stage == 2 else _MODEL_FILE_OF_RANK.format(0)
-        self.models = [_load(place / model_file)]
-        optimizer = _load(place / "zero" / "optimizer_state.pt")
-        self.optimizers = [optimizer]
-        base = optimizer.get("optimizer_state_dict") or {"state": {}}
-        self.base = base | {"param_groups": optimizer["param_groups"]}
-
-    def values(self, part: int, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
-        if Path(name).name != name:
-            raise UsageError(f"{self.place}: a parameter has the name {name!r}")
-        state = self.base["state"].get(part, {}).items()
-        values = {k: v for k, v in state if not isinstance(v, Stored) or v.numel() == 1}
-        for path in sorted((self.place / "zero" / name).glob("*.pt")):
-            content: Any = _load(path)
-            if isinstance(content, dict):  # of stages 1 and 2
-                if content.get("cat_dim") or content.get("vocab_tensor"):
-                    what = "it is of a run with tensor parallelism"
-                    raise UsageError(f"{path}: {what}; {_NOT_TAKEN}")
-                content = content["param"]
-            is_number = path.stem == "step"
-            values[path.stem] = content if is_number else _joined([content], shape, str(path))
-        return values
-
-    def frozen(self, name: str, shape: tuple[int, ...]) -> Stored:
-        what = f"{self.place}: the universal form has no weights of the frozen {name}"
-        raise UsageError(f"{what}; name the folder that it was made of")
-
-
 def _files_of_ranks(place: Path) -> list[str]:
     """Return the name of each rank's file of the optimizer. Raises UsageError if one is missing, or
     if the run had more than data parallelism.
@@ -261,7 +224,7 @@ def _divided(numel: int, ranks: int) -> list[int]:
 # -- the state
 
 
-def _state(files: _Shards | _Universal, beside: Path) -> TrainingState:
+def _state(files: _Shards, beside: Path) -> TrainingState:
     model = files.models[0]
     config = model.get("ds_config")
     config = config if isinstance(config, dict) else {}
@@ -271,9 +234,10 @@ def _state(files: _Shards | _Universal, beside: Path) -> TrainingState:
     if config.get("zero_optimization", {}).get("mics_shard_size", -1) > 0:
         raise UsageError(f"{files.place} was saved with mics_shard_size; {_NOT_TAKEN}")
     version, ranks = model.get("ds_version", "of unknown version"), model["dp_world_size"]
-    state = TrainingState(source=f"DeepSpeed {version}, {files.kind} {ranks} ranks", ranks=ranks)
-    _put_parameters(state, files)
+    source = f"DeepSpeed {version}, stage {files.stage}, {ranks} ranks"
+    state = TrainingState(source=source, ranks=ranks)
     _put_progress(state, model, config)
+    _put_parameters(state, files)
     state.loss_scaler = _loss_scaler(files.optimizers[0].get("loss_scaler"))
     ours.put_files_of_trainer(state, beside)
     names = {path.name for path in state.beside}
@@ -294,7 +258,7 @@ def _state(files: _Shards | _Universal, beside: Path) -> TrainingState:
     return state
 
 
-def _put_parameters(state: TrainingState, files: _Shards | _Universal) -> None:
+def _put_parameters(state: TrainingState, files: _Shards) -> None:
     model, module = files.models[0], files.models[0]["module"]
     shapes = model.get("frozen_param_shapes") or {}  # at stage 3, where `module` is empty
     part_of = {}

@@ -9,6 +9,7 @@ and the full state dicts of FSDP that accelerate saves.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import nn
 from zero.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 from zero.checkpoint.files import TensorSpec
 from zero.checkpoint.models import skeleton, write_model
-from zero.checkpoint.stored import Stored, files_of_index, tensors_of
+from zero.checkpoint.stored import Stored, tensors_of
 from zero.conversion import pickles
 from zero.conversion.named import named_state, state_dicts
 from zero.conversion.ours import copy_beside
@@ -73,13 +74,22 @@ def read(folder: Path) -> TrainingState:
 def _weights(path: Path) -> dict[str, Stored]:
     """Return the tensors in a file, or in the files of an index."""
     if path.suffix == ".json":
-        return {k: value for file in files_of_index(path) for k, value in _weights(file).items()}
+        return {k: value for file in _files_of_index(path) for k, value in _weights(file).items()}
     if path.suffix == ".safetensors":
         return tensors_of(path)
     content = pickles.load(path)
     if not isinstance(content, dict):
         raise UsageError(f"{path}: it is no state dict")
     return {name: each for name, each in content.items() if isinstance(each, Stored)}
+
+
+def _files_of_index(path: Path) -> list[Path]:
+    """Return the files of a model that are named in its index."""
+    try:
+        names = json.loads(path.read_text())["weight_map"].values()
+        return [path.parent / Path(name).name for name in dict.fromkeys(names)]
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UsageError(f"{path} is damaged: {error}") from None
 
 
 # -- the model

@@ -53,8 +53,8 @@ def named_state(
         _put_weights(state, weights, trained, file)
     else:
         _put_weights_of(state, weights, model, file)
-    put_optimizer(state, optimizer, groups, str(file))
     _put_progress(state, file if file.is_dir() else file.parent)
+    put_optimizer(state, optimizer, groups, str(file))
     return state
 
 
@@ -65,7 +65,8 @@ def put_optimizer(
     place: str,
 ) -> None:
     """Put the optimizer's state and its param groups into the state (see `named_state`), which has
-    the parameters already. Errors begin with `place`.
+    the parameters and the number of steps already, or 0 if that is unknown. Errors begin with
+    `place`.
     """
     for index, group in enumerate(groups):
         for name in group["params"]:
@@ -89,6 +90,14 @@ def put_optimizer(
             "AdamW, SGD with momentum and Lion are"
         )
     state.optimizer = _OPTIMIZERS[kinds.pop()] if kinds else "SGD"
+    counts: list[Any] = [each.state.get("step", 0) for each in state.parameters.values()]
+    taken = int(max(map(float, counts), default=0))
+    state.global_steps = state.global_steps or taken
+    if taken > state.global_steps:
+        raise UsageError(
+            f"{place}: the optimizer's state is of step {taken}, and the rest of the checkpoint of "
+            f"step {state.global_steps}: copy the checkpoint again"
+        )
     _fill(state)
 
 
@@ -190,8 +199,6 @@ def _put_progress(state: TrainingState, folder: Path) -> None:
         # a schedule of the configuration's section `scheduler` counts from -1
         state.lr_scheduler = kept | {"last_batch_iteration": scheduler["last_epoch"] - 1}
     put_files_of_trainer(state, folder)
-    counts: list[Any] = [each.state.get("step", 0) for each in state.parameters.values()]
-    state.global_steps = int(max(map(float, counts), default=0))
     path = folder / TRAINER_STATE
     if path.is_file():
         try:

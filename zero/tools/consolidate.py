@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
-from zero.checkpoint.merging import merge
-from zero.checkpoint.models import DTYPES, MAX_FILE_BYTES, consolidate
+import torch
+
+from zero.checkpoint.models import MAX_FILE_BYTES, consolidate
 from zero.tools.arguments import CHECKPOINT, Parser, above_zero
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def command(arguments: list[str]) -> None:
@@ -23,13 +26,8 @@ def command(arguments: list[str]) -> None:
     parser.add_argument("out", help="the folder to write to")
     parser.add_argument("--dtype", choices=DTYPES, help=dtypes)
     parser.add_argument("--max-file-size", type=above_zero, default=most, metavar="GB")
-    base = "merge the adapter into the model in this folder, one weight at a time"
-    parser.add_argument("--merge", metavar="BASE", help=base)
     options = parser.parse_args(arguments)
     how = DTYPES.get(options.dtype), int(options.max_file_size * 1e9), True
-    if options.merge is None:
-        written = consolidate(options.checkpoint, options.out, *how)
-    else:
-        written = merge(options.checkpoint, options.merge, options.out, *how)
+    written = consolidate(options.checkpoint, options.out, *how)
     files = list(map(str, written))
     print(json.dumps({"files": files}) if options.json else "\n".join(files))

@@ -26,6 +26,7 @@ from zero.checkpoint.background import BackgroundSaves
 from zero.checkpoint.disk import LOCK
 from zero.checkpoint.folder import locate
 from zero.checkpoint.resumable import find_intact
+from zero.core.forward_writes import ForwardWrites
 from zero.engine import ZeroEngine
 
 ASYNC = {"checkpoint": {"async_save": True}}
@@ -130,6 +131,7 @@ def fail_after_begin(
         (BackgroundSaves, "copy", ASYNC),
         (training._Save, "all_slices", ASYNC),
         (training._Save, "all_slices", {}),
+        (ForwardWrites, "between_passes", {}),
     ],
 )
 def test_a_rank_that_lacks_memory_fails_on_every_rank(owner, name, config, tmp_path):
@@ -138,17 +140,17 @@ def test_a_rank_that_lacks_memory_fails_on_every_rank(owner, name, config, tmp_p
     assert first[1] == [] and find_intact(tmp_path) == tmp_path / "after"
 
 
-def fail_to_seal(rank: int, world_size: int, folder: str) -> list[str]:
+def fail_to_begin(rank: int, world_size: int, folder: str) -> list[str]:
     engine, _ = start(build("gpt2"), ds_config())
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    with mock.patch.object(training.resumable, "seal_later", full):
+    with mock.patch.object(training.resumable, "sync_later", full):
         with pytest.raises(OSError, match="No space"):
             engine.save_checkpoint(folder)
     return [path.name for path in Path(folder).glob(".saving*")]
 
 
 def test_a_disk_that_is_full_before_the_first_slice_keeps_no_folder(tmp_path):
-    assert run_on(2, fail_to_seal, str(tmp_path)) == [[], []]
+    assert run_on(2, fail_to_begin, str(tmp_path)) == [[], []]
 
 
 def two_engines(rank: int, world_size: int, folder: str) -> list[bool]:

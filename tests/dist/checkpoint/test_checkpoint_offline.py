@@ -239,13 +239,6 @@ def test_command_line(checkpoint, tmp_path):
     )
 
 
-def test_files_with_deepspeeds_names_say_where_the_weights_are(checkpoint):
-    files = list(checkpoint[0].glob("*/*.pt"))
-    assert any(path.name.endswith("mp_rank_00_model_states.pt") for path in files)
-    for path in files:
-        assert "python -m zero consolidate" in torch.load(path, weights_only=True)["zero"]
-
-
 def test_files_that_lightning_reads(checkpoint):
     """Lightning's converter unpickles two files, which are made from the checkpoint."""
     folder = checkpoint[0] / (checkpoint[0] / "latest").read_text()

@@ -20,13 +20,13 @@ from transformers import T5ForConditionalGeneration
 
 import zero
 from tests.dist.checkpoint.test_checkpoint_faults import lift_file_size_limit, limit_file_size
-from tests.dist.toys import toy
+from tests.dist.toys import WIDTH, toy
 from tests.dist.training import ds_config, split, start, step, train_zero, weights_of
 from tests.parity.models import batches, build
 from tests.parity.test_variants import variant
 from tests.processes import run_on
 from zero.checkpoint.export import copied_state_dict
-from zero.checkpoint.models import get_fp32_state_dict_from_zero_checkpoint
+from zero.checkpoint.models import consolidate, get_fp32_state_dict_from_zero_checkpoint
 from zero.core.sharded_param import PlaceholderView
 from zero.errors import UsageError
 
@@ -144,7 +144,7 @@ def within_two_groups(rank: int, world_size: int, folder: str) -> dict[str, floa
     # messages.
     with limited_memory(2 * group + group // 2 + 16 * 2**20):
         engine.save_16bit_model(folder)
-        engine.save_16bit_model(folder + "/bf16", save_dtype="bf16")
+        engine.save_16bit_model(folder + "/bf16", save_dtype=torch.bfloat16)
         state = engine._zero3_consolidated_16bit_state_dict()
     return (
         None
@@ -194,9 +194,9 @@ def test_saving_needs_the_setting(tmp_path):
 
 MODES = {
     "as trained": (3, None),
-    "fp16": (3, "fp16"),
+    "fp16": (3, torch.float16),
     "stage 2": (2, torch.float32),
-    "one file": (1, "bf16"),
+    "one file": (1, torch.bfloat16),
 }
 
 
@@ -213,8 +213,6 @@ def save_t5(rank: int, world_size: int, folder: str) -> None:
                 Path(folder) / name, save_dtype=dtype, max_file_bytes=max_file_bytes
             )
         engine.save_checkpoint(Path(folder) / name / "checkpoint")
-    with pytest.raises(UsageError, match="save_dtype is 'half'; give one of fp16, bf16, fp32"):
-        engine.save_16bit_model(folder, save_dtype="half")
 
 
 def test_saved_models_load_with_from_pretrained(tmp_path):
@@ -232,9 +230,7 @@ def test_saved_models_load_with_from_pretrained(tmp_path):
             report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
         )
         masters = get_fp32_state_dict_from_zero_checkpoint(folder / "checkpoint")
-        expected = {None: torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16}.get(
-            dtype, dtype
-        )
+        expected = dtype or torch.bfloat16
         assert model.dtype == expected
         for (
             key,
@@ -286,3 +282,73 @@ def test_state_dict_has_what_was_gathered_until_it_is_let_go_or_stale(tmp_path):
     saved = T5ForConditionalGeneration.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(saved[name], value) for name, value in expected.items())
     assert first == [False, True, True] and second == [True, False, True]
+
+
+class WithValueHead(nn.Module):
+    """Its state dict has other names than its parameters, as that of TRL's
+    `AutoModelForCausalLMWithValueHead` does.
+    """
+
+    def __init__(self, keeps_vars: bool):
+        super().__init__()
+        self.pretrained_model = toy(tied=True)
+        self.v_head = nn.Linear(WIDTH, 1)
+        self._keeps_vars = keeps_vars
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.pretrained_model(x, y) + self.v_head(x).square().mean()
+
+    def state_dict(self, *args, **kwargs):
+        state = self.pretrained_model.state_dict(*args, **kwargs)
+        for name, value in self.v_head.state_dict(*args, **kwargs).items():
+            state[f"v_head.{name}"] = value if self._keeps_vars else value.detach()
+        return state
+
+
+def with_value_head(keeps_vars: bool = True) -> WithValueHead:
+    torch.manual_seed(3)
+    return WithValueHead(keeps_vars)
+
+
+def saved_with_a_value_head(rank: int, world_size: int, folder: Path, stage: int) -> dict:
+    model = with_value_head()
+    engine, _ = start(model, ds_config(stage=stage, stage3_param_persistence_threshold=40))
+    assert engine.save_16bit_model(folder / "saved")
+    engine.save_checkpoint(folder / "checkpoint")
+    found = engine._zero3_consolidated_16bit_state_dict() or {}
+    resumed, _ = start(with_value_head(), ds_config(stage=stage))
+    with zero.GatheredParameters(resumed.module.v_head.weight, modifier_rank=0):
+        resumed.module.v_head.weight.data.zero_()
+    resumed.load_checkpoint(folder / "checkpoint")
+    with zero.GatheredParameters(resumed.module.v_head.weight):
+        assert resumed.module.v_head.weight.any()
+    return {name: value.clone() for name, value in found.items()}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_model_is_saved_under_the_names_of_its_own_state_dict(stage, tmp_path):
+    expected = dict(with_value_head().state_dict())
+    gathered, _ = run_on(2, saved_with_a_value_head, tmp_path, stage)
+    whole = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "checkpoint")
+    for found in (gathered, whole):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    consolidate(tmp_path / "checkpoint", tmp_path / "consolidated")
+    del expected["head.weight"]  # the same as stem.weight
+    for folder in ("saved", "consolidated"):
+        found = load_file(tmp_path / folder / "model.safetensors")
+        assert found.keys() == expected.keys(), folder
+        assert all(torch.equal(found[name], value) for name, value in expected.items()), folder
+
+
+def saved_without_values(rank: int, world_size: int, folder: Path) -> None:
+    engine, _ = start(
+        with_value_head(keeps_vars=False), ds_config(stage=3, stage3_param_persistence_threshold=0)
+    )
+    for save in (engine.save_16bit_model, engine.save_checkpoint):
+        with pytest.raises(UsageError, match=r"'v_head.weight' without values"):
+            save(folder)
+
+
+def test_a_state_dict_without_values_is_an_error(tmp_path):
+    run_on(2, saved_without_values, tmp_path)

@@ -17,6 +17,7 @@ from tests.dist.toys import BLOCK, WIDTH, toy, toy_batches
 from tests.dist.training import ds_config, start, weights_of
 from tests.processes import run_on
 from zero.core.sharded_param import ShardedParameter
+from zero.errors import UsageError
 from zero.streaming import GatheredWhenRead
 
 MODULES = {"target_modules": ["up", "down"], "r": 3, "lora_alpha": 5}
@@ -25,7 +26,12 @@ MODULES = {"target_modules": ["up", "down"], "r": 3, "lora_alpha": 5}
 def streamed(rank: int, world_size: int, stage: int) -> None:
     true = weights_of(toy(tied=True))
     del true["head.weight"]  # the same as stem.weight
-    for dtype, max_bytes in ((None, 1 << 30), ("bf16", 1 << 30), (None, 6 * BLOCK), ("bf16", 0)):
+    for dtype, max_bytes in (
+        (None, 1 << 30),
+        (torch.bfloat16, 1 << 30),
+        (None, 6 * BLOCK),
+        (torch.bfloat16, 0),
+    ):
         engine, _ = start(
             toy(tied=True), ds_config(stage=stage, stage3_param_persistence_threshold=30)
         )
@@ -37,15 +43,49 @@ def streamed(rank: int, world_size: int, stage: int) -> None:
             found[name] = value.clone()
         assert found.keys() == true.keys()
         for name, value in true.items():
-            assert torch.equal(found[name], value.to(torch.bfloat16 if dtype else value.dtype)), (
-                name
-            )
+            assert torch.equal(found[name], value.to(dtype or value.dtype)), name
         assert engine.residency.live == 0
 
 
 @pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (2, 2), (3, 1), (3, 3)])
 def test_every_weight_comes_once_within_the_limit(stage, world_size):
     run_on(world_size, streamed, stage)
+
+
+def stepping(rank: int, world_size: int, stage: int) -> None:
+    engine, _ = start(toy(), ds_config(stage=stage, stage3_param_persistence_threshold=30))
+    (batch,) = toy_batches(1)
+    weights = zero.stream_weights(engine, max_bytes=6 * BLOCK)
+    next(weights)
+    engine.backward(engine(**batch))
+    engine.step()
+    with pytest.raises(UsageError, match="would be those of another step"):
+        next(weights)
+    found = {name: value.clone() for name, value in zero.stream_weights(engine)}
+    assert all(value.isfinite().all() for value in found.values())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_step_between_two_weights_is_an_error(stage):
+    run_on(2, stepping, stage)
+
+
+def stopping(rank: int, world_size: int, stops: bool) -> list[float]:
+    """With `stops`, a reader of weights stops in the middle, on all ranks alike."""
+    engine, _ = start(toy(), ds_config(stage3_param_persistence_threshold=0))
+    losses = []
+    for batch in toy_batches(4):
+        for _ in zero.stream_weights(engine, max_bytes=0) if stops else ():
+            break
+        loss = engine(**batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_training_goes_on_after_reading_only_a_part_of_the_weights():
+    assert run_on(2, stopping, True) == run_on(2, stopping, False)
 
 
 def with_adapters(**options: object) -> peft.PeftModel:
@@ -143,7 +183,7 @@ def streamed_merged(rank: int, world_size: int, name: str, stage: int, tied: boo
             assert torch.equal(found[key], value), key
     for key, value in zero.stream_weights(engine):
         assert torch.equal(value, before[key]), key
-    half = dict(zero.stream_weights(engine, "bf16", merge_adapters=True))
+    half = dict(zero.stream_weights(engine, torch.bfloat16, merge_adapters=True))
     assert all(value.dtype == torch.bfloat16 for value in half.values())
 
 

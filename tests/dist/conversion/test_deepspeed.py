@@ -97,10 +97,11 @@ def same(first: TrainingState, second: TrainingState) -> None:
                 assert value == other
 
 
-def test_universal_has_the_same_values() -> None:
-    universal = deepspeed.read(HERE / "llama-3-universal")
-    assert universal.source == "DeepSpeed 0.19.8, universal, of 2 ranks"
-    same(universal, deepspeed.read(HERE / "llama-3"))
+def test_the_universal_form_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "zero").mkdir()
+    (tmp_path / "zero" / "optimizer_state.pt").touch()
+    with pytest.raises(UsageError, match="name the checkpoint that it was made of"):
+        deepspeed.read(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["llama-2-fp16", "t5-3-bf16"])

@@ -23,6 +23,7 @@ from tests.dist.training import (
 from tests.processes import run_on
 from zero.core.param_group import ParamGroup
 from zero.core.sharded_param import ShardedParameter, owning_group
+from zero.errors import UsageError
 from zero.fragments import safe_get_full_fp32_param
 from zero.offload import tiers
 
@@ -306,3 +307,18 @@ def between_steps(rank: int, world_size: int) -> tuple[bool, int]:
 
 def test_gathering_in_the_midst_of_a_step():
     assert run_on(2, between_steps) == [(True, 0)] * 2
+
+
+def refused_on_one_rank(rank: int, world_size: int) -> str:
+    model = toy()
+    start(model, ds_config(stage3_param_persistence_threshold=0))
+    with pytest.raises(UsageError) as error:
+        with zero.GatheredParameters([model.head.weight], modifier_rank=1):
+            if rank == 1:
+                model.head.weight.data = torch.zeros(2, 2)
+    return str(error.value)
+
+
+def test_what_one_rank_may_not_write_is_an_error_of_all():
+    first, second = run_on(2, refused_on_one_rank)
+    assert first == second and "rank 1: parameter 'head.weight' had shape" in first

@@ -426,18 +426,6 @@ def test_a_flipped_byte_of_the_pointer_is_named_and_a_checkpoint_offered(positio
             resumable.locate_tag(tmp_path, None)
 
 
-def test_a_pointer_to_an_earlier_checkpoint_is_told_of(tmp_path, caplog):
-    for number in (11, 12, 13):
-        save(tmp_path, f"global_step{number}", number)
-    assert load(tmp_path) == 13 and caplog.text == ""
-    pointer = tmp_path / "latest"
-    content = bytearray(pointer.read_bytes())
-    content[-1] ^= 1
-    pointer.write_bytes(content)
-    assert load(tmp_path) == 12
-    assert f"{pointer} names global_step12, although global_step13 is newer" in caplog.text
-
-
 def test_a_model_is_not_written_through_planted_links(tmp_path):
     precious, out = tmp_path / "precious", tmp_path / "out"
     precious.write_text("precious")

@@ -14,7 +14,7 @@ from tests.unit.checkpoints import flip, save
 from zero.checkpoint import folder as folders
 from zero.checkpoint import resumable
 from zero.checkpoint.manifest import DamagedCheckpointError
-from zero.checkpoint.resumable import find_resumable, seal_after_step
+from zero.checkpoint.resumable import find_resumable
 
 DATA = "rank00000.safetensors"
 
@@ -53,29 +53,6 @@ def test_the_folder_to_resume_from_is_complete_and_intact(name, damage, tmp_path
     assert len(caplog.records) == 1 and str(damaged / name) in caplog.text
 
 
-def test_a_scheduler_of_another_step_is_noticed(tmp_path, caplog):
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    states, folder = {}, tmp_path / "checkpoint-4"
-    for step in range(1, 5):
-        optimizer.step()
-        scheduler.step()
-        states[step] = scheduler.state_dict()
-    settings = [{"lr": scheduler.get_last_lr()[0]}]
-    optimizer_state = {"classes": ["SGD"], "groups": settings, "state": {}}
-    folder = trainers(tmp_path, 4, optimizer=optimizer_state, global_steps=4, skipped_steps=0)
-    torch.save(states[4], folder / "scheduler.pt")
-    assert find_resumable(tmp_path) == folder
-    # Stepped once an epoch, or set by hand.
-    for accepted in (states[2] | {"_last_lr": states[4]["_last_lr"]}, states[4] | {"_last_lr": []}):
-        torch.save(accepted, folder / "scheduler.pt")
-        assert find_resumable(tmp_path) == folder and caplog.text == ""
-    torch.save(states[2], folder / "scheduler.pt")
-    assert find_resumable(tmp_path) is None
-    assert f"{folder / 'scheduler.pt'} is of step 2, with the learning rates" in caplog.text
-
-
 def test_every_rank_needs_its_random_states(tmp_path, monkeypatch):
     good, damaged = trainers(tmp_path, 5, ranks=2), trainers(tmp_path, 10, ranks=2)
     (damaged / "rng_state_1.pth").unlink()
@@ -88,37 +65,25 @@ def test_every_rank_needs_its_random_states(tmp_path, monkeypatch):
     assert find_resumable(tmp_path / "nowhere") is None
 
 
-def test_once_sealed_any_change_is_noticed(tmp_path):
-    resumable.seal_later(tmp_path / "checkpoint-10", 1)
-    resumable.seal()  # too early: there is nothing to seal yet
-    good, folder = trainers(tmp_path, 5), trainers(tmp_path, 10)
-    assert not (folder / resumable.SEAL).exists()
-    resumable.seal()
-    state = folder / "trainer_state.json"
-    assert find_resumable(tmp_path) == folder
-    state.write_text(state.read_text().replace("}", ', "epoch": 2}'))
-    assert find_resumable(tmp_path) == good
+def test_the_files_of_the_trainer_are_synced_once_after_the_last_one(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
 
+    def recorded(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
 
-def test_a_folder_that_stays_incomplete_costs_little_in_each_step(tmp_path, monkeypatch):
-    resumable.seal_later(tmp_path / "checkpoint-10", 1)
-    folder, tries, check = trainers(tmp_path, 10), [], resumable.check_resumable
-    states = (folder / "rng_state.pth").rename(folder / "aside")
-
-    def counted(*args, **kwargs):
-        tries.append(args)
-        check(*args, **kwargs)
-
-    monkeypatch.setattr(resumable, "check_resumable", counted)
-    for _ in range(1000):
-        seal_after_step()
-    assert len(tries) == 10 and not (folder / resumable.SEAL).exists()
-    states.rename(folder / "rng_state.pth")
-    resumable.seal_later(tmp_path / "checkpoint-20", 1)  # the next save tries once more
-    assert (folder / resumable.SEAL).exists()
-    trainers(tmp_path, 20)
-    seal_after_step()
-    assert (tmp_path / "checkpoint-20" / resumable.SEAL).exists()
+    resumable.sync_later(tmp_path / "checkpoint-10")
+    folder = trainers(tmp_path, 10)
+    state = (folder / "trainer_state.json").rename(folder / "aside")
+    monkeypatch.setattr(os, "fsync", recorded)
+    resumable.sync()
+    assert not synced
+    state.rename(folder / "trainer_state.json")
+    for _ in range(3):
+        resumable.sync()
+    names = ("trainer_state.json", "scheduler.pt", "rng_state.pth", "latest")
+    files = {folder / name for name in names if (folder / name).exists()}
+    assert len(synced) == len({*synced}) and {*synced} == {*files, folder, tmp_path}
 
 
 def test_the_newest_is_set_aside_until_it_is_complete(tmp_path, capsys):
@@ -187,13 +152,13 @@ def test_the_first_save_cleans_up_so_that_the_trainer_deletes_the_right_folder(
         os.utime(folder, (now - age, now - age))
     (newer / "scheduler.pt").unlink()
     (tmp_path / "checkpoint-15").mkdir()
-    resumable.seal_later(tmp_path / "checkpoint-15", 1)
+    resumable.sync_later(tmp_path / "checkpoint-15")
     by_time = sorted(tmp_path.glob("*checkpoint-*"), key=lambda path: path.stat().st_mtime)
     assert [path.name for path in by_time if path.name != "incomplete-checkpoint-20"] == [
         "checkpoint-5", "checkpoint-10", "checkpoint-25", "checkpoint-15"
     ]  # fmt: skip
     assert "incomplete-checkpoint-20" in capsys.readouterr().err and later.is_dir()
-    monkeypatch.setattr(resumable, "_to_seal", None)
+    monkeypatch.setattr(resumable, "_to_sync", None)
 
 
 def test_an_incomplete_folder_that_no_rank_sets_aside_is_not_taken(tmp_path, monkeypatch):
