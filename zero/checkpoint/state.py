@@ -276,7 +276,7 @@ def optimizer_slices(optimizer: ZeroOptimizer) -> tuple[list[Slice], dict[str, d
             raise UsageError(
                 f"optimizer state {strangers[0]!r} belongs to no parameter, so it cannot be stored"
             )
-        return _slices_of_whole_tensors(optimizer.whole)
+        return _slices_of_whole_tensors(optimizer.whole, _package_of(optimizer))
     slices: list[Slice] = []
     kinds: dict[str, dict] = {}
     for sub_group in optimizer.sub_groups:
@@ -304,7 +304,15 @@ def optimizer_slices(optimizer: ZeroOptimizer) -> tuple[list[Slice], dict[str, d
     return slices, kinds
 
 
-def _slices_of_whole_tensors(state: WholeTensorState) -> tuple[list[Slice], dict[str, dict]]:
+def _package_of(optimizer: ZeroOptimizer) -> str | None:
+    """Return the package whose objects the optimizer may keep as state, or None for torch's own."""
+    package = type(optimizer.optimizer).__module__.partition(".")[0]
+    return None if package == "torch" else package
+
+
+def _slices_of_whole_tensors(
+    state: WholeTensorState, package: str | None
+) -> tuple[list[Slice], dict[str, dict]]:
     """Like `optimizer_slices`, for the tensors that this rank owns."""
     slices: list[Slice] = []
     kinds: dict[str, dict] = {}
@@ -319,7 +327,7 @@ def _slices_of_whole_tensors(state: WholeTensorState) -> tuple[list[Slice], dict
                 slices.append(Slice.whole(stored, value.contiguous()))
             else:
                 found: list[torch.Tensor] = []
-                kind.setdefault("whole", {})[tensor.name] = describe(value, found, place)
+                kind.setdefault("whole", {})[tensor.name] = describe(value, found, place, package)
                 for number, each in enumerate(found):
                     slices.append(Slice.whole(f"{stored}/{number}", each.contiguous()))
     return slices, kinds
@@ -382,7 +390,7 @@ def _state_of_whole_tensor(
 ) -> dict[str, object]:
     """Return the stored state of a whole tensor, with memory that reading `slices` fills."""
     state, tier = {}, tensor.shard.tier
-    group = optimizer.param_groups[tensor.group_index]
+    group, package = optimizer.param_groups[tensor.group_index], _package_of(optimizer)
 
     def target(key: str, number: int | None, shape: Sequence[int]) -> torch.Tensor:
         key = key if number is None else f"{key}/{number}"
@@ -394,7 +402,7 @@ def _state_of_whole_tensor(
         stored_key = f"optimizer/{key}/{tensor.name}"
         if kind.whole is not None and tensor.name in kind.whole:
             description = kind.whole[tensor.name]
-            state[key] = rebuild(description, partial(target, stored_key))
+            state[key] = rebuild(description, partial(target, stored_key), package)
         elif kind.numbers is not None and tensor.name in kind.numbers:
             state[key] = _number(key, kind.numbers, [tensor.name], group, tier.device)
         elif reader.holds(stored_key):

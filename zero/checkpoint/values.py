@@ -8,6 +8,7 @@ bit for bit, because Python prints the shortest digits that read back as the sam
 from __future__ import annotations
 
 import base64
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -66,11 +67,14 @@ def _described(kind: str, dtype: str, shape: Sequence[int], data: bytes) -> dict
     return {KIND: kind, **content}
 
 
-def describe(value: object, tensors: list[torch.Tensor], place: str) -> object:
+def describe(
+    value: object, tensors: list[torch.Tensor], place: str, package: str | None = None
+) -> object:
     """Like `encode`, but tensors, also those in lists, tuples and dicts, are appended to `tensors`,
-    and the result has their shapes.
+    and the result has their shapes. Objects of plain classes of `package`, such as GaLore's
+    projectors, are described by their attributes.
     """
-    inner = partial(describe, tensors=tensors)
+    inner = partial(describe, tensors=tensors, package=package)
     match value:
         case torch.Tensor() if value.numel() > 1:
             tensors.append(value)
@@ -84,21 +88,47 @@ def describe(value: object, tensors: list[torch.Tensor], place: str) -> object:
                 for key, item in value.items()
             ]
             return {"dict": items}
+        case _ if _class_in(package, type(value).__module__, type(value).__name__) is type(value):
+            attributes = inner(vars(value), place=place)
+            return {"object": [type(value).__module__, type(value).__name__, attributes]}
     return {"value": encode(value, place)}
 
 
-def rebuild(description: dict, tensor: Callable[[int, list[int]], torch.Tensor]) -> object:
+def _class_in(package: str | None, module: str, name: str) -> type | None:
+    """Return a class from an imported module of `package`, if its objects consist only of their
+    attributes, so that creating one from them runs none of its code.
+    """
+    found = getattr(sys.modules.get(module), name, None)
+    is_inside = package is not None and module.partition(".")[0] == package
+    if not is_inside or not isinstance(found, type) or found.__new__ is not object.__new__:
+        return None
+    return None if hasattr(found, "__del__") or not hasattr(found, "__dict__") else found
+
+
+def rebuild(
+    description: dict,
+    tensor: Callable[[int, list[int]], torch.Tensor],
+    package: str | None = None,
+) -> object:
     """The inverse of `describe`. `tensor` returns the tensor with this number and shape."""
-    inner = partial(rebuild, tensor=tensor)
+    inner = partial(rebuild, tensor=tensor, package=package)
     ((kind, content),) = description.items()
     if kind == "tensor":
         return tensor(*content)
     if kind == "dict":
         return {decode(key): inner(item) for key, item in content}
+    if kind == "object":
+        module, name, attributes = content
+        if (kind_of_object := _class_in(package, module, name)) is None:
+            raise ValueError(
+                f"the checkpoint has an object of {module}.{name}, which the optimizer's package "
+                "lacks: use the version that trained"
+            )
+        made = object.__new__(kind_of_object)
+        vars(made).update(inner(attributes))
+        return made
     if kind == "value":
         return decode(content)
-    if kind not in ("list", "tuple"):
-        raise ValueError(f"unknown type {kind!r} of optimizer state; another version wrote it")
     items = [inner(item) for item in content]
     return items if kind == "list" else tuple(items)
 

@@ -28,7 +28,7 @@ from tests.dist.training import (
 )
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
-from tests.parity.test_whole_tensor import MAKE, SECTIONS
+from tests.parity.test_whole_tensor import APOLLO, MAKE, SECTIONS
 from tests.processes import run_on
 from tests.tolerance import rounding
 from zero.errors import UsageError
@@ -55,6 +55,44 @@ def train_save_train(rank: int, world_size: int, name: str, config: dict, folder
     return curve
 
 
+class Projector:
+    """What GaLore keeps for each matrix: an orthogonal basis, in an object of its own class."""
+
+    def __init__(self, rank: int, every: int):
+        self.rank = rank
+        self.every = every
+        self.basis: torch.Tensor | None = None
+
+    def project(self, grad: torch.Tensor, step: int) -> torch.Tensor:
+        if self.basis is None or step % self.every == 0:
+            self.basis = torch.linalg.svd(grad, full_matrices=False).Vh[: self.rank]
+        return grad @ self.basis.T
+
+
+class LowRank(torch.optim.Optimizer):
+    """Momentum in a low-rank space, with a projector that is made again every fourth step."""
+
+    def __init__(self, groups):
+        super().__init__(groups, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None or param.dim() < 2:
+                    continue
+                state = self.state[param]
+                state["step"] = state.get("step", -1) + 1
+                projector = state.setdefault("projector", Projector(2, 4))
+                low = projector.project(param.grad.reshape(len(param), -1), state["step"])
+                state["momentum"] = state.get("momentum", 0) * 0.9 + low
+                update = state["momentum"] @ projector.basis
+                param.sub_(update.view(param.shape), alpha=group["lr"])
+
+
+MAKE = MAKE | {"LowRank": LowRank}
+
+
 def load_train(rank: int, world_size: int, name: str, config: dict, folder: str) -> Curve:
     """Load into a model with other weights, write what was loaded to `folder`/again, and go on."""
     fresh = build("llama")
@@ -72,6 +110,8 @@ def load_train(rank: int, world_size: int, name: str, config: dict, folder: str)
     [
         "torch's Adafactor",
         "Muon",
+        "LowRank",
+        pytest.param("APOLLO", marks=APOLLO),
     ],
 )
 def test_the_same_world_size_continues_bit_for_bit(name, tmp_path):

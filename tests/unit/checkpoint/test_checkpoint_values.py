@@ -111,18 +111,37 @@ def test_what_encode_never_made_is_refused(value):
         decode({"a": [value]})
 
 
-def test_tensors_inside_of_optimizer_state_are_stored_apart():
-    state = {"matrices": [torch.ones(2, 3), None], "pair": (torch.zeros(4), 2), 3: "text"}
+class Basis:
+    def __init__(self) -> None:
+        raise AssertionError("no code of a class runs when an object is read")
+
+
+class Closing:
+    def __del__(self) -> None:
+        self.ran.append(self)
+
+
+def test_objects_of_the_optimizers_package_come_back_by_their_attributes():
+    basis = object.__new__(Basis)
+    basis.rank, basis.matrices = 2, [torch.ones(2, 3), None]
     tensors: list[torch.Tensor] = []
-    description = json.loads(json.dumps(describe(state, tensors, place="state")))
-    found = rebuild(description, lambda number, shape: tensors[number].view(shape))
-    assert len(tensors) == 2 and found[3] == "text" and found["pair"][1] == 2
-    assert torch.equal(found["matrices"][0], torch.ones(2, 3)) and found["matrices"][1] is None
+    description = describe(basis, tensors, "state", package="tests")
+    found = rebuild(description, lambda number, shape: tensors[number].view(shape), "tests")
+    assert type(found) is Basis and found.rank == 2 and found.matrices[1] is None
+    assert torch.equal(found.matrices[0], torch.ones(2, 3))
 
 
-def test_objects_in_optimizer_state_are_neither_stored_nor_made():
-    with pytest.raises(ValueError, match=r"state.projector: a object cannot be stored"):
-        describe({"projector": object()}, [], "state")
-    description = {"object": ["pathlib", "Path", {"dict": []}]}
-    with pytest.raises(ValueError, match="unknown type 'object'"):
-        rebuild(description, lambda number, shape: torch.empty(shape))
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("pathlib", "Path"),
+        ("tests.not_imported", "Basis"),
+        (__name__, "Closing"),
+        (__name__, "decode"),
+        (__name__, "Missing"),
+    ],
+)
+def test_a_forged_description_makes_no_object_of_another_class(module, name):
+    description = {"object": [module, name, {"dict": []}]}
+    with pytest.raises(ValueError, match=f"an object of {module}.{name}"):
+        rebuild(description, lambda number, shape: torch.empty(shape), "tests")
