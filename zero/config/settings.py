@@ -50,11 +50,17 @@ class ActivationCheckpointingConfig(Section):
             `docs/offload.md`. Not in DeepSpeed.
             - auto: A batch runs in slices of at most 8,192 tokens.
             - N: A batch runs in N slices.
+        trust_slices: Whether `batch_slices` may run blocks that are not transformers' own. They
+            must compute the outputs and gradients of each example from this example and the
+            weights alone, and keep or write nothing else: see `docs/offload.md`. Not in DeepSpeed.
+            - true: Blocks of any class run in slices.
+            - false: A block that is not known to give the same results in slices is an error.
     """
 
     cpu_checkpointing: bool = False
     nvme_path: Folder | None = None
     batch_slices: Positive | Annotated[Literal["auto"], AnyCase()] | None = None
+    trust_slices: bool = key(False, needs="batch_slices")
 
 
 @with_idle_keys("checkpoint")
