@@ -355,7 +355,7 @@ def slice_experts(
     if not found:
         return []
     most = max(limit // 2, *map(numel_of_one, found))
-    schedule.max_live_parameters = max(0, limit - most)
+    schedule.limit_live_parameters(max(0, limit - most))
     return [SlicedExperts(group, most, gathering) for group in found]
 
 
