@@ -42,8 +42,10 @@ def why_not_sliced(block: nn.Module) -> str:
     names = iter(inspect.signature(type(block).forward).parameters)
     if not type(block).__module__.startswith("transformers.") or [*names][1:2] != ["hidden_states"]:
         return f"is a {type(block).__name__}, which is none of transformers' blocks"
-    inner = ((name, _why_no_module(module)) for name, module in block.named_modules())
-    return next((f"contains {name!r}, which {why}" for name, why in inner if why), "")
+    for name, module in block.named_modules():
+        if why := _why_no_module(module):
+            return f"contains {name!r}, which {why}" if name else why
+    return ""
 
 
 def why_hooked(module: nn.Module, with_own: bool = False) -> str:
