@@ -99,19 +99,20 @@ def train(
 
 
 def capped(
-    rank: int, world_size: int, name: str, section: dict, accumulation: int
+    rank: int, world_size: int, name: str, section: dict, accumulation: int, recomputes: bool
 ) -> tuple[Losses, list[tuple[int, Losses, list[str]]]]:
     """Losses with enough memory; and with caps for the last rank, each from some step on: the
-    number of that step, the losses, and what was said.
+    number of that step, the losses, and what was said. `recomputes`: activations, from the start.
     """
-    usual, most, _ = train(name, section, accumulation, "explain", [ENOUGH] * STEPS)
+    enough = [ENOUGH] * STEPS
+    usual, most, _ = train(name, section, accumulation, "explain", enough, recomputes)
     # What is left to cut to is one sample.
-    _, least, _ = train(name, section, ROWS // world_size, "explain", [ENOUGH] * STEPS)
+    _, least, _ = train(name, section, ROWS // world_size, "explain", enough, recomputes)
     found = []
     for first, part in CAPS:
         cap = least + int(part * (most - least))
         limits = [ENOUGH] * first + [cap if rank == world_size - 1 else ENOUGH] * (STEPS - first)
-        losses, _, said = train(name, section, accumulation, "adapt", limits)
+        losses, _, said = train(name, section, accumulation, "adapt", limits, recomputes)
         found.append((first, losses, said))
     return usual, found
 
@@ -298,19 +299,23 @@ def test_an_error_knows_what_fills_the_memory(world_size):
 
 
 @pytest.mark.parametrize(
-    ("name", "section", "accumulation"),
-    [("llama", {}, 2), ("t5", HOST, 1), ("mixtral", {}, 1), ("t5", {"stage": 1}, 1)],
+    ("name", "section", "accumulation", "recomputes"),
+    [
+        ("llama", {"stage3_max_live_parameters": 0}, 2, True),
+        ("t5", HOST | {"stage3_max_live_parameters": 0}, 1, True),
+        ("mixtral", {"stage3_max_live_parameters": 0}, 1, True),
+        ("t5", {"stage": 1}, 1, False),
+    ],
     ids=["stage 3", "on the host", "experts", "stage 1"],
 )
-def test_a_step_that_runs_out_of_memory_is_repeated(name, section, accumulation):
-    ranks = run_on(2, capped, name, section, accumulation, simulated=True, timeout=300)
+def test_a_step_that_runs_out_of_memory_is_repeated(name, section, accumulation, recomputes):
+    given = name, section, accumulation, recomputes
+    ranks = run_on(2, capped, *given, simulated=True, timeout=300)
     for rank, (usual, runs) in enumerate(ranks):
         assert any(said for _, _, said in runs) or rank > 0
         for first, losses, said in runs:
             # Not cut: the same bits, also after an update.
             assert losses[:first] == usual[:first]
             assert all(relative(*pair) < 1e-6 for pair in zip(losses, usual, strict=True))
-            assert len(said) <= 2 + ROWS.bit_length()
-    assert any(
-        "is now split into" in text for _, runs in ranks for *_, said in runs for text in said
-    )
+            change = "is now split into" if recomputes else "activations are now recomputed"
+            assert all(change in text for text in said[:1]) and len(said) <= ROWS.bit_length()
