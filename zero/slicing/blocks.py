@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from zero.errors import UsageError
@@ -106,12 +106,14 @@ class SlicedBlock:
             return self._forward(*args, **kwargs)
         if not self._is_trusted and (why := why_hooked(self.module)):
             self._probe.refuse(f"cannot run its batch in slices: {why}")
-        given, spec = tree_flatten((args, kwargs))
-        leaves: list[Any] = [None if _is_empty_cache(leaf) else leaf for leaf in given]
+        flat, spec = tree_flatten((args, kwargs))
+        leaves: list[Any] = [None if _is_empty_cache(leaf) else leaf for leaf in flat]
         self._probe.refuse_objects(leaves)
         batch, tokens = _batch_of(leaves, least_dims=2 if self._is_trusted else 3)
         # Of a script's argument nothing tells whether these are numbers of examples or positions.
-        if self._is_trusted and any(_has_length(each, batch) for each in (*args, *kwargs.values())):
+        if self._is_trusted and any(
+            _has_lengths(each, batch) for each in (*args, *kwargs.values())
+        ):
             self._probe.refuse(
                 f"is given one dimension of {batch} values, which may belong to its {batch} "
                 "examples: pass a tensor with a second dimension"
@@ -222,11 +224,16 @@ def _has_batch(leaf: Any, batch: int) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() >= 2 and leaf.shape[0] == batch
 
 
-def _has_length(value: Any, batch: int) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.shape == (batch,) and batch > 1
-    is_list = isinstance(value, (list, tuple)) and len(value) == batch > 1
-    return is_list and not any(isinstance(each, torch.Tensor) for each in value)
+def _has_lengths(argument: Any, batch: int) -> bool:
+    """Whether something in the argument has one value for each example."""
+
+    def is_one(value: Any) -> bool:
+        if isinstance(value, torch.Tensor):
+            return value.shape == (batch,) and batch > 1
+        is_list = isinstance(value, (list, tuple)) and len(value) == batch > 1
+        return is_list and not any(isinstance(each, torch.Tensor) for each in value)
+
+    return any(map(is_one, tree_leaves(argument, is_leaf=is_one)))
 
 
 def _kind(leaf: Any, batch: int) -> Any:
