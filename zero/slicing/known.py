@@ -50,13 +50,14 @@ def why_not_sliced(block: nn.Module) -> str:
 
 def why_hooked(module: nn.Module, with_own: bool = False) -> str:
     """Say which hook of a script runs inside of `module`, or, with `with_own`, on it."""
-    if any(not _is_known(hook) for hook in _global_hooks()):
+    if not all(map(_is_known, _global_hooks())):
         return "a hook of the script is registered for all modules"
     for name, child in module.named_modules():
         if child is module and not with_own:
             continue
         for kind in _HOOKS:
-            if any(not _is_known(hook) for hook in getattr(child, kind).values()):
+            hooks = getattr(child, kind)
+            if hooks and not all(map(_is_known, hooks.values())):
                 return f"a hook of the script is on {name or type(child).__name__!r}"
     return ""
 

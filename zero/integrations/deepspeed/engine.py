@@ -29,6 +29,7 @@ from zero.integrations.deepspeed.leaf import mark_configured
 from zero.integrations.deepspeed.lr_schedules import build_scheduler
 from zero.integrations.deepspeed.optimizer import DeepSpeedOptimizer, ParameterOffload
 from zero.integrations.deepspeed.optimizers import build_optimizer
+from zero.integrations.deepspeed.profiling import StepProfile
 from zero.integrations.deepspeed.sequence import share_sequences
 from zero.integrations.deepspeed.tensor import share_model, with_new_parameters
 from zero.integrations.hf import quantized_loading
@@ -46,6 +47,7 @@ class DeepSpeedEngine(ZeroEngine):
     # Of the dataset that `initialize` was given.
     training_dataloader: DataLoader | None = None
     adaptation: Adaptation | None = None
+    _profile: StepProfile | None = None
     # How many such hooks each parameter had when the engine was made, until the first step.
     _accumulate_hooks: dict[str, int] | None = None
 
@@ -58,6 +60,8 @@ class DeepSpeedEngine(ZeroEngine):
             self.monitor = monitor.make(self)
             if settings.on_out_of_memory == "adapt":
                 self.adaptation = Adaptation(self)
+            if settings.flops_profiler.enabled and self.comm.job.rank == 0:
+                self._profile = StepProfile(settings.flops_profiler, model)
         self._accumulate_hooks = _accumulate_hooks(model)
 
     def forward(self, *args: object, **kwargs: object) -> object:
@@ -93,8 +97,11 @@ class DeepSpeedEngine(ZeroEngine):
                 break
         if self.adaptation is not None:
             self.adaptation.require_repeatable()
+        earlier_steps = self.global_steps
         with explained(self):
             super().step()
+        if self._profile is not None and self.global_steps > earlier_steps:
+            self._profile.between_steps(self.global_steps)
 
     @property
     def device(self) -> torch.device:
