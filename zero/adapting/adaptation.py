@@ -192,7 +192,7 @@ class Adaptation:
             )
         if not is_first:
             return
-        run = lambda: tree_flatten(call.run_rows(slice(0, 1)))[0]  # noqa: E731
+        run = lambda: tree_flatten(call.run_part(slice(0, 1)))[0]  # noqa: E731
         if recomputes := self._can_recompute:  # starts the same gathers, in less memory
             self._recompute()
         with torch.no_grad():
@@ -218,16 +218,17 @@ class Adaptation:
 
     def _shown(self, call: Call) -> Any:
         """The outputs of a forward, without their graphs."""
-        if self.parts > 1 and all(self._of_ranks(call.labels is not None)):
+        is_split = self.parts > 1 and all(self._of_ranks(call.labels is not None))
+        if is_split:
             leaves, structure = self._values(call)
         else:
-            output = self._together(_FORWARD, lambda: call.run_rows(slice(None)))
+            output = self._together(_FORWARD, lambda: call.run_part(slice(None)))
             leaves, structure = tree_flatten(output)
             if not _begins_with_loss(leaves):
                 return output
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and (
-                leaf.requires_grad or (call.is_split and leaf.is_floating_point())
+                leaf.requires_grad or (is_split and leaf.is_floating_point())
             ):
                 call.shown[place] = shown = leaf.detach().requires_grad_()
                 if leaf.requires_grad:
@@ -245,34 +246,37 @@ class Adaptation:
         if why := self._of_all(call.why_whole()):
             raise unsplittable(why)
         values: list[Any] = []
-        terms: list[torch.Tensor] = []
+        losses: list[torch.Tensor] = []
+        counts: list[int] = []
         structure: Any = None
         tolerance = 1e-4 if self._engine.settings.compute_dtype == torch.float32 else 2e-2
 
-        def keep(output: Any, chosen: slice, weight: float | None) -> None:
+        def keep(output: Any, part: slice) -> None:
             nonlocal structure
             leaves, structure = tree_flatten(output)
-            call.require_mean(output, chosen, tolerance)
+            counts.append(call.counted(output, part, tolerance))
+            losses.append(leaves[0])
+            if not (rows := part.stop - part.start):
+                return
             if not values:
-                values.extend(
-                    _for_all(leaf, chosen.stop - chosen.start, call.rows) for leaf in leaves[1:]
-                )
+                values.extend(_for_all(leaf, rows, call.rows) for leaf in leaves[1:])
             for value, leaf in zip(values, leaves[1:], strict=True):
                 if value is not None:
-                    value[chosen] = leaf
-            # The mean over no labels is NaN.
-            terms.append(leaves[0] * weight if weight else torch.zeros_like(leaves[0]))
+                    value[part] = leaf
 
+        parts = call.parts(self.parts)
         with torch.no_grad():
-            for chosen, weight in call.parts(self.parts):
-                output = self._together(_VALUES, partial(call.run_rows, chosen))
-                if weight is None:
-                    self._together(None, lambda: None)
-                else:
-                    self._together(None, partial(keep, output, chosen, weight))
+            for part in parts:
+                output = self._together(_VALUES, partial(call.run_part, part))
+                self._together(None, partial(keep, output, part))
                 del output
-        call.is_split = True
-        return [torch.stack(terms).sum(), *values], structure
+        call.weigh(counts, parts)
+        # The mean over no labels is NaN.
+        terms = [loss * weight for loss, weight in zip(losses, call.weights, strict=True) if weight]
+        return [
+            torch.stack(terms).sum() if terms else torch.zeros_like(losses[0]),
+            *values,
+        ], structure
 
     def _gradients(self, calls: Sequence[Call]) -> None:
         """Run the backward of forwards that still have their graphs."""
@@ -288,17 +292,17 @@ class Adaptation:
         """
         engine = self._engine
         for call in calls:
-            if self.parts > 1 and not call.is_split:
+            if len(call.weights) != self.parts:
                 restore_random_states(call.random, engine.comm.device)
                 self._values(call)  # proves that it can be split
         for index, call in enumerate(calls, 1):
             restore_random_states(call.random, engine.comm.device)
-            parts = list(call.parts(self.parts))
+            parts = zip(call.parts(self.parts), call.weights, strict=True)
             with engine.reducer.counting_once():
-                for number, part in enumerate(parts, 1):
-                    is_last = index == len(calls) and number == len(parts)
+                for number, (part, weight) in enumerate(parts, 1):
+                    is_last = index == len(calls) and number == self.parts
                     with engine.micro_batches.part(is_last):
-                        forward = partial(call.outputs_of, *part)
+                        forward = partial(call.outputs_of, part, weight)
                         self._run_backward(*self._together(_FORWARD, forward))
 
     def _run_backward(self, outputs: list[torch.Tensor], grads: list[torch.Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -35,7 +35,7 @@ class Call:
         seen: what is known of buffers and of the arguments before it: see `versions`.
         shown: what the script has received for its outputs, by their places. The first is the loss.
         outputs: the tensors with a graph in the same places; empty if the call was split.
-        is_split: its loss has been computed in parts.
+        weights: of the losses of its parts; [1] as long as it is whole.
     """
 
     run: Callable[..., Any]
@@ -45,7 +45,7 @@ class Call:
     random: object = None
     shown: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    is_split: bool = False
+    weights: list[float] = field(default_factory=lambda: [1.0])
 
     def __post_init__(self) -> None:
         bound = inspect.signature(self.module.forward).bind(*self.args, **self.kwargs)
@@ -92,18 +92,25 @@ class Call:
                 return f"argument {name!r} is not known to have a row for each sample"
         if self.labels is None or self.labels.is_floating_point():
             return "the forward gets no argument labels, or they are no classes"
-        if not all(grad.dim() and len(grad) == self.rows for grad in self._other_gradients()):
+        others = (grad for place, grad in self.gradients().items() if place or grad.dim())
+        if not all(grad.dim() and len(grad) == self.rows for grad in others):
             return "the script's loss depends on an output that has no row for each sample"
         return ""
 
-    def _other_gradients(self) -> Iterator[torch.Tensor]:
-        return (grad for place, grad in self.gradients().items() if place or grad.dim())
+    def parts(self, number: int) -> list[slice]:
+        """The samples of each part. Some are empty if there are fewer samples than parts."""
+        if number == 1:
+            return [slice(None)]
+        bounds = [self.rows * part // number for part in range(number + 1)]
+        return [slice(*each) for each in pairwise(bounds)]
 
-    def run_rows(self, chosen: slice) -> Any:
-        """What the engine's forward returns for some of the samples, or for all."""
-        if chosen == slice(None):
+    def run_part(self, part: slice) -> Any:
+        """What the engine's forward returns for some of the samples; for the first one if there are
+        none, because all ranks run as many forwards.
+        """
+        if part == slice(None):
             return self.run(*self.args, **self.kwargs)
-        rows = self.rows
+        rows, chosen = self.rows, part if part.start < part.stop else slice(0, 1)
 
         def some(value: Any) -> Any:
             is_batch = isinstance(value, torch.Tensor) and value.dim() and len(value) == rows
@@ -112,71 +119,48 @@ class Call:
         return self.run(*map(some, self.args), **{k: some(v) for k, v in self.kwargs.items()})
 
     def outputs_of(
-        self, chosen: slice, weight: float | None
+        self, part: slice, weight: float
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The outputs of some samples that need a gradient, and these gradients. `weight` is that
-        of the samples' loss; None if all gradients are zero.
-        """
-        leaves = tree_flatten(self.run_rows(chosen))[0]
-        outputs, grads = [], []
+        """The outputs of a part that need a gradient, and these gradients."""
+        leaves = tree_flatten(self.run_part(part))[0]
+        found = []
         for place, grad in self.gradients().items():
-            if leaves[place].requires_grad:
-                outputs.append(leaves[place])
-                rows = grad[chosen] * (weight is not None) if grad.dim() else grad * (weight or 0.0)
-                grads.append(rows)
-        return outputs, grads
+            if (leaf := leaves[place]).requires_grad:
+                rows = grad[part] if grad.dim() else grad * weight
+                found.append((leaf, rows if rows.shape == leaf.shape else torch.zeros_like(leaf)))
+        return [leaf for leaf, _ in found], [grad for _, grad in found]
 
-    def parts(self, number: int) -> Iterator[tuple[slice, float | None]]:
-        """The samples of each part, and what its loss counts. None: there are fewer samples than
-        parts, and one is repeated, because all ranks run as many backwards.
+    def weigh(self, counts: list[int], parts: list[slice]) -> None:
+        """Set `weights`, where the losses of `parts` are the means over so many labels."""
+        total = max(1, sum(counts))
+        self.weights = [count / total for count in counts]
+        if self._named.get(_COUNT) is not None:  # they are sums
+            self.weights = [float(part.start < part.stop) for part in parts]
+
+    def counted(self, output: Any, part: slice, tolerance: float) -> int:
+        """How many labels the loss of a part counts.
+
+        Raises UsageError unless it is the mean cross entropy over these labels, or its sum divided
+        by the number that the script passes. Only then is the whole's loss that of its parts.
         """
-        if number == 1:
-            yield slice(None), 1.0
-            return
-        is_sum = self._named.get(_COUNT) is not None
-        counts = self._counted().sum(1).tolist()
-        for start, end in pairwise(self.rows * part // number for part in range(number + 1)):
-            if start == end:
-                yield slice(0, 1), None
-                continue
-            share = sum(counts[start:end]) / max(1, sum(counts))
-            yield slice(start, end), 1.0 if is_sum else share
-
-    @property
-    def _predicts_next(self) -> bool:
-        """Whether the model shifts the labels by one before it counts them."""
-        loss: Any = getattr(self.module, "loss_function", None)
-        seq2seq = getattr(getattr(self.module, "config", None), "is_encoder_decoder", False)
-        return getattr(loss, "__name__", "") == "ForCausalLMLoss" and not seq2seq
-
-    def _counted(self) -> torch.Tensor:
-        """Which labels of each sample its loss counts: samples x labels."""
-        assert self.labels is not None
-        counted = self.labels != IGNORED
-        if self._predicts_next and counted.dim() > 1:
-            counted[:, 0] = False
-        return counted.reshape(self.rows, -1)
-
-    def require_mean(self, output: Any, chosen: slice, tolerance: float) -> None:
-        """Raise UsageError unless the loss of some samples is the mean cross entropy over their
-        labels, or its sum divided by the number that the script passes. Only then is the whole's
-        loss that of its parts.
-        """
+        if part.start == part.stop:
+            return 0
         named: Any = output if isinstance(output, dict) else {}
-        logits, count = named.get("logits"), self._named.get(_COUNT)
-        is_known = logits is not None and named.get("aux_loss") is None
-        if is_known and self.labels is not None:
-            labels = self.labels[chosen].to(logits.device)
-            if self._predicts_next:
+        logits, labels, divisor = named.get("logits"), self.labels, self._named.get(_COUNT)
+        if logits is not None and labels is not None and named.get("aux_loss") is None:
+            labels = labels[part].to(logits.device)
+            name = getattr(getattr(self.module, "loss_function", None), "__name__", "")
+            seq2seq = getattr(getattr(self.module, "config", None), "is_encoder_decoder", False)
+            if name == "ForCausalLMLoss" and not seq2seq:  # each token predicts the next one
                 labels, logits = labels[:, 1:], logits[:, :-1]
-            if is_known := labels.shape == logits.shape[:-1]:
-                classes = logits.flatten(0, -2).float()
+            if labels.shape == logits.shape[:-1]:
+                count, classes = int((labels != IGNORED).sum()), logits.flatten(0, -2).float()
                 total = nn.functional.cross_entropy(classes, labels.flatten(), reduction="sum")
-                usual = total / ((labels != IGNORED).sum() if count is None else count)
+                usual = total / (count if divisor is None else divisor)
                 loss = named["loss"].float()
-                is_known = bool(torch.isclose(loss, usual, rtol=tolerance, equal_nan=True))
-        if not is_known:
-            raise unsplittable("its loss is not the mean over its labels")
+                if torch.isclose(loss, usual, rtol=tolerance, equal_nan=True):
+                    return count
+        raise unsplittable("its loss is not the mean over its labels")
 
 
 def unsplittable(why: str) -> UsageError:

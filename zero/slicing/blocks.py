@@ -63,10 +63,11 @@ class SlicedBlock:
     def __init__(
         self, module: nn.Module, name: str, slices: int | Literal["auto"], is_trusted: bool = False
     ):
-        if not is_trusted and (why := why_not_sliced(module)):
+        why = why_not_sliced(module)
+        if why and not is_trusted:
             raise UsageError(f"block {name!r} {why}: {_PROMISE} {REMEDY}")
         self.module: Any = module
-        self._is_trusted = is_trusted
+        self._is_known, self._is_trusted = not why, is_trusted
         self._probe = BlockProbe(module, name)
         self._slices = slices
         self._calls = 0
@@ -109,7 +110,7 @@ class SlicedBlock:
         flat, spec = tree_flatten((args, kwargs))
         leaves: list[Any] = [None if _is_empty_cache(leaf) else leaf for leaf in flat]
         self._probe.refuse_objects(leaves)
-        batch, tokens = _batch_of(leaves, least_dims=2 if self._is_trusted else 3)
+        batch, tokens = _batch_of(leaves, least_dims=3 if self._is_known else 2)
         # Of a script's argument nothing tells whether these are numbers of examples or positions.
         if self._is_trusted and any(
             _has_lengths(each, batch) for each in (*args, *kwargs.values())
