@@ -206,8 +206,7 @@ class Adaptation:
         engine.reshard()
         engine.reducer.clear()
         restore_random_states(call.random, engine.comm.device)
-        if self._of_all(_WRITTEN if call.seen != call.versions() else ""):
-            raise UsageError(f'{KEY} "adapt": {_WRITTEN}; set it to "explain"')
+        self._require_unwritten([call])
         recorded = self._control.exchange(engine.hooks.recorder.names)
         if any(each != recorded[0] for each in recorded):
             raise UsageError(
@@ -243,7 +242,8 @@ class Adaptation:
         the loss, and tensors with as many rows as the micro-batch; None for what is no tensor.
 
         Raises UsageError if the whole's outputs are not known from those of the parts."""
-        if why := self._of_all(call.why_whole()):
+        # Hooks may have come since the last one.
+        if why := self._of_all(why_not_known(self._engine.module) or call.why_whole()):
             raise unsplittable(why)
         values: list[Any] = []
         losses: list[torch.Tensor] = []
@@ -291,6 +291,7 @@ class Adaptation:
         one, which may be the last of its step.
         """
         engine = self._engine
+        self._require_unwritten(calls)
         for call in calls:
             if len(call.weights) != self.parts:
                 restore_random_states(call.random, engine.comm.device)
@@ -415,9 +416,15 @@ class Adaptation:
             step = self._engine.global_steps + 1
             logger.warning("step %d ran out of memory, so %s, and the step is repeated", step, done)
 
+    def _require_unwritten(self, calls: Sequence[Call]) -> None:
+        """Raise UsageError if a rank's calls would not get what they have got at first."""
+        is_written = any(call.is_written for call in calls)
+        if why := self._of_all(_WRITTEN if is_written else ""):
+            raise UsageError(f'{KEY} "adapt": {why}; set it to "explain"')
+
     def _why_not_repeated(self, calls: Sequence[Call], error: Exception | None) -> str:
         engine = self._engine
-        if any(call.seen != call.versions() for call in calls):
+        if any(call.is_written for call in calls):
             return _WRITTEN
         elsewhere = error is not None and full_memory(error) != place_of(engine.comm.device)
         if elsewhere and engine.activations is None:

@@ -32,7 +32,6 @@ class Call:
         run: the engine's own forward.
         module: the model, whose signature names the arguments.
         random: the states of the generators before it.
-        seen: what is known of buffers and of the arguments before it: see `versions`.
         shown: what the script has received for its outputs, by their places. The first is the loss.
         outputs: the tensors with a graph in the same places; empty if the call was split.
         weights: of the losses of its parts; [1] as long as it is whole.
@@ -53,10 +52,16 @@ class Call:
         for name, param in bound.signature.parameters.items():
             if param.kind is param.VAR_KEYWORD:
                 self._named |= self._named.pop(name, {})
-        self.seen = self.versions()
+        self._seen = self._versions()
 
-    def versions(self) -> list[tuple[int, int]]:
-        """What changes when a buffer of the model or a tensor among the arguments is written."""
+    @property
+    def is_written(self) -> bool:
+        """Whether a buffer of the model, or a tensor among the arguments, has been written to since
+        the call.
+        """
+        return self._seen != self._versions()
+
+    def _versions(self) -> list[tuple[int, int]]:
         tensors = [*self.module.buffers(), *tree_flatten((self.args, self.kwargs))[0]]
         return [
             (id(each), 0 if each.is_inference() else each._version)
