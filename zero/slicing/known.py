@@ -7,7 +7,7 @@ the packages below is known. It runs in slices of a batch, and again after a fai
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -20,6 +20,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 _PACKAGES = ("torch.", "transformers.", "peft.", "bitsandbytes.", "accelerate.", "zero.")
 _GENERATED = ("torch.fx.", "torch.jit.")  # classes whose code is a script's
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_GLOBAL_HOOKS = (
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_forward_hooks,
+    torch_module._global_backward_pre_hooks,
+    torch_module._global_backward_hooks,
+)
 
 
 def why_not_known(model: nn.Module) -> str:
@@ -50,7 +56,7 @@ def why_not_sliced(block: nn.Module) -> str:
 
 def why_hooked(module: nn.Module, with_own: bool = False) -> str:
     """Say which hook of a script runs inside of `module`, or, with `with_own`, on it."""
-    if not all(map(_is_known, _global_hooks())):
+    if any(not all(map(_is_known, hooks.values())) for hooks in _GLOBAL_HOOKS):
         return "a hook of the script is registered for all modules"
     for name, child in module.named_modules():
         if child is module and not with_own:
@@ -86,11 +92,6 @@ def _attention_of(module: nn.Module) -> Callable | None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     return ALL_ATTENTION_FUNCTIONS.get(name)
-
-
-def _global_hooks() -> Iterator[Any]:
-    for kind in _HOOKS:
-        yield from getattr(torch_module, f"_global{kind}").values()
 
 
 def _is_known(code: Any) -> bool:

@@ -60,8 +60,10 @@ class DeepSpeedEngine(ZeroEngine):
             self.monitor = monitor.make(self)
             if settings.on_out_of_memory == "adapt":
                 self.adaptation = Adaptation(self)
-            if settings.flops_profiler.enabled and self.comm.job.rank == 0:
-                self._profile = StepProfile(settings.flops_profiler, model)
+            if (profiler := settings.flops_profiler).enabled:
+                control = self.comm.control("opening the flops profiler")
+                make = partial(StepProfile, profiler, model)
+                self._profile = control.together(make if control.rank == 0 else lambda: None)
         self._accumulate_hooks = _accumulate_hooks(model)
 
     def forward(self, *args: object, **kwargs: object) -> object:

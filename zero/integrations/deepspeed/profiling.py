@@ -123,9 +123,15 @@ class FlopsProfiler:
 
 
 class StepProfile:
-    """Counts the operations of the step that the section `flops_profiler` names."""
+    """Counts the operations of the step that the section `flops_profiler` names.
+
+    Raises UsageError if the folder of its file is missing.
+    """
 
     def __init__(self, section: FlopsProfilerConfig, model: nn.Module):
+        file = section.output_file
+        if file is not None and not Path(file).resolve().parent.is_dir():
+            raise UsageError(f"flops_profiler.output_file: {file}: there is no such folder")
         self._section = section
         self._profiler = FlopsProfiler(model)
         self.between_steps(0)
