@@ -112,9 +112,8 @@ class SlicedBlock:
         self._probe.refuse_objects(leaves)
         batch, tokens = _batch_of(leaves, least_dims=3 if self._is_known else 2)
         # Of a script's argument nothing tells whether these are numbers of examples or positions.
-        if self._is_trusted and any(
-            _has_lengths(each, batch) for each in (*args, *kwargs.values())
-        ):
+        given = [] if self._is_known else [*args, *kwargs.values()]
+        if any(_has_lengths(each, batch) for each in given):
             self._probe.refuse(
                 f"is given one dimension of {batch} values, which may belong to its {batch} "
                 "examples: pass a tensor with a second dimension"
