@@ -178,7 +178,7 @@ def with_router_loss() -> Any:
 
 REFUSED = {
     with_own_forward: "the model is a SquareOfLoss, whose forward is not transformers' own",
-    with_own_loss: "the model is a LlamaForCausalLM with a loss or an attention of the script",
+    with_own_loss: "the model is a LlamaForCausalLM with '_loss_function' of the script",
     hooked: "a hook of the script is on 'model.layers.1'",
     clipped: "parameter 'lm_head.weight' has a hook of the script",
     with_router_loss: "its loss is not the mean over its labels",

@@ -407,9 +407,9 @@ def with_own_forward(model: Any) -> None:
 
 
 UNKNOWN = {
-    with_own_attention: "is a LlamaAttention with a loss or an attention of the script",
+    with_own_attention: "is a LlamaAttention with 'attention' of the script",
     with_own_layer: "contains 'mlp.up_proj', which is a Clipped",
-    with_own_forward: "contains 'mlp', which is a LlamaMLP, whose forward",
+    with_own_forward: "contains 'mlp', which is a LlamaMLP with 'forward' of the script",
 }
 
 

@@ -155,9 +155,9 @@ class Config(Section):
             - N: Gradients are scaled down if their global L2 norm exceeds N.
         on_out_of_memory: What happens if a forward or backward pass runs out of memory. `explain`
             ends the run with an error that says what filled the memory and what to change; `adapt`
-            repeats the step in smaller parts: see `docs/troubleshooting.md`. Not in DeepSpeed.
+            repeats the step with less memory: see `docs/troubleshooting.md`. Not in DeepSpeed.
             - explain: The error says what filled the memory and what to change.
-            - adapt: The micro-batch is repeated in smaller parts: see `docs/troubleshooting.md`.
+            - adapt: The step is repeated with less memory: see `docs/troubleshooting.md`.
         log_level: The level of the logger `zero`.
         steps_per_print: The number of steps from one line of metrics on rank 0 to the next.
             Default: no lines are printed.

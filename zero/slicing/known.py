@@ -7,6 +7,7 @@ the packages below is known. It runs in slices of a batch, and again after a fai
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
@@ -69,8 +70,8 @@ def why_hooked(module: nn.Module, with_own: bool = False) -> str:
 
 
 def _why_no_module(module: nn.Module) -> str:
-    kind, own = type(module), vars(module).get("forward")
-    if not all(map(_is_known, (kind, kind.forward, *([] if own is None else [own])))):
+    kind = type(module)
+    if not (_is_known(kind) and _is_known(kind.forward)):
         return f"is a {kind.__name__}, whose forward is not transformers' own"
     if isinstance(module, _BatchNorm):
         return f"is a {kind.__name__}, which normalizes over the batch"
@@ -78,9 +79,10 @@ def _why_no_module(module: nn.Module) -> str:
         return f"is an {kind.__name__} with max_norm, which writes to its weight"
     if hasattr(module, "expert_capacity"):
         return f"is a {kind.__name__}, whose experts have a capacity"
-    functions = vars(module).get("_loss_function"), _attention_of(module)
-    if any(each is not None and not _is_known(each) for each in functions):
-        return f"is a {kind.__name__} with a loss or an attention of the script"
+    # A script may replace a method, the loss function or the attention.
+    for name, value in {**vars(module), "attention": _attention_of(module)}.items():
+        if callable(value) and not _is_known(value):
+            return f"is a {kind.__name__} with {name!r} of the script"
     return ""
 
 
@@ -101,4 +103,5 @@ def _is_known(code: Any) -> bool:
     if isinstance(code, MethodType):
         code = code.__func__
     name = getattr(code, "__module__", None) or type(code).__module__
-    return name.startswith(_PACKAGES) and not name.startswith(_GENERATED)
+    is_standard = name.partition(".")[0] in sys.stdlib_module_names
+    return is_standard or (name.startswith(_PACKAGES) and not name.startswith(_GENERATED))
