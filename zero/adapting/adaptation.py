@@ -12,8 +12,9 @@ trains as it does without this.
 [Note: what a rank does when its memory is full] It frees its activations and replays the
 remaining gathers and reductions of the forward or backward, without computing
 (`zero/core/replay.py`). After each forward and backward, all ranks report whether theirs failed. If
-one did, all of them drop the gradients of the step, make the same changes, and repeat the step's
-micro-batches from their inputs and random states. Below stage 3 nothing is gathered, and the
+one did, all of them make the same change, and repeat it from its inputs and random states. A
+backward may have left some of its gradients in the sum of the step, so all of these are dropped,
+and the step's earlier micro-batches are repeated, too. Below stage 3 nothing is gathered, and the
 reductions have a fixed order. At stage 3, a rank can only know from an earlier forward and backward
 what the others will gather. The first training forward is therefore preceded by a forward and
 backward of one sample, which must be recorded alike on all ranks.

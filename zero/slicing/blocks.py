@@ -177,10 +177,11 @@ class SlicedBlock:
     def _run(self, spec: TreeSpec, *leaves: Any) -> Any:
         args, kwargs = tree_unflatten(list(leaves), spec)
         output = self._forward(*args, **kwargs)
-        # The lists and dicts are those of this slice: what is written to them is lost.
-        after, spec_after = tree_flatten((args, kwargs))
-        if spec_after != spec or any(map(is_not, after, leaves)):
-            self._probe.refuse("changes a list or dict that it is given")
+        if not self._is_known:
+            # The lists and dicts are those of this slice: what is written to them is lost.
+            after, spec_after = tree_flatten((args, kwargs))
+            if spec_after != spec or any(map(is_not, after, leaves)):
+                self._probe.refuse("changes a list or dict that it is given")
         return output
 
 
