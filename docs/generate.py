@@ -22,7 +22,11 @@ from zero.config.settings import Config
 FOLDER = Path(__file__).parent
 _README = FOLDER.parent / "README.md"
 # How the page writes what a key needs.
-_NEEDS = {"enabled": "`enabled`", "device nvme": '`"device": "nvme"`'}
+_NEEDS = {
+    "enabled": "`enabled`",
+    "batch_slices": "`batch_slices`",
+    "device nvme": '`"device": "nvme"`',
+}
 BEGIN, END = "<!-- made by docs/generate.py -->\n", "<!-- end of what is made -->\n"
 
 

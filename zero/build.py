@@ -355,7 +355,7 @@ def slice_experts(
     if not found:
         return []
     most = max(limit // 2, *map(numel_of_one, found))
-    schedule.max_live_parameters = max(0, limit - most)
+    schedule.limit_live_parameters(max(0, limit - most))
     return [SlicedExperts(group, most, gathering) for group in found]
 
 
@@ -378,7 +378,8 @@ def slice_batches(model: nn.Module, settings: Config) -> list[SlicedBlock]:
                 "tensors inside of blocks, where it would find one for each slice: set "
                 f"config.{flag} to false, or install transformers 5"
             )
-    return [SlicedBlock(block, names[block], slices) for block in blocks]
+    is_trusted = settings.activation_checkpointing.trust_slices
+    return [SlicedBlock(block, names[block], slices, is_trusted) for block in blocks]
 
 
 def make_placement(

@@ -8,7 +8,7 @@ compute on the CPU, with their states offloaded, and the cap is one of addresses
 between an eighth of those that a step takes and all of them. Each script has a line with its
 largest relative difference of a loss and how often a step was repeated. The command exits with 1 if
 the difference was more than the rounding of fp32, if a loss before the first cap has other bits, or
-if a step was repeated more than twice."""
+if a step was repeated more often than there are changes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ ON_HOST = 768  # samples of a micro-batch on the CPU
 # A process may use no more addresses than those of its tensors: freed memory goes back to the
 # system, and threads have no memory of their own, which malloc would use if an allocation fails.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4096", "MALLOC_ARENA_MAX": "1"}
-REPEATS = 2  # of a step
+REPEATS = 6  # of a step: two other changes, and eight samples are halved three times
 
 
 class Limits(TrainerCallback):

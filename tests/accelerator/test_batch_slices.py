@@ -56,7 +56,7 @@ def third_step(
 def test_weights_and_gradients_move_once_whatever_the_number_of_slices():
     whole = run_on(2, third_step, 1, {}, simulated=True)
     for slices in (4, 16):
-        section = {"activation_checkpointing": {"batch_slices": slices}}
+        section = {"activation_checkpointing": {"batch_slices": slices, "trust_slices": True}}
         for (moved, peak, waits), (once, most, waits_of_one) in zip(
             run_on(2, third_step, 1, section, simulated=True), whole, strict=True
         ):
@@ -73,7 +73,7 @@ def test_weights_and_gradients_move_once_whatever_the_number_of_slices():
 
 
 def test_inputs_of_blocks_wait_in_host_memory_or_in_a_file(tmp_path):
-    section = {"batch_slices": 16}
+    section = {"batch_slices": 16, "trust_slices": True}
     kept, on_host, in_file = (
         run_on(2, third_step, 1, {"activation_checkpointing": each}, simulated=True)
         for each in (

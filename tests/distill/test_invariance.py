@@ -39,7 +39,8 @@ ZERO_3 = {
     "gradient_clipping": "auto",
 }
 ZERO_1 = {**ZERO_3, "zero_optimization": {"stage": 1}}
-SLICES = {"activation_checkpointing": {"batch_slices": 2}}
+# Hooks inside of blocks record the attention, slice by slice.
+SLICES = {"activation_checkpointing": {"batch_slices": 2, "trust_slices": True}}
 HIDDEN = {
     "hidden_loss_weight": 0.01,
     "attn_relation_weight": 0.1,

@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import MixtralConfig, MixtralForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.dist.training import Curve, curve_on, ds_config, relative, start, train_plain, train_zero
 from tests.parity.models import VOCABULARY, batches, build
@@ -28,6 +29,7 @@ from zero.fragments import safe_get_full_grad
 from zero.slicing import blocks
 
 STEPS, WIDTH = 4, 8
+TRUSTED = {"trust_slices": True}
 # About the sum of the inner lengths of these models in a forward.
 TERMS = 500
 
@@ -231,6 +233,28 @@ class KeepingLoss(Block):
         return hidden, None
 
 
+class KeepingMean(Block):
+    def forward(self, hidden: torch.Tensor, scale: dict[str, Any]) -> tuple[torch.Tensor, None]:
+        self.mean = hidden.detach().mean()
+        return super().forward(hidden, scale)
+
+
+class KeepingList(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[torch.Tensor] = []
+
+    def forward(self, hidden: torch.Tensor, scale: dict[str, Any]) -> tuple[torch.Tensor, None]:
+        self.losses.append(hidden.square().mean())
+        return super().forward(hidden, scale)
+
+
+class Writing(Block):
+    def forward(self, hidden: torch.Tensor, scale: dict[str, Any]) -> tuple[torch.Tensor, None]:
+        scale["loss"] = hidden.square().mean()
+        return super().forward(hidden, scale)
+
+
 class Counting(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -298,7 +322,7 @@ def grads_with_dropout(rank: int, world_size: int, stage: int, reentrant: bool) 
     plain, model = Model(Block, slices=3), Model(Block)
     model.load_state_dict(plain.state_dict())
     x = torch.randn(7, WIDTH, requires_grad=True)
-    config = ds_config(activation_checkpointing={"batch_slices": 3}, stage=stage)
+    config = ds_config(activation_checkpointing={"batch_slices": 3} | TRUSTED, stage=stage)
     engine, _ = start(model, config)
     torch.manual_seed(5)
     plain(x).backward()
@@ -320,7 +344,10 @@ REFUSED = {
     MixingInTraining: "block 'blocks.0' gives other values",
     WithLoss: "block 'blocks.0' returns a tensor without a batch dimension",
     WithLossInTraining: "block 'blocks.0' draws random numbers and returns other outputs",
-    KeepingLoss: "block 'blocks.0' keeps 'loss' with gradients",
+    KeepingLoss: "block 'blocks.0' keeps 'loss', of which each slice has another value",
+    KeepingMean: "block 'blocks.0' keeps 'mean', of which each slice has another value",
+    KeepingList: "block 'blocks.0' keeps 'losses', of which each slice has another value",
+    Writing: "block 'blocks.0' changes a list or dict that it is given",
     Counting: "block 'blocks.0' writes to its buffer 'seen'",
     Gated: "block 'blocks.0' gives other values",
     InPlace: "block 'blocks.0' changes its input in place",
@@ -331,9 +358,12 @@ REFUSED = {
 
 def messages(rank: int, world_size: int) -> list[str]:
     found = []
-    for model in (*map(Model, REFUSED), Model(Block, scale=Thing()), nn.Linear(WIDTH, 1)):
+    scales = (Thing(), torch.arange(4), [1.0] * 4)
+    others = (*(Model(Block, scale=each) for each in scales), nn.Linear(WIDTH, 1))
+    for model in (*map(Model, REFUSED), *others):
         with pytest.raises(UsageError) as caught:
-            engine, _ = start(model, ds_config(activation_checkpointing={"batch_slices": 2}))
+            section = {"batch_slices": 2} | TRUSTED
+            engine, _ = start(model, ds_config(activation_checkpointing=section))
             for _ in range(2):
                 engine.backward(engine(torch.randn(4, WIDTH)).sum())
                 engine.step()
@@ -342,16 +372,103 @@ def messages(rank: int, world_size: int) -> list[str]:
 
 
 def test_blocks_that_cannot_run_in_slices_are_named():
-    *found, thing, no_block = run_on(1, messages)[0]
+    *found, thing, lengths, values, no_block = run_on(1, messages)[0]
     for message, expected in zip(found, REFUSED.values(), strict=True):
         assert expected in message
     assert "block 'blocks.0' is given a Thing" in thing
+    assert "which may belong to its 4 examples" in lengths
+    assert "which may belong to its 4 examples" in values
     assert "has no blocks" in no_block
+
+
+class Clipped(nn.Linear):
+    """Its backward is its own."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = super().forward(hidden)
+        out.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+        return out
+
+
+def with_own_attention(model: Any) -> None:
+    def attention(module: Any, query: torch.Tensor, *_: Any, **__: Any) -> tuple[Any, None]:
+        return query.transpose(1, 2) - query.mean(), None
+
+    ALL_ATTENTION_FUNCTIONS.register("own", attention)
+    model.set_attn_implementation("own")
+
+
+def with_own_layer(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.__class__ = Clipped
+
+
+def with_own_forward(model: Any) -> None:
+    model.model.layers[0].mlp.forward = lambda hidden: hidden - hidden.mean()
+
+
+UNKNOWN = {
+    with_own_attention: "is a LlamaAttention with 'attention' of the script",
+    with_own_layer: "contains 'mlp.up_proj', which is a Clipped",
+    with_own_forward: "contains 'mlp', which is a LlamaMLP with 'forward' of the script",
+}
+
+
+def unknown(rank: int, world_size: int) -> list[str]:
+    """What is said of blocks that no one trusts: of a script's class, and of Llama's with something
+    of the script inside.
+    """
+    section = {"activation_checkpointing": {"batch_slices": 2}}
+    found = []
+    for change in UNKNOWN:
+        model = build("llama")
+        change(model)
+        with pytest.raises(UsageError) as caught:
+            start(model, ds_config(**section))
+        found.append(str(caught.value))
+    with pytest.raises(UsageError) as caught:
+        start(Model(Plain), ds_config(**section))
+    found.append(str(caught.value))
+    model: Any = build("llama")
+    engine, _ = start(model, ds_config(**section))
+    (batch,) = data("llama")[:1]
+    kept: list[Any] = []
+    outer = model.model.layers[0].register_forward_hook(lambda *args: kept.append(args[2]))
+    engine.backward(engine(**batch).loss)
+    assert [len(each) for each in kept] == [len(batch["input_ids"])]  # a hook on a block is right
+    outer.remove()
+    for register in (
+        model.model.layers[1].mlp.register_forward_hook,
+        model.model.layers[1].mlp.register_full_backward_hook,
+        nn.modules.module.register_module_forward_hook,
+    ):
+        handle = register(lambda *args: None)
+        with pytest.raises(UsageError) as caught:
+            engine(**batch)
+        handle.remove()
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_blocks_that_are_neither_known_nor_trusted_are_named(world_size):
+    for found in run_on(world_size, unknown):
+        expected = [
+            *UNKNOWN.values(),
+            "block 'blocks.0' is a Plain, which is none of transformers' blocks",
+            "a hook of the script is on 'mlp'",
+            "a hook of the script is on 'mlp'",
+            "a hook of the script is registered for all modules",
+        ]
+        for message, part in zip(found, expected, strict=True):
+            assert part in message
+        assert all(
+            "set activation_checkpointing.trust_slices to true" in each for each in found[:4]
+        )
 
 
 def compiled(rank: int, world_size: int) -> list[list[float]]:
     found = []
-    for section in ({}, {"batch_slices": 3}):
+    for section in ({}, {"batch_slices": 3} | TRUSTED):
         torch.manual_seed(3)
         engine, _ = start(Model(Plain), ds_config(activation_checkpointing=section))
         if section:
@@ -387,7 +504,7 @@ def copies(rank: int, world_size: int) -> None:
     """A copy of the model, and the model after its engine, run whole batches."""
     model = Model(Block)
     model.blocks[0].gradient_checkpointing = True  # as transformers' blocks have it
-    section = {"batch_slices": 2}
+    section = {"batch_slices": 2} | TRUSTED
     config = ds_config(activation_checkpointing=section, bf16={"enabled": True}, stage=1)
     engine, _ = start(model, config)
     with mock.patch.object(blocks.logger, "warning") as told:

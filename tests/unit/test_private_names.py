@@ -60,6 +60,10 @@ BEGINNINGS = {
 }
 LEANED_ON = """
 torch.nn.modules.batchnorm._BatchNorm              tests/parity/test_batch_slices.py
+torch.nn.modules.module._global_forward_pre_hooks  tests/parity/test_batch_slices.py
+torch.nn.modules.module._global_forward_hooks      tests/parity/test_batch_slices.py
+torch.nn.modules.module._global_backward_pre_hooks  tests/parity/test_batch_slices.py
+torch.nn.modules.module._global_backward_hooks     tests/parity/test_batch_slices.py
 torch.utils._pytree.tree_map_only                  tests/dist/core/test_engine.py
 torch.utils._python_dispatch.is_traceable_wrapper_subclass  tests/dist/core/test_aliases.py
 torch.utils._python_dispatch._disable_current_modes  tests/dist/tools/test_estimate.py
@@ -98,6 +102,7 @@ OPTIMIZER.step._wrapped_by_lr_sched                tests/unit/optim/test_adam_cp
 LAYER._parameters                                  tests/dist/checkpoint/test_export.py
 LAYER._buffers                                     tests/dist/core/test_engine.py
 LAYER._state_dict_hooks                            tests/dist/checkpoint/test_export.py
+LAYER.weight._backward_hooks                       tests/accelerator/test_adapt.py
 LAYER.weight._version                              tests/parity/test_forward_writes.py
 LAYER.weight._post_accumulate_grad_hooks           tests/dist/core/test_own_loops.py
 LAYER.weight.untyped_storage()._cdata              tests/parity/test_offload.py

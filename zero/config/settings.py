@@ -50,11 +50,17 @@ class ActivationCheckpointingConfig(Section):
             `docs/offload.md`. Not in DeepSpeed.
             - auto: A batch runs in slices of at most 8,192 tokens.
             - N: A batch runs in N slices.
+        trust_slices: Whether `batch_slices` may run blocks that are not transformers' own. They
+            must compute the outputs and gradients of each example from this example and the
+            weights alone, and keep or write nothing else: see `docs/offload.md`. Not in DeepSpeed.
+            - true: Blocks of any class run in slices.
+            - false: A block that is not known to give the same results in slices is an error.
     """
 
     cpu_checkpointing: bool = False
     nvme_path: Folder | None = None
     batch_slices: Positive | Annotated[Literal["auto"], AnyCase()] | None = None
+    trust_slices: bool = key(False, needs="batch_slices")
 
 
 @with_idle_keys("checkpoint")
@@ -149,9 +155,9 @@ class Config(Section):
             - N: Gradients are scaled down if their global L2 norm exceeds N.
         on_out_of_memory: What happens if a forward or backward pass runs out of memory. `explain`
             ends the run with an error that says what filled the memory and what to change; `adapt`
-            repeats the step in smaller parts: see `docs/troubleshooting.md`. Not in DeepSpeed.
+            repeats the step with less memory: see `docs/troubleshooting.md`. Not in DeepSpeed.
             - explain: The error says what filled the memory and what to change.
-            - adapt: The micro-batch is repeated in smaller parts: see `docs/troubleshooting.md`.
+            - adapt: The step is repeated with less memory: see `docs/troubleshooting.md`.
         log_level: The level of the logger `zero`.
         steps_per_print: The number of steps from one line of metrics on rank 0 to the next.
             Default: no lines are printed.

@@ -67,9 +67,25 @@ class MicroBatches:
         return self.is_last and not self.holds_back
 
     @contextmanager
-    def engine_backward(self, is_divided: bool = True) -> Iterator[None]:
-        """Context of a backward that the engine runs. `is_divided`: its loss, by `steps`."""
+    def part(self, is_last: bool) -> Iterator[None]:
+        """Context of the backward of a part of the current micro-batch: `reduces_now` is false
+        before the last part.
+        """
+        boundary = self.boundary
+        if not is_last:
+            self.boundary = False
+        try:
+            yield
+        finally:
+            self.boundary = boundary
+
+    @contextmanager
+    def engine_backward(self, is_divided: bool = True, is_scaled: bool = False) -> Iterator[None]:
+        """Context of a backward that the engine runs. `is_divided`: its loss, by `steps`.
+        `is_scaled`: the loss scale is in the gradients with which it begins.
+        """
         MicroBatches._backwards_of_engines += 1
+        self.loss_was_scaled |= is_scaled
         if is_divided and self.steps > 1 and self._divided is not None:
             self._divided = self.count
         try:

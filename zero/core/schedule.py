@@ -91,6 +91,12 @@ class Schedule:
         self._last_position = [-1] * len(self.sizes)
         self.wraps = False
 
+    def limit_live_parameters(self, most: int) -> None:
+        """From now on, at most `most` elements are gathered at a time, if the limit is not lower
+        already.
+        """
+        self.max_live_parameters = min(self.max_live_parameters, most)
+
     def begin(self, kind: Hashable, wraps: bool) -> None:
         """Start a pass of `kind`.
 

@@ -74,6 +74,9 @@ def _with_tiers(engine: ZeroEngine) -> Iterator[tuple[str, torch.Tensor, Tier | 
         if shard.grad is not None:
             yield GRADIENTS, shard.grad, shard.tier
     yield from ((GRADIENTS, tensor, None) for tensor in _carried(engine))
+    for entry in list(engine.reducer.gradients.values()):  # of a backward that runs
+        parts = list(entry.parts.values())
+        yield from ((GRADIENTS, part, None) for part in parts if part is not None)
     # A late update may change the state meanwhile: copies of its lists can still be read.
     in_file = next((tier for tier in tiers if tier.file is not None), None)
     for state in list(engine.optimizer.optimizer.state.values()):

@@ -20,7 +20,6 @@ from torch import nn
 
 from zero.comm import traffic
 from zero.comm.world import ranks_of_machine
-from zero.config.monitor import FlopsProfilerConfig
 from zero.device import CPU, is_accelerator, memory_in_use, peak_memory
 from zero.engine import ZeroEngine
 from zero.monitor.collectives import use_log
@@ -44,7 +43,6 @@ def make(engine: ZeroEngine) -> Monitor | None:
     others = (
         settings.wall_clock_breakdown,
         settings.memory_breakdown,
-        settings.flops_profiler.enabled,
         settings.comms_logger.enabled,
     )
     if not wants_records and not any(others):
@@ -108,11 +106,6 @@ class Monitor:
             self._at_end(logger.removeFilter, self._warnings)
         if engine.settings.comms_logger.enabled:
             self._at_end(use_log(engine.settings.comms_logger, engine.comm.job).leave)
-        profiler = engine.settings.flops_profiler
-        self._flops = None
-        if profiler.enabled and engine.comm.job.rank == 0:
-            self._flops = _Flops(profiler)
-            self._flops.before_step(1)
 
     def _at_end(self, act: Callable[..., object], *args: object) -> None:
         self._endings.append(weakref.finalize(self, act, *args))
@@ -159,8 +152,6 @@ class Monitor:
     def end_step(self) -> None:
         """An optimizer step is over."""
         engine, seconds = self._engine, time.perf_counter() - self._start
-        if self._flops is not None:
-            self._flops.after_step(engine.global_steps, seconds)
         if self._wants_records:
             numbers = self._exchange(seconds)
             if self._writers:
@@ -172,8 +163,6 @@ class Monitor:
         engine.comm.clock.reset()
         self._losses.clear()
         self._begin()
-        if self._flops is not None:
-            self._flops.before_step(engine.global_steps + 1)
 
     def _write(self, record: Record) -> None:
         """A full or missing disk ends the writing, not the training."""
@@ -296,36 +285,3 @@ def _memory_line(engine: ZeroEngine) -> str:
 def _finite(value: float | None) -> float | None:
     """JSON has neither infinity nor NaN."""
     return value if value is not None and math.isfinite(value) else None
-
-
-class _Flops:
-    """Counts the floating-point operations of one step, with torch's counter."""
-
-    def __init__(self, section: FlopsProfilerConfig):
-        self._section = section
-        # The engine and its `module` are two levels of their own.
-        self._depth = 2 + (section.module_depth if section.module_depth > 0 else 999)
-        self._counter: Any = None
-
-    def before_step(self, number: int) -> None:
-        if number == self._section.profile_step:
-            from torch.utils.flop_counter import FlopCounterMode  # here: it imports triton
-
-            self._counter = FlopCounterMode(display=False, depth=self._depth)
-            self._counter.__enter__()
-
-    def after_step(self, number: int, seconds: float) -> None:
-        if self._counter is None:
-            return
-        counter, self._counter = self._counter, None
-        counter.__exit__(None, None, None)
-        total = counter.get_total_flops()
-        text = (
-            f"floating-point operations of step {number} on rank 0: {total:.4g} in {seconds:.3g} "
-            f"s, {total / seconds / 1e12:.4g} TFLOP/s\n{counter.get_table(depth=self._depth)}\n"
-        )
-        if self._section.output_file is None:
-            print(text, file=sys.stderr)
-        else:
-            with open(self._section.output_file, "w", encoding="utf-8") as out:
-                out.write(text)

@@ -26,6 +26,26 @@ from zero.monitor.memory_usage import (
 
 ACTIVATIONS = "activations and temporary tensors"
 _MODEL = "the model, of which an engine is being made"
+_OFFLOAD = "zero_optimization.offload_optimizer.device cpu (the price: copies and a slower update)"
+# The stage that shards a kind, what helps if it is in host memory, and otherwise.
+_STAGES = {OPTIMIZER: 1, GRADIENTS: 2, PARAMETERS: 3}
+_TO_FILES = "offload_optimizer.device nvme (the price: each step reads and writes files)"
+_ON_HOST = {
+    OPTIMIZER: _TO_FILES,
+    GRADIENTS: _TO_FILES,
+    PARAMETERS: "offload_param.device nvme (the price: each use reads from files)",
+}
+_REMEDIES = {
+    OPTIMIZER: _OFFLOAD,
+    GRADIENTS: _OFFLOAD,
+    PARAMETERS: "zero_optimization.offload_param.device cpu (the price: copies for each use)",
+    ACTIVATIONS: "gradient checkpointing (the price: activations are computed twice)",
+    GATHERED: "zero_optimization.stage3_max_live_parameters 0 (the price: nothing is gathered in "
+    "advance)",
+    BUFFERS: "a smaller zero_optimization.reduce_bucket_size",
+    _MODEL: "zero_optimization.stage 3, with TrainingArguments before the model or zero.Init, so "
+    "that it is built sharded",
+}
 _ESTIMATE = "zero estimate MODEL --ds-config FILE --world {ranks} --{place}-memory {total:.1f}G"
 # What torch says of host memory: its errors for that have no class of their own.
 _HOST_TEXTS = os.strerror(errno.ENOMEM), "std::bad_alloc"
@@ -103,41 +123,16 @@ def _host_memory() -> tuple[int, int]:
 
 
 def _remedy(engine: ZeroEngine, kind: str, place: str) -> str:
-    zero, shards = engine.settings.zero_optimization, engine.comm.job.world_size > 1
-    offload = (
-        "zero_optimization.offload_optimizer.device cpu (the price: copies and a slower update)"
-    )
-    if kind == _MODEL:
-        return (
-            "zero_optimization.stage 3, with TrainingArguments before the model or zero.Init, so "
-            "that it is built sharded"
-        )
-    if place == HOST and kind in (OPTIMIZER, GRADIENTS):
-        return (
-            "zero_optimization.offload_optimizer.device nvme (the price: each step reads and "
-            "writes files)"
-        )
-    if place == HOST and kind == PARAMETERS:
-        return "zero_optimization.offload_param.device nvme (the price: each use reads from files)"
-    if kind == ACTIVATIONS:
-        if getattr(engine.module, "is_gradient_checkpointing", False):
-            return (
-                "half of train_micro_batch_size_per_gpu, with twice the gradient_accumulation_steps"
-            )
-        return "gradient checkpointing (the price: activations are computed twice)"
-    if kind == OPTIMIZER:
-        return "zero_optimization.stage 1" if shards and zero.stage < 1 else offload
-    if kind == GRADIENTS:
-        return "zero_optimization.stage 2" if shards and zero.stage < 2 else offload
-    if kind == PARAMETERS:
-        if shards and zero.stage < 3:
-            return "zero_optimization.stage 3 (the price: weights are gathered for each use)"
-        return "zero_optimization.offload_param.device cpu (the price: copies for each use)"
-    return {
-        GATHERED: "zero_optimization.stage3_max_live_parameters 0 (the price: nothing is gathered "
-        "in advance)",
-        BUFFERS: "a smaller zero_optimization.reduce_bucket_size",
-    }[kind]
+    stage, shards = engine.settings.zero_optimization.stage, engine.comm.job.world_size > 1
+    needed = _STAGES.get(kind, 0)
+    if place == HOST and kind in _ON_HOST:
+        return f"zero_optimization.{_ON_HOST[kind]}"
+    if kind == ACTIVATIONS and getattr(engine.module, "is_gradient_checkpointing", False):
+        return "half of train_micro_batch_size_per_gpu, with twice the gradient_accumulation_steps"
+    if shards and stage < needed:
+        price = " (the price: weights are gathered for each use)" if needed == 3 else ""
+        return f"zero_optimization.stage {needed}{price}"
+    return _REMEDIES[kind]
 
 
 def size(nbytes: int) -> str:

@@ -33,9 +33,6 @@ def writers(settings: Config) -> list[Writer]:
 
     Raises UsageError if one's package is missing, or a folder cannot be written to.
     """
-    profile = settings.flops_profiler.output_file if settings.flops_profiler.enabled else None
-    if profile is not None and not Path(profile).resolve().parent.is_dir():
-        raise UsageError(f"flops_profiler.output_file: {profile}: there is no such folder")
     found: list[Writer] = []
     of_folder = {"csv_monitor": CsvFiles, "json_monitor": JsonLines, "tensorboard": TensorBoard}
     for name, kind in of_folder.items():

@@ -8,8 +8,10 @@ GreedySnake, arXiv 2512.17570, order their loops in this way.)
 
 The slices are ordinary operations of a single graph: `torch.utils.checkpoint` recomputes each with
 its own random state, and autograd sums their gradients in fp32 before it passes them to the
-parameters. `zero/slicing/probe.py` refuses blocks for which this would change the results. Nothing
-here depends on groups or gathering."""
+parameters. Only blocks of transformers without a script's hooks inside are known to give the same
+results and gradients then (`zero/slicing/known.py`); for any other block, the script has to say so
+(`trust_slices`). `zero/slicing/probe.py` looks at the values of either. Nothing here depends on
+groups or gathering."""
 
 from __future__ import annotations
 
@@ -18,20 +20,27 @@ import sys
 from collections.abc import Callable, Sequence
 from contextvars import Context
 from functools import cache, partial
+from operator import is_not
 from types import MethodType
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from zero.slicing.probe import BlockProbe, kept_tensors
+from zero.errors import UsageError
+from zero.slicing.known import why_hooked, why_not_sliced
+from zero.slicing.probe import REMEDY, BlockProbe, kept_values
 
 logger = logging.getLogger("zero")
 
 # With "auto", a slice has at most this many tokens: enough for large matrix products.
 TOKENS = 8192
+_PROMISE = (
+    "if the outputs and gradients of each example depend on this example and the weights alone, "
+    "and the block keeps and writes nothing, set activation_checkpointing.trust_slices to true; or"
+)
 # transformers' module that collects the outputs of modules inside blocks.
 RECORDER = "transformers.utils.output_capturing"
 
@@ -44,12 +53,21 @@ class SlicedBlock:
             dicts. The first tensor of two or more dimensions says how large the batch is.
         name: the block's name, for messages.
         slices: the number of slices, or "auto".
+        is_trusted: the script promises what else is required of the block's code: each example
+            depends on itself alone, in backward too, and nothing but what is returned is kept.
 
-    The forward raises UsageError if the block cannot run in slices.
+    Raises UsageError if the block is neither known nor trusted. The forward raises it if the block
+    cannot run in slices.
     """
 
-    def __init__(self, module: nn.Module, name: str, slices: int | Literal["auto"]):
+    def __init__(
+        self, module: nn.Module, name: str, slices: int | Literal["auto"], is_trusted: bool = False
+    ):
+        why = why_not_sliced(module)
+        if why and not is_trusted:
+            raise UsageError(f"block {name!r} {why}: {_PROMISE} {REMEDY}")
         self.module: Any = module
+        self._is_known, self._is_trusted = not why, is_trusted
         self._probe = BlockProbe(module, name)
         self._slices = slices
         self._calls = 0
@@ -87,10 +105,19 @@ class SlicedBlock:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() and not (self.module.training and _is_reentrant()):
             return self._forward(*args, **kwargs)
-        given, spec = tree_flatten((args, kwargs))
-        leaves: list[Any] = [None if _is_empty_cache(leaf) else leaf for leaf in given]
+        if not self._is_trusted and (why := why_hooked(self.module)):
+            self._probe.refuse(f"cannot run its batch in slices: {why}")
+        flat, spec = tree_flatten((args, kwargs))
+        leaves: list[Any] = [None if _is_empty_cache(leaf) else leaf for leaf in flat]
         self._probe.refuse_objects(leaves)
-        batch, tokens = _batch_of(leaves)
+        batch, tokens = _batch_of(leaves, least_dims=3 if self._is_known else 2)
+        # Of a script's argument nothing tells whether these are numbers of examples or positions.
+        given = [] if self._is_known else [*args, *kwargs.values()]
+        if any(_has_lengths(each, batch) for each in given):
+            self._probe.refuse(
+                f"is given one dimension of {batch} values, which may belong to its {batch} "
+                "examples: pass a tensor with a second dimension"
+            )
         wanted = -(-batch * tokens // TOKENS) if isinstance(self._slices, str) else self._slices
         number = min(wanted, batch)
         if batch == 1 < wanted:
@@ -125,7 +152,7 @@ class SlicedBlock:
             known = {id(leaf): i for i, leaf in enumerate(part) if isinstance(leaf, torch.Tensor)}
             places.append([known.get(id(value)) for value in output])
             if checks:
-                kept.append(kept_tensors(self.module))
+                kept.append(kept_values(self.module))
         if checks:
             self._probe.refuse_kept(kept[0], kept[-1])
         for key, values in collected.items():
@@ -149,13 +176,23 @@ class SlicedBlock:
 
     def _run(self, spec: TreeSpec, *leaves: Any) -> Any:
         args, kwargs = tree_unflatten(list(leaves), spec)
-        return self._forward(*args, **kwargs)
+        output = self._forward(*args, **kwargs)
+        if not self._is_known:
+            # The lists and dicts are those of this slice: what is written to them is lost.
+            after, spec_after = tree_flatten((args, kwargs))
+            if spec_after != spec or any(map(is_not, after, leaves)):
+                self._probe.refuse("changes a list or dict that it is given")
+        return output
 
 
-def _batch_of(leaves: Sequence[Any]) -> tuple[int, int]:
-    """Return the size of the batch and the number of tokens in each example."""
+def _batch_of(leaves: Sequence[Any], least_dims: int) -> tuple[int, int]:
+    """Return the size of the batch and the number of tokens in each example. Tokens of packed
+    sequences, with fewer dimensions than `least_dims`, are one example.
+    """
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2:
+            if leaf.dim() < least_dims:
+                return 1, len(leaf)
             return leaf.shape[0], leaf.shape[1] if leaf.dim() > 2 else 1
     return 1, 1
 
@@ -186,6 +223,18 @@ def _is_empty_cache(leaf: Any) -> bool:
 def _has_batch(leaf: Any, batch: int) -> bool:
     # Tensors of one dimension are positions.
     return isinstance(leaf, torch.Tensor) and leaf.dim() >= 2 and leaf.shape[0] == batch
+
+
+def _has_lengths(argument: Any, batch: int) -> bool:
+    """Whether something in the argument has one value for each example."""
+
+    def is_one(value: Any) -> bool:
+        if isinstance(value, torch.Tensor):
+            return value.shape == (batch,) and batch > 1
+        is_list = isinstance(value, (list, tuple)) and len(value) == batch > 1
+        return is_list and not any(isinstance(each, torch.Tensor) for each in value)
+
+    return any(map(is_one, tree_leaves(argument, is_leaf=is_one)))
 
 
 def _kind(leaf: Any, batch: int) -> Any:

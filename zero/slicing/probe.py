@@ -1,6 +1,8 @@
-"""Refuses blocks that cannot run their batch in slices, and finds out which outputs have a batch.
+"""Finds out which outputs of a block have a batch, and refuses blocks whose values show that they
+cannot run it in slices.
 
-Two examples of the batch are run together and one by one. They must give the same results."""
+Two examples of the batch are run together and one by one. They must give the same results. That
+proves nothing where they do, so only blocks that are known or trusted come here."""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 from zero.device import random_state, set_random_state
 from zero.errors import UsageError
 
-_REMEDY = "delete activation_checkpointing.batch_slices, or use gradient_accumulation_steps"
+REMEDY = "delete activation_checkpointing.batch_slices, or use gradient_accumulation_steps"
 
 
 class BlockProbe:
@@ -29,14 +31,14 @@ class BlockProbe:
         self.name = name
         for child in module.modules():
             if isinstance(child, _BatchNorm):
-                raise UsageError(f"block {name!r} has a {type(child).__name__}: {_REMEDY}")
+                self.refuse(f"has a {type(child).__name__}")
 
     def refuse_objects(self, leaves: Sequence[Any]) -> None:
         for leaf in leaves:
             if not isinstance(leaf, (torch.Tensor, bool, int, float, str, type(None), torch.dtype)):
                 raise UsageError(
                     f"block {self.name!r} is given a {type(leaf).__name__}, which cannot be sliced "
-                    f"along the batch: {_REMEDY}"
+                    f"along the batch: {REMEDY}"
                 )
 
     @torch.no_grad()
@@ -58,9 +60,9 @@ class BlockProbe:
             except (UsageError, torch.OutOfMemoryError):
                 raise
             except Exception as raised:  # of any kind: the forward is somebody else's
-                self._refuse(f"fails with two rows of its batch ({raised})", raised)
+                self.refuse(f"fails with two rows of its batch ({raised})", raised)
             if any(leaf._version for leaf, sliced in zip(part, of_batch, strict=True) if sliced):
-                self._refuse("changes its input in place")
+                self.refuse("changes its input in place")
             return output
 
         def run_all() -> tuple[list[Any], list[Any], list[Any]]:
@@ -70,7 +72,7 @@ class BlockProbe:
             single = run_rows(slice(0, 1)), run_rows(slice(1, 2))
             for name, version in _versions(self.module).items():
                 if before.get(name) != version:
-                    self._refuse(f"writes to its buffer {name!r} in each slice")
+                    self.refuse(f"writes to its buffer {name!r} in each slice")
             return both, *single
 
         tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -91,12 +93,12 @@ class BlockProbe:
             with evaluating(self.module):
                 both, *single = run_all()
             if len(both) != in_training:
-                self._refuse("draws random numbers and returns other outputs only in training")
+                self.refuse("draws random numbers and returns other outputs only in training")
         found = []
         for together, first, second in zip(both, *single, strict=True):
             if not isinstance(together, torch.Tensor):
                 if together is not None and not (together == first == second):
-                    self._refuse()
+                    self.refuse()
                 found.append(False)
                 continue
             batched = together.shape[:1] == (2,) and first.shape[:1] == (1,)
@@ -104,34 +106,36 @@ class BlockProbe:
             if together.shape != joined.shape or not (
                 _close(together, joined) and (batched or _close(together, first))
             ):
-                self._refuse()
+                self.refuse()
             found.append(batched)
         return found
 
-    def refuse_kept(self, first: dict[str, torch.Tensor], last: dict[str, torch.Tensor]) -> None:
-        """Refuse attributes with gradients that differ between the first and the last slice."""
+    def refuse_kept(self, first: dict[str, Any], last: dict[str, Any]) -> None:
+        """Refuse attributes that differ between the first and the last slice."""
         for name, value in last.items():
             if name in first and _differ(first[name], value):
-                self._refuse(f"keeps {name!r} with gradients, of which only the last slice's stays")
+                self.refuse(f"keeps {name!r}, of which each slice has another value")
 
     def refuse_different(self, first: Any, last: Any) -> None:
         """Refuse an output without a batch, such as a loss of each slice, that differs."""
-        if _differ(first, last):
-            self._refuse("returns a tensor without a batch dimension that differs by slice")
+        if isinstance(last, torch.Tensor) and last.requires_grad and _differ(first, last):
+            self.refuse("returns a tensor without a batch dimension that differs by slice")
 
-    def _refuse(
+    def refuse(
         self, why: str = "gives other values if its batch is run in slices", cause: Any = None
     ) -> NoReturn:
-        raise UsageError(f"block {self.name!r} {why}: {_REMEDY}") from cause
+        raise UsageError(f"block {self.name!r} {why}: {REMEDY}") from cause
 
 
-def kept_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors in attributes of a block, or of a module in it, that have gradients."""
+def kept_values(module: nn.Module) -> dict[str, Any]:
+    """The tensors and numbers in attributes of a block, or of a module in it, and how many values
+    lists and dicts have.
+    """
     return {
-        f"{name}.{key}".lstrip("."): value
+        f"{name}.{key}".lstrip("."): len(value) if isinstance(value, (list, dict)) else value
         for name, child in module.named_modules()
         for key, value in vars(child).items()
-        if isinstance(value, torch.Tensor) and value.requires_grad
+        if isinstance(value, (torch.Tensor, int, float, list, dict))
     }
 
 
@@ -142,13 +146,10 @@ def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 @torch.no_grad()
 def _differ(value: Any, other: Any) -> bool:
-    """Whether gradients of `value` would be wrong for `other`, of another slice."""
-    return (
-        isinstance(value, torch.Tensor)
-        and value is not other
-        and value.requires_grad
-        and (value.shape != other.shape or not _close(value, other))
-    )
+    """Whether two slices have other values."""
+    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return value != other
+    return value is not other and (value.shape != other.shape or not _close(value, other))
 
 
 def _close(values: torch.Tensor, others: torch.Tensor) -> bool:

@@ -17,13 +17,14 @@ import torch
 import zero
 from tests.dist.toys import Toy, toy, toy_batches
 from tests.dist.training import adamw, ds_config, start
+from tests.parity.models import build
 from tests.processes import run_on
+from zero.adapting.call import Call
 from zero.comm.communicator import apart, communicator
 from zero.config import load_config
 from zero.core.param_group import ParamGroup
 from zero.errors import UsageError
 from zero.monitor import monitor
-from zero.monitor.adapt import _Call
 from zero.offload.pinned import PAGE, HostMemory
 from zero.offload.tiers import Tier
 from zero.optim.placement import Placement
@@ -289,20 +290,15 @@ def test_a_copy_that_fails_in_the_background_is_an_error_on_all_ranks(tmp_path):
 
 def adapting(rank: int, world_size: int) -> tuple[str, ...]:
     config = ds_config(stage=2) | {"on_out_of_memory": "adapt"}
-    adaptation = start(toy(), config)[0].adaptation
+    model = build("llama")
+    adaptation = start(model, config)[0].adaptation
     assert adaptation is not None
-    said = []
-
-    def collective(_: object) -> str:
-        assert not adaptation._control.any(False)
-        return ""
-
-    call = _Call(dict, ((torch.ones(4),), {"labels": torch.ones(4)}), None, [])
-    why = mock.patch.object(adaptation, "_why_whole", lambda _: "planted" * rank)
-    with why, mock.patch.object(adaptation, "_why_no_sum", collective):
+    ids = torch.ones(4, 2, dtype=torch.int64)
+    call = Call(dict, model, (ids,), {"labels": ids}, object())
+    with mock.patch.object(adaptation, "_why_not_repeated", lambda *_: "planted" * rank):
         with pytest.raises(torch.OutOfMemoryError) as raised:
-            adaptation._cut_evaluation(call, None)
-        said.append(str(raised.value))
+            adaptation._change([call], None)
+    said = [str(raised.value)]
 
     def fails() -> None:
         if rank == 1:

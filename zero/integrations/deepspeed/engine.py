@@ -7,7 +7,6 @@ know how an engine trains."""
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from zero import monitor
+from zero.adapting import KEY, Adaptation
 from zero.checkpoint.export import Weights, consolidated_state_dict
 from zero.comm import world
 from zero.config import Config, load_config
@@ -29,10 +29,10 @@ from zero.integrations.deepspeed.leaf import mark_configured
 from zero.integrations.deepspeed.lr_schedules import build_scheduler
 from zero.integrations.deepspeed.optimizer import DeepSpeedOptimizer, ParameterOffload
 from zero.integrations.deepspeed.optimizers import build_optimizer
+from zero.integrations.deepspeed.profiling import StepProfile
 from zero.integrations.deepspeed.sequence import share_sequences
 from zero.integrations.deepspeed.tensor import share_model, with_new_parameters
 from zero.integrations.hf import quantized_loading
-from zero.monitor.adapt import KEY, Adaptation
 from zero.monitor.out_of_memory import explained
 from zero.optim.sharded_optimizer import ZeroOptimizer
 from zero.parallel.sequence import MicroBatches, current_group
@@ -47,6 +47,7 @@ class DeepSpeedEngine(ZeroEngine):
     # Of the dataset that `initialize` was given.
     training_dataloader: DataLoader | None = None
     adaptation: Adaptation | None = None
+    _profile: StepProfile | None = None
     # How many such hooks each parameter had when the engine was made, until the first step.
     _accumulate_hooks: dict[str, int] | None = None
 
@@ -59,6 +60,10 @@ class DeepSpeedEngine(ZeroEngine):
             self.monitor = monitor.make(self)
             if settings.on_out_of_memory == "adapt":
                 self.adaptation = Adaptation(self)
+            if (profiler := settings.flops_profiler).enabled:
+                control = self.comm.control("opening the flops profiler")
+                make = partial(StepProfile, profiler, model)
+                self._profile = control.together(make if control.rank == 0 else lambda: None)
         self._accumulate_hooks = _accumulate_hooks(model)
 
     def forward(self, *args: object, **kwargs: object) -> object:
@@ -92,35 +97,13 @@ class DeepSpeedEngine(ZeroEngine):
                     name,
                 )
                 break
-        with explained(self):
-            if self.adaptation is None:
-                super().step()
-            else:
-                self.adaptation.step(super().step)
-
-    # The Trainer looks for the last argument in the signature.
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike,
-        tag: str | None = None,
-        client_state: dict | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """`ZeroEngine.save_checkpoint`, with the changes made because memory ran out."""
         if self.adaptation is not None:
-            client_state = (client_state or {}) | {KEY: self.adaptation.settings()}
-        return super().save_checkpoint(
-            save_dir, tag, client_state, save_latest, exclude_frozen_parameters
-        )
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict]:
-        """`ZeroEngine.load_checkpoint`, likewise."""
-        folder, client_state = super().load_checkpoint(*args, **kwargs)
-        settings = client_state.pop(KEY, None)
-        if self.adaptation is not None and settings is not None:
-            self.adaptation.restore(settings)
-        return folder, client_state
+            self.adaptation.require_repeatable()
+        earlier_steps = self.global_steps
+        with explained(self):
+            super().step()
+        if self._profile is not None and self.global_steps > earlier_steps:
+            self._profile.between_steps(self.global_steps)
 
     @property
     def device(self) -> torch.device:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from zero.config.monitor import FlopsProfilerConfig
 from zero.errors import UsageError
 
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"))
@@ -89,6 +91,10 @@ class FlopsProfiler:
         total = sum(param.numel() for param in self.model.parameters())
         return number_to_string(total) if as_string else total
 
+    def table(self, depth: int) -> str:
+        """The operations of each module down to `depth`."""
+        return self._counter.get_table(depth)
+
     def print_model_profile(
         self,
         profile_step: int = 1,
@@ -107,13 +113,47 @@ class FlopsProfiler:
             f"seconds: {self.get_total_duration():.4g}",
         ]
         if detailed:
-            parts.append(self._counter.get_table(999 if module_depth < 0 else module_depth))
+            parts.append(self.table(999 if module_depth < 0 else module_depth))
         text = "\n".join(parts)
         if output_file is None:
             print(text, file=sys.stdout, flush=True)
         else:
             with open(output_file, "w", encoding="utf-8") as out:
                 out.write(text + "\n")
+
+
+class StepProfile:
+    """Counts the operations of the step that the section `flops_profiler` names.
+
+    Raises UsageError if the folder of its file is missing.
+    """
+
+    def __init__(self, section: FlopsProfilerConfig, model: nn.Module):
+        file = section.output_file
+        if file is not None and not Path(file).resolve().parent.is_dir():
+            raise UsageError(f"flops_profiler.output_file: {file}: there is no such folder")
+        self._section = section
+        self._profiler = FlopsProfiler(model)
+        self.between_steps(0)
+
+    def between_steps(self, number: int) -> None:
+        """Step `number` is over, or none is if it is 0."""
+        profiler, section = self._profiler, self._section
+        if profiler.started:
+            profiler.stop_profile()
+            total, seconds = profiler.get_total_flops(), profiler.get_total_duration()
+            # The engine and its `module` are two levels of their own.
+            depth = 2 + (section.module_depth if section.module_depth > 0 else 999)
+            text = (
+                f"floating-point operations of step {number} on rank 0: {total:.4g} in "
+                f"{seconds:.3g} s, {total / seconds / 1e12:.4g} TFLOP/s\n{profiler.table(depth)}\n"
+            )
+            if section.output_file is None:
+                print(text, file=sys.stderr)
+            else:
+                Path(section.output_file).write_text(text, encoding="utf-8")
+        if number + 1 == section.profile_step:
+            profiler.start_profile()
 
 
 def get_model_profile(
