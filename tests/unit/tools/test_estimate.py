@@ -470,17 +470,11 @@ def test_offload_that_is_not_needed_is_named(ask, prompt_host):
     assert lower["change"].endswith("without offload is enough")
 
 
-def test_less_precise_states_are_a_remedy_where_nothing_else_in_memory_is_enough(ask):
+def test_remedies_are_ordered_by_time(ask):
     shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
-    limits = ["--device-memory", "40M", "--host-memory", "84M"]
-    found = ask(shape, {"stage": 3}, "--json", *limits)
-    lean = [each for each in found["remedies"] if "bf16_master_weights_and_grads" in each["change"]]
-    assert lean and "at random" in lean[0]["price"] and "8 bits" in lean[0]["price"]
-    assert lean[0]["disk"] == 0 and lean[0]["host"] <= 84 << 20
-    assert "(the price: the optimizer's moments have 8 bits" in ask(shape, {"stage": 3}, *limits)
     found = ask(shape, {"stage": 3}, "--json", "--device-memory", "40M")
     enough = found["remedies"]
-    assert not found["fits"] and not any(each["price"] for each in enough)
+    assert not found["fits"]
     assert all(each["device"] <= 40 << 20 for each in enough)
     seconds = [float(f"{each['seconds']:.1e}") for each in enough]
     assert len(seconds) > 1 and seconds == sorted(seconds)

@@ -69,9 +69,9 @@ def plan(
 
 def configuration(remedy: Remedy, question: Question) -> dict[str, Any]:
     """Return the keys of `START`, changed by those of the remedy, and its batch."""
-    batch, changed = remedy.question.batch, remedy.change.keys
-    sections = {name: START.get(name, {}) | changed.get(name, {}) for name in START | changed}
-    return sections | {
+    batch = remedy.question.batch
+    return START | {
+        "zero_optimization": START["zero_optimization"] | remedy.change.keys,
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": question.batch // batch,
     }

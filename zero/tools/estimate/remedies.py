@@ -17,7 +17,7 @@ from torch import nn
 from zero.config import Config
 from zero.config.settings import ZeroConfig
 from zero.errors import UsageError
-from zero.tools.estimate.machine import DEVICE, DISK, HOST
+from zero.tools.estimate.machine import DEVICE, HOST
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import Estimate, estimate, estimate_both_ways
 
@@ -33,43 +33,30 @@ IN_MEMORY = {"offload_optimizer": NO_OFFLOAD, "offload_param": NO_OFFLOAD}
 
 
 class Change(NamedTuple):
-    """A change in words, the keys to set by section, and what it costs apart from time."""
+    """A change in words, and the keys of `zero_optimization` to set."""
 
     words: str = ""
-    keys: dict[str, dict[str, Any]] = {}
-    price: str = ""
-
-    @classmethod
-    def of(cls, words: str, zero: dict[str, Any]) -> Change:
-        return cls(words, {"zero_optimization": zero})
+    keys: dict[str, Any] = {}
 
     def applied(self, config: Config) -> Config:
-        sections = {}
-        for name, keys in self.keys.items():
-            section = getattr(config, name)
-            given = section.model_dump(exclude_unset=True)
-            sections[name] = type(section).model_validate(given | keys)
-        return config.model_copy(update=sections)
+        given = config.zero_optimization.model_dump(exclude_unset=True)
+        zero = ZeroConfig.model_validate(given | self.keys)
+        return config.model_copy(update={"zero_optimization": zero})
 
     def settings(self, config: Config) -> int:
         """Return how many of the keys now have a different value."""
-        after = self.applied(config)
-        return sum(
-            getattr(getattr(config, section), key) != getattr(getattr(after, section), key)
-            for section, keys in self.keys.items()
-            for key in keys
-        )
+        before, after = config.zero_optimization, self.applied(config).zero_optimization
+        return sum(getattr(before, key) != getattr(after, key) for key in self.keys)
 
 
 class Remedy(NamedTuple):
     """A change with the micro-batch and checkpointing with which it was tried, all of it in words,
-    the estimate, how many settings it changes, and what it costs apart from time.
+    the estimate, and how many settings it changes.
     """
 
     words: str
     found: Estimate
     settings: int
-    price: str = ""
     change: Change = Change()
     question: Question = Question(1)
 
@@ -116,8 +103,8 @@ class Search:
         asked, other = self.question, None
         if not (asked.batch and self._model.supports_gradient_checkpointing):
             found = estimate(self._model, self.config, asked)
-        elif self.config.activation_checkpointing.cpu_checkpointing:
-            # The engine keeps the buffers of host memory that activations were in.
+        elif self.config.activation_checkpointing.model_fields_set:
+            # The engine keeps buffers that activations were in, and slices are only probed once.
             found = estimate(self._model, self.config, asked)
             other = self._estimate(Change(), asked.batch, not asked.checkpointing)
         else:
@@ -131,14 +118,9 @@ class Search:
         return all(found.total(place) <= most for place, most in self.limits.items())
 
     def remedies(self) -> list[Remedy]:
-        """Return the changes with which it fits, ordered by the predicted time of a step. Less
-        precise states are tried only if nothing else in memory is enough.
-        """
-        found = list(self._enough(_changes(self.config.zero_optimization, HOST in self.limits)))
-        best = _undominated(found, self.limits)
-        if not any(remedy.found.total(DISK) == 0 for remedy in found):
-            best += _undominated(list(self._enough(_less_precise(self.config))), self.limits)
-        return sorted(best, key=lambda remedy: remedy.rank)
+        """Return the changes with which it fits, ordered by the predicted time of a step."""
+        changes = _changes(self.config.zero_optimization, HOST in self.limits)
+        return _undominated(list(self._enough(changes)), self.limits)
 
     def faster(self) -> Remedy | None:
         """Return the fastest change to less offload or sharding that fits and makes a step faster
@@ -204,18 +186,16 @@ class Search:
         found, asked = self._estimate(change, batch, checkpointing), self.question
         if found is None:
             return None
-        words, prices = [change.words], [change.price]
+        words = [change.words]
         if batch != asked.batch:
             steps = self._steps(batch)
             words.append(f"micro-batch {batch}, gradient_accumulation_steps {steps}")
         if checkpointing and not asked.checkpointing:
             words.append("gradient checkpointing")
-            prices.append("activations are computed twice")
         return Remedy(
             " and ".join(filter(None, words)),
             found,
-            change.settings(self.config) + (batch != asked.batch) + len(prices) - 1,
-            ", ".join(filter(None, prices)),
+            change.settings(self.config) + len(words) - 1,
             change,
             replace(asked, batch=batch, checkpointing=checkpointing),
         )
@@ -232,11 +212,11 @@ def _halves(batch: int) -> Iterator[int]:
 def _unneeded(zero: ZeroConfig) -> Iterator[Change]:
     """Return what could be left out, each with a clause that says so."""
     if zero.offloads_optimizer or zero.offloads_params:
-        yield Change.of("offload is not needed", IN_MEMORY)
+        yield Change("offload is not needed", IN_MEMORY)
     if zero.offloads_optimizer and zero.offloads_params:
-        yield Change.of("offload of parameters is not needed", {"offload_param": NO_OFFLOAD})
+        yield Change("offload of parameters is not needed", {"offload_param": NO_OFFLOAD})
     for stage in range(zero.stage):
-        yield Change.of(f"stage {stage} without offload is enough", IN_MEMORY | {"stage": stage})
+        yield Change(f"stage {stage} without offload is enough", IN_MEMORY | {"stage": stage})
 
 
 def _changes(zero: ZeroConfig, host_is_limited: bool) -> Iterator[Change]:
@@ -247,48 +227,24 @@ def _changes(zero: ZeroConfig, host_is_limited: bool) -> Iterator[Change]:
     at_three = "zero_optimization.stage 3 with " if zero.stage < 3 else ""
     yield Change()
     if zero.offloads_optimizer or zero.offloads_params:
-        yield Change.of("no offload", IN_MEMORY)
+        yield Change("no offload", IN_MEMORY)
     for stage in range(zero.stage + 1, 4):
-        yield Change.of(f"zero_optimization.stage {stage}", {"stage": stage})
-    yield Change.of(f"{at_three}stage3_max_live_parameters 0", three | few)
+        yield Change(f"zero_optimization.stage {stage}", {"stage": stage})
+    yield Change(f"{at_three}stage3_max_live_parameters 0", three | few)
     places = ("cpu", "nvme") if host_is_limited else ("cpu",)
     for place in places:
         words, optimizer = f"the optimizer offloaded to {place}", _offload(zero, optimizer=place)
         if zero.stage in (1, 2):
-            yield Change.of(words, optimizer)
+            yield Change(words, optimizer)
         if zero.stage == 0:
-            yield Change.of(f"zero_optimization.stage 2 with {words}", {"stage": 2} | optimizer)
-        yield Change.of(f"{at_three}{words}", three | optimizer)
+            yield Change(f"zero_optimization.stage 2 with {words}", {"stage": 2} | optimizer)
+        yield Change(f"{at_three}{words}", three | optimizer)
         for weights in places[: places.index(place) + 1]:
-            yield _both(zero, place, weights)
-
-
-def _both(zero: ZeroConfig, optimizer: str, weights: str) -> Change:
-    """Optimizer and parameters offloaded to these places, at stage 3."""
-    at_three = "zero_optimization.stage 3 with " if zero.stage < 3 else ""
-    return Change.of(
-        f"{at_three}the optimizer offloaded to {optimizer}, parameters to {weights}, "
-        "stage3_max_live_parameters 0",
-        {"stage": 3, "stage3_max_live_parameters": 0}
-        | _offload(zero, optimizer=optimizer, param=weights),
-    )
-
-
-def _less_precise(config: Config) -> Iterator[Change]:
-    """Everything in host memory, in fewer bytes. The engine refuses this unless the optimizer is
-    Adam.
-    """
-    both, coded = _both(config.zero_optimization, "cpu", "cpu"), {"zero_quantized_moments": True}
-    keys = {"zero_optimization": both.keys["zero_optimization"] | coded}
-    words, price = f"{both.words}, zero_quantized_moments", "the optimizer's moments have 8 bits"
-    yield Change(words, keys, price)
-    if config.bf16.enabled:
-        lean = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": False}
-        yield Change(
-            f"{words}, bf16.bf16_master_weights_and_grads",
-            keys | {"bf16": lean},
-            f"{price}, and without fp32 masters updates are rounded up or down at random",
-        )
+            yield Change(
+                f"{at_three}the optimizer offloaded to {place}, parameters to {weights}, "
+                "stage3_max_live_parameters 0",
+                three | few | _offload(zero, optimizer=place, param=weights),
+            )
 
 
 def _offload(zero: ZeroConfig, **places: str) -> dict[str, Any]:

@@ -92,10 +92,7 @@ class _Answer:
             "without_checkpointing": without,
             "with_checkpointing": with_it,
             "fits": self.fits,
-            "remedies": [
-                {"change": each.words, "price": each.price} | _brief(each.found)
-                for each in self.better
-            ],
+            "remedies": [{"change": each.words} | _brief(each.found) for each in self.better],
             "not_needed": unneeded and {"change": unneeded.words} | _brief(unneeded.found),
         }
 
@@ -186,21 +183,16 @@ def _brief(found: Estimate) -> dict[str, Any]:
     }
 
 
-def needed(remedy: Remedy) -> str:
-    """Say what is changed, and how much memory that takes."""
+def described(remedy: Remedy) -> str:
+    """Say what is changed, and how much memory and time that takes."""
     sizes = [size(remedy.found.total(DEVICE))]
     ranks = remedy.question.per_host
     shared = f" ({ranks} ranks)" if ranks > 1 else ""
     for place, words in ((HOST, f"of host memory{shared}"), (DISK, f"on disk{shared}")):
         if nbytes := ranks * remedy.found.total(place):
             sizes.append(f"{size(nbytes)} {words}")
-    return f"{remedy.words or 'nothing offloaded or sharded'}: {' and '.join(sizes)}"
-
-
-def described(remedy: Remedy) -> str:
-    """Say what is changed, what that takes, and what it costs."""
-    price = f" (the price: {remedy.price})" if remedy.price else ""
-    return f"{needed(remedy)}, {_time(remedy.found)}{price}"
+    change = remedy.words or "nothing offloaded or sharded"
+    return f"{change}: {' and '.join(sizes)}, {_time(remedy.found)}"
 
 
 def _table(parts: Mapping[str, Mapping[str, int]]) -> list[str]:
