@@ -41,21 +41,18 @@ def estimate(arguments: list[str]) -> None:
     _add_question(parser, 0, 0)
     teacher = "folder of a frozen model that the model learns from, as in run_distill.py"
     add("--teacher", metavar="MODEL", help=teacher)
-    beside = "the teacher's ds_config.json; default: as run_distill.py makes it from --ds-config"
-    add("--teacher-ds-config", metavar="CONFIG", help=beside)
     add("--teacher-bits", type=int, choices=(4, 8), help="its linear layers are quantized")
     options = parser.parse_args(arguments)
     if options.batch and not options.seq:
         parser.error("--batch needs --seq, the tokens of a sequence")
-    if options.teacher is None and (options.teacher_ds_config or options.teacher_bits):
-        parser.error("--teacher-ds-config and --teacher-bits need --teacher")
+    if options.teacher_bits and options.teacher is None:
+        parser.error("--teacher-bits needs --teacher")
+    if options.teacher is not None and not options.seq:
+        parser.error("--teacher needs --seq, the tokens of a sequence")
     question, limits = _asked(options)
     settings = load(options.ds_config)
     config, question = with_batch(settings, options.ds_config, question)
-    teacher = None
-    if options.teacher is not None:
-        beside = options.teacher_ds_config and load(options.teacher_ds_config)
-        teacher = (options.teacher, beside or None, options.teacher_bits)
+    teacher = options.teacher and (options.teacher, options.teacher_bits)
     shown = Working("estimate: following a step on fake tensors; large models take a minute")
     with shown, _without_compiler():
         with importing():

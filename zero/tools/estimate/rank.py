@@ -181,7 +181,7 @@ def _of_rank(
             if question.teacher is None:
                 loss = micro_batch(engine, question)
             else:
-                teacher = engine_of(question.teacher, config, memory)
+                teacher = engine_of(question.teacher, memory)
                 loss = distillation(engine, teacher, question, memory)
             found, is_enabled = [], False
             for is_checkpointed in checkpointing:

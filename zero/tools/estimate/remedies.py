@@ -1,13 +1,13 @@
 """Finds changes for a training run that does not fit, or that would also fit without its offload.
 The change with the fastest step comes first.
 
-A slower change is also named if it needs less memory or fewer settings than all faster ones.
+A slower change is also named if it needs less memory than all faster ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -21,8 +21,8 @@ from zero.tools.estimate.machine import DEVICE, HOST
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import Estimate, estimate, estimate_both_ways
 
-# The largest number of remedies that are named. A slower one is named for its memory only if it
-# needs at most this fraction of the others' memory.
+# The largest number of remedies that are named. A slower one is named if it needs at most this
+# fraction of the others' memory.
 MOST, LESS = 5, 0.9
 # Twice the micro-batch has at least twice the activations, divided by this.
 GROWTH = 1.2
@@ -43,29 +43,21 @@ class Change(NamedTuple):
         zero = ZeroConfig.model_validate(given | self.keys)
         return config.model_copy(update={"zero_optimization": zero})
 
-    def settings(self, config: Config) -> int:
-        """Return how many of the keys now have a different value."""
-        before, after = config.zero_optimization, self.applied(config).zero_optimization
-        return sum(getattr(before, key) != getattr(after, key) for key in self.keys)
-
 
 class Remedy(NamedTuple):
     """A change with the micro-batch and checkpointing with which it was tried, all of it in words,
-    the estimate, and how many settings it changes.
+    and the estimate.
     """
 
     words: str
     found: Estimate
-    settings: int
     change: Change = Change()
     question: Question = Question(1)
 
     @property
-    def rank(self) -> tuple[float, int]:
-        """Order by time, or by the number of settings if the times differ by less than the
-        assumptions allow.
-        """
-        return float(f"{self.found.seconds:.1e}"), self.settings
+    def seconds(self) -> float:
+        """The time of a step with two digits. Smaller differences are less than what is assumed."""
+        return float(f"{self.found.seconds:.1e}")
 
 
 class Search:
@@ -120,7 +112,7 @@ class Search:
     def remedies(self) -> list[Remedy]:
         """Return the changes with which it fits, ordered by the predicted time of a step."""
         changes = _changes(self.config.zero_optimization, HOST in self.limits)
-        return _undominated(list(self._enough(changes)), self.limits)
+        return _undominated(self._enough(changes), self.limits)
 
     def faster(self) -> Remedy | None:
         """Return the fastest change to less offload or sharding that fits and makes a step faster
@@ -132,7 +124,7 @@ class Search:
         unneeded = _unneeded(self.config.zero_optimization)
         tried = [self._tried(change, batch, checkpointing) for change in unneeded]
         found = [remedy for remedy in tried if remedy and self.fits(remedy.found)]
-        best = min(found, key=lambda remedy: remedy.rank, default=None)
+        best = min(found, key=lambda remedy: remedy.seconds, default=None)
         now = self.both_ways[0].seconds
         return best if best and best.found.seconds < FASTER * now else None
 
@@ -195,7 +187,6 @@ class Search:
         return Remedy(
             " and ".join(filter(None, words)),
             found,
-            change.settings(self.config) + len(words) - 1,
             change,
             replace(asked, batch=batch, checkpointing=checkpointing),
         )
@@ -262,19 +253,15 @@ def _offload(zero: ZeroConfig, **places: str) -> dict[str, Any]:
     return sections
 
 
-def _undominated(found: Sequence[Remedy], limits: Mapping[str, int]) -> list[Remedy]:
-    """Keep those that need fewer settings than all faster ones, and of those that need less memory
-    as many as may be named.
+def _undominated(found: Iterable[Remedy], limits: Mapping[str, int]) -> list[Remedy]:
+    """Keep those that need less memory than all faster ones. Of equally fast ones, the first is the
+    one with the fewest settings.
     """
-    simpler, smaller, least, fewest = [], [], math.inf, math.inf
-    for remedy in sorted(found, key=lambda remedy: remedy.rank):
+    named: list[Remedy] = []
+    least = math.inf
+    for remedy in sorted(found, key=lambda remedy: remedy.seconds):
         fullest = max(remedy.found.total(place) / most for place, most in limits.items())
-        if remedy.settings < fewest:
-            simpler.append(remedy)
-        elif fullest <= LESS * least:
-            smaller.append(remedy)
-        else:
-            continue
-        least, fewest = min(least, fullest), min(fewest, remedy.settings)
-    named = simpler + smaller[: max(0, MOST - len(simpler))]
-    return sorted(named, key=lambda remedy: remedy.rank)
+        if fullest <= LESS * least:
+            named.append(remedy)
+            least = fullest
+    return named[:MOST]

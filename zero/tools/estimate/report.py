@@ -30,7 +30,7 @@ def report(
     question: Question,
     limits: Mapping[str, int],
     as_json: bool,
-    teacher: tuple[str, Config | None, int | None] | None = None,
+    teacher: tuple[str, int | None] | None = None,
 ) -> str:
     """Return the estimate of the model in the folder `source`, whose configuration is `shape`.
     `limits`: the bytes available to a process, by place ("device", "host").
