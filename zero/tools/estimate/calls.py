@@ -6,6 +6,7 @@ do the steps of different configurations. torch therefore derives the shapes of 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ META = torch.device("meta")
 
 _aten = torch.ops.aten
 # Whether a tensor is on the imitated device. The context `imitated` replaces `Tensor.is_meta`.
-is_on_device = torch._C.TensorBase.is_meta.__get__
+is_on_device: Callable[[torch.Tensor], bool] = vars(torch._C.TensorBase)["is_meta"].__get__
 FILLS = (_aten.zeros.default, _aten.ones.default, _aten.full.default)
 # torch's formulas, and those that it lacks: fused attention on CPUs, where a causal mask saves
 # nothing, and experts.
