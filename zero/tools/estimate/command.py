@@ -90,13 +90,16 @@ def plan(arguments: list[str]) -> None:
 
 class _NoCompiler(ModuleType):
     """Takes the place of `torch._dynamo`. Its `config` and the modules that are imported by name
-    are the real ones; anything else in it is a decorator without effect.
+    are the real ones; anything else in it is a decorator without effect, or is not true.
     """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return import_module("torch._dynamo.config") if name == "config" else _NoCompiler(name)
+
+    def __bool__(self) -> bool:
+        return False
 
     def __call__(self, function: Any = None, *_: object, **__: object) -> Any:
         return self if function is None else function
