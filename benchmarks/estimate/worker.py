@@ -16,7 +16,7 @@ from zero.config import load_config
 from zero.monitor.memory_usage import DEVICE, DISK, HOST, bytes_by_kind
 from zero.offload import tiers
 from zero.tools.estimate.adapters import add_adapter, quantization_of, quantize
-from zero.tools.estimate.model import class_of, enable_checkpointing
+from zero.tools.estimate.model import class_of, set_checkpointing
 
 STEPS = 3
 # Ends of a model's name: an adapter of this rank is trained, and its base is quantized.
@@ -96,7 +96,7 @@ def measure(
     if name.endswith((LORA, QLORA)):
         add_adapter(model, RANK)
     if checkpointing:
-        enable_checkpointing(model)
+        set_checkpointing(model, True)
     engine = zero.initialize(model=model, config=settings)[0]
     ids = torch.randint(3, config.vocab_size, (batch, length)).to(device.NAME)
     return measure_steps(

@@ -377,24 +377,6 @@ def test_the_command(tmp_path, capsys):
         assert ended.value.code == 2 and words in capsys.readouterr().err
 
 
-def test_host_memory_is_pinned_or_pageable(tmp_path, capsys):
-    build("gpt2").save_pretrained(tmp_path / "model")
-    file, cpu = tmp_path / "ds.json", {"device": "cpu"}
-    sections = {"offload_param": cpu, "offload_optimizer": cpu | {"pin_memory": False}}
-    file.write_text(
-        json.dumps(
-            {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3} | SMALL | sections}
-        )
-    )
-    asked = [str(tmp_path / "model"), "--ds-config", str(file), "--world", "2"]
-    main(["estimate", *asked, "--json"])
-    found = json.loads(capsys.readouterr().out)
-    host = found["bytes"]["host"]
-    assert 0 < found["pinned"] == host["parameters"] < host["masters"]
-    main(["estimate", *asked])
-    assert " are pinned, and " in capsys.readouterr().out
-
-
 def test_a_model_that_is_not_one_of_language(tmp_path, capsys):
     """Its states are estimated, also where its constructor looks at values; its activations are
     refused in one line.

@@ -57,7 +57,6 @@ def test_the_bytes_of_each_kind(tmp_path: Path):
         samples = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert [each["seconds"] for each in samples] == sorted(each["seconds"] for each in samples)
         assert {each["phase"] for each in samples} == {"forward", "backward", "step", "other"}
-        assert all(each["resident"] > 1 << 20 for each in samples)
         held = [each["bytes"]["host"] for each in samples]
         own = LAYERS * LAYER // RANKS
         for kinds in held:
@@ -109,17 +108,10 @@ def test_a_gpu_has_a_record_of_each_allocation(tmp_path: Path):
 
 def test_a_device_has_a_panel_of_its_own(tmp_path: Path):
     bytes_of = {"device": {"parameters": 2 << 20}, "host": {"optimizer": 1 << 20}}
-    samples = [
-        {"seconds": n / 10, "phase": "step", "bytes": bytes_of, "resident": 1, "allocated": 3 << 20}
-        for n in (0, 1)
-    ]
+    samples = [{"seconds": n / 10, "phase": "step", "bytes": bytes_of} for n in (0, 1)]
     draw(samples, "a title", tmp_path / "picture.svg")
     text = (tmp_path / "picture.svg").read_text()
-    assert (
-        "device: 2 MiB at most" in text
-        and "host: 1 MiB at most" in text
-        and "torch's allocator" in text
-    )
+    assert "device: 2 MiB at most" in text and "host: 1 MiB at most" in text
 
 
 SCRIPT = """

@@ -21,7 +21,6 @@ from zero.comm.communicator import communicator
 from zero.comm.observer import Operation, set_observer
 from zero.tools.cli import main
 from zero.tools.profile import command
-from zero.tools.profile.command import seconds_by_track
 from zero.tools.profile.trace import (
     REDUCTIONS,
     InFlight,
@@ -126,9 +125,8 @@ def assert_nested(events: list[dict]) -> None:
 def test_a_step_of_two_ranks(tmp_path: Path):
     run_on(2, train, tmp_path)
     events = json.loads(json.dumps(merge(tmp_path.glob("rank*.json"))))["traceEvents"]
-    seconds = seconds_by_track(events)
     tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    for pid, rank in ((0, "rank 0"), (100, "rank 1")):
+    for pid in (0, 100):
         found = {name.partition(" (")[0] for (process, _), name in tracks.items() if process == pid}
         expected = {
             "phases",
@@ -139,7 +137,6 @@ def test_a_step_of_two_ranks(tmp_path: Path):
             "other collectives",
         }
         assert found >= expected | {"file reads", "file writes", "background updates"}
-        assert seconds[rank]["phases"] > 0
     of_track = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
@@ -180,7 +177,7 @@ def test_the_command(tmp_path: Path, monkeypatch, capsys):
     script.write_text(SCRIPT)
     code, stdout, stderr = call(capsys, "--step", "3", "--out", str(out), "--json", str(script))
     assert "trace: the run: step " in stderr
-    assert code == 0 and set(json.loads(stdout)["seconds"]["rank 0"]) >= {"phases", "compute"}
+    assert code == 0 and json.loads(stdout) == {"file": str(out)}
     assert any(
         event["name"] == "backward"
         for event in json.loads(gzip.decompress(out.read_bytes()))["traceEvents"]

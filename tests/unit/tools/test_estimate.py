@@ -23,7 +23,6 @@ from zero.tools.estimate import remedies as remedies_of_estimate
 from zero.tools.estimate.calls import known_calls
 from zero.tools.estimate.machine import _on_host
 from zero.tools.estimate.model import build, class_of
-from zero.tools.estimate.plan import configuration
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import Estimate, estimate
 from zero.tools.estimate.remedies import Remedy, Search, _undominated
@@ -183,10 +182,11 @@ def test_both_ways_of_checkpointing(ask):
     plain, less = (
         ask(llama(), {"stage": 3}, *options, *more) for more in ([], ["--checkpointing"])
     )
+    # The second way is followed in a later step, in which ranks agree on fewer things.
     for key in ("with_checkpointing", "without_checkpointing"):
-        assert plain[key] == less[key]
+        assert plain[key] == pytest.approx(less[key], rel=0.01)
     assert plain["with_checkpointing"]["device"] < plain["without_checkpointing"]["device"]
-    assert plain["with_checkpointing"]["seconds"] == less["seconds"] > plain["seconds"]
+    assert less["with_checkpointing"]["seconds"] == less["seconds"] > plain["seconds"]
     assert sum(less["bytes"]["device"].values()) == less["with_checkpointing"]["device"]
     text = ask(llama(), {"stage": 3}, *options[:-1])
     assert "With gradient checkpointing: " in text
@@ -227,26 +227,6 @@ def parts(found: dict[str, Any], place: str) -> int:
     return sum(found["bytes"][place].values())
 
 
-def test_a_part_of_the_optimizer_is_offloaded_if_that_is_enough(ask, prompt_host):
-    cpu, shape = {"device": "cpu"}, llama(num_hidden_layers=3)
-    stage = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_param": cpu}
-    options = [*prompt_host, "--batch", "1", "--seq", "8", "--world", "2", "--json"]
-    sections = stage, stage | {"offload_optimizer": cpu}
-    most, least = (parts(ask(shape, section, *options), "device") for section in sections)
-    limit = (most + least) // 2
-    remedies = ask(shape, stage, *options, "--device-memory", str(limit / 2**30))["remedies"]
-    best = remedies[0]
-    assert best["change"].startswith("the optimizer offloaded to cpu (ratio")
-    ratio = float(best["change"].partition("ratio ")[2].partition(")")[0])
-
-    def with_ratio(part: float) -> dict[str, Any]:
-        return ask(shape, stage | {"offload_optimizer": cpu | {"ratio": part}}, *options)
-
-    found = with_ratio(ratio)
-    assert (parts(found, "device"), parts(found, "host")) == (best["device"], best["host"])
-    assert parts(with_ratio(ratio - 0.05), "device") > limit >= best["device"]
-
-
 def test_whole_tensors_move_to_their_owners_only_if_they_are_sharded(ask):
     muon = {"type": "Muon", "params": {"lr": 1e-3}}
     alone, one, sharded = (
@@ -265,20 +245,18 @@ def test_whole_tensors_move_to_their_owners_only_if_they_are_sharded(ask):
     assert 4 * elements < sharded["whole tensors of the optimizer"] < 24 * elements
 
 
-def test_a_slower_remedy_needs_less_memory_or_fewer_settings():
-    def remedy(seconds: float, memory: int, settings: int) -> Remedy:
+def test_a_slower_remedy_needs_less_memory():
+    def remedy(seconds: float, memory: int) -> Remedy:
         found = SimpleNamespace(total=lambda place: memory, seconds=seconds)
-        return Remedy("", found, settings)
+        return Remedy("", found)
 
-    fast, smaller, simpler = remedy(1, 50, 3), remedy(2, 40, 3), remedy(3, 90, 1)
-    useless = [remedy(2.5, 45, 3), remedy(4, 39, 2)]
-    assert _undominated([*useless, simpler, smaller, fast], {"device": 100}) == [
-        fast,
-        smaller,
-        simpler,
-    ]
-    many = [remedy(2 + number / 10, 40 - 5 * number, 3) for number in range(6)]
-    assert _undominated([*many, simpler, fast], {"device": 100}) == [fast, *many[:3], simpler]
+    fast, smaller = remedy(1, 50), remedy(2, 40)
+    useless = [remedy(2.5, 45), remedy(4, 39)]
+    assert _undominated([*useless, smaller, fast], {"device": 100}) == [fast, smaller]
+    as_fast = remedy(1.001, 30)
+    assert _undominated([as_fast, fast], {"device": 100}) == [as_fast]
+    many = [remedy(2 + number / 10, 40 - 5 * number) for number in range(6)]
+    assert _undominated([*many, fast], {"device": 100}) == [fast, *many[:4]]
 
 
 def test_files_are_a_remedy_for_too_little_host_memory(ask):
@@ -490,39 +468,11 @@ def test_offload_that_is_not_needed_is_named(ask, prompt_host):
     assert lower["change"].endswith("without offload is enough")
 
 
-def test_slices_take_the_place_of_micro_batches_where_each_would_move_all_weights():
-    cpu = {"device": "cpu"}
-    both = {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu}
-    settings = {"bf16": {"enabled": True}, "zero_optimization": both}
-    config = load_config(settings | {"gradient_accumulation_steps": 8})
-    model, question = build(llama(), torch.bfloat16), Question(1, 1, 8)
-    # Without offload it does not fit.
-    limits = {"device": 700_000, "host": 1 << 30}
-    search = Search(model, config, question, limits)
-    now, remedy = search.asked, search.faster()
-    assert (
-        remedy and remedy.words == "micro-batch 8 in batch_slices 4, gradient_accumulation_steps 1"
-    )
-    assert "computed twice" in remedy.price and remedy.found.seconds < now.seconds
-    assert remedy.found.tokens == now.tokens
-    keys = configuration(remedy, Question(1, 8, 8))
-    assert keys["gradient_accumulation_steps"] == 1
-    sliced = load_config(keys | {"zero_optimization": both})
-    again = estimate(model, sliced, Question(1, 8, 8))
-    assert (again.seconds, again.parts) == (remedy.found.seconds, remedy.found.parts)
-
-
-def test_less_precise_states_are_a_remedy_where_nothing_else_in_memory_is_enough(ask):
+def test_remedies_are_ordered_by_time(ask):
     shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
-    limits = ["--device-memory", "40M", "--host-memory", "84M"]
-    found = ask(shape, {"stage": 3}, "--json", *limits)
-    lean = [each for each in found["remedies"] if "bf16_master_weights_and_grads" in each["change"]]
-    assert lean and "at random" in lean[0]["price"] and "8 bits" in lean[0]["price"]
-    assert lean[0]["disk"] == 0 and lean[0]["host"] <= 84 << 20
-    assert "(the price: the optimizer's moments have 8 bits" in ask(shape, {"stage": 3}, *limits)
     found = ask(shape, {"stage": 3}, "--json", "--device-memory", "40M")
     enough = found["remedies"]
-    assert not found["fits"] and not any(each["price"] for each in enough)
+    assert not found["fits"]
     assert all(each["device"] <= 40 << 20 for each in enough)
     seconds = [float(f"{each['seconds']:.1e}") for each in enough]
     assert len(seconds) > 1 and seconds == sorted(seconds)
@@ -615,17 +565,13 @@ def test_a_teacher_is_estimated_beside_its_student(ask, tmp_path, capsys):
     coded = ask(llama(), {"stage": 3}, *beside, "--teacher-bits", "4", "--json")
     on_host = [found["bytes"]["host"] for found in (whole, coded)]
     assert on_host[0]["parameters of the teacher"] > 1.5 * on_host[1]["parameters of the teacher"]
-    assert whole["pinned"] == on_host[0]["parameters of the teacher"]
     assert whole["operations"] > 1.5 * alone["operations"]
-    (tmp_path / "stage1.json").write_text('{"zero_optimization": {"stage": 1}}')
-    given = [*beside[:2], "--teacher-ds-config", str(tmp_path / "stage1.json")]
-    text = ask(llama(), {"stage": 3}, *given)
-    on_device = text.partition("\n  host ")[0]
-    assert f"beside {beside[1]} (" in text and "parameters of the teacher" in on_device
+    text = ask(llama(), {"stage": 3}, *beside)
+    assert f"beside {beside[1]} (" in text and "parameters of the teacher" in text
     t5 = transformers.T5Config(**T5, decoder_start_token_id=0)
     assert "name two of one kind" in refusal(capsys, ask, t5, {"stage": 3}, *beside)
-    options = ["--teacher-bits", "4"]
-    assert "need --teacher" in refusal(capsys, ask, llama(), {"stage": 3}, *options)
+    for options in (["--teacher-bits", "4"], beside[:2]):
+        assert "needs --" in refusal(capsys, ask, llama(), {"stage": 3}, *options)
 
 
 @pytest.fixture
@@ -654,7 +600,6 @@ def test_a_plan_fits_and_is_the_fastest(plan, ask, tmp_path):
     again = ask(shape, section, "--seq", "16", "--json", *limits, **keys)
     assert again["fits"]
     assert rates(text) == [pytest.approx(again["tokens_per_second"], rel=0.01)]
-    assert "What needs more memory than there is:\n  gradient checkpointing: " in text
     assert "Nothing else fits." in text
     assert f"zero_optimization.stage = {section['stage']}" in text
     assert "--per_device_train_batch_size 1 --gradient_accumulation_steps 1" in text

@@ -120,7 +120,7 @@ def test_the_page_of_two_runs_needs_no_network(tmp_path: Path, capsys):
     ] == []
     for drawing in re.findall("<svg.*?</svg>", text, flags=re.DOTALL):
         ElementTree.fromstring(drawing)
-    assert text.count("<svg") == 9
+    assert text.count("<svg") == 6
     assert re.findall(r'(?:src|href)="(?!#|data:)[^"]*"|@import|<script', text) == []
     assert "&lt;script&gt;alert(1)" in text and "b&lt;i&gt;" in text and "b<i>" not in text
     assert '<tr class="differs"><td>zero_optimization.stage</td><td>3</td><td>1</td></tr>' in text

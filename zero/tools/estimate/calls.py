@@ -5,7 +5,8 @@ do the steps of different configurations. torch therefore derives the shapes of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from torch.utils.flop_counter import flop_registry
 META = torch.device("meta")
 
 _aten = torch.ops.aten
+# Whether a tensor is on the imitated device. The context `imitated` replaces `Tensor.is_meta`.
+is_on_device: Callable[[torch.Tensor], bool] = vars(torch._C.TensorBase)["is_meta"].__get__
 FILLS = (_aten.zeros.default, _aten.ones.default, _aten.full.default)
 # torch's formulas, and those that it lacks: fused attention on CPUs, where a causal mask saves
 # nothing, and experts.
@@ -50,10 +53,10 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, func: Any, args: tuple, kwargs: dict, out: Any) -> Call:
-        inputs, made = list(tensors_in((args, kwargs))), list(tensors_in(out))
+        inputs, made = tensors_in((args, kwargs)), tensors_in(out)
         count, touched = operations(func, args, kwargs, out), 0
         if func.namespace in ("aten", "bitsandbytes"):
-            moved = [*inputs, *made] if inputs or func in FILLS else []
+            moved = inputs + made if inputs or func in FILLS else []
             touched = sum(each.nbytes for each in moved if is_on_device(each))
         return cls(_shapes(out) if all(map(_is_whole, made)) else None, count, touched)
 
@@ -61,20 +64,38 @@ class Call(NamedTuple):
 known_calls: dict[Any, Call] = {}
 
 
+@functools.cache
+def _takes_tensors(func: Any) -> bool | None:
+    """Whether an operation has arguments that are tensors. None: its calls must be executed,
+    because it changes a tensor, or returns a value.
+    """
+    schema = func._schema
+    if func.namespace != "aten" or schema.is_mutable or func is _aten._local_scalar_dense.default:
+        return None
+    return any("Tensor" in str(each.type) for each in schema.arguments)
+
+
 def key_of(func: Any, args: tuple, kwargs: dict) -> Any:
     """Return what the result of the call depends on, or None if the call must be executed, because
     it changes a tensor, or because one of its tensors is not on the device.
     """
-    if func.namespace != "aten" or func._schema.is_mutable:
+    takes_tensors = _takes_tensors(func)
+    if takes_tensors is None:
         return None
-    device = kwargs.get("device") or (META if next(tensors_in(args), None) is not None else "cpu")
-    if torch.device(device).type != META.type or func is _aten._local_scalar_dense.default:
+    device = kwargs.get("device")
+    if not takes_tensors if device is None else torch.device(device).type != META.type:
         return None
     try:
-        options = tuple((name, _shapes(kwargs[name])) for name in kwargs)
+        options = tuple([(name, _shapes(value)) for name, value in kwargs.items()])
         return func, _shapes(args), options, torch.get_default_dtype()
     except ValueError:
         return None
+
+
+class _Shape(NamedTuple):
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def _shapes(value: Any) -> Any:
@@ -86,40 +107,31 @@ def _shapes(value: Any) -> Any:
             raise ValueError("a tensor in host memory")
         return _Shape(value.shape, value.stride(), value.dtype)
     if isinstance(value, (list, tuple)):
-        return tuple(map(_shapes, value))
+        return tuple([_shapes(each) for each in value])
     return type(value), value  # 1, 1.0 and True are equal, but lead to different dtypes
-
-
-class _Shape(NamedTuple):
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def like(shapes: Any) -> Any:
     """Make new tensors of these shapes."""
     if isinstance(shapes, _Shape):
-        return torch.empty_strided(*shapes[:2], dtype=shapes.dtype, device=META)
+        shape, stride, dtype = shapes
+        return torch.empty_strided(shape, stride, dtype=dtype, device=META)
     if shapes and isinstance(shapes[0], type):
         return shapes[1]
     return tuple(map(like, shapes))
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors in the arguments or results of a call."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors_in(each)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for each in value for tensor in tensors_in(each)]
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
     """Whether the tensor and its whole storage are on the device."""
     return is_on_device(tensor) and tensor.nbytes == tensor.untyped_storage().nbytes()
-
-
-def is_on_device(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == META.type

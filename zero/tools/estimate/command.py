@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from zero.errors import UsageError
 from zero.tools.arguments import (
@@ -34,26 +41,26 @@ def estimate(arguments: list[str]) -> None:
     _add_question(parser, 0, 0)
     teacher = "folder of a frozen model that the model learns from, as in run_distill.py"
     add("--teacher", metavar="MODEL", help=teacher)
-    beside = "the teacher's ds_config.json; default: as run_distill.py makes it from --ds-config"
-    add("--teacher-ds-config", metavar="CONFIG", help=beside)
     add("--teacher-bits", type=int, choices=(4, 8), help="its linear layers are quantized")
     options = parser.parse_args(arguments)
     if options.batch and not options.seq:
         parser.error("--batch needs --seq, the tokens of a sequence")
-    if options.teacher is None and (options.teacher_ds_config or options.teacher_bits):
-        parser.error("--teacher-ds-config and --teacher-bits need --teacher")
+    if options.teacher_bits and options.teacher is None:
+        parser.error("--teacher-bits needs --teacher")
+    if options.teacher is not None and not options.seq:
+        parser.error("--teacher needs --seq, the tokens of a sequence")
     question, limits = _asked(options)
     settings = load(options.ds_config)
     config, question = with_batch(settings, options.ds_config, question)
-    teacher = None
-    if options.teacher is not None:
-        beside = options.teacher_ds_config and load(options.teacher_ds_config)
-        teacher = (options.teacher, beside or None, options.teacher_bits)
-    with Working("estimate: following one step on fake tensors; large models take a minute"):
+    teacher = options.teacher and (options.teacher, options.teacher_bits)
+    shown = Working("estimate: following a step on fake tensors; large models take a minute")
+    with shown, _without_compiler():
         with importing():
+            from zero.tools.estimate.model import read_config
             from zero.tools.estimate.report import report
 
-        text = report(options.model, config, question, limits, options.json, teacher)
+            shape = read_config(options.model)  # it imports the model's module
+        text = report(options.model, shape, config, question, limits, options.json, teacher)
     print(text)
 
 
@@ -72,12 +79,47 @@ def plan(arguments: list[str]) -> None:
     if options.device_memory is None:
         parser.error("name the --device-memory, such as 24G")
     question, limits = _asked(options)
-    with Working("plan: following steps on fake tensors; large models take minutes"):
+    shown = Working("plan: following steps on fake tensors; large models take minutes")
+    with shown, _without_compiler():
         with importing():
             from zero.tools.estimate import plan as planning
 
         text = planning.plan(options.model, question, limits, options.out, options.json)
     print(text)
+
+
+class _NoCompiler(ModuleType):
+    """Takes the place of `torch._dynamo`. Its `config` and the modules that are imported by name
+    are the real ones; anything else in it is a decorator without effect, or is not true.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return import_module("torch._dynamo.config") if name == "config" else _NoCompiler(name)
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __call__(self, function: Any = None, *_: object, **__: object) -> Any:
+        return self if function is None else function
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Context in which nothing is compiled. torch and transformers import the whole compiler for
+    the decorators that exclude functions from it, which takes a second, and these slow down calls.
+    """
+    name, torch = "torch._dynamo", find_spec("torch")
+    if name in sys.modules or torch is None or not torch.submodule_search_locations:
+        yield
+        return
+    sys.modules[name] = stand_in = _NoCompiler(name)
+    stand_in.__path__ = [f"{torch.submodule_search_locations[0]}/_dynamo"]
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 def _add_question(parser: Parser, batch: int, length: int) -> None:

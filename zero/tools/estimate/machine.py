@@ -35,6 +35,7 @@ from zero.comm.communicator import Communicator
 from zero.comm.control import Channel, Control
 from zero.comm.traffic import READ, WRITTEN
 from zero.config import AioConfig, table
+from zero.core.forward_writes import ForwardWrites
 from zero.offload import nvme, pinned, tiers
 from zero.optim import adam_cpu, rounding
 from zero.tools.estimate.calls import (
@@ -50,8 +51,8 @@ from zero.tools.estimate.calls import (
 from zero.tools.estimate.traffic import CALLS, COMPUTE, FED, OPERATIONS, TOUCHED
 
 DEVICE, HOST, DISK = "device", "host", "disk"
-# The parts of host memory that are buffers for transfers.
-PINNED, PAGEABLE = "buffers, pinned", "buffers, pageable"
+# The part of host memory that is buffers for transfers.
+BUFFERS = "buffers"
 # The place of tensors inside these buffers. The buffers themselves are counted.
 IN_BUFFER = "in a buffer"
 # Operations on host tensors of at most this many elements are really executed, for example for the
@@ -84,8 +85,9 @@ class Memory(TorchDispatchMode):
         self.done: Counter[tuple[str, str]] = Counter()
         self._totals: Counter[str] = Counter()
         self._peaks: Counter[str] = Counter()
-        # Place, part and bytes, by storage.
+        # Place, part and bytes, by storage, and what calls `_forget` when the storage is freed.
         self._known: dict[int, tuple[str, str, int]] = {}
+        self._freed: dict[int, weakref.ref] = {}
         # Values of small tensors copied to the device, because the engine reads some back.
         self._values: dict[int, torch.Tensor] = {}
 
@@ -124,7 +126,7 @@ class Memory(TorchDispatchMode):
             part = self.part + self.whose
             self._known[key] = (place, part, nbytes)
             self.add(place, part, nbytes)
-            weakref.finalize(storage, self._forget, key).atexit = False
+            self._freed[key] = weakref.ref(storage, lambda _: self._forget(key))
 
     def label(self, tensor: torch.Tensor | None, part: str) -> None:
         """From now on, count the tensor's storage as `part`."""
@@ -158,6 +160,7 @@ class Memory(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         place, part, nbytes = self._known.pop(key)
+        del self._freed[key]
         self._values.pop(key, None)
         self.add(place, part, -nbytes)
 
@@ -197,7 +200,7 @@ class Memory(TorchDispatchMode):
         return out
 
     def _call(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        tensors = list(tensors_in((args, kwargs)))
+        tensors = tensors_in((args, kwargs))
         if func is _aten._local_scalar_dense.default and is_on_device(args[0]):
             return 0.0 if args[0].is_floating_point() else 0
         if func is _aten._to_copy.default and args[0].numel() <= COMPUTED:
@@ -228,7 +231,7 @@ class Memory(TorchDispatchMode):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     return value
             return kwargs["out"]
-        given = list(tensors_in((args, kwargs)))
+        given = tensors_in((args, kwargs))
         target = target or next((each.device for each in given if each.dim()), given[0].device)
         args, kwargs = tree_map_only(torch.Tensor, _shape_on_device, (args, kwargs))
         if kwargs.get("device") is not None:
@@ -338,7 +341,7 @@ class _File:
             size = nvme.request_bytes(self._settings)
             most = min(self._settings.thread_count, math.ceil(host.nbytes / size)) * size
             if most > self._bounced:
-                self._memory.add(HOST, PAGEABLE, most - self._bounced)
+                self._memory.add(HOST, BUFFERS, most - self._bounced)
                 self._bounced = most
 
 
@@ -363,12 +366,14 @@ def imitated(memory: Memory, rank: int, ranks: int, of_machine: int) -> Iterator
             *_substitutes_of_experts(),
             *_substitutes_on_host(memory),
         ]
+        modules = [module for key, module in sys.modules.items() if key.startswith("zero.")]
         for owner, name, substitute in substitutes:
             original = getattr(owner, name)
             stack.enter_context(mock.patch.object(owner, name, substitute))
-            for module in [each for key, each in sys.modules.items() if key.startswith("zero.")]:
-                for key in [key for key, value in vars(module).items() if value is original]:
-                    stack.enter_context(mock.patch.object(module, key, substitute))
+            for module in modules:
+                # Only what a module has imported under this name.
+                if module.__dict__.get(name) is original:
+                    stack.enter_context(mock.patch.object(module, name, substitute))
         # A mesh looks up the torch module of its device type.
         stack.enter_context(mock.patch.object(torch, META.type, torch.cpu, create=True))
         # The tiers' tensors are counted as tensors, unlike those in reused buffers.
@@ -402,6 +407,9 @@ def _substitutes_of_ranks(of_machine: int) -> list[Substitute]:
         (watchdog, "end_with_launcher", lambda: None),
         (zero_device, "use", lambda device: None),
         (table, "announce", lambda *_: None),
+        # Only the first step looks for weights that a forward writes to, and here none does.
+        (ForwardWrites, "shown", lambda *_: None),
+        (ForwardWrites, "_rest", lambda *_: None),
         (torch.accelerator, "current_stream", lambda *_: stream),
         (torch.accelerator, "synchronize", lambda *_: None),
         (torch.accelerator, "get_memory_info", lambda *_: (0, 0)),
@@ -507,7 +515,7 @@ def _substitutes_on_host(memory: Memory) -> list[Substitute]:
         return files.setdefault(repr(aio), _File(memory, aio))
 
     def block_of_buffer(size: int, pin: bool) -> memoryview:
-        memory.add(HOST, PINNED if pin else PAGEABLE, size)
+        memory.add(HOST, BUFFERS, size)
         block = new_block(size, pin=False)
         buffers.add(cast(mmap.mmap, block.obj))
         return block

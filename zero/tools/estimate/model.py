@@ -166,12 +166,16 @@ def without_values(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, known)
 
 
-def enable_checkpointing(model: Any) -> None:
-    """Enable gradient checkpointing of a transformers model without dropout."""
+def set_checkpointing(model: Any, is_enabled: bool) -> None:
+    """Enable or disable gradient checkpointing of a transformers model without dropout."""
     with warnings.catch_warnings():
-        # transformers 5.23 has a new name for it.
+        # transformers 5.23 has new names for it.
         warnings.simplefilter("ignore", FutureWarning)
-        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        if is_enabled:
+            how = {"use_reentrant": False, "preserve_rng_state": False}
+            model.gradient_checkpointing_enable(how)
+        else:
+            model.gradient_checkpointing_disable()
 
 
 def micro_batch(engine: ZeroEngine, question: Question) -> Callable[[], torch.Tensor]:

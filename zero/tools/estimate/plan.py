@@ -15,7 +15,7 @@ from zero.monitor.out_of_memory import size
 from zero.tools.estimate.model import build, read_config
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.remedies import Remedy, Search
-from zero.tools.estimate.report import described, needed
+from zero.tools.estimate.report import described
 from zero.tools.explain import explain
 
 # The configuration that is changed until it fits.
@@ -58,9 +58,6 @@ def plan(
         "The next ones:" if others else "Nothing else fits.",
         *(f"  {described(each)}" for each in others),
     ]
-    if too_large := [f"  {needed(each)}" for each in search.too_large()]:
-        # This is why nothing simpler is enough.
-        lines += ["What needs more memory than there is:", *too_large]
     lines += [
         f"  {question.speeds}",
         f"Written to {out}; with the Trainer: --deepspeed {out} {options}",
@@ -72,9 +69,9 @@ def plan(
 
 def configuration(remedy: Remedy, question: Question) -> dict[str, Any]:
     """Return the keys of `START`, changed by those of the remedy, and its batch."""
-    batch, changed = remedy.question.batch, remedy.change.keys
-    sections = {name: START.get(name, {}) | changed.get(name, {}) for name in START | changed}
-    return sections | {
+    batch = remedy.question.batch
+    return START | {
+        "zero_optimization": START["zero_optimization"] | remedy.change.keys,
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": question.batch // batch,
     }

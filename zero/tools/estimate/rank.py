@@ -2,7 +2,8 @@
 
 The engine itself runs two steps, as one of many ranks, on a machine that computes nothing
 (`zero/tools/estimate/machine.py`). Every key, tier and optimizer therefore has the same effect as
-in a run. The first step creates the optimizer's state, and the second one is measured.
+in a run. The first step creates the optimizer's state, and the second one is measured. A third one
+is measured with gradient checkpointing if that was not asked for, or else without.
 
 Not included are torch itself, NCCL's buffers, and fragmentation. An attention mask is counted even
 if a kernel would not need one."""
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import transformers
@@ -28,7 +30,7 @@ from zero.integrations.deepspeed.tensor import share_model
 from zero.optim.sharded_optimizer import ZeroOptimizer
 from zero.tools.estimate.adapters import elements
 from zero.tools.estimate.machine import DEVICE, DISK, HOST, Memory, imitated
-from zero.tools.estimate.model import enable_checkpointing, micro_batch, without_values
+from zero.tools.estimate.model import micro_batch, set_checkpointing, without_values
 from zero.tools.estimate.parts import ACTIVATIONS, GRADIENTS, MASTERS, STATE, labelled
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.teacher import distillation, engine_of, hold_quantized
@@ -100,17 +102,39 @@ def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
 
     Raises UsageError for a model whose forward needs inputs other than token ids, if activations
     are asked for."""
+    return _estimates(model, config, question, [question.checkpointing])[0]
+
+
+def estimate_both_ways(
+    model: nn.Module, config: Config, question: Question
+) -> tuple[Estimate, Estimate]:
+    """`estimate`, and the same with gradient checkpointing if it was asked for without, and vice
+    versa. It takes less time than two estimates, because one engine is followed.
+    """
+    asked = question.checkpointing
+    found, other = _estimates(model, config, question, [asked, not asked])
+    return found, other
+
+
+def _estimates(
+    model: nn.Module, config: Config, question: Question, checkpointing: list[bool]
+) -> list[Estimate]:
     if (sharing := config.sequence_parallel_size) > 1 and question.batch:
         raise UsageError(
             f"sequence_parallel_size {sharing}: activations of shared sequences are not estimated. "
             f"Without the key and with --seq {question.length // sharing}, memory is that of a "
             "process whose attention is fused; without --batch and --seq, activations are left out"
         )
-    found, owns = _of_rank(model, config, question, 0)
-    ranks = min(question.world_size, OWNERS) if owns else 1
-    others = [_of_rank(model, config, question, rank)[0] for rank in range(1, ranks)]
-    fullest = max([found, *others], key=lambda each: each.total(DEVICE))
-    for each in [found, *others]:
+    found, owns = _of_rank(model, config, question, 0, checkpointing)
+    ranks = [found]
+    for rank in range(1, min(question.world_size, OWNERS) if owns else 1):
+        ranks.append(_of_rank(model, config, question, rank, checkpointing)[0])
+    return [_of_fullest(each, config, question) for each in zip(*ranks, strict=True)]
+
+
+def _of_fullest(ranks: Sequence[Estimate], config: Config, question: Question) -> Estimate:
+    fullest = max(ranks, key=lambda each: each.total(DEVICE))
+    for each in ranks:
         fullest.traffic.widen(each.traffic)
     fullest.seconds = fullest.traffic.seconds(question.speeds, config.compute_dtype.itemsize)
     return fullest
@@ -133,9 +157,11 @@ def _as_run(config: Config, question: Question) -> Config:
 
 
 def _of_rank(
-    model: nn.Module, config: Config, question: Question, rank: int
-) -> tuple[Estimate, bool]:
-    """Return the estimate of one rank, and whether ranks own tensors of the optimizer."""
+    model: nn.Module, config: Config, question: Question, rank: int, checkpointing: list[bool]
+) -> tuple[list[Estimate], bool]:
+    """Return the estimates of one rank, without and with checkpointing as listed, and whether ranks
+    own tensors of the optimizer.
+    """
     memory, run = Memory(ACTIVATIONS), _as_run(config, question)
     second = config.zero_optimization.zero_hpz_partition_size
     of_machine = second if second and second > 1 else question.world_size
@@ -144,8 +170,6 @@ def _of_rank(
     logger.setLevel(logging.ERROR)
     try:
         with imitated(memory, rank, question.world_size, of_machine), labelled(memory):
-            if question.checkpointing and question.batch:
-                enable_checkpointing(model)
             hold_quantized(model, config, memory)
             comm, whole, run = share_model(model, run, None)
             whole.clear()  # the parameters as they were
@@ -157,9 +181,14 @@ def _of_rank(
             if question.teacher is None:
                 loss = micro_batch(engine, question)
             else:
-                teacher = engine_of(question.teacher, config, memory)
+                teacher = engine_of(question.teacher, memory)
                 loss = distillation(engine, teacher, question, memory)
-            found = _followed(engine, loss, config, question, memory, count)
+            found, is_enabled = [], False
+            for is_checkpointed in checkpointing:
+                if question.batch and is_checkpointed != is_enabled:
+                    set_checkpointing(model, is_checkpointed)
+                    is_enabled = is_checkpointed
+                found.append(_followed(engine, loss, config, question, memory, count))
             owns = _owns_tensors(engine) and question.world_size > 1
             engine.destroy()
             return found, owns
@@ -175,11 +204,16 @@ def _followed(
     memory: Memory,
     elements: int,
 ) -> Estimate:
-    """Run two steps, of which only the second one counts."""
-    memory.forget_peaks()
-    _step(engine, loss, memory)
-    memory.forget_most()
-    moved = _step(engine, loss, memory)
+    """Run steps until one of them uses the parameters in the order of the step before. Only this
+    one counts. The first step of an engine creates the optimizer's state, and no order is known.
+    """
+    before = _orders(engine) if engine.global_steps else None
+    while True:
+        memory.forget_peaks()
+        memory.forget_most()
+        moved = _step(engine, loss, memory)
+        if before == (before := _orders(engine)):
+            break
     steps = config.gradient_accumulation_steps or 1
     found = Estimate(elements)
     found.tokens = engine.comm.world_size * question.batch * question.length * steps
@@ -241,6 +275,11 @@ def _update(engine: ZeroEngine, optimizer: ZeroOptimizer, config: Config, memory
         update.late = of_late / max(1, numel)
     update.on_device = passes((DEVICE,), False)
     return update
+
+
+def _orders(engine: ZeroEngine) -> dict[Any, tuple[int, ...]]:
+    """Return the recorded orders of use, from which the engine predicts what to gather next."""
+    return {kind: plan.order for kind, plan in engine.schedule.plans.items()}
 
 
 def _owns_tensors(engine: ZeroEngine) -> bool:

@@ -1,14 +1,13 @@
 """Finds changes for a training run that does not fit, or that would also fit without its offload.
 The change with the fastest step comes first.
 
-A slower change is also named if it needs less memory or fewer settings than all faster ones.
+A slower change is also named if it needs less memory than all faster ones.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,17 +17,13 @@ from torch import nn
 from zero.config import Config
 from zero.config.settings import ZeroConfig
 from zero.errors import UsageError
-from zero.tools.estimate.machine import DEVICE, DISK, HOST
+from zero.tools.estimate.machine import DEVICE, HOST
 from zero.tools.estimate.question import Question
-from zero.tools.estimate.rank import Estimate, estimate
+from zero.tools.estimate.rank import Estimate, estimate, estimate_both_ways
 
-# The largest number of remedies that are named. A slower one is named for its memory only if it
-# needs at most this fraction of the others' memory.
+# The largest number of remedies that are named. A slower one is named if it needs at most this
+# fraction of the others' memory.
 MOST, LESS = 5, 0.9
-# The number of steps of `ratio` between nothing and the whole optimizer.
-RATIOS = 20
-# The numbers of slices of a batch that are tried. Trying more would take minutes.
-SLICES = (4, 16, 64)
 # Twice the micro-batch has at least twice the activations, divided by this.
 GROWTH = 1.2
 # A change is named for its speed if a step takes less than this fraction of the time.
@@ -38,77 +33,31 @@ IN_MEMORY = {"offload_optimizer": NO_OFFLOAD, "offload_param": NO_OFFLOAD}
 
 
 class Change(NamedTuple):
-    """A change in words, the keys to set by section, and what it costs apart from time."""
+    """A change in words, and the keys of `zero_optimization` to set."""
 
     words: str = ""
-    keys: dict[str, dict[str, Any]] = {}
-    price: str = ""
-
-    @classmethod
-    def of(cls, words: str, zero: dict[str, Any]) -> Change:
-        return cls(words, {"zero_optimization": zero})
+    keys: dict[str, Any] = {}
 
     def applied(self, config: Config) -> Config:
-        sections = {}
-        for name, keys in self.keys.items():
-            section = getattr(config, name)
-            given = section.model_dump(exclude_unset=True)
-            sections[name] = type(section).model_validate(given | keys)
-        return config.model_copy(update=sections)
-
-    def settings(self, config: Config) -> int:
-        """Return how many of the keys now have a different value."""
-        after = self.applied(config)
-        return sum(
-            getattr(getattr(config, section), key) != getattr(getattr(after, section), key)
-            for section, keys in self.keys.items()
-            for key in keys
-        )
-
-    @property
-    def slices(self) -> int | None:
-        """The number of slices in which each block runs its batch."""
-        return self.keys.get("activation_checkpointing", {}).get("batch_slices")
-
-    def in_slices(self, slices: int) -> Change:
-        """Return the change with slices instead of micro-batches."""
-        keys = self.keys | {"activation_checkpointing": {"batch_slices": slices}}
-        prices = self.price, "activations are computed twice"
-        return self._replace(keys=keys, price=", ".join(filter(None, prices)))
-
-    @property
-    def _optimizer(self) -> dict[str, Any]:
-        return self.keys.get("zero_optimization", {}).get("offload_optimizer", NO_OFFLOAD)
-
-    @property
-    def divides(self) -> bool:
-        """Whether a part of the optimizer may stay on the device."""
-        return self._optimizer != NO_OFFLOAD and not self.price
-
-    def with_ratio(self, ratio: float) -> Change:
-        section = {"offload_optimizer": self._optimizer | {"ratio": ratio}}
-        keys = self.keys | {"zero_optimization": self.keys["zero_optimization"] | section}
-        return self._replace(words=f"{self.words} (ratio {ratio:g})", keys=keys)
+        given = config.zero_optimization.model_dump(exclude_unset=True)
+        zero = ZeroConfig.model_validate(given | self.keys)
+        return config.model_copy(update={"zero_optimization": zero})
 
 
 class Remedy(NamedTuple):
     """A change with the micro-batch and checkpointing with which it was tried, all of it in words,
-    the estimate, how many settings it changes, and what it costs apart from time.
+    and the estimate.
     """
 
     words: str
     found: Estimate
-    settings: int
-    price: str = ""
     change: Change = Change()
     question: Question = Question(1)
 
     @property
-    def rank(self) -> tuple[float, int]:
-        """Order by time, or by the number of settings if the times differ by less than the
-        assumptions allow.
-        """
-        return float(f"{self.found.seconds:.1e}"), self.settings
+    def seconds(self) -> float:
+        """The time of a step with two digits. Smaller differences are less than what is assumed."""
+        return float(f"{self.found.seconds:.1e}")
 
 
 class Search:
@@ -117,8 +66,8 @@ class Search:
     Args:
         limits: bytes by place ("device", "host").
 
-    Stage, offload and its ratio are changed, and micro-batches have half the size, a quarter and
-    so on. A step keeps its number of sequences.
+    Stage and offload are changed, and micro-batches have half the size, a quarter and so on. A step
+    keeps its number of sequences.
     """
 
     def __init__(
@@ -128,7 +77,7 @@ class Search:
         self.config = config
         self.question = question
         self.limits = limits
-        self._estimates: dict[tuple[str, int | None, int, bool], Estimate | None] = {}
+        self._estimates: dict[tuple[str, int, bool], Estimate | None] = {}
         self._batches = list(_halves(question.batch))
         # The number of sequences for a step on one rank.
         self._sequences = question.batch * (config.gradient_accumulation_steps or 1)
@@ -136,39 +85,38 @@ class Search:
         self._can_checkpoint = question.checkpointing or bool(can_checkpoint)
 
     @cached_property
-    def asked(self) -> Estimate:
-        """The run as asked for. Raises UsageError as `estimate` does."""
-        asked = self.question
-        found = estimate(self._model, self.config, asked)
-        self._estimates["", None, asked.batch, asked.checkpointing] = found
-        return found
+    def both_ways(self) -> tuple[Estimate, Estimate | None]:
+        """The run as asked for, and the same with gradient checkpointing if it was asked for
+        without, and vice versa. None if activations are not counted, or the model has no
+        checkpointing.
 
-    def other_way(self) -> Estimate | None:
-        """The same with gradient checkpointing if it was asked for without, and vice versa. None if
-        activations are not counted, or the model has no checkpointing.
+        Raises UsageError as `estimate` does.
         """
-        asked = self.question
+        asked, other = self.question, None
         if not (asked.batch and self._model.supports_gradient_checkpointing):
-            return None
-        return self._estimate(Change(), asked.batch, not asked.checkpointing)
+            found = estimate(self._model, self.config, asked)
+        elif self.config.activation_checkpointing.model_fields_set:
+            # The engine keeps buffers that activations were in, and slices are only probed once.
+            found = estimate(self._model, self.config, asked)
+            other = self._estimate(Change(), asked.batch, not asked.checkpointing)
+        else:
+            found, other = estimate_both_ways(self._model, self.config, asked)
+        self._estimates["", asked.batch, asked.checkpointing] = found
+        if other is not None:
+            self._estimates["", asked.batch, not asked.checkpointing] = other
+        return found, other
 
     def fits(self, found: Estimate) -> bool:
         return all(found.total(place) <= most for place, most in self.limits.items())
 
     def remedies(self) -> list[Remedy]:
-        """Return the changes with which it fits, ordered by the predicted time of a step. Less
-        precise states are tried only if nothing else in memory is enough.
-        """
-        found = list(self._enough(_changes(self.config.zero_optimization, HOST in self.limits)))
-        best = _undominated(found, self.limits)
-        if not any(remedy.found.total(DISK) == 0 for remedy in found):
-            best += _undominated(list(self._enough(_less_precise(self.config))), self.limits)
-        return sorted(best, key=lambda remedy: remedy.rank)
+        """Return the changes with which it fits, ordered by the predicted time of a step."""
+        changes = _changes(self.config.zero_optimization, HOST in self.limits)
+        return _undominated(self._enough(changes), self.limits)
 
     def faster(self) -> Remedy | None:
-        """Return the fastest change to less offload or sharding, or to slices instead of
-        micro-batches, that fits and makes a step faster than it was asked for. None if there is
-        none, or if the device's memory is not limited.
+        """Return the fastest change to less offload or sharding that fits and makes a step faster
+        than it was asked for. None if there is none, or if the device's memory is not limited.
         """
         if DEVICE not in self.limits:
             return None
@@ -176,20 +124,9 @@ class Search:
         unneeded = _unneeded(self.config.zero_optimization)
         tried = [self._tried(change, batch, checkpointing) for change in unneeded]
         found = [remedy for remedy in tried if remedy and self.fits(remedy.found)]
-        found += self._in_slices(Change())
-        best = min(found, key=lambda remedy: remedy.rank, default=None)
-        return best if best and best.found.seconds < FASTER * self.asked.seconds else None
-
-    def too_large(self) -> Iterator[Remedy]:
-        """After `remedies`: return the changes that do not fit even with the smallest micro-batch,
-        each of which needs less device memory than those before it.
-        """
-        least = math.inf
-        for change in _changes(self.config.zero_optimization, HOST in self.limits):
-            tried = self._tried(change, self._batches[-1], self._can_checkpoint)
-            if tried and not self.fits(tried.found) and tried.found.total(DEVICE) < least:
-                least = tried.found.total(DEVICE)
-                yield tried
+        best = min(found, key=lambda remedy: remedy.seconds, default=None)
+        now = self.both_ways[0].seconds
+        return best if best and best.found.seconds < FASTER * now else None
 
     def _enough(self, changes: Iterable[Change]) -> Iterator[Remedy]:
         """Return the changes that fit, each with the largest micro-batch that fits. A change that
@@ -198,79 +135,29 @@ class Search:
         for change in changes:
             if not self._may_fit(change, self._batches[-1], self._can_checkpoint):
                 continue
-            largest = 0
             for checkpointing in sorted({self.question.checkpointing, self._can_checkpoint}):
                 for batch in self._batches:
                     if not self._may_fit(change, batch, checkpointing):
                         continue
-                    fitting = list(self._with_room(change, batch, checkpointing))
-                    yield from fitting
-                    if any(remedy.change is change for remedy in fitting):
-                        largest = max(largest, batch)
+                    tried = self._tried(change, batch, checkpointing)
+                    if tried and self.fits(tried.found):
+                        yield tried
                         break  # with smaller micro-batches it would be slower
-            if largest < self._sequences:
-                yield from self._in_slices(change)
-
-    def _in_slices(self, change: Change) -> Iterator[Remedy]:
-        """Return the change with one micro-batch of all sequences of a step, in the fewest slices
-        that fit: at most one remedy. There is none if nothing is copied or sent again for each
-        micro-batch.
-        """
-        whole, zero = self._sequences, change.applied(self.config).zero_optimization
-        is_sent = zero.stage == 3 and self.question.world_size > 1
-        moves = zero.offloads_optimizer or zero.offloads_params or is_sent
-        is_given = self.config.activation_checkpointing.batch_slices is not None
-        if whole < 2 or is_given or not moves:
-            return
-        for slices in sorted({min(each, whole) for each in SLICES}):
-            if fitting := list(self._with_room(change.in_slices(slices), whole, False)):
-                yield from fitting
-                return
 
     def _may_fit(self, change: Change, batch: int, checkpointing: bool) -> bool:
         """Whether it is worth an estimate, judged by the one with the smallest micro-batch, because
-        activations grow with the micro-batch. A part of the optimizer may move back from host
-        memory to the device, where it takes the same amount.
+        activations grow with the micro-batch.
         """
         smallest = self._batches[-1]
         found = self._estimate(change, smallest, checkpointing)
-        if found is None:
-            return False
-        excess = max(0, found.total(HOST) - self.limits.get(HOST, math.inf))
-        if excess and not change.divides:
+        if found is None or found.total(HOST) > self.limits.get(HOST, math.inf):
             return False
         growth = (batch / smallest - 1) * found.activations if smallest else 0
-        most = self.limits.get(DEVICE, math.inf)
-        return found.total(DEVICE) + excess + growth / GROWTH <= most
-
-    def _with_room(self, change: Change, batch: int, checkpointing: bool) -> Iterator[Remedy]:
-        for each in self._divided(change, batch, checkpointing):
-            tried = self._tried(each, batch, checkpointing)
-            if tried and self.fits(tried.found):
-                yield tried
-
-    def _divided(self, change: Change, batch: int, checkpointing: bool) -> Iterator[Change]:
-        """Return the change; if it offloads the optimizer, with the smallest `ratio` above 0 that
-        fits on the device.
-        """
-        most = self.limits.get(DEVICE, 0)
-
-        def used(part: int) -> float:
-            """Return the device's bytes with `part` / `RATIOS` of the optimizer offloaded."""
-            tried = change if part == RATIOS else change.with_ratio(part / RATIOS)
-            found = self._estimate(tried, batch, checkpointing)
-            return math.inf if found is None else found.total(DEVICE)
-
-        yield change
-        if not change.divides or used(RATIOS) > most or used(0) <= most:
-            return
-        part = bisect_left(range(RATIOS), True, key=lambda part: used(part) <= most)
-        if part < RATIOS:
-            yield change.with_ratio(part / RATIOS)
+        return found.total(DEVICE) + growth / GROWTH <= self.limits.get(DEVICE, math.inf)
 
     def _estimate(self, change: Change, batch: int, checkpointing: bool) -> Estimate | None:
         """None if the engine refuses the change in combination with other keys."""
-        key = change.words, change.slices, batch, checkpointing
+        key = change.words, batch, checkpointing
         if key not in self._estimates:
             question = replace(self.question, batch=batch, checkpointing=checkpointing)
             steps = {"gradient_accumulation_steps": self._steps(batch)}
@@ -291,19 +178,15 @@ class Search:
         found, asked = self._estimate(change, batch, checkpointing), self.question
         if found is None:
             return None
-        words, prices = [change.words], [change.price]
-        if batch != asked.batch or change.slices:
-            slices = f" in batch_slices {change.slices}" if change.slices else ""
+        words = [change.words]
+        if batch != asked.batch:
             steps = self._steps(batch)
-            words.append(f"micro-batch {batch}{slices}, gradient_accumulation_steps {steps}")
+            words.append(f"micro-batch {batch}, gradient_accumulation_steps {steps}")
         if checkpointing and not asked.checkpointing:
             words.append("gradient checkpointing")
-            prices.append("activations are computed twice")
         return Remedy(
             " and ".join(filter(None, words)),
             found,
-            change.settings(self.config) + (batch != asked.batch) + len(prices) - 1,
-            ", ".join(filter(None, prices)),
             change,
             replace(asked, batch=batch, checkpointing=checkpointing),
         )
@@ -320,11 +203,11 @@ def _halves(batch: int) -> Iterator[int]:
 def _unneeded(zero: ZeroConfig) -> Iterator[Change]:
     """Return what could be left out, each with a clause that says so."""
     if zero.offloads_optimizer or zero.offloads_params:
-        yield Change.of("offload is not needed", IN_MEMORY)
+        yield Change("offload is not needed", IN_MEMORY)
     if zero.offloads_optimizer and zero.offloads_params:
-        yield Change.of("offload of parameters is not needed", {"offload_param": NO_OFFLOAD})
+        yield Change("offload of parameters is not needed", {"offload_param": NO_OFFLOAD})
     for stage in range(zero.stage):
-        yield Change.of(f"stage {stage} without offload is enough", IN_MEMORY | {"stage": stage})
+        yield Change(f"stage {stage} without offload is enough", IN_MEMORY | {"stage": stage})
 
 
 def _changes(zero: ZeroConfig, host_is_limited: bool) -> Iterator[Change]:
@@ -335,48 +218,24 @@ def _changes(zero: ZeroConfig, host_is_limited: bool) -> Iterator[Change]:
     at_three = "zero_optimization.stage 3 with " if zero.stage < 3 else ""
     yield Change()
     if zero.offloads_optimizer or zero.offloads_params:
-        yield Change.of("no offload", IN_MEMORY)
+        yield Change("no offload", IN_MEMORY)
     for stage in range(zero.stage + 1, 4):
-        yield Change.of(f"zero_optimization.stage {stage}", {"stage": stage})
-    yield Change.of(f"{at_three}stage3_max_live_parameters 0", three | few)
+        yield Change(f"zero_optimization.stage {stage}", {"stage": stage})
+    yield Change(f"{at_three}stage3_max_live_parameters 0", three | few)
     places = ("cpu", "nvme") if host_is_limited else ("cpu",)
     for place in places:
         words, optimizer = f"the optimizer offloaded to {place}", _offload(zero, optimizer=place)
         if zero.stage in (1, 2):
-            yield Change.of(words, optimizer)
+            yield Change(words, optimizer)
         if zero.stage == 0:
-            yield Change.of(f"zero_optimization.stage 2 with {words}", {"stage": 2} | optimizer)
-        yield Change.of(f"{at_three}{words}", three | optimizer)
+            yield Change(f"zero_optimization.stage 2 with {words}", {"stage": 2} | optimizer)
+        yield Change(f"{at_three}{words}", three | optimizer)
         for weights in places[: places.index(place) + 1]:
-            yield _both(zero, place, weights)
-
-
-def _both(zero: ZeroConfig, optimizer: str, weights: str) -> Change:
-    """Optimizer and parameters offloaded to these places, at stage 3."""
-    at_three = "zero_optimization.stage 3 with " if zero.stage < 3 else ""
-    return Change.of(
-        f"{at_three}the optimizer offloaded to {optimizer}, parameters to {weights}, "
-        "stage3_max_live_parameters 0",
-        {"stage": 3, "stage3_max_live_parameters": 0}
-        | _offload(zero, optimizer=optimizer, param=weights),
-    )
-
-
-def _less_precise(config: Config) -> Iterator[Change]:
-    """Everything in host memory, in fewer bytes. The engine refuses this unless the optimizer is
-    Adam.
-    """
-    both, coded = _both(config.zero_optimization, "cpu", "cpu"), {"zero_quantized_moments": True}
-    keys = {"zero_optimization": both.keys["zero_optimization"] | coded}
-    words, price = f"{both.words}, zero_quantized_moments", "the optimizer's moments have 8 bits"
-    yield Change(words, keys, price)
-    if config.bf16.enabled:
-        lean = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": False}
-        yield Change(
-            f"{words}, bf16.bf16_master_weights_and_grads",
-            keys | {"bf16": lean},
-            f"{price}, and without fp32 masters updates are rounded up or down at random",
-        )
+            yield Change(
+                f"{at_three}the optimizer offloaded to {place}, parameters to {weights}, "
+                "stage3_max_live_parameters 0",
+                three | few | _offload(zero, optimizer=place, param=weights),
+            )
 
 
 def _offload(zero: ZeroConfig, **places: str) -> dict[str, Any]:
@@ -394,19 +253,15 @@ def _offload(zero: ZeroConfig, **places: str) -> dict[str, Any]:
     return sections
 
 
-def _undominated(found: Sequence[Remedy], limits: Mapping[str, int]) -> list[Remedy]:
-    """Keep those that need fewer settings than all faster ones, and of those that need less memory
-    as many as may be named.
+def _undominated(found: Iterable[Remedy], limits: Mapping[str, int]) -> list[Remedy]:
+    """Keep those that need less memory than all faster ones. Of equally fast ones, the first is the
+    one with the fewest settings.
     """
-    simpler, smaller, least, fewest = [], [], math.inf, math.inf
-    for remedy in sorted(found, key=lambda remedy: remedy.rank):
+    named: list[Remedy] = []
+    least = math.inf
+    for remedy in sorted(found, key=lambda remedy: remedy.seconds):
         fullest = max(remedy.found.total(place) / most for place, most in limits.items())
-        if remedy.settings < fewest:
-            simpler.append(remedy)
-        elif fullest <= LESS * least:
-            smaller.append(remedy)
-        else:
-            continue
-        least, fewest = min(least, fullest), min(fewest, remedy.settings)
-    named = simpler + smaller[: max(0, MOST - len(simpler))]
-    return sorted(named, key=lambda remedy: remedy.rank)
+        if fullest <= LESS * least:
+            named.append(remedy)
+            least = fullest
+    return named[:MOST]

@@ -10,34 +10,34 @@ from typing import Any
 
 import transformers
 
-from zero.config import Config, ZeroConfig
+from zero.config import Config
 from zero.errors import UsageError
 from zero.monitor.out_of_memory import size
-from zero.tools.estimate.machine import DEVICE, DISK, HOST, PAGEABLE, PINNED
+from zero.tools.estimate.machine import DEVICE, DISK, HOST
 from zero.tools.estimate.model import build, class_of, read_config
-from zero.tools.estimate.parts import ACTIVATIONS, PARAMETERS, TILES
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import Estimate, fill_in
 from zero.tools.estimate.remedies import Remedy, Search
-from zero.tools.estimate.teacher import OF_TEACHER, Teacher
+from zero.tools.estimate.teacher import Teacher
 
 _PLACES = {DEVICE: "on a device", HOST: "into host memory"}
 
 
 def report(
     source: str,
+    shape: transformers.PretrainedConfig,
     config: Config,
     question: Question,
     limits: Mapping[str, int],
     as_json: bool,
-    teacher: tuple[str, Config | None, int | None] | None = None,
+    teacher: tuple[str, int | None] | None = None,
 ) -> str:
-    """Return the estimate. `limits`: the bytes available to a process, by place ("device", "host").
+    """Return the estimate of the model in the folder `source`, whose configuration is `shape`.
+    `limits`: the bytes available to a process, by place ("device", "host").
     `teacher`: the first arguments of `Teacher.read`.
 
     Raises ValueError for a model that cannot be read.
     """
-    shape = read_config(source)
     config = fill_in(config, shape)
     if teacher is not None:
         question = replace(question, teacher=Teacher.read(*teacher, config))
@@ -67,11 +67,10 @@ class _Answer:
         self.config = search.config
         self.question = search.question
         self.limits = search.limits
-        self.found = search.asked
+        self.found, self.other = search.both_ways
         self.fits = search.fits(self.found)
         self.better = [] if self.fits else search.remedies()
         self.unneeded = search.faster() if self.fits else None
-        self.other = search.other_way()
 
     def facts(self) -> dict[str, Any]:
         found, unneeded = self.found, self.unneeded
@@ -82,7 +81,6 @@ class _Answer:
             "class": class_of(self.shape)[0].__name__,
             "elements": found.elements,
             "bytes": found.parts,
-            "pinned": pinned(found, self.config, self.question),
             "host_memory_of_a_host": found.total(HOST) * self.question.per_host,
             "traffic": found.traffic.links,
             "operations": found.traffic.operations,
@@ -94,10 +92,7 @@ class _Answer:
             "without_checkpointing": without,
             "with_checkpointing": with_it,
             "fits": self.fits,
-            "remedies": [
-                {"change": each.words, "price": each.price} | _brief(each.found)
-                for each in self.better
-            ],
+            "remedies": [{"change": each.words} | _brief(each.found) for each in self.better],
             "not_needed": unneeded and {"change": unneeded.words} | _brief(unneeded.found),
         }
 
@@ -113,16 +108,9 @@ class _Answer:
         teacher = "" if self.question.teacher is None else f", beside {self.question.teacher}"
         lines.append(f"{source}: {found.elements:,} parameters{teacher}; {ranks} holds at most:")
         lines += _table(found.parts)
-        if host := found.total(HOST):
-            locked = pinned(found, self.config, self.question)
-            lines.append(
-                f"Of the host memory {size(locked)} are pinned, and {size(host - locked)} are "
-                "pageable."
-            )
-            if (ranks := self.question.per_host) > 1:
-                lines.append(
-                    f"The {ranks} ranks of a host hold {size(ranks * host)} of its memory."
-                )
+        host, ranks = found.total(HOST), self.question.per_host
+        if host and ranks > 1:
+            lines.append(f"The {ranks} ranks of a host hold {size(ranks * host)} of its memory.")
         if moved := _table(found.traffic.links):
             steps = self.config.gradient_accumulation_steps or 1
             lines += [f"Each rank moves in a step (micro-batches: {steps}):", *moved]
@@ -174,12 +162,7 @@ class _Answer:
     def _what_fits(self) -> list[str]:
         sizes = " and ".join(self._room(place, most) for place, most in self.limits.items())
         lines = [f"This fits {sizes}{'' if self.question.batch else ', without activations'}."]
-        if self.unneeded is not None and self.unneeded.change.slices:
-            lines.append(
-                f"With {needed(self.unneeded)}, {_times(self.unneeded.found, self.found)} for the "
-                f"same {self.found.tokens:,} tokens (the price: {self.unneeded.price})."
-            )
-        elif self.unneeded is not None:
+        if self.unneeded is not None:
             without, most = self.unneeded.found, size(self.limits[DEVICE])
             lines.append(
                 f"{self.unneeded.words.capitalize()}: the run would take "
@@ -191,26 +174,6 @@ class _Answer:
         return lines
 
 
-def pinned(found: Estimate, config: Config, question: Question) -> int:
-    """Return the bytes of host memory that are pinned (page-locked) if there is an accelerator.
-
-    The rest is pageable.
-    """
-    zero = config.zero_optimization
-    optimizer = bool(
-        zero.offload_optimizer and zero.offloads_optimizer and zero.offload_optimizer.pin_memory
-    )
-    pins = {PARAMETERS: _pins(zero), ACTIVATIONS: True, PINNED: True, PAGEABLE: False, TILES: False}
-    if question.teacher is not None:
-        pins[PARAMETERS + OF_TEACHER] = _pins(question.teacher.beside(config).zero_optimization)
-    return sum(nbytes for part, nbytes in found.parts[HOST].items() if pins.get(part, optimizer))
-
-
-def _pins(zero: ZeroConfig) -> bool:
-    """Whether parameters in host memory are pinned."""
-    return bool(zero.offload_param and zero.offloads_params and zero.offload_param.pin_memory)
-
-
 def _brief(found: Estimate) -> dict[str, Any]:
     totals: dict[str, Any] = {place: found.total(place) for place in found.parts}
     return totals | {
@@ -220,21 +183,16 @@ def _brief(found: Estimate) -> dict[str, Any]:
     }
 
 
-def needed(remedy: Remedy) -> str:
-    """Say what is changed, and how much memory that takes."""
+def described(remedy: Remedy) -> str:
+    """Say what is changed, and how much memory and time that takes."""
     sizes = [size(remedy.found.total(DEVICE))]
     ranks = remedy.question.per_host
     shared = f" ({ranks} ranks)" if ranks > 1 else ""
     for place, words in ((HOST, f"of host memory{shared}"), (DISK, f"on disk{shared}")):
         if nbytes := ranks * remedy.found.total(place):
             sizes.append(f"{size(nbytes)} {words}")
-    return f"{remedy.words or 'nothing offloaded or sharded'}: {' and '.join(sizes)}"
-
-
-def described(remedy: Remedy) -> str:
-    """Say what is changed, what that takes, and what it costs."""
-    price = f" (the price: {remedy.price})" if remedy.price else ""
-    return f"{needed(remedy)}, {_time(remedy.found)}{price}"
+    change = remedy.words or "nothing offloaded or sharded"
+    return f"{change}: {' and '.join(sizes)}, {_time(remedy.found)}"
 
 
 def _table(parts: Mapping[str, Mapping[str, int]]) -> list[str]:

@@ -25,9 +25,7 @@ from zero.tools.estimate.machine import Memory
 from zero.tools.estimate.model import (
     build,
     forward,
-    micro_batch,
     read_config,
-    replace_forwards,
     require_tokens,
     without_values,
 )
@@ -41,53 +39,45 @@ CHUNK_ELEMENTS = 2**26
 
 
 class Teacher(NamedTuple):
-    """The teacher's folder, its model on the meta device, and its configuration. None: the default
-    of `run_distill.py`, which follows from the student's.
+    """The teacher's folder, its model on the meta device, and the configuration that
+    `run_distill.py` gives it by default.
     """
 
     source: str
     model: nn.Module
-    config: Config | None
+    config: Config
 
     @classmethod
-    def read(cls, source: str, config: Config | None, bits: int | None, student: Config) -> Teacher:
-        """Build the teacher. `bits`: those of its quantized weights, if its `config.json` has no
-        quantization_config. Raises UsageError as `build` does.
+    def read(cls, source: str, bits: int | None, student: Config) -> Teacher:
+        """Build the teacher of a student with this configuration. `bits`: those of its quantized
+        weights, if its `config.json` has no quantization_config. Raises UsageError as `build` does.
         """
         shape = read_config(source)
         if bits is not None:
             quantization = {"quant_method": "bitsandbytes", f"load_in_{bits}bit": True}
             shape.quantization_config = quantization
-        dtype = (config or student).compute_dtype
-        return cls(source, build(shape, dtype, is_frozen=True), config)
-
-    def beside(self, student: Config) -> Config:
-        """Return its configuration beside a student with this one."""
-        if self.config is not None:
-            return self.config
         given, auto = student.zero_optimization.model_dump(exclude_unset=True), student.origin.auto
         own = {key: each for key, each in given.items() if f"zero_optimization.{key}" not in auto}
-        hidden_size = cast(Any, self.model).config.get_text_config().hidden_size
+        hidden_size = shape.get_text_config().hidden_size
         sections = {
             name: getattr(student, name).model_dump(exclude_unset=True)
             for name in ("bf16", "fp16", "aio")
         }
-        return load_config(
-            sections | {"zero_optimization": frozen_beside(own, hidden_size, pin_memory=True)}
-        )
+        batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+        zero = {"zero_optimization": frozen_beside(own, hidden_size, pin_memory=True)}
+        model = build(shape, student.compute_dtype, is_frozen=True)
+        return cls(source, model, load_config(sections | batch | zero))
 
     def __str__(self) -> str:
         return f"{self.source} ({elements(self.model):,} parameters, frozen)"
 
 
-def engine_of(teacher: Teacher, student: Config, memory: Memory) -> ZeroEngine:
+def engine_of(teacher: Teacher, memory: Memory) -> ZeroEngine:
     """Return the teacher's engine on the imitated machine."""
-    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
-    config = teacher.beside(student).model_copy(update={"train_batch_size": None} | batch)
     model = without_values(teacher.model)
     with memory.counting(OF_TEACHER):
-        hold_quantized(model, config, memory)
-        engine = ZeroEngine(model.eval(), config)
+        hold_quantized(model, teacher.config, memory)
+        engine = ZeroEngine(model.eval(), teacher.config)
     engine.comm.clock.shows = False
     return engine
 
@@ -109,17 +99,6 @@ def distillation(
     engine: ZeroEngine, teacher: ZeroEngine, question: Question, memory: Memory
 ) -> Callable[[], torch.Tensor]:
     """Return a function that runs the forward of both models and returns the loss."""
-    if not (question.batch and question.length):
-        own = micro_batch(engine, question)
-        replace_forwards(teacher)
-
-        def both() -> torch.Tensor:
-            with torch.no_grad(), memory.counting(OF_TEACHER):
-                teacher(torch.zeros(1, device=META))
-            return own()
-
-        return both
-
     heads = [_plain_head(each.module, question) for each in (engine, teacher)]
     ids = torch.zeros(question.batch, question.length, dtype=torch.long, device=META)
     pairs = cast(Any, engine.module).config.is_encoder_decoder

@@ -9,7 +9,6 @@ import json
 import shutil
 import tempfile
 from argparse import Namespace
-from collections import defaultdict
 from pathlib import Path
 
 from zero.errors import UsageError
@@ -34,7 +33,7 @@ def trace(arguments: list[str]) -> int:
         "Nothing is saved. One file has all ranks of this machine, and those of other machines if "
         "TMPDIR is a folder that all machines share.",
         "--step 5 --out trace.json torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
-        json="the seconds by track",
+        json="the written file",
     )
     about = "the trace; .gz is compressed"
     options = _options(parser, arguments, "trace.json", about, (".json", ".gz"))
@@ -42,12 +41,8 @@ def trace(arguments: list[str]) -> int:
         merged = merge(_record("trace", options, Path(temporary)))
     content = json.dumps(merged).encode()
     options.out.write_bytes(gzip.compress(content) if options.out.suffix == ".gz" else content)
-    seconds = seconds_by_track(merged["traceEvents"])
-    if options.json:
-        print(json.dumps({"file": str(options.out), "seconds": seconds}, indent=2))
-        return 0
-    print(_table(seconds))
-    print(f"{options.out}: open it in https://ui.perfetto.dev")
+    shown = f"{options.out}: open it in https://ui.perfetto.dev"
+    print(json.dumps({"file": str(options.out)}) if options.json else shown)
     return 0
 
 
@@ -112,37 +107,3 @@ def _record(kind: str, options: Namespace, folder: Path) -> list[Path]:
             f"lines:\n{what_went_wrong(folder)}"
         )
     return files
-
-
-def seconds_by_track(events: list[dict]) -> dict[str, dict[str, float]]:
-    """Seconds in which something was going on, by process and track; lanes of one track count as
-    one.
-    """
-    names = {
-        (event["name"], event["pid"], event["tid"]): event["args"].get("name")
-        for event in events
-        if event["ph"] == "M"
-    }
-    spent: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-    ends: defaultdict[tuple[str, str], float] = defaultdict(float)
-    spans = [event for event in events if event["ph"] == "X"]
-    for event in sorted(spans, key=lambda event: event["ts"]):
-        process = names["process_name", event["pid"], event["tid"]]
-        track = names["thread_name", event["pid"], event["tid"]].partition(" (")[0]
-        start = max(event["ts"], ends[process, track])
-        end = event["ts"] + event["dur"]
-        spent[process][track] += max(0.0, end - start) / 1e6
-        ends[process, track] = max(end, ends[process, track])
-    return {
-        process: {track: round(seconds, 6) for track, seconds in spent[process].items()}
-        for process in sorted(spent)
-    }
-
-
-def _table(seconds: dict[str, dict[str, float]]) -> str:
-    """A row for each track, a column for each process."""
-    tracks = dict.fromkeys(track for of_process in seconds.values() for track in of_process)
-    rows = [["seconds", *seconds]]
-    for track in tracks:
-        rows.append([track, *(f"{spent.get(track, 0.0):.4f}" for spent in seconds.values())])
-    return "\n".join(row[0].ljust(24) + "".join(cell.rjust(18) for cell in row[1:]) for row in rows)

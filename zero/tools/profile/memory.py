@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zero
-from zero.device import CPU, is_accelerator, memory_in_use
 from zero.integrations.deepspeed.engine import DeepSpeedEngine
 from zero.monitor.memory_usage import BUFFERS, GRADIENTS, OPTIMIZER, place_of, tensors
 from zero.tools.profile.bounded_run import RecordedStep, bound_first_engine
@@ -106,8 +105,7 @@ class MemoryRun(RecordedStep):
     """Writes `rankN.json`, and on a GPU `rankN.pickle`, torch's own record of allocations.
 
     The first is a list of samples, in the order of time. A sample: {"seconds": since the start of
-    the step, "phase", "bytes": {place: {kind: bytes}}, "resident": bytes of the process in host
-    memory, "allocated": bytes of torch's allocator on the device}."""
+    the step, "phase", "bytes": {place: {kind: bytes}}}."""
 
     def __init__(self, engine: DeepSpeedEngine, folder: Path, step: int):
         self._allocations = Allocations(self._sample_if_changed)
@@ -141,7 +139,7 @@ class MemoryRun(RecordedStep):
             self._sample()
 
     def _sample(self) -> None:
-        engine, device = self.engine, self.engine.comm.device
+        engine = self.engine
         found: defaultdict[str, Counter[str]] = defaultdict(Counter)
         known: set[int] = set()
 
@@ -164,7 +162,5 @@ class MemoryRun(RecordedStep):
                 "seconds": time.perf_counter() - self._start,
                 "phase": engine.comm.clock.current,
                 "bytes": {place: dict(kinds) for place, kinds in found.items()},
-                "resident": memory_in_use(CPU),
-                "allocated": memory_in_use(device) if is_accelerator(device) else 0,
             }
         )

@@ -51,16 +51,6 @@ def draw(samples: Samples, title: str, out: Path) -> None:
             step="post",
             linewidth=0,
         )
-        if place == "device" and any(each["allocated"] for each in samples):
-            allocated = [each["allocated"] / 2**20 for each in samples]
-            axes.step(
-                times,
-                allocated,
-                where="post",
-                color="#111827",
-                linewidth=1,
-                label="torch's allocator",
-            )
         _mark_phases(axes, samples, times)
         axes.set_title(
             f"{place}: {most['all'] / 2**20:.4g} MiB at most", loc="left", fontweight="bold", pad=18

@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from zero.tools.report import pictures
-from zero.tools.report.runs import Run
+from zero.tools.report.runs import Run, size
 
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
@@ -30,7 +30,9 @@ def page(runs: Sequence[Run]) -> str:
         )
     ]
     durations = [run.step_seconds() for run in runs]
-    ranks = [{f"rank {rank}": spent for rank, spent in run.seconds_by_rank()} for run in runs]
+    ranks = [
+        {f"rank {rank}": f"{spent:.4f} s" for rank, spent in run.seconds_by_rank()} for run in runs
+    ]
     return _TEMPLATES.get_template("page.html.jinja").render(
         runs=runs,
         colours=pictures.COLOURS,
@@ -38,14 +40,20 @@ def page(runs: Sequence[Run]) -> str:
         curves=[*curves, pictures.curves(runs, "Time of a step", durations, "seconds")],
         time=pictures.where_time_goes(runs, times),
         times=_rows(milliseconds, marks=False),
-        ranks=pictures.grouped(runs, ranks, "seconds", "{:.4f}".format),
+        ranks=_rows(ranks, marks=False),
         memory=pictures.memory(runs),
-        collectives=pictures.grouped(runs, [run.mean_of("bytes") for run in runs]),
-        links=pictures.grouped(runs, [run.mean_of("links") for run in runs]),
+        collectives=_sizes(runs, "bytes"),
+        links=_sizes(runs, "links"),
         keys=keys,
         given=given,
         environment=_rows([run.facts.get("environment", {}) for run in runs]),
     )
+
+
+def _sizes(runs: Sequence[Run], key: str) -> list[tuple[str, list[Any], bool]]:
+    """A row for each name: mean bytes of a step on rank 0."""
+    columns = [{name: size(nbytes) for name, nbytes in run.mean_of(key).items()} for run in runs]
+    return _rows(columns, marks=False)
 
 
 def _rows(

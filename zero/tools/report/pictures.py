@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zero.errors import UsageError
-from zero.tools.report.runs import REST, Run, size
+from zero.tools.report.runs import REST, Run
 
 COLOURS = ("#2563eb", "#ea580c")
 # Of a step's parts: what is computed in blue, what is waited for in warm colours.
@@ -77,16 +77,6 @@ def curves(
     return _svg(figure)
 
 
-def _bars(names: Sequence[str], height: float, unit: str) -> tuple[Any, Any, list[int]]:
-    """A figure for a horizontal bar for each name, its axes, and the places of the bars."""
-    figure, axes = pyplot().subplots(figsize=(10.6, height), layout="constrained")
-    places = list(range(len(names)))
-    axes.set_yticks(places, names)
-    axes.set_xlabel(unit)
-    axes.grid(axis="y", visible=False)
-    return figure, axes, places
-
-
 def _stacked(
     names: Sequence[str],
     bars: Sequence[Mapping[str, float]],
@@ -97,7 +87,12 @@ def _stacked(
 
     Parts that are nowhere above 0 are left out.
     """
-    figure, axes, places = _bars(names, 1.0 + 0.35 * len(bars), unit)
+    size = 10.6, 1.0 + 0.35 * len(bars)
+    figure, axes = pyplot().subplots(figsize=size, layout="constrained")
+    places = list(range(len(names)))
+    axes.set_yticks(places, names)
+    axes.set_xlabel(unit)
+    axes.grid(axis="y", visible=False)
     lefts = [0.0] * len(bars)
     for part, colour in colours.items():
         values = [bar.get(part, 0.0) for bar in bars]
@@ -124,26 +119,3 @@ def memory(runs: Sequence[Run]) -> str:
         for place, kinds in run.facts.get("memory", {}).items()
     }
     return _stacked(list(bars), list(bars.values()), KINDS, "MiB on rank 0") if bars else ""
-
-
-def grouped(
-    runs: Sequence[Run],
-    columns: Sequence[Mapping[str, float]],
-    unit: str = "bytes of a step on rank 0",
-    shows: Callable[[float], str] = size,
-) -> str:
-    """For each name in the columns, one bar per run, with its value next to it."""
-    names = list(dict.fromkeys(name for column in columns for name in column))
-    if not names:
-        return ""
-    figure, axes, places = _bars(names, 0.9 + 0.3 * len(names) * len(runs), unit)
-    height = 0.8 / len(runs)
-    for number, (column, colour) in enumerate(zip(columns, COLOURS, strict=False)):
-        values = [column.get(name, 0.0) for name in names]
-        shift = (number - (len(runs) - 1) / 2) * height
-        bars = axes.barh([place + shift for place in places], values, height=height, color=colour)
-        axes.bar_label(bars, list(map(shows, values)), padding=3, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xticks([])
-    axes.margins(x=0.12)
-    return _svg(figure)
