@@ -220,8 +220,9 @@ class GradientReducer:
                 flat = entry.carried.add_(flat)
             if self.keeps_on_rank:
                 entry.carried = flat.to(self.sum_dtype)
-                group.wait_for_update()  # which reads the gradient of the step before
-                self._shards[group].grad = None
+                if not entry.is_fresh:
+                    group.wait_for_update()  # which reads the gradient of the step before
+                    self._shards[group].grad = None
                 return
         self._start(group, flat)
         entry.carried = None
