@@ -182,7 +182,8 @@ def test_a_package_that_is_missing_is_named_in_one_line(
 )
 def test_ranks_print_only_their_own_lines(place: Path, line: str):
     code, out, err = zero(place, f"{line} train.py torchao peft")
-    assert code == 0 and sorted(out.splitlines()) == ["imported:"] * 2, (out, err)
+    # The lines of two ranks may mix.
+    assert code == 0 and "".join(out.split()) == "imported:" * 2, (out, err)
     assert are_of_a_run(err), err
 
 
