@@ -42,9 +42,10 @@ ENGINE = {
     "stage3": {"stage": 3},
     "stage3-offload": {"stage": 3, **OFFLOAD},
 }
-# Largest relative difference to plain torch's loss. In bf16 the two round at different places, by
-# up to 2**-8 each.
-LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
+# Largest relative difference to plain torch's loss. In the first steps of Adam, last bits of small
+# gradients decide the direction of an update. In bf16 the two round at different places, by up to
+# 2**-8 each.
+LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 
 TrainStep = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 
