@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.arguments import Parser, existing_folder, result_file
 from benchmarks.launch import REPOSITORY, report, run_ranks
-from zero.checkpoint import base, blocks, files
+from zero.checkpoint import blocks, files
 from zero.comm import communicator, quantized
 from zero.config import AioConfig
 from zero.offload.nvme import ScratchFile
@@ -92,17 +92,6 @@ def coding(_: Path) -> Case:
     return quantized.AT_A_TIME["cpu"], act
 
 
-def sums(_: Path) -> Case:
-    """Bytes of a frozen weight that are summed at a time."""
-    source = random(NUMEL // 4)
-
-    def act(size: int) -> None:
-        with mock.patch.object(base, "CHUNK", size):
-            base.positional_sum(source, 0)
-
-    return base.CHUNK, act
-
-
 def checkpoint_blocks(folder: Path) -> Case:
     """Bytes of a checkpoint's file that are written and checksummed at a time."""
     tensor = random(NUMEL * 4)
@@ -145,7 +134,6 @@ CASES = {
     "muon": matrices,
     "rounding": rounding_blocks,
     "coding": coding,
-    "sums": sums,
     "checkpoint": checkpoint_blocks,
     "threads": checkpoint_threads,
     "offload": offload_blocks,

@@ -60,7 +60,7 @@ Work = Any
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 # Most bytes of a message to be summed. For larger ones malloc would map new pages each time.
-SUMMED_MESSAGE = 8 << 20
+SUMMED_MESSAGE = 4 << 20
 
 
 class Communicator(ABC):

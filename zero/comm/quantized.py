@@ -47,7 +47,7 @@ SCALE_BYTES = 4
 LEAST_MAGNITUDE = 1e-30
 # Values that are coded at a time: on a CPU the steps between stay in the cache, elsewhere they are
 # not too large.
-AT_A_TIME = {"cpu": 1 << 16}
+AT_A_TIME = {"cpu": 1 << 18}
 AT_A_TIME_ELSEWHERE = 1 << 24
 
 

@@ -25,7 +25,7 @@ def at_a_time(device: torch.device) -> int:
     """How many elements are rounded together: few enough for a CPU's cache, and enough for an
     accelerator, which launches some twenty kernels for them.
     """
-    return BLOCK >> 3 if device.type == "cpu" else BLOCK
+    return BLOCK >> 2 if device.type == "cpu" else BLOCK
 
 
 class StochasticRounding:
