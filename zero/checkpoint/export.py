@@ -99,6 +99,8 @@ class Weights:
             )
         self.groups = [group for group in groups if group.trainable or not exclude_frozen]
         self.comm = comm
+        if not isinstance(dtype, torch.dtype | None):
+            raise UsageError(f"the dtype of weights is {dtype!r}: give one such as torch.bfloat16")
         self.dtype = dtype
         self.names: dict[ParamGroup, list[str | None]] = {}
         for group in self.groups:

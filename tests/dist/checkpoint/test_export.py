@@ -213,6 +213,8 @@ def save_t5(rank: int, world_size: int, folder: str) -> None:
                 Path(folder) / name, save_dtype=dtype, max_file_bytes=max_file_bytes
             )
         engine.save_checkpoint(Path(folder) / name / "checkpoint")
+    with pytest.raises(UsageError, match="'bf16': give one such as torch.bfloat16"):
+        engine.save_16bit_model(folder, save_dtype="bf16")
 
 
 def test_saved_models_load_with_from_pretrained(tmp_path):

@@ -10,7 +10,6 @@
 #include <cstring>
 #include <exception>
 #include <thread>
-#include <type_traits>
 #include <vector>
 
 // As `_Scalars` in __init__.py: each a Python float rounded to fp32, where torch rounds it.
@@ -97,10 +96,11 @@ struct Lerp {
     float operator()(float m, float g) const { return fused(weight, g - m, nearer_start ? m : g); }
 };
 
-template <bool coupled, class Gradient>
+// Both are computed, because compilers vectorise a loop with a branch for few CPUs.
+template <class Gradient>
 inline float scaled(Gradient gradient, float p, const Scalars& s) {
-    const float g = load(gradient) * s.factor;
-    return coupled ? fused(p, s.l2, g) : g;
+    const float g = load(gradient) * s.factor, decayed = fused(p, s.l2, g);
+    return s.l2 != 0.0f ? decayed : g;
 }
 
 inline float squares(float v, float g, const Scalars& s) { return fused(s.from_square * g, g, v * s.beta2); }
@@ -109,18 +109,21 @@ inline float updated(float p, float m, float root, const Scalars& s) {
     return p * s.shrink + s.step_size * m / (root / s.correction + s.eps);
 }
 
-// `coupled`: whether `l2` is not 0. `copies`: whether there is `out`. Constants, because compilers vectorise a loop with
-// branches for few CPUs.
-template <bool coupled, bool copies, class Gradient, class Copy>
+struct None {};
+
+// There is nothing to write for `None`.
+inline void store(float, None*) {}
+
+template <class Gradient, class Copy>
 void update(float* __restrict master, const Gradient* __restrict grad, float* __restrict exp_avg,
             float* __restrict exp_avg_sq, Copy* __restrict out, int64_t numel, const Scalars s) {
     const Lerp lerp(s.to_gradient);
     for (int64_t i = 0; i < numel; ++i) {
-        const float g = scaled<coupled>(grad[i], master[i], s);
+        const float g = scaled(grad[i], master[i], s);
         exp_avg[i] = lerp(exp_avg[i], g);
         exp_avg_sq[i] = squares(exp_avg_sq[i], g, s);
         master[i] = updated(master[i], exp_avg[i], std::sqrt(exp_avg_sq[i]), s);
-        if (copies) store(master[i], out + i);
+        store(master[i], out + i);
     }
 }
 
@@ -149,7 +152,7 @@ inline float threshold(uint32_t turn) {
 
 // The same with moments as codes; see adam8bit.py. Magnitudes are ordered as their bits, whose maximum the compiler
 // vectorises.
-template <bool coupled, bool copies, class Gradient, class Copy>
+template <class Gradient, class Copy>
 void update_coded(float* __restrict master, const Gradient* __restrict grad, int8_t* __restrict exp_avg,
                   float* __restrict scales, uint8_t* __restrict exp_avg_sq, float* __restrict scales_sq,
                   Copy* __restrict out, int64_t numel, const Scalars s) {
@@ -161,16 +164,16 @@ void update_coded(float* __restrict master, const Gradient* __restrict grad, int
         const Gradient* __restrict gradient = grad + first;
         int8_t* __restrict code = exp_avg + first;
         uint8_t* __restrict code_sq = exp_avg_sq + first;
-        Copy* __restrict copy = copies ? out + first : nullptr;
+        Copy* __restrict copy = out + first;
         const float scale = *scales, scale_sq = *scales_sq;
         for (int32_t i = 0; i < count; ++i) {
-            const float g = scaled<coupled>(gradient[i], p[i], s), ratio = float(code[i]) * (1.0f / 127.0f);
+            const float g = scaled(gradient[i], p[i], s), ratio = float(code[i]) * (1.0f / 127.0f);
             const float power = power4(float(code_sq[i]) * (1.0f / 255.0f));
             m[i] = lerp(std::copysign(power4(ratio), ratio) * scale, g);
             v[i] = squares(power * power * scale_sq, g, s);
             root[i] = std::sqrt(v[i]);
             p[i] = updated(p[i], m[i], root[i], s);
-            if (copies) store(p[i], copy + i);
+            store(p[i], copy + i);
         }
         uint32_t top = LEAST_NORMAL, top_sq = LEAST_NORMAL;
         for (int32_t i = 0; i < count; ++i) {
@@ -196,38 +199,30 @@ void update_coded(float* __restrict master, const Gradient* __restrict grad, int
 
 }  // namespace
 
-// `grad` and `out`, which may be null, are of these types: 0 is fp32 (`grad` alone), 1 bf16, 2 fp16. Moments are fp32
+// `grad` and `out` are of these types: 0 is fp32 (of `out`: there is none), 1 bf16, 2 fp16. Moments are fp32
 // without scales, else codes; then `piece` is a multiple of BLOCK. Up to `threads` threads take pieces of this many
 // elements, so that a thread on a busy core takes fewer. They are this function's own: Python's would need its lock for
 // each piece, and would take it from the thread that gives work to a GPU.
 extern "C" void zero_cpu_adam(float* master, const void* grad, void* exp_avg, void* exp_avg_sq, void* out,
                               float* scales, float* scales_sq, int64_t numel, int grad_type, int out_type,
                               const Scalars* s, int64_t piece, int threads) {
-    const auto update_as = [&](auto coupled, auto copies, const auto* gradient, auto* copy, int64_t first) {
-        constexpr bool couples = decltype(coupled)::value, has_copy = decltype(copies)::value;
-        const int64_t count = numel - first < piece ? numel - first : piece;
-        auto* to = has_copy ? copy + first : nullptr;
-        if (scales != nullptr)
-            update_coded<couples, has_copy>(master + first, gradient + first, static_cast<int8_t*>(exp_avg) + first,
-                                            scales + first / BLOCK, static_cast<uint8_t*>(exp_avg_sq) + first,
-                                            scales_sq + first / BLOCK, to, count, *s);
-        else
-            update<couples, has_copy>(master + first, gradient + first, static_cast<float*>(exp_avg) + first,
-                                      static_cast<float*>(exp_avg_sq) + first, to, count, *s);
-    };
     const auto update_piece = [&](const auto* gradient, auto* copy, int64_t first) {
-        constexpr std::true_type yes;
-        constexpr std::false_type no;
-        if (s->l2 != 0.0f)
-            copy ? update_as(yes, yes, gradient, copy, first) : update_as(yes, no, gradient, copy, first);
+        const int64_t count = numel - first < piece ? numel - first : piece;
+        if (scales != nullptr)
+            update_coded(master + first, gradient + first, static_cast<int8_t*>(exp_avg) + first,
+                         scales + first / BLOCK, static_cast<uint8_t*>(exp_avg_sq) + first, scales_sq + first / BLOCK,
+                         copy + first, count, *s);
         else
-            copy ? update_as(no, yes, gradient, copy, first) : update_as(no, no, gradient, copy, first);
+            update(master + first, gradient + first, static_cast<float*>(exp_avg) + first,
+                   static_cast<float*>(exp_avg_sq) + first, copy + first, count, *s);
     };
     const auto with_gradient = [&](const auto* gradient, int64_t first) {
-        if (out_type == 2)
-            update_piece(gradient, static_cast<Half*>(out), first);
-        else
+        if (out_type == 0)
+            update_piece(gradient, static_cast<None*>(out), first);
+        else if (out_type == 1)
             update_piece(gradient, static_cast<BFloat16*>(out), first);
+        else
+            update_piece(gradient, static_cast<Half*>(out), first);
     };
     std::atomic<int64_t> next{0};
     const auto work = [&] {
