@@ -4,7 +4,6 @@ and exits with code 2.
 
 from __future__ import annotations
 
-import atexit
 import gc
 import math
 import os
@@ -127,8 +126,6 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-        if "triton" in sys.modules:  # which prints a list of all that is not collected at the end
-            atexit.register(gc.unfreeze)
 
 
 def program(target: str) -> str | None:
