@@ -32,6 +32,7 @@ LIMIT = 9 * GIB // 10
 LIMITED = """
 import resource, sys
 from pathlib import Path
+from zero.tools import consolidate  # with torch, whose libraries may map several GiB
 from zero.tools.cli import main
 
 pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -20,9 +20,9 @@ from zero.config.table import table
 
 REPOSITORY = Path(__file__).parents[2]
 # Nobody has to install these for zero.
-OPTIONAL = "peft trl bitsandbytes torchao triton matplotlib deepspeed lightning".split()
+OPTIONAL = "peft trl bitsandbytes torchao matplotlib deepspeed lightning".split()
 # Each takes seconds to import, or a part of one.
-HEAVY = ["torch", "transformers", "accelerate", "numpy", "sympy", *OPTIONAL]
+HEAVY = ["torch", "transformers", "accelerate", "numpy", "sympy", "triton", *OPTIONAL]
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -178,7 +178,8 @@ def test_a_package_that_is_missing_is_named_in_one_line(
 
 
 @pytest.mark.parametrize(
-    "line", ["run -m torch.distributed.run --nproc_per_node 2", "launch --num_gpus 2"]
+    "line",
+    ["run -m torch.distributed.run --nproc_per_node 2", "launch --num_gpus 2 --no_local_rank"],
 )
 def test_ranks_print_only_their_own_lines(place: Path, line: str):
     code, out, err = zero(place, f"{line} train.py torchao peft")

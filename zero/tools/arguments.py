@@ -24,6 +24,12 @@ from zero.errors import UsageError, nearest
 
 CHECKPOINT = "folder of the checkpoint, or the folder that contains it"
 
+# DeepSpeed's commands, by the module of its that the facade has in its place.
+_OF_DEEPSPEED = {
+    "deepspeed": "deepspeed.launcher.runner",
+    "ds": "deepspeed.launcher.runner",
+    "ds_report": "deepspeed.env_report",
+}
 # Programs whose first argument that ends in .py is a script.
 LAUNCHERS = ("torchrun", "accelerate", "python", "python3")
 # Their options after which no script follows.
@@ -46,8 +52,10 @@ class Parser(ArgumentParser):
         )
         self.add_argument("--json", action="store_true", help=f"print {json} as a JSON object")
 
-    def add_command(self, what: str = "SCRIPT.py, LAUNCHER or -m MODULE") -> None:
+    def add_command(self, takes_launchers: bool = True) -> None:
         """The rest of the line is the user's command, kept as `command`."""
+        self._takes_launchers = takes_launchers
+        what = "SCRIPT.py, LAUNCHER or -m MODULE" if takes_launchers else "SCRIPT.py or -m MODULE"
         self.add_argument("command", nargs=REMAINDER, help=f"{what}, with its arguments")
 
     def parse(self, arguments: list[str]) -> Namespace:
@@ -60,6 +68,9 @@ class Parser(ArgumentParser):
             self.error("name a script or a launcher to run")
         if options.command[0].startswith("-") and options.command[0] != "-m":
             self.error(f"unrecognized arguments: {options.command[0]}")
+        target, *rest = options.command
+        if self._takes_launchers and target in _OF_DEEPSPEED and not os.path.exists(target):
+            options.command = ["-m", _OF_DEEPSPEED[target], *rest]
         return options
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

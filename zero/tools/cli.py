@@ -93,6 +93,16 @@ def main(arguments: list[str] | None = None) -> None:
             _refuse(f"unknown {kind} '{name}'; {remedy}")
 
 
+def deepspeed() -> None:
+    """What the command `deepspeed` does here."""
+    main(["launch", *sys.argv[1:]])
+
+
+def ds_report() -> None:
+    """What the command `ds_report` does here. Its options hide parts of DeepSpeed's report."""
+    main(["doctor"])
+
+
 def command(name: str) -> Callable[[list[str]], Any]:
     """The function of a command."""
     module, _, function = COMMANDS[name].partition(":")

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from argparse import Namespace
+from argparse import SUPPRESS, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +29,7 @@ from zero.integrations.hf import STARTUP
 from zero.tools.arguments import Parser, check_command, count, port, program
 
 DEFAULT_HOSTFILE = "/job/hostfile"
+HERE = "localhost"  # the name of this machine in --include and --exclude, if there is no hostfile
 # Variables that begin like this are sent to the other machines, and those in `.deepspeed_env`.
 EXPORTED = tuple("NCCL GLOO TORCH PYTHON OMP UCX HF_ MLFLOW WANDB DEEPSPEED_TIMEOUT ZERO_".split())
 ENV_FILE = ".deepspeed_env"
@@ -64,11 +65,21 @@ def launch(arguments: list[str]) -> int:
     """
     options = _parser().parse(arguments)
     script = options.command[0]
+    if options.module and options.no_python:
+        raise UsageError("launch: give --module or --no_python, not both")
     check_command("launch", ["-m"] * options.module + options.command)
-    if not options.module and program(script) is not None and not Path(script).is_file():
+    is_command = program(script) is not None and not Path(script).is_file()
+    if is_command and not (options.module or options.no_python):
         raise UsageError(
-            f"launch: {script} is a command, not a Python script: name the script, or use --module"
+            f"launch: {script} is a command, not a Python script: name the script, or use --module "
+            "or --no_python"
         )
+    if options.autotuning:
+        raise UsageError("launch: --autotuning: zero plan writes the fastest configuration")
+    if options.save_pid:
+        # As DeepSpeed: named after this process, which stays the one that starts the job.
+        with open(f"/tmp/{os.getpid()}.deepspeed", "x") as file:
+            file.write(str(os.getpid()))
     if options.hostfile is None and not Path(DEFAULT_HOSTFILE).is_file():
         return _run_here(options)
     hosts = choose(
@@ -82,6 +93,13 @@ def launch(arguments: list[str]) -> int:
         raise UsageError(
             f"launch: --min_elastic_nodes {options.min_elastic_nodes}: {len(hosts)} hosts can be "
             "used"
+        )
+    if options.no_ssh:
+        return _run_as_host(hosts, options)
+    if options.launcher != "pdsh" or options.launcher_args:
+        raise UsageError(
+            "launch: --launcher and --launcher_args: ranks are started over ssh, which reads "
+            "~/.ssh/config; under Slurm or MPI, start torchrun on each machine with srun or mpirun"
         )
     return _run_on(hosts, options)
 
@@ -99,16 +117,50 @@ def _parser() -> Parser:
     chosen = "hosts and slots to use: NAME[:SLOT,SLOT-SLOT][@NAME...]"
     add("-i", "--include", default="", help=chosen)
     add("-e", "--exclude", default="", help="hosts and slots not to use, in the same form")
-    add("--num_nodes", type=count, help="use only the first NUM_NODES hosts")
-    add("--num_gpus", type=count, help="use only the first NUM_GPUS slots per host")
+    add("--num_nodes", type=_count_or_all, help="use only the first NUM_NODES hosts")
+    gpus = "use only the first NUM_GPUS slots per host"
+    add("--num_gpus", "--num_accelerators", type=_count_or_all, help=gpus)
     add("--master_addr", help="address at which all hosts reach the first one; default: its name")
     add("--master_port", type=port, default=29500, help="a free port on the first host (29500)")
     add("--ssh_port", "--ssh-port", type=port, help="port of ssh on all hosts")
+    add("--no_ssh", action="store_true", help="start this host's ranks only, as its --node_rank")
+    add("--node_rank", type=int, default=-1, help="number of this host in the hostfile, from 0 on")
     add("--elastic_training", action="store_true", help="if a host is lost, restart on the others")
     add("--min_elastic_nodes", type=count, default=1, help="stop if fewer hosts are left (1)")
     add("--module", action="store_true", help="SCRIPT is the name of a module, as in `python -m`")
-    parser.add_command("SCRIPT.py or -m MODULE")
+    add("--no_python", action="store_true", help="SCRIPT is a command that each rank executes")
+    add("--no_local_rank", action="store_true", help="do not give SCRIPT the option --local_rank=N")
+    logs = "folder for what each rank prints, a file for each"
+    add("--enable_each_rank_log", default="None", metavar="FOLDER", help=logs)
+    add("--venv_script", metavar="FILE", help="on each host of the hostfile, source it first")
+    add("--bind_cores_to_rank", action="store_true", help="an equal part of the cores to each rank")
+    add("--bind_core_list", type=_cores, default=[], help="the cores to bind: 0,2-5; default: all")
+    add("--save_pid", action="store_true", help="write this process's number to /tmp/N.deepspeed")
+    levels = "debug", "info", "warning", "error", "critical"
+    add("--log_level", choices=levels, default="info", help="from warning on as --quiet")
+    add("-q", "--quiet", action="store_true", help="print only what fails")
+    # What follows is for other ways to start ranks, or asks for what is done anyway.
+    launchers = "pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm"
+    add("--launcher", type=str.lower, choices=launchers, default="pdsh", help=SUPPRESS)
+    for name in ("--launcher_args", "--autotuning"):
+        add(name, default="", help=SUPPRESS)
+    for name in ("--no_ssh_check", "--force_multi"):
+        add(name, action="store_true", help=SUPPRESS)
+    parser.add_command(takes_launchers=False)
     return parser
+
+
+def _count_or_all(text: str) -> int | None:
+    """The type of an option: a number above 0, or DeepSpeed's -1, which stands for all."""
+    return None if text == "-1" else count(text)
+
+
+def _cores(text: str) -> list[int]:
+    """The type of an option: numbers and ranges of cores."""
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text, re.ASCII):
+        raise ArgumentTypeError(f"{text} is not a list of cores, such as 0,2-5")
+    ranges = [[int(number) for number in part.split("-")] for part in text.split(",")]
+    return [core for each in ranges for core in range(each[0], each[-1] + 1)]
 
 
 # -- hosts
@@ -187,9 +239,10 @@ def _parse_filter(text: str, hosts: dict[str, int]) -> dict[str, list[int]]:
         part = part.replace("\0", "@")
         name, colon, slots = part.partition(":")
         if name not in hosts:
-            raise UsageError(
-                f"launch: host {name!r} is not in the hostfile, which has {', '.join(hosts)}"
-            )
+            where = "the only host without --hostfile, which is localhost"
+            if list(hosts) != [HERE]:
+                where = f"in the hostfile, which has {', '.join(hosts)}"
+            raise UsageError(f"launch: host {name!r} is not {where}")
         of_host = named.setdefault(name, set())
         for word in slots.split(",") if colon else [f"0-{hosts[name] - 1}"]:
             first, dash, last = word.partition("-")
@@ -218,28 +271,42 @@ def python_path(present: str | None) -> str:
 
 
 def _torchrun(options: Namespace, placement: list[str]) -> list[str]:
-    module = ["--module"] if options.module else []
-    return ["-m", "torch.distributed.run", *placement, *module, *options.command]
+    """The arguments of Python that start the ranks of one host."""
+    if (folder := options.enable_each_rank_log) != "None":
+        placement = [*placement, "--redirects", "3", "--log-dir", folder]
+    kind = ["--module"] * options.module + ["--no-python"] * options.no_python
+    script, *arguments = options.command
+    # torchrun puts the number in the place of the macro.
+    local_rank = [] if options.no_local_rank else ["--local_rank=${local_rank}"]
+    command = [script, *local_rank, *arguments]
+    return ["-m", "torch.distributed.run", *placement, *kind, *command]
+
+
+def _placement(options: Namespace, hosts: dict[str, list[int]], index: int) -> list[str]:
+    """torchrun's options on host number `index`."""
+    name, slots = list(hosts.items())[index]
+    address = options.master_addr or next(iter(hosts)).rpartition("@")[2]
+    placement = ["--nproc_per_node", str(len(slots))]
+    if options.elastic_training:  # any host may become the one of rank 0: the others need its name
+        placement += ["--local_addr", name.rpartition("@")[2] if index else address]
+        placement += ["--nnodes", f"{options.min_elastic_nodes}:{len(hosts)}"]
+        placement += ["--rdzv_backend", "c10d", "--rdzv_id", "zero", "--max_restarts", "3"]
+        return [*placement, "--rdzv_endpoint", f"{address}:{options.master_port}"]
+    placement += ["--nnodes", str(len(hosts)), "--node_rank", str(index)]
+    return [*placement, "--master_addr", address, "--master_port", str(options.master_port)]
 
 
 def remote_command(options: Namespace, hosts: dict[str, list[int]], index: int) -> str:
     """The shell command for host number `index`: the working directory and torchrun, which gets the
     variables that come over stdin.
     """
-    name, slots = list(hosts.items())[index]
-    address = options.master_addr or next(iter(hosts)).rpartition("@")[2]
-    placement = ["--nproc_per_node", str(len(slots)), "--tee", "3"]
-    if options.elastic_training:  # any host may become the one of rank 0: the others need its name
-        placement += ["--local_addr", name.rpartition("@")[2] if index else address]
-        placement += ["--nnodes", f"{options.min_elastic_nodes}:{len(hosts)}"]
-        placement += ["--rdzv_backend", "c10d", "--rdzv_id", "zero", "--max_restarts", "3"]
-        placement += ["--rdzv_endpoint", f"{address}:{options.master_port}"]
-    else:
-        placement += ["--nnodes", str(len(hosts)), "--node_rank", str(index)]
-        placement += ["--master_addr", address, "--master_port", str(options.master_port)]
+    placement = _placement(options, hosts, index)
+    if options.enable_each_rank_log == "None":
+        placement += ["--tee", "3"]
     torchrun = shlex.join([sys.executable, "-c", _RECEIVE, *_torchrun(options, placement)])
+    source = f". {shlex.quote(options.venv_script)} && " if options.venv_script else ""
     ready = f"stty raw -echo 2>/dev/null; echo {shlex.quote(_READY)}"
-    return f"cd {shlex.quote(os.getcwd())} && {{ {ready}; exec {torchrun}; }}"
+    return f"cd {shlex.quote(os.getcwd())} && {source}{{ {ready}; exec {torchrun}; }}"
 
 
 def variables_of_files() -> dict[str, str]:
@@ -262,10 +329,18 @@ def remote_variables(
     variables = {key: value for key, value in os.environ.items() if key.startswith(EXPORTED)}
     variables |= of_files
     variables["PYTHONPATH"] = python_path(variables.get("PYTHONPATH"))
-    variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
+    variables |= _binding(options, slots)
     if options.elastic_training:
         # torch 2.13 would use one store for all rounds, and connect to the last one's ranks
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    return variables
+
+
+def _binding(options: Namespace, slots: list[int]) -> dict[str, str]:
+    """The variables that bind the ranks of a host to GPUs and cores."""
+    variables = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slots))} if slots else {}
+    if options.bind_cores_to_rank:  # read by `sitecustomize`; empty: all cores
+        variables["ZERO_BIND_CORES"] = ",".join(map(str, options.bind_core_list))
     return variables
 
 
@@ -293,18 +368,52 @@ def run_aside(command: list[str]) -> dict[str, Any]:
 
 
 def _run_here(options: Namespace) -> int:
-    if options.include or options.exclude or (options.num_nodes or 1) > 1:
-        raise UsageError("launch: --include, --exclude and --num_nodes need --hostfile")
-    if (ranks := options.num_gpus) is None:
+    if (options.num_nodes or 1) > 1:
+        raise UsageError(f"launch: --num_nodes {options.num_nodes} needs --hostfile")
+    if options.no_ssh and options.node_rank != 0:
+        raise UsageError(f"launch: --node_rank {options.node_rank}: without --hostfile it is 0")
+    chosen = options.include or options.exclude
+    if chosen and os.environ.pop("CUDA_VISIBLE_DEVICES", None) is not None:
+        text = "is ignored, because --include or --exclude chooses the GPUs"
+        print(f"zero launch: CUDA_VISIBLE_DEVICES {text}", file=sys.stderr)
+    ranks = options.num_gpus
+    if chosen or ranks is None:
         import torch  # here: it takes seconds
 
-        ranks = max(1, torch.accelerator.device_count())
-    command = _torchrun(options, ["--standalone", "--nproc_per_node", str(ranks)])
+        devices = torch.accelerator.device_count()
+        if chosen:
+            # Without a GPU, a slot is a core.
+            slots = devices or os.cpu_count() or 1
+            by_host = choose({HERE: slots}, options.include, options.exclude, None, ranks)
+            os.environ.update(_binding(options, by_host[HERE]))
+            ranks = len(by_host[HERE])
+        else:
+            ranks = max(1, devices)
+    if not chosen:
+        os.environ |= _binding(options, [])
+    return _become(options, ["--standalone", "--nproc_per_node", str(ranks)], [], ranks)
+
+
+def _run_as_host(hosts: dict[str, list[int]], options: Namespace) -> int:
+    """Start the ranks of the host that this machine is."""
+    if not 0 <= (index := options.node_rank) < len(hosts):
+        raise UsageError(
+            f"launch: --no_ssh needs --node_rank, the number of this host: 0 to {len(hosts) - 1}"
+        )
+    name = list(hosts)[index]
+    os.environ.update(_binding(options, hosts[name]))
+    placement = _placement(options, hosts, index)
+    return _become(options, placement, [name], sum(map(len, hosts.values())))
+
+
+def _become(options: Namespace, placement: list[str], hosts: list[str], ranks: int) -> int:
+    """Become torchrun, or wait for it if a JSON object is to follow."""
+    command = [sys.executable, *_torchrun(options, placement)]
     os.environ["PYTHONPATH"] = python_path(os.environ.get("PYTHONPATH"))
     if not options.json:
-        os.execv(sys.executable, [sys.executable, *command])
-    done = run_aside([sys.executable, *command])
-    print(json.dumps(done | {"hosts": [], "ranks": ranks}))
+        os.execv(sys.executable, command)
+    done = run_aside(command)
+    print(json.dumps(done | {"hosts": hosts, "ranks": ranks}))
     return done["exit_code"]
 
 
@@ -316,7 +425,10 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
     start, ranks = time.monotonic(), sum(map(len, hosts.values()))
     of_files = variables_of_files()
     variables = {name: remote_variables(options, slots, of_files) for name, slots in hosts.items()}
-    print(f"zero launch: {ranks} ranks on {', '.join(hosts)}, by ssh", file=sys.stderr, flush=True)
+    is_quiet = options.quiet or options.log_level not in ("debug", "info")
+    if not is_quiet:
+        where = ", ".join(hosts)
+        print(f"zero launch: {ranks} ranks on {where}, by ssh", file=sys.stderr, flush=True)
     # A terminal (-tt) so that the remote processes get SIGHUP when the connection ends, whatever
     # ended it.
     ssh = ["ssh", "-tt", "-o", "BatchMode=yes", "-o", f"ServerAliveInterval={_ALIVE}"]
@@ -332,7 +444,7 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
         )
         for index, name in enumerate(hosts)
     }
-    out, silent = sys.stderr if options.json else sys.stdout, set(jobs)
+    out, silent = sys.stderr if options.json else sys.stdout, set() if is_quiet else set(jobs)
     if isinstance(out, io.TextIOWrapper):
         out.reconfigure(errors="replace")  # not every terminal can show a progress bar
 

@@ -52,7 +52,7 @@ def _run(options: Namespace) -> None:
     elif target == "-m":
         os.execv(sys.executable, [sys.executable, "-m", *arguments])
     elif (command := program(target)) is not None:
-        os.execv(command, [target, *arguments])
+        os.execv(command, [command, *arguments])  # Python finds its packages by this name
     else:
         _run_script(target, arguments)
 

@@ -92,6 +92,7 @@ def job(on: Host, folder: Path, *options: str) -> Iterator[subprocess.Popen[str]
         folder / "hosts",
         "--ssh_port",
         str(PORT),
+        "--no_local_rank",
         *options,
     ]
     with open(folder / "out", "w") as out:

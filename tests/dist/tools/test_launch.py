@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -27,6 +28,7 @@ from zero.integrations.hf import STARTUP
 from zero.tools.launch import (
     _parser,
     choose,
+    launch,
     parse_hostfile,
     remote_command,
     remote_variables,
@@ -39,6 +41,7 @@ HOSTS = ("127.0.0.1", "127.0.0.2")
 # end them.
 SCRIPT = """
 import os, psutil, sys, time, torch, torch.distributed as dist
+assert sys.argv.pop(1) == f"--local_rank={os.environ['LOCAL_RANK']}"
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 if sys.argv[1] == "fail":
@@ -252,6 +255,93 @@ def test_signals_end_with_a_shells_codes(tmp_path: Path, number: int, code: int)
         assert process.stdout is not None and process.stdout.readline() == b"[a] up\n"
         process.send_signal(number)
         assert process.wait(timeout=60) == code
+
+
+# The options of DeepSpeed's launcher, 0.19.8 (`deepspeed --help`), with values.
+OF_DEEPSPEED = """
+-H hosts --hostfile hosts -i localhost --include localhost -e x --exclude x --num_nodes 2
+--num_nodes -1 --num_gpus 2 --num_gpus -1 --num_accelerators 2 --master_port 29501 --master_addr x
+--node_rank 0 --launcher PDSH --launcher_args=-v --module --no_python --no_local_rank --no_ssh
+--no_ssh_check --force_multi --save_pid --enable_each_rank_log logs --autotuning tune
+--bind_cores_to_rank --bind_core_list 0,2-5 --ssh_port 22 --venv_script activate --log_level debug
+-q --quiet
+"""
+
+
+@pytest.mark.parametrize("option", re.split(r"\s(?=-[^1])", OF_DEEPSPEED.strip()))
+def test_each_option_of_deepspeeds_launcher_is_known(option: str):
+    options = _parser().parse([*option.split(), "train.py", "--local_rank", "3"])
+    assert options.command == ["train.py", "--local_rank", "3"]
+
+
+def test_what_options_of_deepspeed_mean():
+    parse = _parser().parse
+    assert parse(["--num_gpus", "-1", "--num_nodes", "-1", "x.py"]).num_gpus is None
+    assert parse(["--bind_core_list", "0,2-4", "x.py"]).bind_core_list == [0, 2, 3, 4]
+    for wrong in (["--bind_core_list", "0-"], ["--launcher", "x"], ["--num_gpus", "-2"]):
+        with pytest.raises(UsageError, match=wrong[0]):
+            parse([*wrong, "x.py"])
+    logs = parse(["--enable_each_rank_log", "logs", "--venv_script", "a b", "--no_python", "x"])
+    command = shlex.split(remote_command(logs, {"a": [0], "b": [0]}, 0))
+    assert command[3:6] == [".", "a b", "&&"] and "--tee" not in command
+    assert command[command.index("--log-dir") + 1] == "logs" and "--no-python" in command
+    assert command[-3:] == ["x", "--local_rank=${local_rank}", "}"] or command[-3] == "x"
+
+
+HERE_SCRIPT = """
+import os, sys
+names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES"
+cores = os.sched_getaffinity(0)
+print(" ".join([*map(os.environ.get, names), *sys.argv[1:], str(len(cores))]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        ("--include localhost:0", ["0 1 0 0 --local_rank=0 x"]),
+        ("-i localhost:0 --no_local_rank", ["0 1 0 0 x"]),
+    ],
+)
+def test_ranks_on_this_machine_alone(tmp_path: Path, options: str, lines: list[str]):
+    (tmp_path / "x.py").write_text(HERE_SCRIPT)
+    done = fork_ranks(
+        "-m", "zero", "launch", *options.split(), tmp_path / "x.py", "x", nproc=0, timeout=60,
+        imported="zero", cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": "5"},
+    )  # fmt: skip
+    found = [line.rpartition(" ")[0] for line in done.stdout.splitlines()]
+    assert (done.returncode, found) == (0, lines), done.stderr
+    assert "CUDA_VISIBLE_DEVICES is ignored" in done.stderr
+
+
+def test_without_ssh_a_host_starts_its_own_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.setattr(os, "execv", lambda _, command: started.append(command))
+    monkeypatch.setattr("zero.tools.launch.run_aside", lambda command: {"exit_code": 3})
+    started: list[list[str]] = []
+    (tmp_path / "hosts").write_text("a slots=1\nuser@b slots=3\n")
+    (tmp_path / "x.py").write_text("")
+    words = ["--hostfile", str(tmp_path / "hosts"), "--no_ssh", "--node_rank", "1"]
+    assert launch([*words, "--exclude", "user@b:0", str(tmp_path / "x.py")]) == 3
+    (command,) = started
+    assert command[1:11] == [
+        *("-m", "torch.distributed.run", "--nproc_per_node", "2", "--nnodes", "2"),
+        *("--node_rank", "1", "--master_addr", "a"),
+    ]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,2"
+    assert os.environ["PYTHONPATH"].startswith(STARTUP)
+
+
+def test_each_rank_is_bound_to_its_cores(tmp_path: Path):
+    (tmp_path / "x.py").write_text(HERE_SCRIPT)
+    core = min(os.sched_getaffinity(0))
+    words = ["--num_gpus", "2", "--bind_cores_to_rank", "--bind_core_list", f"{core},{core}"]
+    done = fork_ranks(
+        "-m", "zero", "launch", *words, tmp_path / "x.py", nproc=0, timeout=60, imported="zero",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert all(line.endswith(" 1") for line in done.stdout.splitlines()), done.stdout
 
 
 # -- hosts

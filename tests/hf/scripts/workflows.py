@@ -488,6 +488,7 @@ def main() -> None:
     prepared = {name: prepare(folder / name) for name, prepare in WORKFLOWS.items()}
     report = {name: sharded() for name, sharded in prepared.items()}
     unset_hf_deepspeed_config()  # from now on models are built whole
+    torch.distributed.barrier()  # only rank 0 writes adapters
     for name in CLASSES:
         report[f"lora_{name}"]["saved"] = reloaded_adapter(name, folder / f"lora_{name}")
     if os.environ["RANK"] == "0":

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from zero.integrations.deepspeed.names import NAMES, REPORTED_VERSION, instead_of
@@ -66,6 +66,10 @@ class FacadeFinder(importlib.metadata.DistributionFinder, Loader):
             # All are packages: then Python asks here for each missing name of `from ... import`.
             origin = "zero.integrations.deepspeed"
             return ModuleSpec(fullname, self, origin=origin, is_package=True)
+        if fullname.endswith(".__main__") and "main" in NAMES.get(
+            fullname[: -len(".__main__")], ()
+        ):
+            return ModuleSpec(fullname, self)
         if fullname.startswith(f"{PACKAGE}."):
             # With the name of the module itself Python would put a message of its own in place.
             raise ModuleNotFoundError(_missing(fullname), name=PACKAGE)
@@ -76,6 +80,11 @@ class FacadeFinder(importlib.metadata.DistributionFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Nothing to run: the names are resolved at their first use."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """What `python -m MODULE` runs, where MODULE has a function `main`."""
+        source = f"from {fullname.removesuffix('.__main__')} import main; main()"
+        return compile(source, fullname, "exec")
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None

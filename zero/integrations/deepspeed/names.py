@@ -32,8 +32,10 @@ deepspeed.comm .distributed init_distributed is_initialized get_local_rank
 deepspeed.comm zero.monitor log_summary
 deepspeed.comm zero.comm.world get_rank get_world_size get_world_group
 deepspeed.comm torch.distributed *
+deepspeed.env_report zero.tools.cli cli_main=ds_report main=ds_report
 deepspeed.git_version_info .names version=REPORTED_VERSION
 deepspeed.launcher.runner .utilities DEEPSPEED_ENVIRONMENT_NAME
+deepspeed.launcher.runner zero.tools.cli main=deepspeed
 deepspeed.moe.utils .utilities split_params_into_different_moe_groups_for_optimizer
 deepspeed.monitor.monitor .monitoring MonitorMaster
 deepspeed.ops.adagrad .optimizers DeepSpeedCPUAdagrad
@@ -106,6 +108,7 @@ _INSTEAD = {
     "data_pipeline": "batches come from the data loader of the script",
     "elasticity": "torchrun restarts jobs with a different number of processes",
     "module_inject": "tensor_parallel.autotp_size in the configuration shares layers",
+    "launcher": "zero launch starts the ranks",
     "inference": "zero only trains models: save the model, and load it with transformers or vLLM",
     "fp16": "the engine has masters and loss scaling itself: enable fp16 in the configuration",
     "compile": "enable compile in the configuration",

@@ -3,8 +3,9 @@ name `deepspeed`.
 
 `zero run` puts the folder there for all processes that its command starts; `zero hook` prints its
 name. A process that never looks for DeepSpeed imports nothing of zero. Where `zero verify`,
-`zero trace` or `zero memory` name a recorder, it is set up as soon as a process imports zero. If
-this file hides another `sitecustomize`, that one is run as well."""
+`zero trace` or `zero memory` name a recorder, it is set up as soon as a process imports zero. Where
+`zero launch --bind_cores_to_rank` starts ranks, each is bound to its cores before torch starts
+threads. If this file hides another `sitecustomize`, that one is run as well."""
 
 import os
 import sys
@@ -58,6 +59,21 @@ def with_recorder(spec):
     return spec
 
 
+def bind_cores() -> None:
+    """Bind this rank to its part of the cores in `ZERO_BIND_CORES` (`zero launch`)."""
+    named = os.environ.get("ZERO_BIND_CORES")
+    if named is None:
+        return
+    cores = [int(core) for core in named.split(",") if core] or sorted(os.sched_getaffinity(0))
+    # For the ranks that this process starts: they see the cores to which one is bound.
+    os.environ["ZERO_BIND_CORES"] = ",".join(map(str, cores))
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        number, ranks = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+        share = max(1, len(cores) // ranks)
+        os.sched_setaffinity(0, [cores[(number * share + i) % len(cores)] for i in range(share)])
+        os.environ["OMP_NUM_THREADS"] = str(share)
+
+
 def run_hidden_sitecustomize() -> None:
     elsewhere = [folder for folder in sys.path if os.path.realpath(folder) != FOLDER]
     spec = PathFinder.find_spec("sitecustomize", elsewhere)
@@ -70,4 +86,5 @@ def run_hidden_sitecustomize() -> None:
 
 
 sys.meta_path.insert(0, LazyFinder())
+bind_cores()
 run_hidden_sitecustomize()
