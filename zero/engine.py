@@ -96,6 +96,7 @@ class ZeroEngine(nn.Module):
     optimizer_class = ZeroOptimizer
     monitor: StepMonitor | None = None
     _skips_in_a_row = 0
+    _is_destroyed = False
     _lost_its_hooks = False
 
     def __init__(
@@ -222,12 +223,12 @@ class ZeroEngine(nn.Module):
     # -- training
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        if self._lost_its_hooks:
+        if self._lost_its_hooks or (self._is_destroyed and torch.is_grad_enabled()):
             raise UsageError(
-                "this engine was destroyed, for example by accelerator.free_memory(), so its "
-                "sharded parameters cannot be gathered: make a new engine. With transformers' "
-                "Trainer, do not call evaluate() before train(): train() destroys the engine that "
-                "evaluate() has made, and then uses it"
+                "this engine was destroyed, for example by accelerator.free_memory(), so it cannot "
+                "train or gather sharded parameters: make a new engine. transformers' Trainer "
+                "destroys its engine in train(), and then uses it: do not call evaluate() before "
+                "train(), and make a new Trainer with the same model before a second train()"
             )
         self.micro_batches.refuse_offloaded("forward")
         if torch.is_grad_enabled():
@@ -741,4 +742,5 @@ class ZeroEngine(nn.Module):
             if not group.persistent and group.state is not State.SHARDED:
                 group.reshard()
         trim()
+        self._is_destroyed = True
         self._lost_its_hooks = not all(group.persistent for group in self.groups)

@@ -33,6 +33,7 @@ from zero.integrations.deepspeed.profiling import StepProfile
 from zero.integrations.deepspeed.sequence import share_sequences
 from zero.integrations.deepspeed.tensor import share_model, with_new_parameters
 from zero.integrations.hf import quantized_loading
+from zero.integrations.hf.optimizers import refuse_dropped
 from zero.monitor.out_of_memory import explained
 from zero.optim.sharded_optimizer import ZeroOptimizer
 from zero.parallel.sequence import MicroBatches, current_group
@@ -321,6 +322,7 @@ def initialize(
     sources = (config, config_params, getattr(args, "deepspeed_config", None))
     if (source := next((each for each in sources if each is not None), None)) is None:
         raise UsageError("initialize: config is missing: pass the ds_config as a path or a dict")
+    refuse_dropped(optimizer)
     settings = load_config(source, command_line=sys.argv)
     if settings.log_level is not None:
         logger.setLevel(settings.log_level)

@@ -1,10 +1,11 @@
-"""DeepSpeed's functions for a script's own gradients: those of parameters outside any engine.
+"""DeepSpeed's functions for gradients.
 
-An engine clips by `gradient_clipping` and looks for overflows itself, and its parameters show no
-gradients."""
+A script's own gradients are those of parameters outside any engine. An engine clips by
+`gradient_clipping` and looks for overflows itself, and its parameters show no gradients."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,10 +13,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zero import fragments
 from zero.comm import world
 from zero.core.sharded_param import owning_group
 from zero.errors import UsageError
 from zero.integrations.deepspeed import distributed
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """As `zero.fragments.safe_get_full_grad`.
+
+    Raises UsageError where PEFT's AdaLoRA would compute with a gradient that is gone.
+    """
+    found = fragments.safe_get_full_grad(param)
+    caller = sys._getframe(1).f_globals.get("__name__", "")
+    if found is None and caller == "peft.tuners.adalora.layer":
+        raise UsageError(
+            "AdaLoRA's update_and_allocate reads gradients, and the optimizer's step has freed "
+            "them: in an own loop, call it between engine.backward and engine.step. The Trainer "
+            "has no such moment; train LoRA, or AdaLoRA without a deepspeed configuration"
+        )
+    return found
 
 
 def _own(parameters: Iterable[nn.Parameter], function: str, instead: str) -> list[nn.Parameter]:

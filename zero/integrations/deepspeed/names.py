@@ -63,9 +63,9 @@ deepspeed.runtime.zero.partition_parameters torch _orig_torch_arange=arange
 deepspeed.runtime.zero.stage3 .optimizer DeepSpeedZeroOptimizer_Stage3=DeepSpeedOptimizer
 deepspeed.runtime.zero.stage_1_and_2 .optimizer DeepSpeedZeroOptimizer=DeepSpeedOptimizer
 deepspeed.sequence.layer .sequence DistributedAttention
-deepspeed.utils zero.fragments safe_get_full_fp32_param safe_get_full_grad
-    safe_get_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad
-    safe_get_local_optimizer_state
+deepspeed.utils .gradients safe_get_full_grad
+deepspeed.utils zero.fragments safe_get_full_fp32_param safe_get_full_optimizer_state
+    safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state
     safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state
     safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state
     safe_update_full_grad_vectorized

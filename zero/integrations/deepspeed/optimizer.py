@@ -6,10 +6,12 @@ No step is made here.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, NoReturn
 
 from torch import nn
 
 from zero.core.hooks import ModuleHooks
+from zero.errors import UsageError
 from zero.optim.sharded_optimizer import ZeroOptimizer
 
 
@@ -55,3 +57,11 @@ class DeepSpeedOptimizer(ZeroOptimizer):
     def gradient_factor(self) -> float:
         """What a stored gradient must be multiplied by: see `ZeroOptimizer.gradient_factor`."""
         return super().gradient_factor * self.ranks_summed
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        """Raises UsageError: the parameters of an engine are those of its optimizer."""
+        raise UsageError(
+            "add_param_group: the engine has sharded its optimizer's parameters. Give initialize "
+            "all groups, also those that are trained later: a parameter whose requires_grad is "
+            "False is left alone; or make a new engine with initialize"
+        )

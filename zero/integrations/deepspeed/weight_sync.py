@@ -1,4 +1,5 @@
-"""`deepspeed.zero.GatheredParameters`: that of zero, unless TRL sends its weights to a generator.
+"""`deepspeed.zero.GatheredParameters`: that of zero, unless TRL sends its weights to a generator, or
+transformers initializes a part of a model.
 
 TRL gathers a whole model with adapters to merge them and to send the weights, and gathers
 everything one more time only to learn names and shapes. Its functions are known to read the same
@@ -15,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from zero.comm.world import get_rank
 from zero.gathered_parameters import GatheredParameters as EagerGatheredParameters
 from zero.streaming import GatheredWhenRead
 
@@ -37,7 +39,20 @@ def GatheredParameters(  # noqa: N802 (DeepSpeed's name)
             if frame is not None and (context := _of_weight_sync(frame)) is not None:
                 return context
             frame = frame and frame.f_back
+    elif enabled:
+        _note_initialized(sys._getframe(1))
     return EagerGatheredParameters(params, modifier_rank, fwd_module, enabled)
+
+
+def _note_initialized(frame: FrameType) -> None:
+    """Note on the other ranks that rank 0 initializes a module.
+
+    transformers notes it on rank 0 alone. If the model is a part of another one, such as CLIP's
+    text model, the others would initialize the sharded weights again.
+    """
+    function = frame.f_globals.get("__name__"), frame.f_code.co_name
+    if function == ("transformers.integrations.deepspeed", "_apply_zero3") and get_rank():
+        frame.f_locals["model_or_module"]._is_hf_initialized = True
 
 
 def _of_weight_sync(frame: FrameType) -> AbstractContextManager[None] | None:
