@@ -16,10 +16,10 @@ from typing import NoReturn
 FOLLOWED_RELEASE = "0.19.8"
 
 
-class UsageError(ValueError):
-    """A wrong argument, setting or order of calls; the message says which, and what to do
-    instead.
-    """
+class UsageError(ValueError, AssertionError):
+    """A wrong argument, setting or order of calls; the message says which, and what to do instead.
+
+    An AssertionError as well, because scripts for DeepSpeed catch its refusals as such."""
 
 
 class DamagedCheckpointError(ValueError):

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from zero.comm import world
 from zero.config import Config, load_config
 from zero.engine import ZeroEngine
 from zero.errors import FOLLOWED_RELEASE, UsageError
+from zero.gathered_parameters import GatheredParameters
 from zero.integrations.deepspeed import distributed
 from zero.integrations.deepspeed.leaf import mark_configured
 from zero.integrations.deepspeed.lr_schedules import build_scheduler
@@ -39,6 +42,28 @@ from zero.optim.sharded_optimizer import ZeroOptimizer
 from zero.parallel.sequence import MicroBatches, current_group
 
 logger = logging.getLogger("zero")
+
+
+# DeepSpeed's methods that return a setting, completed where it was left out, and its key.
+_SETTINGS: dict[str, str] = dict(
+    line.split(maxsplit=1)  # pyright: ignore[reportArgumentType]
+    for line in """
+autotp_size tensor_parallel.autotp_size
+bfloat16_enabled bf16.enabled
+fp16_enabled fp16.enabled
+gradient_accumulation_steps gradient_accumulation_steps
+gradient_clipping gradient_clipping
+steps_per_print steps_per_print
+train_batch_size train_batch_size
+train_micro_batch_size_per_gpu train_micro_batch_size_per_gpu
+wall_clock_breakdown wall_clock_breakdown
+zero_gather_16bit_weights_on_model_save zero_optimization.stage3_gather_16bit_weights_on_model_save
+zero_offload_optimizer zero_optimization.offload_optimizer
+zero_offload_param zero_optimization.offload_param
+zero_optimization zero_optimization.stage
+zero_optimization_stage zero_optimization.stage
+""".strip().splitlines()
+)
 
 
 class DeepSpeedEngine(ZeroEngine):
@@ -58,6 +83,7 @@ class DeepSpeedEngine(ZeroEngine):
         offload = ParameterOffload(self.hooks)
         if isinstance(self.optimizer, DeepSpeedOptimizer):
             self.optimizer.parameter_offload = offload
+            self.optimizer.engine = weakref.ref(self)
             self.monitor = monitor.make(self)
             if settings.on_out_of_memory == "adapt":
                 self.adaptation = Adaptation(self)
@@ -155,6 +181,8 @@ class DeepSpeedEngine(ZeroEngine):
         return None if self.optimizer is None else self.optimizer.optimizer
 
     def __getattr__(self, name: str) -> Any:
+        if name in _SETTINGS and "settings" in vars(self):
+            return lambda: attrgetter(_SETTINGS[name])(self.settings)
         try:
             return super().__getattr__(name)
         except AttributeError as error:
@@ -167,34 +195,96 @@ class DeepSpeedEngine(ZeroEngine):
                 obj=self,
             ) from error
 
-    # The configuration's keys, completed where they were left out.
+    # -- sizes of a batch
 
-    def autotp_size(self) -> int:
-        return self.settings.tensor_parallel.autotp_size
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples of a step, samples of a micro-batch, and micro-batches of a step."""
+        settings = self.settings
+        micro, steps = settings.train_micro_batch_size_per_gpu, settings.gradient_accumulation_steps
+        return settings.train_batch_size, micro, steps
 
-    def fp16_enabled(self) -> bool:
-        return self.settings.fp16.enabled
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the number of micro-batches of a step, from the next step on, so that it has
+        `train_batch_size` samples. All ranks must call it.
 
-    def bfloat16_enabled(self) -> bool:
-        return self.settings.bf16.enabled
+        Raises ValueError for a size that is no multiple of a micro-batch of all ranks, and within a
+        step.
+        """
+        whole, micro, steps = self.get_batch_info()
+        of_ranks = whole // steps
+        if train_batch_size < 1 or train_batch_size % of_ranks:
+            raise UsageError(
+                f"set_train_batch_size: {train_batch_size} is not a multiple of {of_ranks}, one "
+                f"micro-batch of {micro} samples of each rank"
+            )
+        self._set_batch(train_batch_size, micro, train_batch_size // of_ranks)
 
-    def gradient_clipping(self) -> float:
-        return self.settings.gradient_clipping
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Say how many samples a micro-batch has from the next step on: they are counted, nothing
+        else depends on it. All ranks must call it, and raises ValueError within a step.
+        """
+        whole, micro, steps = self.get_batch_info()
+        self._set_batch(whole // micro * micro_batch_size, micro_batch_size, steps)
 
-    def train_batch_size(self) -> int:
-        return self.settings.train_batch_size
+    def _set_batch(self, whole: int, micro: int, steps: int) -> None:
+        if self.reducer.backwards:
+            raise UsageError("the size of a batch can change between two steps, not within one")
+        sizes = {"train_batch_size": whole, "train_micro_batch_size_per_gpu": micro}
+        self.settings = self.settings.model_copy(
+            update=sizes | {"gradient_accumulation_steps": steps}
+        )
+        if steps != self.micro_batches.steps:
+            self.micro_batches.steps = steps
+            self.micro_steps = self.global_steps * steps
+        self.throughput.batch_size = whole
 
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self.settings.train_micro_batch_size_per_gpu
+    # -- what scripts ask and say
 
-    def gradient_accumulation_steps(self) -> int:
-        return self.settings.gradient_accumulation_steps
+    def optimizer_name(self) -> str | None:
+        """The configuration's type, in small letters, or the class of the script's optimizer."""
+        if (section := self.settings.optimizer) is not None:
+            return section.type.lower()
+        return None if self.optimizer is None else type(self.optimizer.optimizer).__name__
 
-    def zero_optimization_stage(self) -> int:
-        return self.settings.zero_optimization.stage
+    def scheduler_name(self) -> str | None:
+        """The type in the section `scheduler` of the configuration."""
+        return self.settings.scheduler.type if self.settings.scheduler else None
 
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        return self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale changes during training."""
+        return self.scaler is not None and self.scaler.dynamic
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """The dtype in which gradients are summed over ranks."""
+        return self.reducer.sum_dtype
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of all the optimizer's `param_groups`."""
+        for group in self.optimizer.param_groups if self.optimizer else ():
+            group["lr"] = lr
+
+    def get_mom(self) -> list[Any]:
+        """`betas`, or else `momentum`, of each of the optimizer's `param_groups`."""
+        groups = self.optimizer.param_groups if self.optimizer else ()
+        return [group.get("betas", group.get("momentum")) for group in groups]
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Does nothing: backward has summed the gradients over the ranks."""
+
+    def module_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """`engine.module.state_dict()`. Raises ValueError at stage 3."""
+        if self.settings.zero_optimization.stage == 3:
+            raise UsageError(
+                "module_state_dict: weights are sharded at stage 3: save them by save_16bit_model, "
+                "or read them inside of zero.GatheredParameters(engine.module.parameters())"
+            )
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Set the weights, at every stage. All ranks must call it; rank 0's values count."""
+        with GatheredParameters(list(self.module.parameters()), modifier_rank=0):
+            self.module.load_state_dict(state_dict, strict=strict)
 
     @property
     def returned_optimizer(self) -> torch.optim.Optimizer | ZeroOptimizer | None:
@@ -227,7 +317,8 @@ class DeepSpeedEngine(ZeroEngine):
         # Weights trained on top of a frozen model, such as an adapter, are few. Without them, the
         # Trainer would save an adapter that has no weights.
         is_part = exclude_frozen_parameters and not all(group.trainable for group in self.groups)
-        if not (is_part or self.zero_gather_16bit_weights_on_model_save()):
+        gathers = self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
+        if not (is_part or gathers):
             raise ValueError(
                 "zero_optimization.stage3_gather_16bit_weights_on_model_save is false: set it to "
                 "true to save a model"
@@ -239,6 +330,7 @@ class DeepSpeedEngine(ZeroEngine):
 
     # accelerate calls this one where tensor parallelism is configured.
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+    save_fp16_model = ZeroEngine.save_16bit_model
 
 
 def _accumulate_hooks(model: nn.Module) -> dict[str, int]:
@@ -359,7 +451,7 @@ def _data_loader(
     sampler, size = None, distributed._get_data_parallel_world_size()
     if not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(dataset, size, distributed._get_data_parallel_rank())
-    rows = engine.train_micro_batch_size_per_gpu()
+    rows = engine.settings.train_micro_batch_size_per_gpu
     loader = DataLoader(dataset, rows, sampler=sampler, collate_fn=collate_fn)
     ranks, shared = current_group(), size < engine.comm.world_size
     if engine.settings.sequence_parallel_size == 1 or ranks is None or shared:

@@ -28,21 +28,55 @@ def set_z3_leaf_modules(
     Returns the marked modules. Raises ValueError if there are none, unless `raise_if_not_found` is
     false.
     """
+    found = _of_classes(model, leaf_module_classes, raise_if_not_found)
+    return _flagged(found, True)
 
-    def is_one(module: nn.Module) -> bool:
-        own = type(module)
-        names = (own.__name__, f"{own.__module__}.{own.__qualname__}")
-        return any(
-            kind in names if isinstance(kind, str) else isinstance(module, kind)
-            for kind in leaf_module_classes
-        )
 
-    found = [module for module in model.modules() if is_one(module)]
-    if not found and raise_if_not_found:
-        _refuse("of class", leaf_module_classes)
-    for module in found:
-        setattr(module, LEAF_FLAG, True)
-    return found
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Undo `set_z3_leaf_modules`."""
+    found = _of_classes(model, leaf_module_classes, raise_if_not_found)
+    return _flagged(found, False)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module,
+    module_names: Sequence[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark, or unmark, the modules with these names. Returns them, and the names that none has.
+
+    Raises ValueError if there are none, unless `raise_if_not_found` is false.
+    """
+    return _mark_named(model, module_names, str.__eq__, "named", flag, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module,
+    module_name_suffixes: Sequence[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
+) -> tuple[list[nn.Module], list[str]]:
+    """As `set_z3_leaf_modules_by_name`, for modules whose names end so."""
+    what = "whose name ends in"
+    return _mark_named(model, module_name_suffixes, str.endswith, what, flag, raise_if_not_found)
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Mark or unmark one module."""
+    setattr(model, LEAF_FLAG, flag)
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether the module is marked as a leaf."""
+    return getattr(model, LEAF_FLAG, False)
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that are marked as leaves."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def mark_configured(model: nn.Module, leaves: LeafModuleConfig | None) -> None:
@@ -55,20 +89,52 @@ def mark_configured(model: nn.Module, leaves: LeafModuleConfig | None) -> None:
         return
     if leaves.classes:
         set_z3_leaf_modules(model, leaves.classes)
-    _mark_named(model, leaves.names, str.__eq__, "named")
-    _mark_named(model, leaves.name_suffixes, str.endswith, "whose name ends in")
+    by_name = set_z3_leaf_modules_by_name(model, leaves.names, raise_if_not_found=False)
+    by_end = set_z3_leaf_modules_by_suffix(model, leaves.name_suffixes, raise_if_not_found=False)
+    for what, (_, missing) in (("named", by_name), ("whose name ends in", by_end)):
+        if missing:
+            _refuse(what, missing)
+
+
+def _of_classes(
+    model: nn.Module, classes: Sequence[type | str], raise_if_not_found: bool
+) -> list[nn.Module]:
+    def is_one(module: nn.Module) -> bool:
+        own = type(module)
+        names = (own.__name__, f"{own.__module__}.{own.__qualname__}")
+        return any(
+            kind in names if isinstance(kind, str) else isinstance(module, kind) for kind in classes
+        )
+
+    found = [module for module in model.modules() if is_one(module)]
+    if not found and raise_if_not_found:
+        _refuse("of class", classes)
+    return found
+
+
+def _flagged(modules: list[nn.Module], flag: bool) -> list[nn.Module]:
+    for module in modules:
+        set_z3_leaf_module(module, flag)
+    return modules
 
 
 def _mark_named(
-    model: nn.Module, wanted: Sequence[str], matches: Callable[[str, str], bool], what: str
-) -> None:
-    missing = set(wanted)
-    for name, module in model.named_modules():
-        if found := [each for each in wanted if matches(name, each)]:
-            setattr(module, LEAF_FLAG, True)
-            missing.difference_update(found)
-    if missing:
-        _refuse(what, [each for each in wanted if each in missing])
+    model: nn.Module,
+    wanted: Sequence[str],
+    matches: Callable[[str, str], bool],
+    what: str,
+    flag: bool,
+    raise_if_not_found: bool,
+) -> tuple[list[nn.Module], list[str]]:
+    named = [
+        (module, [each for each in wanted if matches(name, each)])
+        for name, module in model.named_modules()
+    ]
+    found = [module for module, names in named if names]
+    missing = [each for each in wanted if not any(each in names for _, names in named)]
+    if raise_if_not_found and not found:
+        _refuse(what, missing)
+    return _flagged(found, flag), missing
 
 
 def _refuse(what: str, missing: Sequence[object]) -> None:

@@ -8,7 +8,11 @@ from typing import Any
 from zero.comm import world
 from zero.config import Config, load_config
 from zero.config.load import Source
+from zero.integrations.deepspeed import distributed
 from zero.monitor.writers import EventWriter, writers
+
+# Of a batch: each that is missing follows from the others.
+_SIZES = "train_batch_size", "train_micro_batch_size_per_gpu"
 
 
 class DeepSpeedConfig:
@@ -18,7 +22,10 @@ class DeepSpeedConfig:
     effect."""
 
     def __init__(self, config: Source, mpu: object = None, mesh_device: object = None):
-        self.settings = load_config(config, allow_auto=True)
+        settings = load_config(config, allow_auto=True)
+        if any(key in settings.origin.given for key in _SIZES) and not settings.origin.auto:
+            settings = settings.resolve(distributed._get_data_parallel_world_size())
+        self.settings = settings
         self.monitor_config = self.settings
 
     def __getattr__(self, name: str) -> Any:

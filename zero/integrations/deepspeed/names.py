@@ -13,12 +13,14 @@ from zero.errors import FOLLOWED_RELEASE
 # This is the release whose configuration keys and call signatures zero follows; zero's own version
 # is `zero.__version__`.
 REPORTED_VERSION = FOLLOWED_RELEASE
+GIT_HASH = "unknown"
 
 # A line without indentation has DeepSpeed's module, the module here, and the names. `new=old`: the
 # name is `new` in DeepSpeed's module and `old` in the module here. A module that begins with a dot
 # is one of `zero.integrations.deepspeed`. `*` stands for all other names of the module here.
 _TABLE = """
-deepspeed .names __version__=REPORTED_VERSION version=REPORTED_VERSION
+deepspeed .names __version__=REPORTED_VERSION version=REPORTED_VERSION __git_hash__=GIT_HASH
+deepspeed zero.errors DeepSpeedConfigError=UsageError
 deepspeed .engine initialize DeepSpeedEngine
 deepspeed .distributed init_distributed
 deepspeed .tensor tp_model_init
@@ -46,6 +48,7 @@ deepspeed.profiling.flops_profiler .profiling FlopsProfiler get_model_profile
 deepspeed.profiling.flops_profiler.profiler .profiling FlopsProfiler get_model_profile
 deepspeed.runtime.base_optimizer .optimizer DeepSpeedOptimizer
 deepspeed.runtime.config .monitoring DeepSpeedConfig
+deepspeed.runtime.config zero.errors DeepSpeedConfigError=UsageError
 deepspeed.runtime.dataloader .utilities RepeatingLoader
 deepspeed.runtime.engine .engine DeepSpeedEngine
 deepspeed.runtime.lr_schedules .lr_schedules *
@@ -53,6 +56,9 @@ deepspeed.runtime.sequence_parallel.ulysses_sp .sequence TiledMLP UlyssesSPAtten
 deepspeed.runtime.sequence_parallel.ulysses_sp .sequence_loader UlyssesSPDataLoaderAdapter
 deepspeed.runtime.utils .utilities move_to_device see_memory_usage set_random_seed
 deepspeed.runtime.utils .gradients CheckOverflow clip_grad_norm_
+deepspeed.runtime.zero zero Init register_external_parameter unregister_external_parameter
+deepspeed.runtime.zero .labels ZeroParamStatus
+deepspeed.runtime.zero .weight_sync GatheredParameters
 deepspeed.runtime.zero.offload_config .utilities OffloadDeviceEnum OffloadStateTypeEnum
 deepspeed.runtime.zero.partition_parameters .weight_sync GatheredParameters
 deepspeed.runtime.zero.partition_parameters zero Init
@@ -69,7 +75,8 @@ deepspeed.utils zero.fragments safe_get_full_fp32_param safe_get_full_optimizer_
     safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state
     safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state
     safe_update_full_grad_vectorized
-deepspeed.utils .leaf set_z3_leaf_modules
+deepspeed.utils .leaf get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules
+    set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module
 deepspeed.utils .distributed is_initialized
 deepspeed.utils .utilities RepeatingLoader log_dist logger
 deepspeed.utils.groups .distributed _get_data_parallel_group _get_data_parallel_rank

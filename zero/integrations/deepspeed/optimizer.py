@@ -5,12 +5,16 @@ No step is made here.
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
+import torch
 from torch import nn
 
 from zero.core.hooks import ModuleHooks
+from zero.engine import ZeroEngine
 from zero.errors import UsageError
 from zero.optim.sharded_optimizer import ZeroOptimizer
 
@@ -47,11 +51,51 @@ class DeepSpeedOptimizer(ZeroOptimizer):
 
     Attributes:
         parameter_offload: a `ParameterOffload`, set by the engine.
+        engine: whose optimizer this is, set by the engine.
         ranks_summed: the number of ranks with parts of the same samples, whose gradients are added.
     """
 
     parameter_offload: ParameterOffload
     ranks_summed = 1
+    engine: weakref.ref[ZeroEngine]
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """`ZeroEngine.offload_states`."""
+        cast(ZeroEngine, self.engine()).offload_states(*args, **kwargs)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """`ZeroEngine.reload_states`."""
+        cast(ZeroEngine, self.engine()).reload_states(non_blocking)
+
+    @property
+    def cur_scale(self) -> float:
+        """The present loss scale; 1 without fp16."""
+        return self.loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale changes during training."""
+        return self.scaler is not None and self.scaler.dynamic
+
+    @property
+    def loss_scaler(self) -> SimpleNamespace:
+        """The loss scale as DeepSpeed's scripts log it."""
+        names = {"cur_scale": self.cur_scale, "loss_scale": self.cur_scale}
+        return SimpleNamespace(**names, dynamic=self.dynamic_loss_scale)
+
+    loss_scale_config = loss_scaler
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        """The norm of the last step's gradients."""
+        return self.grad_norm
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
+        """This rank's masters, in the order of groups."""
+        return [shard.master for shard in self.shards.values()]
+
+    single_partition_of_fp32_groups = fp32_partitioned_groups_flat
 
     @property
     def gradient_factor(self) -> float:

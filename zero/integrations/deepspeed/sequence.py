@@ -14,6 +14,7 @@ from torch import nn
 from zero.comm import world
 from zero.config import Config
 from zero.errors import UsageError
+from zero.integrations.deepspeed import distributed
 from zero.parallel.sequence import (
     SequenceGroup,
     all_to_all,
@@ -46,6 +47,14 @@ class Mpu:
     def get_sequence_parallel_world_size(self) -> int:
         """How many ranks share a sequence."""
         return sequence_group().size
+
+    def get_sequence_parallel_rank(self) -> int:
+        """This rank's number among them."""
+        return distributed._get_sequence_parallel_rank()
+
+    def get_sequence_parallel_group(self) -> Any:
+        """The ranks that share sequences with this one."""
+        return distributed._get_sequence_parallel_group()
 
 
 class UlyssesSPAttentionHF:

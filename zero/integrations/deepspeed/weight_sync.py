@@ -1,5 +1,5 @@
-"""`deepspeed.zero.GatheredParameters`: that of zero, unless TRL sends its weights to a generator, or
-transformers initializes a part of a model.
+"""`deepspeed.zero.GatheredParameters`: that of zero, unless TRL sends its weights to a generator,
+or transformers initializes a part of a model.
 
 TRL gathers a whole model with adapters to merge them and to send the weights, and gathers
 everything one more time only to learn names and shapes. Its functions are known to read the same

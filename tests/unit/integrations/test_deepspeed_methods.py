@@ -1,0 +1,113 @@
+"""Methods and names of DeepSpeed that scripts call around a step."""
+
+import pytest
+import torch
+from torch import nn
+
+from zero import fragments, initialize
+from zero.errors import UsageError
+from zero.integrations.deepspeed import finder, leaf
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "betas": [0.8, 0.9]}},
+    "scheduler": {"type": "WarmupLR"},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+}
+
+
+def make(stage: int = 2, **sections):
+    zero = CONFIG["zero_optimization"] if stage == 2 else {"stage": stage}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    config = CONFIG | {"zero_optimization": zero} | sections
+    return initialize(model=model, model_parameters=model.parameters(), config=config)[:2]
+
+
+def steps(engine, count: int) -> list[int]:
+    """The number of steps after each of `count` micro-batches."""
+    found = []
+    for _ in range(count):
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        found.append(engine.global_steps)
+    return found
+
+
+def test_settings_are_methods():
+    engine, _ = make()
+    assert engine.train_batch_size() == 4 and engine.train_micro_batch_size_per_gpu() == 2
+    assert engine.gradient_accumulation_steps() == engine.zero_optimization_stage() == 2
+    assert engine.zero_optimization() and not engine.fp16_enabled()
+    assert engine.zero_offload_optimizer().device == "cpu" and engine.zero_offload_param() is None
+    assert (engine.optimizer_name(), engine.scheduler_name()) == ("adamw", "WarmupLR")
+    assert engine.communication_data_type == torch.float32 and not engine.dynamic_loss_scale()
+    assert not engine.wall_clock_breakdown() and engine.get_mom() == [(0.8, 0.9)]
+    with pytest.raises(AttributeError, match="nor the model.*'no_such_setting'"):
+        engine.no_such_setting()
+
+
+def test_the_batch_changes_between_steps():
+    engine, _ = make()
+    assert steps(engine, 3) == [0, 1, 1]
+    with pytest.raises(UsageError, match="between two steps"):
+        engine.set_train_batch_size(6)
+    assert steps(engine, 1) == [2]
+    engine.set_train_batch_size(6)
+    assert engine.get_batch_info() == (6, 2, 3)
+    assert steps(engine, 6) == [2, 2, 3, 3, 3, 4]
+    assert engine.global_samples == 2 * 4 + 2 * 6
+    engine.set_train_micro_batch_size(4)
+    assert engine.get_batch_info() == (12, 4, 3)
+    with pytest.raises(UsageError, match="5 is not a multiple of 4"):
+        engine.set_train_batch_size(5)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_weights_are_loaded_into_an_engine(stage: int):
+    engine, _ = make(stage, bf16={"enabled": True})
+    values = {name: torch.full(p.shape, 0.5) for name, p in engine.module.named_parameters()}
+    engine.load_module_state_dict(values)
+    (weight, *_) = engine.module.parameters()
+    assert fragments.safe_get_full_fp32_param(weight).eq(0.5).all()
+    if stage == 3:
+        with pytest.raises(UsageError, match="save_16bit_model"):
+            engine.module_state_dict()
+    else:
+        assert engine.module_state_dict()["0.weight"].eq(0.5).all()
+
+
+def test_what_scripts_read_of_the_optimizer():
+    engine, optimizer = make(fp16={"enabled": True, "initial_scale_power": 3})
+    assert optimizer.cur_scale == optimizer.loss_scaler.cur_scale == 8
+    assert optimizer.dynamic_loss_scale and optimizer._global_grad_norm is None
+    (master,) = {each.dtype for each in optimizer.single_partition_of_fp32_groups}
+    assert master == torch.float32
+    engine.set_lr(0.5)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    optimizer.offload_states(device="none")
+    engine.allreduce_gradients()
+    with pytest.raises(AssertionError, match="Give initialize all groups"):
+        optimizer.add_param_group({"params": []})
+
+
+def test_leaves_are_marked_and_unmarked():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"gate": nn.Linear(2, 2)}))
+    assert leaf.set_z3_leaf_modules_by_name(model, ["0", "x"]) == ([model[0]], ["x"])
+    assert leaf.set_z3_leaf_modules_by_suffix(model, ["gate"])[1] == []
+    assert leaf.get_z3_leaf_modules(model) == [model[0], model[1]["gate"]]
+    assert leaf.unset_z3_leaf_modules(model, [nn.Linear]) == [model[0], model[1]["gate"]]
+    assert not leaf.z3_leaf_module(model[0]) and not leaf.get_z3_leaf_modules(model)
+    with pytest.raises(UsageError, match="no module named x, y"):
+        leaf.set_z3_leaf_modules_by_name(model, ["x", "y"])
+
+
+def test_names_that_frameworks_import():
+    schedules = finder.FacadeModule("deepspeed.runtime.lr_schedules")
+    assert (schedules.WARMUP_LR, schedules.WARMUP_NUM_STEPS) == ("WarmupLR", "warmup_num_steps")
+    facade = finder.FacadeModule("deepspeed")
+    assert issubclass(facade.DeepSpeedConfigError, ValueError) and facade.__git_hash__
+    with pytest.raises(facade.DeepSpeedConfigError):
+        facade.DeepSpeedConfig({"train_batch_size": 3, "train_micro_batch_size_per_gpu": 2})
+    assert facade.DeepSpeedConfig({"train_batch_size": 3}).train_micro_batch_size_per_gpu == 3
+    assert facade.DeepSpeedConfig({}).train_batch_size is None
