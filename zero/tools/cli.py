@@ -78,13 +78,16 @@ def main(arguments: list[str] | None = None) -> None:
         case ["--version", *_]:
             print(f"zero {zero.__version__}")
         case [name, *rest] if name in COMMANDS:
+            codes: list[int] = []
+            if arguments is None:
+                atexit.register(_end_at_once, codes)  # before what the command registers
             with _in_one_line(), _without_torchao():
                 result = command(name)(rest)
             if callable(result):  # `zero run`: the errors of a script are its own
                 result()
-            elif arguments is None and "torch" in sys.modules:
-                _leave(result or 0)
-            elif result is not None:
+                return
+            codes.append(result or 0)
+            if result is not None:
                 sys.exit(result)
         case [name, *_]:
             kind = "option" if name.startswith("-") else "command"
@@ -109,14 +112,15 @@ def command(name: str) -> Callable[[list[str]], Any]:
     return getattr(importlib.import_module(f"zero.tools.{module}"), function)
 
 
-def _leave(code: int) -> NoReturn:
-    """End the process without freeing torch's modules one by one, which takes two seconds, and in
-    which triton lists all that `gc.freeze` keeps.
+def _end_at_once(codes: list[int]) -> None:
+    """As the last function at the interpreter's exit, end the process after a command that has
+    returned its code. Freeing torch's modules one by one takes two seconds, in which triton lists
+    all that `gc.freeze` keeps.
     """
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    if codes and "torch" in sys.modules:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(*codes)
 
 
 @contextmanager

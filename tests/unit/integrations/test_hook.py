@@ -97,7 +97,8 @@ def test_every_name_of_the_table_resolves(tmp_path):
         assert "WarmupLR" in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES
         assert deepspeed.comm.all_reduce is torch.distributed.all_reduce
         import zero.fragments
-        assert deepspeed.utils.safe_get_full_grad is zero.fragments.safe_get_full_grad
+        fragments, utils = zero.fragments, deepspeed.utils
+        assert utils.safe_set_full_grad is fragments.safe_set_full_grad
         """,
         tmp_path,
     )
