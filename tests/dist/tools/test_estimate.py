@@ -24,9 +24,9 @@ from zero.offload.nvme import ScratchFile
 from zero.tools.cli import main
 from zero.tools.estimate.machine import DEVICE, DISK, HOST
 from zero.tools.estimate.model import build as build_fake
-from zero.tools.estimate.model import read_config
+from zero.tools.estimate.model import fill_in, read_config
 from zero.tools.estimate.question import Question
-from zero.tools.estimate.rank import estimate, fill_in
+from zero.tools.estimate.rank import estimate
 from zero.tools.estimate.traffic import NETWORK, READ, WRITTEN
 
 SMALL = {"stage3_param_persistence_threshold": 40, "stage3_prefetch_bucket_size": 3000}

@@ -27,9 +27,12 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
+from zero.config import Config
 from zero.core.layout import packs_experts
 from zero.errors import UsageError
 from zero.integrations.hf.quantized_experts import quantize_experts
+from zero.tools.estimate.machine import Memory
+from zero.tools.estimate.parts import PARAMETERS
 
 # The number of elements that share a scale, and of scales that share a scale.
 BLOCK, NESTED = 64, 256
@@ -105,7 +108,7 @@ def quantize(model: Any, quantization: dict[str, Any]) -> None:
     model.is_quantized = True
 
 
-def quantize_fused_experts(model: Any) -> None:
+def _quantize_fused_experts(model: Any) -> None:
     """Quantize experts that share a parameter, as stage 3 does while it loads a model in 4 bits.
 
     Raises UsageError if bitsandbytes is not installed.
@@ -122,6 +125,19 @@ def quantize_fused_experts(model: Any) -> None:
     model.config.quantization_config = transformers.BitsAndBytesConfig.from_dict(quantization)
     with mock.patch.dict(name2qmap):  # discard what it remembers of tensors without values
         quantize_experts(model)
+
+
+def hold_quantized(model: nn.Module, config: Config, memory: Memory) -> None:
+    """Count the codes and scales of quantized weights. Every rank holds all of them, unless the
+    engine takes them over.
+    """
+    before, memory.part = memory.part, PARAMETERS
+    if config.zero_optimization.stage == 3:
+        _quantize_fused_experts(model)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_floating_point():
+            memory.note(tensor)
+    memory.part = before
 
 
 def elements(model: nn.Module) -> int:

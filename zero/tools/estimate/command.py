@@ -6,12 +6,14 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from zero.config import load_config
 from zero.errors import UsageError
 from zero.tools.arguments import (
     Parser,
@@ -50,17 +52,22 @@ def estimate(arguments: list[str]) -> None:
     if options.teacher is not None and not options.seq:
         parser.error("--teacher needs --seq, the tokens of a sequence")
     question, limits = _asked(options)
-    settings = load(options.ds_config)
-    config, question = with_batch(settings, options.ds_config, question)
-    teacher = options.teacher and (options.teacher, options.teacher_bits)
+    config, question = with_batch(load(options.ds_config), options.ds_config, question)
     shown = Working("estimate: following a step on fake tensors; large models take a minute")
     with shown, _without_compiler():
         with importing():
-            from zero.tools.estimate.model import read_config
+            from zero.tools.estimate.model import build, fill_in, read_config
+            from zero.tools.estimate.remedies import Search
             from zero.tools.estimate.report import report
+            from zero.tools.estimate.teacher import read_teacher
 
             shape = read_config(options.model)  # it imports the model's module
-        text = report(options.model, shape, config, question, limits, options.json, teacher)
+        config = fill_in(config, shape)
+        if options.teacher is not None:
+            teacher = read_teacher(options.teacher, options.teacher_bits, config, shape)
+            question = replace(question, teacher=teacher)
+        model = build(shape, config.compute_dtype, options.adapter)
+        text = report(options.model, Search(model, config, question, limits), options.json)
     print(text)
 
 
@@ -83,8 +90,14 @@ def plan(arguments: list[str]) -> None:
     with shown, _without_compiler():
         with importing():
             from zero.tools.estimate import plan as planning
+            from zero.tools.estimate.model import build, read_config
+            from zero.tools.estimate.remedies import Search
 
-        text = planning.plan(options.model, question, limits, options.out, options.json)
+            shape = read_config(options.model)  # it imports the model's module
+        config = load_config(planning.START)
+        model = build(shape, config.compute_dtype, options.adapter)
+        search = Search(model, config, question, limits)
+        text = planning.plan(options.model, search, options.out, options.json)
     print(text)
 
 
@@ -162,4 +175,4 @@ def _asked(options: Namespace) -> tuple[Question, dict[str, int]]:
     limits = {place: int(size * 2**30) for place, size in memory.items() if size is not None}
     model_folder(options.model)
     sizes = options.world, options.batch, options.seq
-    return Question(*sizes, options.checkpointing, speeds, options.adapter, per_host), limits
+    return Question(*sizes, options.checkpointing, speeds, per_host), limits

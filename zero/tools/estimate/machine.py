@@ -93,14 +93,11 @@ class Memory(TorchDispatchMode):
 
     # -- bytes
 
-    def forget_peaks(self) -> None:
-        """Start to look for the fullest moment."""
+    def forget(self) -> None:
+        """Start to look for the fullest moment, and for the maximum of each part."""
         self._peaks.clear()
         for place in self.fullest:
             self.add(place, self.part, 0)
-
-    def forget_most(self) -> None:
-        """Start to look for the maximum of each part."""
         self.most = Counter(self.live)
 
     def add(self, place: str, part: str, nbytes: int) -> None:
