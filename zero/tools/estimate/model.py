@@ -32,6 +32,7 @@ from zero.tools.estimate.question import Question, model_folder
 
 # The plausible integers in `config.json`, by the end of the key. Some sizes are -1 for "any".
 _BOUNDS = {
+    "num_attention_heads": range(1, 10_001),
     r"(layers?|depths|heads?|experts)": range(10_001),
     "labels": range(1_000_001),
     r"(_size|_dim|d_model|d_ff|d_kv|n_embd)": range(-1, 100_000_001),
