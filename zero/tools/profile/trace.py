@@ -22,21 +22,16 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile, supported_activities
 
 from zero.comm.observer import Operation, set_observer
-from zero.comm.traffic import READ, WRITTEN
 from zero.integrations.deepspeed.engine import DeepSpeedEngine
 from zero.tools.profile.bounded_run import RecordedStep, bound_first_engine
 
-# From the top of the picture to the bottom.
-PHASES, WAITS, COMPUTE = "phases", "waits", "compute"
-GATHERS, REDUCTIONS, OTHERS = "all-gathers in flight", "reductions in flight", "other collectives"
-COPIES, READS, WRITES = "copies", "file reads", "file writes"
-UPDATES, LATE, MESSAGES = "updates in the step", "background updates", "messages"
-# In these, one may end later than what began after it.
-OVERLAPPING = (GATHERS, REDUCTIONS, OTHERS, COPIES, READS, WRITES, UPDATES, LATE, MESSAGES)
-_FROM_THE_TOP = (PHASES, WAITS, COMPUTE, *OVERLAPPING)
+# From the top of the picture to the bottom. In all but the first, one may end later than what began
+# after it.
+MAIN, GATHERS, REDUCTIONS = "main thread", "all-gathers in flight", "reductions in flight"
+OTHERS, COPIES, MESSAGES = "other collectives", "copies", "messages"
+_FROM_THE_TOP = (MAIN, GATHERS, REDUCTIONS, OTHERS, COPIES, MESSAGES)
 
-_LABEL, _UPDATE = "zero: ", "update of "
-_PHASES = ("forward", "backward", "step")
+_LABEL = "zero: "
 # torch's own spans of what a backend has in flight.
 _MESSAGES = ("gloo:", "nccl:")
 # So many processes of the trace belong to one rank: its host, and its devices.
@@ -126,7 +121,7 @@ def _track(operation: Operation) -> str:
 
 
 def events_of_torch(recorded: dict[str, Any], origin: int) -> Iterator[Event]:
-    """The profiler's events. The engine's labels have tracks of their own.
+    """The profiler's events, with the engine's labels.
 
     `origin`: nanoseconds since the epoch, from which times count in the result. "pid" is 0 for the
     host and 1 + its number for a device; "tid" is the name of a track."""
@@ -135,34 +130,13 @@ def events_of_torch(recorded: dict[str, Any], origin: int) -> Iterator[Event]:
         process, thread = event["pid"], event["tid"]
         if event["ph"] not in "Xsf" or event.get("cat") == "fwdbwd" or type(process) is not int:
             continue
+        place = 1 + process, f"stream {thread}"
+        if process == host:
+            place = 0, MAIN if thread == host else f"thread {thread}"
+            if event["ph"] == "X" and event["name"].startswith(_MESSAGES):
+                place = 0, MESSAGES
         name = event["name"].removeprefix(_LABEL)
-        if process != host:
-            process, track = 1 + process, f"stream {thread}"
-        else:
-            is_label, is_main = name != event["name"], thread == host
-            process, track = 0, COMPUTE if is_main else f"{COMPUTE}, thread {thread}"
-            if event["ph"] == "X" and name.startswith(_MESSAGES):
-                track = MESSAGES
-            elif is_label:
-                track = _track_of_label(name, is_main) or track
-        yield event | {
-            "ts": event["ts"] + shift,
-            "pid": process,
-            "tid": track,
-            "name": name.removeprefix(_UPDATE),
-        }
-
-
-def _track_of_label(name: str, is_main: bool) -> str | None:
-    if name.startswith(_UPDATE):
-        return UPDATES if is_main else LATE
-    if name.startswith(READ):
-        return READS
-    if name.startswith(WRITTEN):
-        return WRITES
-    if name.startswith("wait for ") and is_main:
-        return WAITS
-    return PHASES if name in _PHASES else None
+        yield event | {"ts": event["ts"] + shift, "pid": place[0], "tid": place[1], "name": name}
 
 
 def in_lanes(events: Iterable[Event]) -> Iterator[Event]:
@@ -172,7 +146,7 @@ def in_lanes(events: Iterable[Event]) -> Iterator[Event]:
     """
     ends: dict[str, list[float]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event["ts"]):
-        if event["tid"] in OVERLAPPING:
+        if event["tid"] in _FROM_THE_TOP[1:]:
             lanes, start = ends[event["tid"]], event["ts"]
             lane = next((number for number, end in enumerate(lanes) if end <= start), len(lanes))
             lanes[lane : lane + 1] = [start + event["dur"]]
@@ -217,5 +191,5 @@ def merge(files: Iterable[Path]) -> dict[str, Any]:
 
 def _position(place: tuple[int, str]) -> tuple[int, int, str]:
     process, track = place
-    known = [number for number, name in enumerate(_FROM_THE_TOP) if track.startswith(name)]
-    return process, known[0] if known else -1, track
+    above = [number for number, name in enumerate(_FROM_THE_TOP) if track.startswith(name)]
+    return process, *(above or [len(_FROM_THE_TOP)]), track
