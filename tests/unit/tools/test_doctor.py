@@ -27,7 +27,7 @@ def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
 def test_a_sound_machine_passes(capsys, tmp_path):
     code, text = doctor(capsys, "--json", "--folder", str(tmp_path))
     found = json.loads(text)
-    assert (code, found["works"], found["links"]) == (0, True, [])
+    assert (code, found["works"]) == (0, True)
     levels = {each["check"]: each["level"] for each in found["findings"]}
     assert levels["torch"] == levels["transformers"] == levels["backend"] == OK
     assert levels["disk"] in (OK, SLOW) and list(tmp_path.iterdir()) == []
@@ -100,12 +100,10 @@ def test_a_folder_that_is_missing_is_refused(capsys, tmp_path):
 
 
 def test_the_slow_link_is_named():
-    fast = [links.Link(0, 1, 1e-5, 10e9), links.Link(0, 2, 1e-5, 9e9)]
-    found = list(links.findings([*fast, links.Link(1, 2, 1e-3, 1e9)]))
+    found = list(links.findings({(0, 1): 10.0, (0, 2): 9.0, (1, 2): 1.0}))
     assert [(each.level, each.found) for each in found] == [
-        (OK, "median 9.00 GB/s, 10 us over 3 pair(s) of ranks"), (SLOW, "rank 1 - 2: 1.00 GB/s"),
+        (OK, "median 9.00 GB/s over 3 pair(s) of ranks"), (SLOW, "rank 1 - 2: 1.00 GB/s"),
     ]  # fmt: skip
-    assert [row.split()[-1] for row in links.table(fast, 3).splitlines()[1:]] == ["9.00", "-", "-"]
 
 
 def test_the_versions_are_those_of_the_package():

@@ -53,7 +53,7 @@ def doctor(arguments: list[str]) -> int:
     if is_alone:
         with Working("doctor: checking this machine"):
             machines = {"": list(checks.findings(options.folder))}
-        return _show(machines, [], 1, options.json)
+        return _show(machines, options.json)
     try:
         init_distributed(timeout=CONNECTING)
         comm = communicator()
@@ -64,13 +64,13 @@ def doctor(arguments: list[str]) -> int:
             for found in machines.values()
             for finding in found
         )
-        measured = links.measure(comm) if able else []
+        if able:
+            machines["all ranks"] = list(links.findings(links.measure(comm)))
     except RuntimeError as error:  # torch's for ranks that do not answer
         remedy = "check MASTER_ADDR, ports and firewalls; NCCL_DEBUG=INFO"
         print(Finding("links", FAILS, (str(error) or repr(error)).splitlines()[0], remedy))
         return 1
-    machines["all ranks"] = list(links.findings(measured)) if measured else []
-    code = _show(machines, measured, comm.world_size, options.json, prints=comm.rank == 0)
+    code = _show(machines, options.json, prints=comm.rank == 0)
     # rank 0 holds the store: it may not end before the others are done
     comm.control("ending").wait_for_all()
     return code
@@ -116,25 +116,16 @@ def _machines(comm: Communicator, folder: Path | None) -> dict[str, list[Finding
     return machines | ({"all machines": differ} if differ else {})
 
 
-def _show(
-    machines: dict[str, list[Finding]],
-    measured: list[links.Link],
-    ranks: int,
-    as_json: bool,
-    prints: bool = True,
-) -> int:
+def _show(machines: dict[str, list[Finding]], as_json: bool, prints: bool = True) -> int:
     """Print all findings; returns the exit code."""
     everything = [(where, finding) for where, found in machines.items() for finding in found]
     faults = sum(finding.level == FAILS for _, finding in everything)
     slow = sum(finding.level not in (OK, FAILS) for _, finding in everything)
     if prints and as_json:
         listed = [{"where": where, **finding._asdict()} for where, finding in everything]
-        of_links = [link._asdict() for link in measured]
-        print(json.dumps({"works": not faults, "findings": listed, "links": of_links}, indent=2))
+        print(json.dumps({"works": not faults, "findings": listed}, indent=2))
     elif prints:
         for where, found in machines.items():
             print(*filter(None, [where]), *found, sep="\n")
-        if measured:
-            print(links.table(measured, ranks))
         print(f"{faults} fault(s), {slow} thing(s) that slow training down")
     return int(faults > 0)
