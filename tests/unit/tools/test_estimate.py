@@ -432,7 +432,7 @@ def test_offload_that_is_not_needed_is_named(ask, prompt_host):
     options = [*prompt_host, "--batch", "2", "--seq", "8", "--device-memory"]
     text = ask(shape, both, *options, "1G")
     assert "This fits: each rank has 1.00 GiB of device memory." in text
-    assert re.search("also fits, and is .* times as fast, with no offload_optimizer and no", text)
+    assert re.search("also fits, and is .* times as fast, with no offload_optimizer, no", text)
     found = ask(shape, both, *options, "1G", "--json")
     plain = ask(shape, {"stage": 3}, *options[:-1], "--json")
     unneeded = found["not_needed"]

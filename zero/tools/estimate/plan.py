@@ -6,22 +6,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from zero.errors import UsageError
 from zero.monitor.out_of_memory import size
-from zero.tools.estimate.remedies import Remedy, Search
+from zero.tools.estimate.question import PLAIN
+from zero.tools.estimate.remedies import Search
 from zero.tools.estimate.report import described
 from zero.tools.explain import explain
 
-# The configuration that is changed until it fits.
-START: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}
 # The number of remedies that are named: the best one and others.
 NAMED = 3
 
 
 def plan(source: str, search: Search, out: Path, as_json: bool) -> str:
-    """Write the configuration to `out`, and return what to print. The search begins at `START`.
+    """Write the configuration to `out`, and return what to print. The search begins at `PLAIN`.
 
     Raises UsageError if nothing fits.
     """
@@ -33,13 +31,18 @@ def plan(source: str, search: Search, out: Path, as_json: bool) -> str:
             f"{question.world_size} process(es): take more of them, shorter sequences, or an "
             "adapter"
         )
-    keys = configuration(found[0], question.batch)
+    batch = found[0].question.batch
+    keys = PLAIN | {
+        "zero_optimization": PLAIN["zero_optimization"] | found[0].keys,
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": question.batch // batch,
+    }
     out.write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
     best, *others = map(described, found)
     if as_json:
         facts = {"file": str(out), "configuration": keys, "found": [best, *others]}
         return json.dumps(facts, indent=2)
-    batch, steps = keys["train_micro_batch_size_per_gpu"], keys["gradient_accumulation_steps"]
+    steps = question.batch // batch
     options = f"--per_device_train_batch_size {batch} --gradient_accumulation_steps {steps} --bf16"
     if found[0].question.checkpointing:
         options += " --gradient_checkpointing"
@@ -54,15 +57,3 @@ def plan(source: str, search: Search, out: Path, as_json: bool) -> str:
             explain(str(out)),
         ]
     )
-
-
-def configuration(remedy: Remedy, sequences: int) -> dict[str, Any]:
-    """Return the keys of `START`, changed by those of the remedy, and its batch. `sequences`: of a
-    step on one rank.
-    """
-    batch = remedy.question.batch
-    return START | {
-        "zero_optimization": START["zero_optimization"] | remedy.keys,
-        "train_micro_batch_size_per_gpu": batch,
-        "gradient_accumulation_steps": sequences // batch,
-    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zero.config import Config
 from zero.errors import UsageError
@@ -13,6 +13,10 @@ from zero.tools.estimate.speeds import Speeds
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+# The configuration that a plan changes until it fits.
+PLAIN: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}
 
 
 class Teacher(NamedTuple):

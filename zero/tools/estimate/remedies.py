@@ -45,7 +45,7 @@ class Remedy:
 
     @property
     def words(self) -> str:
-        return " and ".join(self.changes)
+        return ", ".join(self.changes)
 
     @property
     def seconds(self) -> float:

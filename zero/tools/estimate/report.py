@@ -25,7 +25,8 @@ def report(source: str, search: Search, as_json: bool) -> str:
     faster = search.faster() if fits else None
     if as_json:
         return json.dumps(_facts(search, fits, remedies, faster), indent=2)
-    return "\n".join([*_estimated(source, search), *_verdict(search, fits, remedies, faster)])
+    verdict = _verdict(search, fits, remedies, faster)
+    return "\n".join([*_estimated(source, search), *verdict, f"  {search.question.speeds}"])
 
 
 def _facts(
@@ -85,7 +86,7 @@ def _estimated(source: str, search: Search) -> list[str]:
         lines += [f"Each rank moves in a step (micro-batches: {steps}):", *moved]
     if not question.batch:
         lines.append("Activations and computation are not included: give --batch and --seq.")
-    return [*lines, f"This takes {_time(found)}.", f"  {question.speeds}"]
+    return [*lines, f"This takes {_time(found)}."]
 
 
 def _verdict(
