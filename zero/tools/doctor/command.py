@@ -16,7 +16,7 @@ from zero.comm.world import compute_device, init_distributed
 from zero.errors import UsageError
 from zero.tools.arguments import Parser, Working
 from zero.tools.doctor import checks, links, speeds
-from zero.tools.doctor.checks import FAILS, LEAST, OK, Finding, device_name
+from zero.tools.doctor.checks import FAILS, OK, Finding, device_name
 from zero.tools.estimate.speeds import default_file, read
 
 # Ranks that do not reach each other are found after this time.
@@ -100,20 +100,12 @@ def _speeds(options: Namespace, is_alone: bool) -> int:
 
 
 def _machines(comm: Communicator, folder: Path | None) -> dict[str, list[Finding]]:
-    """The findings of each machine, by its first rank, and where versions differ."""
+    """The findings of each machine, by its first rank."""
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     here = list(checks.findings(folder)) if first else []
     gathered = comm.control("findings").exchange(lambda: (socket.gethostname(), here))
     several = [(name, found) for name, found in gathered if found]
-    machines = {f"{name} (machine {n})": found for n, (name, found) in enumerate(several)}
-    differ = []
-    for package in ("python", *LEAST):
-        listed = [finding for _, found in several for finding in found if finding.check == package]
-        versions = sorted({finding.found for finding in listed})
-        if len(versions) > 1:
-            found = f"machines differ: {', '.join(versions)}"
-            differ.append(Finding(package, FAILS, found, "install one version"))
-    return machines | ({"all machines": differ} if differ else {})
+    return {f"{name} (machine {number})": found for number, (name, found) in enumerate(several)}
 
 
 def _show(machines: dict[str, list[Finding]], as_json: bool, prints: bool = True) -> int:

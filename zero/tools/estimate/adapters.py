@@ -15,7 +15,6 @@ share a parameter: at stage 3 the engine quantizes these as well
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from pathlib import Path
@@ -131,13 +130,12 @@ def hold_quantized(model: nn.Module, config: Config, memory: Memory) -> None:
     """Count the codes and scales of quantized weights. Every rank holds all of them, unless the
     engine takes them over.
     """
-    before, memory.part = memory.part, PARAMETERS
-    if config.zero_optimization.stage == 3:
-        _quantize_fused_experts(model)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_floating_point():
-            memory.note(tensor)
-    memory.part = before
+    with mock.patch.object(memory, "part", PARAMETERS):
+        if config.zero_optimization.stage == 3:
+            _quantize_fused_experts(model)
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_floating_point():
+                memory.note(tensor)
 
 
 def elements(model: nn.Module) -> int:
@@ -178,14 +176,12 @@ def _adapter_config(adapter: str) -> Any:
 
     if adapter.isdecimal() and int(adapter) > 0:
         return peft.LoraConfig(r=int(adapter), target_modules="all-linear", lora_dropout=0.0)
-    file = Path(adapter)
-    file = file / "adapter_config.json" if file.is_dir() else file
-    if not file.is_file():
+    folder = Path(adapter) if Path(adapter).is_dir() else Path(adapter).parent
+    if not (folder / "adapter_config.json").is_file():
         raise UsageError(
             "there is no such file: give PEFT's folder with adapter_config.json, or the rank of "
             "LoRA, a number above 0"
         )
-    kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[json.loads(file.read_text())["peft_type"]]
-    config = kind.from_pretrained(str(file.parent))
+    config = peft.PeftConfig.from_pretrained(str(folder))
     config.inference_mode = False  # with which a trained adapter is saved
     return config

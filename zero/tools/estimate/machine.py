@@ -136,15 +136,6 @@ class Memory(TorchDispatchMode):
             self.add(place, before, -nbytes)
             self.add(place, part, nbytes)
 
-    @contextlib.contextmanager
-    def counting(self, whose: str) -> Iterator[None]:
-        """Context in which memory is that of another model."""
-        before, self.whose = self.whose, whose
-        try:
-            yield
-        finally:
-            self.whose = before
-
     def place_of(self, tensor: torch.Tensor) -> str:
         known = self._known.get(tensor.untyped_storage()._cdata)
         return HOST if known is None else known[0]

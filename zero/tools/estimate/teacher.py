@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -78,7 +79,7 @@ def distillation(
 ) -> Callable[[], torch.Tensor]:
     """Return a function that runs the forward of both models and returns the loss."""
     model, config = without_values(beside.model), beside.config
-    with memory.counting(OF_TEACHER):
+    with patch.object(memory, "whose", OF_TEACHER):
         hold_quantized(model, config, memory)
         teacher = ZeroEngine(model.eval(), config)
     teacher.comm.clock.shows = False
@@ -91,18 +92,18 @@ def distillation(
 
     def loss() -> torch.Tensor:
         their_head.forward = lambda hidden: hidden
-        with torch.no_grad(), memory.counting(OF_TEACHER):
+        with torch.no_grad(), patch.object(memory, "whose", OF_TEACHER):
             states = forward(teacher, **inputs).logits.flatten(0, 1).clone()
 
         # Within the calls of both heads, because there the weights are gathered.
         def compare(hidden: torch.Tensor) -> torch.Tensor:
             def compare_with(states: torch.Tensor) -> None:
-                with memory.counting(""):
+                with patch.object(memory, "whose", ""):
                     rows = hidden.flatten(0, 1).clone()
                     found.append(_FusedLoss.apply(rows, head.weight, states, their_head.weight))
 
             their_head.forward = compare_with
-            with memory.counting(OF_TEACHER):
+            with patch.object(memory, "whose", OF_TEACHER):
                 their_head(states)
             return found.pop()
 

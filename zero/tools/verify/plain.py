@@ -162,16 +162,9 @@ class PlainOptimizer:
             return self.gradients()[param]
         if kind == FP32:
             return self.masters[param].detach()
-        state = self.states_of(param).get(kind)
-        return None if state is None else state.float()
-
-    def states_of(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
-        """The optimizer's states that are ordinary tensors of their parameter's shape."""
-        return {
-            key: state
-            for key, state in self.optimizer.state.get(self.masters[param], {}).items()
-            if type(state) is torch.Tensor and state.dim() and state.shape == param.shape
-        }
+        state = self.optimizer.state.get(self.masters[param], {}).get(kind)
+        is_ordinary = type(state) is torch.Tensor and state.shape == param.shape
+        return state.float() if is_ordinary else None
 
 
 class PlainEngine(DeepSpeedEngine):

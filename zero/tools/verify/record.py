@@ -129,17 +129,10 @@ class Recorder(BoundedRun):
         """Names of the optimizer's states that are tensors of their parameter's size, on any
         rank.
         """
-        if isinstance(self.engine, PlainEngine):
-            states = [self.optimizer.states_of(param) for _, param in self._trained()]
-            here = set().union(*states)
-        else:
-            states = self.optimizer.state.values()
-            here = {
-                key for state in states for key, value in state.items() if is_state_tensor(value)
-            }
-        return sorted(
-            set().union(*self.engine.comm.control("names of states").exchange(lambda: here))
-        )
+        states = self.optimizer.state.values()
+        here = {key for state in states for key, value in state.items() if is_state_tensor(value)}
+        everywhere = self.engine.comm.control("names of states").exchange(lambda: here)
+        return sorted(set().union(*everywhere))
 
     def _read(self, param: nn.Parameter, kind: str) -> torch.Tensor | None:
         """A collective: every rank reads."""
