@@ -61,7 +61,12 @@ def test_a_machine_without_a_compiler_is_slow(monkeypatch):
 
 
 def test_speeds_are_measured_and_written(capsys, tmp_path, monkeypatch):
-    for name, value in {"SECONDS": 0.0, "VALUES": 1 << 16, "ELEMENTS": 1 << 10}.items():
+    for name, value in {
+        "SECONDS": 0.0,
+        "VALUES": 1 << 16,
+        "FILE_BYTES": 1 << 18,
+        "ELEMENTS": 1 << 10,
+    }.items():
         monkeypatch.setattr(speeds, name, value)
     file = tmp_path / "new" / "speeds.json"
     code, text = doctor(capsys, "--speeds", str(file), "--folder", str(tmp_path))

@@ -10,7 +10,6 @@ import platform
 import resource
 import shutil
 import socket
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +22,9 @@ from torch.torch_version import TorchVersion
 
 from zero.comm.world import compute_device, default_backend
 from zero.device import CPU, accelerator, is_accelerator, room
-from zero.offload.nvme import ScratchFile
 from zero.optim import adam_cpu
 from zero.releases import installed, newer_than_tested
+from zero.tools.doctor.speeds import FILE_BYTES, file_speeds
 
 OK, SLOW, FAILS = "ok", "slow", "FAILS"
 # The oldest versions that the package accepts.
@@ -33,10 +32,8 @@ LEAST = {"torch": "2.8", "transformers": "4.57.1", "accelerate": "1.7"}
 # Docker gives a container 64 MB of shared memory. NCCL and a DataLoader's workers need more.
 LEAST_SHARED_MEMORY = 1 << 30
 LEAST_MEMORY = 2 << 30
-# Bytes that are written to the folder and read back.
-FILE_BYTES = 256 << 20
 # Slower than this, a disk is slower than any NVMe drive.
-SLOW_DISK = 500e6
+SLOW_DISK = 0.5  # GB/s
 
 
 class Finding(NamedTuple):
@@ -230,20 +227,12 @@ def _disk(folder: Path) -> str:
     free = shutil.disk_usage(folder).free
     if free < 2 * FILE_BYTES:
         raise Fault(f"{free >> 20} MiB free in {folder}")
-    file = ScratchFile(folder)
-    host = torch.ones(FILE_BYTES, dtype=torch.uint8, device="cpu")
-    rates = []
     try:
-        place = file.empty(FILE_BYTES, torch.uint8)
-        for move in (lambda: file.write(place, host), lambda: file.read(place, host)):
-            start = time.perf_counter()
-            move().wait()
-            rates.append(FILE_BYTES / (time.perf_counter() - start))
+        rates = dict(file_speeds(folder, limit=0))
     except OSError as error:
         raise Fault(str(error)) from None
-    finally:
-        file.close()
-    found = f"writes {rates[0] / 1e9:.2f} GB/s, reads {rates[1] / 1e9:.2f} GB/s in {folder}"
-    if min(rates) < SLOW_DISK:
+    written, read = rates["disk_written"], rates["disk_read"]
+    found = f"writes {written:.2f} GB/s, reads {read:.2f} GB/s in {folder}"
+    if min(written, read) < SLOW_DISK:
         raise Fault(found, SLOW, "for offload to files name a folder on an NVMe drive")
     return found

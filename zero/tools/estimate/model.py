@@ -132,7 +132,7 @@ def build(
     dtype: torch.dtype,
     adapter: str = "",
     is_frozen: bool = False,
-) -> nn.Module:
+) -> transformers.PreTrainedModel:
     """Build the model in this dtype on the meta device, with an adapter if one is named.
 
     Raises UsageError if its constructor refuses the configuration, or needs values.

@@ -12,7 +12,7 @@ from zero.errors import UsageError
 from zero.tools.estimate.speeds import Speeds
 
 if TYPE_CHECKING:
-    from torch import nn
+    from transformers import PreTrainedModel
 
 
 # The configuration that a plan changes until it fits.
@@ -22,7 +22,7 @@ PLAIN: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage
 class Teacher(NamedTuple):
     """A frozen model, without values, and the configuration of its engine."""
 
-    model: nn.Module
+    model: PreTrainedModel
     config: Config
 
 

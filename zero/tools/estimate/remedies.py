@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from torch import nn
+import transformers
 
 from zero.config import Config
 from zero.config.settings import ZeroConfig
@@ -63,7 +63,11 @@ class Search:
     """
 
     def __init__(
-        self, model: nn.Module, config: Config, question: Question, limits: Mapping[str, int]
+        self,
+        model: transformers.PreTrainedModel,
+        config: Config,
+        question: Question,
+        limits: Mapping[str, int],
     ):
         self.model = model
         self.config = config

@@ -86,7 +86,7 @@ def distillation(
     head, their_head = (_plain_head(each.module, question) for each in (engine, teacher))
     ids = torch.zeros(question.batch, question.length, dtype=torch.long, device=META)
     inputs = {"input_ids": ids}
-    if model.config.is_encoder_decoder:
+    if beside.model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids
     found: list[torch.Tensor] = []
 
