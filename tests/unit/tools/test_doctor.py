@@ -70,9 +70,9 @@ def test_speeds_are_measured_and_written(capsys, tmp_path, monkeypatch):
     found, written = read(file), json.loads(file.read_text())["speeds"]
     assert code == 0 and found.source.startswith("measured by 1 process on ")
     assert not found.has_accelerator and "network" not in written
-    assert "network" in text and "(assumed)" in text and str(file) in text
+    assert "not measured, but assumed: network, " in text and str(file) in text
     measured = ("compute", "compute_fp32", "device_memory", "calls", "disk_read", "memory")
-    assert all(f"{name.replace('_', ' '):<16}" in text and written[name] > 0 for name in measured)
+    assert all(written[name] > 0 for name in measured) and "disk read " in text
     code, text = doctor(capsys, "--json", "--speeds", str(file), "--folder", str(tmp_path))
     assert json.loads(text)["speeds"].keys() == vars(found).keys()
 

@@ -89,11 +89,12 @@ def _speeds(options: Namespace, is_alone: bool) -> int:
     if comm is None or comm.rank == 0:
         speeds.write(options.speeds, measured, device_name(device))
         found = read(options.speeds)
-        print(
-            json.dumps({"file": str(options.speeds), "speeds": vars(found)}, indent=2)
-            if options.json
-            else f"{speeds.table(found, here)}\n{found.source}; written to {options.speeds}"
-        )
+        if options.json:
+            print(json.dumps({"file": str(options.speeds), "speeds": vars(found)}, indent=2))
+        else:
+            assumed = [name for name in vars(found) if name not in {*here, "source"}]
+            print(found, f"not measured, but assumed: {', '.join(assumed) or 'none'}", sep="\n")
+            print(f"written to {options.speeds}")
     if comm is not None:
         comm.control("ending").wait_for_all()  # rank 0 holds the store
     return 0

@@ -21,7 +21,6 @@ from zero.checkpoint.disk import replace_text
 from zero.device import CPU, is_accelerator, synchronize
 from zero.offload.nvme import ScratchFile
 from zero.optim import adam8bit, adam_cpu
-from zero.tools.estimate.speeds import Speeds
 
 # The fastest of the tries within this time counts, so that other work on the machine does not.
 SECONDS, LEAST_TRIES = 1.5, 3
@@ -173,15 +172,3 @@ def write(file: Path, measured: list[dict[str, Any]], device: str) -> None:
     )
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_text(file, json.dumps({"speeds": slowest | {"source": source}}, indent=2) + "\n")
-
-
-def table(speeds: Speeds, measured: dict[str, Any]) -> str:
-    """A line for each speed, and whether it was measured."""
-    lines = []
-    for name, speed in vars(speeds).items():
-        if isinstance(speed, float):
-            unit = "TFLOP/s" if name.startswith("compute") else "GB/s"
-            unit = "thousand a second" if name == "calls" else unit
-            note = "" if name in measured else "  (assumed)"
-            lines.append(f"  {name.replace('_', ' '):<16}{speed:>10.4g} {unit}{note}")
-    return "\n".join(lines)
