@@ -75,9 +75,10 @@ class Search:
         self.limits = limits
         self._tried: dict[tuple[str, int, bool], Remedy | None] = {}
         self._batches = list(_halves(question.batch))
-        can_checkpoint = question.batch and model.supports_gradient_checkpointing
+        asked, can_checkpoint = question.checkpointing, model.supports_gradient_checkpointing
         # The one that needs less memory comes first.
-        self._checkpointing = sorted({question.checkpointing, bool(can_checkpoint)}, reverse=True)
+        tried = {asked, asked or bool(question.batch and can_checkpoint)}
+        self._checkpointing = sorted(tried, reverse=True)
 
     @cached_property
     def found(self) -> Estimate:
@@ -148,8 +149,10 @@ class Search:
 
     def _estimated(self, keys: Keys, batch: int, checkpointing: bool) -> Remedy:
         asked, config, changes = self.question, self.config, list(map(_in_words, keys.items()))
-        given = config.zero_optimization.model_dump(exclude_unset=True)
-        updates: Keys = {"zero_optimization": ZeroConfig.model_validate(given | keys)}
+        updates: Keys = {}
+        if keys:
+            given = config.zero_optimization.model_dump(exclude_unset=True)
+            updates["zero_optimization"] = ZeroConfig.model_validate(given | keys)
         if batch != asked.batch:
             steps = asked.batch * (config.gradient_accumulation_steps or 1) // batch
             updates["gradient_accumulation_steps"] = steps
