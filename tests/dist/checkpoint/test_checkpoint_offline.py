@@ -223,8 +223,8 @@ def test_command_line(checkpoint, tmp_path):
         "epoch",
     ):
         assert part in out, out
-    trained = sum(value.numel() for value in expected["masters"].values())
-    assert f"trained parameters  {trained:,}" in out
+    numel = sum(value.numel() for value in expected["masters"].values())
+    assert f"parameters          {numel:,}" in out
 
     found = json.loads(json.dumps(facts(folder)))
     assert (found["ranks"], found["stage"], found["steps"]) == (2, 3, 2) and found["bytes"][
