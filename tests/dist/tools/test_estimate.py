@@ -361,7 +361,7 @@ def test_the_command(tmp_path, capsys):
     assert "4 ranks, each of which holds at most" in text and "activations" in text
     assert "moves in a step (micro-batches: 2)" in text and "network" in text
     main(["estimate", *asked, "--device-memory", "24G"])
-    assert "This fits on a device of 24.00 GiB" in capsys.readouterr().out
+    assert "This fits: each rank has 24.00 GiB of device memory." in capsys.readouterr().out
     main(["estimate", *asked, "--json"])
     found = json.loads(capsys.readouterr().out)
     # Of each micro-batch's gradients a rank sends three quarters.

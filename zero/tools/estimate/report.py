@@ -86,7 +86,7 @@ def _estimated(source: str, search: Search) -> list[str]:
         lines += [f"Each rank moves in a step (micro-batches: {steps}):", *moved]
     if not question.batch:
         lines.append("Activations and computation are not included: give --batch and --seq.")
-    return [*lines, f"This takes {_time(found)}."]
+    return [*lines, f"{'This' if question.batch else 'The rest'} takes {_time(found)}."]
 
 
 def _verdict(
