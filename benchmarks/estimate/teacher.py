@@ -42,7 +42,7 @@ def measure_distillation(
     does.
     """
     shape, their_shape = shapes_of(name, sizes)
-    student, teacher = (class_of(each)[0](each) for each in (shape, their_shape))
+    student, teacher = (class_of(each)(each) for each in (shape, their_shape))
     head = install_task_head(student, "student")
     engine = zero.initialize(model=student, config=settings)[0]
     args: Any = SimpleNamespace(teacher_deepspeed=None, deepspeed=settings, fp16=False, bf16=False)

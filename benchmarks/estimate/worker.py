@@ -16,7 +16,7 @@ from zero.config import load_config
 from zero.monitor.memory_usage import DEVICE, DISK, HOST, bytes_by_kind
 from zero.offload import tiers
 from zero.tools.estimate.adapters import add_adapter, quantization_of, quantize
-from zero.tools.estimate.model import class_of, set_checkpointing
+from zero.tools.estimate.model import class_of, enable_checkpointing
 
 STEPS = 3
 # Ends of a model's name: an adapter of this rank is trained, and its base is quantized.
@@ -90,13 +90,13 @@ def measure(
     if size := settings["zero_optimization"].get("zero_hpz_partition_size"):
         os.environ["LOCAL_WORLD_SIZE"] = str(size)  # second shards are within a machine
     config = shape_of(name)
-    model = class_of(config)[0](config).to(load_config(settings).compute_dtype)
+    model = class_of(config)(config).to(load_config(settings).compute_dtype)
     if quantization := quantization_of(config):
         quantize(model, quantization)
     if name.endswith((LORA, QLORA)):
         add_adapter(model, RANK)
     if checkpointing:
-        set_checkpointing(model, True)
+        enable_checkpointing(model)
     engine = zero.initialize(model=model, config=settings)[0]
     ids = torch.randint(3, config.vocab_size, (batch, length)).to(device.NAME)
     return measure_steps(

@@ -87,9 +87,9 @@ def claims(args: argparse.Namespace) -> Rows:
     import torch
 
     from zero.config import load_config
-    from zero.tools.estimate.model import build
+    from zero.tools.estimate.model import build, fill_in
     from zero.tools.estimate.question import Question
-    from zero.tools.estimate.rank import estimate, fill_in
+    from zero.tools.estimate.rank import estimate
 
     shape = t5_config(MODELS["t5-3b"])
     shape.architectures = ["T5ForConditionalGeneration"]

@@ -44,9 +44,9 @@ from zero.config import Config, load_config
 from zero.errors import UsageError
 from zero.tools.arguments import count
 from zero.tools.estimate.machine import DEVICE, HOST
-from zero.tools.estimate.model import build
+from zero.tools.estimate.model import build, fill_in
 from zero.tools.estimate.question import Question
-from zero.tools.estimate.rank import estimate, fill_in
+from zero.tools.estimate.rank import estimate
 
 CONFIG = REPOSITORY / "configs" / "ds_config_zero3.json"
 TUNED = {"mics_shard_size": 64, "stage3_max_live_parameters": int(2e9)}

@@ -29,7 +29,7 @@ from zero.core.param_group import State
 from zero.core.reduction import GroupGradients, ReductionOrder
 from zero.core.schedule import Residency
 from zero.tools.estimate.calls import operations
-from zero.tools.estimate.model import set_checkpointing
+from zero.tools.estimate.model import enable_checkpointing
 
 
 class Op(NamedTuple):
@@ -242,7 +242,7 @@ def rehearse_meta(
     finally:
         torch.set_default_dtype(before)
     if checkpointing:
-        set_checkpointing(model, True)
+        enable_checkpointing(model)
     ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
     zero = (
         config.zero_optimization

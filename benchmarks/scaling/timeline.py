@@ -29,8 +29,7 @@ from zero.config.offload import OffloadOptimizerConfig
 from zero.errors import UsageError
 from zero.tools.arguments import above_zero, count
 from zero.tools.estimate.machine import DEVICE, DISK, HOST
-from zero.tools.estimate.model import read_config
-from zero.tools.estimate.rank import fill_in
+from zero.tools.estimate.model import fill_in, read_config
 from zero.tools.estimate.speeds import DEVICES, Speeds, chosen
 
 ASSUMPTIONS = """\

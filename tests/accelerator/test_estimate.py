@@ -32,7 +32,7 @@ from zero.tools.estimate.machine import DEVICE, DISK, HOST
 from zero.tools.estimate.model import build
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import estimate
-from zero.tools.estimate.teacher import Teacher
+from zero.tools.estimate.teacher import read_teacher
 
 STAGE3 = {
     "stage": 3,
@@ -107,7 +107,7 @@ def test_a_teacher_takes_what_it_takes_in_run_distill(fullest, tmp_path):
     shape, their_shape = shapes_of(name, sizes)
     their_shape.save_pretrained(tmp_path)
     config = load_config(settings)
-    teacher = Teacher.read(str(tmp_path), None, config)
+    teacher = read_teacher(str(tmp_path), None, config, shape)
     question = Question(2, 4, 16, teacher=teacher)
     found = estimate(build(shape, config.compute_dtype), config, question)
     measured = run_on(2, measure_distillation, name, sizes, settings, 4, 16, simulated=True)

@@ -1,9 +1,9 @@
 """Reports collectives, and copies between host memory and the compute device, to those who want to
 know.
 
-In an ordinary run nobody is, and nothing is measured. `comms_logger` (zero/monitor/collectives.py)
-and `zero trace` set an observer for their time. Reads and writes of files are not reported here:
-`zero.comm.traffic.transfer` labels them for the profiler."""
+In an ordinary run nobody does, and nothing is measured. `comms_logger`
+(zero/monitor/collectives.py) sets an observer for its time. Reads and writes of files are not
+reported here: `zero.comm.traffic.transfer` labels them for the profiler."""
 
 from __future__ import annotations
 

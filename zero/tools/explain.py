@@ -21,6 +21,7 @@ from zero.config.settings import Config
 from zero.config.table import Row, rows
 from zero.errors import UsageError
 from zero.tools.arguments import Parser
+from zero.tools.report.runs import size
 
 ACTING = "Keys with an effect"
 FILLED_IN = "Keys that the Trainer or accelerate fills in"
@@ -180,17 +181,9 @@ def _size(value: int, unit: str) -> str:
     if not 0 < value < 1 << 50:
         return ""
     if unit == "bytes":
-        return f" That is {_amount(value)}."
-    of_parameters = f"{_amount(value * 2)} in 16 bits, {_amount(value * 4)} in fp32"
+        return f" That is {size(value)}."
+    of_parameters = f"{size(value * 2)} in 16 bits, {size(value * 4)} in fp32"
     return f" That is {value:,} elements: {of_parameters}."
-
-
-def _amount(nbytes: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:,.2f} GiB"
 
 
 def _processes(config: Config) -> str:

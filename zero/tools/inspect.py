@@ -126,39 +126,24 @@ def facts(checkpoint: Path) -> dict[str, Any]:
         "loss_scale": scaler.get("scale") if isinstance(scaler, dict) else None,
         "client_state": [str(key) for key in _keys(manifest.client_state)],
         "bytes": sizes,
-        "files": {
-            name: {"bytes": entry.bytes, "checksums": len(entry.sums)}
-            for name, entry in manifest.files.items()
-        },
+        "checksums_verified": sum(len(entry.sums) for entry in manifest.files.values()),
+        "files": {name: entry.bytes for name, entry in manifest.files.items()},
     }
 
 
 def describe(found: dict[str, Any]) -> str:
-    """Return `facts` as text, one line for each."""
-    lines = [
-        f"checkpoint   {found['checkpoint']}",
-        f"written      {found['written']}, torch {found['torch']}, format {found['format']}",
-        f"by           {found['ranks']} ranks, stage {found['stage']}"
-        if found["ranks"]
-        else "by           zero adopt",
-        f"steps        {found['steps']} ({found['skipped_steps']} skipped)",
-        f"parameters   {found['parameters']:,}, {found['trained_parameters']:,} of them trained, "
-        "computing in "
-        f"{', '.join(found['dtypes'])}",
-        *(
-            f"{key.replace('_', ' '):<12} {found[key] or 'none'}"
-            for key in ("optimizer", "scheduler", "loss_scale")
-        ),
-        f"client state {', '.join(found['client_state']) or 'none'}",
-        "",
-        *(f"{disk.megabytes(nbytes):>16}  {kind}" for kind, nbytes in found["bytes"].items()),
-        "",
-        *(
-            f"{disk.megabytes(entry['bytes']):>16}  {name}  {entry['checksums']} checksums verified"
-            for name, entry in found["files"].items()
-        ),
-    ]
-    return "\n".join(lines)
+    """Return `facts` as text, a line for each, and tables of bytes below them."""
+    lines, tables = [], []
+    for key, value in found.items():
+        name = key.replace("_", " ")
+        if isinstance(value, dict):
+            sizes = (f"{disk.megabytes(each):>16}  {part}" for part, each in value.items())
+            tables += ["", f"{name}:", *sizes]
+        else:
+            shown = ", ".join(value) if isinstance(value, list) else value
+            shown = f"{shown:,}" if isinstance(shown, int) else shown or "none"
+            lines.append(f"{name:<20}{shown}")
+    return "\n".join(lines + tables)
 
 
 def _keys(client_state: dict[str, Any]) -> Iterable[object]:

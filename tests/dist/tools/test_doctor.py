@@ -13,8 +13,8 @@ def test_ranks_measure_all_links():
     done = fork_ranks("-m", "zero", "doctor", "--json", nproc=RANKS, timeout=120, imported="zero")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
-    assert [(link["first"], link["second"]) for link in found["links"]] == [(0, 1), (0, 2), (1, 2)]
-    assert all(0 < link["latency"] < 60 and link["bandwidth"] > 0 for link in found["links"])
+    links = next(each["found"] for each in found["findings"] if each["check"] == "links")
+    assert links.endswith(" over 3 pair(s) of ranks")
     torch = [each for each in found["findings"] if each["check"] == "torch"]
     assert len(torch) == 1 and torch[0]["where"].endswith("(machine 0)")
     assert "for each of 3 ranks" in next(

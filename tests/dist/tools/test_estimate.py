@@ -24,9 +24,9 @@ from zero.offload.nvme import ScratchFile
 from zero.tools.cli import main
 from zero.tools.estimate.machine import DEVICE, DISK, HOST
 from zero.tools.estimate.model import build as build_fake
-from zero.tools.estimate.model import read_config
+from zero.tools.estimate.model import fill_in, read_config
 from zero.tools.estimate.question import Question
-from zero.tools.estimate.rank import estimate, fill_in
+from zero.tools.estimate.rank import estimate
 from zero.tools.estimate.traffic import NETWORK, READ, WRITTEN
 
 SMALL = {"stage3_param_persistence_threshold": 40, "stage3_prefetch_bucket_size": 3000}
@@ -361,7 +361,7 @@ def test_the_command(tmp_path, capsys):
     assert "4 ranks, each of which holds at most" in text and "activations" in text
     assert "moves in a step (micro-batches: 2)" in text and "network" in text
     main(["estimate", *asked, "--device-memory", "24G"])
-    assert "This fits on a device of 24.00 GiB" in capsys.readouterr().out
+    assert "This fits: each rank has 24.00 GiB of device memory." in capsys.readouterr().out
     main(["estimate", *asked, "--json"])
     found = json.loads(capsys.readouterr().out)
     # Of each micro-batch's gradients a rank sends three quarters.

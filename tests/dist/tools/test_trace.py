@@ -9,7 +9,6 @@ import json
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,14 +20,7 @@ from zero.comm.communicator import communicator
 from zero.comm.observer import Operation, set_observer
 from zero.tools.cli import main
 from zero.tools.profile import command
-from zero.tools.profile.trace import (
-    REDUCTIONS,
-    InFlight,
-    TraceRun,
-    events_of_torch,
-    in_lanes,
-    merge,
-)
+from zero.tools.profile.trace import TraceRun, merge
 
 WIDTH = 800
 STEPS = 4  # in backwards 1, 2, 4, 8... the ranks agree on an order, by a broadcast
@@ -61,21 +53,6 @@ def train(rank: int, world_size: int, folder: Path, device: str = "nvme") -> Non
         engine.step()
 
 
-def sum_across_machines(rank: int, world_size: int) -> list[tuple[str, str]]:
-    """The tracks and names of exchanges that coded gradients make, here of two machines."""
-    comm = communicator().within(1)
-    in_flight = InFlight()
-    set_observer(in_flight)
-    group = SimpleNamespace(serial=1, name="group", trainable=True)
-    sent = torch.ones(2, 4)
-    comm.start_all_to_all(torch.empty(2, 4), sent, group, across=True).wait()
-    reduced = torch.zeros(4)
-    comm.reduce_scatter(reduced, torch.ones(4), accumulate=False, max_numel=100).wait()
-    set_observer(None)
-    assert reduced.tolist() == [2.0] * 4
-    return [(event["tid"], event["name"]) for event in in_flight.events(0)]
-
-
 def broadcast_and_sum(rank: int, world_size: int) -> list[tuple[str, int, bool]]:
     """Name, ranks and end of what an observer is told of collectives in a shard group of 1 or 2."""
     told: list[tuple[Operation, list[bool]]] = []
@@ -101,11 +78,6 @@ def test_every_broadcast_and_the_ranks_of_a_sum_are_told():
         assert told == [("broadcast", 2, True), ("broadcast", 2, True), ("all_reduce", 1, True)]
 
 
-def test_exchanges_between_machines_are_traced():
-    for found in run_on(2, sum_across_machines):
-        assert found == [(REDUCTIONS, "group"), (REDUCTIONS, "reduce_scatter")]
-
-
 def assert_nested(events: list[dict]) -> None:
     """Of two events in one track, one contains the other, or they are apart."""
     tracks = defaultdict(list)
@@ -128,15 +100,7 @@ def test_a_step_of_two_ranks(tmp_path: Path):
     tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     for pid in (0, 100):
         found = {name.partition(" (")[0] for (process, _), name in tracks.items() if process == pid}
-        expected = {
-            "phases",
-            "waits",
-            "compute",
-            "all-gathers in flight",
-            "reductions in flight",
-            "other collectives",
-        }
-        assert found >= expected | {"file reads", "file writes", "background updates"}
+        assert found >= {"main thread", "messages"}
     of_track = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
@@ -144,18 +108,22 @@ def test_a_step_of_two_ranks(tmp_path: Path):
             of_track[event["pid"], tracks[event["pid"], event["tid"]].partition(" (")[0]].append(
                 event
             )
-    assert [event["name"] for event in of_track[0, "phases"]] == ["forward", "backward", "step"]
-    assert "broadcast" in [event["name"] for event in of_track[0, "other collectives"]]
-    gathers = of_track[100, "all-gathers in flight"]
-    assert {event["name"] for event in gathers} == WEIGHTS
-    assert all(event["args"]["elements"] >= WIDTH * WIDTH for event in gathers)
-    assert {event["name"] for event in of_track[0, "reductions in flight"]} >= WEIGHTS
-    assert any(event["name"] == "aten::addmm" for event in of_track[0, "compute"])
-    updates = [event for event in of_track[0, "background updates"] if event["name"] in WEIGHTS]
+    names = [event["name"] for event in of_track[0, "main thread"]]
+    phases = [name for name in names if name in ("forward", "backward", "step")]
+    assert phases == ["forward", "backward", "step"]
+    assert {f"all-gather of {name}" for name in WEIGHTS} <= {*names}
+    assert "aten::addmm" in names
+    assert any(name.startswith("wait for ") for name in names)
+    in_threads = {
+        event["name"]
+        for (process, track), listed in of_track.items()
+        if process == 0 and track.startswith("thread ")
+        for event in listed
+    }
     # Some of the step before may be over when the recording begins, and some of this step may come
     # after its end.
-    assert updates
-    assert any(event["name"].startswith("wait for ") for event in of_track[0, "waits"])
+    assert in_threads & {f"update of {name}" for name in WEIGHTS}
+    assert {name.partition(",")[0] for name in in_threads} >= {"disk read", "disk written"}
     assert_nested(events)
 
 
@@ -208,28 +176,28 @@ def test_bad_arguments_are_one_line(arguments: list[str], said: str, capsys):
     assert code == 2 and said in stderr and len(stderr.splitlines()) == 1
 
 
-def test_work_in_flight_at_the_same_time_has_lanes():
-    events = list(
-        in_lanes(
-            {"ph": "X", "name": name, "pid": 0, "tid": "copies", "ts": start, "dur": end - start}
-            for name, start, end in (("a", 0, 9), ("b", 4, 6), ("c", 6, 20))
-        )
-    )
-    assert [(event["name"], event["tid"]) for event in events] == [
-        ("a", "copies"), ("b", "copies (2)"), ("c", "copies (2)"),
-    ]  # fmt: skip
-    assert_nested(events)
-
-
 def test_ranks_lie_on_one_clock_and_streams_are_devices(tmp_path: Path):
     kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "pid": 1, "tid": 7, "ts": 2.5, "dur": 1.0}
     flow = {"ph": "f", "cat": "ac2g", "name": "ac2g", "id": 5, "pid": 1, "tid": 7, "ts": 2.5}
-    found = list(events_of_torch({"baseTimeNanoseconds": 1000, "traceEvents": [kernel, flow]}, 500))
-    assert [event["ts"] for event in found] == [3.0, 3.0]
     for rank, start in ((0, 9_000), (1, 5_000)):
-        (tmp_path / f"rank{rank}.json").write_text(json.dumps({"start": start, "events": found}))
+        recorded = {"baseTimeNanoseconds": start, "host": "3", "traceEvents": [kernel, flow]}
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(recorded))
     events = merge(tmp_path.glob("rank*.json"))["traceEvents"]
-    assert [(e["pid"], e["ts"]) for e in events if e["ph"] == "X"] == [(2, 7.0), (102, 3.0)]
+    assert [(e["pid"], e["ts"]) for e in events if e["ph"] == "X"] == [(2, 6.5), (102, 2.5)]
     assert [e["id"] for e in events if e["ph"] == "f"] == ["0.5", "1.5"]
     names = {e["args"]["name"] for e in events if e["ph"] == "M" and "name" in e["args"]}
     assert names == {"rank 0, device 1", "rank 1, device 1", "stream 7"}
+
+
+def test_messages_in_flight_at_the_same_time_have_tracks(tmp_path: Path):
+    sent = [
+        {"ph": "X", "name": f"gloo:{name}", "pid": 3, "tid": 3, "ts": start, "dur": end - start}
+        for name, start, end in (("a", 0, 9), ("b", 4, 6), ("c", 6, 20))
+    ]
+    recorded = {"baseTimeNanoseconds": 0, "host": "3", "traceEvents": sent}
+    (tmp_path / "rank0.json").write_text(json.dumps(recorded))
+    events = merge([tmp_path / "rank0.json"])["traceEvents"]
+    assert [(e["name"], e["tid"]) for e in events if e["ph"] == "X"] == [
+        ("gloo:a", 0), ("gloo:b", 1), ("gloo:c", 1),
+    ]  # fmt: skip
+    assert_nested(events)

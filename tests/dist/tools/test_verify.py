@@ -167,7 +167,7 @@ def compared(folder: Path, name: str) -> Result:
 def test_a_right_engine_is_equal(tmp_path: Path, dtype: str):
     result = found(tmp_path, ["none"], dtype)["none"]
     assert result.difference is None, as_text(result)
-    kinds = ("loss", "gradient", "setting", "norm", "exp_avg", "exp_avg_sq", "decay", "update")
+    kinds = ("loss", "gradient", "setting", "norm", "exp_avg", "exp_avg_sq", "update")
     assert [row[:2] for row in result.rows] == [
         (0, "value"), *((step, kind) for step in range(1, STEPS + 1) for kind in kinds)
     ]  # fmt: skip
@@ -208,8 +208,7 @@ def test_faults_that_adam_hides_are_found(tmp_path: Path, dtype: str):
         "All tensors of this kind are {}times the plain ones",
         "Everything compared before it",
     )
-    untrained, decays = f"blocks.{LEFT_OUT}.norm.weight", "These elements have had no gradient yet"
-    skipped = "It is True on the engine and False on plain torch"
+    skipped = "It is 1 on the engine and 0 on plain torch"
     expected = {
         "norm": (1, "norm", "all gradients", before),
         "skipped": (1, "setting", "whether the step was skipped", skipped),
@@ -219,21 +218,18 @@ def test_faults_that_adam_hides_are_found(tmp_path: Path, dtype: str):
         "rate": (1, "update", "stem.weight", times.format("1.01 ")),
         "betas": (1, "exp_avg_sq", "stem.weight", times.format("50 ")),
         "eps": (1, "update", "stem.weight", before),
-        "decay": (1, "decay", untrained, ""),
-        "touched": (1, "decay", untrained, decays),
+        "decay": (1, "update", None, "The step has not changed blocks.3"),
+        "touched": (1, "update", None, before),
     }
-    if dtype != "float32":  # decay shows it first
-        expected["rate"] = (1, "decay", "blocks.3.down.bias", times.format("1.01 "))
-        # Each fault in one of the two.
+    if dtype != "float32":  # each fault in one of the two
         own = list(expected)[dtype == "float16" :: 2]
         expected = {name: expected[name] for name in own}
     results = found(tmp_path, list(expected), dtype)
     for name, (step, kind, tensor, cause) in expected.items():
         difference = results[name].difference
         assert difference is not None, name
-        assert (difference.step, difference.kind, difference.name) == (step, kind, tensor), (
-            f"{name}: {difference}"
-        )
+        assert (difference.step, difference.kind) == (step, kind), f"{name}: {difference}"
+        assert tensor in (None, difference.name), f"{name}: {difference}"
         assert difference.cause.startswith(cause), f"{name}: {difference}"
         json.loads(
             as_json(results[name]), parse_constant=lambda text: pytest.fail(f"{text} is not JSON")

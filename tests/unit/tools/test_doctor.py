@@ -27,7 +27,7 @@ def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
 def test_a_sound_machine_passes(capsys, tmp_path):
     code, text = doctor(capsys, "--json", "--folder", str(tmp_path))
     found = json.loads(text)
-    assert (code, found["works"], found["links"]) == (0, True, [])
+    assert (code, found["works"]) == (0, True)
     levels = {each["check"]: each["level"] for each in found["findings"]}
     assert levels["torch"] == levels["transformers"] == levels["backend"] == OK
     assert levels["disk"] in (OK, SLOW) and list(tmp_path.iterdir()) == []
@@ -46,31 +46,33 @@ def test_what_would_fail_is_said_with_a_remedy(capsys, monkeypatch):
     assert "2 fault(s)" in text.splitlines()[-1]
     assert "slow  shared memory" in text and "--shm-size" in text
     monkeypatch.setattr(checks, "accelerator", lambda: torch.device("cuda:0"))
-    with pytest.raises(checks.Fault) as raised:
-        checks._shared_memory(ROOT)
-    assert raised.value.level == FAILS
+    assert checks.shared_memory(ROOT).level == FAILS
 
 
 def test_a_machine_without_a_compiler_is_slow(monkeypatch):
     monkeypatch.setattr(checks.adam_cpu, "is_compiled", lambda: False)
     monkeypatch.setenv("CXX", "no-compiler")
-    (check,) = [check for check in checks._checks() if check.name == "C++ compiler"]
-    found = check.finding()
+    found = checks.compiler()
     assert found[1:3] == (SLOW, "no-compiler cannot build the Adam kernel")
     assert "name one in CXX" in found.remedy
 
 
 def test_speeds_are_measured_and_written(capsys, tmp_path, monkeypatch):
-    for name, value in {"SECONDS": 0.0, "VALUES": 1 << 16, "ELEMENTS": 1 << 10}.items():
+    for name, value in {
+        "SECONDS": 0.0,
+        "VALUES": 1 << 16,
+        "FILE_BYTES": 1 << 18,
+        "ELEMENTS": 1 << 10,
+    }.items():
         monkeypatch.setattr(speeds, name, value)
     file = tmp_path / "new" / "speeds.json"
     code, text = doctor(capsys, "--speeds", str(file), "--folder", str(tmp_path))
     found, written = read(file), json.loads(file.read_text())["speeds"]
     assert code == 0 and found.source.startswith("measured by 1 process on ")
     assert not found.has_accelerator and "network" not in written
-    assert "network" in text and "(assumed)" in text and str(file) in text
+    assert "not measured, but assumed: network, " in text and str(file) in text
     measured = ("compute", "compute_fp32", "device_memory", "calls", "disk_read", "memory")
-    assert all(f"{name.replace('_', ' '):<16}" in text and written[name] > 0 for name in measured)
+    assert all(written[name] > 0 for name in measured) and "disk read " in text
     code, text = doctor(capsys, "--json", "--speeds", str(file), "--folder", str(tmp_path))
     assert json.loads(text)["speeds"].keys() == vars(found).keys()
 
@@ -100,12 +102,10 @@ def test_a_folder_that_is_missing_is_refused(capsys, tmp_path):
 
 
 def test_the_slow_link_is_named():
-    fast = [links.Link(0, 1, 1e-5, 10e9), links.Link(0, 2, 1e-5, 9e9)]
-    found = list(links.findings([*fast, links.Link(1, 2, 1e-3, 1e9)]))
+    found = list(links.findings({(0, 1): 10.0, (0, 2): 9.0, (1, 2): 1.0}))
     assert [(each.level, each.found) for each in found] == [
-        (OK, "median 9.00 GB/s, 10 us over 3 pair(s) of ranks"), (SLOW, "rank 1 - 2: 1.00 GB/s"),
+        (OK, "median 9.00 GB/s over 3 pair(s) of ranks"), (SLOW, "rank 1 - 2: 1.00 GB/s"),
     ]  # fmt: skip
-    assert [row.split()[-1] for row in links.table(fast, 3).splitlines()[1:]] == ["9.00", "-", "-"]
 
 
 def test_the_versions_are_those_of_the_package():

@@ -21,8 +21,8 @@ def write(
     facts = {"dtype": "float32", "names": list(START), "elementwise": True}
     (folder / "facts.json").write_text(json.dumps(facts))
     norm = torch.cat(list(gradients.values())).norm().item()
-    done = {"losses": [[loss]], "groups": [{"lr": 0.1}], "scale": 1.0}
-    (folder / "1.json").write_text(json.dumps(done | {"norm": norm, "applied": applied}))
+    done = {"loss": {"a loss": loss}, "setting": {"lr": 0.1}, "norm": {"all gradients": norm}}
+    (folder / "1.json").write_text(json.dumps(done | {"applied": applied}))
     values = {name: START[name] - 0.1 * gradient for name, gradient in gradients.items()}
     for name, tensors in (("start", START), ("1.gradients", gradients), ("1.values", values)):
         save_file(tensors, folder / f"{name}.safetensors")

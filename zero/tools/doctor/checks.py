@@ -10,10 +10,7 @@ import platform
 import resource
 import shutil
 import socket
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,9 +20,9 @@ from torch.torch_version import TorchVersion
 
 from zero.comm.world import compute_device, default_backend
 from zero.device import CPU, accelerator, is_accelerator, room
-from zero.offload.nvme import ScratchFile
 from zero.optim import adam_cpu
 from zero.releases import installed, newer_than_tested
+from zero.tools.doctor.speeds import FILE_BYTES, file_speeds
 
 OK, SLOW, FAILS = "ok", "slow", "FAILS"
 # The oldest versions that the package accepts.
@@ -33,10 +30,8 @@ LEAST = {"torch": "2.8", "transformers": "4.57.1", "accelerate": "1.7"}
 # Docker gives a container 64 MB of shared memory. NCCL and a DataLoader's workers need more.
 LEAST_SHARED_MEMORY = 1 << 30
 LEAST_MEMORY = 2 << 30
-# Bytes that are written to the folder and read back.
-FILE_BYTES = 256 << 20
 # Slower than this, a disk is slower than any NVMe drive.
-SLOW_DISK = 500e6
+SLOW_DISK = 0.5  # GB/s
 
 
 class Finding(NamedTuple):
@@ -57,88 +52,47 @@ class Finding(NamedTuple):
         return f"{self.level:<6}{self.check:<16}{self.found}{remedy}"
 
 
-@dataclass(eq=False)
-class Fault(Exception):
-    """What a check found. `remedy`: replaces the check's own remedy."""
-
-    found: str
-    level: str = FAILS
-    remedy: str = ""
-
-
-class Check(NamedTuple):
-    """`look` returns what it found, or raises `Fault`."""
-
-    name: str
-    look: Callable[[], str]
-    remedy: str = ""
-
-    def finding(self) -> Finding:
-        try:
-            return Finding(self.name, OK, self.look())
-        except Fault as fault:
-            return Finding(self.name, fault.level, fault.found, fault.remedy or self.remedy)
-
-
 def findings(folder: Path | None) -> Iterator[Finding]:
-    """Check this machine, and the disk of `folder` if there is one."""
-    checks = _checks()
+    """Check this machine, and the disk of `folder`. What is fine needs no remedy."""
+    for finding in _checked(folder):
+        yield finding._replace(remedy="") if finding.level == OK else finding
+
+
+def _checked(folder: Path | None) -> Iterator[Finding]:
+    yield Finding("python", OK, platform.python_version())
+    for package, least in LEAST.items():
+        yield version(package, least)
+    yield Finding("newest tested", OK, newer_than_tested() or "no library is newer")
+    yield _devices()
+    yield _backend()
+    yield _bf16()
+    yield _locked_memory()
+    yield shared_memory(Path("/dev/shm"))
+    yield _host_memory()
+    yield compiler()
+    yield _host_name()
     if folder is not None:
-        checks.append(Check("disk", partial(_disk, folder), "name a folder on another disk"))
-    return (check.finding() for check in checks)
+        yield disk(folder)
 
 
-def _checks() -> list[Check]:
-    versions = [
-        Check(package, partial(_version, package, least), f"pip install '{package}>={least}'")
-        for package, least in LEAST.items()
-    ]
-    return [
-        Check("python", platform.python_version),
-        *versions,
-        Check("newest tested", lambda: newer_than_tested() or "no library is newer"),
-        Check("devices", _device),
-        Check("backend", _backend, "install a build that has it"),
-        Check("bf16", _bf16, "train in fp32 or fp16"),
-        Check("locked memory", _locked, "ulimit -l unlimited, or docker run --ulimit memlock=-1"),
-        Check(
-            "shared memory",
-            partial(_shared_memory, Path("/dev/shm")),
-            "docker run --shm-size=8g, or delete files there",
-        ),
-        Check("host memory", _memory, "end other processes, start fewer ranks, or raise the limit"),
-        Check(
-            "C++ compiler",
-            _compiler,
-            "only for offloaded optimizers: install a C++ compiler, or name one in CXX",
-        ),
-        Check("host name", _host_name, "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME"),
-    ]
-
-
-def _version(package: str, least: str) -> str:
+def version(package: str, least: str) -> Finding:
     found = installed(package)
-    if not found:
-        raise Fault("missing")
-    if TorchVersion(found) < least:
-        raise Fault(found)
-    return found
+    level = OK if found and TorchVersion(found) >= least else FAILS
+    return Finding(package, level, found or "missing", f"pip install '{package}>={least}'")
 
 
-def _device() -> str:
+def _devices() -> Finding:
     device = accelerator()
     if device is None:
         if shutil.which("nvidia-smi") and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
             build = f"install a CUDA build of torch, or a driver for CUDA {torch.version.cuda}"
-            raise Fault("torch sees no GPU", remedy=f"there is a driver: {build}")
-        return f"none: training runs on {device_name(CPU)}"
-    number = torch.accelerator.device_count()
+            return Finding("devices", FAILS, "torch sees no GPU", f"there is a driver: {build}")
+        return Finding("devices", OK, f"none: training runs on {device_name(CPU)}")
+    number, ranks = torch.accelerator.device_count(), _ranks()
     memory = torch.accelerator.get_memory_info(device)[1] / 2**30
-    found = f"{number} x {device_name(device)}, {memory:.0f} GiB"
-    if _ranks() > number:
-        remedy = f"start at most {number} ranks on this machine"
-        raise Fault(f"{found} for {_ranks()} ranks", remedy=remedy)
-    return found
+    found = f"{number} x {device_name(device)}, {memory:.0f} GiB for {ranks} rank(s)"
+    level = FAILS if ranks > number else OK
+    return Finding("devices", level, found, f"start at most {number} ranks on this machine")
 
 
 def device_name(device: torch.device) -> str:
@@ -153,97 +107,90 @@ def _ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def _backend() -> str:
+def _backend() -> Finding:
     device = compute_device()
     name = default_backend(device)
     if accelerator() is not None and not is_accelerator(device):
         found = "torch has no collectives for this device"
-        raise Fault(found, SLOW, "the engine computes on the CPU")
-    if not dist.is_backend_available(name):
-        raise Fault(f"this torch was built without {name}")
-    return name
+        return Finding("backend", SLOW, found, "the engine computes on the CPU")
+    level = OK if dist.is_backend_available(name) else FAILS
+    return Finding("backend", level, name, "install a build of torch that has it")
 
 
-def _bf16() -> str:
+def _bf16() -> Finding:
     if accelerator() is not None:
         has = getattr(torch.get_device_module(), "is_bf16_supported", lambda: True)()
     else:
         cpu = Path("/proc/cpuinfo")
         text = cpu.read_text() if cpu.exists() else ""
         has = platform.machine() != "x86_64" or "avx512_bf16" in text or "amx_bf16" in text
-    if not has:
-        raise Fault("emulated", SLOW)
-    return "in hardware"
+    if has:
+        return Finding("bf16", OK, "in hardware")
+    return Finding("bf16", SLOW, "emulated", "train in fp32 or fp16")
 
 
-def _locked() -> str:
+def _locked_memory() -> Finding:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     found = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB"
     if accelerator() is None:
-        return f"{found}; not needed without an accelerator"
+        return Finding("locked memory", OK, f"{found}; not needed without an accelerator")
     try:
         torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
-        raise Fault(f"{found}; 64 MiB: {str(error).splitlines()[0]}", SLOW) from None
-    return f"{found}; 64 MiB can be pinned"
+        found = f"{found}; 64 MiB: {str(error).splitlines()[0]}"
+        remedy = "ulimit -l unlimited, or docker run --ulimit memlock=-1"
+        return Finding("locked memory", SLOW, found, remedy)
+    return Finding("locked memory", OK, f"{found}; 64 MiB can be pinned")
 
 
-def _shared_memory(place: Path) -> str:
+def shared_memory(place: Path) -> Finding:
     if not place.is_dir():
-        raise Fault(f"no {place}", SLOW, "DataLoader workers need it: mount a tmpfs there")
+        remedy = "DataLoader workers need it: mount a tmpfs there"
+        return Finding("shared memory", SLOW, f"no {place}", remedy)
     size = shutil.disk_usage(place)
     found = f"{size.free / 2**30:.1f} of {size.total / 2**30:.1f} GiB free in {place}"
-    if size.free < LEAST_SHARED_MEMORY:
-        # NCCL needs it; on CPUs only a DataLoader's workers do
-        raise Fault(found, SLOW if accelerator() is None else FAILS)
-    return found
+    # NCCL needs it; on CPUs only a DataLoader's workers do
+    too_little = SLOW if accelerator() is None else FAILS
+    level = too_little if size.free < LEAST_SHARED_MEMORY else OK
+    remedy = "docker run --shm-size=8g, or delete files there"
+    return Finding("shared memory", level, found, remedy)
 
 
-def _memory() -> str:
+def _host_memory() -> Finding:
     free, total = room(CPU)
     found = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     if _ranks() > 1:
         found += f" for each of {_ranks()} ranks"
-    if free < LEAST_MEMORY:
-        raise Fault(found, SLOW)
-    return found
+    remedy = "end other processes, start fewer ranks, or raise the limit"
+    return Finding("host memory", SLOW if free < LEAST_MEMORY else OK, found, remedy)
 
 
-def _compiler() -> str:
-    name = os.environ.get("CXX") or "c++"
-    if not adam_cpu.is_compiled():
-        raise Fault(f"{name} cannot build the Adam kernel", SLOW)
-    return f"{name} has built the Adam kernel"
+def compiler() -> Finding:
+    name, is_built = os.environ.get("CXX") or "c++", adam_cpu.is_compiled()
+    found = f"{name} {'has built' if is_built else 'cannot build'} the Adam kernel"
+    remedy = "only for offloaded optimizers: install a C++ compiler, or name one in CXX"
+    return Finding("C++ compiler", OK if is_built else SLOW, found, remedy)
 
 
-def _host_name() -> str:
+def _host_name() -> Finding:
     """gloo and NCCL's start-up connect to the address of the host's name."""
     name = socket.gethostname()
     try:
-        return f"{name} is {socket.gethostbyname(name)}"
+        return Finding("host name", OK, f"{name} is {socket.gethostbyname(name)}")
     except OSError:
-        raise Fault(f"{name} has no address", SLOW) from None
+        remedy = "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME"
+        return Finding("host name", SLOW, f"{name} has no address", remedy)
 
 
-def _disk(folder: Path) -> str:
-    """Write and read as the engine does: past the page cache, in requests of several threads."""
-    free = shutil.disk_usage(folder).free
+def disk(folder: Path) -> Finding:
+    free, remedy = shutil.disk_usage(folder).free, "name a folder on another disk"
     if free < 2 * FILE_BYTES:
-        raise Fault(f"{free >> 20} MiB free in {folder}")
-    file = ScratchFile(folder)
-    host = torch.ones(FILE_BYTES, dtype=torch.uint8, device="cpu")
-    rates = []
+        return Finding("disk", FAILS, f"{free >> 20} MiB free in {folder}", remedy)
     try:
-        place = file.empty(FILE_BYTES, torch.uint8)
-        for move in (lambda: file.write(place, host), lambda: file.read(place, host)):
-            start = time.perf_counter()
-            move().wait()
-            rates.append(FILE_BYTES / (time.perf_counter() - start))
+        rates = dict(file_speeds(folder, limit=0))
     except OSError as error:
-        raise Fault(str(error)) from None
-    finally:
-        file.close()
-    found = f"writes {rates[0] / 1e9:.2f} GB/s, reads {rates[1] / 1e9:.2f} GB/s in {folder}"
-    if min(rates) < SLOW_DISK:
-        raise Fault(found, SLOW, "for offload to files name a folder on an NVMe drive")
-    return found
+        return Finding("disk", FAILS, str(error), remedy)
+    written, read = rates["disk_written"], rates["disk_read"]
+    found = f"writes {written:.2f} GB/s, reads {read:.2f} GB/s in {folder}"
+    level = SLOW if min(written, read) < SLOW_DISK else OK
+    return Finding("disk", level, found, "for offload to files name a folder on an NVMe drive")

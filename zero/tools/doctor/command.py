@@ -16,7 +16,7 @@ from zero.comm.world import compute_device, init_distributed
 from zero.errors import UsageError
 from zero.tools.arguments import Parser, Working
 from zero.tools.doctor import checks, links, speeds
-from zero.tools.doctor.checks import FAILS, LEAST, OK, Finding, device_name
+from zero.tools.doctor.checks import FAILS, OK, Finding, device_name
 from zero.tools.estimate.speeds import default_file, read
 
 # Ranks that do not reach each other are found after this time.
@@ -53,7 +53,7 @@ def doctor(arguments: list[str]) -> int:
     if is_alone:
         with Working("doctor: checking this machine"):
             machines = {"": list(checks.findings(options.folder))}
-        return _show(machines, [], 1, options.json)
+        return _show(machines, options.json)
     try:
         init_distributed(timeout=CONNECTING)
         comm = communicator()
@@ -64,13 +64,13 @@ def doctor(arguments: list[str]) -> int:
             for found in machines.values()
             for finding in found
         )
-        measured = links.measure(comm) if able else []
+        if able:
+            machines["all ranks"] = list(links.findings(links.measure(comm)))
     except RuntimeError as error:  # torch's for ranks that do not answer
         remedy = "check MASTER_ADDR, ports and firewalls; NCCL_DEBUG=INFO"
         print(Finding("links", FAILS, (str(error) or repr(error)).splitlines()[0], remedy))
         return 1
-    machines["all ranks"] = list(links.findings(measured)) if measured else []
-    code = _show(machines, measured, comm.world_size, options.json, prints=comm.rank == 0)
+    code = _show(machines, options.json, prints=comm.rank == 0)
     # rank 0 holds the store: it may not end before the others are done
     comm.control("ending").wait_for_all()
     return code
@@ -89,52 +89,36 @@ def _speeds(options: Namespace, is_alone: bool) -> int:
     if comm is None or comm.rank == 0:
         speeds.write(options.speeds, measured, device_name(device))
         found = read(options.speeds)
-        print(
-            json.dumps({"file": str(options.speeds), "speeds": vars(found)}, indent=2)
-            if options.json
-            else f"{speeds.table(found, here)}\n{found.source}; written to {options.speeds}"
-        )
+        if options.json:
+            print(json.dumps({"file": str(options.speeds), "speeds": vars(found)}, indent=2))
+        else:
+            assumed = [name for name in vars(found) if name not in {*here, "source"}]
+            print(found, f"not measured, but assumed: {', '.join(assumed) or 'none'}", sep="\n")
+            print(f"written to {options.speeds}")
     if comm is not None:
         comm.control("ending").wait_for_all()  # rank 0 holds the store
     return 0
 
 
 def _machines(comm: Communicator, folder: Path | None) -> dict[str, list[Finding]]:
-    """The findings of each machine, by its first rank, and where versions differ."""
+    """The findings of each machine, by its first rank."""
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     here = list(checks.findings(folder)) if first else []
     gathered = comm.control("findings").exchange(lambda: (socket.gethostname(), here))
     several = [(name, found) for name, found in gathered if found]
-    machines = {f"{name} (machine {n})": found for n, (name, found) in enumerate(several)}
-    differ = []
-    for package in ("python", *LEAST):
-        listed = [finding for _, found in several for finding in found if finding.check == package]
-        versions = sorted({finding.found for finding in listed})
-        if len(versions) > 1:
-            found = f"machines differ: {', '.join(versions)}"
-            differ.append(Finding(package, FAILS, found, "install one version"))
-    return machines | ({"all machines": differ} if differ else {})
+    return {f"{name} (machine {number})": found for number, (name, found) in enumerate(several)}
 
 
-def _show(
-    machines: dict[str, list[Finding]],
-    measured: list[links.Link],
-    ranks: int,
-    as_json: bool,
-    prints: bool = True,
-) -> int:
+def _show(machines: dict[str, list[Finding]], as_json: bool, prints: bool = True) -> int:
     """Print all findings; returns the exit code."""
     everything = [(where, finding) for where, found in machines.items() for finding in found]
     faults = sum(finding.level == FAILS for _, finding in everything)
     slow = sum(finding.level not in (OK, FAILS) for _, finding in everything)
     if prints and as_json:
         listed = [{"where": where, **finding._asdict()} for where, finding in everything]
-        of_links = [link._asdict() for link in measured]
-        print(json.dumps({"works": not faults, "findings": listed, "links": of_links}, indent=2))
+        print(json.dumps({"works": not faults, "findings": listed}, indent=2))
     elif prints:
         for where, found in machines.items():
             print(*filter(None, [where]), *found, sep="\n")
-        if measured:
-            print(links.table(measured, ranks))
         print(f"{faults} fault(s), {slow} thing(s) that slow training down")
     return int(faults > 0)

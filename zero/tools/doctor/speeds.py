@@ -18,17 +18,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero.checkpoint.disk import replace_text
-from zero.device import is_accelerator, synchronize
+from zero.device import CPU, is_accelerator, synchronize
 from zero.offload.nvme import ScratchFile
 from zero.optim import adam8bit, adam_cpu
-from zero.tools.estimate.speeds import Speeds
 
 # The fastest of the tries within this time counts, so that other work on the machine does not.
 SECONDS, LEAST_TRIES = 1.5, 3
 # Rows, inner size and columns of a product. A CPU trains on few tokens at a time, and multiplies so
 # few rows more slowly than a large square.
 MATRICES, MATRICES_ON_HOST = (4096, 4096, 4096), (128, 512, 2048)
-VALUES = 64 << 20  # bytes of a tensor that is copied, sent, or written to a file
+VALUES = 64 << 20  # bytes of a tensor that is copied or sent
+FILE_BYTES = 256 << 20  # that are written to the folder and read back
 ELEMENTS = 16 << 20  # of a sub-group that is updated
 # Bytes that an update of one element moves: a 16-bit gradient is read, master and moments are read
 # and written, 16-bit weights are written. Moments are fp32, or codes with a scale for each block.
@@ -59,7 +59,7 @@ def _measured(device: torch.device, folder: Path) -> Iterator[tuple[str, float]]
         for name, target, source in (("to_device", there, host), ("from_device", host, there)):
             copy = partial(target.copy_, source, non_blocking=True)
             yield name, VALUES / _seconds(copy, device) / GIGA
-    yield from _file(folder)
+    yield from file_speeds(folder)
     yield "memory", UPDATED * ELEMENTS / _update(coded=False) / GIGA
     yield "memory_8_bit", UPDATED_8_BIT * ELEMENTS / _update(coded=True) / GIGA
     if dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
@@ -126,13 +126,18 @@ def _calls(device: torch.device) -> float:
     return calls.count / _seconds(run, device) / KILO
 
 
-def _file(folder: Path) -> Iterator[tuple[str, float]]:
+def file_speeds(folder: Path, limit: float | None = None) -> Iterator[tuple[str, float]]:
+    """GB/s at which a file in the folder is written and read as the engine does it: past the page
+    cache, in requests of several threads.
+
+    limit: as of `_seconds`. Raises OSError if it cannot be written.
+    """
     file = ScratchFile(folder)
     try:
-        place, host = file.empty(4 * VALUES, torch.uint8), torch.ones(4 * VALUES, dtype=torch.uint8)
+        place, host = file.empty(FILE_BYTES, torch.uint8), torch.ones(FILE_BYTES, dtype=torch.uint8)
         for name, move in (("disk_written", file.write), ("disk_read", file.read)):
-            seconds = _seconds(lambda move=move: move(place, host).wait(), torch.device("cpu"))
-            yield name, host.nbytes / seconds / GIGA
+            seconds = _seconds(lambda move=move: move(place, host).wait(), CPU, limit)
+            yield name, FILE_BYTES / seconds / GIGA
     finally:
         file.close()
 
@@ -155,7 +160,7 @@ def _update(coded: bool) -> float:
         decoupled=True,
         factor=1.0,
     )
-    return _seconds(step, torch.device("cpu"))
+    return _seconds(step, CPU)
 
 
 def write(file: Path, measured: list[dict[str, Any]], device: str) -> None:
@@ -167,15 +172,3 @@ def write(file: Path, measured: list[dict[str, Any]], device: str) -> None:
     )
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_text(file, json.dumps({"speeds": slowest | {"source": source}}, indent=2) + "\n")
-
-
-def table(speeds: Speeds, measured: dict[str, Any]) -> str:
-    """A line for each speed, and whether it was measured."""
-    lines = []
-    for name, speed in vars(speeds).items():
-        if isinstance(speed, float):
-            unit = "TFLOP/s" if name.startswith("compute") else "GB/s"
-            unit = "thousand a second" if name == "calls" else unit
-            note = "" if name in measured else "  (assumed)"
-            lines.append(f"  {name.replace('_', ' '):<16}{speed:>10.4g} {unit}{note}")
-    return "\n".join(lines)

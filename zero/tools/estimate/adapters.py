@@ -15,7 +15,6 @@ share a parameter: at stage 3 the engine quantizes these as well
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from pathlib import Path
@@ -27,9 +26,12 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
+from zero.config import Config
 from zero.core.layout import packs_experts
 from zero.errors import UsageError
 from zero.integrations.hf.quantized_experts import quantize_experts
+from zero.tools.estimate.machine import Memory
+from zero.tools.estimate.parts import PARAMETERS
 
 # The number of elements that share a scale, and of scales that share a scale.
 BLOCK, NESTED = 64, 256
@@ -105,7 +107,7 @@ def quantize(model: Any, quantization: dict[str, Any]) -> None:
     model.is_quantized = True
 
 
-def quantize_fused_experts(model: Any) -> None:
+def _quantize_fused_experts(model: Any) -> None:
     """Quantize experts that share a parameter, as stage 3 does while it loads a model in 4 bits.
 
     Raises UsageError if bitsandbytes is not installed.
@@ -122,6 +124,18 @@ def quantize_fused_experts(model: Any) -> None:
     model.config.quantization_config = transformers.BitsAndBytesConfig.from_dict(quantization)
     with mock.patch.dict(name2qmap):  # discard what it remembers of tensors without values
         quantize_experts(model)
+
+
+def hold_quantized(model: nn.Module, config: Config, memory: Memory) -> None:
+    """Count the codes and scales of quantized weights. Every rank holds all of them, unless the
+    engine takes them over.
+    """
+    with mock.patch.object(memory, "part", PARAMETERS):
+        if config.zero_optimization.stage == 3:
+            _quantize_fused_experts(model)
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_floating_point():
+                memory.note(tensor)
 
 
 def elements(model: nn.Module) -> int:
@@ -162,14 +176,12 @@ def _adapter_config(adapter: str) -> Any:
 
     if adapter.isdecimal() and int(adapter) > 0:
         return peft.LoraConfig(r=int(adapter), target_modules="all-linear", lora_dropout=0.0)
-    file = Path(adapter)
-    file = file / "adapter_config.json" if file.is_dir() else file
-    if not file.is_file():
+    folder = Path(adapter) if Path(adapter).is_dir() else Path(adapter).parent
+    if not (folder / "adapter_config.json").is_file():
         raise UsageError(
             "there is no such file: give PEFT's folder with adapter_config.json, or the rank of "
             "LoRA, a number above 0"
         )
-    kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[json.loads(file.read_text())["peft_type"]]
-    config = kind.from_pretrained(str(file.parent))
+    config = peft.PeftConfig.from_pretrained(str(folder))
     config.inference_mode = False  # with which a trained adapter is saved
     return config

@@ -6,12 +6,14 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from zero.config import Config, load_config
 from zero.errors import UsageError
 from zero.tools.arguments import (
     Parser,
@@ -22,9 +24,12 @@ from zero.tools.arguments import (
     importing,
     output_file,
 )
-from zero.tools.estimate.question import Question, model_folder, with_batch
+from zero.tools.estimate.question import PLAIN, Question, model_folder, with_batch
 from zero.tools.estimate.speeds import DEVICES, GIVEN, chosen
 from zero.tools.explain import load
+
+if TYPE_CHECKING:
+    from zero.tools.estimate.remedies import Search
 
 
 def estimate(arguments: list[str]) -> None:
@@ -36,31 +41,15 @@ def estimate(arguments: list[str]) -> None:
         "models/t5-3b --ds-config ds.json --world 8 --batch 4 --seq 512 --device-memory 24G",
         json="the estimate",
     )
-    add = parser.add_argument
-    add("--ds-config", required=True, help="the file ds_config.json, or the YAML of accelerate")
-    _add_question(parser, 0, 0)
-    teacher = "folder of a frozen model that the model learns from, as in run_distill.py"
-    add("--teacher", metavar="MODEL", help=teacher)
-    add("--teacher-bits", type=int, choices=(4, 8), help="its linear layers are quantized")
-    options = parser.parse_args(arguments)
+    config = "the file ds_config.json, or the YAML of accelerate"
+    parser.add_argument("--ds-config", required=True, help=config)
+    options = _parse(parser, arguments, 0, 0)
     if options.batch and not options.seq:
         parser.error("--batch needs --seq, the tokens of a sequence")
-    if options.teacher_bits and options.teacher is None:
-        parser.error("--teacher-bits needs --teacher")
-    if options.teacher is not None and not options.seq:
-        parser.error("--teacher needs --seq, the tokens of a sequence")
-    question, limits = _asked(options)
-    settings = load(options.ds_config)
-    config, question = with_batch(settings, options.ds_config, question)
-    teacher = options.teacher and (options.teacher, options.teacher_bits)
-    shown = Working("estimate: following a step on fake tensors; large models take a minute")
-    with shown, _without_compiler():
-        with importing():
-            from zero.tools.estimate.model import read_config
-            from zero.tools.estimate.report import report
+    with _searching(options, load(options.ds_config), options.ds_config) as search:
+        from zero.tools.estimate.report import report
 
-            shape = read_config(options.model)  # it imports the model's module
-        text = report(options.model, shape, config, question, limits, options.json, teacher)
+        text = report(options.model, search, options.json)
     print(text)
 
 
@@ -74,18 +63,54 @@ def plan(arguments: list[str]) -> None:
     )
     out = "the file to write; default: ds_config.json"
     parser.add_argument("--out", type=output_file, default=Path("ds_config.json"), help=out)
-    _add_question(parser, 1, 2048)
-    options = parser.parse_args(arguments)
+    options = _parse(parser, arguments, 1, 2048)
     if options.device_memory is None:
         parser.error("name the --device-memory, such as 24G")
-    question, limits = _asked(options)
-    shown = Working("plan: following steps on fake tensors; large models take minutes")
-    with shown, _without_compiler():
-        with importing():
-            from zero.tools.estimate import plan as planning
+    with _searching(options, load_config(PLAIN), "the plan") as search:
+        from zero.tools.estimate import plan as planning
 
-        text = planning.plan(options.model, question, limits, options.out, options.json)
+        text = planning.plan(options.model, search, options.out, options.json)
     print(text)
+
+
+@contextmanager
+def _searching(options: Namespace, config: Config, source: str) -> Iterator[Search]:
+    """Context with a search from this configuration, which is that of the file `source`. It shows
+    that it takes time.
+    """
+    per_host = options.gpus_per_host or options.world
+    if options.world % per_host:
+        raise UsageError(f"--gpus-per-host {per_host} does not divide --world {options.world}")
+    speeds = {name: getattr(options, f"{name}_speed") for name in GIVEN}
+    question = Question(
+        options.world,
+        options.batch,
+        options.seq,
+        options.checkpointing,
+        chosen(options.speeds, options.device, speeds),
+        per_host,
+    )
+    model_folder(options.model)
+    config, question = with_batch(config, source, question)
+    limits = {}
+    if options.device_memory is not None:
+        limits["device"] = int(options.device_memory * 2**30)
+    if options.host_memory is not None:
+        limits["host"] = int(options.host_memory * 2**30 / per_host)
+    working = Working("following steps on fake tensors; large models take minutes")
+    with working, _without_compiler():
+        with importing():
+            from zero.tools.estimate.model import build, fill_in, read_config
+            from zero.tools.estimate.remedies import Search
+            from zero.tools.estimate.teacher import read_teacher
+
+            shape = read_config(options.model)  # it imports the model's module
+        config = fill_in(config, shape)
+        if options.teacher is not None:
+            teacher = read_teacher(options.teacher, options.teacher_bits, config, shape)
+            question = replace(question, teacher=teacher)
+        model = build(shape, config.compute_dtype, options.adapter)
+        yield Search(model, config, question, limits)
 
 
 class _NoCompiler(ModuleType):
@@ -122,9 +147,9 @@ def _without_compiler() -> Iterator[None]:
         del sys.modules[name]
 
 
-def _add_question(parser: Parser, batch: int, length: int) -> None:
-    """Options that say what to estimate. `batch` (sequences per micro-batch) and `length` (tokens
-    per sequence) are the defaults; 0: take them from the file, or leave out activations.
+def _parse(parser: Parser, arguments: list[str], batch: int, length: int) -> Namespace:
+    """Parse the options that say what to estimate. `batch` (sequences per micro-batch) and `length`
+    (tokens per sequence) are the defaults; 0: take them from the file, or leave out activations.
     """
     remedies = "if the run does not fit, remedies are printed, ordered by predicted time"
     device = f"memory of one device: 24 or 24G; {remedies}"
@@ -133,12 +158,15 @@ def _add_question(parser: Parser, batch: int, length: int) -> None:
     sequences = f"sequences per micro-batch; default: {batch or 'as in the file'}"
     tokens = f"tokens per sequence; default: {length or 'none, and activations are left out'}"
     adapter = "train only an adapter: its folder (PEFT), or a rank for LoRA on all linear layers"
+    teacher = "folder of a frozen model that the model learns from, as in run_distill.py"
     add = parser.add_argument
     add("model", help="the model's folder with config.json; weights are not read")
     add("--world", type=count, default=1, metavar="N", help="number of processes (1)")
     add("--batch", type=count, default=batch, help=sequences)
     add("--seq", type=count, default=length, help=tokens)
     add("--adapter", default="", metavar="A", help=adapter)
+    add("--teacher", metavar="MODEL", help=teacher)
+    add("--teacher-bits", type=int, choices=(4, 8), help="its linear layers are quantized")
     add("--checkpointing", action="store_true", help="with gradient checkpointing")
     add("--device-memory", type=gibibytes, metavar="GIB", help=device)
     add("--host-memory", type=gibibytes, metavar="GIB", help=host)
@@ -148,18 +176,9 @@ def _add_question(parser: Parser, batch: int, length: int) -> None:
     for name in GIVEN:
         unit = "TFLOP/s" if name == "compute" else "GB/s"
         add(f"--{name}-speed", type=above_zero, metavar=unit, help="of one process")
-
-
-def _asked(options: Namespace) -> tuple[Question, dict[str, int]]:
-    """The question, and bytes of memory of a process by place, where a limit is given."""
-    given = {name: getattr(options, f"{name}_speed") for name in GIVEN}
-    speeds = chosen(options.speeds, options.device, given)
-    per_host = options.gpus_per_host or options.world
-    if options.world % per_host:
-        raise UsageError(f"--gpus-per-host {per_host} does not divide --world {options.world}")
-    host = None if options.host_memory is None else options.host_memory / per_host
-    memory = {"device": options.device_memory, "host": host}
-    limits = {place: int(size * 2**30) for place, size in memory.items() if size is not None}
-    model_folder(options.model)
-    sizes = options.world, options.batch, options.seq
-    return Question(*sizes, options.checkpointing, speeds, options.adapter, per_host), limits
+    options = parser.parse_args(arguments)
+    if options.teacher_bits and options.teacher is None:
+        parser.error("--teacher-bits needs --teacher")
+    if options.teacher is not None and not options.seq:
+        parser.error("--teacher needs --seq, the tokens of a sequence")
+    return options

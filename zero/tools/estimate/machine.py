@@ -93,14 +93,11 @@ class Memory(TorchDispatchMode):
 
     # -- bytes
 
-    def forget_peaks(self) -> None:
-        """Start to look for the fullest moment."""
+    def forget(self) -> None:
+        """Start to look for the fullest moment, and for the maximum of each part."""
         self._peaks.clear()
         for place in self.fullest:
             self.add(place, self.part, 0)
-
-    def forget_most(self) -> None:
-        """Start to look for the maximum of each part."""
         self.most = Counter(self.live)
 
     def add(self, place: str, part: str, nbytes: int) -> None:
@@ -138,15 +135,6 @@ class Memory(TorchDispatchMode):
             self._known[key] = (place, part, nbytes)
             self.add(place, before, -nbytes)
             self.add(place, part, nbytes)
-
-    @contextlib.contextmanager
-    def counting(self, whose: str) -> Iterator[None]:
-        """Context in which memory is that of another model."""
-        before, self.whose = self.whose, whose
-        try:
-            yield
-        finally:
-            self.whose = before
 
     def place_of(self, tensor: torch.Tensor) -> str:
         known = self._known.get(tensor.untyped_storage()._cdata)

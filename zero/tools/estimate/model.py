@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
+from zero.config import Config
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
 from zero.tools.estimate.adapters import add_adapter, quantization_of, quantize
@@ -29,16 +30,13 @@ from zero.tools.estimate.calls import META
 from zero.tools.estimate.machine import Memory
 from zero.tools.estimate.question import Question, model_folder
 
-# The largest plausible integers in `config.json`, by the end of the key.
+# The plausible integers in `config.json`, by the end of the key. Some sizes are -1 for "any".
 _BOUNDS = {
-    r"(layers?|depths|heads?|experts)": 10_000,
-    "labels": 1_000_000,
-    r"(_size|_dim|d_model|n_embd)": 100_000_000,
+    "num_attention_heads": range(1, 10_001),
+    r"(layers?|depths|heads?|experts)": range(10_001),
+    "labels": range(1_000_001),
+    r"(_size|_dim|d_model|d_ff|d_kv|n_embd)": range(-1, 100_000_001),
 }
-_POSITIVE = (
-    *("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
-    *("d_model", "d_ff", "d_kv", "num_layers", "num_heads", "n_embd", "n_layer", "n_head"),
-)
 # No model has this many parameters.
 MOST_PARAMETERS = 10**13
 _REMEDY = "leave --batch and --seq out, then activations are not counted"
@@ -53,52 +51,44 @@ def read_config(source: str) -> transformers.PretrainedConfig:
     try:
         _require_bounds(json.loads((folder / "config.json").read_text()))
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        _require_sizes(config)
+        class_of(config)
     except Exception as error:  # of any kind: the file is not ours
         raise UsageError(f"{source}: {' '.join(str(error).split())}") from error
-    class_of(config)
     return config
 
 
 def _require_bounds(value: Any, key: str = "config.json") -> None:
-    """Refuse numbers in `config.json` with which building a model would fail or never end."""
+    """Refuse what would fail late or never end: absurd sizes, a list of classes that is none, and
+    heads that cannot share keys and values.
+    """
     if isinstance(value, dict):
         for name, inner in value.items():
             _require_bounds(inner, name)
+        heads, shared = (value.get(f"num_{key}_heads") for key in ("attention", "key_value"))
+        if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
+            raise UsageError(f"num_key_value_heads is {shared}, expected a divisor of {heads}")
     elif isinstance(value, list):
         for inner in value:
             _require_bounds(inner, key)
     elif isinstance(value, int):
-        most = next((most for end, most in _BOUNDS.items() if re.search(f"{end}$", key)), None)
-        if key in _POSITIVE and value < 1:
-            raise UsageError(f"{key} is {value}, expected at least 1")
-        if most is not None and value > most:
-            raise UsageError(f"{key} is {value:.3g}, expected at most {most:,}")
+        for end, bounds in _BOUNDS.items():
+            if re.search(f"{end}$", key) and value not in bounds:
+                expected = f"expected {bounds[0]} to {bounds[-1]:,}"
+                raise UsageError(f"{key} is {value:.3g}, {expected}")
+    if key == "architectures" and not isinstance(value, (list, str, type(None))):
+        raise UsageError(f"architectures is {value!r}, expected a list of names of classes")
 
 
-def _require_sizes(config: transformers.PretrainedConfig) -> None:
-    """Refuse an invalid list of classes, and heads that cannot share keys and values."""
-    if not isinstance(names := config.architectures or [], list) or not all(
-        isinstance(name, str) for name in names
-    ):
-        raise UsageError(f"architectures is {names!r}, expected a list of names of classes")
-    text = config.get_text_config()
-    heads, shared = (getattr(text, f"num_{key}_heads", 1) for key in ("attention", "key_value"))
-    if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
-        raise UsageError(f"num_key_value_heads is {shared}, expected a divisor of {heads} heads")
+def class_of(config: transformers.PretrainedConfig) -> type[transformers.PreTrainedModel]:
+    """Return the model's class. If `architectures` does not name it, it is the language model of
+    this model_type, or else the base model.
 
-
-def class_of(
-    config: transformers.PretrainedConfig,
-) -> tuple[type[transformers.PreTrainedModel], bool]:
-    """Return the model's class, and whether `architectures` names it. If not, it is the language
-    model of this model_type, or else the base model.
-
-    Raises UsageError for a type for which transformers has no model."""
+    Raises UsageError for a type for which transformers has no model.
+    """
     for name in config.architectures or ():
         kind = getattr(transformers, name, None)
         if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
-            return kind, True
+            return kind
     head = (
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
         if config.is_encoder_decoder
@@ -107,11 +97,34 @@ def class_of(
     for mapping in (head, MODEL_MAPPING):
         if type(config) in mapping:
             kinds: Any = mapping[type(config)]  # one class, or several
-            return (kinds[0] if isinstance(kinds, tuple) else kinds), False
+            return kinds[0] if isinstance(kinds, tuple) else kinds
     raise UsageError(
         f"config.json: model_type {config.model_type} has no model in transformers: name one in "
         "architectures"
     )
+
+
+def fill_in(config: Config, shape: transformers.PretrainedConfig) -> Config:
+    """Replace "auto" by the values of transformers: sizes from the hidden size, and bf16."""
+    zero, auto = config.zero_optimization, config.origin.auto
+    if "zero_optimization.stage" in auto:
+        raise UsageError(
+            "zero_optimization.stage is 'auto': give the stage as a number to have it estimated"
+        )
+    text = shape.get_text_config()
+    hidden = getattr(text, "hidden_size", None) or getattr(text, "d_model", 0)
+    sizes = {
+        "reduce_bucket_size": hidden * hidden,
+        "stage3_prefetch_bucket_size": hidden * hidden * 9 // 10,
+        "stage3_param_persistence_threshold": 10 * hidden,
+    }
+    changed = {key: value for key, value in sizes.items() if f"zero_optimization.{key}" in auto}
+    config = config.model_copy(update={"zero_optimization": zero.model_copy(update=changed)})
+    if "bf16.enabled" in auto and not config.fp16.enabled:
+        config = config.model_copy(
+            update={"bf16": config.bf16.model_copy(update={"enabled": True})}
+        )
+    return config
 
 
 def build(
@@ -119,12 +132,12 @@ def build(
     dtype: torch.dtype,
     adapter: str = "",
     is_frozen: bool = False,
-) -> nn.Module:
+) -> transformers.PreTrainedModel:
     """Build the model in this dtype on the meta device, with an adapter if one is named.
 
     Raises UsageError if its constructor refuses the configuration, or needs values.
     """
-    kind, _ = class_of(config)
+    kind = class_of(config)
     quantization = quantization_of(config)
     if quantization and not (adapter or is_frozen):
         raise UsageError(
@@ -166,16 +179,12 @@ def without_values(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, known)
 
 
-def set_checkpointing(model: Any, is_enabled: bool) -> None:
-    """Enable or disable gradient checkpointing of a transformers model without dropout."""
+def enable_checkpointing(model: Any) -> None:
+    """Enable gradient checkpointing of a transformers model without dropout."""
     with warnings.catch_warnings():
         # transformers 5.23 has new names for it.
         warnings.simplefilter("ignore", FutureWarning)
-        if is_enabled:
-            how = {"use_reentrant": False, "preserve_rng_state": False}
-            model.gradient_checkpointing_enable(how)
-        else:
-            model.gradient_checkpointing_disable()
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
 
 
 def micro_batch(engine: ZeroEngine, question: Question) -> Callable[[], torch.Tensor]:

@@ -5,14 +5,25 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zero.config import Config
 from zero.errors import UsageError
 from zero.tools.estimate.speeds import Speeds
 
 if TYPE_CHECKING:
-    from zero.tools.estimate.teacher import Teacher
+    from transformers import PreTrainedModel
+
+
+# The configuration that a plan changes until it fits.
+PLAIN: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}
+
+
+class Teacher(NamedTuple):
+    """A frozen model, without values, and the configuration of its engine."""
+
+    model: PreTrainedModel
+    config: Config
 
 
 @dataclass(frozen=True)
@@ -20,9 +31,8 @@ class Question:
     """What to estimate.
 
     `batch` and `length` describe one micro-batch on one rank; with 0, activations are left out.
-    `speeds` are those of the machine. `adapter` is a folder or a rank, as for `add_adapter`.
-    `per_host` is the number of ranks that share the memory of a host. `teacher` is a frozen model
-    that runs before the trained one.
+    `speeds` are those of the machine. `per_host` is the number of ranks that share the memory of a
+    host. `teacher` is a frozen model that runs before the trained one.
     """
 
     world_size: int
@@ -30,7 +40,6 @@ class Question:
     length: int = 0
     checkpointing: bool = False
     speeds: Speeds = Speeds()  # noqa: RUF009 (it is frozen)
-    adapter: str = ""
     per_host: int = 1
     teacher: Teacher | None = None
 
@@ -42,23 +51,21 @@ def model_folder(source: str) -> Path:
     """
     folder = Path(source)
     folder = folder.parent if folder.name == "config.json" else folder
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+    if (folder / "config.json").is_file():
+        return folder
+    if (folder / "adapter_config.json").is_file():
         raise UsageError(
             f"{source}: this is an adapter (adapter_config.json): give its base model's folder, "
             f"and --adapter {source}"
         )
-    if not (folder / "config.json").is_file():
-        hint = ""
-        if not folder.exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source):
-            name = source.rpartition("/")[2]
-            hint = (
-                f". For a model on the hub get it first: hf download {source} config.json "
-                f"--local-dir {name}, then: zero estimate {name} ..."
-            )
-        raise UsageError(
-            f"{source}: expected a model's folder with config.json, or that file{hint}"
+    hint = ""
+    if not folder.exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source):
+        name = source.rpartition("/")[2]
+        hint = (
+            f". For a model on the hub get it first: hf download {source} config.json "
+            f"--local-dir {name}, then: zero estimate {name} ..."
         )
-    return folder
+    raise UsageError(f"{source}: expected a model's folder with config.json, or that file{hint}")
 
 
 def with_batch(config: Config, source: str, question: Question) -> tuple[Config, Question]:

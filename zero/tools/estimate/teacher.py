@@ -8,10 +8,11 @@ forward KL and cross-entropy. `tests/accelerator/test_estimate.py` compares the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any
+from unittest.mock import patch
 
 import torch
+import transformers
 from torch import nn
 from torch.nn.functional import linear
 
@@ -19,7 +20,7 @@ from zero.config import Config, load_config
 from zero.config.sharding import frozen_beside
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
-from zero.tools.estimate.adapters import elements, quantize_fused_experts
+from zero.tools.estimate.adapters import hold_quantized
 from zero.tools.estimate.calls import META
 from zero.tools.estimate.machine import Memory
 from zero.tools.estimate.model import (
@@ -29,8 +30,7 @@ from zero.tools.estimate.model import (
     require_tokens,
     without_values,
 )
-from zero.tools.estimate.parts import PARAMETERS
-from zero.tools.estimate.question import Question
+from zero.tools.estimate.question import Question, Teacher
 
 # The end of the names of its parts.
 OF_TEACHER = " of the teacher"
@@ -38,78 +38,76 @@ OF_TEACHER = " of the teacher"
 CHUNK_ELEMENTS = 2**26
 
 
-class Teacher(NamedTuple):
-    """The teacher's folder, its model on the meta device, and the configuration that
-    `run_distill.py` gives it by default.
+def read_teacher(
+    source: str, bits: int | None, student: Config, shape: transformers.PretrainedConfig
+) -> Teacher:
+    """Build the teacher of a student with this configuration, as `run_distill.py` does by default.
+
+    Args:
+        bits: those of its quantized weights, if its `config.json` has no quantization_config.
+        shape: the student's `config.json`.
+
+    Raises UsageError as `build` does, or if it cannot be compared with the student.
     """
-
-    source: str
-    model: nn.Module
-    config: Config
-
-    @classmethod
-    def read(cls, source: str, bits: int | None, student: Config) -> Teacher:
-        """Build the teacher of a student with this configuration. `bits`: those of its quantized
-        weights, if its `config.json` has no quantization_config. Raises UsageError as `build` does.
-        """
-        shape = read_config(source)
-        if bits is not None:
-            quantization = {"quant_method": "bitsandbytes", f"load_in_{bits}bit": True}
-            shape.quantization_config = quantization
-        given, auto = student.zero_optimization.model_dump(exclude_unset=True), student.origin.auto
-        own = {key: each for key, each in given.items() if f"zero_optimization.{key}" not in auto}
-        hidden_size = shape.get_text_config().hidden_size
-        sections = {
-            name: getattr(student, name).model_dump(exclude_unset=True)
-            for name in ("bf16", "fp16", "aio")
-        }
-        batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
-        zero = {"zero_optimization": frozen_beside(own, hidden_size, pin_memory=True)}
-        model = build(shape, student.compute_dtype, is_frozen=True)
-        return cls(source, model, load_config(sections | batch | zero))
-
-    def __str__(self) -> str:
-        return f"{self.source} ({elements(self.model):,} parameters, frozen)"
-
-
-def engine_of(teacher: Teacher, memory: Memory) -> ZeroEngine:
-    """Return the teacher's engine on the imitated machine."""
-    model = without_values(teacher.model)
-    with memory.counting(OF_TEACHER):
-        hold_quantized(model, teacher.config, memory)
-        engine = ZeroEngine(model.eval(), teacher.config)
-    engine.comm.clock.shows = False
-    return engine
-
-
-def hold_quantized(model: nn.Module, config: Config, memory: Memory) -> None:
-    """Count the codes and scales of quantized weights. Every rank holds all of them, unless the
-    engine takes them over.
-    """
-    before, memory.part = memory.part, PARAMETERS
-    if config.zero_optimization.stage == 3:
-        quantize_fused_experts(model)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_floating_point():
-            memory.note(tensor)
-    memory.part = before
+    own = read_config(source)
+    if own.is_encoder_decoder != shape.is_encoder_decoder:
+        raise UsageError(
+            f"--teacher {source}: one of teacher and student is an encoder-decoder and the other "
+            "is not, so they cannot be compared token by token; name two of one kind"
+        )
+    if bits is not None:
+        own.quantization_config = {"quant_method": "bitsandbytes", f"load_in_{bits}bit": True}
+    given = student.zero_optimization.model_dump(exclude_unset=True)
+    keys = {
+        key: each
+        for key, each in given.items()
+        if f"zero_optimization.{key}" not in student.origin.auto
+    }
+    hidden_size = own.get_text_config().hidden_size
+    sections = {
+        name: getattr(student, name).model_dump(exclude_unset=True)
+        for name in ("bf16", "fp16", "aio")
+    }
+    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    zero = {"zero_optimization": frozen_beside(keys, hidden_size, pin_memory=True)}
+    model = build(own, student.compute_dtype, is_frozen=True)
+    return Teacher(model, load_config(sections | batch | zero))
 
 
 def distillation(
-    engine: ZeroEngine, teacher: ZeroEngine, question: Question, memory: Memory
+    engine: ZeroEngine, beside: Teacher, question: Question, memory: Memory
 ) -> Callable[[], torch.Tensor]:
     """Return a function that runs the forward of both models and returns the loss."""
-    heads = [_plain_head(each.module, question) for each in (engine, teacher)]
+    model, config = without_values(beside.model), beside.config
+    with patch.object(memory, "whose", OF_TEACHER):
+        hold_quantized(model, config, memory)
+        teacher = ZeroEngine(model.eval(), config)
+    teacher.comm.clock.shows = False
+    head, their_head = (_plain_head(each.module, question) for each in (engine, teacher))
     ids = torch.zeros(question.batch, question.length, dtype=torch.long, device=META)
-    pairs = cast(Any, engine.module).config.is_encoder_decoder
-    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if pairs else {})
+    inputs = {"input_ids": ids}
+    if beside.model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids
+    found: list[torch.Tensor] = []
 
     def loss() -> torch.Tensor:
-        head, their_head = heads
         their_head.forward = lambda hidden: hidden
-        with torch.no_grad(), memory.counting(OF_TEACHER):
+        with torch.no_grad(), patch.object(memory, "whose", OF_TEACHER):
             states = forward(teacher, **inputs).logits.flatten(0, 1).clone()
-        head.forward = partial(_compared, head, their_head, states, memory)
+
+        # Within the calls of both heads, because there the weights are gathered.
+        def compare(hidden: torch.Tensor) -> torch.Tensor:
+            def compare_with(states: torch.Tensor) -> None:
+                with patch.object(memory, "whose", ""):
+                    rows = hidden.flatten(0, 1).clone()
+                    found.append(_FusedLoss.apply(rows, head.weight, states, their_head.weight))
+
+            their_head.forward = compare_with
+            with patch.object(memory, "whose", OF_TEACHER):
+                their_head(states)
+            return found.pop()
+
+        head.forward = compare
         return forward(engine, **inputs).logits
 
     return loss
@@ -124,25 +122,6 @@ def _plain_head(model: Any, question: Question) -> Any:
             "linear layer"
         )
     return head
-
-
-def _compared(
-    head: nn.Linear, their_head: Any, states: torch.Tensor, memory: Memory, hidden: torch.Tensor
-) -> torch.Tensor:
-    """Return the loss, computed in the calls of both heads, because there the weights are
-    gathered.
-    """
-    found: list[torch.Tensor] = []
-
-    def compare(states: torch.Tensor) -> None:
-        with memory.counting(""):
-            rows = hidden.flatten(0, 1).clone()
-            found.append(_FusedLoss.apply(rows, head.weight, states, their_head.weight))
-
-    their_head.forward = compare
-    with memory.counting(OF_TEACHER):
-        their_head(states)
-    return found.pop()
 
 
 class _FusedLoss(torch.autograd.Function):

@@ -29,38 +29,32 @@ UPDATES = "masters and optimizer state"
 # What is computed is counted like what is moved, as if this were a link. The "causes" are:
 # OPERATIONS, floating-point operations of matrix products (FORWARD: of these, those of the first
 # forward); FED, bytes that these products read and write; TOUCHED, bytes that all other operations
-# of forward and backward read and write; CALLS, how many operations were started.
+# of forward and backward read and write; CALLS, how many operations were started; ON_HOST and
+# ON_DEVICE, bytes of memory that the optimizer's updates read and write there.
 COMPUTE = "compute"
 OPERATIONS, FORWARD, FED, TOUCHED, CALLS = "operations", "forward", "fed", "touched", "calls"
-
-
-@dataclass
-class Update:
-    """How the optimizer's states are updated.
-
-    Attributes:
-        on_host: bytes of host memory that updates by the CPU read and write. `on_device`: likewise.
-        has_8_bit_moments: whether the CPU decodes and encodes moments.
-        late: the fraction of updates by the CPU that may run during the next forward, 0 to 1.
-        is_pipelined: whether files are read and written at the same time.
-    """
-
-    on_host: int = 0
-    on_device: int = 0
-    has_8_bit_moments: bool = False
-    late: float = 0.0
-    is_pipelined: bool = False
+ON_HOST, ON_DEVICE = "updates on the host", "updates on the device"
 
 
 @dataclass
 class Traffic:
-    """What a step moves, in bytes by link and cause, and what it computes."""
+    """What a step moves and computes.
+
+    Attributes:
+        links: bytes by link and cause.
+        computed: the numbers of `COMPUTE`.
+        has_8_bit_moments: whether the CPU decodes and encodes moments.
+        late: the fraction of updates by the CPU that may run during the next forward, 0 to 1.
+        is_pipelined: whether an update reads and writes files at the same time.
+    """
 
     links: dict[str, Counter[str]] = field(
         default_factory=lambda: {link: Counter() for link in LINKS}
     )
     computed: Counter[str] = field(default_factory=Counter)
-    update: Update = field(default_factory=Update)
+    has_8_bit_moments: bool = False
+    late: float = 0.0
+    is_pipelined: bool = False
 
     @classmethod
     def of(cls, micro_batches: Sequence[Counter[tuple[str, str]]], steps: int) -> Traffic:
@@ -106,9 +100,7 @@ class Traffic:
                 in_update = link in (READ, WRITTEN) and cause == UPDATES
                 moved["files of the update" if in_update else link] += nbytes / rate / 1e9
         compute = speeds.compute if itemsize < 4 else speeds.compute_fp32
-        coded = self.update.has_8_bit_moments
-        on_host = self.update.on_host / (speeds.memory_8_bit if coded else speeds.memory)
-        on_device = self.update.on_device / speeds.device_memory
+        memory = speeds.memory_8_bit if self.has_8_bit_moments else speeds.memory
         products = self.operations / compute / 1e12
         others = self.computed[TOUCHED] / speeds.device_memory / 1e9
         starts = self.computed[CALLS] / speeds.calls / 1e3
@@ -120,8 +112,8 @@ class Traffic:
             "matrix products": products,
             "other operations": others,
             "starting operations": starts,
-            "update on the device": on_device / 1e9,
-            "update on the host": on_host / 1e9,
+            "update on the device": self.computed[ON_DEVICE] / speeds.device_memory / 1e9,
+            "update on the host": self.computed[ON_HOST] / memory / 1e9,
             **moved,
         }
 
@@ -130,9 +122,9 @@ class Traffic:
         accelerator, forward and update share the cores, so that only file traffic overlaps.
         """
         update, files = parts["update on the host"], parts.get("files of the update", 0.0)
-        hidden = min(update, files) if self.update.is_pipelined else 0.0
+        hidden = min(update, files) if self.is_pipelined else 0.0
         names = "matrix products", "other operations", "starting operations"
         compute = sum(parts[name] for name in names)
         forward = compute * self.computed[FORWARD] / max(1, self.operations)
         rest = (update if speeds.has_accelerator else 0.0) + files - hidden
-        return hidden + min(forward, self.update.late * max(0.0, rest))
+        return hidden + min(forward, self.late * max(0.0, rest))

@@ -2,14 +2,12 @@
 and kind.
 
 What the engine keeps is counted by walking over it. What else torch allocates in the meantime is
-seen by a dispatch mode: storages that live on are activations, unless the code that moves gradients
-or computes updates has made them. Buffers of other threads are not seen. Samples are taken where
-memory has changed."""
+seen by a dispatch mode, and counts as activations. Buffers of other threads are not seen. Samples
+are taken where memory has changed."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 import weakref
 from collections import Counter, defaultdict
@@ -21,22 +19,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import zero
 from zero.integrations.deepspeed.engine import DeepSpeedEngine
-from zero.monitor.memory_usage import BUFFERS, GRADIENTS, OPTIMIZER, place_of, tensors
+from zero.monitor.memory_usage import place_of, tensors
 from zero.tools.profile.bounded_run import RecordedStep, bound_first_engine
 from zero.tools.profile.command import SNAPSHOT
 
 ACTIVATIONS = "activations"
-# A new storage belongs to the engine's innermost running file; elsewhere it is an activation.
-_ENGINE = f"{Path(zero.__file__).parent}/"
-_KINDS = {
-    "optim": OPTIMIZER,
-    "comm": BUFFERS,
-    "core/reduction.py": BUFFERS,
-    "core/optimizer_shard.py": BUFFERS,
-}
-_KIND_OF_FILES = tuple((f"{_ENGINE}{path}", kind) for path, kind in _KINDS.items())
 # A sample is taken when this part of the largest size so far was allocated or freed.
 _RESOLUTION = 1 / 256
 
@@ -55,7 +43,7 @@ class Allocations(TorchDispatchMode):
     def __init__(self, changed: Callable[[], None]) -> None:
         super().__init__()
         self._changed = changed
-        self.live: dict[int, tuple[str, weakref.ref]] = {}
+        self.live: dict[int, weakref.ref] = {}
         self.nbytes = 0
 
     def __torch_dispatch__(
@@ -81,19 +69,8 @@ class Allocations(TorchDispatchMode):
             del self.live[key]
             self.nbytes -= nbytes
 
-        self.live[key] = _kind_of_new(), weakref.ref(storage, forget)
+        self.live[key] = weakref.ref(storage, forget)
         self.nbytes += nbytes
-
-
-def _kind_of_new() -> str:
-    frame = sys._getframe(2).f_back  # of the operation; None in a thread of autograd
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(_ENGINE):
-            kinds = (kind for path, kind in _KIND_OF_FILES if file.startswith(path))
-            return next(kinds, ACTIVATIONS)
-        frame = frame.f_back
-    return ACTIVATIONS
 
 
 def _has_history(device: torch.device) -> bool:
@@ -150,13 +127,9 @@ class MemoryRun(RecordedStep):
 
         for kind, place, tensor in tensors(engine):
             add(kind, place, tensor.untyped_storage())
-        for gradients in engine.reducer.gradients.values():
-            for part in gradients.parts.values():
-                if part is not None:
-                    add(GRADIENTS, place_of(part.device), part.untyped_storage())
-        for kind, reference in list(self._allocations.live.values()):
+        for reference in list(self._allocations.live.values()):
             if (storage := reference()) is not None:
-                add(kind, place_of(storage.device), storage)
+                add(ACTIVATIONS, place_of(storage.device), storage)
         self._samples.append(
             {
                 "seconds": time.perf_counter() - self._start,

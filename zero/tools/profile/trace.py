@@ -1,44 +1,29 @@
-"""Runs in a process of the user's script: records one step as events of Chrome's trace format.
+"""Runs in a process of the user's script: records one step with torch's profiler, which sees the
+device and all threads, with the engine's labels (`zero.comm.clock.label`).
 
-torch's profiler sees the device and all threads, with the labels of `zero.comm.clock.label`. The
-engine's observer reports what else is in flight.
-
-The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (times
-in microseconds)."""
+`merge` makes one trace of those of all ranks. The format:
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (times in
+microseconds)."""
 
 from __future__ import annotations
 
 import atexit
 import json
 import os
-import tempfile
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile, supported_activities
 
-from zero.comm.observer import Operation, set_observer
-from zero.comm.traffic import READ, WRITTEN
 from zero.integrations.deepspeed.engine import DeepSpeedEngine
 from zero.tools.profile.bounded_run import RecordedStep, bound_first_engine
 
-# From the top of the picture to the bottom.
-PHASES, WAITS, COMPUTE = "phases", "waits", "compute"
-GATHERS, REDUCTIONS, OTHERS = "all-gathers in flight", "reductions in flight", "other collectives"
-COPIES, READS, WRITES = "copies", "file reads", "file writes"
-UPDATES, LATE, MESSAGES = "updates in the step", "background updates", "messages"
-# In these, one may end later than what began after it.
-OVERLAPPING = (GATHERS, REDUCTIONS, OTHERS, COPIES, READS, WRITES, UPDATES, LATE, MESSAGES)
-_FROM_THE_TOP = (PHASES, WAITS, COMPUTE, *OVERLAPPING)
-
-_LABEL, _UPDATE = "zero: ", "update of "
-_PHASES = ("forward", "backward", "step")
-# torch's own spans of what a backend has in flight.
+MAIN, MESSAGES = "main thread", "messages"
+# torch's own spans of what a backend has in flight. One may end later than what began after it.
 _MESSAGES = ("gloo:", "nccl:")
+_LABEL = "zero: "
 # So many processes of the trace belong to one rank: its host, and its devices.
 _PROCESSES = 100
 
@@ -46,138 +31,32 @@ Event = dict[str, Any]
 
 
 class TraceRun(RecordedStep):
-    """Writes `rankN.json`: {"start": nanoseconds since the epoch, "events": with times since
-    then}.
-    """
+    """Writes `rankN.json`, as torch's profiler exports it, with the process that is the host."""
 
     def __init__(self, engine: DeepSpeedEngine, folder: Path, step: int):
         all_threads = _ExperimentalConfig(profile_all_threads=True)
         self._profile = profile(activities=supported_activities(), experimental_config=all_threads)
-        self._in_flight = InFlight()
         super().__init__(engine, folder, step)
 
     def begin_recording(self) -> None:
         self._profile.__enter__()
+        self._profile.add_metadata("host", str(os.getpid()))
         atexit.register(self._stop_profile)  # it crashes an interpreter that ends before it
-        self._start = time.time_ns()
-        set_observer(self._in_flight)
 
     def _stop_profile(self) -> None:
         atexit.unregister(self._stop_profile)
         self._profile.__exit__(None, None, None)
 
     def end_recording(self) -> None:
-        set_observer(None)
-        in_flight = self._in_flight.events(self._start)
         self._stop_profile()
-        with tempfile.TemporaryDirectory() as folder:
-            file = os.path.join(folder, "torch.json")
-            self._profile.export_chrome_trace(file)
-            recorded = json.loads(Path(file).read_text(encoding="utf-8"))
-        events = list(in_lanes([*events_of_torch(recorded, self._start), *in_flight]))
         partial = self.file.with_suffix(".part")
-        partial.write_text(json.dumps({"start": self._start, "events": events}), encoding="utf-8")
+        self._profile.export_chrome_trace(str(partial))
         partial.rename(self.file)
 
 
 def set_up() -> None:
     """Have `initialize` record a step of the first engine."""
     bound_first_engine(TraceRun)
-
-
-class InFlight:
-    """An observer that keeps operations with the times (in nanoseconds since the epoch) of their
-    start and of the first use of their result.
-    """
-
-    def __init__(self) -> None:
-        self._spans: list[tuple[Operation, int, list[int]]] = []
-
-    def begin(self, operation: Operation) -> Callable[[], None]:
-        end: list[int] = []
-        self._spans.append((operation, time.time_ns(), end))
-        return lambda: end.append(time.time_ns())
-
-    def events(self, origin: int) -> Iterator[Event]:
-        """As of `events_of_torch`. What is in flight still ends now."""
-        now = time.time_ns()
-        for operation, start, end in self._spans:
-            tensor = operation.tensor
-            yield {
-                "ph": "X",
-                "cat": "zero",
-                "name": getattr(operation.what, "name", operation.name),
-                "pid": 0,
-                "tid": _track(operation),
-                "ts": (start - origin) / 1000,
-                "dur": ((end or [now])[0] - start) / 1000,
-                "args": {"elements": tensor.numel(), "bytes": tensor.nbytes},
-            }
-
-
-def _track(operation: Operation) -> str:
-    if operation.name in ("load", "store"):
-        return COPIES
-    if operation.name == "all_gather":
-        return GATHERS
-    # Quantized gradients go by all-to-all, as whole tensors do, which are about no group.
-    is_reduction = operation.name == "reduce_scatter" or operation.what is not None
-    return REDUCTIONS if is_reduction else OTHERS
-
-
-def events_of_torch(recorded: dict[str, Any], origin: int) -> Iterator[Event]:
-    """The profiler's events. The engine's labels have tracks of their own.
-
-    `origin`: nanoseconds since the epoch, from which times count in the result. "pid" is 0 for the
-    host and 1 + its number for a device; "tid" is the name of a track."""
-    shift, host = (recorded.get("baseTimeNanoseconds", 0) - origin) / 1000, os.getpid()
-    for event in recorded["traceEvents"]:
-        process, thread = event["pid"], event["tid"]
-        if event["ph"] not in "Xsf" or event.get("cat") == "fwdbwd" or type(process) is not int:
-            continue
-        name = event["name"].removeprefix(_LABEL)
-        if process != host:
-            process, track = 1 + process, f"stream {thread}"
-        else:
-            is_label, is_main = name != event["name"], thread == host
-            process, track = 0, COMPUTE if is_main else f"{COMPUTE}, thread {thread}"
-            if event["ph"] == "X" and name.startswith(_MESSAGES):
-                track = MESSAGES
-            elif is_label:
-                track = _track_of_label(name, is_main) or track
-        yield event | {
-            "ts": event["ts"] + shift,
-            "pid": process,
-            "tid": track,
-            "name": name.removeprefix(_UPDATE),
-        }
-
-
-def _track_of_label(name: str, is_main: bool) -> str | None:
-    if name.startswith(_UPDATE):
-        return UPDATES if is_main else LATE
-    if name.startswith(READ):
-        return READS
-    if name.startswith(WRITTEN):
-        return WRITES
-    if name.startswith("wait for ") and is_main:
-        return WAITS
-    return PHASES if name in _PHASES else None
-
-
-def in_lanes(events: Iterable[Event]) -> Iterator[Event]:
-    """Events of one track must nest.
-
-    So those that were in flight at the same time get tracks of the same name.
-    """
-    ends: dict[str, list[float]] = defaultdict(list)
-    for event in sorted(events, key=lambda event: event["ts"]):
-        if event["tid"] in OVERLAPPING:
-            lanes, start = ends[event["tid"]], event["ts"]
-            lane = next((number for number, end in enumerate(lanes) if end <= start), len(lanes))
-            lanes[lane : lane + 1] = [start + event["dur"]]
-            event["tid"] += f" ({lane + 1})" if lane else ""
-        yield event
 
 
 def merge(files: Iterable[Path]) -> dict[str, Any]:
@@ -188,13 +67,13 @@ def merge(files: Iterable[Path]) -> dict[str, Any]:
         int(file.stem.removeprefix("rank")): json.loads(file.read_text(encoding="utf-8"))
         for file in files
     }
-    first = min(recorded["start"] for recorded in ranks.values())
+    first = min(recorded["baseTimeNanoseconds"] for recorded in ranks.values())
     merged: list[Event] = []
     for rank, recorded in sorted(ranks.items()):
-        shift, events = (recorded["start"] - first) / 1000, recorded["events"]
-        tracks = sorted({(event["pid"], event["tid"]) for event in events}, key=_position)
-        numbers = {track: number for number, track in enumerate(tracks)}
-        for (process, track), number in numbers.items():
+        shift = (recorded["baseTimeNanoseconds"] - first) / 1000
+        events = list(_in_tracks(recorded["traceEvents"], int(recorded["host"])))
+        tracks = sorted({(event["pid"], event["tid"]) for event in events})
+        for number, (process, track) in enumerate(tracks):
             title = f"rank {rank}" + (f", device {process - 1}" if process else "")
             place = {"ph": "M", "pid": rank * _PROCESSES + process, "tid": number}
             merged += [
@@ -204,9 +83,10 @@ def merge(files: Iterable[Path]) -> dict[str, Any]:
                 place | {"name": "thread_sort_index", "args": {"sort_index": number}},
             ]
         for event in events:
+            number = tracks.index((event["pid"], event["tid"]))
             place = {
                 "pid": rank * _PROCESSES + event["pid"],
-                "tid": numbers[event["pid"], event["tid"]],
+                "tid": number,
                 "ts": event["ts"] + shift,
             }
             if "id" in event:
@@ -215,7 +95,24 @@ def merge(files: Iterable[Path]) -> dict[str, Any]:
     return {"traceEvents": merged, "displayTimeUnit": "ms"}
 
 
-def _position(place: tuple[int, str]) -> tuple[int, int, str]:
-    process, track = place
-    known = [number for number, name in enumerate(_FROM_THE_TOP) if track.startswith(name)]
-    return process, known[0] if known else -1, track
+def _in_tracks(events: list[Event], host: int) -> Iterator[Event]:
+    """The profiler's events. "pid" is 0 for the process `host` and 1 + its number for a device;
+    "tid" is the name of a track. Messages that are in flight at the same time get tracks of their
+    own, because the events of one must nest.
+    """
+    ends: list[float] = []
+    known = (event for event in events if event["ph"] in "Xsf" and type(event["pid"]) is int)
+    for event in sorted(known, key=lambda event: event["ts"]):
+        process, thread = event["pid"], event["tid"]
+        if event.get("cat") == "fwdbwd":
+            continue
+        if process != host:
+            process, track = 1 + process, f"stream {thread}"
+        elif event["ph"] == "X" and event["name"].startswith(_MESSAGES):
+            start, process = event["ts"], 0
+            lane = next((number for number, end in enumerate(ends) if end <= start), len(ends))
+            ends[lane : lane + 1] = [start + event["dur"]]
+            track = f"{MESSAGES} ({lane + 1})" if lane else MESSAGES
+        else:
+            process, track = 0, MAIN if thread == host else f"thread {thread}"
+        yield event | {"pid": process, "tid": track, "name": event["name"].removeprefix(_LABEL)}

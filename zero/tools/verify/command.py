@@ -110,7 +110,6 @@ def as_json(result: Result) -> str:
     if result.difference is not None:
         relative = finite(result.difference.relative)
         difference = vars(result.difference) | {"relative": relative}
-    names = ("step", "kind", "tensors", "noise", "largest", "tensor")
-    rows = [dict(zip(names, row, strict=True)) | {"largest": finite(row[4])} for row in result.rows]
+    rows = [row._asdict() | {"largest": finite(row.largest)} for row in result.rows]
     found = {"equal": difference is None, "difference": difference}
     return json.dumps(found | {"skipped": result.skipped, "rows": rows}, indent=2)

@@ -14,10 +14,9 @@ the dtype of the computation. Each distance is a 2-norm.
 
 A gradient that rounding may change by its own size is noise, such as that of a key's bias in
 attention. What follows from it is not compared. If most gradients are noise, the script has drawn
-batches or dropout at random. Adam turns the sign of a tiny gradient into a whole step, so updates
-are compared where a gradient is `_MARGIN` times as large as its tensor's rounding. Signs do not
-change norms, so the norms of all updates, or of all tensors of one state, are compared as well.
-Elements that have had no gradient so far change by weight decay alone."""
+batches or dropout at random. Adam turns the sign of a tiny gradient into a whole step, which makes
+the tolerance of its tensor's update large. Signs do not change norms, so the norms of all updates,
+or of all tensors of one state, are compared as well."""
 
 from __future__ import annotations
 
@@ -27,13 +26,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
 
 _MARGIN = 10
-# Settings of a param group that say how to compute. The engine decides them.
-_HOW = {"foreach", "fused", "capturable", "differentiable"}
 _RANDOM = (
     "Two runs on plain torch differ by as much: the script draws {what} at random. Set a seed in it"
 )
@@ -60,16 +58,27 @@ class Difference:
         return f"{where}: {what} differs{by}{more}.\n  {self.cause}"
 
 
+class Row(NamedTuple):
+    """What was compared: how many tensors, how many were left out as noise, and the largest
+    relative difference, which is that of `tensor`.
+    """
+
+    step: int
+    kind: str
+    tensors: int
+    noise: int
+    largest: float
+    tensor: str
+
+
 @dataclass
 class Result:
-    """Rows: (step, kind, tensors compared, tensors left out as noise, largest relative difference,
-    its tensor).
+    """`skipped`: how many steps both runs skipped, because gradients were not finite: then there is
+    little to compare. `unsure`: a step that overflows or not by rounding alone, at which the
+    comparison ended, or 0.
+    """
 
-    skipped: how many steps both runs skipped, because gradients were not finite: then there is
-    little to compare. unsure: a step that overflows or not by rounding alone, at which the
-    comparison ended, or 0."""
-
-    rows: list[tuple[int, str, int, int, float, str]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     difference: Difference | None = None
     skipped: int = 0
     unsure: int = 0
@@ -126,11 +135,10 @@ def compare(engine: Path, plain: Path, disturbed: Path) -> Result:
     rounding.
     """
     comparison = Comparison((engine, plain, disturbed))
-    comparison.compare_start()
     result = comparison.result
+    is_done = comparison.differs_at_start()
     for step in range(1, steps_in(engine, plain, disturbed) + 1):
-        if result.difference is None and not result.unsure:
-            comparison.compare_step(step)
+        is_done = is_done or comparison.differs(step) or bool(result.unsure)
     return result
 
 
@@ -140,6 +148,17 @@ def steps_in(*folders: Path) -> int:
     while all((folder / f"{count + 1}.json").exists() for folder in folders):
         count += 1
     return count
+
+
+class Compared(NamedTuple):
+    """Tensors of one kind. `eps`: the least relative rounding, 0 if they must be equal. `is_noisy`:
+    noise has been left out.
+    """
+
+    kind: str
+    tensors: list[Tensor]
+    eps: float = 0.0
+    is_noisy: bool = False
 
 
 class Comparison:
@@ -152,135 +171,83 @@ class Comparison:
         self.result = Result()
         facts = json.loads((folders[0] / "facts.json").read_text())
         self.eps = torch.finfo(getattr(torch, facts["dtype"])).eps
-        self.elementwise = facts["elementwise"]
+        # Optimizers of whole tensors, such as Muon, compute in bf16.
+        of_update = torch.float32 if facts["elementwise"] else torch.bfloat16
+        self.eps_of_update = torch.finfo(of_update).eps
+        self.names = json.loads((folders[1] / "facts.json").read_text())["names"]
 
-    def compare_start(self) -> None:
+    def differs_at_start(self) -> bool:
         values = [Tensor.of(*each) for each in self._tensors("start")]
         is_random = any(tensor.rounding for tensor in values)
         cause = _RANDOM.format(what="them") if is_random else "The engine has changed them"
-        self._judge(0, "value", values, 0.0, cause=f"{cause}.")
+        return self._judge(0, Compared("value", values), f"{cause}.")
 
-    def compare_step(self, step: int) -> None:
+    def differs(self, step: int) -> bool:
+        """Add the rows of this step, up to one with a difference."""
         done = [json.loads((folder / f"{step}.json").read_text()) for folder in self.folders]
-        if self._judge(step, "loss", list(_losses(done)), self.eps):
-            return
-        gradients = [Tensor.of(*each) for each in self._tensors(f"{step}.gradients")]
-        noise = [tensor for tensor in gradients if tensor.is_noise]
-        if 2 * len(noise) > len(gradients):
-            self._add(step, "gradient", [noise[0]], len(noise) - 1)
-            relative, others = noise[0].relative_rounding, len(noise) - 1
-            cause = _RANDOM.format(what="batches or dropout") + ", or verify in fp32."
-            found = Difference(step, "gradient", noise[0].name, relative, others, cause)
-            self.result.difference = found
-            return
-        if self._judge(step, "gradient", gradients, self.eps):
-            return
-        if self._compare_settings(step, done):
-            return
-        eps = torch.finfo(torch.float32).eps  # in which both sides compute from here on
-        # Each side adds up millions of squares in fp32, in its own order.
-        norms = Tensor.of("all gradients", [torch.tensor(each["norm"]) for each in done])
-        if self._judge(step, "norm", [norms], math.sqrt(eps) / _MARGIN):
-            return
-        names = {tensor.name for tensor in gradients if not tensor.is_noise}
-        for file in sorted(self.folders[0].glob(f"{step}.state.*")):
-            if not (self.folders[1] / file.name).exists():
-                continue
-            states = [Tensor.of(*each) for each in self._tensors(file.stem) if each[0] in names]
-            kind = file.stem.split(".", 2)[2]
-            if self._judge(step, kind, states, eps, len(noise), together=True):
-                return
-        updates, decays = self._updates(step, {tensor.name: tensor for tensor in gradients})
-        if self.elementwise and self._judge(step, "decay", decays, eps):
-            return
-        # Optimizers of whole tensors, such as Muon, compute in bf16.
-        if not self.elementwise:
-            eps = torch.finfo(torch.bfloat16).eps
-        self._judge(step, "update", updates, eps, len(noise), together=True)
-
-    def _compare_settings(self, step: int, done: list[dict]) -> bool:
-        """The settings of a step: whether it was skipped, the loss scale, and the numbers of the
-        param groups.
-        """
         if done[1]["applied"] != done[2]["applied"]:
             self.result.unsure = step
             return True
-        engine, plain, _ = map(_settings, done)
-        common = [name for name in plain if name in engine]
-        different = [name for name in common if engine[name] != plain[name]]
-        first = (different or common)[0]
-        row = (step, "setting", len(common), 0, float(bool(different)), first)
-        self.result.rows.append(row)
-        if different:
-            cause = f"It is {engine[first]} on the engine and {plain[first]} on plain torch."
-            others = len(different) - 1
-            found = Difference(step, "setting", first, math.inf, others, cause)
-            self.result.difference = found
-        self.result.skipped += not done[0]["applied"]
-        return bool(different)
+        self.result.skipped += not (done[0]["applied"] or done[1]["applied"])
+        gradients = [Tensor.of(*each) for each in self._tensors(f"{step}.gradients")]
+        noise = [tensor for tensor in gradients if tensor.is_noise]
+        if 2 * len(noise) > len(gradients):
+            cause = _RANDOM.format(what="batches or dropout") + ", or verify in fp32."
+            self._add(step, Compared("gradient", noise))
+            self._differs(step, "gradient", noise, cause)
+            return True
+        loud = {tensor.name: tensor for tensor in gradients if not tensor.is_noise}
+        compared = self._compared(step, done, loud)
+        return any(self._judge(step, each, noise=len(noise)) for each in compared)
 
-    def _updates(
-        self, step: int, gradients: dict[str, Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """What the step has changed where a gradient is not noise, and where there has been none so
-        far.
+    def _compared(
+        self, step: int, done: list[dict], gradients: dict[str, Tensor]
+    ) -> Iterator[Compared]:
+        """What of a step is compared, one after the other. `gradients`: those that are no noise."""
+        eps = torch.finfo(torch.float32).eps
+        yield Compared("loss", _numbers(done, "loss"), self.eps)
+        yield Compared("gradient", list(gradients.values()), self.eps, is_noisy=True)
+        yield Compared("setting", _numbers(done, "setting"))
+        # Each side adds up millions of squares in fp32, in its own order.
+        yield Compared("norm", _numbers(done, "norm"), math.sqrt(eps) / _MARGIN)
+        for file in sorted(self.folders[0].glob(f"{step}.state.*")):
+            if (self.folders[1] / file.name).exists():
+                recorded = self._tensors(file.stem)
+                states = [Tensor.of(name, each) for name, each in recorded if name in gradients]
+                yield Compared(file.stem.split(".", 2)[2], states, eps, is_noisy=True)
+        before = self._tensors("start" if step == 1 else f"{step - 1}.values")
+        updates = [
+            Tensor.of(name, [new - old for new, old in zip(values, old_values, strict=True)])
+            for (name, values), (_, old_values) in zip(
+                self._tensors(f"{step}.values"), before, strict=True
+            )
+            if name in gradients
+        ]
+        yield Compared("update", updates, self.eps_of_update, is_noisy=True)
 
-        A third of GPT-2's `c_attn.bias` is noise. Tokens that no batch had have no gradient in an
-        embedding."""
-        updates, decays = [], []
-        files = ["start" if step == 1 else f"{step - 1}.values", f"{step}.values"]
-        files += [f"{number}.gradients" for number in range(step, 0, -1)]
-        recorded = (self._tensors(file) for file in files)
-        for (name, before), (_, after), *of_steps in zip(*recorded, strict=True):
-            changed = [new - old for new, old in zip(after, before, strict=True)]
-            has_none = torch.stack(
-                [(engine == 0) & (plain == 0) for _, (engine, plain, _) in of_steps]
-            ).all(0)
-            if has_none.any():
-                decays.append(Tensor.of(name, [has_none * values for values in changed]))
-            if not gradients[name].is_noise:
-                plain = of_steps[0][1][1]
-                rounding = gradients[name].rounding / math.sqrt(plain.numel())
-                is_loud = plain.abs() > _MARGIN * rounding
-                updates.append(Tensor.of(name, [is_loud * values for values in changed]))
-        return updates, decays
-
-    def _judge(
-        self,
-        step: int,
-        kind: str,
-        tensors: list[Tensor],
-        eps: float,
-        noise: int = 0,
-        together: bool = False,
-        cause: str = "",
-    ) -> bool:
-        """Add a row. If a tensor differs beyond rounding, say so; True then.
-
-        `eps`: the least relative rounding, 0 if the tensors must be equal. `together`: compare the
-        norm of all tensors, too.
-        """
+    def _judge(self, step: int, compared: Compared, cause: str = "", noise: int = 0) -> bool:
+        """Add a row. If something differs beyond rounding, say so; True then."""
+        kind, tensors, eps, is_noisy = compared
         if not tensors:
             return False
         known = [tensor for tensor in tensors if math.isfinite(tensor.relative_rounding)]
         usual = max(eps, median([tensor.relative_rounding for tensor in known] or [0.0]))
-        if kind == "gradient":
-            noise = sum(tensor.is_noise for tensor in tensors)
-        self._add(step, kind, tensors, noise)
+        self._add(step, compared, noise if is_noisy else 0)
         beyond = [each for each in tensors if (each.differs(usual) if eps else each.relative > 0)]
-        if not beyond and together and (apart := _apart_together(known, eps)):
+        is_together = is_noisy and kind != "gradient"
+        if not beyond and is_together and (apart := _apart_together(known, eps)):
             beyond = [Tensor("all tensors together", 0, 1, 0, apart, 0)]
         if beyond:
-            first, *others = beyond
-            cause = cause or _cause(kind, tensors)
-            found = Difference(step, kind, first.name, first.relative, len(others), cause)
-            self.result.difference = found
+            self._differs(step, kind, beyond, cause or _cause(kind, beyond, tensors))
         return bool(beyond)
 
-    def _add(self, step: int, kind: str, tensors: list[Tensor], noise: int) -> None:
-        compared = [tensor for tensor in tensors if kind != "gradient" or not tensor.is_noise]
-        worst = max(compared or tensors, key=lambda tensor: tensor.relative)
-        row = (step, kind, len(compared), noise, worst.relative, worst.name)
+    def _differs(self, step: int, kind: str, tensors: list[Tensor], cause: str) -> None:
+        first, others = tensors[0], len(tensors) - 1
+        self.result.difference = Difference(step, kind, first.name, first.relative, others, cause)
+
+    def _add(self, step: int, compared: Compared, noise: int = 0) -> None:
+        worst = max(compared.tensors, key=lambda tensor: tensor.relative)
+        row = Row(step, compared.kind, len(compared.tensors), noise, worst.relative, worst.name)
         self.result.rows.append(row)
 
     def _tensors(self, name: str) -> Iterator[tuple[str, list[torch.Tensor]]]:
@@ -290,7 +257,7 @@ class Comparison:
         """
         files = [safe_open(folder / f"{name}.safetensors", "pt") for folder in self.folders]
         known = [set(file.keys()) for file in files]
-        for key in json.loads((self.folders[1] / "facts.json").read_text())["names"]:
+        for key in self.names:
             values = [
                 file.get_tensor(key) if key in names else None
                 for file, names in zip(files, known, strict=True)
@@ -301,21 +268,12 @@ class Comparison:
                 yield key, [zeros if value is None else value for value in values]
 
 
-def _losses(done: list[dict]) -> Iterator[Tensor]:
-    for rank, of_rank in enumerate(zip(*(each["losses"] for each in done), strict=True)):
-        for micro_batch, losses in enumerate(zip(*of_rank, strict=False)):
-            name = f"micro-batch {micro_batch} on rank {rank}"
-            yield Tensor.of(name, [torch.tensor(loss) for loss in losses])
-
-
-def _settings(done: dict) -> dict[str, object]:
-    settings: dict[str, object] = {"whether the step was skipped": not done["applied"]}
-    settings["the loss scale"] = done["scale"]
-    for number, group in enumerate(done["groups"]):
-        for key, value in group.items():
-            if key not in _HOW:
-                settings[f"{key} of param group {number}"] = value
-    return settings
+def _numbers(done: list[dict], kind: str) -> list[Tensor]:
+    """The numbers of this kind that all recordings have."""
+    names = [name for name in done[1][kind] if all(name in each[kind] for each in done)]
+    return [
+        Tensor.of(name, [torch.tensor(float(each[kind][name])) for each in done]) for name in names
+    ]
 
 
 def _apart_together(tensors: list[Tensor], eps: float) -> float:
@@ -332,8 +290,11 @@ def _apart_together(tensors: list[Tensor], eps: float) -> float:
     return apart if apart > _MARGIN * rounding else 0.0
 
 
-def _cause(kind: str, tensors: list[Tensor]) -> str:
+def _cause(kind: str, beyond: list[Tensor], tensors: list[Tensor]) -> str:
     """What is known for certain about a difference."""
+    if kind == "setting":
+        first = beyond[0]
+        return f"It is {first.engine:g} on the engine and {first.plain:g} on plain torch."
     if lost := [tensor.name for tensor in tensors if tensor.is_lost]:
         names = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
         if kind == "update":
@@ -344,6 +305,4 @@ def _cause(kind: str, tensors: list[Tensor]) -> str:
     explained = all(abs(tensor.engine - tensor.plain) >= 0.98 * tensor.apart for tensor in pairs)
     if len(pairs) > 1 and explained and max(ratios) - min(ratios) <= 0.01 * max(ratios):
         return f"All tensors of this kind are {median(ratios):.4g} times the plain ones."
-    if kind == "decay":
-        return "These elements have had no gradient yet, so only weight decay may change them."
     return "Everything compared before it, in the rows above, is equal within rounding."

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,19 +28,10 @@ from zero.integrations.deepspeed.optimizer import ParameterOffload
 from zero.optim.loss_scaler import LossScaler
 
 
-class _NoHooks:
+def _no_hooks(module: nn.Module) -> Any:
     """Takes the place of `zero.core.hooks.ModuleHooks`."""
-
-    def __init__(self, module: nn.Module):
-        self.module = module
-        self.forward_hooks: list = []
-        self.backward_hooks: list = []
-
-    def install(self) -> None: ...
-
-    def remove(self) -> None: ...
-
-    def forget_broken_pass(self) -> None: ...
+    nothing = dict.fromkeys(("install", "remove", "forget_broken_pass"), lambda: None)
+    return SimpleNamespace(module=module, forward_hooks=[], backward_hooks=[], **nothing)
 
 
 # Whether a script has asked zero.Init for a dtype, in which the engine's values are rounded.
@@ -170,16 +162,9 @@ class PlainOptimizer:
             return self.gradients()[param]
         if kind == FP32:
             return self.masters[param].detach()
-        state = self.states_of(param).get(kind)
-        return None if state is None else state.float()
-
-    def states_of(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
-        """The optimizer's states that are ordinary tensors of their parameter's shape."""
-        return {
-            key: state
-            for key, state in self.optimizer.state.get(self.masters[param], {}).items()
-            if type(state) is torch.Tensor and state.dim() and state.shape == param.shape
-        }
+        state = self.optimizer.state.get(self.masters[param], {}).get(kind)
+        is_ordinary = type(state) is torch.Tensor and state.shape == param.shape
+        return state.float() if is_ordinary else None
 
 
 class PlainEngine(DeepSpeedEngine):
@@ -210,7 +195,7 @@ class PlainEngine(DeepSpeedEngine):
         nn.Module.__init__(self)
         self._begin(model, resolved, comm)
         self.groups = []
-        self.hooks: Any = _NoHooks(model)
+        self.hooks: Any = _no_hooks(model)
         given = self._place_parameters(resolved)
         self.reducer = None
         if optimizer is not None:
@@ -260,14 +245,5 @@ class PlainEngine(DeepSpeedEngine):
 
     def destroy(self) -> None: ...
 
-    def save_checkpoint(self, *args: object, **kwargs: object) -> bool:
-        return True
-
-    def save_16bit_model(self, *args: object, **kwargs: object) -> bool:
-        return True
-
     def _samples_of_step(self) -> int:
         return 0
-
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict:
-        return self.module.state_dict()

@@ -34,6 +34,9 @@ _ROUNDING = (
     "zero_quantized_moments",
 )
 
+# Keys of a param group that name parameters, or say how to compute, which the engine decides.
+_HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
+
 
 def set_up() -> None:
     """Have `initialize` make engines that are recorded, or plain ones, as the name of the folder
@@ -94,22 +97,24 @@ class Recorder(BoundedRun):
 
     def before_update(self) -> None:
         self._save(f"{self.step_number}.gradients", GRADIENT)
-        self._groups = [
-            {key: number for key, value in group.items() if (number := _number(value)) is not None}
-            for group in self.optimizer.param_groups
-        ]
+        self._settings = _settings(self.optimizer.param_groups)
 
     def after_update(self) -> None:
         engine = self.engine
         self._save(f"{self.step_number}.values", FP32)
         for key in self._state_keys():
             self._save(f"{self.step_number}.state.{key}", key)
+        skipped = {"whether the step was skipped": not engine.was_step_applied()}
+        losses = engine.comm.control("losses").exchange(lambda: self.losses)
         done = {
-            "losses": engine.comm.control("losses").exchange(lambda: self.losses),
-            "groups": self._groups,
-            "norm": engine.get_global_grad_norm(),
+            "loss": {
+                f"micro-batch {number} on rank {rank}": loss
+                for rank, of_rank in enumerate(losses)
+                for number, loss in enumerate(of_rank)
+            },
+            "setting": skipped | {"the loss scale": engine.loss_scale()} | self._settings,
+            "norm": {"all gradients": engine.get_global_grad_norm()},
             "applied": engine.was_step_applied(),
-            "scale": engine.loss_scale(),
         }
         self.losses = []
         if engine.comm.rank == 0:
@@ -124,17 +129,10 @@ class Recorder(BoundedRun):
         """Names of the optimizer's states that are tensors of their parameter's size, on any
         rank.
         """
-        if isinstance(self.engine, PlainEngine):
-            states = [self.optimizer.states_of(param) for _, param in self._trained()]
-            here = set().union(*states)
-        else:
-            states = self.optimizer.state.values()
-            here = {
-                key for state in states for key, value in state.items() if is_state_tensor(value)
-            }
-        return sorted(
-            set().union(*self.engine.comm.control("names of states").exchange(lambda: here))
-        )
+        states = self.optimizer.state.values()
+        here = {key for state in states for key, value in state.items() if is_state_tensor(value)}
+        everywhere = self.engine.comm.control("names of states").exchange(lambda: here)
+        return sorted(set().union(*everywhere))
 
     def _read(self, param: nn.Parameter, kind: str) -> torch.Tensor | None:
         """A collective: every rank reads."""
@@ -156,13 +154,14 @@ class Recorder(BoundedRun):
         return ((name, param) for name, param in named if param.requires_grad)
 
 
-def _number(value: Any) -> object:
-    """A setting of a param group, if JSON can hold it.
-
-    None for others and for tensors of several elements.
-    """
-    if isinstance(value, torch.Tensor):
-        return value.item() if value.numel() == 1 else None
-    if isinstance(value, (tuple, list)):
-        return None if any(_number(each) is None for each in value) else list(value)
-    return value if isinstance(value, (bool, int, float, str)) else None
+def _settings(param_groups: list[dict[str, Any]]) -> dict[str, float]:
+    """The numbers of all param groups by their names; the two of betas are betas0 and betas1."""
+    found = {}
+    for number, group in enumerate(param_groups):
+        for key, given in group.items():
+            several = enumerate(given) if isinstance(given, (tuple, list)) else [("", given)]
+            for place, value in several if key not in _HOW else ():
+                is_tensor = isinstance(value, torch.Tensor) and value.numel() == 1
+                if is_tensor or isinstance(value, (int, float)):
+                    found[f"{key}{place} of param group {number}"] = float(value)
+    return found
