@@ -53,7 +53,6 @@ class Pending:
                 self._wait_for_works()
             if self.finish is not None:
                 self.finish()
-            self.works = ()
             self.finish = None
             self.keep = ()
             if self._observed is not None:
@@ -61,5 +60,8 @@ class Pending:
                 self._observed = None
 
     def _wait_for_works(self) -> None:
-        for work in self.works:
-            work.wait()
+        while self.works:
+            self.works[0].wait()
+            # One by one: if `finish` fails, or another work, whoever waits again must not wait for
+            # this one again. A message of gloo would then never end.
+            self.works = self.works[1:]
