@@ -205,6 +205,7 @@ class ModuleHooks:
                     self.backward_hooks.append(param.register_post_accumulate_grad_hook(hook))
             if not group.persistent:
                 group.watch_reads(_Hook(partial(self._read_outside, group)))
+                group.graph_hook = self._reads.hold_for_graph
 
     def remove(self) -> None:
         """Take all hooks off the model."""
@@ -215,6 +216,7 @@ class ModuleHooks:
         self.backward_hooks.clear()
         for group in self.groups:
             group.watch_reads(None)
+            group.graph_hook = None
 
     # -- passes
 
@@ -312,6 +314,8 @@ class ModuleHooks:
         if not self._awaited:
             self._release_reads()
             self._in_pass = False
+            if has_trained:
+                self._reads.end_backwards()
         self._gathering.end_pass(has_trained)
 
     # -- forward
