@@ -663,6 +663,11 @@ def _reshard(group: ParamGroup) -> None:
 @torch.no_grad()
 def checksums(values: Iterable[torch.Tensor]) -> torch.Tensor:
     """A 64-bit number for each tensor's values, on the tensors' device."""
-    shown = (local(each).detach().reshape(-1) for each in values)
-    numbers = (each.view(_INTEGERS[each.element_size()]) for each in shown)
-    return torch.stack([each.sum(dtype=torch.int64) for each in numbers])
+    return torch.stack([_checksum(local(each).detach().reshape(-1)) for each in values])
+
+
+def _checksum(flat: torch.Tensor) -> torch.Tensor:
+    # Most of it as numbers of the sum's dtype, which takes a tenth of the time.
+    rest = flat.nbytes % 8 // flat.element_size()
+    most, last = flat.split([flat.numel() - rest, rest])
+    return most.view(torch.int64).sum() + last.view(_INTEGERS[last.element_size()]).sum()
