@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -35,6 +36,10 @@ def _gather_single(group: ParamGroup, index: int, held: ExitStack) -> Pending:
     held.callback(group.free_single, index)
     held.callback(pending.wait)
     return pending
+
+
+def _use_count(param: nn.Parameter) -> int:
+    return cast(Any, param)._use_count()  # which torch's stubs lack
 
 
 class GatheredParameters:
@@ -108,7 +113,7 @@ class GatheredParameters:
         params = [group.params[i] for group in sharded for i in self.asked[group]]
         self._group_versions = {group: group.version for group in self.asked}
         # Graphs that save a parameter hold it.
-        self._holders = {param: param._use_count() for param in params}
+        self._holders = {param: _use_count(param) for param in params}
         reads = self.modifier_rank is None
         # torch counts no writes to `param.data`.
         self._sums = checksums(params) if reads and params else None
@@ -152,7 +157,7 @@ class GatheredParameters:
         """Keep groups gathered, of which a graph has been made here that saves weights: its
         backward takes them from the parameters.
         """
-        grown = (each for each, count in self._holders.items() if each._use_count() > count)
+        grown = (each for each, count in self._holders.items() if _use_count(each) > count)
         groups = {group for param in grown if (group := owning_group(param)) is not None}
         for group in sorted(groups, key=lambda group: group.serial):
             if group.graph_hook is not None:

@@ -64,8 +64,10 @@ def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> list[str]:
         for attribute in attributes
         for name in getattr(module, attribute, None) or ()
     }
-    pattern = re.compile(rf"(^|\.)({'|'.join(sorted(asked))})($|\.)") if asked else None
-    named = model.named_parameters() if pattern is not None else ()
+    if not asked:
+        return []
+    pattern = re.compile(rf"(^|\.)({'|'.join(sorted(asked))})($|\.)")
+    named = model.named_parameters()
     return [name for name, p in named if p.is_floating_point() and pattern.search(name)]
 
 
