@@ -142,7 +142,8 @@ class GatheredParameters:
             self._held.close()
         if self.modifier_rank is not None and exc_type is None:
             for group in self.asked:
-                group.refresh()  # which somebody else may have gathered
+                if not group.persistent:
+                    group.refresh()  # somebody else may have gathered it
         if changed:
             message = (
                 f"GatheredParameters: modification of {', '.join(changed[:5])}"

@@ -139,6 +139,46 @@ def test_backward_inside():
     run_on(2, open_in_backward)
 
 
+class KeepsView(nn.Linear):
+    """Keeps a view of its weight, which shows the weight's values from then on."""
+
+    kept: list[torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = [self.weight.detach().view(-1)]
+        return super().forward(x) + 0.1 * self.kept[0][:WIDTH]
+
+
+def shown_by_views(rank: int, world_size: int) -> None:
+    def views() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(KeepsView(WIDTH, WIDTH), nn.Tanh(), KeepsView(WIDTH, WIDTH))
+
+    reference, model = views(), views()
+    config = ds_config(stage3_param_persistence_threshold=0)
+    made = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    engine = zero.initialize(model=model, optimizer=made[0], config=config)[0]
+    for step in range(STEPS):
+        engine.backward(engine(batch(step, 0)).square().mean())
+        engine.step()
+        reference(batch(step, 0)).square().mean().backward()
+        made[1].step()
+        made[1].zero_grad()
+        with torch.no_grad():
+            with zero.GatheredParameters(model[0].weight, modifier_rank=world_size - 1):
+                if rank == world_size - 1:
+                    model[0].weight.mul_(0.5)
+            with zero.GatheredParameters(model[2].weight):
+                pass
+            reference[0].weight.mul_(0.5)
+            assert_close(engine(batch(step, 0)), reference(batch(step, 0)), TERMS, 10 * STEPS)
+
+
+def test_views_that_a_module_keeps_show_what_was_written():
+    run_on(2, shown_by_views)
+
+
 def lost(rank: int, world_size: int, single: bool) -> list[str]:
     engine, found = engine_of(3, enable_sanity_checks=True), []
     params = list(engine.module.parameters())

@@ -16,7 +16,12 @@ import zero
 from tests.dist.training import ds_config
 from tests.processes import run_on
 from tests.tolerance import rounding
-from zero.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from zero.fragments import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
 
 WIDTH, ROWS, STEPS, MICRO = 40, 4, 7, 2
 TERMS = 400
@@ -180,6 +185,31 @@ def kept(rank: int, world_size: int) -> None:
                 elif "weight" in name and step:
                     assert not same, (section, step, name)
         engine.destroy()
+
+
+def written(rank: int, world_size: int) -> None:
+    """State that a parameter does not have yet, and a gradient from the script."""
+    engine = engine_of(ADAMW, {"stage": 3})
+    train(engine, rank, world_size, range(1))
+    late = engine.module.get_parameter("blocks.0.parts.1.weight")
+    value = torch.ones(WIDTH, WIDTH)
+    assert safe_get_full_optimizer_state(late, "exp_avg") is None
+    with pytest.raises(ValueError, match=r"'blocks.0.parts.1.weight' has no .* 'exp_avg' yet"):
+        safe_set_full_optimizer_state(late, value, "exp_avg")
+    before = safe_get_full_fp32_param(late)
+    for micro in range(MICRO):
+        engine.backward(loss(engine, 2, micro, rank, world_size))
+        if micro == MICRO - 1:
+            safe_set_full_grad(late, value)
+        engine.step()
+    expected = nn.Parameter(before)
+    expected.grad = value
+    ADAMW([expected]).step()
+    is_close(safe_get_full_fp32_param(late), expected, "a gradient from the script")
+
+
+def test_a_gradient_that_a_script_sets_counts():
+    run_on(2, written)
 
 
 def test_nothing_of_an_unused_parameter_changes():

@@ -343,6 +343,9 @@ def read_optimizer_state(optimizer: ZeroOptimizer, reader: CheckpointReader) -> 
             for key, kind in stored.state.items()
         )
 
+    def of(name: str) -> int | None:
+        return reader.manifest.parameters[name].group
+
     optimizer.split_sub_groups(described)
     for sub_group in optimizer.sub_groups:
         names = [name for name, *_ in sub_group.parts()]
@@ -366,11 +369,9 @@ def read_optimizer_state(optimizer: ZeroOptimizer, reader: CheckpointReader) -> 
                 for name, numel, position, where in sub_group.parts():
                     stored_key = f"optimizer/{key}/{name}"
                     slices.append(Slice(stored_key, numel, position, state[key][where]))
-        uncounted = [key for key, kind in stored.state.items() if kind.numbers and key not in state]
-        if state and uncounted:
-            raise ValueError(
-                f"the checkpoint has no optimizer state {uncounted[0]!r} of {names[0]!r}"
-            )
+        for key, kind in stored.state.items() if state else ():
+            if key not in state and any(of(name) == of(names[0]) for name in kind.numbers or ()):
+                raise ValueError(f"the checkpoint has no optimizer state {key!r} of {names[0]!r}")
         if coded and KEYS[0] in state:
             # sub-group by sub-group: fp32 moments of all of them may not fit into memory
             reader.read(slices)

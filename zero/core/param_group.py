@@ -539,9 +539,11 @@ class ParamGroup(NamedGroup):
 
     def reshard_but_keep_aliases(self) -> None:
         """GATHERED -> SHARDED, but aliases of the parameters (`param.detach()`) keep the values and
-        the memory.
+        the memory. Views that a module keeps go on showing the group's values.
         """
         assert self.state is State.GATHERED, self.describe()
+        if self.has_aliases:
+            return self.reshard()
         self.residency.remove(self.layout.numel)
         self.state = State.SHARDED
         with torch.inference_mode(False):

@@ -321,7 +321,8 @@ class GradientReducer:
         """Names of the parameters that have got no gradient on this rank since the last step."""
         for group in self._shards:
             received = self.gradients[group].received
-            yield from (n for i, n in enumerate(group.param_names) if i not in received)
+            if len(received) < len(group.params):
+                yield from (n for i, n in enumerate(group.param_names) if i not in received)
 
     def _wait_for_offload(self) -> None:
         with self.comm.clock.waiting("gradients out"):

@@ -81,21 +81,18 @@ class SubGroup:
                 position = piece.inside + first - piece.start
                 yield name, slot.numel, position, slice(first - start, end - start)
 
-    def cut(self, borders: Collection[int]) -> list[SubGroup]:
-        """Its parts between these positions in it, with the values and state that they had in it.
+    def cut(self, borders: Collection[int]) -> list[tuple[SubGroup, dict]]:
+        """Its parts between these positions in it, each with its state.
 
         Raises UsageError for state that has neither the parameters' size nor is a number.
         """
-        found, state = [], self.state
-        for first, end in pairwise(sorted({0, *borders, self.master.numel()})):
-            values = {key: self._part_of(key, value, first, end) for key, value in state.items()}
-            part = replace(self, start=self.start + first, master=self.master[first:end])
-            found.append((part, values))
-        self.optimizer.state.pop(self.master, None)
-        for part, values in found:
-            if values:
-                part.put_state(values)
-        return [part for part, _ in found]
+        return [
+            (
+                replace(self, start=self.start + first, master=self.master[first:end]),
+                {key: self._part_of(key, each, first, end) for key, each in self.state.items()},
+            )
+            for first, end in pairwise(sorted({0, *borders, self.master.numel()}))
+        ]
 
     def _part_of(self, key: str, value: Any, first: int, end: int) -> Any:
         """The elements from `first` to `end` of a value of its state."""
@@ -259,15 +256,21 @@ class SubGroupState:
 
         A part that is longer than a `block` of elements begins where a block does.
         """
-        found: list[SubGroup] = []
+        parts: dict[SubGroup, list[tuple[SubGroup, dict]]] = {}
         for each in self.sub_groups:
             kinds = [(where.start, kind(name)) for name, _, _, where in each.parts()]
             borders = {start for (_, last), (start, new) in pairwise(kinds) if new != last}
             borders |= {min(round_up(start, block), each.master.numel()) for start in borders}
-            found += each.cut(borders) if borders else [each]
-        if len(found) > len(self.sub_groups):
-            self.sub_groups = found
-            self._set_params()
+            if borders:
+                parts[each] = each.cut(borders)
+        for each, of_each in parts.items():
+            self._optimizer.state.pop(each.master, None)
+            place = self.sub_groups.index(each)
+            self.sub_groups[place : place + 1] = [part for part, _ in of_each]
+            for part, state in of_each:
+                if state:
+                    part.put_state(state)
+        self._set_params()
 
     def of_shard(self, shard: OptimizerShard) -> list[dict]:
         """The states of one group's sub-groups."""
