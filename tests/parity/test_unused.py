@@ -19,6 +19,7 @@ from tests.tolerance import rounding
 from zero.fragments import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
@@ -194,8 +195,9 @@ def written(rank: int, world_size: int) -> None:
     late = engine.module.get_parameter("blocks.0.parts.1.weight")
     value = torch.ones(WIDTH, WIDTH)
     assert safe_get_full_optimizer_state(late, "exp_avg") is None
-    with pytest.raises(ValueError, match=r"'blocks.0.parts.1.weight' has no .* 'exp_avg' yet"):
-        safe_set_full_optimizer_state(late, value, "exp_avg")
+    if safe_get_local_fp32_param(late).numel():  # a rank without a part has nothing to write
+        with pytest.raises(ValueError, match=r"'blocks.0.parts.1.weight' has no .*exp_avg' yet"):
+            safe_set_full_optimizer_state(late, value, "exp_avg")
     before = safe_get_full_fp32_param(late)
     for micro in range(MICRO):
         engine.backward(loss(engine, 2, micro, rank, world_size))
