@@ -159,6 +159,7 @@ def _check(given: argparse.Namespace) -> None:
             shared.check_tokenizer(argument, name)
             break
     shared.check_resume(given)
+    shared.check_not_finished(given)
     shared.check_output_dir(given.output_dir)
     _check_output_is_new(given)
 

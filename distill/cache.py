@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from accelerate import PartialState
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -30,11 +32,12 @@ from transformers import PreTrainedTokenizerBase
 from distill.batch import IGNORED, TARGET_COUNTS, Batch
 from distill.fused import StoredTeacher
 from distill.losses import log_probabilities, sampled_bins, top_k_with_tail
+from distill.options import SAMPLINGS
 
 PART_EXAMPLES = 256
 # Key of a batch, written by `distill.data.CountingCollator`: the keys of its examples.
 EXAMPLE_KEYS = "example_keys"
-_EDGE = 2**20
+_BLOCK = 2**20
 
 
 class CacheError(ValueError):
@@ -60,21 +63,33 @@ class Description:
     tokens: int
     sampling: str = "top_k"
 
+    def __post_init__(self) -> None:
+        texts = self.teacher, self.revision, self.tokenizer
+        numbers = self.top_k, self.tokens, self.temperature
+        if not all(isinstance(each, str) for each in texts):
+            raise ValueError("teacher, revision and tokenizer are texts")
+        if not all(type(each) in (int, float) and 0 < each < math.inf for each in numbers):
+            raise ValueError("temperature, top_k and tokens are numbers above 0")
+        if not isinstance(self.top_k, int) or not isinstance(self.tokens, int):
+            raise ValueError("top_k and tokens are whole numbers")
+        if self.sampling not in SAMPLINGS:
+            raise ValueError(f"sampling is {self.sampling!r}")
+
 
 def teacher_revision(name: str, commit: str | None) -> str:
     """Return the hub's commit.
 
-    For a folder: a hash of its configuration, and of size, start and end of each file.
+    For a folder: a hash of its configuration and of its weights, which are read as a whole.
     """
     folder = Path(name)
     if not folder.is_dir():
         return commit or "unknown"
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
+    digest = xxhash.xxh3_128((folder / "config.json").read_bytes())
+    for path in sorted({*folder.glob("*.safetensors"), *folder.glob("*model*.bin")}):
+        digest.update(f" {path.name} {path.stat().st_size} ".encode())
         with open(path, "rb") as file:
-            digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(_EDGE))
-            file.seek(max(0, path.stat().st_size - _EDGE))
-            digest.update(file.read())
+            while block := file.read(_BLOCK):
+                digest.update(block)
     return digest.hexdigest()
 
 
@@ -125,6 +140,8 @@ class TeacherCache:
 
     def _add(self, path: Path) -> None:
         try:
+            if not path.is_file():  # opening a named pipe would wait for its writer
+                raise OSError("no ordinary file")
             file = safe_open(path, "pt")
             keys, starts, checksums = (
                 file.get_tensor(name) for name in ("keys", "starts", "checksums")
@@ -214,6 +231,13 @@ class TeacherCache:
                 f"{place.path}: damaged (a checksum differs); delete this file and run "
                 "cache_teacher again, which adds what is missing"
             )
+        k, tokens = self.description.top_k, self.description.tokens
+        if rows[0].shape[1] != k or not 0 <= int(rows[0].max()) < tokens:
+            raise CacheError(
+                f"{place.path}: it does not have {k} of {tokens} tokens for each target, as "
+                f"{self.folder / 'cache.json'} says, so one of them is from another cache: delete "
+                f"{self.folder} and run cache_teacher again"
+            )
         return rows
 
 
@@ -245,16 +269,16 @@ def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _read_description(folder: Path) -> Description:
-    try:
-        return Description(**json.loads((folder / "cache.json").read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    path = folder / "cache.json"
+    if not path.is_file():
         raise CacheError(
             f"teacher_cache {folder}: there is no cache.json in it; run cache_teacher first"
-        ) from None
-    except (json.JSONDecodeError, TypeError) as error:
+        )
+    try:
+        return Description(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
         raise CacheError(
-            f"{folder / 'cache.json'}: damaged ({error}); delete {folder} and run "
-            "cache_teacher again"
+            f"{path}: damaged ({error}); delete {folder} and run cache_teacher again"
         ) from error
 
 

@@ -3,6 +3,8 @@ begins.
 """
 
 import argparse
+import json
+import math
 import os
 import sys
 import tempfile
@@ -178,6 +180,7 @@ def check_arguments(given: argparse.Namespace) -> None:
     if source:
         check_tokenizer(source, getattr(given, source))
     check_resume(given)
+    check_not_finished(given)
     check_output_dir(given.output_dir)
     _check_output_is_new(given)
 
@@ -369,6 +372,31 @@ def _is_there(path: Path) -> bool:
         return bool(os.stat(path))
     except FileNotFoundError:
         return False
+
+
+def check_not_finished(given: argparse.Namespace) -> None:
+    """Check that the run to resume has not ended: the Trainer would train one more step, and write
+    the model again.
+    """
+    resumed, output = given.resume_from_checkpoint, given.output_dir
+    begins_anew = given.overwrite_output_dir and not resumed
+    # The last file of a run.
+    if not given.do_train or begins_anew or not Path(output or "", "trainer_state.json").is_file():
+        return
+    folder = resumed or output
+    try:
+        state = json.loads(Path(folder, "trainer_state.json").read_text(encoding="utf-8"))
+        step, epoch = state["global_step"], state["epoch"] or 0
+    except (OSError, ValueError, LookupError, TypeError):
+        return  # whoever reads the checkpoint tells what is wrong with it
+    most_steps = given.max_steps or -1
+    ends = step >= most_steps if most_steps > 0 else epoch >= (given.num_train_epochs or math.inf)
+    if ends:
+        raise InputError(
+            f"{folder}: this run has ended after {step} steps ({epoch:g} epochs): give more "
+            "--num_train_epochs or --max_steps to train on, --overwrite_output_dir to train anew, "
+            "or evaluate the model without --do_train"
+        )
 
 
 def _check_output_is_new(given: argparse.Namespace) -> None:

@@ -41,7 +41,7 @@ from zero.core.secondary_partition import SecondaryPartitionGroup
 from zero.core.sharded_param import cut_of, local, owning_group
 from zero.device import is_accelerator
 from zero.errors import UsageError
-from zero.model_checks import check_model, refuse_doubles
+from zero.model_checks import check_model, kept_in_fp32, refuse_doubles
 from zero.offload.tiers import Tier
 from zero.optim.adam_cpu import has_adams_moments
 from zero.optim.elementwise import is_elementwise
@@ -98,6 +98,14 @@ def make_groups(
     dtype = settings.sixteen_bit_dtype
     if dtype is None:
         refuse_doubles(model)
+    elif (rounded := kept_in_fp32(model, dtype)) and comm.job.rank == 0:
+        logger.warning(
+            "transformers keeps %s%s in fp32, and the engine trains them in %s, as all parameters: "
+            "results differ from those without ZeRO",
+            ", ".join(rounded[:5]),
+            " and others" * (len(rounded) > 5),
+            str(dtype).removeprefix("torch."),
+        )
     # Below stage 3 nothing is gathered for use; a group is what one reduction takes.
     threshold = zero.stage3_param_persistence_threshold if zero.stage == 3 else 0
     plans = plan_groups(

@@ -209,8 +209,17 @@ class ParameterState:
         if self.kind == GRADIENT:
             self._shard.norms.pop(self.piece.start, None)
             self._shard.widen_gradient(self.optimizer.reducer.sum_dtype)
+        left = self.piece.numel
         for start, place in self._places(self.piece, writes=True):
             place.copy_(value.reshape(-1)[start : start + place.numel()].float() / self._factor)
+            left -= place.numel()
+        if left:
+            name = self.group.param_names[self.group.index[self.param]]
+            raise UsageError(
+                f"{name!r} has no optimizer state {self.kind!r} yet: it has got no gradient so far"
+            )
+        if self.kind == GRADIENT:
+            self.optimizer.reducer.gradients[self.group].received.add(self.group.index[self.param])
         if self.kind == FP32:
             self._shard.master_was_replaced()
 

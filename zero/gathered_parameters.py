@@ -9,13 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from zero.comm.control import Record
 from zero.comm.work import Pending
-from zero.core.param_group import ParamGroup, State, unsharded
+from zero.core.param_group import ParamGroup, State, checksums, unsharded
 from zero.core.sharded_param import owning_group
+from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
 
@@ -35,6 +38,10 @@ def _gather_single(group: ParamGroup, index: int, held: ExitStack) -> Pending:
     return pending
 
 
+def _use_count(param: nn.Parameter) -> int:
+    return cast(Any, param)._use_count()  # which torch's stubs lack
+
+
 class GatheredParameters:
     """A context in which sharded parameters have their full values on every rank.
 
@@ -45,7 +52,8 @@ class GatheredParameters:
             Ordinary parameters among them are left alone.
         modifier_rank: the rank whose changes all ranks receive when the context ends. With None you
             may only read: changes are lost, with a warning, or with a RuntimeError if
-            `zero_optimization.enable_sanity_checks` is set.
+            `zero_optimization.enable_sanity_checks` is set. It is an error if ranks give different
+            ones.
         fwd_module: accepted for compatibility. Whatever a forward uses is gathered anyway.
         enabled: whether the context does anything.
     """
@@ -73,6 +81,13 @@ class GatheredParameters:
             group: sorted(asked[group]) for group in sorted(asked, key=lambda group: group.serial)
         }
         self.modifier_rank = modifier_rank
+        for group in self.asked:
+            ranks = range(group.comm.world_size)
+            if modifier_rank is not None and modifier_rank not in ranks:
+                raise UsageError(
+                    f"GatheredParameters: modifier_rank is {modifier_rank}, and the ranks are 0 to "
+                    f"{ranks[-1]}"
+                )
 
     def __enter__(self) -> None:
         single = {group: self._one_by_one(group, indices) for group, indices in self.asked.items()}
@@ -96,8 +111,12 @@ class GatheredParameters:
             self._held = held.pop_all()
         sharded = [group for group in self.asked if not group.persistent]
         params = [group.params[i] for group in sharded for i in self.asked[group]]
-        self._versions = {param: param._version for param in params}
         self._group_versions = {group: group.version for group in self.asked}
+        # Graphs that save a parameter hold it.
+        self._holders = {param: _use_count(param) for param in params}
+        reads = self.modifier_rank is None
+        # torch counts no writes to `param.data`.
+        self._sums = checksums(params) if reads and params else None
 
     def _one_by_one(self, group: ParamGroup, indices: Sequence[int]) -> list[int]:
         """The parameters to be gathered one by one: those that are only read, and make up at most
@@ -110,43 +129,68 @@ class GatheredParameters:
         return [i for i in indices if not group.has_single([i])]
 
     def __exit__(self, exc_type: type | None, *exc_info: object) -> None:
+        changed: list[str] = []
         try:
-            if self.modifier_rank is not None and exc_type is None:
-                self._take_in_replaced_data()
-                for group in self.asked:
-                    group.broadcast_values(self.modifier_rank)
+            if exc_type is None:
+                self._keep_for_graphs()
+                if self.modifier_rank is not None:
+                    self._agree_on_data()
+                    for group in self.asked:
+                        group.broadcast_values(self.modifier_rank)
+                changed = self._lost()
         finally:
-            changed = [param for param in self._versions if self._is_lost(param)]
             self._held.close()
-        if changed and self.modifier_rank is None and exc_type is None:
+        if self.modifier_rank is not None and exc_type is None:
+            for group in self.asked:
+                if not group.persistent:
+                    group.refresh()  # somebody else may have gathered it
+        if changed:
             message = (
-                f"GatheredParameters: in-place modification of {len(changed)} sharded "
-                "parameter(s), which is lost with modifier_rank=None; pass the rank whose values "
-                "all ranks are to take over (modifier_rank=0)"
+                f"GatheredParameters: modification of {', '.join(changed[:5])}"
+                f"{' and others' * (len(changed) > 5)}, which is lost with modifier_rank=None; "
+                "pass the rank whose values all ranks are to take over (modifier_rank=0)"
             )
             if any(group.strict for group in self.asked):
                 raise RuntimeError(message)
             logger.warning(message)
 
-    def _take_in_replaced_data(self) -> None:
+    def _keep_for_graphs(self) -> None:
+        """Keep groups gathered, of which a graph has been made here that saves weights: its
+        backward takes them from the parameters.
+        """
+        grown = (each for each, count in self._holders.items() if _use_count(each) > count)
+        groups = {group for param in grown if (group := owning_group(param)) is not None}
+        for group in sorted(groups, key=lambda group: group.serial):
+            if group.graph_hook is not None:
+                group.graph_hook(group)
+
+    def _agree_on_data(self) -> None:
         """Take in what the script has put in place of parameters' data. What is refused on one rank
         is an error of all, which would wait for its values otherwise.
         """
 
-        def take_in() -> None:
+        def take_in() -> Record:
             for group in self.asked:
                 group.take_in_replaced_data()
+            return Record({"modifier_rank": str(self.modifier_rank)})
 
         comm = next((group.comm for group in self.asked), None)
         if comm is None or comm.model is not None:  # ranks have different parts of the model
             take_in()
         else:
-            comm.control("leaving GatheredParameters").together(take_in)
+            comm.control("leaving GatheredParameters").require_same(take_in)
 
-    def _is_lost(self, param: nn.Parameter) -> bool:
-        """Whether the parameter was changed here, and not by a context inside of this one that has
-        given the change to all ranks.
+    def _lost(self) -> list[str]:
+        """Names of the parameters that were changed here, and not by a context inside of this one,
+        or a step, that has given the change to all ranks.
         """
-        group = owning_group(param)
-        is_kept = group is not None and group.version != self._group_versions[group]
-        return param._version != self._versions[param] and not is_kept
+        if self._sums is None:
+            return []
+        params = list(self._holders)
+        differs = (checksums(params) != self._sums).tolist()
+        found = []
+        for param, is_changed in zip(params, differs, strict=True):
+            group = owning_group(param)
+            if is_changed and group is not None and group.version == self._group_versions[group]:
+                found.append(group.param_names[group.index[param]])
+        return found

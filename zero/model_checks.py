@@ -6,6 +6,7 @@ view of a parameter, would silently have different values from then on."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -51,6 +52,23 @@ def refuse_doubles(model: nn.Module) -> None:
             raise UsageError(
                 f"parameter {name!r} is float64, and masters are fp32: call model.float() first"
             )
+
+
+def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> list[str]:
+    """Names of the parameters that transformers would keep in fp32 in a model of this dtype."""
+    attributes = ["_keep_in_fp32_modules_strict"]
+    attributes += ["_keep_in_fp32_modules"] * (dtype == torch.float16)
+    asked = {
+        re.escape(name)
+        for module in model.modules()
+        for attribute in attributes
+        for name in getattr(module, attribute, None) or ()
+    }
+    if not asked:
+        return []
+    pattern = re.compile(rf"(^|\.)({'|'.join(sorted(asked))})($|\.)")
+    named = model.named_parameters()
+    return [name for name, p in named if p.is_floating_point() and pattern.search(name)]
 
 
 def _refuse_formats(model: nn.Module) -> None:

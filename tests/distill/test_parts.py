@@ -8,6 +8,7 @@ import copy
 import itertools
 import json
 import math
+import os
 from dataclasses import replace
 
 import huggingface_hub
@@ -446,6 +447,61 @@ def test_a_damaged_part_is_named(tmp_path):
     inputs = COLLATE(examples)
     with pytest.raises(CacheError, match=f"{part.name}: damaged.*delete this file"):
         TeacherCache(tmp_path).targets(inputs, Batch.of(inputs, shifted=True))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b'{"teacher": "import\xffnce"}',
+        b"[]",
+        {"sampling": "importunce"},
+        {"top_k": -8},
+        {"top_k": 2.5},
+        {"tokens": "100"},
+        {"temperature": 0},
+        {"teacher": None},
+        {"unknown": 1},
+    ],
+)
+def test_a_damaged_description_is_named(tmp_path, damage):
+    if isinstance(damage, dict):
+        damage = json.dumps(vars(DESCRIPTION) | damage).encode()
+    (tmp_path / "cache.json").write_bytes(damage)
+    with pytest.raises(CacheError, match="cache.json: damaged.*delete"):
+        TeacherCache(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"tokens": 3}, {"top_k": 3}])
+def test_a_description_of_another_cache_is_named(tmp_path, change):
+    examples = models.sequences(3)
+    write_cache(tmp_path, DESCRIPTION, examples, COLLATE, say, 2, show_progress=False)
+    (tmp_path / "cache.json").write_text(json.dumps(vars(DESCRIPTION) | change))
+    inputs = COLLATE(examples)
+    with pytest.raises(CacheError, match="as .*cache.json says"):
+        TeacherCache(tmp_path).targets(inputs, Batch.of(inputs, shifted=True))
+
+
+@pytest.mark.parametrize("name", ["cache.json", "part-000-00009.safetensors"])
+def test_a_named_pipe_is_no_file_of_a_cache(tmp_path, name):
+    write_cache(tmp_path, DESCRIPTION, models.sequences(3), COLLATE, say, 2, show_progress=False)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CacheError, match=name):
+        TeacherCache(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "pytorch_model.bin"])
+def test_a_replaced_teacher_has_another_revision(tmp_path, name):
+    content = bytearray(5 * 2**20)
+    (tmp_path / "config.json").write_text("{}")
+    found = set()
+    for changed in (None, 0, len(content) // 2, -1):
+        if changed is not None:
+            content[changed] ^= 1
+        (tmp_path / name).write_bytes(content)
+        found.add(cache.teacher_revision(str(tmp_path), None))
+    assert len(found) == 4
+    assert cache.teacher_revision("hub/name", "commit") == "commit"
 
 
 def test_a_cache_of_sampled_tokens_takes_100_bytes_a_target(tmp_path):

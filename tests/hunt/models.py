@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+import zero
 from tests.hunt import gradients, structure, values  # noqa: F401 (they fill PARTS)
 from tests.hunt.parts import ILLEGAL, PARTS, WIDTH
 from tests.hunt.wrappers import WRAPPERS
@@ -80,6 +81,32 @@ def penalty(net, model, backward, x, y):
     loss = loss + 0.01 * sum(param.float().square().sum() for param in params)
     backward(loss)
     return loss
+
+
+def gathered_penalty(net, model, backward, x, y):
+    """The graph of a penalty is made inside of a context that ends before the backward."""
+    params = [param for param in model.parameters() if param.is_floating_point()]
+    with zero.GatheredParameters(params[::2]):
+        before = 0.01 * sum(param.float().square().sum() for param in params[::2])
+    loss = mse(net(x), y) + before
+    with zero.GatheredParameters(params):
+        loss = loss + 0.01 * sum(param.float().pow(4).sum() for param in params)
+    backward(loss)
+    return loss
+
+
+def gathered_write(net, model, backward, x, y):
+    """All ranks get what one writes after a forward, which may have left the weight gathered."""
+    with torch.no_grad():
+        before = mse(net(x), y)
+        with zero.GatheredParameters(model.head.weight, modifier_rank=0):
+            model.head.weight.mul_(0.95)
+        between = mse(net(x), y)
+    loss = mse(net(x), y)
+    # Not all weights: what a part writes to one that is gathered only for reading is lost.
+    with zero.GatheredParameters(model.head.parameters()):
+        backward(loss)
+    return loss + before + between
 
 
 def head_read_after(net, model, backward, x, y):
@@ -175,6 +202,7 @@ STYLES: dict[str, Style] = {
     style.__name__: style
     for style in (
         *(plain, two_forwards, two_backwards, retained, penalty, head_read_after),
+        *(gathered_penalty, gathered_write),
         *(evaluated_between, discarded, part_alone, part_and_whole, other_order),
         *(gradients_first, input_gradient, split, written_before_step, written_before_forward),
     )
@@ -298,8 +326,8 @@ def batch(step: int, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]
 def train_plain(recipe: Recipe, world_size: int, accumulation: int) -> Trained:
     """Train in this process what the engine trains on `world_size` ranks.
 
-    Each rank has a replica of its own, as its buffers are its own. Replicas get the mean gradient.
-    Like the engine, a parameter without a gradient gets one of zeros (docs/optimizers.md).
+    Each rank has a replica of its own, as its buffers are its own. Replicas get the mean gradient,
+    and none where no replica has one.
     """
     replicas = [recipe.build() for _ in range(world_size)]
     optimizers = [recipe.make_optimizer(model) for model in replicas]
@@ -315,11 +343,10 @@ def train_plain(recipe: Recipe, world_size: int, accumulation: int) -> Trained:
                 x, y = batch(step, micro, rank)
                 losses[rank].append(STYLES[recipe.style](model, model, backward, x, y).item())
         for params in zip(*(model.parameters() for model in replicas), strict=True):
-            if params[0].requires_grad:
-                given = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-                given = [grad.to_dense() if grad.is_sparse else grad for grad in given]
-                for param in params:
-                    param.grad = sum(given).to(param.dtype) / world_size
+            given = [param.grad for param in params if param.grad is not None]
+            given = [grad.to_dense() if grad.is_sparse else grad for grad in given]
+            for param in params if given else ():
+                param.grad = sum(given).to(param.dtype) / world_size
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -17,7 +17,7 @@ from tests.dist.training import ds_config
 from tests.processes import run_on
 from tests.tolerance import assert_close
 from zero.core import forward_writes
-from zero.core.forward_writes import _checksums as checksums
+from zero.core.param_group import checksums
 from zero.errors import UsageError
 
 WIDTH, RATE = 8, 0.1
@@ -291,7 +291,7 @@ def counts_checksums(rank: int, world_size: int) -> None:
     for stage in (2, 3):
         engine = engine_of(build(nn.Linear), stage=stage, bf16={"enabled": True})
         made = []
-        with mock.patch.object(forward_writes, "_checksums", partial(noted, made)):
+        with mock.patch.object(forward_writes, "checksums", partial(noted, made)):
             counts = []
             for step in range(4):
                 with torch.no_grad():

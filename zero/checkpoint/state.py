@@ -41,7 +41,6 @@ from zero.offload.tiers import HostTrimmer
 from zero.optim.adam8bit import KEYS, CodedSlice, encoded
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.sharded_optimizer import ZeroOptimizer, precise_values
-from zero.optim.subgroups import SubGroup
 from zero.optim.whole_tensor import WholeTensor, WholeTensorState
 
 logger = logging.getLogger("zero")
@@ -246,18 +245,6 @@ def model_config(model: nn.Module) -> dict | None:
 # -- optimizer state
 
 
-def _parts(sub_group: SubGroup) -> Iterator[tuple[str, int, int, slice]]:
-    """Yield what a sub-group holds of parameters: (name, the parameter's elements, the position in
-    the parameter, the range in the sub-group's tensors)."""
-    group, start = sub_group.group, sub_group.start
-    for piece in group.pieces:
-        first, end = max(piece.start, start), min(piece.start + piece.numel, sub_group.end)
-        if first < end:
-            name, slot = group.param_names[piece.slot], group.layout.slots[piece.slot]
-            position = piece.inside + first - piece.start
-            yield name, slot.numel, position, slice(first - start, end - start)
-
-
 def _is_number(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
@@ -290,10 +277,10 @@ def optimizer_slices(optimizer: ZeroOptimizer) -> tuple[list[Slice], dict[str, d
             if "dtype" in kind:
                 slices += [
                     Slice(f"optimizer/{key}/{name}", numel, position, value[where])
-                    for name, numel, position, where in _parts(sub_group)
+                    for name, numel, position, where in sub_group.parts()
                 ]
             elif _is_number(value):
-                for name, _, position, _ in _parts(sub_group):
+                for name, _, position, _ in sub_group.parts():
                     if position == 0:
                         kind["numbers"][name] = encode(value, f"optimizer state {key!r} of {name}")
             else:
@@ -336,8 +323,8 @@ def _slices_of_whole_tensors(
 def read_optimizer_state(optimizer: ZeroOptimizer, reader: CheckpointReader) -> None:
     """Give each of this rank's sub-groups or whole tensors its stored state.
 
-    Raises ValueError if it cannot be read, or if the parameters of one sub-group have different
-    values of a number."""
+    Sub-groups whose parameters have different numbers, such as steps, are split. Raises ValueError
+    if it cannot be read."""
     slices: list[Slice] = []
     stored = reader.manifest.optimizer
     assert stored is not None
@@ -349,8 +336,19 @@ def read_optimizer_state(optimizer: ZeroOptimizer, reader: CheckpointReader) -> 
         for tensor in optimizer.whole.own:
             state = _state_of_whole_tensor(tensor, optimizer, stored, reader, slices)
             optimizer.whole.put_state(tensor, state)
+
+    def described(name: str) -> tuple[object, ...]:
+        return tuple(
+            (repr((kind.numbers or {}).get(name)), reader.holds(f"optimizer/{key}/{name}"))
+            for key, kind in stored.state.items()
+        )
+
+    def of(name: str) -> int | None:
+        return reader.manifest.parameters[name].group
+
+    optimizer.split_sub_groups(described)
     for sub_group in optimizer.sub_groups:
-        names = [name for name, *_ in _parts(sub_group)]
+        names = [name for name, *_ in sub_group.parts()]
         if not names:
             # a sub-group of padding gets its state from the optimizer, as it did when training
             # began
@@ -358,20 +356,22 @@ def read_optimizer_state(optimizer: ZeroOptimizer, reader: CheckpointReader) -> 
         state = optimizer.state[sub_group.master] = {}  # in the order in which it was created
         group, tier = optimizer.param_groups[sub_group.group_index], sub_group.shard.tier
         for key, kind in stored.state.items():
-            held = [name for name in names if reader.holds(f"optimizer/{key}/{name}")]
-            numbers = kind.numbers or {}
-            if any(name in numbers for name in names):
-                state[key] = _number(key, numbers, names, group, sub_group.master.device)
-            elif held:  # otherwise the param group needs none, as with SGD without momentum
-                dtype, size = reader.dtype(f"optimizer/{key}/{held[0]}"), sub_group.master.numel()
+            stored_key = f"optimizer/{key}/{names[0]}"
+            if kind.numbers and names[0] in kind.numbers:
+                state[key] = _number(key, kind.numbers[names[0]], group, sub_group.master.device)
+            elif reader.holds(stored_key):  # else it had no gradient, or its group needs none
+                dtype, size = reader.dtype(stored_key), sub_group.master.numel()
                 if coded and key in KEYS:
                     state[key] = torch.zeros(size, dtype=torch.float32, device="cpu")
                 else:
                     floats = dtype in (torch.float32, torch.bfloat16)
                     state[key] = tier.zeros(size, own_dtype if floats else dtype)
-                for name, numel, position, where in _parts(sub_group):
+                for name, numel, position, where in sub_group.parts():
                     stored_key = f"optimizer/{key}/{name}"
                     slices.append(Slice(stored_key, numel, position, state[key][where]))
+        for key, kind in stored.state.items() if state else ():
+            if key not in state and any(of(name) == of(names[0]) for name in kind.numbers or ()):
+                raise ValueError(f"the checkpoint has no optimizer state {key!r} of {names[0]!r}")
         if coded and KEYS[0] in state:
             # sub-group by sub-group: fp32 moments of all of them may not fit into memory
             reader.read(slices)
@@ -404,27 +404,15 @@ def _state_of_whole_tensor(
             description = kind.whole[tensor.name]
             state[key] = rebuild(description, partial(target, stored_key), package)
         elif kind.numbers is not None and tensor.name in kind.numbers:
-            state[key] = _number(key, kind.numbers, [tensor.name], group, tier.device)
+            state[key] = _number(key, kind.numbers[tensor.name], group, tier.device)
         elif reader.holds(stored_key):
             state[key] = target(stored_key, None, tensor.slot.shape)
     return state
 
 
-def _number(
-    key: str, numbers: dict[str, Any], names: list[str], group: dict, device: torch.device
-) -> object:
-    """Return a sub-group's number, such as `step`, which must be equal for all of its
-    parameters.
-    """
-    if missing := [name for name in names if name not in numbers]:
-        raise ValueError(f"the checkpoint has no optimizer state {key!r} of {missing[0]!r}")
-    if different := [name for name in names if numbers[name] != numbers[names[0]]]:
-        raise UsageError(
-            f"optimizer state {key!r} differs between parameters {names[0]!r} and "
-            f"{different[0]!r}; lower zero_optimization.sub_group_size or put them into different "
-            "param groups"
-        )
-    number = decode(numbers[names[0]])
+def _number(key: str, stored: Any, group: dict, device: torch.device) -> object:
+    """Return a number, such as `step`, of a sub-group or a whole tensor."""
+    number = decode(stored)
     # torch's optimizers count steps on the host unless their kernels read the count.
     on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
     return number.to("cpu" if on_host else device) if isinstance(number, torch.Tensor) else number

@@ -348,6 +348,7 @@ def write(state: TrainingState, out: Path) -> None:
         )
     folder = out / f"global_step{state.global_steps}"
     folder.mkdir(parents=True)
+    _fill(state)
     ranks = state.ranks
     parts = [part for index in range(len(state.groups)) for part in _parts(state, index, ranks)]
     for rank in range(ranks):
@@ -364,6 +365,25 @@ def write(state: TrainingState, out: Path) -> None:
         )
         state.missing.append(what)
     ours.copy_beside(state, out)
+
+
+def _fill(state: TrainingState) -> None:
+    """Give parameters that have never had a gradient the state that DeepSpeed gives them: it counts
+    their missing gradients as zeros.
+    """
+    trained = [each for each in state.parameters.values() if each.group is not None]
+    complete = next((each.state for each in trained if each.state), {})
+    for parameter in (each for each in trained if not each.state):
+        for key, value in complete.items():
+            if isinstance(value, Stored):
+                shape, dtype = parameter.weights.shape, value.dtype
+                parameter.state[key] = Stored(
+                    shape,
+                    dtype,
+                    lambda start, end, dtype=dtype: torch.zeros(end - start, dtype=dtype),
+                )
+            else:
+                parameter.state[key] = value
 
 
 def _parts(state: TrainingState, group: int, ranks: int) -> Iterable[list[str]]:

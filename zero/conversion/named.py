@@ -98,7 +98,6 @@ def put_optimizer(
             f"{place}: the optimizer's state is of step {taken}, and the rest of the checkpoint of "
             f"step {state.global_steps}: copy the checkpoint again"
         )
-    _fill(state)
 
 
 def _put_weights_of(
@@ -165,25 +164,6 @@ def _state_value(key: str, value: Any, parameter: Parameter, place: str) -> Stor
     if isinstance(value, (bool, int, float, torch.Tensor)):
         return value
     raise UsageError(f"{place}: neither a number nor a tensor of the parameter's shape")
-
-
-def _fill(state: TrainingState) -> None:
-    """Give parameters that have never had a gradient the state that zero gives them: it counts
-    their missing gradients as zeros.
-    """
-    trained = [each for each in state.parameters.values() if each.group is not None]
-    complete = next((each.state for each in trained if each.state), {})
-    for parameter in (each for each in trained if not each.state):
-        for key, value in complete.items():
-            if isinstance(value, Stored):
-                shape, dtype = parameter.weights.shape, value.dtype
-                parameter.state[key] = Stored(
-                    shape,
-                    dtype,
-                    lambda start, end, dtype=dtype: torch.zeros(end - start, dtype=dtype),
-                )
-            else:
-                parameter.state[key] = value
 
 
 # -- the Trainer's files

@@ -101,11 +101,21 @@ class OutsideReads:
         # In the order of the first read. No call of a module shows when a backward needs these
         # groups.
         self._needed_in_backward: dict[ParamGroup, None] = {}
+        # Likewise, but only of graphs whose backward has not ended.
+        self._in_graphs: dict[ParamGroup, None] = {}
 
     def hold(self, group: ParamGroup) -> None:
         """Unshard the group until `release`."""
         if torch.is_grad_enabled():
             self._needed_in_backward[group] = None
+        self._hold(group)
+
+    def hold_for_graph(self, group: ParamGroup) -> None:
+        """The same for a group whose weights a graph has saved, and again for its backward."""
+        self._in_graphs[group] = None
+        self._hold(group)
+
+    def _hold(self, group: ParamGroup) -> None:
         if group not in self.held:
             self._gathering.unshard(group)
             self.held.add(group)
@@ -116,6 +126,12 @@ class OutsideReads:
         """
         for group in list(self._needed_in_backward):
             self.hold(group)
+        for group in self._in_graphs:
+            self._hold(group)
+
+    def end_backwards(self) -> None:
+        """No graph waits for its backward any more."""
+        self._in_graphs.clear()
 
     def release(self) -> None:
         for group in sorted(self.held, key=lambda group: group.serial):

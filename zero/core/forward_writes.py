@@ -19,12 +19,11 @@ from collections.abc import Sequence
 
 import torch
 
-from zero.core.param_group import ParamGroup
+from zero.core.param_group import ParamGroup, checksums
 from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 # The digest is compared in fp64 with its square, so it has few bits.
 _DIGESTS = 1 << 22
 
@@ -72,7 +71,7 @@ class ForwardWrites:
             if trains and (rest := self._at_rest.pop(group, None)) is not None:
                 version, before = rest
                 if not written and version == group.version:
-                    changed.append((group, before != _checksums(group)))
+                    changed.append((group, before != checksums(group.views)))
         _refuse_lost(changed, "the script changes")
 
     def end_of_step(self) -> None:
@@ -83,21 +82,22 @@ class ForwardWrites:
     def begin_pass(self, trains: bool) -> None:
         self.between_passes(trains)
         self._compares = trains not in self._compared
+        # Left over from a pass that was abandoned, or in which a context held groups.
+        self._before.clear()
         if self._compares:
-            self._before.clear()  # left over from a pass that was abandoned
             for group in self._persistent():
                 self.shown(group)
 
     def shown(self, group: ParamGroup) -> None:
         """The group's parameters show their values from now on."""
         if self._compares and group not in self._before:
-            self._before[group] = _checksums(group)
+            self._before[group] = checksums(group.views)
 
     def end_use(self, group: ParamGroup) -> None:
         """The group's parameters are about to stop showing their values."""
         before = self._before.pop(group, None)
         if not self._keep_new_values(group) and before is not None:
-            self._changed.append((group, before != _checksums(group)))
+            self._changed.append((group, before != checksums(group.views)))
 
     def end_pass(self, has_trained: bool) -> None:
         """A pass is over. `has_trained`: it ended with a backward."""
@@ -114,7 +114,7 @@ class ForwardWrites:
             shard, known = group.optimizer_shard, self._at_rest.get(group)
             is_known = known is not None and known[0] == group.version
             if shard is not None and not shard.shares_weights and not is_known:
-                self._at_rest[group] = group.version, _checksums(group)
+                self._at_rest[group] = group.version, checksums(group.views)
 
     def _persistent(self) -> list[ParamGroup]:
         """The groups that are never resharded, without those that are their own only copy."""
@@ -146,7 +146,7 @@ class ForwardWrites:
                 logger.info("%r was written to: its new values are kept", group.param_names[i])
         group.keep_written_values()
         if group.comm.world_size > 1:
-            sums = _checksums(group).sum() + sum(written)
+            sums = checksums(group.views).sum() + sum(written)
             self.digest = (31 * self.digest + int(sums)) % _DIGESTS
         return True
 
@@ -165,10 +165,3 @@ def _refuse_lost(changed: Sequence[tuple[ParamGroup, torch.Tensor]], who: str) -
             "itself under torch.no_grad(), or change it between two steps inside of "
             "`zero.GatheredParameters(param, modifier_rank=0)`"
         )
-
-
-@torch.no_grad()
-def _checksums(group: ParamGroup) -> torch.Tensor:
-    """A 64-bit number for the values of each parameter, on the group's device."""
-    numbers = (view.reshape(-1).view(_INTEGERS[view.element_size()]) for view in group.views)
-    return torch.stack([each.sum(dtype=torch.int64) for each in numbers])

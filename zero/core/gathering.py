@@ -116,7 +116,8 @@ class Gathering:
         """
         if group.persistent:
             return
-        if group.users == 1 and self._writes is not None:
+        # A context of the script may hold the group beyond this.
+        if self._uses[group] == 1 and self._writes is not None:
             self._writes.end_use(group)
         self._uses[group] -= 1
         if group.release() and not self._schedule.keep(self._position[group], self._residency.live):

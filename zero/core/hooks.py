@@ -153,6 +153,8 @@ class ModuleHooks:
         # Until the first backward has ended: every parameter of a used group must get a gradient,
         # or is named in a warning. Later an expert may get none.
         self._is_first = True
+        # Last backwards of steps so far.
+        self._last_backwards = 0
         self._unfrozen: set[ParamGroup] = set()
         self._backward_is_open = self._is_derivative = self._has_gradients = False
         self._graph_task = -1
@@ -160,7 +162,7 @@ class ModuleHooks:
         self._searched: set[tuple[nn.Module, bool]] = set()
         # The groups that each backward inside of the backward uses, by its graph task.
         self._nested: dict[int, set[ParamGroup]] = {}
-        # Between the first backward and the next backward or step.
+        # Between some backwards and the next backward or step.
         self._stand_ins = StandIns(())
         # Groups that are unsharded while their gradients are computed, if their modules are called
         # and return all results. A script may also use their weights in other ways.
@@ -177,6 +179,7 @@ class ModuleHooks:
         self._input_hooks: list[RemovableHandle] = []
         self.forward_hooks: list = []
         self.backward_hooks: list = []
+        self._warn_of_hooks()
         self.install()
 
     # -- installation
@@ -205,6 +208,7 @@ class ModuleHooks:
                     self.backward_hooks.append(param.register_post_accumulate_grad_hook(hook))
             if not group.persistent:
                 group.watch_reads(_Hook(partial(self._read_outside, group)))
+                group.graph_hook = self._reads.hold_for_graph
 
     def remove(self) -> None:
         """Take all hooks off the model."""
@@ -215,6 +219,7 @@ class ModuleHooks:
         self.backward_hooks.clear()
         for group in self.groups:
             group.watch_reads(None)
+            group.graph_hook = None
 
     # -- passes
 
@@ -241,6 +246,23 @@ class ModuleHooks:
         kind = (name, self.module.training, self.part)
         params_change = self._training and self._micro_batches.is_last
         self._gathering.begin_pass(kind, wraps=not params_change, trains=self._training)
+
+    def _warn_of_hooks(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # sharded parameters look at each access
+            hooked = [
+                name
+                for group in self.groups
+                for name, param in zip(group.param_names, group.params, strict=True)
+                if param._post_accumulate_grad_hooks
+            ]
+        if hooked and (self._micro_batches.steps > 1 or not self._micro_batches.managed):
+            logger.warning(
+                "%s: a hook of register_post_accumulate_grad_hook gets the gradient of each "
+                "micro-batch alone, and not, as in plain torch, the sum so far: use "
+                "register_hook, or change gradients before the step with "
+                "zero.fragments.safe_set_full_grad",
+                ", ".join(hooked[:5]) + " and others" * (len(hooked) > 5),
+            )
 
     def _warn_of_unfrozen(self) -> None:
         for group in self.groups:
@@ -312,6 +334,8 @@ class ModuleHooks:
         if not self._awaited:
             self._release_reads()
             self._in_pass = False
+            if has_trained:
+                self._reads.end_backwards()
         self._gathering.end_pass(has_trained)
 
     # -- forward
@@ -516,7 +540,11 @@ class ModuleHooks:
                 "zero_optimization.ignore_unused_parameters is false: set it to true, or freeze "
                 "the parameter"
             )
-        if self._is_first:
+        # Scripts work on gradients at the end of a step, and perhaps not from the first one on.
+        is_last = self._micro_batches.is_last or not self._micro_batches.managed
+        self._last_backwards += is_last
+        is_sampled = is_last and self._last_backwards & (self._last_backwards - 1) == 0
+        if self._is_first or is_sampled:
             self._stand_ins = StandIns(self._trained_params())
         self._is_first = False
         self._reductions.finish()

@@ -22,7 +22,7 @@ storage. They are valid again whenever backward unshards the group."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("zero")
 
 _trimmer = HostTrimmer()
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 class State(Enum):
@@ -149,6 +150,8 @@ class ParamGroup(NamedGroup):
         self.optimizer_shard: OptimizerShard | None = None
         # Called when a function needs a sharded parameter's values.
         self.read_hook: ReadHook | None = None
+        # Called when a graph that no module's call has made saves a parameter.
+        self.graph_hook: Callable[[ParamGroup], None] | None = None
         # How often each parameter was written in place, as torch counts it, when it was last shown.
         self._versions = [0] * len(self.params)
         self._gather = Pending()
@@ -306,6 +309,11 @@ class ParamGroup(NamedGroup):
         again, and one whose values a context or views show.
         """
         self._values_change()
+        with torch.no_grad():
+            for index, values in self._single.items():
+                self.gather_range(
+                    values.view(-1), self.layout.slots[index].offset, self.shard
+                ).wait()
         if self.persistent:
             is_elsewhere = self.shard.device != self.full.device
             if is_elsewhere or self.layout.shard_numel < self.layout.padded:
@@ -531,9 +539,11 @@ class ParamGroup(NamedGroup):
 
     def reshard_but_keep_aliases(self) -> None:
         """GATHERED -> SHARDED, but aliases of the parameters (`param.detach()`) keep the values and
-        the memory.
+        the memory. Views that a module keeps go on showing the group's values.
         """
         assert self.state is State.GATHERED, self.describe()
+        if self.has_aliases:
+            return self.reshard()
         self.residency.remove(self.layout.numel)
         self.state = State.SHARDED
         with torch.inference_mode(False):
@@ -650,3 +660,16 @@ def _reshard(group: ParamGroup) -> None:
         group.reshard_but_keep_aliases()
         if group.comm.device.type == "cpu":
             _trimmer.freed_elements(group.layout.numel)
+
+
+@torch.no_grad()
+def checksums(values: Iterable[torch.Tensor]) -> torch.Tensor:
+    """A 64-bit number for each tensor's values, on the tensors' device."""
+    return torch.stack([_checksum(local(each).detach().reshape(-1)) for each in values])
+
+
+def _checksum(flat: torch.Tensor) -> torch.Tensor:
+    # Most of it as numbers of the sum's dtype, which takes a tenth of the time.
+    rest = flat.nbytes % 8 // flat.element_size()
+    most, last = flat.split([flat.numel() - rest, rest])
+    return most.view(torch.int64).sum() + last.view(_INTEGERS[last.element_size()]).sum()

@@ -34,7 +34,6 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 
 import torch
-from torch import nn
 
 from zero.comm.clock import label
 from zero.comm.communicator import Communicator
@@ -73,6 +72,7 @@ class GroupGradients:
         carried: this rank's sum over micro-batches, of the size of `group.full`, which waits for
             the last one (stages 0 and 1).
         is_fresh: the group's `OptimizerShard` holds a gradient.
+        received: parameters that got a gradient on this rank, of any size.
     """
 
     parts: dict[int, torch.Tensor | None] = field(default_factory=dict)
@@ -81,6 +81,7 @@ class GroupGradients:
     arrived: set[int] = field(default_factory=set)
     carried: torch.Tensor | None = None
     is_fresh: bool = False
+    received: set[int] = field(default_factory=set)
 
 
 @dataclass(eq=False, repr=False)
@@ -105,7 +106,6 @@ class GradientReducer:
 
     Attributes:
         backwards: how many have ended since the last step.
-        frozen: parameters of the shards that were frozen in all of these, and got no gradient.
         buffered: elements in flat buffers.
     """
 
@@ -127,18 +127,6 @@ class GradientReducer:
         self._in_flight: deque[_Reduction] = deque()
         self._offloading: deque[tuple[OptimizerShard, Pending]] = deque()
         self.buffered = self.backwards = 0
-        self.frozen: set[nn.Parameter] = set()
-
-    def note_frozen(self) -> None:
-        """A backward is over, and its gradients are not forgotten yet."""
-        with torch._C.DisableTorchFunctionSubclass():  # sharded parameters look at each access
-            frozen = {
-                param
-                for group in self._shards
-                for i, param in enumerate(group.params)
-                if not param.requires_grad and i not in self.gradients[group].arrived
-            }
-        self.frozen = self.frozen & frozen if self.backwards else frozen
 
     def end_backward(self) -> None:
         """Wait for all reductions of the backward."""
@@ -154,6 +142,7 @@ class GradientReducer:
         if grad.is_sparse:
             grad = grad.to_dense()
         entry = self.gradients[group]
+        entry.received.add(index)
         if index in entry.parts:  # a second one: reentrant checkpointing of shared weights
             earlier = entry.parts[index]
             if earlier is None and entry.flat is not None:
@@ -191,7 +180,6 @@ class GradientReducer:
                 self._flatten(group, entry).mul_(factor)
             for index, param in enumerate(group.params):
                 if param.grad is not None:
-                    self.frozen.discard(param)
                     self.collect(group, index)
             if entry.parts:
                 rest.append(group)
@@ -328,6 +316,13 @@ class GradientReducer:
             self._wait_oldest()
         while self._offloading:
             self._wait_for_offload()
+
+    def without_gradient(self) -> Iterator[str]:
+        """Names of the parameters that have got no gradient on this rank since the last step."""
+        for group in self._shards:
+            received = self.gradients[group].received
+            if len(received) < len(group.params):
+                yield from (n for i, n in enumerate(group.param_names) if i not in received)
 
     def _wait_for_offload(self) -> None:
         with self.comm.clock.waiting("gradients out"):
@@ -489,7 +484,6 @@ class ReductionOrder:
         """The backward is over: reduce the rest, the same groups in the same order on every rank,
         and wait.
         """
-        self._reducer.note_frozen()
         started, gradients = self._order[: self._started], self._reducer.gradients
         late = {group for group in started if gradients[group].parts}
         while self._started < len(self._order):

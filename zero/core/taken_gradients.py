@@ -1,8 +1,9 @@
 """Warns a script that its work on gradients has no effect, because the engine takes them over.
 
 `torch.nn.utils.clip_grad_norm_` skips parameters whose `.grad` is None, and so do loops in scripts.
-Therefore the first backward leaves a stand-in on each parameter, until the next backward or step.
-It takes the memory of one element. Later steps cost nothing."""
+Therefore the first backward, and the last ones of steps 1, 2, 4, 8, ..., leave a stand-in on each
+parameter, until the next backward or step. It takes the memory of one element. Other steps cost
+nothing."""
 
 from __future__ import annotations
 

@@ -73,6 +73,18 @@ def parts(coded: torch.Tensor, numel: int) -> Pair:
     return coded[:numel], coded[_start_of_scales(numel) :].view(torch.float32)
 
 
+def cut(coded: torch.Tensor, numel: int, first: int, end: int) -> torch.Tensor:
+    """The elements from `first` to `end` of a coded tensor of `numel` elements, coded as they are.
+
+    `first` is the begin of a block, or `end` is in its block.
+    """
+    made = torch.empty(nbytes(end - first), dtype=torch.uint8, device=coded.device)
+    (codes, scales), (of_all, all_scales) = parts(made.zero_(), end - first), parts(coded, numel)
+    codes.copy_(of_all[first:end])
+    scales.copy_(all_scales[first // BLOCK : -(-end // BLOCK)])
+    return made
+
+
 @torch.no_grad()
 def encode(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, step: Step = None) -> Pair:
     """Coded tensors of both moments (fp32, 1-D) of a sub-group, after the step of this number, or

@@ -18,7 +18,8 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+import zlib
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from weakref import WeakKeyDictionary
 
@@ -39,7 +40,7 @@ from zero.core.sharded_param import is_copy
 from zero.device import is_accelerator
 from zero.errors import UsageError
 from zero.offload.tiers import Tier
-from zero.optim import adam_cpu
+from zero.optim import adam8bit, adam_cpu
 from zero.optim.background import Updates
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import GRADIENTS, MASTERS, MOMENTS, Placement
@@ -179,9 +180,10 @@ class ZeroOptimizer:
                 ", ".join(idle),
             )
         self._numbered = [param for param in group_of if param in names]
-        # Those that the script has frozen since, of the present step.
-        self._frozen: set[nn.Parameter] = set()
+        # Names of those that got no gradient in the present step, on any rank.
+        self._idle: set[str] = set()
         self._names = [names[param] for param in self._numbered]
+        self._digest = zlib.crc32("\n".join(self._names).encode())
         number_of = {param: number for number, param in enumerate(self._numbered)}
         self._pieces = [
             (number_of[param], shard, piece.start, piece.start + piece.numel)
@@ -321,7 +323,7 @@ class ZeroOptimizer:
         if isinstance(state, WholeTensorState):
             try:
                 with label("update of whole tensors"):
-                    state.update(factor, self._frozen)
+                    state.update(factor, self._idle)
             except BaseException as error:
                 self._updates.fail(error)
                 raise
@@ -338,24 +340,30 @@ class ZeroOptimizer:
             has_kernel=self._has_kernel,
             rounding=self.rounding,
             state_dtype=self.state_dtype,
-            frozen=self._frozen_ranges(),
         )
-        now = [each for each in self.sub_groups if not self._can_wait(each.group)]
+        if self._idle:
+            self.split_sub_groups(self._idle.__contains__)
+        trained = [each for each in self.sub_groups if not self._is_idle(each)]
+        now = [each for each in trained if not self._can_wait(each.group)]
         self._updates.run(now, update)
         for group in self.shards:
             group.refresh()
         order = dict.fromkeys((*self.forward_order(), *self.shards))
         place = {group: number for number, group in enumerate(order)}
-        later = [each for each in self.sub_groups if self._can_wait(each.group)]
+        later = [each for each in trained if self._can_wait(each.group)]
         self._updates.start(sorted(later, key=lambda each: place[each.group]), update)
 
-    def _frozen_ranges(self) -> dict[OptimizerShard, list[tuple[int, int]]]:
-        """Where frozen parameters lie in this rank's shards: (start, end) of each, in elements."""
-        found: dict[OptimizerShard, list[tuple[int, int]]] = {}
-        for number, shard, start, end in self._pieces if self._frozen else ():
-            if self._numbered[number] in self._frozen:
-                found.setdefault(shard, []).append((start, end))
-        return found
+    def split_sub_groups(self, kind: Callable[[str], Hashable]) -> None:
+        """Split sub-groups so that `kind`, a function of a parameter's name, has one value for all
+        parameters of each.
+        """
+        if isinstance(self._state, SubGroupState):
+            coded = self.state_dtype == torch.uint8
+            self._state.split_by(kind, adam8bit.BLOCK if coded else 1)
+
+    def _is_idle(self, sub_group: SubGroup) -> bool:
+        """Whether the parameters of a sub-group, which are alike in this, got no gradient."""
+        return bool(self._idle) and any(name in self._idle for name, *_ in sub_group.parts())
 
     def _can_wait(self, group: ParamGroup) -> bool:
         """Whether the group may be updated after the step: not if all ranks gather it there, nor on
@@ -431,19 +439,21 @@ class ZeroOptimizer:
 
     def _agree(self) -> list[ParamGroup]:
         """Raise UsageError, on all ranks, unless they are about to take the same step; no weight
-        has changed then. An error of one rank is raised on all.
+        has changed then. An error of one rank is raised on all. Find the parameters without a
+        gradient.
 
         Returns the groups of which any rank has gradients that are not reduced yet."""
         comm, rest = self.comm, []
 
         def prepare() -> Record:
             rest.extend(self._prepare_step())
-            return self._record(bool(rest))
+            self._idle = set(self.reducer.without_gradient()).intersection(self._names)
+            return self._record(bool(rest or self._idle))
 
         control = comm.control("an optimizer step")
         world = next(ranks for ranks in comm.worlds if control.rank in ranks)
         try:
-            has_rest = control.require_same(prepare, comm.worlds)
+            is_incomplete = control.require_same(prepare, comm.worlds)
         except UsageError:
             orders = control.exchange(lambda: comm.order)
             of_own = [orders[rank] for rank in world]
@@ -453,10 +463,17 @@ class ZeroOptimizer:
         comm.order.start_over()
         if self.writes is not None:
             self.writes.digest = 0
-        if not has_rest:
+        if not is_incomplete:
             return []
-        of_ranks = control.exchange(lambda: [group.serial for group in rest])
-        serials = set().union(*(of_ranks[rank] for rank in world))
+        serials = {group.serial for group in rest}
+        idle = {number for number, name in enumerate(self._names) if name in self._idle}
+        own = serials, idle, self._digest
+        for rank, told in enumerate(control.exchange(lambda: own)):
+            if rank in world:
+                serials |= told[0]
+            if told[2] == self._digest:  # also ranks that have other parts of the same parameters
+                idle &= told[1]
+        self._idle = {self._names[number] for number in idle}
         return [group for group in self.shards if group.serial in serials]
 
     def _prepare_step(self) -> list[ParamGroup]:
@@ -474,11 +491,7 @@ class ZeroOptimizer:
         if self.writes is not None:
             self.writes.between_passes()
         self.reducer.drain()
-        if not self.reducer.backwards:
-            self.reducer.note_frozen()
-        rest = self.reducer.collect_rest()
-        self._frozen = self.reducer.frozen
-        return rest
+        return self.reducer.collect_rest()
 
     def _record(self, flag: bool) -> Record:
         """What must be equal on all ranks, or on those of a pipeline stage."""
@@ -490,9 +503,12 @@ class ZeroOptimizer:
         facts["backwards since the last step"] = self.reducer.backwards
         if self.writes is not None:
             facts["parameters that forwards wrote to, and their values"] = self.writes
-        frozen = [
-            name for name, p in zip(self._names, self._numbered, strict=True) if p in self._frozen
-        ]
+        with torch._C.DisableTorchFunctionSubclass():  # sharded parameters look at each access
+            frozen = [
+                name
+                for name, param in zip(self._names, self._numbered, strict=True)
+                if name in self._idle and not param.requires_grad
+            ]
         viewed = [group.name for group in self.shards if group.has_aliases]
         of_stage = {
             "frozen parameters": ", ".join(frozen) or "none",

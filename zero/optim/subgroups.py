@@ -3,15 +3,20 @@ each.
 
 This file does not know when or how sub-groups are updated.
 
+An optimizer counts the steps of each sub-group. Parameters that got no gradient in a step, so that
+it does not count for them, are therefore split off from the others of their sub-group then, and
+stay apart. The same happens when a checkpoint with different counts is loaded.
+
 A torch optimizer keys its state by the parameter object, here a sub-group's master. So who moves
 masters or state tensors must do it by `SubGroupState`, which keeps keys and param groups right."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeGuard
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -19,7 +24,9 @@ from torch import nn
 from zero.comm.work import Pending
 from zero.core.optimizer_shard import OptimizerShard
 from zero.core.param_group import ParamGroup
-from zero.offload.pinned import HostMemory
+from zero.errors import UsageError
+from zero.offload.pinned import HostMemory, round_up
+from zero.optim import adam8bit
 
 # Each sub-group costs a tenth of a millisecond or more in a step. So a shard is split into more
 # sub-groups than this only if they have at least as many elements as the second number says.
@@ -61,6 +68,46 @@ class SubGroup:
     def put_state(self, state: dict) -> None:
         """Replace the state."""
         self.optimizer.state[self.master] = state
+
+    def parts(self) -> Iterator[tuple[str, int, int, slice]]:
+        """What it holds of parameters, in order: (name, the parameter's elements, the position in
+        the parameter, the range in the sub-group's tensors).
+        """
+        group, start = self.group, self.start
+        for piece in group.pieces:
+            first, end = max(piece.start, start), min(piece.start + piece.numel, self.end)
+            if first < end:
+                name, slot = group.param_names[piece.slot], group.layout.slots[piece.slot]
+                position = piece.inside + first - piece.start
+                yield name, slot.numel, position, slice(first - start, end - start)
+
+    def cut(self, borders: Collection[int]) -> list[tuple[SubGroup, dict]]:
+        """Its parts between these positions in it, each with its state.
+
+        Raises UsageError for state that has neither the parameters' size nor is a number.
+        """
+        return [
+            (
+                replace(self, start=self.start + first, master=self.master[first:end]),
+                {key: self._part_of(key, each, first, end) for key, each in self.state.items()},
+            )
+            for first, end in pairwise(sorted({0, *borders, self.master.numel()}))
+        ]
+
+    def _part_of(self, key: str, value: Any, first: int, end: int) -> Any:
+        """The elements from `first` to `end` of a value of its state."""
+        numel = self.master.numel()
+        if not is_state_tensor(value):
+            return value.clone() if isinstance(value, torch.Tensor) else value
+        if value.shape == self.master.shape:
+            return value[first:end]
+        if adam8bit.is_coded(value, numel):
+            return self.shard.tier.keep(adam8bit.cut(value, numel, first, end))
+        names = ", ".join(name for name, *_ in self.parts())
+        raise UsageError(
+            f"not all of the parameters {names} got a gradient in this step, and the optimizer has "
+            f"one {key!r} for all of them: delete zero_optimization.elementwise_optimizer"
+        )
 
 
 def split_into_sub_groups(
@@ -202,6 +249,28 @@ class SubGroupState:
             param_group["params"] = [
                 sub_group.master for sub_group in self.sub_groups if sub_group.group_index == index
             ]
+
+    def split_by(self, kind: Callable[[str], Hashable], block: int = 1) -> None:
+        """Split sub-groups so that `kind`, a function of a parameter's name, has one value for all
+        parameters of each. No value changes.
+
+        A part that is longer than a `block` of elements begins where a block does.
+        """
+        parts: dict[SubGroup, list[tuple[SubGroup, dict]]] = {}
+        for each in self.sub_groups:
+            kinds = [(where.start, kind(name)) for name, _, _, where in each.parts()]
+            borders = {start for (_, last), (start, new) in pairwise(kinds) if new != last}
+            borders |= {min(round_up(start, block), each.master.numel()) for start in borders}
+            if borders:
+                parts[each] = each.cut(borders)
+        for each, of_each in parts.items():
+            self._optimizer.state.pop(each.master, None)
+            place = self.sub_groups.index(each)
+            self.sub_groups[place : place + 1] = [part for part, _ in of_each]
+            for part, state in of_each:
+                if state:
+                    part.put_state(state)
+        self._set_params()
 
     def of_shard(self, shard: OptimizerShard) -> list[dict]:
         """The states of one group's sub-groups."""

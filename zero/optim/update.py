@@ -7,17 +7,14 @@ This file does not know where new values are stored, nor which ranks there are.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
-from zero.core.optimizer_shard import OptimizerShard
 from zero.errors import UsageError
 from zero.optim import adam8bit, adam_cpu
 from zero.optim.rounding import StochasticRounding
-from zero.optim.subgroups import SubGroup, SubGroupInMemory, is_state_tensor
+from zero.optim.subgroups import SubGroupInMemory, is_state_tensor
 from zero.optim.twin import twin_of
 
 
@@ -39,7 +36,6 @@ class SubGroupUpdate:
         rounding: rounds bf16 masters; None for fp32 ones.
         state_dtype: of the optimizer's state; uint8: Adam's moments are codes
             (`zero.optim.adam8bit`).
-        frozen: ranges of the shards, (start, end) in elements, that keep their masters and state.
     """
 
     optimizer: torch.optim.Optimizer
@@ -49,7 +45,6 @@ class SubGroupUpdate:
     has_kernel: bool = True
     rounding: StochasticRounding | None = None
     state_dtype: torch.dtype = torch.float32
-    frozen: Mapping[OptimizerShard, Sequence[tuple[int, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._param_groups: list[dict] = [
@@ -72,61 +67,20 @@ class SubGroupUpdate:
         if self._has_narrow_state:
             values.state = {k: v.float() if is_state_tensor(v) else v for k, v in stored.items()}
         out = None
-        with self._frozen_parts_kept(values):
-            if self._by_kernel and sub_group.master.device.type == "cpu":
-                out = values.weights_target() if self.rounding is None else None
-                self._adam(values, param_group, out)
-            else:
-                if self._has_codes:
-                    values.state = adam8bit.decoded(stored, sub_group.master.numel())
-                self._torch_step(values, param_group)
-                if self._has_codes:
-                    values.state |= adam8bit.encoded(values.state, stored, values.state["step"])
+        if self._by_kernel and sub_group.master.device.type == "cpu":
+            out = values.weights_target() if self.rounding is None else None
+            self._adam(values, param_group, out)
+        else:
+            if self._has_codes:
+                values.state = adam8bit.decoded(stored, sub_group.master.numel())
+            self._torch_step(values, param_group)
+            if self._has_codes:
+                values.state |= adam8bit.encoded(values.state, stored, values.state["step"])
         if out is not None:
-            for part in self._frozen_parts(sub_group):
-                out[part].copy_(values.master[part])
             return out
         if self.rounding is not None:
             self._narrow(self.rounding, values, stored_master, stored)
         return values.master
-
-    def _frozen_parts(self, sub_group: SubGroup) -> list[slice]:
-        """The parts of a sub-group whose parameters are frozen."""
-        if not self.frozen:
-            return []
-        numel = sub_group.master.numel()
-        ranges = [
-            (max(start - sub_group.start, 0), min(end - sub_group.start, numel))
-            for start, end in self.frozen.get(sub_group.shard, ())
-        ]
-        return [slice(start, end) for start, end in ranges if start < end]
-
-    @contextmanager
-    def _frozen_parts_kept(self, values: SubGroupInMemory) -> Iterator[None]:
-        """A context for an update, after which frozen parts have their previous masters and state
-        again.
-
-        The update is made even if everything is frozen, so that step counts stay equal in all
-        sub-groups. A checkpoint that is loaded into other sub-groups needs that.
-        """
-        numel = values.sub_group.master.numel()
-        kept = []
-        for part in self._frozen_parts(values.sub_group):
-            copies = {
-                key: adam8bit.CodedSlice.of(key, value, numel)[part].clone()
-                for key, value in values.state.items()
-                if is_state_tensor(value)
-            }
-            kept.append((part, values.master[part].clone(), copies))
-        yield
-        for part, master, copies in kept:
-            values.master[part].copy_(master)
-            for key, copy in copies.items():
-                place = adam8bit.CodedSlice.of(key, values.state[key], numel)[part]
-                if isinstance(place, adam8bit.CodedSlice):
-                    adam8bit.replace(values.state, place, copy)
-                else:
-                    place.copy_(copy)
 
     def _adam(self, values: SubGroupInMemory, param_group: dict, out: torch.Tensor | None) -> None:
         """Adam on host memory in one pass, which also rounds to the weights' dtype into `out`."""

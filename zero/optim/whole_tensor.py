@@ -145,15 +145,15 @@ class WholeTensorState:
 
     # -- step
 
-    def update(self, factor: float, frozen: Collection[nn.Parameter] = ()) -> None:
-        """Update all tensors with their gradients times `factor`, except those of `frozen`
-        parameters. Every rank must call.
+    def update(self, factor: float, idle: Collection[str] = ()) -> None:
+        """Update all tensors with their gradients times `factor`, except those with the names in
+        `idle`. Every rank must call.
 
         Raises UsageError, on every rank, if `step()` keeps a number that depends on which tensors
         it was given, such as Prodigy's estimate. A number that counts steps is the same everywhere.
         """
         before = counts_of(self._optimizer)
-        of_calls = self._call("step", factor, {self.of_param[param] for param in frozen})
+        of_calls = self._call("step", factor, idle)
         after = of_calls[-1] if of_calls else before
         unequal = [
             f"{key}: {counts.get(key)}, then {value}"
@@ -182,10 +182,10 @@ class WholeTensorState:
         self._call(mode)
 
     def _call(
-        self, method: str, factor: float = 1.0, frozen: Collection[WholeTensor] = ()
+        self, method: str, factor: float = 1.0, idle: Collection[str] = ()
     ) -> list[dict[str, str]]:
         """Call the optimizer's `method` for the tensors of all groups, with their gradients times
-        `factor`, except those of `frozen` tensors. Returns the optimizer's counters after each
+        `factor`, except those of `idle` tensors. Returns the optimizer's counters after each
         call; the last ones are its own.
         """
         together = [shard for shard in self._of_shard if not shard.is_offloaded]
@@ -204,7 +204,7 @@ class WholeTensorState:
             for following in coming[:1]:
                 following.start()
             for tensor in gathered.own:
-                if tensor in frozen:
+                if tensor.name in idle:
                     tensor.param.grad = None
                 elif factor != 1.0 and tensor.param.grad is not None:
                     tensor.param.grad.mul_(factor)

@@ -271,7 +271,7 @@ def refused(rank: int, world_size: int) -> bool:
         model = toy()
     for _ in range(2):
         with (
-            pytest.raises(RuntimeError, match="in-place modification of 1 sharded"),
+            pytest.raises(RuntimeError, match=r"modification of (head\.)?weight"),
             torch.no_grad(),
             zero.GatheredParameters(model.head.weight),
         ):

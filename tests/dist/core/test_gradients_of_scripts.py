@@ -64,7 +64,7 @@ def nothing(model: nn.Module) -> None: ...
 
 
 def train(
-    rank: int, world_size: int, stage: int, work: Callable[[nn.Module], None]
+    rank: int, world_size: int, stage: int, work: Callable[[nn.Module], None], every: int = 1
 ) -> tuple[list[torch.Tensor], list[str]]:
     messages = Messages()
     torch.manual_seed(1)
@@ -74,9 +74,10 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = zero.initialize(model=model, optimizer=optimizer, config=config)[0]
     generator = torch.Generator().manual_seed(rank)
-    for _ in range(2 * 3):
+    for micro in range(2 * 3):
         engine.backward(engine(torch.randn(3, 4, generator=generator)).square().mean())
-        work(model)
+        if micro % every == every - 1:
+            work(model)
         engine.step()
         assert all(param.grad is None for param in model.parameters()) or engine.global_steps == 0
     with zero.GatheredParameters(model.parameters()):
@@ -97,3 +98,25 @@ def test_work_on_gradients_is_told_once_and_has_no_effect(stage, work):
         else:
             (text,) = texts
             assert "`gradient_clipping` in the configuration" in text
+
+
+@pytest.mark.parametrize("every", [2, 4])
+def test_work_at_the_end_of_a_step_is_told(every):
+    """Not in the first micro-batch, and not in the first step."""
+    for _, texts in run_on(2, train, 3, clips_norm, every):
+        assert len(texts) == 1
+
+
+def hooked(rank: int, world_size: int, steps: int) -> list[str]:
+    messages = Messages()
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    model[1].weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(0.1))
+    config = ds_config(accumulation=steps)
+    zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=config)
+    return [text for text in messages.texts if "register_post_accumulate_grad_hook" in text]
+
+
+def test_a_hook_that_sees_no_sum_is_named():
+    assert run_on(1, hooked, 1) == [[]]
+    (texts,) = run_on(1, hooked, 3)
+    assert len(texts) == 1 and texts[0].startswith("1.weight")

@@ -173,6 +173,31 @@ def test_a_full_output_folder_is_left_alone(folder):
     assert (folder / "out" / "thesis.txt").read_text() == "years of work"
 
 
+@pytest.mark.parametrize(
+    ("given", "state", "is_refused"),
+    [
+        ("--num_train_epochs 3", {"global_step": 12, "epoch": 3.0}, True),
+        ("--num_train_epochs 4", {"global_step": 12, "epoch": 3.0}, False),
+        ("--max_steps 12", {"global_step": 12, "epoch": 2.5}, True),
+        ("--max_steps 13", {"global_step": 12, "epoch": 2.5}, False),
+        ("--max_steps 12 --overwrite_output_dir", {"global_step": 12, "epoch": 2.5}, False),
+        ("--max_steps 12", {"global_step": 5, "epoch": 1.0}, False),
+    ],
+)
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_run_that_has_ended_does_not_train_on(folder, given, state, is_refused, resumes):
+    checkpoint = folder / "out" / "checkpoint-12"
+    checkpoint.mkdir(parents=True)
+    for place in (folder / "out", checkpoint):
+        (place / "trainer_state.json").write_text(json.dumps(state))
+    command = f"{TRAIN} {given}" + " --resume_from_checkpoint out/checkpoint-12" * resumes
+    if is_refused or (resumes and "overwrite" in given):
+        with pytest.raises(InputError, match="has ended after 12 steps"):
+            parse_arguments(command.split())
+    else:
+        parse_arguments(command.split())
+
+
 def test_a_checkpoint_may_be_resumed(folder):
     (folder / "out" / "checkpoint-5").mkdir(parents=True)
     parse_arguments(TRAIN.split())

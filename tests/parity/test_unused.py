@@ -1,0 +1,255 @@
+"""A parameter without a gradient in a step, on any rank, stays as it is in that step: as in plain
+torch, it has neither momentum, weight decay nor a step of its own. A gradient of any rank counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from tests.dist.training import ds_config
+from tests.processes import run_on
+from tests.tolerance import rounding
+from zero.fragments import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
+
+WIDTH, ROWS, STEPS, MICRO = 40, 4, 7, 2
+TERMS = 400
+# With which step each part is trained: by the step, the parts of even and of odd micro-batches of
+# all ranks. Part 1 begins late, part 2 pauses, and part 3 is used by the last rank alone.
+USES: Sequence[tuple[set[int], set[int]]] = (
+    ({0, 2}, {0}),
+    ({0, 1}, {2}),
+    ({0}, {0}),
+    (set(), set()),
+    ({1, 3}, {1}),
+    ({0, 2}, {3}),
+    ({0, 1, 2, 3}, {0}),
+)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: torch.Tensor, used: set[int]) -> torch.Tensor:
+        for number in sorted(used):
+            inputs = inputs + self.parts[number](inputs).tanh()
+        return self.out(inputs)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, inputs: torch.Tensor, used: set[int]) -> torch.Tensor:
+        inputs = inputs.to(self.blocks[0].out.weight.dtype)
+        for block in self.blocks:
+            inputs = block(inputs, used)
+        return inputs.square().mean()
+
+
+def loss(model: Callable, step: int, micro: int, rank: int, ranks: int) -> torch.Tensor:
+    seed = 100 * step + 10 * micro + rank
+    inputs = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return model(inputs, USES[step][micro] - ({3} if rank < ranks - 1 else set()))
+
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def plain(make: Make, ranks: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Net()
+    optimizer = make(model.parameters())
+    for step in range(STEPS):
+        for micro in range(MICRO):
+            for rank in range(ranks):
+                (loss(model, step, micro, rank, ranks) / (ranks * MICRO)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def engine_of(make: Make, section: dict) -> zero.ZeroEngine:
+    model = Net()
+    config = ds_config(stage3_param_persistence_threshold=0, **section)
+    config["gradient_accumulation_steps"] = MICRO
+    return zero.initialize(model=model, optimizer=make(model.parameters()), config=config)[0]
+
+
+def train(engine: zero.ZeroEngine, rank: int, ranks: int, steps: range = range(STEPS)) -> None:
+    for step in steps:
+        for micro in range(MICRO):
+            engine.backward(loss(engine, step, micro, rank, ranks))
+            engine.step()
+
+
+def masters(engine: zero.ZeroEngine) -> dict[str, torch.Tensor]:
+    named = engine.module.named_parameters()
+    return {name: value for name, p in named if (value := safe_get_full_fp32_param(p)) is not None}
+
+
+def is_close(found: torch.Tensor, expected: torch.Tensor, what: object) -> None:
+    difference = (found - expected).abs().max().item()
+    # Adam divides by roots of second moments, which are small here.
+    assert difference <= 50 * rounding(torch.float32, TERMS, STEPS), (what, difference)
+
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1)
+OTHERS: Sequence[Make] = (
+    SGD,
+    partial(torch.optim.NAdam, lr=1e-2, weight_decay=0.1),
+    partial(torch.optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1),
+    partial(torch.optim.RMSprop, lr=1e-3, momentum=0.5),
+    partial(torch.optim.ASGD, lr=1e-2),
+    partial(torch.optim.AdamW, lr=1e-2, amsgrad=True),
+)
+CPU = {"offload_optimizer": {"device": "cpu"}}
+WHOLE = {"elementwise_optimizer": False}
+
+
+def follows(rank: int, world_size: int, folder: str) -> None:
+    nvme = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
+    sections = [
+        *({"stage": stage} for stage in range(4)),
+        *({"stage": stage, **CPU} for stage in (1, 3)),
+        {"stage": 3, "sub_group_size": 1000},
+        {"stage": 3, **nvme, "sub_group_size": 2500},
+        {"stage": 3, **WHOLE},
+        {"stage": 0, **WHOLE},
+    ]
+    cases = [(ADAMW, section) for section in sections]
+    cases += [(make, {"stage": stage}) for make in OTHERS for stage in (0, 3)]
+    for make, section in cases:
+        reference, optimizer = plain(make, world_size)
+        engine = engine_of(make, section)
+        train(engine, rank, world_size)
+        for name, found in masters(engine).items():
+            is_close(found, reference.get_parameter(name), (make, section, name))
+        state = optimizer.state[reference.get_parameter("blocks.0.parts.1.weight")]
+        param = engine.module.get_parameter("blocks.0.parts.1.weight")
+        for key in ("exp_avg", "momentum_buffer"):
+            if key in state:
+                found = safe_get_full_optimizer_state(param, key)
+                assert found is not None
+                is_close(found, state[key], (make, section, key))
+        engine.destroy()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_as_in_plain_torch(world_size, tmp_path):
+    run_on(world_size, follows, str(tmp_path))
+
+
+def kept(rank: int, world_size: int) -> None:
+    """Nothing of an unused part changes in a step: also with coded moments and rounded masters."""
+    codes = {"zero_quantized_moments": True}
+    narrow = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    for section in ({**codes}, {**codes, **CPU}, {**codes, "stage": 1}, {"bf16": narrow}):
+        engine = engine_of(ADAMW, section)
+        for step in range(STEPS):
+            params = dict(engine.module.named_parameters())
+            keys = ("exp_avg", "exp_avg_sq")
+
+            def state(params: dict = params, keys: tuple = keys) -> dict:
+                found = {n: safe_get_full_fp32_param(p) for n, p in params.items()}
+                for key in keys:
+                    for name, param in params.items():
+                        found[f"{name} {key}"] = safe_get_full_optimizer_state(param, key)
+                return found
+
+            before = state()
+            train(engine, rank, world_size, range(step, step + 1))
+            used = set().union(*USES[step])
+            for name, value in state().items():
+                idle = ".parts." in name and int(name.split(".")[3]) not in used
+                former = before[name]
+                same = value is former if None in (value, former) else torch.equal(value, former)
+                if idle:
+                    assert same, (section, step, name)
+                elif "weight" in name and step:
+                    assert not same, (section, step, name)
+        engine.destroy()
+
+
+def written(rank: int, world_size: int) -> None:
+    """State that a parameter does not have yet, and a gradient from the script."""
+    engine = engine_of(ADAMW, {"stage": 3})
+    train(engine, rank, world_size, range(1))
+    late = engine.module.get_parameter("blocks.0.parts.1.weight")
+    value = torch.ones(WIDTH, WIDTH)
+    assert safe_get_full_optimizer_state(late, "exp_avg") is None
+    if safe_get_local_fp32_param(late).numel():  # a rank without a part has nothing to write
+        with pytest.raises(ValueError, match=r"'blocks.0.parts.1.weight' has no .*exp_avg' yet"):
+            safe_set_full_optimizer_state(late, value, "exp_avg")
+    before = safe_get_full_fp32_param(late)
+    for micro in range(MICRO):
+        engine.backward(loss(engine, 2, micro, rank, world_size))
+        if micro == MICRO - 1:
+            safe_set_full_grad(late, value)
+        engine.step()
+    expected = nn.Parameter(before)
+    expected.grad = value
+    ADAMW([expected]).step()
+    is_close(safe_get_full_fp32_param(late), expected, "a gradient from the script")
+
+
+def test_a_gradient_that_a_script_sets_counts():
+    run_on(2, written)
+
+
+def test_nothing_of_an_unused_parameter_changes():
+    run_on(2, kept)
+
+
+def resumed(rank: int, world_size: int, folder: str) -> None:
+    for section in ({"stage": 3}, {"stage": 1, "zero_quantized_moments": True}, WHOLE):
+        first = engine_of(ADAMW, section)
+        train(first, rank, world_size, range(5))
+        first.save_checkpoint(folder)
+        train(first, rank, world_size, range(5, STEPS))
+        expected = masters(first)
+        first.destroy()
+        second = engine_of(ADAMW, section)
+        second.load_checkpoint(folder)
+        train(second, rank, world_size, range(5, STEPS))
+        for name, value in masters(second).items():
+            assert torch.equal(value, expected[name]), (section, name)
+        second.destroy()
+    engine = engine_of(ADAMW, {"stage": 2, "sub_group_size": 1000})
+    train(engine, rank, world_size, range(5))
+    engine.save_checkpoint(folder)
+
+
+def moved(rank: int, world_size: int, folder: str, ranks: int) -> dict[str, torch.Tensor]:
+    """Load what `ranks` ranks have saved, and train on with its last rank's batches only."""
+    engine = engine_of(ADAMW, {"stage": 3})
+    engine.load_checkpoint(folder)
+    for step in range(5, STEPS):
+        for micro in range(MICRO):
+            engine.backward(loss(engine, step, micro, ranks - 1, ranks))
+            engine.step()
+    return masters(engine)
+
+
+def test_checkpoints_have_the_counts_of_each_parameter(tmp_path):
+    run_on(2, resumed, str(tmp_path))
+    alone, three = (run_on(size, moved, str(tmp_path), 2)[0] for size in (1, 3))
+    for name, value in alone.items():
+        is_close(three[name], value, name)
