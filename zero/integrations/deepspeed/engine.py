@@ -45,25 +45,22 @@ logger = logging.getLogger("zero")
 
 
 # DeepSpeed's methods that return a setting, completed where it was left out, and its key.
-_SETTINGS: dict[str, str] = dict(
-    line.split(maxsplit=1)  # pyright: ignore[reportArgumentType]
-    for line in """
-autotp_size tensor_parallel.autotp_size
-bfloat16_enabled bf16.enabled
-fp16_enabled fp16.enabled
-gradient_accumulation_steps gradient_accumulation_steps
-gradient_clipping gradient_clipping
-steps_per_print steps_per_print
-train_batch_size train_batch_size
-train_micro_batch_size_per_gpu train_micro_batch_size_per_gpu
-wall_clock_breakdown wall_clock_breakdown
-zero_gather_16bit_weights_on_model_save zero_optimization.stage3_gather_16bit_weights_on_model_save
-zero_offload_optimizer zero_optimization.offload_optimizer
-zero_offload_param zero_optimization.offload_param
-zero_optimization zero_optimization.stage
-zero_optimization_stage zero_optimization.stage
-""".strip().splitlines()
-)
+_SETTINGS = {
+    "autotp_size": "tensor_parallel.autotp_size",
+    "bfloat16_enabled": "bf16.enabled",
+    "fp16_enabled": "fp16.enabled",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "steps_per_print": "steps_per_print",
+    "train_batch_size": "train_batch_size",
+    "train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
+    "wall_clock_breakdown": "wall_clock_breakdown",
+    "zero_gather_16bit_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_offload_optimizer": "zero_optimization.offload_optimizer",
+    "zero_offload_param": "zero_optimization.offload_param",
+    "zero_optimization": "zero_optimization.stage",
+    "zero_optimization_stage": "zero_optimization.stage",
+}
 
 
 class DeepSpeedEngine(ZeroEngine):

@@ -34,7 +34,6 @@ warmup_num_steps warmup_type warmup_min_ratio cos_min_ratio total_num_steps
 globals().update({name.upper(): name for name in _CONSTANTS})
 LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR = "LRRangeTest", "OneCycle", "WarmupLR"
 WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupDecayLR", "WarmupCosineLR"
-VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
 WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
 
 
