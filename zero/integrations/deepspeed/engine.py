@@ -44,6 +44,7 @@ from zero.parallel.sequence import MicroBatches, current_group
 logger = logging.getLogger("zero")
 
 
+_GATHERS = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 # DeepSpeed's methods that return a setting, completed where it was left out, and its key.
 _SETTINGS = {
     "autotp_size": "tensor_parallel.autotp_size",
@@ -55,7 +56,7 @@ _SETTINGS = {
     "train_batch_size": "train_batch_size",
     "train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
     "wall_clock_breakdown": "wall_clock_breakdown",
-    "zero_gather_16bit_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_gather_16bit_weights_on_model_save": _GATHERS,
     "zero_offload_optimizer": "zero_optimization.offload_optimizer",
     "zero_offload_param": "zero_optimization.offload_param",
     "zero_optimization": "zero_optimization.stage",
@@ -316,10 +317,7 @@ class DeepSpeedEngine(ZeroEngine):
         is_part = exclude_frozen_parameters and not all(group.trainable for group in self.groups)
         gathers = self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
         if not (is_part or gathers):
-            raise ValueError(
-                "zero_optimization.stage3_gather_16bit_weights_on_model_save is false: set it to "
-                "true to save a model"
-            )
+            raise ValueError(f"{_GATHERS} is false: set it to true to save a model")
         _forget_unused_renamings(self.module)
         excluded = exclude_frozen_parameters
         weights = Weights(self.module, self.groups, self.comm, exclude_frozen=excluded)
