@@ -59,11 +59,13 @@ def check_tag(tag: str) -> str:
 RECOVERY_SCRIPT = "zero_to_fp32.py"
 _RECOVERY = '''#!/usr/bin/env python
 """python zero_to_fp32.py CHECKPOINT OUT makes a folder with fp32 weights, as DeepSpeed's script of
-this name does."""
+this name does, and takes its options."""
 import sys
 
-from zero.__main__ import main
-
+try:
+    from zero.__main__ import main
+except ModuleNotFoundError as error:
+    sys.exit(f"zero_to_fp32.py: {error}: install zero here, or set PYTHONPATH to a checkout of it")
 main(["consolidate", *sys.argv[1:], "--dtype", "fp32"])
 '''
 

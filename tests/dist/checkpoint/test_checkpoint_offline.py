@@ -5,6 +5,7 @@ line.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -103,8 +104,10 @@ def test_consolidated_as_trained_loads_with_from_pretrained(checkpoint, tmp_path
 
 def test_the_script_in_a_folder_of_checkpoints_makes_a_model_of_one(checkpoint, tmp_path):
     folder, expected = checkpoint
-    script = Path(folder) / "zero_to_fp32.py"
-    done = fork_ranks(script, folder, tmp_path, nproc=0, timeout=120, imported="zero")
+    script, tag = Path(folder) / "zero_to_fp32.py", (Path(folder) / "latest").read_text().strip()
+    assert os.access(script, os.X_OK)
+    options = ["--max_shard_size", "5GB", "--safe_serialization", "-t", tag, "-d"]
+    done = fork_ranks(script, folder, tmp_path, *options, nproc=0, timeout=120, imported="zero")
     assert done.returncode == 0, done.stderr
     state = from_pretrained(tmp_path, torch.float32)
     assert all(torch.equal(state[name], value) for name, value in expected["masters"].items())
