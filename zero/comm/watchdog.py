@@ -5,7 +5,8 @@ the process group (30 minutes) would end them with a message about sockets. A th
 notices that earlier. The first one to notice raises an alarm through the job's key-value store. In
 every rank another thread listens to the store, and answers with what the main thread is doing. The
 first one prints all answers, and all processes end with exit code 1. A rank that does not reach the
-store says so and ends too. This file knows nothing of groups or collectives."""
+store says so and ends too. Long before that, where all ranks wait, and at different places, these
+are named. This file knows nothing of groups or collectives."""
 
 from __future__ import annotations
 
@@ -32,6 +33,9 @@ logger = logging.getLogger("zero")
 # Seconds after which a rank says that it is waiting for the others.
 LONE = 10.0
 
+# Seconds after which ranks that wait at different places say where.
+APART = 30.0
+
 # Seconds that the other ranks have to answer an alarm.
 GRACE = 10.0
 ADVICE = (
@@ -47,6 +51,10 @@ _LOADS_ALIKE = (
     "zero.initialize; not rank 0 alone"
 )
 _SILENT = "does not answer"
+_DIFFERENT = (
+    "Ranks may run different modules: if only some have images, give the others a blank one; draw "
+    "what a forward skips, as LayerDrop does, from one seed on all ranks."
+)
 _ALARM = "zero_watchdog/alarm"
 _BETWEEN_GROUPS = "an exchange between groups"
 # In the messages of gloo and NCCL where the other process is gone.
@@ -87,6 +95,8 @@ class Watchdog:
         # When the main thread started something the last time.
         self._moved = time.monotonic()
         self._is_past: Callable[[], bool] | None = None
+        # For what this rank waits, as the others read it, and whether that was said.
+        self._told, self._has_said = "", False
         self._stopped = threading.Event()
         self._main = threading.get_ident()
         if self.world_size > 1:
@@ -189,8 +199,27 @@ class Watchdog:
             while not self._is_stopped():
                 if self._store.check([_ALARM]):
                     self._answer(first=False)
+                self._compare_waits()
         except dist.DistError:
             return  # The store is gone. If this is not the end of the job, a wait will be too long.
+
+    def _compare_waits(self) -> None:
+        """If all ranks have waited for long, and not at one place, say once where. It is not yet
+        certain that they wait for each other: a slow link may still be sending.
+        """
+        wait = self._waits.get(self._main)
+        is_late = wait is not None and wait.seconds > min(APART, self.timeout / 2)
+        told, self._told = self._told, str(wait.what) if wait is not None and is_late else ""
+        keys = [f"zero_watchdog/wait{rank}" for rank in range(self.world_size)]
+        if told != self._told:
+            self._store.set(keys[self.rank], self._told)
+        elif self._told and self.rank == 0 and not self._has_said and self._store.check(keys):
+            places = [self._store.get(key).decode() for key in keys]
+            self._has_said = all(places) and len(set(places)) > 1
+            if self._has_said:
+                lines = "\n".join(f"  rank {rank} at {each}" for rank, each in enumerate(places))
+                text = f"zero: all ranks wait, at different places:\n{lines}\n{_DIFFERENT} {ADVICE}"
+                _say(f"{text}\nIf nothing moves, the job ends after {self.timeout:g} s.")
 
     def _alarm(self) -> None:
         try:

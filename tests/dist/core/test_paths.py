@@ -104,7 +104,7 @@ DIVERGING = """
 import torch, zero
 from tests.dist.core.test_own_loops import Experts, engine_of, build
 zero.comm.world.init_distributed()
-engine = engine_of(build(Experts), watchdog_timeout=2)
+engine = engine_of(build(Experts), watchdog_timeout=6)
 engine.backward(engine(torch.ones(2, 8), 1 + engine.global_rank))
 """
 
@@ -114,6 +114,9 @@ def test_ranks_that_part_are_named(tmp_path):
     script.write_text(DIVERGING)
     done = fork_ranks(script, nproc=2, timeout=60, imported="zero")
     assert done.returncode == 1
+    early, last = done.stderr.split("zero: ranks wait for each other: no progress for 6 s")
+    assert "all ranks wait, at different places" in early and "give the others a blank" in early
+    assert all(f"rank {rank} at group 'experts.{rank + 1}" in early for rank in (0, 1)), early
     for rank, expert in ((0, 1), (1, 2)):
         assert f"rank {rank} has waited" in done.stderr
         assert f"experts.{expert}.weight" in done.stderr
