@@ -134,21 +134,21 @@ Gradients = dict[str, torch.Tensor]
 def _gradients(
     model: nn.Module, part: Batch, accumulation: int, scale: float
 ) -> tuple[float, Gradients]:
-    """Return loss and fp32 gradients of one micro-batch. A missing gradient is zeros."""
+    """Return loss and fp32 gradients of one micro-batch, of the parameters that have one."""
     loss = loss_of(model(**part))
     ((loss / accumulation if accumulation > 1 else loss).float() * scale).backward()
     found = {}
     for name, param in trainable(model):
-        grad, param.grad = torch.zeros_like(param) if param.grad is None else param.grad, None
-        found[name] = grad.to(master_dtype(param))
+        if param.grad is not None:
+            found[name], param.grad = param.grad.to(master_dtype(param)), None
     return loss.item(), found
 
 
 def _added(terms: Sequence[Gradients]) -> Gradients:
-    total = {name: grad.clone() for name, grad in terms[0].items()}
-    for term in terms[1:]:
+    total: Gradients = {}
+    for term in terms:
         for name, grad in term.items():
-            total[name].add_(grad)
+            total[name] = total[name].add_(grad) if name in total else grad.clone()
     return total
 
 
@@ -206,7 +206,7 @@ def train_in_slices(
         if clip:
             factor *= min(1.0, clip / ((norm if norms is None else norms[number]) + 1e-6))
         for name, master in masters.items():
-            master.grad = total[name].mul_(factor)
+            master.grad = total[name].mul_(factor) if name in total else None
         take_step(optimizer)
         with torch.no_grad():
             for name, param in trainable(model):
