@@ -137,9 +137,6 @@ class Player:
         norm = torch.nn.utils.get_total_norm(
             [p.grad for p in self.model.parameters() if p.grad is not None]
         )
-        for param in self.model.parameters():
-            # In the engine a missing gradient counts as zero, and Adam's moments decay.
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
         take_step(self.optimizer)
         self.optimizer.zero_grad()
         return [norm.item()]
