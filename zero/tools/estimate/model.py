@@ -231,7 +231,7 @@ def replace_forwards(engine: ZeroEngine) -> None:
     """
     owned: dict[nn.Module, list[nn.Parameter]] = {engine.module: []}
     for group in engine.groups:
-        for module in group.modules:
+        for module in group.modules or [engine.module]:
             owned.setdefault(module, []).extend(group.params)
     called = [module for module in engine.module.modules() if module in owned]
 

@@ -56,7 +56,7 @@ class PlainOptimizer:
     """Takes the place of `DeepSpeedOptimizer` and the reducer: sums whole gradients in fp32, and
     runs the script's optimizer on whole fp32 tensors.
 
-    A parameter without a gradient is updated with one of zeros, as the engine does. `masters`: the
+    A parameter that has got no gradient on any rank is left alone, as by the engine. `masters`: the
     fp32 values of the parameters, which are the parameters themselves in fp32. `factor`: by which
     the gradients of a backward are multiplied.
     """
@@ -82,6 +82,7 @@ class PlainOptimizer:
         # Sums over micro-batches; parameters without a gradient have none.
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
         self._means: dict[nn.Parameter, torch.Tensor] = {}
+        self._idle: set[nn.Parameter] = set()  # those without a gradient on any rank
         self._disturbance: torch.Generator | None = None
         for group in optimizer.param_groups:
             group["params"] = [masters.get(param, param) for param in group["params"]]
@@ -105,6 +106,10 @@ class PlainOptimizer:
         """
         is_sum = self.settings.gradient_allreduce_op == "sum"
         scale = 1.0 if self.scaler is None else self.scaler.scale
+        if not self._means:
+            got = [float(param in self._sums) for param in self.masters]
+            counts = self.comm.all_reduce(torch.tensor(got, device=self.comm.device)).tolist()
+            self._idle = {param for param, n in zip(self.masters, counts, strict=True) if not n}
         for param in self.masters if not self._means else ():
             total = self._sums.get(param, torch.zeros_like(param, dtype=torch.float32))
             reduced = self.comm.all_reduce(total.contiguous())
@@ -115,7 +120,7 @@ class PlainOptimizer:
     def step(self) -> bool:
         """Whether the values were updated, which they are not after an overflow."""
         for param, gradient in self.gradients().items():
-            self.masters[param].grad = gradient
+            self.masters[param].grad = None if param in self._idle else gradient
         masters, settings = list(self.masters.values()), self.settings
         self.grad_norm = nn.utils.get_total_norm(self._means.values()).item()
         checks = settings.bf16.check_grad_overflow or not settings.bf16.enabled
