@@ -94,7 +94,8 @@ def load(source: str) -> Config:
     try:
         content = yaml.safe_load(Path(source).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UsageError(f"{source}: cannot read it as YAML: {error}") from error
+        why = " ".join(str(error).split())
+        raise UsageError(f"{source}: cannot read it as YAML: {why}") from error
     keys = content.get("deepspeed_config") if isinstance(content, dict) else None
     if not isinstance(keys, dict):
         raise UsageError(

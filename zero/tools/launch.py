@@ -64,9 +64,18 @@ def launch(arguments: list[str]) -> int:
     Raises UsageError for hosts that do not exist.
     """
     options = _parser().parse(arguments)
+    if options.command[0] == "-m":
+        options.module, options.command = True, options.command[1:] or [""]
     script = options.command[0]
     if options.module and options.no_python:
         raise UsageError("launch: give --module or --no_python, not both")
+    if options.bind_core_list and not options.bind_cores_to_rank:
+        raise UsageError("launch: --bind_core_list needs --bind_cores_to_rank")
+    if Path(options.enable_each_rank_log).is_file():
+        where = options.enable_each_rank_log
+        raise UsageError(f"launch: --enable_each_rank_log {where}: a file; name a folder")
+    if options.no_python and program(script) is None:
+        raise UsageError(f"launch: --no_python {script}: no such command, or not executable")
     check_command("launch", ["-m"] * options.module + options.command)
     is_command = program(script) is not None and not Path(script).is_file()
     if is_command and not (options.module or options.no_python):
@@ -76,10 +85,6 @@ def launch(arguments: list[str]) -> int:
         )
     if options.autotuning:
         raise UsageError("launch: --autotuning: zero plan writes the fastest configuration")
-    if options.save_pid:
-        # As DeepSpeed: named after this process, which stays the one that starts the job.
-        with open(f"/tmp/{os.getpid()}.deepspeed", "x") as file:
-            file.write(str(os.getpid()))
     if options.hostfile is None and not Path(DEFAULT_HOSTFILE).is_file():
         return _run_here(options)
     hosts = choose(
@@ -160,6 +165,8 @@ def _cores(text: str) -> list[int]:
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text, re.ASCII):
         raise ArgumentTypeError(f"{text} is not a list of cores, such as 0,2-5")
     ranges = [[int(number) for number in part.split("-")] for part in text.split(",")]
+    if any(each[0] > each[-1] for each in ranges):
+        raise ArgumentTypeError(f"{text}: a range ends before it begins")
     return [core for each in ranges for core in range(each[0], each[-1] + 1)]
 
 
@@ -239,10 +246,13 @@ def _parse_filter(text: str, hosts: dict[str, int]) -> dict[str, list[int]]:
         part = part.replace("\0", "@")
         name, colon, slots = part.partition(":")
         if name not in hosts:
-            where = "the only host without --hostfile, which is localhost"
-            if list(hosts) != [HERE]:
-                where = f"in the hostfile, which has {', '.join(hosts)}"
-            raise UsageError(f"launch: host {name!r} is not {where}")
+            if list(hosts) == [HERE]:
+                raise UsageError(
+                    f"launch: host {name!r}: without --hostfile, {HERE} is the only one"
+                )
+            raise UsageError(
+                f"launch: host {name!r} is not in the hostfile, which has {', '.join(hosts)}"
+            )
         of_host = named.setdefault(name, set())
         for word in slots.split(",") if colon else [f"0-{hosts[name] - 1}"]:
             first, dash, last = word.partition("-")
@@ -252,7 +262,7 @@ def _parse_filter(text: str, hosts: dict[str, int]) -> dict[str, list[int]]:
                 if not is_short or int(slot) >= hosts[name]:
                     raise UsageError(
                         f"launch: {part[:80]!r}: host {name} has slots 0 to {hosts[name] - 1}, "
-                        f"not {slot[:20] or word}"
+                        f"not {slot[:20] or word or 'none'}"
                     )
             if last and int(first) > int(last):
                 raise UsageError(
@@ -336,6 +346,15 @@ def remote_variables(
     return variables
 
 
+def _save_pid(options: Namespace) -> None:
+    """As DeepSpeed: named after this process, which stays the one that starts the job."""
+    if options.save_pid:
+        how = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        descriptor = os.open(f"/tmp/{os.getpid()}.deepspeed", how, 0o644)
+        os.write(descriptor, str(os.getpid()).encode())
+        os.close(descriptor)
+
+
 def _binding(options: Namespace, slots: list[int]) -> dict[str, str]:
     """The variables that bind the ranks of a host to GPUs and cores."""
     variables = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slots))} if slots else {}
@@ -370,7 +389,12 @@ def run_aside(command: list[str]) -> dict[str, Any]:
 def _run_here(options: Namespace) -> int:
     if (options.num_nodes or 1) > 1:
         raise UsageError(f"launch: --num_nodes {options.num_nodes} needs --hostfile")
-    if options.no_ssh and options.node_rank != 0:
+    for option in ("venv_script", "elastic_training"):
+        if getattr(options, option):
+            raise UsageError(f"launch: --{option} needs --hostfile")
+    if missing := {*options.bind_core_list} - os.sched_getaffinity(0):
+        raise UsageError(f"launch: --bind_core_list: this process may not use core {min(missing)}")
+    if options.no_ssh and options.node_rank > 0:
         raise UsageError(f"launch: --node_rank {options.node_rank}: without --hostfile it is 0")
     chosen = options.include or options.exclude
     if chosen and os.environ.pop("CUDA_VISIBLE_DEVICES", None) is not None:
@@ -408,6 +432,7 @@ def _run_as_host(hosts: dict[str, list[int]], options: Namespace) -> int:
 
 def _become(options: Namespace, placement: list[str], hosts: list[str], ranks: int) -> int:
     """Become torchrun, or wait for it if a JSON object is to follow."""
+    _save_pid(options)
     command = [sys.executable, *_torchrun(options, placement)]
     os.environ["PYTHONPATH"] = python_path(os.environ.get("PYTHONPATH"))
     if not options.json:
@@ -422,6 +447,7 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
 
     Returns the first failure's code.
     """
+    _save_pid(options)
     start, ranks = time.monotonic(), sum(map(len, hosts.values()))
     of_files = variables_of_files()
     variables = {name: remote_variables(options, slots, of_files) for name, slots in hosts.items()}

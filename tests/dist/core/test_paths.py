@@ -114,7 +114,7 @@ def test_ranks_that_part_are_named(tmp_path):
     script.write_text(DIVERGING)
     done = fork_ranks(script, nproc=2, timeout=60, imported="zero")
     assert done.returncode == 1
-    early, last = done.stderr.split("zero: ranks wait for each other: no progress for 6 s")
+    early, _ = done.stderr.split("zero: ranks wait for each other: no progress for 6 s")
     assert "all ranks wait, at different places" in early and "give the others a blank" in early
     assert all(f"rank {rank} at group 'experts.{rank + 1}" in early for rank in (0, 1)), early
     for rank, expert in ((0, 1), (1, 2)):

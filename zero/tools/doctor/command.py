@@ -14,7 +14,7 @@ from pathlib import Path
 from zero.comm.communicator import Communicator, communicator
 from zero.comm.world import compute_device, init_distributed
 from zero.errors import UsageError
-from zero.tools.arguments import Parser, Working
+from zero.tools.arguments import Parser, Working, output_file
 from zero.tools.doctor import checks, links, speeds
 from zero.tools.doctor.checks import FAILS, OK, Finding, device_name
 from zero.tools.estimate.speeds import default_file, read
@@ -38,7 +38,7 @@ def doctor(arguments: list[str]) -> int:
     parser.add_argument(
         "--speeds",
         nargs="?",
-        type=Path,
+        type=output_file,
         const=default_file(),
         metavar="FILE",
         help="measure the speeds from which zero estimate predicts times, and write them to FILE; "

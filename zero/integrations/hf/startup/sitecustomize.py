@@ -86,5 +86,5 @@ def run_hidden_sitecustomize() -> None:
 
 
 sys.meta_path.insert(0, LazyFinder())
-bind_cores()
 run_hidden_sitecustomize()
+bind_cores()
