@@ -107,7 +107,7 @@ def cut_config(config: PretrainedConfig, layers: Layers) -> PretrainedConfig:
 @torch.no_grad()
 def copy_layers(student: PreTrainedModel, teacher: PreTrainedModel, layers: Layers) -> None:
     """Copy the teacher's layer `layers[stack][i]` to the student's layer i of the same stack, and
-    copy all other weights too.
+    copy all other weights and saved buffers too.
 
     Both models may be sharded: one parameter at a time is gathered. Some parameters exist only in
     the teacher's first layer (T5's position biases). They go to the student's first layer.
@@ -132,6 +132,12 @@ def copy_layers(student: PreTrainedModel, teacher: PreTrainedModel, layers: Laye
             )
         with zero.GatheredParameters([theirs]), zero.GatheredParameters([param], modifier_rank=0):
             param.copy_(theirs)
+    buffers, saved = dict(teacher.named_buffers()), student.state_dict()
+    for name, buffer in student.named_buffers():
+        theirs = buffers.get(_source_name(name, layers))
+        # The configuration gives what is not saved, such as the frequencies of rotary positions.
+        if name in saved and theirs is not None and theirs.shape == buffer.shape:
+            buffer.copy_(theirs)
 
 
 # What a model needs to begin and end its text.

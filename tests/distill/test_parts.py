@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from tokenizers.processors import TemplateProcessing
-from transformers import BartConfig, MarianConfig
+from transformers import BartConfig, MarianConfig, MarianMTModel
 
 import translation.arguments
 import zero
@@ -48,7 +48,16 @@ from distill.hidden import (
     relation_loss,
 )
 from distill.importance import block_influence, most_influential
-from distill.student import cut_config, depth, generation_config_of, parse_best, parse_layers
+from distill.student import (
+    copy_layers,
+    cut_config,
+    depth,
+    from_config,
+    generation_config_of,
+    parse_best,
+    parse_layers,
+    stacks,
+)
 from distill.teacher import LiveTeacher
 from distill.trainer import DistillationTrainer
 from distill.vocabulary import VocabularyError, align, align_rows
@@ -272,6 +281,22 @@ def test_decoders_have_their_own_depth_by_any_name():
         assert depth(config) == layers_and_width(config)[0] == 3
         cut = cut_config(config, {"encoder": [0, 3], "decoder": [0, 2]})
         assert (cut.encoder_layers, cut.decoder_layers) == (2, 2)
+
+
+def test_a_student_of_all_layers_predicts_what_its_teacher_predicts():
+    config = MarianConfig(
+        vocab_size=20, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, pad_token_id=19,
+        eos_token_id=0, decoder_start_token_id=19, max_position_embeddings=32,
+    )  # fmt: skip
+    teacher = MarianMTModel(config).eval()
+    teacher.final_logits_bias.normal_()
+    layers = {name: list(range(len(found))) for name, found in stacks(teacher).items()}
+    student = from_config(cut_config(config, layers)).eval()
+    copy_layers(student, teacher, layers)
+    ids = torch.randint(1, 18, (2, 5))
+    ours, theirs = (m(input_ids=ids, decoder_input_ids=ids).logits for m in (student, teacher))
+    assert torch.equal(ours, theirs)
 
 
 def test_layers_are_mapped_evenly_or_as_told():
