@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,8 +125,9 @@ def segments_of(record: object, where: str, tokenizer: PreTrainedTokenizerBase) 
     """Return the segments of one record: text, a prompt with its answer, or a dialogue.
 
     A dialogue is `messages` (or `conversations`) with roles, or a list of texts of user and
-    assistant in turn. The assistant's turns are learnt. The tokenizer's chat template formats it;
-    without one it becomes "role: text" lines.
+    assistant in turn. The assistant's turns are learnt, except for what the template already writes
+    as a prompt for them. The tokenizer's chat template formats it; without one it becomes "role:
+    text" lines.
 
     Raises:
         InputError: the record is none of these.
@@ -162,11 +164,17 @@ def _dialogue(
         raise InputError(f"{where}: the assistant says nothing, so there is nothing to learn")
     if tokenizer.chat_template is None:
         texts = [f"{message['role']}: {message['content']}\n" for message in messages]
+        headers = [""] * len(texts)
     else:
         try:
-            whole = [
-                str(tokenizer.apply_chat_template(messages[: i + 1], tokenize=False))
-                for i in range(len(messages))
+            render = partial(tokenizer.apply_chat_template, tokenize=False)
+            whole = [str(render(messages[: i + 1])) for i in range(len(messages))]
+            # What a chat gives a model to answer.
+            prompts = [
+                str(render(messages[:i], add_generation_prompt=True))
+                if i and message["role"] == "assistant"
+                else ""
+                for i, message in enumerate(messages)
             ]
         except TemplateError as error:
             raise InputError(f"{where}: the tokenizer's chat template says: {error}") from error
@@ -186,10 +194,19 @@ def _dialogue(
             )
         ends = ["", *starts, whole[-1]]
         texts = [text[len(start) :] for start, text in pairwise(ends)]
+        headers = [
+            prompt[len(start) :] if text.startswith(prompt) else ""
+            for prompt, (start, text) in zip(prompts, pairwise(ends), strict=True)
+        ]
     templated = tokenizer.chat_template is not None
     return [
-        Segment(text, message["role"] == "assistant", templated)
-        for text, message in zip(texts, messages, strict=True)
+        Segment(part, learnt, templated)
+        for header, text, message in zip(headers, texts, messages, strict=True)
+        for part, learnt in (
+            (header, False),
+            (text.removeprefix(header), message["role"] == "assistant"),
+        )
+        if part
     ]
 
 

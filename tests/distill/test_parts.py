@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from tokenizers.processors import TemplateProcessing
-from transformers import BartConfig, MarianConfig, MarianMTModel
+from transformers import BartConfig, GenerationConfig, MarianConfig, MarianMTModel
 
 import translation.arguments
 import zero
@@ -155,6 +155,10 @@ def test_turns_are_told_apart_or_refused(tokenizer):
     templated.chat_template = PLAIN + templated.eos_token
     found = [segment.text for segment in segments_of(turns, "here", templated)]
     assert found == [*texts[:-1], texts[-1] + templated.eos_token]
+    # What a chat gives as a prompt is read, so models that write answers continue it.
+    templated.chat_template = PLAIN + "{% if add_generation_prompt %}<assistant>{% endif %}"
+    found = [(part.text, part.learnt) for part in segments_of(turns[:2], "here", templated)]
+    assert found == [("<user>q", False), ("<assistant>", False), ("a", True)]
     for template, message in ((LAST_THINKS, "once another one follows"), (REFUSES, "no system")):
         templated.chat_template = template
         with pytest.raises(InputError, match=f"^here.*{message}"):
@@ -590,6 +594,28 @@ def test_a_written_batch_keeps_prompts_and_learns_answers():
         do_sample=False,
                            eos_token_id=None, pad_token_id=0)  # fmt: skip
     assert batch["input_ids"][1, :4].tolist() == alone[0].tolist()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"num_beams": 4}, {"no_repeat_ngram_size": 1}, {"repetition_penalty": 3.0}]
+)
+def test_models_write_from_their_own_distribution(settings):
+    """Whatever their settings for `generate` are."""
+    model = models.llama(16, 2, seed=0).eval()
+    ids = torch.full((1024, 4), 3)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    for by_student in (True, False):
+        written = []
+        for config in (GenerationConfig(), own := GenerationConfig(eos_token_id=7, **settings)):
+            model.generation_config = config
+            torch.manual_seed(0)
+            written.append(on_policy.rewrite(model, inputs, 3, 0, [], by_student)["input_ids"])
+        assert torch.equal(*written) and model.generation_config is own
+        if by_student:
+            expected = model(ids[:1, :2]).logits[0, -1].softmax(-1)
+            share = torch.bincount(written[0][:, 2], minlength=models.VOCABULARY) / len(ids)
+            # five standard deviations of the share of a token
+            assert (share - expected).abs().max() < 5 * math.sqrt(0.25 / len(ids))
 
 
 def test_an_answer_ends_where_the_tokenizer_or_the_model_says():
