@@ -163,51 +163,38 @@ def _dialogue(
     if not any(message["role"] == "assistant" for message in messages):
         raise InputError(f"{where}: the assistant says nothing, so there is nothing to learn")
     if tokenizer.chat_template is None:
-        texts = [f"{message['role']}: {message['content']}\n" for message in messages]
-        headers = [""] * len(texts)
-    else:
-        try:
-            render = partial(tokenizer.apply_chat_template, tokenize=False)
-            whole = [str(render(messages[: i + 1])) for i in range(len(messages))]
-            # What a chat gives a model to answer.
-            prompts = [
-                str(render(messages[:i], add_generation_prompt=True))
-                if i and message["role"] == "assistant"
-                else ""
-                for i, message in enumerate(messages)
-            ]
-        except TemplateError as error:
-            raise InputError(f"{where}: the tokenizer's chat template says: {error}") from error
-        # Some templates end every dialogue with the end token.
-        end = str(tokenizer.eos_token or "")
-        starts = [
-            text if longer.startswith(text) else text.removesuffix(end)
-            for text, longer in pairwise(whole)
+        return [
+            Segment(f"{message['role']}: {message['content']}\n", message["role"] == "assistant")
+            for message in messages
         ]
-        if not all(
-            longer.startswith(start) for start, longer in zip(starts, whole[1:], strict=True)
-        ):
-            raise InputError(
-                f"{where}: the tokenizer's chat template writes a turn differently once another "
-                "one follows, so the turns cannot be told apart: give the tokenizer a template "
-                "that writes it in the same way"
-            )
-        ends = ["", *starts, whole[-1]]
-        texts = [text[len(start) :] for start, text in pairwise(ends)]
-        headers = [
-            prompt[len(start) :] if text.startswith(prompt) else ""
-            for prompt, (start, text) in zip(prompts, pairwise(ends), strict=True)
-        ]
-    templated = tokenizer.chat_template is not None
-    return [
-        Segment(part, learnt, templated)
-        for header, text, message in zip(headers, texts, messages, strict=True)
-        for part, learnt in (
-            (header, False),
-            (text.removeprefix(header), message["role"] == "assistant"),
-        )
-        if part
+    render = partial(tokenizer.apply_chat_template, tokenize=False)
+    try:
+        whole = [str(render(messages[: i + 1])) for i in range(len(messages))]
+    except TemplateError as error:
+        raise InputError(f"{where}: the tokenizer's chat template says: {error}") from error
+    # Some templates end every dialogue with the end token.
+    end = str(tokenizer.eos_token or "")
+    starts = [
+        text if longer.startswith(text) else text.removesuffix(end)
+        for text, longer in pairwise(whole)
     ]
+    if not all(longer.startswith(start) for start, longer in zip(starts, whole[1:], strict=True)):
+        raise InputError(
+            f"{where}: the tokenizer's chat template writes a turn differently once another "
+            "one follows, so the turns cannot be told apart: give the tokenizer a template "
+            "that writes it in the same way"
+        )
+    segments: list[Segment] = []
+    for i, (start, text) in enumerate(pairwise(["", *starts, whole[-1]])):
+        learnt, begin = messages[i]["role"] == "assistant", len(start)
+        if learnt and i:
+            # What a chat gives a model to answer is read only.
+            prompt = str(render(messages[:i], add_generation_prompt=True))
+            if prompt != start and text.startswith(prompt):
+                segments.append(Segment(prompt[begin:], False, True))
+                begin = len(prompt)
+        segments.append(Segment(text[begin:], learnt, True))
+    return segments
 
 
 def _messages(turn: object, number: int, where: str) -> list[dict[str, str]]:

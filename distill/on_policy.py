@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers._typing import GenerativePreTrainedModel
 
 # What a model needs to begin and end its text. A forced end, at `max_new_tokens`, is not its own.
-_TOKENS = (
+TOKENS = (
     "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id",
 )  # fmt: skip
 
@@ -76,7 +76,7 @@ def generate(model: PreTrainedModel, **options: Any) -> torch.Tensor:
     model = cast("GenerativePreTrainedModel", model)
     own = model.generation_config
     # Not an argument of `generate`, which would fill it up with the model's own settings.
-    model.generation_config = GenerationConfig(**{name: getattr(own, name) for name in _TOKENS})
+    model.generation_config = GenerationConfig(**{name: getattr(own, name) for name in TOKENS})
     try:
         written = model.generate(**options)
     finally:
@@ -128,12 +128,10 @@ def rewrite(
         "do_sample": by_student,
         "pad_token_id": pad_token_id,
         "eos_token_id": ends or None,
-        "use_cache": True,
+        "synced_gpus": not by_student and is_sharded and dist.get_world_size() > 1,
     }
     if by_student:
-        options |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "synced_gpus": False}
-    else:
-        options["synced_gpus"] = is_sharded and dist.get_world_size() > 1
+        options["top_k"] = 0  # transformers' own default is 50
     training = model.training
     model.eval()
     whole_student = zero.GatheredParameters(model, enabled=by_student)

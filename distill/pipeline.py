@@ -518,7 +518,8 @@ def ask(
     """
     moved = {name: value.to(teacher.device) for name, value in inputs.items()}
     shifted = not teacher.model.config.is_encoder_decoder
-    batch = Batch.of(with_decoder_inputs(moved, teacher.model), shifted)
+    isolates = "position_ids" not in inputs or teacher.isolates
+    batch = Batch.of(with_decoder_inputs(moved, teacher.model), shifted, isolates)
     observed = teacher.observe(batch.teacher, batch.rows)
     return batch, partial(_logits, observed, teacher.device)
 

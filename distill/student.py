@@ -19,6 +19,7 @@ from transformers import (
 
 import zero
 from distill.hidden import decoder_depth, layers_and_width
+from distill.on_policy import TOKENS
 from translation.records import InputError
 
 # Indices of layers, by the name of the list that holds them.
@@ -140,13 +141,6 @@ def copy_layers(student: PreTrainedModel, teacher: PreTrainedModel, layers: Laye
             buffer.copy_(theirs)
 
 
-# What a model needs to begin and end its text.
-_TOKENS = (
-    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id",
-    "forced_eos_token_id",
-)  # fmt: skip
-
-
 def generation_config_of(teacher: PreTrainedModel) -> GenerationConfig:
     """Return a copy of the teacher's generation settings. If they contradict each other, as in old
     files, it has the special tokens only, because transformers refuses to save the rest.
@@ -155,7 +149,7 @@ def generation_config_of(teacher: PreTrainedModel) -> GenerationConfig:
     try:
         own.validate(strict=True)
     except ValueError:
-        return GenerationConfig(**{name: getattr(own, name, None) for name in _TOKENS})
+        return GenerationConfig(**{name: getattr(own, name, None) for name in TOKENS})
     return own
 
 

@@ -63,7 +63,7 @@ from distill.trainer import DistillationTrainer
 from distill.vocabulary import VocabularyError, align, align_rows
 from tests.distill import models
 from tests.processes import run_on
-from tests.tolerance import assert_close
+from tests.tolerance import assert_close, rounding
 from translation.records import InputError
 
 TEXT = ["def add(a, b):\n    return a + b\n", "class Naïve:\n    pass  # größer\n"]
@@ -657,6 +657,20 @@ def trainer(tmp_path, student, teacher, examples, **options) -> DistillationTrai
     )  # fmt: skip
     data = {"train_dataset": examples, "eval_dataset": examples, "data_collator": COLLATE}
     return DistillationTrainer(student, teacher, args, **data)
+
+
+@pytest.mark.parametrize(("make", "isolates"), [(models.llama, True), (models.bloom, False)])
+def test_packed_documents_have_the_losses_that_they_have_alone(make, isolates, tmp_path, caplog):
+    """A BLOOM does not read from position_ids where they begin."""
+    documents = [{"input_ids": ids, "labels": ids} for ids in ([5, 6, 7, 8], [9, 10, 11])]
+    packed, alone = (
+        trainer(tmp_path, make(16, 2, seed=0), make(16, 2, seed=1), examples).evaluate()
+        for examples in (pack(documents, 9, pad=0), documents)
+    )
+    assert ("lets packed documents see each other" not in caplog.text) == isolates
+    for name in ("eval_loss", "eval_kd_loss", "eval_teacher_ce"):
+        assert packed[name] == pytest.approx(alone[name], rel=rounding(torch.float32, 1000))
+    assert packed["eval_tokens"] == alone["eval_tokens"] == 5
 
 
 def test_a_student_that_predicts_nan_has_no_score(tmp_path):
