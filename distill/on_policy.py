@@ -129,9 +129,8 @@ def rewrite(
         "pad_token_id": pad_token_id,
         "eos_token_id": ends or None,
         "synced_gpus": not by_student and is_sharded and dist.get_world_size() > 1,
+        "top_k": 0 if by_student else None,  # transformers' own default is 50
     }
-    if by_student:
-        options["top_k"] = 0  # transformers' own default is 50
     training = model.training
     model.eval()
     whole_student = zero.GatheredParameters(model, enabled=by_student)
