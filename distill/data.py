@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,8 +125,9 @@ def segments_of(record: object, where: str, tokenizer: PreTrainedTokenizerBase) 
     """Return the segments of one record: text, a prompt with its answer, or a dialogue.
 
     A dialogue is `messages` (or `conversations`) with roles, or a list of texts of user and
-    assistant in turn. The assistant's turns are learnt. The tokenizer's chat template formats it;
-    without one it becomes "role: text" lines.
+    assistant in turn. The assistant's turns are learnt, except for what the template already writes
+    as a prompt for them. The tokenizer's chat template formats it; without one it becomes "role:
+    text" lines.
 
     Raises:
         InputError: the record is none of these.
@@ -161,36 +163,38 @@ def _dialogue(
     if not any(message["role"] == "assistant" for message in messages):
         raise InputError(f"{where}: the assistant says nothing, so there is nothing to learn")
     if tokenizer.chat_template is None:
-        texts = [f"{message['role']}: {message['content']}\n" for message in messages]
-    else:
-        try:
-            whole = [
-                str(tokenizer.apply_chat_template(messages[: i + 1], tokenize=False))
-                for i in range(len(messages))
-            ]
-        except TemplateError as error:
-            raise InputError(f"{where}: the tokenizer's chat template says: {error}") from error
-        # Some templates end every dialogue with the end token.
-        end = str(tokenizer.eos_token or "")
-        starts = [
-            text if longer.startswith(text) else text.removesuffix(end)
-            for text, longer in pairwise(whole)
+        return [
+            Segment(f"{message['role']}: {message['content']}\n", message["role"] == "assistant")
+            for message in messages
         ]
-        if not all(
-            longer.startswith(start) for start, longer in zip(starts, whole[1:], strict=True)
-        ):
-            raise InputError(
-                f"{where}: the tokenizer's chat template writes a turn differently once another "
-                "one follows, so the turns cannot be told apart: give the tokenizer a template "
-                "that writes it in the same way"
-            )
-        ends = ["", *starts, whole[-1]]
-        texts = [text[len(start) :] for start, text in pairwise(ends)]
-    templated = tokenizer.chat_template is not None
-    return [
-        Segment(text, message["role"] == "assistant", templated)
-        for text, message in zip(texts, messages, strict=True)
+    render = partial(tokenizer.apply_chat_template, tokenize=False)
+    try:
+        whole = [str(render(messages[: i + 1])) for i in range(len(messages))]
+    except TemplateError as error:
+        raise InputError(f"{where}: the tokenizer's chat template says: {error}") from error
+    # Some templates end every dialogue with the end token.
+    end = str(tokenizer.eos_token or "")
+    starts = [
+        text if longer.startswith(text) else text.removesuffix(end)
+        for text, longer in pairwise(whole)
     ]
+    if not all(longer.startswith(start) for start, longer in zip(starts, whole[1:], strict=True)):
+        raise InputError(
+            f"{where}: the tokenizer's chat template writes a turn differently once another "
+            "one follows, so the turns cannot be told apart: give the tokenizer a template "
+            "that writes it in the same way"
+        )
+    segments: list[Segment] = []
+    for i, (start, text) in enumerate(pairwise(["", *starts, whole[-1]])):
+        learnt, begin = messages[i]["role"] == "assistant", len(start)
+        if learnt and i:
+            # What a chat gives a model to answer is read only.
+            prompt = str(render(messages[:i], add_generation_prompt=True))
+            if prompt != start and text.startswith(prompt):
+                segments.append(Segment(prompt[begin:], False, True))
+                begin = len(prompt)
+        segments.append(Segment(text[begin:], learnt, True))
+    return segments
 
 
 def _messages(turn: object, number: int, where: str) -> list[dict[str, str]]:

@@ -31,8 +31,11 @@ class LayerPair(NamedTuple):
 def decoder_depth(config: PretrainedConfig) -> str | None:
     """Return the name of the number of the decoder's layers, if it has one of its own.
 
-    T5 has `num_decoder_layers`; BART, Marian and NLLB have `decoder_layers`.
+    T5 has `num_decoder_layers`; BART, Marian and NLLB have `decoder_layers`. A MiniCodformer's
+    `decoder_layers` are only the last of its layers.
     """
+    if config.model_type == "minicodformer":
+        return None
     names = ("num_decoder_layers", "decoder_layers")
     return next((name for name in names if getattr(config, name, None) is not None), None)
 
@@ -147,7 +150,11 @@ class AttentionRecorder:
     has one).
     """
 
-    def __init__(self, model: PreTrainedModel, whose: str):
+    def __init__(self, model: PreTrainedModel, whose: str, layers: Sequence[int]):
+        """`layers`: the indices of those that will be recorded.
+
+        ValueError if the model has no attention there.
+        """
         self.modules = [
             found for module in model.modules() if (found := _projections_of(module)) is not None
         ]
@@ -161,6 +168,11 @@ class AttentionRecorder:
             raise ValueError(
                 f"attn_relation_weight: no attention layer of the {whose} has projections named "
                 f"{names}; set it to 0"
+            )
+        if max(layers, default=0) >= len(self.modules):
+            raise ValueError(
+                f"attn_relation_weight: only {len(self.modules)} layers of the {whose} have "
+                f"attention, not layer {max(layers) + 1}: name others with layer_mapping"
             )
 
     @contextmanager

@@ -54,10 +54,11 @@ class LayerLosses:
         self._heads = student.config.get_text_config().num_attention_heads
         self._student_recorder: AttentionRecorder | None = None
         self.teacher_recorder: AttentionRecorder | None = None
-        if args.attn_relation_weight:
-            self._student_recorder = AttentionRecorder(student, "student")
-            self.teacher_recorder = AttentionRecorder(teacher, "teacher")
+        self._student_layers = [pair.student - 1 for pair in self._attention_pairs]
         self.teacher_layers = [pair.teacher - 1 for pair in self._attention_pairs]
+        if args.attn_relation_weight:
+            self._student_recorder = AttentionRecorder(student, "student", self._student_layers)
+            self.teacher_recorder = AttentionRecorder(teacher, "teacher", self.teacher_layers)
 
     @contextmanager
     def recording(self, batch: Batch, observed: Observed) -> Iterator[Mapping[int, Attention]]:
@@ -68,8 +69,7 @@ class LayerLosses:
         self._compared = (batch, observed) if self.matches_hidden else None
         recording = nullcontext({})
         if self._student_recorder is not None:
-            layers = [pair.student - 1 for pair in self._attention_pairs]
-            recording = self._student_recorder.recording(layers)
+            recording = self._student_recorder.recording(self._student_layers)
         try:
             with recording as attentions:
                 yield attentions

@@ -78,6 +78,7 @@ class MiniCodformerConfig(PretrainedConfig):
         self.use_cache = use_cache
         others.pop("num_hidden_layers", None)  # it is the sum of the two
         others["tie_word_embeddings"] = tie_word_embeddings
+        others.setdefault("pad_token_id", None)  # transformers 5 has no default for it
         super().__init__(**others)
 
 

@@ -13,13 +13,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 import zero
 from distill.batch import IGNORED
 
 if TYPE_CHECKING:
     from transformers._typing import GenerativePreTrainedModel
+
+# What a model needs to begin and end its text. A forced end, at `max_new_tokens`, is not its own.
+TOKENS = (
+    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id",
+)  # fmt: skip
 
 
 def writer_of(step: int, micro_batch: int, seed: int, lmbda: float, seq_kd: bool) -> str | None:
@@ -60,12 +65,22 @@ def prompt_lengths(labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def generate(model: PreTrainedModel, **options: Any) -> torch.Tensor:
     """Return the token ids (batch, length) that `model.generate(**options)` writes.
 
+    Of the model's own settings only special tokens count: beams, forbidden repetitions and other
+    settings would change the distribution that it writes from.
+
     Raises:
         ValueError: the model has no `generate`.
     """
     if not isinstance(model, GenerationMixin):
         raise ValueError(f"a {type(model).__name__} cannot generate: use another model")
-    written = cast("GenerativePreTrainedModel", model).generate(**options)
+    model = cast("GenerativePreTrainedModel", model)
+    own = model.generation_config
+    # Not an argument of `generate`, which would fill it up with the model's own settings.
+    model.generation_config = GenerationConfig(**{name: getattr(own, name) for name in TOKENS})
+    try:
+        written = model.generate(**options)
+    finally:
+        model.generation_config = own
     return written if isinstance(written, torch.Tensor) else written.sequences
 
 
@@ -113,12 +128,9 @@ def rewrite(
         "do_sample": by_student,
         "pad_token_id": pad_token_id,
         "eos_token_id": ends or None,
-        "use_cache": True,
+        "synced_gpus": not by_student and is_sharded and dist.get_world_size() > 1,
+        "top_k": 0 if by_student else None,  # transformers' own default is 50
     }
-    if by_student:
-        options |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "synced_gpus": False}
-    else:
-        options["synced_gpus"] = is_sharded and dist.get_world_size() > 1
     training = model.training
     model.eval()
     whole_student = zero.GatheredParameters(model, enabled=by_student)

@@ -17,10 +17,7 @@ VOCAB_POLICIES = ("common", "strict")
 class ModelArguments:
     """The student and its tokenizer. --teacher_model_name_or_path names the teacher."""
 
-    model_name_or_path: str | None = option(
-        None,
-        "Student: a model folder or hub name.",
-    )
+    model_name_or_path: str | None = option(None, "Student: a model folder or hub name.")
     student_config: str | None = option(
         None,
         "Configuration (folder, JSON file or hub name) of a new student, which starts from "
@@ -55,10 +52,7 @@ class DataArguments:
         "Text to put before every source, as in the teacher's training: translate English to "
         "German:",
     )
-    max_length: int = option(
-        512,
-        "Tokens in a block, or without packing in an example.",
-    )
+    max_length: int = option(512, "Tokens in a block, or without packing in an example.")
     packing: bool = option(
         True,
         "Pack several examples, which cannot attend to each other, into a block (causal models).",
@@ -71,9 +65,7 @@ class DataArguments:
         "--max_steps.",
     )
     export_dtype: str = option(
-        "bfloat16",
-        "Dtype of the exported student.",
-        choices=("bfloat16", "float16", "float32"),
+        "bfloat16", "Dtype of the exported student.", choices=("bfloat16", "float16", "float32")
     )
     overwrite_output_dir: bool = option(False, "Allow an output folder that contains files.")
 
@@ -132,10 +124,7 @@ class LossArguments:
     temperature_schedule: str = option(
         "constant", "How T changes to --final_temperature.", choices=SCHEDULES
     )
-    final_temperature: float = option(
-        1.0,
-        "T at the end, unless the schedule is constant.",
-    )
+    final_temperature: float = option(1.0, "T at the end, unless the schedule is constant.")
     kd_alpha: float = option(
         0.9,
         "loss = (1 - kd_alpha) cross-entropy + kd_alpha divergence. With 0 no teacher is needed.",
@@ -153,10 +142,7 @@ class LossArguments:
         "Pairs student:teacher of layers to match, such as 1:3,2:6 (0: embeddings). Default: "
         "evenly spread.",
     )
-    attn_relation_weight: float = option(
-        0.0,
-        "Weight of MiniLM's relations of q, k and v.",
-    )
+    attn_relation_weight: float = option(0.0, "Weight of MiniLM's relations of q, k and v.")
     chunk_size: int = option(
         0, "Tokens whose logits are in memory at a time. 0: depends on the size of the vocabulary."
     )

@@ -78,18 +78,19 @@ def run(arguments: Arguments) -> None:
     splits = _load_splits(data_args, args, tokenizer, teacher_tokenizer, pairs)
     is_live = args.needs_teacher() and not args.teacher_cache
     quantization = _quantization(args)
-    best = _best_layers(model_args, args, splits, tokenizer)
+    best = _best_layers(arguments, splits, tokenizer)
     teacher = None
     if model_args.init_student_from_teacher or (is_live and not quantization):
-        teacher = _load_teacher(args, teacher_tokenizer)
+        teacher = _load_teacher(args, data_args, teacher_tokenizer)
     student = load_student(model_args, teacher, best, len(tokenizer), **dtype_to_train_in(args))
+    _check_positions("student", student, data_args.max_length)
     # transformers' own default is 20 tokens.
     if getattr(student.generation_config, "max_length", None) in (None, 20):
         args.generation_max_length = args.generation_max_length or data_args.max_length
     if not is_live:
         teacher = None  # it was needed only to make the student
     elif quantization:
-        teacher = _load_teacher(args, teacher_tokenizer, **quantization)
+        teacher = _load_teacher(args, data_args, teacher_tokenizer, **quantization)
     try:
         trainer = DistillationTrainer(
             student,
@@ -204,6 +205,7 @@ def _quantization(args: DistillationConfig) -> dict[str, Any]:
 
 def _load_teacher(
     args: DistillationConfig,
+    data_args: DataArguments,
     tokenizer: PreTrainedTokenizerBase | None,
     **options: object,
 ) -> PreTrainedModel:
@@ -214,6 +216,7 @@ def _load_teacher(
         raise InputError(f"--teacher_model_name_or_path {name}: {error}") from error
     if tokenizer is not None:
         _check_vocabulary("teacher_model_name_or_path", teacher, len(tokenizer))
+    _check_positions("teacher", teacher, data_args.max_length)
     return teacher
 
 
@@ -224,6 +227,21 @@ def _check_vocabulary(argument: str, model: PreTrainedModel, tokens: int) -> Non
             f"--{argument}: the model has embeddings for {rows} tokens and its tokenizer has "
             f"{tokens}: the two do not"
             " belong together; name the model's own tokenizer"
+        )
+
+
+def _check_positions(whose: str, model: PreTrainedModel, max_length: int) -> None:
+    """Raise InputError if the model has a table of positions that ends before `max_length`."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    tables = [
+        module.num_embeddings - getattr(module, "offset", 0)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and ("pos" in name or "wpe" in name)
+    ]
+    if positions in tables and max_length > positions:
+        raise InputError(
+            f"--max_length {max_length}: the {whose} has only {positions} positions; give at most "
+            f"--max_length {positions}"
         )
 
 
@@ -245,8 +263,7 @@ def _student_kind(model_args: ModelArguments, args: DistillationConfig) -> Pretr
 
 
 def _best_layers(
-    model_args: ModelArguments,
-    args: DistillationConfig,
+    arguments: Arguments,
     splits: dict[str, Examples],
     tokenizer: PreTrainedTokenizerBase,
 ) -> Layers | None:
@@ -255,6 +272,7 @@ def _best_layers(
     The teacher runs on the first examples. It is loaded for this alone, because its engine may
     round its weights, and the student is made of the exact ones.
     """
+    model_args, data_args, args = arguments
     text = model_args.init_student_from_teacher
     if text is None:
         return None
@@ -262,7 +280,7 @@ def _best_layers(
     count = parse_best(text, depth(load_config(name, "teacher_model_name_or_path")))
     if count is None:
         return None
-    teacher = _load_teacher(args, tokenizer, **_quantization(args))
+    teacher = _load_teacher(args, data_args, tokenizer, **_quantization(args))
     live = DistillationTrainer.place_teacher(teacher, args)
     examples = next(iter(splits.values()))[:MEASURED_EXAMPLES]
     size = args.per_device_train_batch_size
@@ -448,7 +466,7 @@ def cache_teacher(arguments: Arguments) -> None:
             f"cache_teacher reads the data with the tokenizer of {name}: leave out "
             "--tokenizer_name and --model_name_or_path, which have another one"
         )
-    teacher = _load_teacher(args, tokenizer, **_quantization(args))
+    teacher = _load_teacher(args, data_args, tokenizer, **_quantization(args))
     is_first = args.process_index == 0
     examples = load_examples(
         data_file,
@@ -500,7 +518,8 @@ def ask(
     """
     moved = {name: value.to(teacher.device) for name, value in inputs.items()}
     shifted = not teacher.model.config.is_encoder_decoder
-    batch = Batch.of(with_decoder_inputs(moved, teacher.model), shifted)
+    isolates = "position_ids" not in inputs or teacher.isolates
+    batch = Batch.of(with_decoder_inputs(moved, teacher.model), shifted, isolates)
     observed = teacher.observe(batch.teacher, batch.rows)
     return batch, partial(_logits, observed, teacher.device)
 

@@ -19,6 +19,7 @@ from transformers import (
 
 import zero
 from distill.hidden import decoder_depth, layers_and_width
+from distill.on_policy import TOKENS
 from translation.records import InputError
 
 # Indices of layers, by the name of the list that holds them.
@@ -107,7 +108,7 @@ def cut_config(config: PretrainedConfig, layers: Layers) -> PretrainedConfig:
 @torch.no_grad()
 def copy_layers(student: PreTrainedModel, teacher: PreTrainedModel, layers: Layers) -> None:
     """Copy the teacher's layer `layers[stack][i]` to the student's layer i of the same stack, and
-    copy all other weights too.
+    copy all other weights and saved buffers too.
 
     Both models may be sharded: one parameter at a time is gathered. Some parameters exist only in
     the teacher's first layer (T5's position biases). They go to the student's first layer.
@@ -132,13 +133,12 @@ def copy_layers(student: PreTrainedModel, teacher: PreTrainedModel, layers: Laye
             )
         with zero.GatheredParameters([theirs]), zero.GatheredParameters([param], modifier_rank=0):
             param.copy_(theirs)
-
-
-# What a model needs to begin and end its text.
-_TOKENS = (
-    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id",
-    "forced_eos_token_id",
-)  # fmt: skip
+    buffers, saved = dict(teacher.named_buffers()), student.state_dict()
+    for name, buffer in student.named_buffers():
+        theirs = buffers.get(_source_name(name, layers))
+        # The configuration gives what is not saved, such as the frequencies of rotary positions.
+        if name in saved and theirs is not None and theirs.shape == buffer.shape:
+            buffer.copy_(theirs)
 
 
 def generation_config_of(teacher: PreTrainedModel) -> GenerationConfig:
@@ -149,7 +149,7 @@ def generation_config_of(teacher: PreTrainedModel) -> GenerationConfig:
     try:
         own.validate(strict=True)
     except ValueError:
-        return GenerationConfig(**{name: getattr(own, name, None) for name in _TOKENS})
+        return GenerationConfig(**{name: getattr(own, name, None) for name in TOKENS})
     return own
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -24,6 +24,7 @@ from transformers import (
 
 import distill.minicodformer  # noqa: F401 - registers its classes
 import zero
+from distill.batch import isolates_documents
 from distill.config import DistillationConfig
 from distill.fused import HeadTeacher, LogitsTeacher
 from distill.heads import Result, Task, TaskHead, install_task_head, is_final
@@ -229,6 +230,11 @@ class LiveTeacher:
             self.engine = self.model if self.model.device == device else cast(Any, model).to(device)
         self.device = device
         self.stream = TeacherStream(device, overlaps)
+
+    @cached_property
+    def isolates(self) -> bool:
+        """Whether packed documents do not see each other. All ranks ask this together."""
+        return self.stream.call(isolates_documents, self.engine, self.device, "teacher")
 
     @torch.no_grad()
     def observe(

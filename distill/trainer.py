@@ -29,7 +29,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import EvalLoopOutput
 
 from distill import on_policy, vocabulary
-from distill.batch import Batch, target_mask, with_decoder_inputs
+from distill.batch import Batch, isolates_documents, target_mask, with_decoder_inputs
 from distill.cache import CacheError, TeacherCache, example_keys, tokenizer_hash
 from distill.config import DistillationConfig
 from distill.data import CountingCollator
@@ -82,7 +82,7 @@ class DistillationTrainer(Seq2SeqTrainer):
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """Return this rank's share of the step's mean loss per token, times the number of ranks."""
         args = self.args
-        batch = Batch.of(with_decoder_inputs(inputs, self.model), self._shifted)
+        batch = self._parts(model, inputs)
         progress = self.state.global_step / max(1, self.state.max_steps)
         recipe = replace(self._recipe, temperature=args.temperature_at(progress))
         teacher = self._observe(batch)
@@ -98,6 +98,16 @@ class DistillationTrainer(Seq2SeqTrainer):
             ranks = self.accelerator.num_processes if counts_all_ranks else 1
             loss = share_of_step(total, num_items_in_batch, ranks)
         return (loss, {}) if return_outputs else loss
+
+    def _parts(self, model: nn.Module, inputs: Mapping[str, Any]) -> Batch:
+        """Return the parts of a batch. The first packed one shows whether the models isolate
+        documents.
+        """
+        if "position_ids" in inputs and self._isolates is None:
+            ours = isolates_documents(model, self.args.device, "student")
+            self._isolates = ours and (self.teacher is None or self.teacher.isolates)
+        inputs = with_decoder_inputs(inputs, self.model)
+        return Batch.of(inputs, self._shifted, self._isolates is not False)
 
     def _observe(self, batch: Batch) -> Observed | None:
         """Run the teacher, if there is one and it is needed. In training it also records what the
@@ -190,6 +200,7 @@ class DistillationTrainer(Seq2SeqTrainer):
         self._shifted = not model.config.is_encoder_decoder
         self._student_head = install_task_head(model, "student")
         self._head_is_tested = False
+        self._isolates: bool | None = None
         alignment = _align(model, teacher_model, args, processing_class, teacher_processing_class)
         self._replacement = alignment.replacement
         if teacher_model is not None and args.top_k:
@@ -413,8 +424,7 @@ class DistillationTrainer(Seq2SeqTrainer):
             return super().prediction_step(
                 model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs
             )
-        prepared = with_decoder_inputs(self._prepare_inputs(inputs), self.model)
-        batch = Batch.of(prepared, self._shifted)
+        batch = self._parts(model, self._prepare_inputs(inputs))
         with torch.no_grad(), self.compute_loss_context_manager():
             # With different tokenizers, labels and most probable tokens cannot be compared.
             comparable = self.teacher is not None and self.args.loss_type != "uld"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -40,6 +42,12 @@ def gpt2(width: int, layers: int, seed: int) -> PreTrainedModel:
             embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2, initializer_range=0.3,
         )
     )  # fmt: skip
+
+
+def bloom(width: int, layers: int, seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": width, "n_layer": layers, "n_head": 4}
+    return BloomForCausalLM(BloomConfig(**sizes, initializer_range=0.3))
 
 
 def t5(width: int, layers: int, seed: int) -> PreTrainedModel:

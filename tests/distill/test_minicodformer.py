@@ -7,6 +7,7 @@ rounding. A leak from another position would be larger by many orders of magnitu
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
+from distill.hidden import AttentionRecorder, layers_and_width
 from distill.minicodformer import MiniCodformerConfig, MiniCodformerForCausalLM
+from distill.student import from_config, load_config
 from tests.tolerance import assert_close, rounding
 
 VOCABULARY = 50
@@ -164,6 +167,22 @@ def test_it_saves_and_loads_by_the_auto_classes(model, tmp_path):
     ids = tokens(2, 6)
     assert torch.equal(loaded(ids).logits, model(ids).logits)
     assert loaded.config.num_hidden_layers == 4
+
+
+def test_a_file_with_its_sizes_makes_a_student(tmp_path):
+    sizes = {"vocab_size": 64, "hidden_size": 16, "encoder_layers": 3, "decoder_layers": 2}
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps({"model_type": "minicodformer", **sizes}))
+    student = from_config(load_config(str(path)))
+    assert (len(student.encoder), len(student.decoder)) == (3, 2)
+
+
+def test_losses_between_layers_count_encoder_and_decoder(model):
+    states = model(tokens(1, 4), output_hidden_states=True).hidden_states
+    assert layers_and_width(model.config) == (len(states) - 1, 16) == (4, 16)
+    assert len(AttentionRecorder(model, "student", [0, 1]).modules) == 2
+    with pytest.raises(ValueError, match="only 2 layers of the student have attention, not layer"):
+        AttentionRecorder(model, "student", [1, 3])
 
 
 def test_labels_give_the_shifted_cross_entropy(model):

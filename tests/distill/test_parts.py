@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from tokenizers.processors import TemplateProcessing
-from transformers import BartConfig, MarianConfig
+from transformers import BartConfig, GenerationConfig, MarianConfig, MarianMTModel
 
 import translation.arguments
 import zero
@@ -48,13 +48,22 @@ from distill.hidden import (
     relation_loss,
 )
 from distill.importance import block_influence, most_influential
-from distill.student import cut_config, depth, generation_config_of, parse_best, parse_layers
+from distill.student import (
+    copy_layers,
+    cut_config,
+    depth,
+    from_config,
+    generation_config_of,
+    parse_best,
+    parse_layers,
+    stacks,
+)
 from distill.teacher import LiveTeacher
 from distill.trainer import DistillationTrainer
 from distill.vocabulary import VocabularyError, align, align_rows
 from tests.distill import models
 from tests.processes import run_on
-from tests.tolerance import assert_close
+from tests.tolerance import assert_close, rounding
 from translation.records import InputError
 
 TEXT = ["def add(a, b):\n    return a + b\n", "class Naïve:\n    pass  # größer\n"]
@@ -146,6 +155,10 @@ def test_turns_are_told_apart_or_refused(tokenizer):
     templated.chat_template = PLAIN + templated.eos_token
     found = [segment.text for segment in segments_of(turns, "here", templated)]
     assert found == [*texts[:-1], texts[-1] + templated.eos_token]
+    # What a chat gives as a prompt is read, so models that write answers continue it.
+    templated.chat_template = PLAIN + "{% if add_generation_prompt %}<assistant>{% endif %}"
+    found = [(part.text, part.learnt) for part in segments_of(turns[:2], "here", templated)]
+    assert found == [("<user>q", False), ("<assistant>", False), ("a", True)]
     for template, message in ((LAST_THINKS, "once another one follows"), (REFUSES, "no system")):
         templated.chat_template = template
         with pytest.raises(InputError, match=f"^here.*{message}"):
@@ -272,6 +285,22 @@ def test_decoders_have_their_own_depth_by_any_name():
         assert depth(config) == layers_and_width(config)[0] == 3
         cut = cut_config(config, {"encoder": [0, 3], "decoder": [0, 2]})
         assert (cut.encoder_layers, cut.decoder_layers) == (2, 2)
+
+
+def test_a_student_of_all_layers_predicts_what_its_teacher_predicts():
+    config = MarianConfig(
+        vocab_size=20, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, pad_token_id=19,
+        eos_token_id=0, decoder_start_token_id=19, max_position_embeddings=32,
+    )  # fmt: skip
+    teacher = MarianMTModel(config).eval()
+    teacher.final_logits_bias.normal_()
+    layers = {name: list(range(len(found))) for name, found in stacks(teacher).items()}
+    student = from_config(cut_config(config, layers)).eval()
+    copy_layers(student, teacher, layers)
+    ids = torch.randint(1, 18, (2, 5))
+    ours, theirs = (m(input_ids=ids, decoder_input_ids=ids).logits for m in (student, teacher))
+    assert torch.equal(ours, theirs)
 
 
 def test_layers_are_mapped_evenly_or_as_told():
@@ -567,6 +596,28 @@ def test_a_written_batch_keeps_prompts_and_learns_answers():
     assert batch["input_ids"][1, :4].tolist() == alone[0].tolist()
 
 
+@pytest.mark.parametrize(
+    "settings", [{"num_beams": 4}, {"no_repeat_ngram_size": 1}, {"repetition_penalty": 3.0}]
+)
+def test_models_write_from_their_own_distribution(settings):
+    """Whatever their settings for `generate` are."""
+    model = models.llama(16, 2, seed=0).eval()
+    ids = torch.full((1024, 4), 3)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    for by_student in (True, False):
+        written = []
+        for config in (GenerationConfig(), own := GenerationConfig(eos_token_id=7, **settings)):
+            model.generation_config = config
+            torch.manual_seed(0)
+            written.append(on_policy.rewrite(model, inputs, 3, 0, [], by_student)["input_ids"])
+        assert torch.equal(*written) and model.generation_config is own
+        if by_student:
+            expected = model(ids[:1, :2]).logits[0, -1].softmax(-1)
+            share = torch.bincount(written[0][:, 2], minlength=models.VOCABULARY) / len(ids)
+            # five standard deviations of the share of a token
+            assert (share - expected).abs().max() < 5 * math.sqrt(0.25 / len(ids))
+
+
 def test_an_answer_ends_where_the_tokenizer_or_the_model_says():
     model = models.llama(16, 2, seed=0)
     model.generation_config.eos_token_id = [7, 9]
@@ -606,6 +657,20 @@ def trainer(tmp_path, student, teacher, examples, **options) -> DistillationTrai
     )  # fmt: skip
     data = {"train_dataset": examples, "eval_dataset": examples, "data_collator": COLLATE}
     return DistillationTrainer(student, teacher, args, **data)
+
+
+@pytest.mark.parametrize(("make", "isolates"), [(models.llama, True), (models.bloom, False)])
+def test_packed_documents_have_the_losses_that_they_have_alone(make, isolates, tmp_path, caplog):
+    """A BLOOM does not read from position_ids where they begin."""
+    documents = [{"input_ids": ids, "labels": ids} for ids in ([5, 6, 7, 8], [9, 10, 11])]
+    packed, alone = (
+        trainer(tmp_path, make(16, 2, seed=0), make(16, 2, seed=1), examples).evaluate()
+        for examples in (pack(documents, 9, pad=0), documents)
+    )
+    assert ("lets packed documents see each other" not in caplog.text) == isolates
+    for name in ("eval_loss", "eval_kd_loss", "eval_teacher_ce"):
+        assert packed[name] == pytest.approx(alone[name], rel=rounding(torch.float32, 1000))
+    assert packed["eval_tokens"] == alone["eval_tokens"] == 5
 
 
 def test_a_student_that_predicts_nan_has_no_score(tmp_path):

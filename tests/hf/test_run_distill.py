@@ -245,6 +245,11 @@ JOBS: dict[str, list[str]] = {
         "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--top_k", "500",
         "--output_dir", "{}/out_none",
     ],
+    "longer than positions": [
+        *COMMON, "--student_config", "{}/minicodformer", "--tokenizer_name", "{}/teacher",
+        "--kd_alpha", "0", "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt",
+        "--max_length", "513", "--output_dir", "{}/out_none",
+    ],
     "wrong temperature": [*COMMON, "--temperature", "0", "--output_dir", "{}/out_none"],
     "misspelt": [*COMMON, "--temprature", "2", "--output_dir", "{}/out_none"],
 }  # fmt: skip
@@ -421,6 +426,7 @@ def test_t5_is_scored_with_bleu(finished):
         ("generation by a causal model", ["--predict_with_generate is for encoder-decoder"]),
         ("answers after the end", ["--train_file", "no answer begins within --max_length 4"]),
         ("top k of a live teacher", ["top_k is 500", "less than the"]),
+        ("longer than positions", ["--max_length 513", "student has only 512 positions"]),
         ("no student", ["there is no student", "--student_config"]),
         ("wrong temperature", ["temperature is 0", "positive"]),
         ("misspelt", ["--temprature", "did you mean --temperature?"]),
