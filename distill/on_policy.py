@@ -73,14 +73,14 @@ def generate(model: PreTrainedModel, **options: Any) -> torch.Tensor:
     """
     if not isinstance(model, GenerationMixin):
         raise ValueError(f"a {type(model).__name__} cannot generate: use another model")
-    model = cast("GenerativePreTrainedModel", model)
-    own = model.generation_config
+    writer = cast("GenerativePreTrainedModel", model)
+    own = writer.generation_config
     # Not an argument of `generate`, which would fill it up with the model's own settings.
-    model.generation_config = GenerationConfig(**{name: getattr(own, name) for name in TOKENS})
+    writer.generation_config = GenerationConfig(**{name: getattr(own, name) for name in TOKENS})
     try:
-        written = model.generate(**options)
+        written = writer.generate(**options)
     finally:
-        model.generation_config = own
+        writer.generation_config = own
     return written if isinstance(written, torch.Tensor) else written.sequences
 
 

@@ -232,7 +232,7 @@ def _check_vocabulary(argument: str, model: PreTrainedModel, tokens: int) -> Non
 
 def _check_positions(whose: str, model: PreTrainedModel, max_length: int) -> None:
     """Raise InputError if the model has a table of positions that ends before `max_length`."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", 0)
     tables = [
         module.num_embeddings - getattr(module, "offset", 0)
         for name, module in model.named_modules()
