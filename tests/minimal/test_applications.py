@@ -36,7 +36,7 @@ heavy = "datasets evaluate matplotlib numpy pandas peft torch transformers trl".
 if "SHOW_IMPORTED" in os.environ:
     atexit.register(lambda: print("imported:", *(each for each in heavy if each in sys.modules)))
 """
-CORE = ["torch", "transformers", "accelerate", "safetensors", "jinja2"]
+CORE = ["torch", "transformers", "accelerate", "safetensors", "jinja2", "xxhash"]
 # They come with transformers.
 OF_TRANSFORMERS = ["numpy", "tqdm", "tokenizers", "huggingface_hub"]
 
