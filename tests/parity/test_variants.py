@@ -191,7 +191,7 @@ def test_several_dtypes_keep_theirs_with_fp32_masters(world_size):
 
 
 def test_a_trainable_module_that_no_forward_uses_does_not_hold_up_the_step():
-    """Its gradients count as zero."""
+    """Its parameters stay as they are, as in plain torch."""
     assert_same_training(
         curve_on(2, sharded, "unused block"), curve_on(1, slices, "unused block", 2)
     )

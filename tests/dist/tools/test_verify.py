@@ -69,13 +69,6 @@ def freeze(update: SubGroupUpdate, values: SubGroupInMemory) -> torch.Tensor:
     return weights
 
 
-def touch(update: SubGroupUpdate, values: SubGroupInMemory) -> torch.Tensor:
-    """Change what has no gradient."""
-    weights = update_sub_group(update, values)
-    values.master[values.grad == 0] += 0.01
-    return weights
-
-
 def with_other_numbers(factor: float = 1.0, **numbers: Any) -> Any:
     """The update goes by these numbers in the place of the param group's, with gradients multiplied
     by `factor`.
@@ -104,7 +97,7 @@ FAULTS: dict[str, tuple[type, str, Any]] = {
     "mean": (Communicator, "mean_factor", 1.0),
     "gradient": (GradientReducer, "collect", drop_gradient),
     "frozen": (SubGroupUpdate, "__call__", freeze),
-    "touched": (SubGroupUpdate, "__call__", touch),
+    "touched": (ZeroOptimizer, "_is_idle", lambda self, sub_group: False),  # without a gradient
     "norm": (ZeroOptimizer, "_global_norm", lambda self: 1.1 * norm_of(self)),
     "skipped": (ZeroOptimizer, "_global_norm", lambda self: norm_of(self) * math.nan),
     "setting": (DeepSpeedEngine, "backward", change_group),

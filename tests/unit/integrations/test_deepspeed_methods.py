@@ -1,9 +1,13 @@
 """Methods and names of DeepSpeed that scripts call around a step."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
+from tests.processes import run_on
 from zero import fragments, initialize
 from zero.errors import UsageError
 from zero.integrations.deepspeed import finder, leaf
@@ -34,7 +38,7 @@ def steps(engine, count: int) -> list[int]:
     return found
 
 
-def test_settings_are_methods():
+def settings_are_methods(rank: int, world_size: int) -> None:
     engine, _ = make()
     assert engine.train_batch_size() == 4 and engine.train_micro_batch_size_per_gpu() == 2
     assert engine.gradient_accumulation_steps() == engine.zero_optimization_stage() == 2
@@ -47,7 +51,7 @@ def test_settings_are_methods():
         engine.no_such_setting()
 
 
-def test_the_batch_changes_between_steps():
+def the_batch_changes_between_steps(rank: int, world_size: int) -> None:
     engine, _ = make()
     assert steps(engine, 3) == [0, 1, 1]
     with pytest.raises(UsageError, match="between two steps"):
@@ -63,8 +67,7 @@ def test_the_batch_changes_between_steps():
         engine.set_train_batch_size(5)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_weights_are_loaded_into_an_engine(stage: int):
+def weights_are_loaded_into_an_engine(rank: int, world_size: int, stage: int) -> None:
     engine, _ = make(stage, bf16={"enabled": True})
     values = {name: torch.full(p.shape, 0.5) for name, p in engine.module.named_parameters()}
     engine.load_module_state_dict(values)
@@ -77,7 +80,7 @@ def test_weights_are_loaded_into_an_engine(stage: int):
         assert engine.module_state_dict()["0.weight"].eq(0.5).all()
 
 
-def test_what_scripts_read_of_the_optimizer():
+def what_scripts_read_of_the_optimizer(rank: int, world_size: int) -> None:
     engine, optimizer = make(fp16={"enabled": True, "initial_scale_power": 3})
     assert optimizer.cur_scale == optimizer.loss_scaler.cur_scale == 8
     assert optimizer.dynamic_loss_scale and optimizer._global_grad_norm is None
@@ -89,6 +92,19 @@ def test_what_scripts_read_of_the_optimizer():
     engine.allreduce_gradients()
     with pytest.raises(AssertionError, match="Give initialize all groups"):
         optimizer.add_param_group({"params": []})
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        settings_are_methods,
+        the_batch_changes_between_steps,
+        *(partial(weights_are_loaded_into_an_engine, stage=stage) for stage in (0, 2, 3)),
+        what_scripts_read_of_the_optimizer,
+    ],
+)
+def test_an_engine(check: Callable[[int, int], None]):
+    run_on(1, check)
 
 
 def test_leaves_are_marked_and_unmarked():
