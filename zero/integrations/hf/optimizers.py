@@ -22,13 +22,13 @@ def refuse_dropped(optimizer: Any) -> None:
     while frame is not None and frame.f_globals.get("__name__") != "transformers.trainer":
         frame = frame.f_back
     # The Trainer has forgotten them by now, its callbacks have not. In a second run, these have
-    # what accelerate has made.
+    # what accelerate and the Trainer have made.
     callbacks = getattr(frame and frame.f_locals.get("self"), "callback_handler", None)
-    given = (getattr(callbacks, name, None) for name in ("optimizer", "lr_scheduler"))
-    kinds = torch.optim.Optimizer, LRScheduler
-    for kind, each in zip(kinds, given, strict=True):
-        of_accelerate = type(each).__module__.startswith("accelerate.")
-        if isinstance(each, kind) and not of_accelerate and each is not optimizer:
+    given = getattr(callbacks, "optimizer", None), getattr(callbacks, "lr_scheduler", None)
+    if type(given[0]).__module__.startswith("accelerate."):
+        return
+    for kind, each in zip((torch.optim.Optimizer, LRScheduler), given, strict=True):
+        if isinstance(each, kind) and each is not optimizer:
             raise UsageError(
                 f"Trainer(optimizers=...): transformers drops the {type(each).__name__} that you "
                 "pass, because a DeepSpeed configuration is given, and would train with its own. "
