@@ -14,7 +14,7 @@ from pathlib import Path
 from zero.comm.communicator import Communicator, communicator
 from zero.comm.world import compute_device, init_distributed
 from zero.errors import UsageError
-from zero.tools.arguments import Parser, Working, output_file
+from zero.tools.arguments import Parser, Working
 from zero.tools.doctor import checks, links, speeds
 from zero.tools.doctor.checks import FAILS, OK, Finding, device_name
 from zero.tools.estimate.speeds import default_file, read
@@ -38,7 +38,7 @@ def doctor(arguments: list[str]) -> int:
     parser.add_argument(
         "--speeds",
         nargs="?",
-        type=output_file,
+        type=Path,
         const=default_file(),
         metavar="FILE",
         help="measure the speeds from which zero estimate predicts times, and write them to FILE; "
@@ -47,6 +47,8 @@ def doctor(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.folder is not None and not options.folder.is_dir():
         raise UsageError(f"doctor: --folder {options.folder}: it is not a folder")
+    if options.speeds is not None and options.speeds.is_dir():
+        raise UsageError(f"doctor: --speeds {options.speeds}: it is a folder; name a file")
     is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     if options.speeds is not None:
         return _speeds(options, is_alone)
