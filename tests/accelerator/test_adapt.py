@@ -298,19 +298,6 @@ def test_an_error_knows_what_fills_the_memory(world_size):
         assert all(0 <= each < 1000 for each in found), found  # a batch and some scalars
 
 
-def _where_order_is_as_recorded(given: tuple) -> list:
-    """A rank without memory replays the backward before. In about one run of four autograd orders
-    it otherwise, and the engine ends the job by name (docs/limits.md, "Known faults").
-    """
-    for _ in range(4):
-        try:
-            return run_on(2, capped, *given, simulated=True, timeout=300)
-        except RuntimeError as error:
-            if "runs other modules than the last one" not in str(error):
-                raise
-    pytest.fail("no backward is as the one before")
-
-
 @pytest.mark.parametrize(
     ("name", "section", "accumulation", "change"),
     [
@@ -323,7 +310,7 @@ def _where_order_is_as_recorded(given: tuple) -> list:
 )
 def test_a_step_that_runs_out_of_memory_is_repeated(name, section, accumulation, change):
     given = name, section, accumulation, "recomputed" not in change
-    ranks = _where_order_is_as_recorded(given)
+    ranks = run_on(2, capped, *given, simulated=True, timeout=300)
     for rank, (usual, runs) in enumerate(ranks):
         assert any(said for _, _, said in runs) or rank > 0
         for first, losses, said in runs:

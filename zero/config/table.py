@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,7 +144,9 @@ def announce(config: Config, facts: str = "") -> None:
 
     `facts`: lines for the end of the table.
     """
-    text, folder = report(config) + facts, _output_dir(config)
+    # A recorded run (`zero verify`, `trace`, `memory`) leaves the folder of the user's run alone.
+    folder = None if "ZERO_RECORDER" in os.environ else _output_dir(config)
+    text = report(config) + facts
     if text in _reported:
         return
     _reported.add(text)

@@ -10,6 +10,7 @@ file does not depend on the policies or on the kind of failure."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
@@ -56,23 +57,41 @@ class PassRecorder:
     def replay_rest(self) -> None:
         """Do what this pass has not done yet, as in the last one of the same kind.
 
-        Raises RuntimeError if this one has done something else so far.
+        The actions of one object have an order, those of several have none among each other: the
+        last gradient of a block may come before or after the next block's gather, and gathers and
+        reductions have connections of their own. Raises RuntimeError if this pass has done
+        something else so far.
         """
-        recorded, count = self._recordings.get(self._kind, self._done), len(self._done)
-        if recorded[:count] != self._done:
+        recorded = self._recordings.get(self._kind, self._done)
+        of_recorded, of_done = _by_owner(recorded), _by_owner(self._done)
+        if any(of_recorded[each][: len(done)] != done for each, done in of_done.items()):
             raise RuntimeError(
                 "this rank ran out of memory, and others may wait for it forever, because this "
                 f"{self._kind} runs other modules than the last one"
             )
-        for action, args in recorded[count:]:
+        rest = list(recorded)
+        for done in self._done:
+            rest.remove(done)
+        for action, args in rest:
             action(*args)
 
-    def names(self) -> dict[Hashable, list[tuple[str, list[str]]]]:
+    def names(self) -> dict[Hashable, dict[str, list[tuple[str, list[str]]]]]:
         """Describe the recordings in a form that ranks can compare."""
         return {
-            kind: [
-                (action.__name__, [each.name for each in args if isinstance(each, ParamGroup)])
-                for action, args in actions
-            ]
+            kind: {
+                owner: [
+                    (action.__name__, [each.name for each in args if isinstance(each, ParamGroup)])
+                    for action, args in of_owner
+                ]
+                for owner, of_owner in _by_owner(actions).items()
+            }
             for kind, actions in self._recordings.items()
         }
+
+
+def _by_owner(actions: list[Action]) -> dict[str, list[Action]]:
+    """The actions by the class of the object whose methods they are; an engine has one of each."""
+    found: dict[str, list[Action]] = defaultdict(list)
+    for each in actions:
+        found[type(getattr(each[0], "__self__", None)).__name__].append(each)
+    return found

@@ -392,8 +392,11 @@ def _run_here(options: Namespace) -> int:
     for option in ("venv_script", "elastic_training"):
         if getattr(options, option):
             raise UsageError(f"launch: --{option} needs --hostfile")
-    if missing := {*options.bind_core_list} - os.sched_getaffinity(0):
-        raise UsageError(f"launch: --bind_core_list: this process may not use core {min(missing)}")
+    if options.bind_core_list:  # macOS has no such function
+        missing = {*options.bind_core_list} - os.sched_getaffinity(0)
+        if missing:
+            core = min(missing)
+            raise UsageError(f"launch: --bind_core_list: this process may not use core {core}")
     if options.no_ssh and options.node_rank > 0:
         raise UsageError(f"launch: --node_rank {options.node_rank}: without --hostfile it is 0")
     chosen = options.include or options.exclude

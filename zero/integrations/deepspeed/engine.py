@@ -219,7 +219,7 @@ class DeepSpeedEngine(ZeroEngine):
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Say how many samples a micro-batch has from the next step on: they are counted, nothing
-        else depends on it. All ranks must call it, and raises ValueError within a step.
+        else depends on it. All ranks must call it. Raises ValueError within a step.
         """
         whole, micro, steps = self.get_batch_info()
         self._set_batch(whole // micro * micro_batch_size, micro_batch_size, steps)
