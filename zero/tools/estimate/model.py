@@ -8,19 +8,17 @@ import inspect
 import json
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    MODEL_MAPPING,
-)
 from transformers.initialization import no_init_weights
+from transformers.utils import import_utils
 
 from zero.config import Config
 from zero.engine import ZeroEngine
@@ -50,11 +48,28 @@ def read_config(source: str) -> transformers.PretrainedConfig:
     folder = model_folder(source)
     try:
         _require_bounds(json.loads((folder / "config.json").read_text()))
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        class_of(config)
+        with _listed_once():
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            class_of(config)
     except Exception as error:  # of any kind: the file is not ours
         raise UsageError(f"{source}: {' '.join(str(error).split())}") from error
     return config
+
+
+@contextmanager
+def _listed_once() -> Iterator[None]:
+    """Context in which transformers takes the list of its models' files that it has made when it
+    was imported. It would read its 1,700 files again because `transformers.models` names their
+    folder in another way.
+    """
+    listing = import_utils.create_import_structure_from_path
+    import_utils.create_import_structure_from_path = lambda path: listing(
+        Path(path).parent if Path(path).is_file() else path
+    )
+    try:
+        yield
+    finally:
+        import_utils.create_import_structure_from_path = listing
 
 
 def _require_bounds(value: Any, key: str = "config.json") -> None:
@@ -90,11 +105,11 @@ def class_of(config: transformers.PretrainedConfig) -> type[transformers.PreTrai
         if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
             return kind
     head = (
-        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+        transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
         if config.is_encoder_decoder
-        else MODEL_FOR_CAUSAL_LM_MAPPING
+        else transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     )
-    for mapping in (head, MODEL_MAPPING):
+    for mapping in (head, transformers.MODEL_MAPPING):
         if type(config) in mapping:
             kinds: Any = mapping[type(config)]  # one class, or several
             return kinds[0] if isinstance(kinds, tuple) else kinds
