@@ -195,9 +195,8 @@ def located(path: Path, tag: str | None = None) -> Path:
     """Like `locate`, but raises UsageError if there is no checkpoint."""
     folder = locate(path, tag)
     if folder is None:
-        raise UsageError(
-            f"{path}: there is no checkpoint; name its folder, such as output/checkpoint-500"
-        )
+        newest = next(iter(of_trainer(path)), "output/checkpoint-500")
+        raise UsageError(f"{path}: there is no checkpoint; name its folder, such as {newest}")
     return folder
 
 

@@ -244,7 +244,7 @@ def consolidate(
             dtype in which they are trained.
         max_file_bytes: files are split so that none is larger, unless a single tensor is. An
             adapter is always one file.
-        progress: whether to show a progress bar on stderr.
+        progress: whether to show a progress bar on stderr, if that is a terminal.
 
     Returns the files written. Raises ValueError for a damaged or missing checkpoint, for one that
     lacks required frozen weights, and for a folder that already contains a model, and OSError if
@@ -278,7 +278,11 @@ def _parts(
     """Yield the values of tensors, given with their keys in the checkpoint, part by part."""
     nbytes = sum(tensor.nbytes for _, tensor in tensors)
     with tqdm(
-        total=nbytes, unit="B", unit_scale=True, desc="consolidate", disable=not progress
+        total=nbytes,
+        unit="B",
+        unit_scale=True,
+        desc="consolidate",
+        disable=None if progress else True,
     ) as bar:
         for key, tensor in tensors:
             numel = tensor.shape.numel()

@@ -65,7 +65,8 @@ class Parser(ArgumentParser):
         options = self.parse_args(arguments[:module])
         options.command += arguments[module:]
         if not options.command:
-            self.error("name a script or a launcher to run")
+            what = "script or a launcher" if self._takes_launchers else "script or -m MODULE"
+            self.error(f"name a {what} to run")
         if options.command[0].startswith("-") and options.command[0] != "-m":
             self.error(f"unrecognized arguments: {options.command[0]}")
         target, *rest = options.command

@@ -92,6 +92,8 @@ def main(arguments: list[str] | None = None) -> None:
         case [name, *_]:
             kind = "option" if name.startswith("-") else "command"
             meant = nearest(name, [*COMMANDS, "--help", "--version"])
+            if name.endswith(".py"):
+                meant = f"zero run {name}"
             remedy = f"did you mean {meant}?" if meant else "see zero --help"
             _refuse(f"unknown {kind} '{name}'; {remedy}")
 

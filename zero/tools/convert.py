@@ -79,9 +79,10 @@ def read_any(folder: Path) -> TrainingState:
             except _NOT_UNDERSTOOD as error:
                 what = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 raise UsageError(f"{folder}: a file is not as its format says ({what})") from error
-    if folders.locate(folder, None) is not None:
-        raise UsageError(f"{folder} is a checkpoint of zero already: resume from it as it is")
-    inside = (path for path in folder.iterdir() if any(each.recognizes(path) for each in READERS))
+    inside = [path for path in folder.iterdir() if any(each.recognizes(path) for each in READERS)]
+    own = folders.locate(next(iter(folders.of_trainer(folder)), folder), None)
+    if not inside and own is not None:
+        raise UsageError(f"{own} is a checkpoint of zero already: resume from it as it is")
     if newest := max(inside, key=folders.number_of, default=None):
         raise UsageError(f"{folder} contains checkpoints: name one of them, such as {newest}")
     names = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"

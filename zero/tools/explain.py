@@ -107,10 +107,13 @@ def load(source: str) -> Config:
     from accelerate.utils import DeepSpeedPlugin  # here: it takes seconds
 
     known = {field.name for field in dataclasses.fields(DeepSpeedPlugin)}
-    plugin = DeepSpeedPlugin(**{name: keys[name] for name in keys.keys() & known})
-    if content.get("mixed_precision") in ("fp16", "bf16"):
-        plugin.set_mixed_precision(content["mixed_precision"])
-    return load_config(plugin.deepspeed_config, allow_auto=True)
+    try:
+        plugin = DeepSpeedPlugin(**{name: keys[name] for name in keys.keys() & known})
+        if content.get("mixed_precision") in ("fp16", "bf16"):
+            plugin.set_mixed_precision(content["mixed_precision"])
+        return load_config(plugin.deepspeed_config, allow_auto=True)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{source}: deepspeed_config: {error}") from error
 
 
 def _explained(config: Config) -> Iterator[Explained]:

@@ -102,6 +102,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "x.v2").write_text("")
     (tmp_path / "ok.json").write_text('{"zero_optimization": {"stage": 3}}')
     (tmp_path / "typo.json").write_text('{"zero_optimisation": {}}')
+    for number in (3, 20):
+        (tmp_path / "trained" / f"checkpoint-{number}").mkdir(parents=True)
+    (tmp_path / "wrong.yaml").write_text("deepspeed_config: {zero_stage: 7}")
     (tmp_path / "hosts").write_text("node1 slots=2\n")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     return tmp_path
@@ -185,6 +188,11 @@ def test_a_command_that_can_start_is_not_refused(given: str, here):
         ("explain x.py", "x.py: line 1, column 1: not valid JSON"),
         ("inspect folder", "folder: there is no checkpoint"),
         ("consolidate folder out", "folder: there is no checkpoint"),
+        ("consolidate trained out", "name its folder, such as trained/checkpoint-20"),
+        ("doctor --speeds ok.json", "ok.json: not a file of zero doctor --speeds"),
+        ("explain wrong.yaml", "wrong.yaml: deepspeed_config:"),
+        ("x.py", "did you mean zero run x.py?"),
+        ("launch", "name a script or -m MODULE"),
         ("run --no-such x.py", "run: unknown option --no-such; see zero run --help"),
     ],
 )

@@ -49,6 +49,11 @@ def doctor(arguments: list[str]) -> int:
         raise UsageError(f"doctor: --folder {options.folder}: it is not a folder")
     if options.speeds is not None and options.speeds.is_dir():
         raise UsageError(f"doctor: --speeds {options.speeds}: it is a folder; name a file")
+    if options.speeds is not None and options.speeds.exists() and options.speeds.stat().st_size:
+        try:
+            read(options.speeds)
+        except UsageError as error:
+            raise UsageError(f"doctor: {error}; name a new file, or remove this one") from error
     is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     if options.speeds is not None:
         return _speeds(options, is_alone)

@@ -134,7 +134,8 @@ def read(file: Path) -> Speeds:
         speeds = replace(Speeds(), **given)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"--speeds {file}: cannot be read ({error}); zero doctor --speeds {file} writes it"
+            f"--speeds {file}: not a file of zero doctor --speeds, which writes a new one "
+            f"({type(error).__name__}: {error})"
         ) from error
     for field in fields(speeds):
         speed = getattr(speeds, field.name)

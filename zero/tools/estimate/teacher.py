@@ -49,7 +49,10 @@ def read_teacher(
 
     Raises UsageError as `build` does, or if it cannot be compared with the student.
     """
-    own = read_config(source)
+    try:
+        own = read_config(source)
+    except UsageError as error:
+        raise UsageError(f"--teacher {error}") from error
     if own.is_encoder_decoder != shape.is_encoder_decoder:
         raise UsageError(
             f"--teacher {source}: one of teacher and student is an encoder-decoder and the other "
