@@ -41,7 +41,7 @@ from zero.core.secondary_partition import SecondaryPartitionGroup
 from zero.core.sharded_param import cut_of, local, owning_group
 from zero.device import is_accelerator
 from zero.errors import UsageError
-from zero.model_checks import check_model, kept_in_fp32, refuse_doubles
+from zero.model_checks import IN_FP16, STRICTLY, check_model, kept_in_fp32, refuse_doubles
 from zero.offload.tiers import Tier
 from zero.optim.adam_cpu import has_adams_moments
 from zero.optim.elementwise import is_elementwise
@@ -96,15 +96,18 @@ def make_groups(
     check_model(model)
     zero = settings.zero_optimization
     dtype = settings.sixteen_bit_dtype
+    kept = partial(kept_in_fp32, list(model.modules()), list(model.named_parameters()))
+    in_fp32, rounded = {}, {}
     if dtype is None:
         refuse_doubles(model)
-    elif (rounded := kept_in_fp32(model, dtype)) and comm.job.rank == 0:
+    elif not settings.bf16.without_masters:
+        in_fp32, rounded = kept(STRICTLY), kept(IN_FP16) if dtype == torch.float16 else {}
+    if rounded and comm.job.rank == 0:
         logger.warning(
-            "transformers keeps %s%s in fp32, and the engine trains them in %s, as all parameters: "
-            "results differ from those without ZeRO",
-            ", ".join(rounded[:5]),
+            "transformers keeps %s%s in fp32 in an fp16 model, and the engine trains them in fp16: "
+            "results differ from those without ZeRO, and may overflow; use bf16",
+            ", ".join([*rounded][:5]),
             " and others" * (len(rounded) > 5),
-            str(dtype).removeprefix("torch."),
         )
     # Below stage 3 nothing is gathered for use; a group is what one reduction takes.
     threshold = zero.stage3_param_persistence_threshold if zero.stage == 3 else 0
@@ -115,6 +118,7 @@ def make_groups(
         group_of,
         packed_too=zero.stage == 3,
         buffers=_sharded_buffers(model, zero),
+        in_fp32=set(in_fp32.values()),
     )
     # bitsandbytes' forward in eval mode repacks weights for some CPUs. Sharded ones stay.
     for module in cast(Any, model).modules() if zero.stage == 3 else ():
@@ -139,7 +143,7 @@ def make_groups(
             replace(plan, persistent=plan.persistent or zero.stage < 3),
             comm,
             residency,
-            dtype=dtype,
+            dtype=torch.float32 if plan.in_fp32 else dtype,
             tier=tier,
             master_tier=masters if any(param in group_of for param in plan.params) else None,
             replicated=zero.stage == 0,

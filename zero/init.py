@@ -28,6 +28,7 @@ from zero.core.quantized_weights import is_quantized, quantized_tensors
 from zero.core.schedule import Residency
 from zero.core.sharded_param import PlaceholderView, owning_group, written_by
 from zero.errors import UsageError
+from zero.model_checks import STRICTLY, kept_in_fp32
 from zero.offload.tiers import Tier
 
 
@@ -205,8 +206,15 @@ class Init:
             self._seen.append(weakref.ref(module))
 
     def _module_registered(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
-        if module is not None:
-            self._shard_tree(module)
+        if module is None:
+            return
+        self._shard_tree(module)
+        # Only now the class that asks for it is known. A checkpoint's values are loaded later.
+        named = () if self.dtype is None else module.named_parameters(name)
+        for dotted, param in kept_in_fp32([parent], named, STRICTLY).items():
+            group = owning_group(param)
+            if group is not None and group.dtype == self.dtype:
+                self._make_group(GroupPlan(dotted, [param], [dotted]), torch.float32)
 
     def _shard_tree(self, root: nn.Module) -> None:
         for module in root.modules():

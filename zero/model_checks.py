@@ -7,7 +7,7 @@ view of a parameter, would silently have different values from then on."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -54,21 +54,19 @@ def refuse_doubles(model: nn.Module) -> None:
             )
 
 
-def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> list[str]:
-    """Names of the parameters that transformers would keep in fp32 in a model of this dtype."""
-    attributes = ["_keep_in_fp32_modules_strict"]
-    attributes += ["_keep_in_fp32_modules"] * (dtype == torch.float16)
-    asked = {
-        re.escape(name)
-        for module in model.modules()
-        for attribute in attributes
-        for name in getattr(module, attribute, None) or ()
-    }
-    if not asked:
-        return []
-    pattern = re.compile(rf"(^|\.)({'|'.join(sorted(asked))})($|\.)")
-    named = model.named_parameters()
-    return [name for name, p in named if p.is_floating_point() and pattern.search(name)]
+# What classes of transformers name to be kept in fp32: in 16 bits, and in fp16.
+STRICTLY, IN_FP16 = "_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"
+
+
+def kept_in_fp32(
+    asking: Iterable[nn.Module], named: Iterable[tuple[str, nn.Parameter]], attribute: str
+) -> dict[str, nn.Parameter]:
+    """Those of the named parameters that this attribute of a module in `asking` names."""
+    names = {name for module in asking for name in getattr(module, attribute, None) or ()}
+    if not names:
+        return {}
+    pattern = re.compile(rf"(^|\.)({'|'.join(map(re.escape, sorted(names)))})($|\.)")
+    return {name: p for name, p in named if p.is_floating_point() and pattern.search(name)}
 
 
 def _refuse_formats(model: nn.Module) -> None:

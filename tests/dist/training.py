@@ -185,8 +185,10 @@ def train_in_slices(
         name: nn.Parameter(param.detach().to(master_dtype(param), copy=True))
         for name, param in trainable(model)
     }
-    for param in model.parameters():
-        param.data = param.data.to(dtype or param.dtype)
+    wide = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    for name, param in model.named_parameters():
+        if not any(part in name for part in wide):
+            param.data = param.data.to(dtype or param.dtype)
     optimizer = make(grouping(list(masters.items())))
     for number, batch in enumerate(batches):
         found = [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -59,7 +61,20 @@ def mixtral() -> nn.Module:
     return MixtralForCausalLM(config)
 
 
-MODELS = {"t5": t5, "gpt2": gpt2, "llama": llama, "mixtral": mixtral}
+def deepseek() -> nn.Module:
+    """Build a DeepSeek-V3, whose routers are kept in fp32, with rules for choosing that 16 bits
+    would change."""
+    config = DeepseekV3Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, moe_intermediate_size=16,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4,
+        n_group=2, topk_group=1, num_experts_per_tok=2, q_lora_rank=8, kv_lora_rank=8,
+        qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,
+        max_position_embeddings=16, initializer_range=0.3, loss_type="ForCausalLM",
+    )  # fmt: skip
+    return DeepseekV3ForCausalLM(config)
+
+
+MODELS = {"t5": t5, "gpt2": gpt2, "llama": llama, "mixtral": mixtral, "deepseek": deepseek}
 
 
 def build(name: str) -> nn.Module:

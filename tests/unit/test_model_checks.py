@@ -1,4 +1,4 @@
-"""Which parameters of a model have another dtype without the engine."""
+"""Which parameters of a model stay in fp32."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
-from zero.model_checks import kept_in_fp32
+from zero.model_checks import IN_FP16, STRICTLY, kept_in_fp32
 
 
 class Router(nn.Module):
@@ -24,16 +24,20 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Router() for _ in range(2))
 
 
+def kept(model: nn.Module, attribute: str) -> list[str]:
+    return list(kept_in_fp32(model.modules(), model.named_parameters(), attribute))
+
+
 def test_names_of_what_transformers_keeps_in_fp32():
-    names = ["layers.0.gate.weight", "layers.1.gate.weight"]
-    wrapped = nn.ModuleDict({"model": Model()})
-    for dtype in (torch.bfloat16, torch.float16):
-        assert kept_in_fp32(Model(), dtype) == names
-        assert kept_in_fp32(wrapped, dtype) == [f"model.{name}" for name in names]
-    assert kept_in_fp32(nn.Linear(2, 2), torch.float16) == []
+    model, names = Model(), ["layers.0.gate.weight", "layers.1.gate.weight"]
+    assert kept(model, STRICTLY) == names
+    assert kept(nn.ModuleDict({"model": model}), STRICTLY) == [f"model.{name}" for name in names]
+    found = kept_in_fp32([model], model.layers[1].named_parameters("layers.1"), STRICTLY)
+    assert list(found) == names[1:]
+    assert kept(nn.Linear(2, 2), IN_FP16) == []
     small = T5Config(vocab_size=8, d_model=4, d_kv=2, d_ff=4, num_layers=1, num_heads=2)
     with torch.device("meta"):
         t5 = T5ForConditionalGeneration(small)
-    assert kept_in_fp32(t5, torch.bfloat16) == []
-    found = kept_in_fp32(t5, torch.float16)
+    assert kept(t5, STRICTLY) == []
+    found = kept(t5, IN_FP16)
     assert found and all(name.endswith(".wo.weight") for name in found)

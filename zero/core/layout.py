@@ -22,7 +22,7 @@ sub-group   a piece of a master that the optimizer updates at a time.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -115,7 +115,7 @@ class GroupPlan:
     `shared` marks a group whose parameters several modules own (tied weights). It is unsharded for
     each owner's call. `packed` marks a group of quantized tensors, which are moved as bytes, and of
     which not all are an `nn.Parameter`; `aliases` are other objects for the same bytes, by the
-    tensor in `params`."""
+    tensor in `params`. `in_fp32` marks parameters that stay in fp32 in 16-bit training."""
 
     name: str
     params: list[nn.Parameter] = field(default_factory=list)
@@ -124,6 +124,7 @@ class GroupPlan:
     persistent: bool = False
     shared: bool = False
     packed: bool = False
+    in_fp32: bool = False
     aliases: dict[torch.Tensor, list[torch.Tensor]] = field(default_factory=dict)
 
 
@@ -206,13 +207,14 @@ def plan_groups(
     sort_key: Mapping[nn.Parameter, int] | None = None,
     packed_too: bool = True,
     buffers: bool | None = False,
+    in_fp32: Collection[nn.Parameter] = (),
 ) -> list[GroupPlan]:
     """Assign every floating-point parameter of `model` to exactly one group, and the tensors of
     quantized layers and large `buffers` (see `quantized_tensors`); those only if `packed_too`.
 
-    A group is uniform in dtype and in `requires_grad`; one of quantized tensors has any dtypes.
-    Parameters without elements are in none. Parameters of at most
-    `persistence_threshold` elements go to the persistent groups, up to
+    A group is uniform in dtype, in `requires_grad` and in whether its parameters are `in_fp32`; one
+    of quantized tensors has any dtypes. Parameters without elements are in none. Parameters of at
+    most `persistence_threshold` elements go to the persistent groups, up to
     `model_persistence_threshold` elements in total, as do PEFT's prompts of any size. Quantized
     tensors do so only if they are tiny, because the all-gather of their layer's codes can carry
     them. Others go to the group of the block that contains all of their owners, or otherwise to a
@@ -254,7 +256,8 @@ def plan_groups(
         is_packed = param in aliases
         if param.numel() == 0 or (is_packed and not packed_too):
             continue
-        traits = ("packed",) if is_packed else (param.dtype, param.requires_grad)
+        is_wide = param in in_fp32
+        traits = ("packed",) if is_packed else (param.dtype, param.requires_grad, is_wide)
         homes = {block_of.get(module) for module in owned_by}
         home = next(iter(homes)) if len(homes) == 1 else None
         if param in prompts or (
@@ -273,6 +276,7 @@ def plan_groups(
             plan = GroupPlan(names[param], modules=called, shared=len(called) > 1)
         plan = plans.setdefault(key, plan)
         plan.params.append(param)
+        plan.in_fp32 = is_wide
         if is_packed:
             plan.packed = True
             plan.aliases[param] = aliases[param]

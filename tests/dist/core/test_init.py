@@ -16,6 +16,7 @@ import zero
 from tests.dist.toys import BLOCK, WIDTH, Toy, toy, toy_batches
 from tests.dist.training import (
     Curve,
+    assert_same_training,
     assert_same_weights,
     curve_on,
     ds_config,
@@ -328,3 +329,32 @@ def test_bad_configurations_and_unknown_arguments_are_refused_before_anything_is
     configuration, argument = run_on(1, refused)[0]
     assert "zero_optimisation" in configuration and "zero_optimization" in configuration
     assert "mpu" in argument
+
+
+def loaded_in_init(rank: int, world_size: int) -> Curve:
+    """Build a model of bf16 under `Init`, load it as transformers does, and train it."""
+    config = ds_config(bf16={"enabled": True})
+    values = models.build("deepseek").state_dict()
+    with zero.Init(config_dict_or_path=config):
+        model = models.build("deepseek")
+    for name, param in model.named_parameters():
+        with zero.GatheredParameters([param], modifier_rank=0):
+            if rank == 0:
+                param.data.copy_(values[name])
+    gates = {p for name, p in model.named_parameters() if name.endswith("gate.weight")}
+    assert gates == {p for p in model.parameters() if p.dtype == torch.float32}
+    return train_zero(start(model, config)[0], models.batches("deepseek", STEPS))
+
+
+def in_bf16(rank: int, world_size: int, ranks: int) -> Curve:
+    model = models.build("deepseek")
+    for name, param in model.named_parameters():
+        if not name.endswith("gate.weight"):
+            param.data = param.data.bfloat16()
+    batches = models.batches("deepseek", STEPS)
+    return train_in_slices(model, batches, ranks, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_transformers_keeps_in_fp32_is_loaded_in_fp32(ranks):
+    assert_same_training(curve_on(ranks, loaded_in_init), curve_on(1, in_bf16, ranks))
