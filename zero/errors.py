@@ -57,13 +57,13 @@ def _wait_to_print() -> str:
     return rank
 
 
-def refuse(line: str) -> NoReturn:
-    """End this process with exit code 2 and `line` on stderr; of several ranks one prints it."""
+def refuse(line: str, code: int = 2) -> NoReturn:
+    """End this process with this exit code and `line` on stderr; of several ranks one prints it."""
     rank = _wait_to_print()
     # One write, so that the lines of several ranks do not mix.
     sys.stderr.write(f"[rank {rank}] {line}\n" if rank != "0" else f"{line}\n")
     sys.stderr.flush()
-    sys.exit(2)
+    sys.exit(code)
 
 
 def end_process_on_exception() -> None:

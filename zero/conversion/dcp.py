@@ -20,7 +20,7 @@ from zero.conversion import full, pickles
 from zero.conversion.named import named_state, state_dicts
 from zero.conversion.ours import copy_beside
 from zero.conversion.training_state import TrainingState
-from zero.errors import UsageError
+from zero.errors import DamagedCheckpointError, UsageError
 
 METADATA = ".metadata"
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
@@ -100,16 +100,16 @@ def _tensor(folder: Path, name: str, entry: pickles.Record, places: dict) -> Sto
             what = "chunks along other dimensions than its first, as by tensor parallelism"
             raise UsageError(f"{wrong}{what}: save it with FSDP alone")
         if sum(offsets[:1]) != position or any(offsets[1:]):
-            raise UsageError(f"{wrong}chunks that overlap, or one of them is missing")
+            raise DamagedCheckpointError(f"{wrong}chunks that overlap, or one of them is missing")
         values = _load(folder, places[name, offsets])
         if not isinstance(values, Stored) or values.dtype != dtype:
-            raise UsageError(f"{wrong}a chunk that is no tensor of {dtype}")
+            raise DamagedCheckpointError(f"{wrong}a chunk that is no tensor of {dtype}")
         if values.numel() != math.prod(sizes) or (values.shape != sizes and values.numel() > 1):
-            raise UsageError(f"{wrong}a chunk of the shape {list(values.shape)}")
+            raise DamagedCheckpointError(f"{wrong}a chunk of the shape {list(values.shape)}")
         found.append(values)
         position += sizes[0] if sizes else 1
     if position != (shape[0] if shape else 1) and math.prod(shape):
-        raise UsageError(f"{wrong}chunks that overlap, or one of them is missing")
+        raise DamagedCheckpointError(f"{wrong}chunks that overlap, or one of them is missing")
     if not found:
         return Stored.of(torch.empty(shape, dtype=dtype, device="cpu"))
     return Stored.joined(found, shape)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
 import zero
-from zero.errors import nearest, refuse
+from zero.errors import DamagedCheckpointError, nearest, refuse
 
 # A line without indentation says what one wants to do. The others have a command, the function that
 # gets its arguments and returns the exit code or None, and what `zero` says about the command.
@@ -63,7 +63,8 @@ USAGE = f"""usage: zero COMMAND ARGUMENTS...
 {_LISTED}
 
 zero COMMAND --help shows all options and an example. With --json, a command prints a JSON object.
-A mistake gives one line and exit code 2. `python -m zero` does the same as `zero`.
+A mistake gives one line and exit code 2, a damaged checkpoint exit code 1. `python -m zero` does
+the same as `zero`.
 """
 
 
@@ -146,12 +147,14 @@ def _in_one_line() -> Iterator[None]:
     except OSError as error:
         named = error.filename and error.strerror
         _refuse(f"{error.filename}: {error.strerror}" if named else str(error))
+    except DamagedCheckpointError as error:
+        _refuse(str(error), 1)  # the command itself has no mistake
     except ValueError as error:
         _refuse(str(error))
 
 
-def _refuse(message: str) -> NoReturn:
-    refuse(f"zero: {message}")
+def _refuse(message: str, code: int = 2) -> NoReturn:
+    refuse(f"zero: {message}", code)
 
 
 if __name__ == "__main__":

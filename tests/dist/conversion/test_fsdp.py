@@ -39,7 +39,7 @@ from tests.dist.training import (
 )
 from tests.processes import run_on
 from zero.conversion import dcp
-from zero.errors import UsageError
+from zero.errors import DamagedCheckpointError, UsageError
 from zero.tools.cli import main
 
 SAVED, STEPS = 2, 12
@@ -205,7 +205,8 @@ def test_chunks_that_overlap_or_leave_a_hole_are_refused(
 ) -> None:
     saved_by_one(tmp_path)
     chunks_at(tmp_path, rows)
-    with pytest.raises(UsageError, match=f"{dcp.METADATA}: model.{HEAD} has chunks that overlap"):
+    said = f"{dcp.METADATA}: model.{HEAD} has chunks that overlap"
+    with pytest.raises(DamagedCheckpointError, match=said):
         dcp.read(tmp_path)
 
 
