@@ -134,9 +134,9 @@ def skeleton(folder: Path) -> Any:
 
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        line = str(error).splitlines()[0]
-        raise UsageError(f"{folder}: the model cannot be built: {line}") from None
+    except Exception as error:  # of any kind: the file is not ours
+        line = " ".join(str(error).split())
+        raise UsageError(f"{folder}: the model cannot be built: {line}") from error
     vars(config).pop("quantization_config", None)
     if (kind := getattr(transformers, (config.architectures or [""])[0], None)) is None:
         raise UsageError(
@@ -168,7 +168,9 @@ def _model_tensors(
     """
     tensors, manifest = {}, reader.manifest
     first = {name: key for key, name in reversed(manifest.saved.items())}
-    for kind, entries in (("weights", manifest.parameters), ("plain", manifest.plain)):
+    # The state dict may have a parameter's name for another tensor, such as its transpose.
+    weights = {n: entry for n, entry in manifest.parameters.items() if n not in manifest.plain}
+    for kind, entries in (("weights", weights), ("plain", manifest.plain)):
         for name, entry in entries.items():
             if name in first and (kind == "plain" or entry.trainable or not exclude_frozen):
                 own = dtype_of(entry.dtype)
