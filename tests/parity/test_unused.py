@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import zero
 from tests.dist.training import ds_config
 from tests.processes import run_on
 from tests.tolerance import rounding
+from zero.comm.control import Control
 from zero.fragments import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -253,3 +255,24 @@ def test_checkpoints_have_the_counts_of_each_parameter(tmp_path):
     alone, three = (run_on(size, moved, str(tmp_path), 2)[0] for size in (1, 3))
     for name, value in alone.items():
         is_close(three[name], value, name)
+
+
+def exchanges(rank: int, world_size: int) -> list[int]:
+    """How many lists travel in each step, in which one part is never used and another is later."""
+    engine: Any
+    model = Net()
+    config = ds_config(stage=2, optimizer={"type": "AdamW"})
+    engine, *_ = zero.initialize(model=model, config=config)
+    exchange, counts = Control.exchange, []
+    with mock.patch.object(Control, "exchange", autospec=True, side_effect=exchange) as called:
+        for used in ({0}, {0}, {0}, {0, 1 + rank}, {0, 1 + rank}, {0, 1, 2}):
+            before = called.call_count
+            engine.backward(engine(torch.ones(ROWS, WIDTH), used))
+            engine.step()
+            counts.append(called.call_count - before)
+    return counts
+
+
+def test_lists_travel_only_if_something_has_changed():
+    for counts in run_on(2, exchanges):
+        assert counts == [1, 0, 0, 1, 0, 1]

@@ -180,8 +180,10 @@ class ZeroOptimizer:
                 ", ".join(idle),
             )
         self._numbered = [param for param in group_of if param in names]
-        # Names of those that got no gradient in the present step, on any rank.
+        # Names of those that got no gradient in the present step: on any rank, and on this rank
+        # when that was agreed.
         self._idle: set[str] = set()
+        self._without: set[str] = set()
         self._names = [names[param] for param in self._numbered]
         self._digest = zlib.crc32("\n".join(self._names).encode())
         number_of = {param: number for number, param in enumerate(self._numbered)}
@@ -443,12 +445,14 @@ class ZeroOptimizer:
         gradient.
 
         Returns the groups of which any rank has gradients that are not reduced yet."""
-        comm, rest = self.comm, []
+        comm, rest, without = self.comm, [], set[str]()
 
         def prepare() -> Record:
             rest.extend(self._prepare_step())
-            self._idle = set(self.reducer.without_gradient()).intersection(self._names)
-            return self._record(bool(rest or self._idle))
+            without.update(self.reducer.without_gradient())
+            without.intersection_update(self._names)
+            # What was agreed before still holds while it has changed on no rank.
+            return self._record(without, bool(rest) or without != self._without)
 
         control = comm.control("an optimizer step")
         world = next(ranks for ranks in comm.worlds if control.rank in ranks)
@@ -466,14 +470,14 @@ class ZeroOptimizer:
         if not is_incomplete:
             return []
         serials = {group.serial for group in rest}
-        idle = {number for number, name in enumerate(self._names) if name in self._idle}
+        idle = {number for number, name in enumerate(self._names) if name in without}
         own = serials, idle, self._digest
         for rank, told in enumerate(control.exchange(lambda: own)):
             if rank in world:
                 serials |= told[0]
             if told[2] == self._digest:  # also ranks that have other parts of the same parameters
                 idle &= told[1]
-        self._idle = {self._names[number] for number in idle}
+        self._idle, self._without = {self._names[number] for number in idle}, without
         return [group for group in self.shards if group.serial in serials]
 
     def _prepare_step(self) -> list[ParamGroup]:
@@ -493,8 +497,10 @@ class ZeroOptimizer:
         self.reducer.drain()
         return self.reducer.collect_rest()
 
-    def _record(self, flag: bool) -> Record:
-        """What must be equal on all ranks, or on those of a pipeline stage."""
+    def _record(self, without: Collection[str], flag: bool) -> Record:
+        """What must be equal on all ranks, or on those of a pipeline stage. `without`: names of
+        parameters without a gradient on this rank.
+        """
         # The number of sub-groups is left out: a rank may have no part of a small group.
         numbers = hyper_parameters(self.param_groups).items()
         facts: dict[str, object] = {
@@ -507,7 +513,7 @@ class ZeroOptimizer:
             frozen = [
                 name
                 for name, param in zip(self._names, self._numbered, strict=True)
-                if name in self._idle and not param.requires_grad
+                if name in without and not param.requires_grad
             ]
         viewed = [group.name for group in self.shards if group.has_aliases]
         of_stage = {
