@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -321,6 +322,23 @@ def attach_to(model: LlamaForCausalLM) -> LlamaForCausalLM:
 
 def call(model: LlamaForCausalLM, ids: torch.Tensor, **inputs: torch.Tensor) -> None:
     model(input_ids=ids, **inputs)
+
+
+def load_on_one_rank(rank: int, world_size: int) -> str:
+    def batches() -> Iterator[dict[str, torch.Tensor]]:
+        if rank == 1:
+            raise OSError("no such shard")
+        yield {"input_ids": torch.ones(1, 4, dtype=torch.long)}
+
+    with pytest.raises((OSError, RuntimeError)) as error:
+        list(MicroBatches(batches(), make_group(2)))
+    return str(error.value)
+
+
+def test_an_error_of_a_loader_is_raised_on_all_ranks_of_its_sequence():
+    first, second = run_on(2, load_on_one_rank)
+    assert first.endswith("could not load its batch: OSError: no such shard")
+    assert second == "no such shard"
 
 
 def test_mistakes_are_named():

@@ -5,7 +5,8 @@ This file knows no model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -55,8 +56,7 @@ class MicroBatches(IterableDataset):
     def __iter__(self) -> Iterator[Batch]:
         batches = iter(self.loader)
         while True:
-            batch = next(batches, None)
-            pieces = self._exchange(batch)
+            pieces = self._exchange(partial(next, batches, None))
             if pieces is None:
                 return
             yield from pieces
@@ -93,10 +93,23 @@ class MicroBatches(IterableDataset):
                 part.append(piece.contiguous().view(-1).view(torch.uint8))
         return batch, [torch.cat(part) for part in parts]
 
-    def _exchange(self, batch: Mapping[str, Any] | None) -> list[Batch] | None:
-        """This rank's piece of each rank's batch. None if a loader has ended."""
-        own, parts = (None, []) if batch is None else self._split(batch)
-        batches: list[Batch] = self.ranks.all_gather_objects(own)
+    def _exchange(self, load: Callable[[], Mapping[str, Any] | None]) -> list[Batch] | None:
+        """This rank's piece of each rank's batch. None if a loader has ended. An error of one
+        rank's loader is raised on all ranks of the group, which would wait for its batch.
+        """
+        own: Any = None
+        parts: list[torch.Tensor] = []
+        failure: Exception | None = None
+        try:
+            if (batch := load()) is not None:
+                own, parts = self._split(batch)
+        except Exception as error:
+            own, failure = f"{type(error).__name__}: {error}", error
+        batches: list[Any] = self.ranks.all_gather_objects(own)
+        if failure is not None:
+            raise failure
+        if found := [each for each in batches if isinstance(each, str)]:
+            raise RuntimeError(f"another rank of the sequence could not load its batch: {found[0]}")
         if None in batches:
             return None
         kinds = [
