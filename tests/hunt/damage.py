@@ -21,6 +21,7 @@ import zero
 from tests.dist.training import ds_config
 from tests.fixtures.deepspeed.make import HERE as DEEPSPEED
 from tests.parity.models import build
+from tests.unit.tools.test_report import first
 from zero.checkpoint.models import MODEL_FILE, consolidate
 from zero.tools.cli import main
 
@@ -58,7 +59,7 @@ def _remove(path: Path, draw: random.Random) -> None:
 
 def _link(path: Path, draw: random.Random) -> None:
     path.unlink()
-    path.symlink_to(draw.choice((path, path.parent, "nowhere", "/dev/zero")))
+    path.symlink_to(draw.choice((path, path.parent, "nowhere", "/dev/null")))
 
 
 def _fifo(path: Path, draw: random.Random) -> None:
@@ -123,10 +124,23 @@ def sources(folder: Path) -> Sources:
     for fixture in "t5-1", "lora-3":
         shutil.copytree(DEEPSPEED / fixture, folder / fixture)
         found[fixture] = folder / fixture, ["adopt IN OUT"]
-    (folder / "config").mkdir()
     config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "bf16": {}}
-    (folder / "config" / "ds.json").write_text(json.dumps(config | {"train_batch_size": 8}))
-    found["config"] = folder / "config", ["explain IN/ds.json"]
+    speeds = {"speeds": {"compute": 3.0, "network": 1.5, "source": "here"}}
+    texts = {
+        "explain/ds.json": config | {"train_batch_size": 8},
+        "explain/of_accelerate.yaml": {"deepspeed_config": {"zero_stage": 2}},
+        "report/steps.jsonl": first(),
+        "estimate/ds.json": config,
+        "estimate/speeds.json": speeds,
+        "estimate/config.json": json.loads((folder / "hf" / "config.json").read_text()),
+    }
+    for name, content in texts.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content) + "\n")
+    found["explain"] = folder / "explain", ["explain IN/ds.json", "explain IN/of_accelerate.yaml"]
+    found["report"] = folder / "report", ["report IN --out OUT.html"]
+    command = "estimate IN --ds-config IN/ds.json --speeds IN/speeds.json --batch 1 --seq 8"
+    found["estimate"] = folder / "estimate", [command]
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from zero.errors import UsageError
@@ -28,7 +29,7 @@ def report(arguments: list[str]) -> int:
     parser.add_argument("--out", type=output_file, default=out, metavar="F", help=about)
     options = parser.parse_args(arguments)
     paths = [path for path in (options.run, options.other) if path is not None]
-    if options.out.resolve() in [file_of(path).resolve() for path in paths]:
+    if os.path.realpath(options.out) in [os.path.realpath(file_of(path)) for path in paths]:
         raise UsageError(
             f"report: --out {options.out} is the record of the run, which the page would replace: "
             "name another file"
