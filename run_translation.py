@@ -23,6 +23,7 @@ zero.hf.enable()
 
 import logging
 import os
+from collections.abc import Callable
 from typing import cast
 
 import datasets
@@ -31,7 +32,12 @@ import torch.distributed
 import torch.utils.data
 import transformers
 from datasets import Dataset
-from transformers import Seq2SeqTrainingArguments, set_seed
+from transformers import (
+    EvalPrediction,
+    PreTrainedTokenizerBase,
+    Seq2SeqTrainingArguments,
+    set_seed,
+)
 
 from translation import data, report
 from translation.arguments import (
@@ -104,12 +110,18 @@ def make_trainer(
         processing_class=tokenizer,
         data_collator=data.make_collator(tokenizer, model, data_args, args),
         compute_loss_func=GlobalTokenMean(args.label_smoothing_factor),
-        compute_metrics=report.make_compute_metrics(tokenizer)
-        if args.predict_with_generate
-        else None,
+        compute_metrics=_scores(args, tokenizer, texts.get("validation")),
         callbacks=[SaveOnSigterm()],
     )
     return trainer, tokens
+
+
+def _scores(
+    args: Seq2SeqTrainingArguments, tokenizer: PreTrainedTokenizerBase, text: Dataset | None
+) -> Callable[[EvalPrediction], dict[str, float]] | None:
+    if text is None or not args.predict_with_generate:
+        return None
+    return report.make_compute_metrics(tokenizer, text["target"])
 
 
 def train(trainer: TranslationTrainer, overwrite: bool) -> None:
@@ -140,6 +152,7 @@ def predict(trainer: TranslationTrainer, text: Dataset, tokens: Dataset) -> None
 
     Write the translations, one in each line, and print some.
     """
+    trainer.compute_metrics = _scores(trainer.args, trainer.processing_class, text)
     result = trainer.predict(cast(torch.utils.data.Dataset, tokens), metric_key_prefix="predict")
     trainer.log_metrics("predict", result.metrics or {})
     trainer.save_metrics("predict", result.metrics or {})

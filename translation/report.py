@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import evaluate
@@ -34,18 +34,19 @@ def decode(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def make_compute_metrics(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase, references: Sequence[str]
 ) -> Callable[[EvalPrediction], dict[str, float]]:
-    """Return the Trainer's `compute_metrics`:
+    """Return the Trainer's `compute_metrics`: BLEU, chrF, and the mean length of the output in
+    tokens.
 
-    BLEU, chrF, and the mean length of the output in tokens.
+    `references`: the texts of the data, in its order. Those of the labels are cut and lack the
+    characters that the tokenizer does not know.
     """
     metric = evaluate.load(str(METRIC_SCRIPT), keep_in_memory=True)
 
     def compute_metrics(result: EvalPrediction) -> dict[str, float]:
         tokens = np.asarray(result.predictions)
         predictions = decode(tokens, tokenizer)
-        references = decode(np.asarray(result.label_ids), tokenizer)
         scores = metric.compute(predictions=predictions, references=references) or {}
         lengths = np.isin(tokens, [pad_token_id(tokenizer), -100], invert=True).sum(axis=1)
         return {name: round(score, 4) for name, score in scores.items()} | {
