@@ -111,17 +111,17 @@ def test_a_packed_document_reads_as_it_does_alone(make):
     "record, learnt",
     [
         ({"text": "all of it"}, ["all of it"]),
-        ({"prompt": "question", "response": "answer"}, ["assistant: answer\n"]),
+        ({"prompt": "question", "response": "answer"}, ["answer\n"]),
         (
             {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
-            ["assistant: a\n"],
+            ["a\n"],
         ),
         (
             {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-            ["assistant: a\n"],
+            ["a\n"],
         ),
-        (["q", "a", "q2", "a2"], ["assistant: a\n", "assistant: a2\n"]),
-        ([{"user": "q", "assistant": "a"}], ["assistant: a\n"]),
+        (["q", "a", "q2", "a2"], ["a\n", "a2\n"]),
+        ([{"user": "q", "assistant": "a"}], ["a\n"]),
     ],
 )
 def test_only_the_assistants_turns_are_learnt(record, learnt, tokenizer):
@@ -140,29 +140,11 @@ def test_records_of_no_known_kind_are_named(record, tokenizer):
         segments_of(record, "here", tokenizer)
 
 
-PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-LAST_THINKS = PLAIN.replace(">{{ m.c", ">{% if loop.last %}...{% endif %}{{ m.c")
-REFUSES = "{{ raise_exception('no system role') }}"
-
-
-def test_turns_are_told_apart_or_refused(tokenizer):
-    templated = copy.deepcopy(tokenizer)
-    templated.chat_template = PLAIN
-    turns = ["q", "a", "q2", "a2"]
-    texts = [segment.text for segment in segments_of(turns, "here", templated)]
-    assert texts == ["<user>q", "<assistant>a", "<user>q2", "<assistant>a2"]
-    # As Phi's templates do, and with the same turns.
-    templated.chat_template = PLAIN + templated.eos_token
-    found = [segment.text for segment in segments_of(turns, "here", templated)]
-    assert found == [*texts[:-1], texts[-1] + templated.eos_token]
-    # What a chat gives as a prompt is read, so models that write answers continue it.
-    templated.chat_template = PLAIN + "{% if add_generation_prompt %}<assistant>{% endif %}"
-    found = [(part.text, part.learnt) for part in segments_of(turns[:2], "here", templated)]
-    assert found == [("<user>q", False), ("<assistant>", False), ("a", True)]
-    for template, message in ((LAST_THINKS, "once another one follows"), (REFUSES, "no system")):
-        templated.chat_template = template
-        with pytest.raises(InputError, match=f"^here.*{message}"):
-            segments_of(turns, "here", templated)
+def test_what_a_template_says_is_named(tokenizer):
+    refusing = copy.deepcopy(tokenizer)
+    refusing.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(InputError, match=r"^here.*no system"):
+        segments_of(["q", "a"], "here", refusing)
 
 
 def test_texts_begin_as_the_tokenizer_begins_them(tokenizer):

@@ -94,7 +94,9 @@ def test_the_evaluation_loss_is_the_mean_over_all_tokens(generates, tmp_path):
             model=model,
             args=arguments,
             eval_dataset=rows,
-            processing_class=(tokenizer := t5_tokenizer([(piece, 0.0) for piece in (PAD, EOS, UNK)])),
+            processing_class=(
+                tokenizer := t5_tokenizer([(piece, 0.0) for piece in (PAD, EOS, UNK)])
+            ),
             data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
             compute_loss_func=GlobalTokenMean(0.1),
             compute_metrics=lambda result: {"sentences": len(result.predictions)},
