@@ -2,7 +2,7 @@
 shards it.
 
 Without a model and data, this is a demonstration that needs no network. Its data comes from
-translation/corpus.py:
+examples/demonstration/cldr.py:
 
     torchrun --nproc_per_node 2 run_translation.py --deepspeed configs/ds_config_zero3.json
 """
@@ -39,6 +39,7 @@ from transformers import (
     set_seed,
 )
 
+from examples.demonstration.cldr import build_corpus
 from translation import data, report
 from translation.arguments import (
     Arguments,
@@ -58,7 +59,7 @@ def main() -> None:
         model_args, data_args, args = arguments = parse_arguments()
         start_logging(args)
         set_seed(args.seed)
-        texts = data.load_splits(data_args, model_args, args)
+        texts = data.load_splits(data_args, model_args, args, build_corpus)
         trainer, tokens = make_trainer(texts, arguments)
     except (InputError, ImportError) as error:
         APPLICATION.fail(str(error))

@@ -14,7 +14,7 @@ from distill.config import check as check_distillation
 from distill.options import APPLICATION, DataArguments, ModelArguments
 from translation import arguments as shared
 from translation.command_line import is_installed
-from translation.records import InputError
+from translation.records import InputError, check_name
 from zero.config.load import read
 
 Arguments = tuple[ModelArguments, DataArguments, DistillationConfig]
@@ -148,9 +148,7 @@ def _check(given: argparse.Namespace) -> None:
         if value is not None and value < smallest:
             raise InputError(f"--{name} is {value}: give a whole number of at least {smallest}")
     for argument in ("train_file", "validation_file", "test_file"):
-        path = getattr(given, argument)
-        if path and (os.path.isabs(path) or path.startswith(".")) and not os.path.exists(path):
-            raise InputError(f"--{argument} {path}: no such file or folder")
+        check_name(getattr(given, argument), f"--{argument}")
     for argument in ("model_name_or_path", "teacher_model_name_or_path"):
         if getattr(given, argument):
             shared.check_weights(argument, getattr(given, argument))

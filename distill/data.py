@@ -6,26 +6,22 @@ encoder-decoder example is a source and a target."""
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise, takewhile
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import datasets
 import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from distill.batch import IGNORED, TARGET_COUNTS, target_mask
 from distill.cache import EXAMPLE_KEYS, example_keys
-from translation.records import InputError
+from translation.records import InputError, text_of
 from translation.tokenizer import token_id
 
-PLAIN_TEXT = (".txt", ".py", ".md")
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 _PAIRS = (("prompt", "response"), ("prompt", "completion"), ("instruction", "output"), ("input",
     "output"),
@@ -59,77 +55,6 @@ class Pair(NamedTuple):
 
     source: str
     target: str
-
-
-def read_records(name: str, split: str) -> Iterator[tuple[str, object]]:
-    """Yield (where, record) from a file, a folder of text files, or a dataset's name. Messages
-    begin with `where`.
-
-    Raises:
-        InputError: there is no such file, or its content does not have the format that its name
-        says.
-    """
-    path = Path(name)
-    if path.is_file():
-        yield from _read_file(path)
-    elif path.is_dir() and (files := sorted(p for p in path.rglob("*") if p.suffix in PLAIN_TEXT)):
-        for file in files:
-            yield from _read_file(file)
-    else:
-        yield from _read_dataset(name, split)
-
-
-def _read_file(path: Path) -> Iterator[tuple[str, object]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); convert it"
-        ) from None
-    if path.suffix in PLAIN_TEXT:
-        yield str(path), {"text": text}
-        return
-    if path.suffix not in (".json", ".jsonl"):
-        raise InputError(
-            f"{path}: unknown kind of file; its name must end in .json, .jsonl or "
-            f"{', '.join(PLAIN_TEXT)}"
-        )
-    if path.suffix == ".json" and text.lstrip().startswith("["):
-        try:
-            records = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from None
-        yield from (
-            (f"{path}, record {number}", record) for number, record in enumerate(records, start=1)
-        )
-        return
-    # `splitlines` would also split at characters that JSON allows in a string.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            try:
-                yield f"{path}, line {number}", json.loads(line)
-            except json.JSONDecodeError as error:
-                raise InputError(f"{path}, line {number}: not valid JSON ({error.msg})") from None
-
-
-def _read_dataset(name: str, split: str) -> Iterator[tuple[str, object]]:
-    try:
-        try:
-            found = datasets.load_from_disk(name)
-        except FileNotFoundError:
-            found = datasets.load_dataset(name)
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{name}: neither a file nor a dataset that can be loaded ({error})"
-        ) from error
-    if isinstance(found, datasets.DatasetDict | datasets.IterableDatasetDict):
-        if split not in found:
-            names = ", ".join(map(str, found))
-            raise InputError(f"{name} has no split {split!r}, only {names}")
-        found = found[split]
-    yield from (
-        (f"{name}, record {number}", record) for number, record in enumerate(found, start=1)
-    )
 
 
 # -- causal models
@@ -452,8 +377,8 @@ def pair_of(record: object, where: str, source: str | None, target: str | None) 
     Columns may have dots: translation.en. InputError if a text is missing.
     """
     if source and target:
-        texts = [_column(record, name, where) for name in (source, target)]
-        return Pair(*texts)
+        sides = {"--source_column": source, "--target_column": target}
+        return Pair(*(text_of(record, where, *side) for side in sides.items()))
     if isinstance(record, Mapping):
         for names in _PAIRS:
             if all(isinstance(record.get(name), str) for name in names):
@@ -462,17 +387,6 @@ def pair_of(record: object, where: str, source: str | None, target: str | None) 
         f"{where}: name the texts with --source_column and --target_column (for instance "
         "translation.en)"
     )
-
-
-def _column(record: object, name: str, where: str) -> str:
-    value = record
-    for key in name.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            raise InputError(f"{where}: there is no column {name!r}")
-        value = value[key]
-    if not isinstance(value, str):
-        raise InputError(f"{where}: {name!r} is {value!r:.40}; it must be a string")
-    return value
 
 
 def encode_pair(

@@ -21,10 +21,12 @@ from transformers.trainer_utils import get_last_checkpoint
 import zero.config
 from translation.command_line import Application
 from translation.options import APPLICATION, DataTrainingArguments, ModelArguments
-from translation.records import InputError, check_data_file, required
+from translation.records import InputError, check_name, open_records, read_pairs, required
 from zero.checkpoint import find_resumable
 from zero.config import table
 
+# How many records of a file are checked before anything is loaded.
+CHECKED_RECORDS = 1000
 Arguments = tuple[ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments]
 
 # Defaults for a run without model and data. Arguments that are given override them. On a CPU
@@ -244,16 +246,18 @@ def _check_data(given: argparse.Namespace) -> None:
         for stage, argument in stages.items():
             if getattr(given, stage) and not getattr(given, argument):
                 raise InputError(f"--{stage} needs data: give --{argument} or --dataset_name")
-    languages = {"--source_lang": given.source_lang, "--target_lang": given.target_lang}
-    for argument in stages.values():
-        if path := getattr(given, argument):
-            check_data_file(path, f"--{argument}", languages)
-    for argument, language in languages.items():
-        if not language:
+    for argument in ("source_lang", "target_lang"):
+        if not getattr(given, argument):
             raise InputError(
-                f"{argument} is missing: name the language, as it is called in the data (for "
+                f"--{argument} is missing: name the language, as it is called in the data (for "
                 "instance en)"
             )
+    languages = {"source": given.source_lang, "target": given.target_lang}
+    for argument in stages.values():
+        check_name(path := getattr(given, argument), f"--{argument}")
+        if path and os.path.isfile(path):
+            for _ in read_pairs(open_records(path, f"--{argument}"), languages, CHECKED_RECORDS):
+                pass
 
 
 def _check_folder(argument: str, name: str | None) -> None:

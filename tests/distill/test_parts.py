@@ -16,7 +16,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from tokenizers.processors import TemplateProcessing
-from transformers import BartConfig, GenerationConfig, MarianConfig, MarianMTModel
+from transformers import (
+    BartConfig,
+    GenerationConfig,
+    MarianConfig,
+    MarianMTModel,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 import translation.arguments
 import zero
@@ -64,7 +71,7 @@ from distill.vocabulary import VocabularyError, align, align_rows
 from tests.distill import models
 from tests.processes import run_on
 from tests.tolerance import assert_close, rounding
-from translation.records import InputError
+from translation.records import InputError, open_records
 
 TEXT = ["def add(a, b):\n    return a + b\n", "class Naïve:\n    pass  # größer\n"]
 
@@ -80,7 +87,7 @@ def tokenizer():
 def test_packed_documents_keep_their_tokens_labels_and_positions():
     examples = [
         {"input_ids": [5, 6, 7], "labels": [5, 6, 7]},
-        {"input_ids": [8, 9, 10, 11], "labels": [-100, 9, 10, 11]},
+        {"input_ids": [8, 9, 10, 11], "labels": [8, 9, 10, 11]},
     ]
     first, second = pack(examples, 5, pad=0)
     assert first == {
@@ -129,7 +136,9 @@ def test_only_the_assistants_turns_are_learnt(record, learnt, tokenizer):
     assert [segment.text for segment in segments if segment.learnt] == learnt
     example = encode(segments, tokenizer)
     kept = [token for token in example["labels"] if token != IGNORED]
-    assert tokenizer.decode(kept) == "".join(learnt) + tokenizer.eos_token
+    # The space after "assistant:" is in the token of the answer's first letter.
+    text = tokenizer.decode(kept).replace("\n ", "\n").lstrip(" ")
+    assert text == "".join(learnt) + tokenizer.eos_token
 
 
 @pytest.mark.parametrize(
@@ -166,7 +175,7 @@ def test_texts_begin_as_the_tokenizer_begins_them(tokenizer):
 def test_columns_of_pairs_may_be_nested():
     record = {"translation": {"en": "a", "de": "b"}}
     assert pair_of(record, "here", "translation.en", "translation.de") == ("a", "b")
-    with pytest.raises(InputError, match="no column 'translation.fr'"):
+    with pytest.raises(InputError, match="no column 'fr' for --target_column"):
         pair_of(record, "here", "translation.en", "translation.fr")
 
 
@@ -190,6 +199,17 @@ def test_targets_of_a_shifted_batch():
         and batch.examples.tolist() == [0, 0, 1]
     )
     assert Batch.of(inputs, shifted=False).rows.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_token_sees_what_is_before_it_in_its_document():
+    documents = [{"input_ids": ids, "labels": ids} for ids in ([5, 6], [7, 8, 9])]
+    packed = Batch.of(COLLATE(pack(documents, 6, pad=0)), shifted=True)
+    expected = torch.block_diag(*(torch.ones(n, n) for n in (2, 3, 1))).tril().bool()
+    assert torch.equal(packed.visible()[0], expected)
+    padded = Batch.of(COLLATE(documents), shifted=True).visible()[0]
+    expected = torch.ones(3, 3).tril().bool()
+    expected[2, :2] = True  # a padding token sees itself too, and what comes before
+    assert torch.equal(padded, expected)
 
 
 def test_two_tokenizers_are_aligned_where_the_text_before_is_the_same(tokenizer):
@@ -655,6 +675,33 @@ def test_packed_documents_have_the_losses_that_they_have_alone(make, isolates, t
     assert packed["eval_tokens"] == alone["eval_tokens"] == 5
 
 
+def test_labels_that_the_teacher_does_not_know_do_not_count_for_it(tmp_path):
+    student, known = models.llama(16, 2, seed=0), 30
+    teacher = models.llama(16, 2, seed=1, vocabulary=known)
+    examples = models.sequences(5)
+    total, count = 0.0, 0
+    for example in examples:
+        ids = torch.tensor(example["input_ids"])
+        with torch.no_grad():
+            logits = teacher.eval()(ids.where(ids < known, 0).unsqueeze(0)).logits[0, :-1]
+        labels = ids[1:].where(ids[1:] < known, IGNORED)
+        total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+        count += int((labels != IGNORED).sum())
+    found = trainer(tmp_path, student, teacher, examples).evaluate()
+    assert 0 < count < found["eval_tokens"]
+    assert found["eval_teacher_ce"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_a_head_that_reads_16_bits_from_a_projection_is_trained_in_16_bits(tmp_path):
+    """As that of OPT-350m, whose hidden states are wider than its embeddings."""
+    sizes = {"vocab_size": models.VOCABULARY, "hidden_size": 16, "ffn_dim": 32}
+    config = OPTConfig(**sizes, num_hidden_layers=1, num_attention_heads=4, word_embed_proj_dim=8)
+    torch.manual_seed(0)
+    student, teacher = OPTForCausalLM(config), models.llama(16, 2, seed=1)
+    training = trainer(tmp_path, student, teacher, models.sequences(3), max_steps=2, bf16=True)
+    assert math.isfinite(training.train().training_loss)
+
+
 def test_a_student_that_predicts_nan_has_no_score(tmp_path):
     student = models.llama(16, 2, seed=0)
     with torch.no_grad():
@@ -754,15 +801,20 @@ def test_files_of_every_kind_are_read(tmp_path):
     found = [
         record["text"]
         for name in ("a.jsonl", "b.json", "c.txt")
-        for _, record in data.read_records(tmp_path / name, "train")
+        for _, record in open_records(str(tmp_path / name), "--train_file")
     ]
     assert found == ["one", "two", "three", "four"]
     (tmp_path / "e.jsonl").write_text('{"text": "a\u2028b"}\n', encoding="utf-8")
-    ((_, record),) = data.read_records(tmp_path / "e.jsonl", "train")
+    ((_, record),) = open_records(str(tmp_path / "e.jsonl"), "--train_file")
     assert record == {"text": "a\u2028b"}
-    (tmp_path / "d.csv").write_text("x")
-    with pytest.raises(InputError, match="unknown kind of file"):
-        list(data.read_records(tmp_path / "d.csv", "train"))
+    (tmp_path / "d.docx").write_text("x")
+    with pytest.raises(InputError, match=r"^--train_file .*d.docx: unknown kind of file"):
+        open_records(str(tmp_path / "d.docx"), "--train_file")
+    (tmp_path / "texts").mkdir()
+    for name in ("b.md", "a.py"):
+        (tmp_path / "texts" / name).write_text(name)
+    texts = open_records(str(tmp_path / "texts"), "--train_file")
+    assert [record["text"] for _, record in texts] == ["a.py", "b.md"]
 
 
 @pytest.mark.parametrize(
