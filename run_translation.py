@@ -22,7 +22,6 @@ import zero.hf
 zero.hf.enable()
 
 import logging
-import os
 from collections.abc import Callable
 from typing import cast
 
@@ -43,6 +42,7 @@ from examples.demonstration.cldr import build_corpus
 from translation import data, report
 from translation.arguments import (
     Arguments,
+    checkpoint_of,
     is_demonstration,
     output_folder,
     parse_arguments,
@@ -50,7 +50,6 @@ from translation.arguments import (
 from translation.model import load_model_and_tokenizer
 from translation.records import InputError
 from translation.trainer import GlobalTokenMean, TranslationTrainer
-from zero.checkpoint import find_resumable
 from zero.integrations.hf.preemption import SaveOnSigterm
 
 
@@ -126,15 +125,8 @@ def _scores(
 
 
 def train(trainer: TranslationTrainer, overwrite: bool) -> None:
-    """Train and save.
-
-    Resume from the last checkpoint in the output folder, unless it may be overwritten.
-    """
-    folder, checkpoint = output_folder(trainer.args), trainer.args.resume_from_checkpoint
-    if checkpoint is None and not overwrite and os.path.isdir(folder):
-        found = find_resumable(folder)
-        checkpoint = None if found is None else str(found)
-    result = trainer.train(resume_from_checkpoint=checkpoint)
+    """Train and save."""
+    result = trainer.train(resume_from_checkpoint=checkpoint_of(trainer.args, overwrite))
     trainer.save_model()
     trainer.log_metrics("train", result.metrics)
     trainer.save_metrics("train", result.metrics)

@@ -47,10 +47,11 @@ from distill.student import (
 from distill.teacher import LiveTeacher, Observed, load_model, require_same_kind
 from distill.trainer import DistillationTrainer
 from translation import report
-from translation.arguments import output_folder
+from translation.arguments import checkpoint_of, output_folder
 from translation.model import dtype_to_train_in
 from translation.records import InputError, open_records, required
 from translation.tokenizer import pad_token_id
+from zero.integrations.hf.preemption import SaveOnSigterm
 
 logger = logging.getLogger(__name__)
 
@@ -101,12 +102,14 @@ def run(arguments: Arguments) -> None:
             processing_class=tokenizer,
             teacher_processing_class=teacher_tokenizer,
             data_collator=data.Collator(pad_token_id(tokenizer)),
+            callbacks=[SaveOnSigterm()],
         )
     except ValueError as error:
         raise InputError(str(error)) from error
     figures = {}
     if args.do_train:
-        result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        checkpoint = checkpoint_of(args, data_args.overwrite_output_dir)
+        result = trainer.train(resume_from_checkpoint=checkpoint)
         # An internal call does not push, which happens after conversion.
         trainer.save_model(_internal_call=True)
         figures["train_runtime"] = result.metrics["train_runtime"]

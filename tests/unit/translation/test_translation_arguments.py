@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
 
 from translation.arguments import check_output_dir, parse_arguments
@@ -288,3 +289,51 @@ def test_a_language_code_with_a_region(tmp_path):
     path.write_text(PAIR)
     pairs = read(path, {"source": "en_XX", "target": "de_DE"})
     assert pairs == [{"source": "Germany", "target": "Deutschland"}]
+
+
+@pytest.mark.parametrize("name", ["run.yaml", "run.json"])
+def test_arguments_in_a_file_are_overridden_by_those_of_the_command_line(folder, name):
+    arguments = {
+        "train_file": "train.jsonl",
+        "source_lang": "en",
+        "target_lang": "de",
+        "source_prefix": "translate English to German: ",
+        "output_dir": "out",
+        "do_train": True,
+        "do_eval": False,
+        "learning_rate": 3e-5,
+        "max_steps": 7,
+        "seed": None,
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr": 1e-6},
+        "report_to": ["none"],
+    }
+    write = json.dumps if name.endswith("json") else yaml.safe_dump
+    (folder / name).write_text(write(arguments))
+    _, data_args, args = parse_arguments(["--config", name, "--max_steps", "9"])
+    assert data_args.source_prefix == arguments["source_prefix"]
+    assert (args.learning_rate, args.max_steps, args.seed) == (3e-5, 9, 42)
+    assert args.do_train and not args.do_eval and args.report_to == []
+    assert args.lr_scheduler_kwargs == {"min_lr": 1e-6}
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (None, "--config run.yaml: .*No such file"),
+        ("a: [", "--config run.yaml: "),
+        ("- a\n", "--config run.yaml: it has no arguments"),
+    ],
+)
+def test_a_bad_file_of_arguments_is_named(folder, text, message):
+    if text is not None:
+        (folder / "run.yaml").write_text(text)
+    with pytest.raises(InputError, match=message):
+        parse_arguments(["--config", "run.yaml"])
+
+
+def test_a_misspelt_argument_in_a_file(folder, capsys):
+    (folder / "run.yaml").write_text("max_step: 3\n")
+    with pytest.raises(SystemExit):
+        parse_arguments(["--config=run.yaml"])
+    assert "unknown argument --max_step: did you mean --max_steps?" in capsys.readouterr().err
