@@ -62,7 +62,8 @@ def start_logging(args: DistillationConfig) -> None:
     """Rank 0 prints progress, and the other ranks print only warnings."""
     level = logging.INFO if args.process_index == 0 else logging.WARNING
     logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.WARNING)
-    logging.getLogger("distill").setLevel(level)
+    for name in ("distill", "examples"):
+        logging.getLogger(name).setLevel(level)
     transformers.utils.logging.set_verbosity(args.get_process_log_level())
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
 import torch
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from distill.batch import IGNORED, TARGET_COUNTS, target_mask
 from distill.cache import EXAMPLE_KEYS, example_keys
@@ -23,11 +23,10 @@ from translation.records import InputError, text_of
 from translation.tokenizer import token_id
 
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
-_PAIRS = (("prompt", "response"), ("prompt", "completion"), ("instruction", "output"), ("input",
-    "output"),
-          ("source", "target"), ("user", "assistant"))  # fmt: skip
-
-
+_PAIRS = (
+    ("prompt", "response"), ("prompt", "completion"), ("instruction", "output"),
+    ("input", "output"), ("source", "target"), ("user", "assistant"),
+)  # fmt: skip
 # No characters of any text (Unicode's noncharacters), to mark parts of what a template writes.
 _BEGIN, _END, _READ = "\ufdd0", "\ufdd1", "\ufdd2"
 _GENERATION = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<right>[-+]?)%\}")
@@ -96,20 +95,28 @@ def _prompt_and_answer(
     learnt.
     """
     for key in ("messages", "conversations", "dialogue", "turns"):
-        if isinstance(record.get(key), Sequence) and record[key]:
+        if isinstance(record.get(key), list) and record[key]:
             return [], _messages(record[key], f"{where}, {key}")
-    for names in _PAIRS:
-        prompt, answer = (record.get(name) for name in names)
-        if isinstance(prompt, str) and isinstance(answer, str):
-            if names[0] == "instruction" and record.get("input"):  # Alpaca's records
-                prompt = f"{prompt}\n{record['input']}"
-            return _messages([prompt], where), [{"role": "assistant", "content": answer}]
-        if isinstance(prompt, list) and isinstance(answer, list):
-            return _messages(prompt, where), _messages(answer, where)
+    if pair := _pair_in(record):
+        return _messages([pair.source], where), [{"role": "assistant", "content": pair.target}]
+    prompt, completion = record.get("prompt"), record.get("completion")
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return _messages(prompt, where), _messages(completion, where)
     found = ", ".join(map(str, record))
     raise InputError(
         f"{where}: no text, messages or prompt and response in it; its keys are {found}"
     )
+
+
+def _pair_in(record: Mapping[str, Any]) -> Pair | None:
+    """Return a text and its answer, under the first two names that a record has of `_PAIRS`."""
+    for names in _PAIRS:
+        if all(isinstance(record.get(name), str) for name in names):
+            source, target = (record[name] for name in names)
+            if names == ("instruction", "output") and record.get("input"):  # Alpaca's records
+                source = f"{source}\n{record['input']}"
+            return Pair(source, target)
+    return None
 
 
 def _messages(turns: Sequence[object], where: str) -> list[dict[str, Any]]:
@@ -118,15 +125,14 @@ def _messages(turns: Sequence[object], where: str) -> list[dict[str, Any]]:
         # A dataset's rows have all keys that any of them has.
         given = turn if isinstance(turn, Mapping) else {}
         given = {key: value for key, value in given.items() if value is not None}
-        role, content = (
-            given.get("role", given.get("from")),
-            given.get("content", given.get("value")),
-        )
+        role = given.get("role", given.get("from"))
+        content = given.get("content", given.get("value"))
         if isinstance(turn, str):
             messages.append({"role": ("user", "assistant")[number % 2], "content": turn})
-        elif isinstance(role, str) and (isinstance(content, str) or given.get("tool_calls")):
-            said = {} if content is None else {"content": content}
-            messages.append({**given, **said, "role": _ROLES.get(role, role)})
+        elif isinstance(role, str) and isinstance(content, str):
+            messages.append({**given, "role": _ROLES.get(role, role), "content": content})
+        elif role == "assistant" and content is None and given.get("tool_calls"):
+            messages.append(given)
         elif said := [
             {"role": role, "content": given[role]}
             for role in ("user", "assistant")
@@ -177,7 +183,7 @@ def _dialogue(
     text, learnt = _read_marks(marked, header)
     if text != whole or (not has_blocks and len(learnt) < marked.count(_END)):
         raise InputError(
-            f"{where}: the tokenizer's chat template changes the assistant's text, so it cannot be "
+            f"{where}: the tokenizer's chat template changes what is said, so answers cannot be "
             "told from the rest: give the tokenizer a template with {% generation %} blocks"
         )
     if has_blocks:
@@ -257,28 +263,22 @@ def encode(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase) -> d
         InputError: a part of the text is only read, and the tokenizer does not say where its tokens
         are.
     """
-    text = "".join(segment.text for segment in segments)
-    end, ids = token_id(tokenizer, "eos"), start_tokens(segments, tokenizer)
-    if all(segment.learnt for segment in segments):
-        labels = [IGNORED] * len(ids)
-        ids += (tokens := tokenizer(text, add_special_tokens=False)["input_ids"])
-        labels += tokens
-        is_open = not ids or ids[-1] != end
-    elif not tokenizer.is_fast:
+    text, is_whole = "".join(part.text for part in segments), all(part.learnt for part in segments)
+    if not is_whole and not tokenizer.is_fast:
         raise InputError(
             f"the tokenizer {tokenizer.name_or_path} does not say where its tokens are in the text,"
             " which dialogues need: use a fast tokenizer"
         )
+    end, start = token_id(tokenizer, "eos"), start_tokens(segments, tokenizer)
+    tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=not is_whole)
+    ids = start + tokens["input_ids"]
+    if is_whole:
+        labels, is_open = start + tokens["input_ids"], ids[-1:] != [end]
     else:
-        tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        learnt, is_open = _learnt(
-            segments, tokens["input_ids"], tokens["offset_mapping"], tokenizer
-        )
-        labels = [IGNORED] * len(ids)
-        ids += tokens["input_ids"]
-        labels += [
-            i if learn else IGNORED for i, learn in zip(tokens["input_ids"], learnt, strict=True)
-        ]
+        learnt, is_open = _learnt(segments, tokens, tokenizer)
+        pairs = zip(tokens["input_ids"], learnt, strict=True)
+        labels = start + [token if learn else IGNORED for token, learn in pairs]
+    labels[: len(start)] = [IGNORED] * len(start)
     if end is not None and is_open:
         ids.append(end)
         labels.append(end)
@@ -286,18 +286,14 @@ def encode(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase) -> d
 
 
 def _learnt(
-    segments: Sequence[Segment],
-    ids: Sequence[int],
-    offsets: Sequence[tuple[int, int]],
-    tokenizer: PreTrainedTokenizerBase,
+    segments: Sequence[Segment], tokens: BatchEncoding, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[bool], bool]:
     """Return which tokens are learnt, and whether the text ends with a learnt segment that no
     special token ends.
     """
-    text = "".join(segment.text for segment in segments)
+    text, special = "".join(segment.text for segment in segments), _special_ids(tokenizer)
+    ids, offsets = tokens["input_ids"], tokens["offset_mapping"]
     begins, ends = zip(*offsets, strict=True)
-    added = tokenizer.added_tokens_decoder
-    special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
     seen = [number for number, (begin, end) in enumerate(offsets) if text[begin:end].strip()]
     learnt, at, is_open = [False] * len(ids), 0, False
     for segment in segments:
@@ -311,6 +307,12 @@ def _learnt(
                 last, is_open = seen[inside] + 1, False
             learnt[first:last] = [True] * (last - first)
     return learnt, is_open
+
+
+@lru_cache(maxsize=4)
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    added = tokenizer.added_tokens_decoder
+    return {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
 
 
 def start_tokens(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -379,10 +381,8 @@ def pair_of(record: object, where: str, source: str | None, target: str | None) 
     if source and target:
         sides = {"--source_column": source, "--target_column": target}
         return Pair(*(text_of(record, where, *side) for side in sides.items()))
-    if isinstance(record, Mapping):
-        for names in _PAIRS:
-            if all(isinstance(record.get(name), str) for name in names):
-                return Pair(*(record[name] for name in names))
+    if isinstance(record, Mapping) and (pair := _pair_in(record)):
+        return pair
     raise InputError(
         f"{where}: name the texts with --source_column and --target_column (for instance "
         "translation.en)"

@@ -230,7 +230,7 @@ def test_a_template_that_changes_what_is_said_is_refused():
         tokenizer.eos_token_id,
     ]
     tokenizer.chat_template = "{% for message in messages %}{{ message.content[:2] }}{% endfor %}"
-    with pytest.raises(InputError, match="^here.*changes the assistant's text"):
+    with pytest.raises(InputError, match="^here.*changes what is said"):
         segments_of(["question", "answer"], "here", tokenizer)
 
 

@@ -179,6 +179,12 @@ def test_columns_of_pairs_may_be_nested():
         pair_of(record, "here", "translation.en", "translation.fr")
 
 
+def test_an_alpaca_record_keeps_its_input():
+    record = {"instruction": "add", "input": "1 and 2", "output": "3"}
+    assert pair_of(record, "here", None, None) == ("add\n1 and 2", "3")
+    assert pair_of({**record, "input": ""}, "here", None, None) == ("add", "3")
+
+
 def test_a_prefix_is_read_before_the_source(tokenizer):
     pair = data.Pair("def add", "class")
     plain, with_prefix = encode_pair(pair, tokenizer, 50), encode_pair(pair, tokenizer, 50, "a: ")
