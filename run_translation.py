@@ -39,6 +39,7 @@ from transformers import (
 )
 
 from examples.demonstration.cldr import build_corpus
+from examples.demonstration.reload import reload_in_fresh_process
 from translation import data, report
 from translation.arguments import (
     Arguments,
@@ -74,7 +75,7 @@ def main() -> None:
         folder = output_folder(args)
         report.convert(folder, "float16" if args.fp16 else "bfloat16")
         held_out = texts.get("test") or texts.get("validation") or texts["train"]
-        report.reload_in_fresh_process(folder, held_out["source"][:3])
+        reload_in_fresh_process(folder, held_out["source"][:3])
 
 
 def start_logging(args: Seq2SeqTrainingArguments) -> None:

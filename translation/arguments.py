@@ -81,7 +81,7 @@ class ArgumentParser(HfArgumentParser):
             self.error(
                 f"unexpected {unknown[0]!r}: every value needs an argument before it; see --help"
             )
-        del parsed.config  # no argument of a dataclass
+        vars(parsed).pop("config")  # no argument of a dataclass
         return parsed
 
 

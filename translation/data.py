@@ -1,7 +1,7 @@
 """From raw records to batches: loads each split, takes its first samples, and tokenizes them."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from datasets import Dataset, Features, Value
 from datasets.exceptions import DatasetGenerationError
@@ -79,7 +79,7 @@ def _texts(
         texts = Dataset.from_generator(
             read_pairs,
             features=Features(dict.fromkeys(languages, Value("string"))),
-            cache_dir=cache_dir,
+            cache_dir=cast(str, cache_dir),  # None, its default, is not of the declared type
             gen_kwargs={"records": records, "languages": languages, "limit": limit},
         )
     except DatasetGenerationError as error:

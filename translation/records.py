@@ -103,7 +103,7 @@ def open_records(
         cause = error.__cause__ or error
         raise InputError(f"{where}: no file, and no dataset can be loaded ({cause})") from error
     if isinstance(found, Dataset) and not is_any_split:
-        found = DatasetDict(train=found)
+        found = DatasetDict({"train": found})
     if isinstance(found, DatasetDict):
         if split not in found:
             raise InputError(f"{where} has no split {split!r}, only {', '.join(map(str, found))}")

@@ -96,7 +96,8 @@ class TranslationTrainer(Seq2SeqTrainer):
         sums = [self._sum(*sentence) for sentence in zip(logits, labels, strict=True)]
         counts = (labels != -100).sum(1)
         scored = torch.stack([torch.stack(sums).float(), counts.float()], dim=1)
-        self._sums.append(self.accelerator.gather_for_metrics(scored).cpu())
+        gathered = cast(torch.Tensor, self.accelerator.gather_for_metrics(scored))
+        self._sums.append(gathered.cpu())
         return scored[:, 0].sum() / counts.sum().clamp_min(1), tokens, labels
 
     def _sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
