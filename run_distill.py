@@ -2,7 +2,7 @@
 both.
 
 Without models and data this is a demonstration that needs no network (see
-distill/demonstration.py):
+examples/demonstration/distillation.py):
 
     python run_distill.py
     torchrun --nproc_per_node 2 run_distill.py --deepspeed configs/ds_config_zero3.json
@@ -31,10 +31,11 @@ import torch.distributed
 import transformers
 from transformers import set_seed
 
-from distill import demonstration, pipeline
+from distill import pipeline
 from distill.arguments import is_demonstration, parse_arguments
 from distill.cache import CacheError
 from distill.config import DistillationConfig
+from examples.demonstration import distillation
 from translation.records import InputError
 
 
@@ -50,7 +51,7 @@ def main() -> None:
         if caching:
             pipeline.cache_teacher(arguments)
         elif is_demonstration(SimpleNamespace(**vars(model_args), **vars(data_args), **vars(args))):
-            demonstration.run(data_args, args)
+            distillation.run(data_args, args)
         else:
             pipeline.run(arguments)
     except (InputError, CacheError, ImportError) as error:
@@ -61,7 +62,8 @@ def start_logging(args: DistillationConfig) -> None:
     """Rank 0 prints progress, and the other ranks print only warnings."""
     level = logging.INFO if args.process_index == 0 else logging.WARNING
     logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.WARNING)
-    logging.getLogger("distill").setLevel(level)
+    for name in ("distill", "examples"):
+        logging.getLogger(name).setLevel(level)
     transformers.utils.logging.set_verbosity(args.get_process_log_level())
 
 

@@ -2,7 +2,7 @@
 shards it.
 
 Without a model and data, this is a demonstration that needs no network. Its data comes from
-translation/corpus.py:
+examples/demonstration/cldr.py:
 
     torchrun --nproc_per_node 2 run_translation.py --deepspeed configs/ds_config_zero3.json
 """
@@ -22,7 +22,7 @@ import zero.hf
 zero.hf.enable()
 
 import logging
-import os
+from collections.abc import Callable
 from typing import cast
 
 import datasets
@@ -31,11 +31,19 @@ import torch.distributed
 import torch.utils.data
 import transformers
 from datasets import Dataset
-from transformers import Seq2SeqTrainingArguments, set_seed
+from transformers import (
+    EvalPrediction,
+    PreTrainedTokenizerBase,
+    Seq2SeqTrainingArguments,
+    set_seed,
+)
 
+from examples.demonstration.cldr import build_corpus
+from examples.demonstration.reload import reload_in_fresh_process
 from translation import data, report
 from translation.arguments import (
     Arguments,
+    checkpoint_of,
     is_demonstration,
     output_folder,
     parse_arguments,
@@ -43,7 +51,6 @@ from translation.arguments import (
 from translation.model import load_model_and_tokenizer
 from translation.records import InputError
 from translation.trainer import GlobalTokenMean, TranslationTrainer
-from zero.checkpoint import find_resumable
 from zero.integrations.hf.preemption import SaveOnSigterm
 
 
@@ -52,7 +59,7 @@ def main() -> None:
         model_args, data_args, args = arguments = parse_arguments()
         start_logging(args)
         set_seed(args.seed)
-        texts = data.load_splits(data_args, model_args, args)
+        texts = data.load_splits(data_args, model_args, args, build_corpus)
         trainer, tokens = make_trainer(texts, arguments)
     except (InputError, ImportError) as error:
         APPLICATION.fail(str(error))
@@ -68,7 +75,7 @@ def main() -> None:
         folder = output_folder(args)
         report.convert(folder, "float16" if args.fp16 else "bfloat16")
         held_out = texts.get("test") or texts.get("validation") or texts["train"]
-        report.reload_in_fresh_process(folder, held_out["source"][:3])
+        reload_in_fresh_process(folder, held_out["source"][:3])
 
 
 def start_logging(args: Seq2SeqTrainingArguments) -> None:
@@ -104,24 +111,23 @@ def make_trainer(
         processing_class=tokenizer,
         data_collator=data.make_collator(tokenizer, model, data_args, args),
         compute_loss_func=GlobalTokenMean(args.label_smoothing_factor),
-        compute_metrics=report.make_compute_metrics(tokenizer)
-        if args.predict_with_generate
-        else None,
+        compute_metrics=_scores(args, tokenizer, texts.get("validation")),
         callbacks=[SaveOnSigterm()],
     )
     return trainer, tokens
 
 
-def train(trainer: TranslationTrainer, overwrite: bool) -> None:
-    """Train and save.
+def _scores(
+    args: Seq2SeqTrainingArguments, tokenizer: PreTrainedTokenizerBase, text: Dataset | None
+) -> Callable[[EvalPrediction], dict[str, float]] | None:
+    if text is None or not args.predict_with_generate:
+        return None
+    return report.make_compute_metrics(tokenizer, text["target"])
 
-    Resume from the last checkpoint in the output folder, unless it may be overwritten.
-    """
-    folder, checkpoint = output_folder(trainer.args), trainer.args.resume_from_checkpoint
-    if checkpoint is None and not overwrite and os.path.isdir(folder):
-        found = find_resumable(folder)
-        checkpoint = None if found is None else str(found)
-    result = trainer.train(resume_from_checkpoint=checkpoint)
+
+def train(trainer: TranslationTrainer, overwrite: bool) -> None:
+    """Train and save."""
+    result = trainer.train(resume_from_checkpoint=checkpoint_of(trainer.args, overwrite))
     trainer.save_model()
     trainer.log_metrics("train", result.metrics)
     trainer.save_metrics("train", result.metrics)
@@ -140,6 +146,7 @@ def predict(trainer: TranslationTrainer, text: Dataset, tokens: Dataset) -> None
 
     Write the translations, one in each line, and print some.
     """
+    trainer.compute_metrics = _scores(trainer.args, trainer.processing_class, text)
     result = trainer.predict(cast(torch.utils.data.Dataset, tokens), metric_key_prefix="predict")
     trainer.log_metrics("predict", result.metrics or {})
     trainer.save_metrics("predict", result.metrics or {})

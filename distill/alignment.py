@@ -5,6 +5,7 @@ tokens of the other.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,19 +21,15 @@ def prefix_ends(
 
     The bytes are counted to the end of the token before. Starts of tokens cannot be compared,
     because tokenizers differ about the place of a leading space."""
-    ends, before = [0] * (1 + len(start_tokens(segments, tokenizer))), 0
-    for segment in segments:
-        offsets = tokenizer(segment.text, add_special_tokens=False, return_offsets_mapping=True)[
-            "offset_mapping"
-        ]
-        at_byte = [0]
-        for character in segment.text:
-            at_byte.append(at_byte[-1] + len(character.encode()))
-        for (_, end), following in zip(offsets, [*offsets[1:], None], strict=True):
-            # True if the next token begins with the rest of a character.
-            within = following is not None and following[0] < end
-            ends.append(-1 if within else before + at_byte[end])
-        before += at_byte[-1]
+    text = "".join(segment.text for segment in segments)
+    tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    offsets = tokens["offset_mapping"]
+    at_byte = [0, *accumulate(len(character.encode()) for character in text)]
+    ends = [0] * (1 + len(start_tokens(segments, tokenizer)))
+    for (_, end), following in zip(offsets, [*offsets[1:], None], strict=True):
+        # True if the next token begins with the rest of a character.
+        within = following is not None and following[0] < end
+        ends.append(-1 if within else at_byte[end])
     return (ends + [-1] * length)[:length]
 
 

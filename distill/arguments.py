@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from typing import cast
 
@@ -14,7 +13,7 @@ from distill.config import check as check_distillation
 from distill.options import APPLICATION, DataArguments, ModelArguments
 from translation import arguments as shared
 from translation.command_line import is_installed
-from translation.records import InputError
+from translation.records import InputError, check_name
 from zero.config.load import read
 
 Arguments = tuple[ModelArguments, DataArguments, DistillationConfig]
@@ -148,9 +147,7 @@ def _check(given: argparse.Namespace) -> None:
         if value is not None and value < smallest:
             raise InputError(f"--{name} is {value}: give a whole number of at least {smallest}")
     for argument in ("train_file", "validation_file", "test_file"):
-        path = getattr(given, argument)
-        if path and (os.path.isabs(path) or path.startswith(".")) and not os.path.exists(path):
-            raise InputError(f"--{argument} {path}: no such file or folder")
+        check_name(getattr(given, argument), f"--{argument}")
     for argument in ("model_name_or_path", "teacher_model_name_or_path"):
         if getattr(given, argument):
             shared.check_weights(argument, getattr(given, argument))
@@ -158,10 +155,7 @@ def _check(given: argparse.Namespace) -> None:
         if name := getattr(given, argument):
             shared.check_tokenizer(argument, name)
             break
-    shared.check_resume(given)
-    shared.check_not_finished(given)
-    shared.check_output_dir(given.output_dir)
-    _check_output_is_new(given)
+    shared.check_output(given)
 
 
 def _check_caching(given: argparse.Namespace) -> None:
@@ -176,14 +170,7 @@ def _check_caching(given: argparse.Namespace) -> None:
 
 
 def _check_job(given: argparse.Namespace) -> None:
-    if not (given.do_train or given.do_eval or given.do_predict):
-        raise InputError(
-            "nothing to do: give at least one of --do_train, --do_eval and --do_predict"
-        )
-    wanted = {"do_train": "train_file", "do_eval": "validation_file", "do_predict": "test_file"}
-    for stage, argument in wanted.items():
-        if getattr(given, stage) and not getattr(given, argument):
-            raise InputError(f"--{stage} needs data: give --{argument}")
+    shared.check_stages(given)
     if given.model_name_or_path and (given.student_config or given.init_student_from_teacher):
         raise InputError(
             "--model_name_or_path is a trained student: leave out --student_config and "
@@ -200,16 +187,4 @@ def _check_job(given: argparse.Namespace) -> None:
         raise InputError(
             "there is no teacher: give --teacher_model_name_or_path or --teacher_cache, or "
             "--kd_alpha 0"
-        )
-
-
-def _check_output_is_new(given: argparse.Namespace) -> None:
-    folder = given.output_dir
-    if not given.do_train or given.overwrite_output_dir or given.resume_from_checkpoint:
-        return
-    if folder and os.path.isdir(folder) and os.listdir(folder):
-        raise InputError(
-            f"--output_dir {folder} has files in it: name another folder, give "
-            "--overwrite_output_dir, or resume from a"
-            f" checkpoint with --resume_from_checkpoint"
         )

@@ -1,33 +1,42 @@
 """From text, JSON lines, dialogues and pairs to token ids, and from token ids to batches.
 
-A causal example is a list of text segments. A segment is learnt, or only read (a user's turn). The
+A causal example is a text in segments. A segment is learnt, or only read (a user's turn). The
 example becomes `input_ids` and `labels`; labels are -100 where nothing is to be learnt. An
 encoder-decoder example is a source and a target."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import pairwise
-from pathlib import Path
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
-import datasets
 import torch
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from distill.batch import IGNORED, TARGET_COUNTS, target_mask
 from distill.cache import EXAMPLE_KEYS, example_keys
-from translation.records import InputError
+from translation.records import InputError, text_of
 from translation.tokenizer import token_id
 
-PLAIN_TEXT = (".txt", ".py", ".md")
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
-_PAIRS = (("prompt", "response"), ("prompt", "completion"), ("instruction", "output"), ("input",
-    "output"),
-          ("source", "target"), ("user", "assistant"))  # fmt: skip
+_PAIRS = (
+    ("prompt", "response"), ("prompt", "completion"), ("instruction", "output"),
+    ("input", "output"), ("source", "target"), ("user", "assistant"),
+)  # fmt: skip
+# No characters of any text (Unicode's noncharacters), to mark parts of what a template writes.
+_BEGIN, _END, _READ = "\ufdd0", "\ufdd1", "\ufdd2"
+_GENERATION = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<right>[-+]?)%\}")
+_BEFORE_ANSWER = re.compile(r"\A\s*(<think>\s*)?|</think>\s*")
+# How a dialogue is written for a tokenizer without a chat template.
+_LINES = (
+    "{% for message in messages %}{{ message.role + ': ' }}"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '\n' }}"
+    "{% endgeneration %}{% else %}{{ message.content + '\n' }}{% endif %}{% endfor %}"
+)
 
 
 class Segment(NamedTuple):
@@ -47,192 +56,263 @@ class Pair(NamedTuple):
     target: str
 
 
-def read_records(name: str, split: str) -> Iterator[tuple[str, object]]:
-    """Yield (where, record) from a file, a folder of text files, or a dataset's name. Messages
-    begin with `where`.
-
-    Raises:
-        InputError: there is no such file, or its content does not have the format that its name
-        says.
-    """
-    path = Path(name)
-    if path.is_file():
-        yield from _read_file(path)
-    elif path.is_dir() and (files := sorted(p for p in path.rglob("*") if p.suffix in PLAIN_TEXT)):
-        for file in files:
-            yield from _read_file(file)
-    else:
-        yield from _read_dataset(name, split)
-
-
-def _read_file(path: Path) -> Iterator[tuple[str, object]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); convert it"
-        ) from None
-    if path.suffix in PLAIN_TEXT:
-        yield str(path), {"text": text}
-        return
-    if path.suffix not in (".json", ".jsonl"):
-        raise InputError(
-            f"{path}: unknown kind of file; its name must end in .json, .jsonl or "
-            f"{', '.join(PLAIN_TEXT)}"
-        )
-    if path.suffix == ".json" and text.lstrip().startswith("["):
-        try:
-            records = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from None
-        yield from (
-            (f"{path}, record {number}", record) for number, record in enumerate(records, start=1)
-        )
-        return
-    # `splitlines` would also split at characters that JSON allows in a string.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            try:
-                yield f"{path}, line {number}", json.loads(line)
-            except json.JSONDecodeError as error:
-                raise InputError(f"{path}, line {number}: not valid JSON ({error.msg})") from None
-
-
-def _read_dataset(name: str, split: str) -> Iterator[tuple[str, object]]:
-    try:
-        try:
-            found = datasets.load_from_disk(name)
-        except FileNotFoundError:
-            found = datasets.load_dataset(name)
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{name}: neither a file nor a dataset that can be loaded ({error})"
-        ) from error
-    if isinstance(found, datasets.DatasetDict | datasets.IterableDatasetDict):
-        if split not in found:
-            names = ", ".join(map(str, found))
-            raise InputError(f"{name} has no split {split!r}, only {names}")
-        found = found[split]
-    yield from (
-        (f"{name}, record {number}", record) for number, record in enumerate(found, start=1)
-    )
-
-
 # -- causal models
 
 
 def segments_of(record: object, where: str, tokenizer: PreTrainedTokenizerBase) -> list[Segment]:
     """Return the segments of one record: text, a prompt with its answer, or a dialogue.
 
-    A dialogue is `messages` (or `conversations`) with roles, or a list of texts of user and
-    assistant in turn. The assistant's turns are learnt, except for what the template already writes
-    as a prompt for them. The tokenizer's chat template formats it; without one it becomes "role:
-    text" lines.
+    A dialogue is `messages` (or `conversations`) with roles, a list of texts of user and assistant
+    in turn, or two lists of messages, `prompt` and `completion`, of which the first is only read.
+    The record's `system`, `tools` and `chat_template_kwargs` go to the chat template.
 
     Raises:
         InputError: the record is none of these.
     """
     if isinstance(record, str):
         return [Segment(record, True)]
-    if isinstance(record, Mapping):
-        if isinstance(record.get("text"), str):
-            return [Segment(record["text"], True)]
-        for key in ("messages", "conversations", "dialogue", "turns"):
-            if isinstance(record.get(key), Sequence) and record[key]:
-                return _dialogue(record[key], f"{where}, {key}", tokenizer)
-        for prompt, answer in _PAIRS:
-            if isinstance(record.get(prompt), str) and isinstance(record.get(answer), str):
-                return _dialogue([record[prompt], record[answer]], where, tokenizer)
-        found = ", ".join(map(str, record))
-        raise InputError(
-            f"{where}: no text, messages or prompt and response in it; its keys are {found}"
-        )
     if isinstance(record, Sequence) and record:
-        return _dialogue(record, where, tokenizer)
+        return _dialogue([], _messages(record, where), where, tokenizer)
+    if not isinstance(record, Mapping):
+        raise InputError(
+            f"{where}: a record must be an object with text or messages, or a list of turns"
+        )
+    if isinstance(record.get("text"), str):
+        return [Segment(record["text"], True)]
+    prompt, answer = _prompt_and_answer(record, where)
+    if record.get("system"):
+        prompt = [{"role": "system", "content": record["system"]}, *prompt]
+    options = dict(record.get("chat_template_kwargs") or {})
+    if record.get("tools"):
+        options["tools"] = record["tools"]
+    return _dialogue(prompt, answer, where, tokenizer, **options)
+
+
+def _prompt_and_answer(
+    record: Mapping[str, Any], where: str
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the messages of a record that are only read, and those of which the assistant's are
+    learnt.
+    """
+    for key in ("messages", "conversations", "dialogue", "turns"):
+        if isinstance(record.get(key), list) and record[key]:
+            return [], _messages(record[key], f"{where}, {key}")
+    if pair := _pair_in(record):
+        return _messages([pair.source], where), [{"role": "assistant", "content": pair.target}]
+    prompt, completion = record.get("prompt"), record.get("completion")
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return _messages(prompt, where), _messages(completion, where)
+    found = ", ".join(map(str, record))
     raise InputError(
-        f"{where}: a record must be an object with text or messages, or a list of turns"
+        f"{where}: no text, messages or prompt and response in it; its keys are {found}"
     )
+
+
+def _pair_in(record: Mapping[str, Any]) -> Pair | None:
+    """Return a text and its answer, under the first two names that a record has of `_PAIRS`."""
+    for names in _PAIRS:
+        if all(isinstance(record.get(name), str) for name in names):
+            source, target = (record[name] for name in names)
+            if names == ("instruction", "output") and record.get("input"):  # Alpaca's records
+                source = f"{source}\n{record['input']}"
+            return Pair(source, target)
+    return None
+
+
+def _messages(turns: Sequence[object], where: str) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    for number, turn in enumerate(turns):
+        # A dataset's rows have all keys that any of them has.
+        given = turn if isinstance(turn, Mapping) else {}
+        given = {key: value for key, value in given.items() if value is not None}
+        role = given.get("role", given.get("from"))
+        content = given.get("content", given.get("value"))
+        if isinstance(turn, str):
+            messages.append({"role": ("user", "assistant")[number % 2], "content": turn})
+        elif isinstance(role, str) and isinstance(content, str):
+            messages.append({**given, "role": _ROLES.get(role, role), "content": content})
+        elif role == "assistant" and content is None and given.get("tool_calls"):
+            messages.append(given)
+        elif said := [
+            {"role": role, "content": given[role]}
+            for role in ("user", "assistant")
+            if isinstance(given.get(role), str)
+        ]:
+            messages += said
+        else:
+            raise InputError(
+                f"{where}, turn {number + 1}: a turn must be a string or have a role and content"
+            )
+    return messages
 
 
 def _dialogue(
-    turns: Sequence[object], where: str, tokenizer: PreTrainedTokenizerBase
+    prompt: list[dict[str, Any]],
+    answer: list[dict[str, Any]],
+    where: str,
+    tokenizer: PreTrainedTokenizerBase,
+    **options: Any,
 ) -> list[Segment]:
-    messages = [
-        message for number, turn in enumerate(turns) for message in _messages(turn, number, where)
-    ]
-    if not any(message["role"] == "assistant" for message in messages):
-        raise InputError(f"{where}: the assistant says nothing, so there is nothing to learn")
-    if tokenizer.chat_template is None:
-        return [
-            Segment(f"{message['role']}: {message['content']}\n", message["role"] == "assistant")
-            for message in messages
-        ]
-    render = partial(tokenizer.apply_chat_template, tokenize=False)
-    try:
-        whole = [str(render(messages[: i + 1])) for i in range(len(messages))]
-    except TemplateError as error:
-        raise InputError(f"{where}: the tokenizer's chat template says: {error}") from error
-    # Some templates end every dialogue with the end token.
-    end = str(tokenizer.eos_token or "")
-    starts = [
-        text if longer.startswith(text) else text.removesuffix(end)
-        for text, longer in pairwise(whole)
-    ]
-    if not all(longer.startswith(start) for start, longer in zip(starts, whole[1:], strict=True)):
+    """Return a dialogue as the tokenizer's chat template writes it, or as lines if it has none.
+
+    What the template puts into `{% generation %}` is learnt. Most templates have no such blocks.
+    They write the dialogue a second time, with marks in the messages, and a segment is learnt from
+    the end of the prompt for the answer (`add_generation_prompt`), so with the reasoning, or from
+    the assistant's text on where the template writes no such prompt.
+    """
+    template, templated = _LINES, tokenizer.chat_template is not None
+    if templated:
+        template = tokenizer.get_chat_template(tools=options.get("tools"))
+    render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
+    marking, has_blocks = _GENERATION.subn(_mark_of_block, template)
+    if not has_blocks and any(message.get("tool_calls") for message in answer):
         raise InputError(
-            f"{where}: the tokenizer's chat template writes a turn differently once another "
-            "one follows, so the turns cannot be told apart: give the tokenizer a template "
-            "that writes it in the same way"
+            f"{where}: what the assistant says to tools cannot be told from the rest: give the "
+            "tokenizer a chat template with {% generation %} blocks"
         )
-    segments: list[Segment] = []
-    for i, (start, text) in enumerate(pairwise(["", *starts, whole[-1]])):
-        learnt, begin = messages[i]["role"] == "assistant", len(start)
-        if learnt and i:
-            # What a chat gives a model to answer is read only.
-            prompt = str(render(messages[:i], add_generation_prompt=True))
-            if prompt != start and text.startswith(prompt):
-                segments.append(Segment(prompt[begin:], False, True))
-                begin = len(prompt)
-        segments.append(Segment(text[begin:], learnt, True))
-    return segments
+    header = None
+    try:
+        whole = str(render([*prompt, *answer], chat_template=template))
+        if not has_blocks:
+            header = _generation_prompt(prompt + answer, partial(render, chat_template=template))
+            prompt = [_with_marks(message, False) for message in prompt]
+            answer = [_with_marks(m, m["role"] == "assistant") for m in answer]
+        marked = str(render([*prompt, *answer], chat_template=marking))
+    except (TemplateError, TypeError) as error:
+        raise InputError(f"{where}: the tokenizer's chat template says: {error}") from error
+    text, learnt = _read_marks(marked, header)
+    if text != whole or (not has_blocks and len(learnt) < marked.count(_END)):
+        raise InputError(
+            f"{where}: the tokenizer's chat template changes what is said, so answers cannot be "
+            "told from the rest: give the tokenizer a template with {% generation %} blocks"
+        )
+    if has_blocks:
+        learnt = learnt[sum(message["role"] == "assistant" for message in prompt) :]
+    if not any(text[begin:end].strip() for begin, end in learnt):
+        raise InputError(f"{where}: the assistant says nothing, so there is nothing to learn")
+    edges = [0, *(edge for span in learnt for edge in span), len(text)]
+    return [
+        Segment(text[begin:end], bool(number % 2), templated)
+        for number, (begin, end) in enumerate(pairwise(edges))
+        if begin < end
+    ]
 
 
-def _messages(turn: object, number: int, where: str) -> list[dict[str, str]]:
-    if isinstance(turn, str):
-        return [{"role": ("user", "assistant")[number % 2], "content": turn}]
-    if isinstance(turn, Mapping):
-        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-        if isinstance(role, str) and isinstance(content, str):
-            return [{"role": _ROLES.get(role, role), "content": content}]
-        said = [
-            {"role": role, "content": turn[role]}
-            for role in ("user", "assistant")
-            if isinstance(turn.get(role), str)
-        ]
-        if said:
-            return said
-    raise InputError(
-        f"{where}, turn {number + 1}: a turn must be a string or have a role and content"
-    )
+def _generation_prompt(messages: list[dict[str, Any]], render: Callable[..., object]) -> str:
+    """Return what a chat template writes before an answer, "" if nothing."""
+    roles = [message["role"] for message in messages]
+    if "user" not in roles:
+        return ""
+    question = messages[: roles.index("user") + 1]
+    closed, asked = (str(render(question, add_generation_prompt=flag)) for flag in (False, True))
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(closed, asked, strict=False))
+    prompt = asked[sum(1 for _ in same) :]
+    return prompt if prompt.strip() else ""
+
+
+def _mark_of_block(block: re.Match[str]) -> str:
+    mark = _END if block["end"] else _BEGIN
+    # A block too, because jinja removes the line break after one.
+    return f"{{%{block['left']} if true %}}{mark}{{% endif {block['right']}%}}"
+
+
+def _with_marks(message: dict[str, Any], is_learnt: bool) -> dict[str, Any]:
+    """Return a message with marks around what is learnt, or after what is only read. Templates may
+    remove spaces and the reasoning, so the marks are within the spaces, and there is one after the
+    reasoning.
+    """
+    text = message.get("content", "")
+    if not text.strip():
+        return message
+    if is_learnt:
+        text = _BEFORE_ANSWER.sub(rf"\g<0>{_BEGIN}", text)
+    end = len(text.rstrip())
+    return {**message, "content": f"{text[:end]}{_END if is_learnt else _READ}{text[end:]}"}
+
+
+def _read_marks(marked: str, header: str | None) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text without its marks, and where each learnt part begins and ends in it. A part
+    that has `header` before it begins there, and with the space before if `header` is empty. None:
+    the marks are right.
+    """
+    text, parts, begin, before = "", [], None, 0
+    for piece in re.split(f"([{_BEGIN}{_END}{_READ}])", marked):
+        if piece == _BEGIN:
+            begin = len(text) if begin is None else begin
+        elif piece == _END:
+            if header is not None and (at := text.find(header, before, begin)) >= 0:
+                begin = at + len(header) if header else len(text[:begin].rstrip())
+            if begin is not None:
+                parts.append((begin, len(text)))
+            begin, before = None, len(text)
+        elif piece == _READ:
+            before = len(text)
+        else:
+            text += piece
+    return text, parts
 
 
 def encode(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
-    """Return `input_ids` and `labels` of one example, with the end token, and with the start token
-    if the tokenizer puts one before texts.
+    """Return `input_ids` and `labels` of one example, with the start token if the tokenizer puts
+    one before texts.
 
-    No token spans two segments.
+    The text is tokenized as a whole. A token is learnt if any of its characters is, and so is the
+    special token that ends a learnt segment. If none ends the last one, the end token follows.
+
+    Raises:
+        InputError: a part of the text is only read, and the tokenizer does not say where its tokens
+        are.
     """
-    ids = start_tokens(segments, tokenizer)
-    labels = [IGNORED] * len(ids)
-    for segment in segments:
-        piece = tokenizer(segment.text, add_special_tokens=False)["input_ids"]
-        ids += piece
-        labels += piece if segment.learnt else [IGNORED] * len(piece)
-    end = token_id(tokenizer, "eos")
-    if end is not None and (not ids or ids[-1] != end):
+    text, is_whole = "".join(part.text for part in segments), all(part.learnt for part in segments)
+    if not is_whole and not tokenizer.is_fast:
+        raise InputError(
+            f"the tokenizer {tokenizer.name_or_path} does not say where its tokens are in the text,"
+            " which dialogues need: use a fast tokenizer"
+        )
+    end, start = token_id(tokenizer, "eos"), start_tokens(segments, tokenizer)
+    tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=not is_whole)
+    ids = start + tokens["input_ids"]
+    if is_whole:
+        labels, is_open = start + tokens["input_ids"], ids[-1:] != [end]
+    else:
+        learnt, is_open = _learnt(segments, tokens, tokenizer)
+        pairs = zip(tokens["input_ids"], learnt, strict=True)
+        labels = start + [token if learn else IGNORED for token, learn in pairs]
+    labels[: len(start)] = [IGNORED] * len(start)
+    if end is not None and is_open:
         ids.append(end)
         labels.append(end)
     return {"input_ids": ids, "labels": labels}
+
+
+def _learnt(
+    segments: Sequence[Segment], tokens: BatchEncoding, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[bool], bool]:
+    """Return which tokens are learnt, and whether the text ends with a learnt segment that no
+    special token ends.
+    """
+    text, special = "".join(segment.text for segment in segments), _special_ids(tokenizer)
+    ids, offsets = tokens["input_ids"], tokens["offset_mapping"]
+    begins, ends = zip(*offsets, strict=True)
+    seen = [number for number, (begin, end) in enumerate(offsets) if text[begin:end].strip()]
+    learnt, at, is_open = [False] * len(ids), 0, False
+    for segment in segments:
+        begin, at = at, at + len(segment.text)
+        is_open = is_open and not segment.text.strip()
+        if segment.learnt:
+            first, last = bisect_right(ends, begin), bisect_left(begins, at)
+            inside = bisect_left(seen, last)
+            is_open = not (inside and ids[seen[inside - 1]] in special)
+            if is_open and inside < len(seen) and ids[seen[inside]] in special:
+                last, is_open = seen[inside] + 1, False
+            learnt[first:last] = [True] * (last - first)
+    return learnt, is_open
+
+
+@lru_cache(maxsize=4)
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    added = tokenizer.added_tokens_decoder
+    return {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
 
 
 def start_tokens(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -299,27 +379,14 @@ def pair_of(record: object, where: str, source: str | None, target: str | None) 
     Columns may have dots: translation.en. InputError if a text is missing.
     """
     if source and target:
-        texts = [_column(record, name, where) for name in (source, target)]
-        return Pair(*texts)
-    if isinstance(record, Mapping):
-        for names in _PAIRS:
-            if all(isinstance(record.get(name), str) for name in names):
-                return Pair(*(record[name] for name in names))
+        sides = {"--source_column": source, "--target_column": target}
+        return Pair(*(text_of(record, where, *side) for side in sides.items()))
+    if isinstance(record, Mapping) and (pair := _pair_in(record)):
+        return pair
     raise InputError(
         f"{where}: name the texts with --source_column and --target_column (for instance "
         "translation.en)"
     )
-
-
-def _column(record: object, name: str, where: str) -> str:
-    value = record
-    for key in name.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            raise InputError(f"{where}: there is no column {name!r}")
-        value = value[key]
-    if not isinstance(value, str):
-        raise InputError(f"{where}: {name!r} is {value!r:.40}; it must be a string")
-    return value
 
 
 def encode_pair(

@@ -224,6 +224,9 @@ def _compare(
 class _FusedHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, recipe, with_gradient):
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        # They differ under autocast, after a projection such as that of OPT-350m.
+        hidden = hidden.to(weight.dtype)
         chunks: list[torch.Tensor] = []
         d_hidden = torch.empty_like(hidden) if with_gradient else None
         d_weight = torch.zeros_like(weight, dtype=_at_least_fp32(weight)) if with_gradient else None
@@ -250,7 +253,6 @@ class _FusedHead(torch.autograd.Function):
             else:
                 d_weight += gradient.T @ part
         ctx.gradients = d_hidden, d_weight, d_bias
-        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         statistics = _joined(chunks, hidden)
         ctx.mark_non_differentiable(statistics)
         return _weighted_sum(TokenLosses(*statistics), targets, recipe), statistics

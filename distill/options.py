@@ -38,7 +38,7 @@ class DataArguments:
     """The data, and what is written."""
 
     train_file: str | None = option(
-        None, "Training data: .txt, .json, .jsonl, a folder of text files, or a dataset's name."
+        None, "Training data: .json, .jsonl, .csv, .tsv, .parquet, .txt, or a dataset's name."
     )
     validation_file: str | None = option(None, "Held-out data, in the same formats.")
     test_file: str | None = option(None, "Data for --do_predict, in the same formats.")

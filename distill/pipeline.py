@@ -47,10 +47,11 @@ from distill.student import (
 from distill.teacher import LiveTeacher, Observed, load_model, require_same_kind
 from distill.trainer import DistillationTrainer
 from translation import report
-from translation.arguments import output_folder
+from translation.arguments import checkpoint_of, output_folder
 from translation.model import dtype_to_train_in
-from translation.records import InputError, required
+from translation.records import InputError, open_records, required
 from translation.tokenizer import pad_token_id
+from zero.integrations.hf.preemption import SaveOnSigterm
 
 logger = logging.getLogger(__name__)
 
@@ -101,15 +102,14 @@ def run(arguments: Arguments) -> None:
             processing_class=tokenizer,
             teacher_processing_class=teacher_tokenizer,
             data_collator=data.Collator(pad_token_id(tokenizer)),
-            compute_metrics=report.make_compute_metrics(tokenizer)
-            if args.predict_with_generate
-            else None,
+            callbacks=[SaveOnSigterm()],
         )
     except ValueError as error:
         raise InputError(str(error)) from error
     figures = {}
     if args.do_train:
-        result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        checkpoint = checkpoint_of(args, data_args.overwrite_output_dir)
+        result = trainer.train(resume_from_checkpoint=checkpoint)
         # An internal call does not push, which happens after conversion.
         trainer.save_model(_internal_call=True)
         figures["train_runtime"] = result.metrics["train_runtime"]
@@ -122,7 +122,7 @@ def run(arguments: Arguments) -> None:
         trainer.save_metrics("eval", metrics)
         figures |= metrics
     if args.do_predict:
-        figures |= _predict(trainer, splits["test"])
+        figures |= _predict(trainer, splits["test"], data_args)
     if args.do_train and args.process_index == 0:
         folder, data_file = output_folder(args), required(data_args.train_file, "train_file")
         report.convert(folder, data_args.export_dtype)
@@ -133,14 +133,21 @@ def run(arguments: Arguments) -> None:
         logger.info("student: %s (%s)", folder, data_args.export_dtype)
 
 
-def _predict(trainer: DistillationTrainer, tokens: Examples) -> dict[str, float]:
+def _predict(
+    trainer: DistillationTrainer, tokens: Examples, data_args: DataArguments
+) -> dict[str, float]:
     """Score the test split. With generation, write the generated texts, one in each line."""
+    tokenizer = trainer.processing_class
+    if trainer.args.predict_with_generate and tokenizer:
+        columns = data_args.source_column, data_args.target_column
+        records = open_records(required(data_args.test_file, "test_file"), "--test_file", "test")
+        references = [data.pair_of(record, where, *columns).target for where, record in records]
+        trainer.compute_metrics = report.make_compute_metrics(tokenizer, references)
     # A list is a map-style dataset, though not by its type.
     result = trainer.predict(cast(Dataset, tokens), metric_key_prefix="predict")
     metrics = result.metrics or {}
     trainer.log_metrics("predict", metrics)
     trainer.save_metrics("predict", metrics)
-    tokenizer = trainer.processing_class
     if trainer.args.predict_with_generate and trainer.is_world_process_zero() and tokenizer:
         texts = report.decode(np.asarray(result.predictions), tokenizer)
         report.write_translations(output_folder(trainer.args), texts)
@@ -397,7 +404,9 @@ def load_examples(
             "leave it out, and put the words into the data"
         )
     records = tqdm(
-        data.read_records(name, split), desc=f"reading the {split} split", disable=not show_progress
+        open_records(name, f"--{split}_file", split),
+        desc=f"reading the {split} split",
+        disable=not show_progress,
     )
     length = data_args.max_length
     packing = data_args.packing and not written

@@ -437,6 +437,7 @@ class DistillationTrainer(Seq2SeqTrainer):
             losses.teacher_ce.nan_to_num(0.0),  # NaN if it is unknown
             losses.agreement.nan_to_num(0.0),
             ones,
+            losses.teacher_ce.isfinite().float(),  # the teacher may not know the label
             losses.agreement.isfinite().float(),
         ]
         sums = ones.new_zeros(batch.size, len(columns))
@@ -556,8 +557,8 @@ def _head_rows(model: PreTrainedModel) -> int:
 
 
 def _held_out_metrics(sums: np.ndarray) -> dict[str, float]:
-    """Return means over tokens from the sums of each example, (examples, 6)."""
-    ce, kd, teacher_ce, agreement, tokens, compared = sums.astype(np.float64).sum(0).tolist()
+    """Return means over tokens from the sums of each example, (examples, 7)."""
+    ce, kd, teacher_ce, agreement, tokens, known, compared = sums.astype(np.float64).sum(0).tolist()
     metrics = {
         "loss": ce / tokens,
         "ce_loss": ce / tokens,
@@ -567,5 +568,8 @@ def _held_out_metrics(sums: np.ndarray) -> dict[str, float]:
     if kd:
         metrics["kd_loss"] = kd / tokens
     if compared:
-        metrics |= {"teacher_ce": teacher_ce / compared, "top1_agreement": agreement / compared}
+        metrics |= {
+            "teacher_ce": teacher_ce / max(1, known),
+            "top1_agreement": agreement / compared,
+        }
     return metrics

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, cast
 
+import yaml
 from safetensors import SafetensorError, safe_open
 from torch import accelerator
 from transformers import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
@@ -19,12 +20,14 @@ from transformers.hf_argparser import DataClassType
 from transformers.trainer_utils import get_last_checkpoint
 
 import zero.config
-from translation.command_line import Application
+from translation.command_line import CONFIG_HELP, Application
 from translation.options import APPLICATION, DataTrainingArguments, ModelArguments
-from translation.records import InputError, check_data_file, required
+from translation.records import InputError, check_name, open_records, read_pairs, required
 from zero.checkpoint import find_resumable
 from zero.config import table
 
+# How many records of a file are checked before anything is loaded.
+CHECKED_RECORDS = 1000
 Arguments = tuple[ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments]
 
 # Defaults for a run without model and data. Arguments that are given override them. On a CPU
@@ -59,6 +62,7 @@ class ArgumentParser(HfArgumentParser):
         types = [DataClassType(each) for each in dataclasses]
         super().__init__(types, prog=application.script, add_help=False, allow_abbrev=False)
         self.add_argument("--help-all", action="help", help="list all arguments")
+        self.add_argument("--config", metavar="FILE", help=CONFIG_HELP)
 
     def error(self, message: str) -> NoReturn:
         self.application.fail(message)
@@ -66,19 +70,59 @@ class ArgumentParser(HfArgumentParser):
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        words = sys.argv[1:] if args is None else args
+        words = list(sys.argv[1:] if args is None else args)
+        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        finder.add_argument("--config")
+        if path := finder.parse_known_args(words)[0].config:
+            words = words_of(path) + words  # the last one counts
         self.application.refuse_unknown(words, {action.dest for action in self._actions})
         parsed, unknown = self.parse_known_args(words, namespace or argparse.Namespace())
         if unknown:
             self.error(
                 f"unexpected {unknown[0]!r}: every value needs an argument before it; see --help"
             )
+        vars(parsed).pop("config")  # no argument of a dataclass
         return parsed
+
+
+def words_of(path: str) -> list[str]:
+    """Return the arguments of a YAML or JSON file as the words of a command line.
+
+    Raises:
+        InputError: the file is not there, or holds something else.
+    """
+    # To YAML, the number 1e-4 is a text.
+    parse = json.loads if path.endswith(".json") else yaml.safe_load
+    try:
+        arguments = parse(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise InputError(f"--config {path}: {error}") from error
+    if not isinstance(arguments, dict):
+        raise InputError(f"--config {path}: it has no arguments, such as learning_rate: 1e-4")
+    words = []
+    for name, value in arguments.items():
+        if isinstance(value, list):
+            words += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            words.append(f"--{name}={text}")
+    return words
 
 
 def output_folder(args: TrainingArguments) -> str:
     """Return `--output_dir`. Without it, transformers has set a default."""
     return required(args.output_dir, "output_dir")
+
+
+def checkpoint_of(args: TrainingArguments, overwrite: bool) -> str | None:
+    """Return the checkpoint from which to train on: the one that is named, or the last one in the
+    output folder, unless it may be overwritten.
+    """
+    folder, named = output_folder(args), args.resume_from_checkpoint
+    if named or overwrite or not os.path.isdir(folder):
+        return named
+    found = find_resumable(folder)
+    return None if found is None else str(found)
 
 
 def is_demonstration(model_args, data_args) -> bool:
@@ -161,10 +205,7 @@ def check_arguments(given: argparse.Namespace) -> None:
     """Check everything that needs no process group, so that each rank finds the same fault."""
     if given.deepspeed is not None:
         _check_optimizer(given, load_ds_config("deepspeed", given))
-    if not (given.do_train or given.do_eval or given.do_predict):
-        raise InputError(
-            "nothing to do: give at least one of --do_train, --do_eval and --do_predict"
-        )
+    check_stages(given, has_data=bool(given.dataset_name) or uses_built_in_corpus(given))
     if is_from_scratch(given) and not given.do_train:
         raise InputError(
             "an untrained model cannot be evaluated: give --model_name_or_path or --do_train"
@@ -179,6 +220,24 @@ def check_arguments(given: argparse.Namespace) -> None:
     )
     if source:
         check_tokenizer(source, getattr(given, source))
+    check_output(given)
+
+
+def check_stages(given: argparse.Namespace, has_data: bool = False) -> None:
+    """Check that there is something to do, and a file for it unless the data is named otherwise."""
+    stages = {"do_train": "train_file", "do_eval": "validation_file", "do_predict": "test_file"}
+    wanted = [stage for stage in stages if getattr(given, stage)]
+    if not wanted:
+        raise InputError(
+            "nothing to do: give at least one of --do_train, --do_eval and --do_predict"
+        )
+    for stage in wanted:
+        if not has_data and not getattr(given, stages[stage]):
+            raise InputError(f"--{stage} needs data: give --{stages[stage]}")
+
+
+def check_output(given: argparse.Namespace) -> None:
+    """Check the folder of the results, and the run in it that is to be resumed."""
     check_resume(given)
     check_not_finished(given)
     check_output_dir(given.output_dir)
@@ -239,21 +298,18 @@ def _check_data(given: argparse.Namespace) -> None:
         )
     if uses_built_in_corpus(given):
         return
-    stages = {"do_train": "train_file", "do_eval": "validation_file", "do_predict": "test_file"}
-    if not given.dataset_name:
-        for stage, argument in stages.items():
-            if getattr(given, stage) and not getattr(given, argument):
-                raise InputError(f"--{stage} needs data: give --{argument} or --dataset_name")
-    languages = {"--source_lang": given.source_lang, "--target_lang": given.target_lang}
-    for argument in stages.values():
-        if path := getattr(given, argument):
-            check_data_file(path, f"--{argument}", languages)
-    for argument, language in languages.items():
-        if not language:
+    for argument in ("source_lang", "target_lang"):
+        if not getattr(given, argument):
             raise InputError(
-                f"{argument} is missing: name the language, as it is called in the data (for "
+                f"--{argument} is missing: name the language, as it is called in the data (for "
                 "instance en)"
             )
+    languages = {"source": given.source_lang, "target": given.target_lang}
+    for argument in ("train_file", "validation_file", "test_file"):
+        check_name(path := getattr(given, argument), f"--{argument}")
+        if path and os.path.isfile(path):
+            for _ in read_pairs(open_records(path, f"--{argument}"), languages, CHECKED_RECORDS):
+                pass
 
 
 def _check_folder(argument: str, name: str | None) -> None:

@@ -21,6 +21,8 @@ from typing import NoReturn, TypeVar
 
 Value = TypeVar("Value")
 
+CONFIG_HELP = "YAML or JSON file of arguments; those of the command line count instead"
+
 # The arguments of transformers' Trainer that most jobs use, by purpose.
 OF_THE_TRAINER = {
     "what to do": "do_train do_eval do_predict predict_with_generate",
@@ -80,7 +82,7 @@ class Application:
             sys.exit()
         known = {field.name for fields in self.groups.values() for field in own_fields(fields)}
         if of_the_trainer := trainer_arguments():
-            self.refuse_unknown(argv, known | of_the_trainer | {"help_all"})
+            self.refuse_unknown(argv, known | of_the_trainer | {"help_all", "config"})
         for name in _LOUD:
             logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -121,10 +123,11 @@ class Application:
             for purpose, names in OF_THE_TRAINER.items()
         ]
         parser.add_argument_group("training (transformers' Trainer)", "\n".join(lines))
-        engine = parser.add_argument_group("engine, and more help")
+        engine = parser.add_argument_group("engine, arguments in a file, and more help")
         engine.add_argument(
             "--deepspeed", metavar="FILE", help="ds_config.json: zero shards and offloads by it"
         )
+        engine.add_argument("--config", metavar="FILE", help=CONFIG_HELP)
         engine.add_argument(
             "--help-all", action="store_true", help="list every argument, with all of the Trainer's"
         )

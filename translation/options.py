@@ -38,7 +38,7 @@ class DataTrainingArguments:
     )
     dataset_config_name: str | None = option(None, "Configuration of that dataset.")
     train_file: str | None = option(
-        None, "Training data: JSON lines (.json, .jsonl), .csv or .tsv."
+        None, "Training data: .json, .jsonl, .csv, .tsv, .parquet, or a dataset's name."
     )
     validation_file: str | None = option(None, "Validation data, in the same formats.")
     test_file: str | None = option(None, "Test data, in the same formats.")

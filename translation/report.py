@@ -1,10 +1,7 @@
-"""The results of a run: scores, translations, and a test that the checkpoint loads."""
+"""The results of a run: scores, translations, and weights in 16 bits."""
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import evaluate
@@ -18,10 +15,6 @@ from transformers import EvalPrediction, PreTrainedTokenizerBase
 from translation.tokenizer import pad_token_id
 
 METRIC_SCRIPT = Path(__file__).with_name("bleu_chrf.py")
-# Set by torchrun. A new process started by a rank must not have them, or it would act as that rank.
-LAUNCHER_VARIABLES = (
-    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT".split()
-)
 
 
 def decode(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -34,18 +27,19 @@ def decode(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def make_compute_metrics(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase, references: Sequence[str]
 ) -> Callable[[EvalPrediction], dict[str, float]]:
-    """Return the Trainer's `compute_metrics`:
+    """Return the Trainer's `compute_metrics`: BLEU, chrF, and the mean length of the output in
+    tokens.
 
-    BLEU, chrF, and the mean length of the output in tokens.
+    `references`: the texts of the data, in its order. Those of the labels are cut and lack the
+    characters that the tokenizer does not know.
     """
     metric = evaluate.load(str(METRIC_SCRIPT), keep_in_memory=True)
 
     def compute_metrics(result: EvalPrediction) -> dict[str, float]:
         tokens = np.asarray(result.predictions)
         predictions = decode(tokens, tokenizer)
-        references = decode(np.asarray(result.label_ids), tokenizer)
         scores = metric.compute(predictions=predictions, references=references) or {}
         lengths = np.isin(tokens, [pad_token_id(tokenizer), -100], invert=True).sum(axis=1)
         return {name: round(score, 4) for name, score in scores.items()} | {
@@ -93,18 +87,3 @@ def convert(folder: str | Path, dtype: str) -> None:
         json.dumps(json.loads(config.read_text()) | {"dtype": dtype}, indent=2, sort_keys=True)
         + "\n"
     )
-
-
-def reload_in_fresh_process(folder: str, sentences: list[str]) -> None:
-    """Translate sentences with the checkpoint in `folder`, in a new process with transformers
-    alone.
-
-    Raises:
-        subprocess.CalledProcessError: the checkpoint does not load.
-    """
-    environment = {
-        name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES
-    }
-    command = [sys.executable, "-m", "translation.reload", os.path.abspath(folder), *sentences]
-    sys.stdout.flush()
-    subprocess.run(command, env=environment, cwd=Path(__file__).parents[1], check=True)

@@ -36,7 +36,7 @@ import run_distill
 import run_translation
 from benchmarks.arguments import Parser, result_file
 from benchmarks.launch import REPOSITORY
-from translation.corpus import build_corpus
+from examples.demonstration.cldr import build_corpus
 from translation.model import BUILT_IN_CORPUS_SIZE, FREE_TEXT_SIZE, small_t5_config
 from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
 from zero.tools.arguments import count

@@ -16,7 +16,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from tokenizers.processors import TemplateProcessing
-from transformers import BartConfig, GenerationConfig, MarianConfig, MarianMTModel
+from transformers import (
+    BartConfig,
+    GenerationConfig,
+    MarianConfig,
+    MarianMTModel,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 import translation.arguments
 import zero
@@ -64,7 +71,7 @@ from distill.vocabulary import VocabularyError, align, align_rows
 from tests.distill import models
 from tests.processes import run_on
 from tests.tolerance import assert_close, rounding
-from translation.records import InputError
+from translation.records import InputError, open_records
 
 TEXT = ["def add(a, b):\n    return a + b\n", "class Naïve:\n    pass  # größer\n"]
 
@@ -80,7 +87,7 @@ def tokenizer():
 def test_packed_documents_keep_their_tokens_labels_and_positions():
     examples = [
         {"input_ids": [5, 6, 7], "labels": [5, 6, 7]},
-        {"input_ids": [8, 9, 10, 11], "labels": [-100, 9, 10, 11]},
+        {"input_ids": [8, 9, 10, 11], "labels": [8, 9, 10, 11]},
     ]
     first, second = pack(examples, 5, pad=0)
     assert first == {
@@ -111,17 +118,17 @@ def test_a_packed_document_reads_as_it_does_alone(make):
     "record, learnt",
     [
         ({"text": "all of it"}, ["all of it"]),
-        ({"prompt": "question", "response": "answer"}, ["assistant: answer\n"]),
+        ({"prompt": "question", "response": "answer"}, ["answer\n"]),
         (
             {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
-            ["assistant: a\n"],
+            ["a\n"],
         ),
         (
             {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-            ["assistant: a\n"],
+            ["a\n"],
         ),
-        (["q", "a", "q2", "a2"], ["assistant: a\n", "assistant: a2\n"]),
-        ([{"user": "q", "assistant": "a"}], ["assistant: a\n"]),
+        (["q", "a", "q2", "a2"], ["a\n", "a2\n"]),
+        ([{"user": "q", "assistant": "a"}], ["a\n"]),
     ],
 )
 def test_only_the_assistants_turns_are_learnt(record, learnt, tokenizer):
@@ -129,7 +136,9 @@ def test_only_the_assistants_turns_are_learnt(record, learnt, tokenizer):
     assert [segment.text for segment in segments if segment.learnt] == learnt
     example = encode(segments, tokenizer)
     kept = [token for token in example["labels"] if token != IGNORED]
-    assert tokenizer.decode(kept) == "".join(learnt) + tokenizer.eos_token
+    # The space after "assistant:" is in the token of the answer's first letter.
+    text = tokenizer.decode(kept).replace("\n ", "\n").lstrip(" ")
+    assert text == "".join(learnt) + tokenizer.eos_token
 
 
 @pytest.mark.parametrize(
@@ -140,29 +149,11 @@ def test_records_of_no_known_kind_are_named(record, tokenizer):
         segments_of(record, "here", tokenizer)
 
 
-PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-LAST_THINKS = PLAIN.replace(">{{ m.c", ">{% if loop.last %}...{% endif %}{{ m.c")
-REFUSES = "{{ raise_exception('no system role') }}"
-
-
-def test_turns_are_told_apart_or_refused(tokenizer):
-    templated = copy.deepcopy(tokenizer)
-    templated.chat_template = PLAIN
-    turns = ["q", "a", "q2", "a2"]
-    texts = [segment.text for segment in segments_of(turns, "here", templated)]
-    assert texts == ["<user>q", "<assistant>a", "<user>q2", "<assistant>a2"]
-    # As Phi's templates do, and with the same turns.
-    templated.chat_template = PLAIN + templated.eos_token
-    found = [segment.text for segment in segments_of(turns, "here", templated)]
-    assert found == [*texts[:-1], texts[-1] + templated.eos_token]
-    # What a chat gives as a prompt is read, so models that write answers continue it.
-    templated.chat_template = PLAIN + "{% if add_generation_prompt %}<assistant>{% endif %}"
-    found = [(part.text, part.learnt) for part in segments_of(turns[:2], "here", templated)]
-    assert found == [("<user>q", False), ("<assistant>", False), ("a", True)]
-    for template, message in ((LAST_THINKS, "once another one follows"), (REFUSES, "no system")):
-        templated.chat_template = template
-        with pytest.raises(InputError, match=f"^here.*{message}"):
-            segments_of(turns, "here", templated)
+def test_what_a_template_says_is_named(tokenizer):
+    refusing = copy.deepcopy(tokenizer)
+    refusing.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(InputError, match=r"^here.*no system"):
+        segments_of(["q", "a"], "here", refusing)
 
 
 def test_texts_begin_as_the_tokenizer_begins_them(tokenizer):
@@ -184,8 +175,14 @@ def test_texts_begin_as_the_tokenizer_begins_them(tokenizer):
 def test_columns_of_pairs_may_be_nested():
     record = {"translation": {"en": "a", "de": "b"}}
     assert pair_of(record, "here", "translation.en", "translation.de") == ("a", "b")
-    with pytest.raises(InputError, match="no column 'translation.fr'"):
+    with pytest.raises(InputError, match="no column 'fr' for --target_column"):
         pair_of(record, "here", "translation.en", "translation.fr")
+
+
+def test_an_alpaca_record_keeps_its_input():
+    record = {"instruction": "add", "input": "1 and 2", "output": "3"}
+    assert pair_of(record, "here", None, None) == ("add\n1 and 2", "3")
+    assert pair_of({**record, "input": ""}, "here", None, None) == ("add", "3")
 
 
 def test_a_prefix_is_read_before_the_source(tokenizer):
@@ -208,6 +205,17 @@ def test_targets_of_a_shifted_batch():
         and batch.examples.tolist() == [0, 0, 1]
     )
     assert Batch.of(inputs, shifted=False).rows.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_token_sees_what_is_before_it_in_its_document():
+    documents = [{"input_ids": ids, "labels": ids} for ids in ([5, 6], [7, 8, 9])]
+    packed = Batch.of(COLLATE(pack(documents, 6, pad=0)), shifted=True)
+    expected = torch.block_diag(*(torch.ones(n, n) for n in (2, 3, 1))).tril().bool()
+    assert torch.equal(packed.visible()[0], expected)
+    padded = Batch.of(COLLATE(documents), shifted=True).visible()[0]
+    expected = torch.ones(3, 3).tril().bool()
+    expected[2, :2] = True  # a padding token sees itself too, and what comes before
+    assert torch.equal(padded, expected)
 
 
 def test_two_tokenizers_are_aligned_where_the_text_before_is_the_same(tokenizer):
@@ -673,6 +681,33 @@ def test_packed_documents_have_the_losses_that_they_have_alone(make, isolates, t
     assert packed["eval_tokens"] == alone["eval_tokens"] == 5
 
 
+def test_labels_that_the_teacher_does_not_know_do_not_count_for_it(tmp_path):
+    student, known = models.llama(16, 2, seed=0), 30
+    teacher = models.llama(16, 2, seed=1, vocabulary=known)
+    examples = models.sequences(5)
+    total, count = 0.0, 0
+    for example in examples:
+        ids = torch.tensor(example["input_ids"])
+        with torch.no_grad():
+            logits = teacher.eval()(ids.where(ids < known, 0).unsqueeze(0)).logits[0, :-1]
+        labels = ids[1:].where(ids[1:] < known, IGNORED)
+        total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+        count += int((labels != IGNORED).sum())
+    found = trainer(tmp_path, student, teacher, examples).evaluate()
+    assert 0 < count < found["eval_tokens"]
+    assert found["eval_teacher_ce"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_a_head_that_reads_16_bits_from_a_projection_is_trained_in_16_bits(tmp_path):
+    """As that of OPT-350m, whose hidden states are wider than its embeddings."""
+    sizes = {"vocab_size": models.VOCABULARY, "hidden_size": 16, "ffn_dim": 32}
+    config = OPTConfig(**sizes, num_hidden_layers=1, num_attention_heads=4, word_embed_proj_dim=8)
+    torch.manual_seed(0)
+    student, teacher = OPTForCausalLM(config), models.llama(16, 2, seed=1)
+    training = trainer(tmp_path, student, teacher, models.sequences(3), max_steps=2, bf16=True)
+    assert math.isfinite(training.train().training_loss)
+
+
 def test_a_student_that_predicts_nan_has_no_score(tmp_path):
     student = models.llama(16, 2, seed=0)
     with torch.no_grad():
@@ -772,15 +807,20 @@ def test_files_of_every_kind_are_read(tmp_path):
     found = [
         record["text"]
         for name in ("a.jsonl", "b.json", "c.txt")
-        for _, record in data.read_records(tmp_path / name, "train")
+        for _, record in open_records(str(tmp_path / name), "--train_file")
     ]
     assert found == ["one", "two", "three", "four"]
     (tmp_path / "e.jsonl").write_text('{"text": "a\u2028b"}\n', encoding="utf-8")
-    ((_, record),) = data.read_records(tmp_path / "e.jsonl", "train")
+    ((_, record),) = open_records(str(tmp_path / "e.jsonl"), "--train_file")
     assert record == {"text": "a\u2028b"}
-    (tmp_path / "d.csv").write_text("x")
-    with pytest.raises(InputError, match="unknown kind of file"):
-        list(data.read_records(tmp_path / "d.csv", "train"))
+    (tmp_path / "d.docx").write_text("x")
+    with pytest.raises(InputError, match=r"^--train_file .*d.docx: unknown kind of file"):
+        open_records(str(tmp_path / "d.docx"), "--train_file")
+    (tmp_path / "texts").mkdir()
+    for name in ("b.md", "a.py"):
+        (tmp_path / "texts" / name).write_text(name)
+    texts = open_records(str(tmp_path / "texts"), "--train_file")
+    assert [record["text"] for _, record in texts] == ["a.py", "b.md"]
 
 
 @pytest.mark.parametrize(

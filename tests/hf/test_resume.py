@@ -15,10 +15,10 @@ import pytest
 import torch
 from transformers import T5ForConditionalGeneration
 
+from examples.demonstration.cldr import build_corpus
 from tests.hf.trainer_runs import SCRIPTS, column, write_jobs
 from tests.processes import fork_ranks, torchrun
 from tests.releases import needs
-from translation.corpus import build_corpus
 from zero.checkpoint import find_resumable
 from zero.checkpoint.models import consolidate, get_fp32_state_dict_from_zero_checkpoint
 

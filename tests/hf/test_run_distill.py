@@ -90,9 +90,7 @@ def make_data(folder: Path) -> None:
         for x in LINES
     ]
     (folder / "dialogues.json").write_text(json.dumps(dialogues))
-    (folder / "turns.jsonl").write_text(
-        "\n".join(json.dumps(["write a function", x]) for x in LINES)
-    )
+    (folder / "turns.jsonl").write_text("\n".join(json.dumps(["add", x]) for x in LINES))
     pairs = [{"translation": {"en": f"number {i}", "de": f"Nummer {i}"}} for i in range(24)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     (folder / "blank.jsonl").write_text('{"text": ""}\n{"text": " "}\n')

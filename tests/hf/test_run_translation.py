@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq, T5Config
 from transformers.models.t5 import T5ForConditionalGeneration
 
+from examples.demonstration.cldr import build_corpus
 from tests.processes import REPOSITORY, fork_ranks
-from translation.corpus import build_corpus
 from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
 
 SCRIPT = REPOSITORY / "run_translation.py"

@@ -38,7 +38,7 @@ if "SHOW_IMPORTED" in os.environ:
 """
 CORE = ["torch", "transformers", "accelerate", "safetensors", "jinja2", "xxhash"]
 # They come with transformers.
-OF_TRANSFORMERS = ["numpy", "tqdm", "tokenizers", "huggingface_hub"]
+OF_TRANSFORMERS = ["numpy", "tqdm", "tokenizers", "huggingface_hub", "yaml"]
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def imported_by(path: Path, seen: set[Path]) -> set[str]:
         for name in names:
             top = name.split(".")[0]
             own = REPOSITORY.joinpath(*name.split(".")).with_suffix(".py")
-            if top not in ("distill", "translation", "zero"):
+            if top not in ("distill", "translation", "examples", "zero"):
                 found.add(top)
             elif own.is_file() and top != "zero" and own not in seen:
                 found |= imported_by(own, seen)

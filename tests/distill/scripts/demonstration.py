@@ -4,12 +4,12 @@ demonstration.py ARGUMENTS...
 """
 
 import run_distill
-from distill import demonstration
-from distill.corpus import Corpus
+from examples.demonstration import distillation
+from examples.demonstration.standard_library import Corpus
 
 LINES = [f"def add_{i}(a, b):\n    return a + b + {i}\n" * 9 for i in range(40)]
 
 
 if __name__ == "__main__":
-    demonstration.standard_library = lambda: Corpus(LINES[:36], LINES[36:])
+    distillation.standard_library = lambda: Corpus(LINES[:36], LINES[36:])
     run_distill.main()

@@ -154,8 +154,8 @@ def test_lightning_starts_the_other_ranks_by_itself(tmp_path):
         assert done.returncode == 0, done.stderr
 
 
-def test_wheel_claims_one_name(tmp_path):
-    """The wheel has the hook and the C++ source, and not the applications beside the package."""
+def test_the_wheel_has_the_engine_and_the_applications(tmp_path):
+    """And with the engine the hook and the C++ source."""
     pytest.importorskip("setuptools", minversion="77")
     source = tmp_path / "source"
     ignore = shutil.ignore_patterns("__pycache__", ".git", "output", "build", "*.egg-info")
@@ -172,10 +172,16 @@ def test_wheel_claims_one_name(tmp_path):
         scripts = archive.read(
             next(name for name in names if name.endswith("entry_points.txt"))
         ).decode()
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"zero"}
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {
+        "zero",
+        "distill",
+        "translation",
+    }
     assert {
         "zero/integrations/hf/startup/sitecustomize.py",
         "zero/optim/adam_cpu/kernel.cpp",
         "zero/tools/report/page.html.jinja",
+        "distill/trainer.py",
+        "translation/bleu_chrf.py",
     } <= {*names}
     assert "zero = zero.tools.cli:main" in scripts

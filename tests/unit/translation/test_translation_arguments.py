@@ -4,12 +4,13 @@ import json
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
 
 from translation.arguments import check_output_dir, parse_arguments
-from translation.records import InputError, check_data_file, read_records
+from translation.records import InputError, open_records, read_pairs
 
-LANGUAGES = {"--source_lang": "en", "--target_lang": "de"}
+LANGUAGES = {"source": "en", "target": "de"}
 PAIR = '{"translation": {"en": "Germany", "de": "Deutschland"}}\n'
 
 
@@ -36,11 +37,11 @@ BAD_ARGUMENTS = {
     ),
     "no file": (
         TRAIN.replace("train.jsonl", "missing.jsonl"),
-        "--train_file missing.jsonl: no such file",
+        "--train_file missing.jsonl: no such file or folder",
     ),
     "no source language": (
         TRAIN.replace("--source_lang en", ""),
-        "--source_lang is missing.* en, de",
+        "--source_lang is missing",
     ),
     "one language": (TRAIN.replace("--target_lang de", "--target_lang en"), "both 'en'"),
     "missing column": (
@@ -228,28 +229,35 @@ def test_generation_settings_reach_the_trainer(folder):
     assert (args.generation_num_beams, args.generation_max_length) == (3, 17)
 
 
+def read(path, languages=LANGUAGES):
+    return list(read_pairs(open_records(str(path), "--train_file"), languages))
+
+
 @pytest.mark.parametrize(
     "name, text",
     [
         ("a.jsonl", PAIR * 2),
         ("a.json", '{"en": "Germany", "de": "Deutschland"}\n\n'),
-        ("a.csv", 'de,en\nDeutschland,"Germany, the"\n'),
+        ("a.json", '[{"en": "Germany", "de": "Deutschland"}]'),
+        ("a.csv", 'de,en\nDeutschland,"Germany"\n'),
+        ("a.csv", '\ufeffen;de\r\nGermany;"Deutschland"\r\n'),  # Excel's
         ("a.tsv", "en\tde\nGermany\tDeutschland\n"),
     ],
 )
 def test_good_files(tmp_path, name, text):
-    (tmp_path / name).write_text(text)
-    check_data_file(str(tmp_path / name), "--train_file", LANGUAGES)
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    assert read(tmp_path / name)[0] == {"source": "Germany", "target": "Deutschland"}
 
 
 BAD_FILES = {
-    "a.txt": ("Germany", "must end in one of .json, .jsonl, .csv, .tsv"),
-    "empty.jsonl": ("", "the file is empty"),
-    "blank.jsonl": ("\n\n", "the file is empty"),
-    "header.csv": ("en,de\n", "the file is empty"),
+    "a.docx": ("Germany", "must end in one of .json, .jsonl, .csv, .tsv"),
+    "a.txt": ("Germany", "no column 'en' for --source_lang; the columns are text"),
+    "empty.jsonl": ("", "it is empty"),
+    "blank.jsonl": ("\n\n", "it is empty"),
+    "header.csv": ("en,de\n", "it is empty"),
     "broken.jsonl": (
         PAIR + '{"translation": {"en"',
-        "line 2: not valid JSON .*each line must be one record",
+        "line 2: not valid JSON .*one record in each line",
     ),
     "list.jsonl": ("[1, 2]", "line 1: a record must be an object"),
     "null.jsonl": ('{"en": "Germany", "de": null}', r"\('de'\) is None; it must be a string"),
@@ -265,19 +273,67 @@ BAD_FILES = {
 def test_bad_files(tmp_path, name):
     text, message = BAD_FILES[name]
     (tmp_path / name).write_text(text)
-    with pytest.raises(InputError, match=f"--train_file .*{name}.*{message}|{name}.*{message}"):
-        check_data_file(str(tmp_path / name), "--train_file", LANGUAGES)
+    with pytest.raises(InputError, match=f"^--train_file .*{name}.*{message}"):
+        read(tmp_path / name)
 
 
 def test_text_that_is_not_utf_8(tmp_path):
     path = tmp_path / "latin.csv"
     path.write_bytes("en,de\nZurich,Zürich\n".encode("latin-1"))
     with pytest.raises(InputError, match="not UTF-8"):
-        check_data_file(str(path), "--train_file", LANGUAGES)
+        read(path)
 
 
 def test_a_language_code_with_a_region(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(PAIR)
-    check_data_file(str(path), "--train_file", {"--source_lang": "en_XX", "--target_lang": "de_DE"})
-    assert [record for _, record in read_records(str(path))] == [json.loads(PAIR)]
+    pairs = read(path, {"source": "en_XX", "target": "de_DE"})
+    assert pairs == [{"source": "Germany", "target": "Deutschland"}]
+
+
+@pytest.mark.parametrize("name", ["run.yaml", "run.json"])
+def test_arguments_in_a_file_are_overridden_by_those_of_the_command_line(folder, name):
+    arguments = {
+        "train_file": "train.jsonl",
+        "source_lang": "en",
+        "target_lang": "de",
+        "source_prefix": "translate English to German: ",
+        "output_dir": "out",
+        "do_train": True,
+        "do_eval": False,
+        "learning_rate": 3e-5,
+        "max_steps": 7,
+        "seed": None,
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr": 1e-6},
+        "report_to": ["none"],
+    }
+    write = json.dumps if name.endswith("json") else yaml.safe_dump
+    (folder / name).write_text(write(arguments))
+    _, data_args, args = parse_arguments(["--config", name, "--max_steps", "9"])
+    assert data_args.source_prefix == arguments["source_prefix"]
+    assert (args.learning_rate, args.max_steps, args.seed) == (3e-5, 9, 42)
+    assert args.do_train and not args.do_eval and args.report_to == []
+    assert args.lr_scheduler_kwargs == {"min_lr": 1e-6}
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (None, "--config run.yaml: .*No such file"),
+        ("a: [", "--config run.yaml: "),
+        ("- a\n", "--config run.yaml: it has no arguments"),
+    ],
+)
+def test_a_bad_file_of_arguments_is_named(folder, text, message):
+    if text is not None:
+        (folder / "run.yaml").write_text(text)
+    with pytest.raises(InputError, match=message):
+        parse_arguments(["--config", "run.yaml"])
+
+
+def test_a_misspelt_argument_in_a_file(folder, capsys):
+    (folder / "run.yaml").write_text("max_step: 3\n")
+    with pytest.raises(SystemExit):
+        parse_arguments(["--config=run.yaml"])
+    assert "unknown argument --max_step: did you mean --max_steps?" in capsys.readouterr().err

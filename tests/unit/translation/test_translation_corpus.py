@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoTokenizer
 
-from translation.corpus import Pair, build_corpus
+from examples.demonstration.cldr import Pair, build_corpus
 from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
 
 

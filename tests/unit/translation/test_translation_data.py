@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import datasets
 import pytest
 
+from examples.demonstration.cldr import build_corpus
 from translation import data
 from translation.arguments import parse_arguments
 from translation.model import ScratchSize, _make_tokenizer
@@ -41,7 +42,7 @@ def arguments(line):
 
 def load(line):
     model_args, data_args, args = arguments(line)
-    return data.load_splits(data_args, model_args, args)
+    return data.load_splits(data_args, model_args, args, build_corpus)
 
 
 def pairs(dataset):
@@ -70,14 +71,39 @@ def test_saved_datasets(folder):
     datasets.DatasetDict(train=saved, test=saved.select([2])).save_to_disk("several")
     assert pairs(load("--dataset_name one")["train"]) == PAIRS
     assert pairs(load("--dataset_name several --do_predict")["test"]) == PAIRS[2:]
-    with pytest.raises(InputError, match="several has no split 'validation', only train, test"):
+    with pytest.raises(
+        InputError, match="--dataset_name several has no split 'validation', only train, test"
+    ):
         load("--dataset_name several --do_eval")
+
+
+def test_a_changed_file_is_read_again(folder):
+    for en, de in PAIRS[:2]:
+        (folder / "train.jsonl").write_text(json.dumps({"en": en, "de": de}))
+        assert pairs(load("--train_file train.jsonl")["train"]) == [(en, de)]
+
+
+def test_datasets_under_the_name_of_a_file(folder):
+    saved = datasets.Dataset.from_list([{"en": en, "de": de} for en, de in PAIRS])
+    saved.save_to_disk("saved")
+    saved.to_parquet("table.parquet")
+    for name in ("saved", "table.parquet"):
+        assert pairs(load(f"--train_file {name}")["train"]) == PAIRS
+
+
+@pytest.mark.parametrize("damage", ["state.json", "data-00000-of-00001.arrow", "dataset_info.json"])
+def test_a_damaged_dataset_is_named(folder, damage):
+    datasets.Dataset.from_dict({"en": ["one"], "de": ["eins"]}).save_to_disk("damaged")
+    (folder / "damaged" / damage).write_bytes(b"[")
+    with pytest.raises(InputError, match="^--dataset_name damaged: "):
+        load("--dataset_name damaged")
 
 
 def test_a_saved_dataset_without_the_language(folder):
     datasets.Dataset.from_dict({"en": ["one"], "fr": ["un"]}).save_to_disk("french")
     with pytest.raises(
-        InputError, match="train split: there is no column 'de' for --target_lang; .* en, fr"
+        InputError,
+        match="^--dataset_name french, record 1: .* no column 'de' for --target_lang; .* en, fr",
     ):
         load("--dataset_name french")
 
@@ -85,7 +111,8 @@ def test_a_saved_dataset_without_the_language(folder):
 def test_a_record_without_text(folder):
     datasets.Dataset.from_dict({"en": ["one", "two"], "de": ["eins", None]}).save_to_disk("hole")
     with pytest.raises(
-        InputError, match=r"train split, record 2: the text for --target_lang \('de'\) is None"
+        InputError,
+        match=r"^--dataset_name hole, record 2: the text for --target_lang \('de'\) is None",
     ):
         load("--dataset_name hole")
 
@@ -112,7 +139,7 @@ def test_texts_without_a_word(folder):
     (folder / "train.jsonl").write_text(
         '{"en": "Germany", "de": ""}\n{"en": "France", "de": " "}\n'
     )
-    with pytest.raises(InputError, match="the train split: all texts of 'de' are empty"):
+    with pytest.raises(InputError, match="^--train_file train.jsonl: all texts of 'de' are empty"):
         load("--train_file train.jsonl")
 
 

@@ -27,7 +27,7 @@ def ids(tokenizer, sentences, padding):
 
 
 def test_equal_sentences_score_100(tokenizer):
-    compute = make_compute_metrics(tokenizer)
+    compute = make_compute_metrics(tokenizer, SENTENCES)
     # Both kinds of padding: the tokenizer's own, and -100 as the Trainer pads between batches.
     scores = compute(
         EvalPrediction(
@@ -41,8 +41,8 @@ def test_equal_sentences_score_100(tokenizer):
 
 
 def test_bleu_of_one_wrong_word(tokenizer):
-    compute = make_compute_metrics(tokenizer)
     prediction, reference = ["one two three four park"], ["one two three four five"]
+    compute = make_compute_metrics(tokenizer, reference)
     scores = compute(
         EvalPrediction(
             predictions=ids(tokenizer, prediction, 0), label_ids=ids(tokenizer, reference, 0)
@@ -52,3 +52,12 @@ def test_bleu_of_one_wrong_word(tokenizer):
     # geometric mean.
     assert scores["bleu"] == pytest.approx(100 * (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25, abs=1e-3)
     assert 0 < scores["chrf"] < 100
+
+
+def test_references_are_those_of_the_data(tokenizer):
+    """Labels are cut, and have no token for a character that the tokenizer does not know."""
+    reference = "one two three four caf\u00e9"
+    predictions = ids(tokenizer, ["one two three four five"], 0)
+    labels = ids(tokenizer, [reference], -100)[:, :3]
+    scores = make_compute_metrics(tokenizer, [reference])(EvalPrediction(predictions, labels))
+    assert scores["bleu"] == pytest.approx(100 * (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25, abs=1e-3)

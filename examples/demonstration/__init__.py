@@ -1,0 +1,1 @@
+"""What run_translation.py and run_distill.py do without models and data of yours."""
