@@ -123,7 +123,10 @@ def _explained(config: Config) -> Iterator[Explained]:
         waits = switch in auto and "idle" not in about
         value = row.given.removesuffix(".0")  # JSON has 1e9 as a float
         if row.key in auto:
-            text = f"{section.describe(name)[0]} Becomes: {_filled_in(about['auto'])}."
+            becomes = (
+                _filled_in(about["auto"]) if "auto" in about else f"{row.effective}, its default"
+            )
+            text = f"{section.describe(name)[0]} Becomes: {becomes}."
             yield Explained(row.key, '"auto"', FILLED_IN, text.strip())
         elif row.source == "default":
             continue

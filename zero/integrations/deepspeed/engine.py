@@ -44,7 +44,6 @@ from zero.parallel.sequence import MicroBatches, current_group
 logger = logging.getLogger("zero")
 
 
-_GATHERS = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 # DeepSpeed's methods that return a setting, completed where it was left out, and its key.
 _SETTINGS = {
     "autotp_size": "tensor_parallel.autotp_size",
@@ -56,7 +55,9 @@ _SETTINGS = {
     "train_batch_size": "train_batch_size",
     "train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
     "wall_clock_breakdown": "wall_clock_breakdown",
-    "zero_gather_16bit_weights_on_model_save": _GATHERS,
+    "zero_gather_16bit_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
     "zero_offload_optimizer": "zero_optimization.offload_optimizer",
     "zero_offload_param": "zero_optimization.offload_param",
     "zero_optimization": "zero_optimization.stage",
@@ -312,12 +313,7 @@ class DeepSpeedEngine(ZeroEngine):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict | None:
-        # Weights trained on top of a frozen model, such as an adapter, are few. Without them, the
-        # Trainer would save an adapter that has no weights.
-        is_part = exclude_frozen_parameters and not all(group.trainable for group in self.groups)
-        gathers = self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
-        if not (is_part or gathers):
-            raise ValueError(f"{_GATHERS} is false: set it to true to save a model")
+        # As with DeepSpeed, callers that must not gather a model ask for the setting themselves.
         _forget_unused_renamings(self.module)
         excluded = exclude_frozen_parameters
         weights = Weights(self.module, self.groups, self.comm, exclude_frozen=excluded)
