@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -183,12 +183,17 @@ class PlaceholderView(torch.Tensor):
     the parameter. Views and copies of it are such views, too.
 
     Attributes:
-        param_name: of the parameter.
+        param: the parameter of which this is a view.
+        param_name: its name.
+        values_for_caller: gives a view's values to code that is known to read the same ones on all
+            ranks, at the same time; None to any other code.
         made_by: the function that has made the view, and its arguments, where `Init` needs to make
             it again.
     """
 
+    param: nn.Parameter
     param_name: str
+    values_for_caller: ClassVar[Callable[[PlaceholderView], torch.Tensor | None] | None] = None
     made_by: tuple[Callable, tuple, dict] | None = None
     __repr__ = _repr
 
@@ -202,6 +207,9 @@ class PlaceholderView(torch.Tensor):
         if _name(func) == "pad" and len(args) > 1 and not any(args[1]):
             return args[0]
         if not views or (needs_values(func) and not _gives_view(func)):
+            if cls.values_for_caller is not None and views and views[0] is args[0]:
+                if (values := cls.values_for_caller(args[0])) is not None:
+                    return func(values, *args[1:], **kwargs)
             _refuse_access(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -213,6 +221,7 @@ class PlaceholderView(torch.Tensor):
             if local(tensor) is not tensor:  # a DTensor cannot be of another class
                 tensor = placeholder(tensor.shape, tensor.dtype, tensor.device)
             view = tensor.detach().as_subclass(PlaceholderView)
+            view.param = getattr(views[0], "param", views[0])
             view.param_name = views[0].param_name
             return view
 
