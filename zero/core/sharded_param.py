@@ -108,6 +108,8 @@ _VIEWS = frozenset(
     "narrow permute reshape select split squeeze storage swapaxes t to transpose type type_as "
     "unbind unflatten unsqueeze untyped_storage view view_as __getitem__".split()
 )
+# What functions that save a state dict ask of its tensors first.
+_SAVING = frozenset(("storage", "untyped_storage", "__reduce_ex__"))
 _VIEW_PROPERTIES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 
 
@@ -160,6 +162,12 @@ def _refuse_access(func: Callable, args: tuple, kwargs: dict) -> NoReturn:
     """Raise UsageError: `func` reads or writes values that are not there."""
     writes = next(_without_values(written_by(func, args, kwargs)), None) is not None
     name = next((leaf.param_name for leaf in _without_values((args, kwargs))), "")
+    if _name(func) in _SAVING:
+        raise UsageError(
+            f"the state dict of a sharded model has no values (here: of parameter {name!r}): save "
+            "the model by engine.save_16bit_model or the Trainer's save_model, or call "
+            "save_pretrained(folder, state_dict=accelerator.get_state_dict(engine)), on all ranks"
+        )
     act, context = ("write to", ", modifier_rank=0") if writes else ("read", "")
     raise UsageError(
         f"{_name(func)} would {act} the values of parameter {name!r}, which is sharded over the "
@@ -206,7 +214,8 @@ class PlaceholderView(torch.Tensor):
         # transformers pads the bias of each head that is tied by 0.
         if _name(func) == "pad" and len(args) > 1 and not any(args[1]):
             return args[0]
-        if not views or (needs_values(func) and not _gives_view(func)):
+        saves = _name(func) in _SAVING and isinstance(args[0], PlaceholderView)
+        if not views or saves or (needs_values(func) and not _gives_view(func)):
             if cls.values_for_caller is not None and views and views[0] is args[0]:
                 if (values := cls.values_for_caller(args[0])) is not None:
                     return func(values, *args[1:], **kwargs)
