@@ -73,8 +73,6 @@ class DeepSpeedEngine(ZeroEngine):
     training_dataloader: DataLoader | None = None
     adaptation: Adaptation | None = None
     _profile: StepProfile | None = None
-    # How many such hooks each parameter had when the engine was made, until the first step.
-    _accumulate_hooks: dict[str, int] | None = None
 
     def __init__(self, model: nn.Module, settings: Config, *args: Any, **kwargs: Any):
         with explained(self):
@@ -90,7 +88,6 @@ class DeepSpeedEngine(ZeroEngine):
                 control = self.comm.control("opening the flops profiler")
                 make = partial(StepProfile, profiler, model)
                 self._profile = control.together(make if control.rank == 0 else lambda: None)
-        self._accumulate_hooks = _accumulate_hooks(model)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """`ZeroEngine.forward`; as in backward and step, a lack of memory is explained."""
@@ -112,17 +109,7 @@ class DeepSpeedEngine(ZeroEngine):
             return self.adaptation.backward(run)
 
     def step(self) -> None:
-        """`ZeroEngine.step`; the first one warns of hooks that come too late to have an effect."""
-        earlier, self._accumulate_hooks = self._accumulate_hooks, None
-        for name, count in _accumulate_hooks(self.module).items() if earlier else ():
-            if earlier and count > earlier.get(name, 0):
-                logger.warning(
-                    "a hook that register_post_accumulate_grad_hook put on parameter %r has no "
-                    "effect, because the engine takes the gradient first. Register it before "
-                    "initialize",
-                    name,
-                )
-                break
+        """`ZeroEngine.step`."""
         if self.adaptation is not None:
             self.adaptation.require_repeatable()
         earlier_steps = self.global_steps
@@ -322,15 +309,6 @@ class DeepSpeedEngine(ZeroEngine):
     # accelerate calls this one where tensor parallelism is configured.
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
     save_fp16_model = ZeroEngine.save_16bit_model
-
-
-def _accumulate_hooks(model: nn.Module) -> dict[str, int]:
-    """The number of hooks that run after a parameter's gradient has been computed, by the
-    parameter's name.
-    """
-    attribute = "_post_accumulate_grad_hooks"  # torch has no public one
-    found = {name: getattr(param, attribute, None) for name, param in model.named_parameters()}
-    return {name: len(hooks or ()) for name, hooks in found.items()}
 
 
 def _forget_unused_renamings(model: nn.Module) -> None:
