@@ -161,18 +161,25 @@ def _without_values(nest: object) -> Iterator[PlaceholderView | ShardedParameter
 def _refuse_access(func: Callable, args: tuple, kwargs: dict) -> NoReturn:
     """Raise UsageError: `func` reads or writes values that are not there."""
     writes = next(_without_values(written_by(func, args, kwargs)), None) is not None
-    name = next((leaf.param_name for leaf in _without_values((args, kwargs))), "")
+    leaf = next(_without_values((args, kwargs)), None)
+    group = None if leaf is None else owning_group(getattr(leaf, "param", leaf))
+    name = "" if leaf is None else leaf.param_name
+    act, context = ("write to", ", modifier_rank=0") if writes else ("read", "")
+    remedy = f"{act.split()[0]} them inside of `with zero.GatheredParameters(param{context}):`"
+    remedy += ", which all ranks enter"
     if _name(func) in _SAVING:
-        raise UsageError(
-            f"the state dict of a sharded model has no values (here: of parameter {name!r}): save "
-            "the model by engine.save_16bit_model or the Trainer's save_model, or call "
+        remedy = (
+            "save the model by engine.save_16bit_model or the Trainer's save_model, or call "
             "save_pretrained(folder, state_dict=accelerator.get_state_dict(engine)), on all ranks"
         )
-    act, context = ("write to", ", modifier_rank=0") if writes else ("read", "")
+    elif group is not None and group.read_hook is None:
+        remedy += (
+            ". A model that was made in zero.Init runs on an engine: give it to zero.initialize, a "
+            "frozen one without an optimizer"
+        )
     raise UsageError(
         f"{_name(func)} would {act} the values of parameter {name!r}, which is sharded over the "
-        f"ranks here: {'write' if writes else 'read'} them inside of "
-        f"`with zero.GatheredParameters(param{context}):`, which all ranks enter"
+        f"ranks here: {remedy}"
     )
 
 

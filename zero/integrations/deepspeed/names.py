@@ -18,8 +18,8 @@ GIT_HASH = "unknown"
 # A line without indentation has DeepSpeed's module, the module here, and the names. `new=old`: the
 # name is `new` in DeepSpeed's module and `old` in the module here. A module that begins with a dot
 # is one of `zero.integrations.deepspeed`. `*` stands for all other names of the module here. With
-# `!` in place of a module, the names can be imported, because frameworks do that whether or not they
-# use them, and to call them is an error that says what to use instead.
+# `!` in place of a module, the names can be imported, as frameworks do whether or not they use
+# them, and to call them is an error that says what to use instead.
 _TABLE = """
 deepspeed .names __version__=REPORTED_VERSION version=REPORTED_VERSION __git_hash__=GIT_HASH
 deepspeed zero.errors DeepSpeedConfigError=UsageError
