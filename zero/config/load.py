@@ -159,19 +159,13 @@ def _parse(text: str) -> Any:
     If `hjson` is installed, as it is with DeepSpeed, Hjson (comments, no quotes) is accepted too.
     """
     try:
-        return json.loads(text, object_pairs_hook=_refuse_duplicates, parse_int=_short_int)
+        return json.loads(text, object_pairs_hook=_refuse_duplicates)
     except json.JSONDecodeError as error:
         try:
             import hjson  # pyright: ignore[reportMissingImports]  # not a dependency
         except ImportError:
             raise error from None
         return hjson.loads(text, object_pairs_hook=_refuse_duplicates)
-
-
-def _short_int(digits: str) -> int:
-    if len(digits) > _MOST_DIGITS:
-        raise ValueError(f"a number has {len(digits)} digits: {_short(digits)}")
-    return int(digits)
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict:

@@ -63,7 +63,8 @@ deepspeed.runtime.sequence_parallel.ulysses_sp .sequence_loader UlyssesSPDataLoa
 deepspeed.runtime.sequence_parallel.ulysses_sp ! SequenceTiledCompute TiledFusedLogitsLoss
     sequence_tiled_compute
 deepspeed.runtime.utils .utilities move_to_device see_memory_usage set_random_seed
-deepspeed.runtime.utils .gradients CheckOverflow clip_grad_norm_
+deepspeed.runtime.utils .gradients clip_grad_norm_
+deepspeed.runtime.utils ! CheckOverflow
 deepspeed.runtime.zero zero Init register_external_parameter unregister_external_parameter
 deepspeed.runtime.zero .labels ZeroParamStatus
 deepspeed.runtime.zero .weight_sync GatheredParameters
@@ -113,6 +114,7 @@ deepspeed.zero zero Init register_external_parameter
 _INSTEAD = {
     "tiled": "call zero.parallel.sequence.tiled, or tiled_loss",
     "leaf": "call z3_leaf_module with the module",
+    "overflow": "read engine.optimizer.overflow after step()",
     "checkpoint_engine": "checkpoints are safetensors files: call engine.save_checkpoint",
     "moe": "experts are ordinary modules, or transformers' models with experts, which train at "
     "every stage; see docs/migration.md, Not available",
