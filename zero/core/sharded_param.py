@@ -221,10 +221,11 @@ class PlaceholderView(torch.Tensor):
         # transformers pads the bias of each head that is tied by 0.
         if _name(func) == "pad" and len(args) > 1 and not any(args[1]):
             return args[0]
-        saves = _name(func) in _SAVING and isinstance(args[0], PlaceholderView)
+        first = next(iter(args), None)
+        saves = _name(func) in _SAVING and isinstance(first, PlaceholderView)
         if not views or saves or (needs_values(func) and not _gives_view(func)):
-            if cls.values_for_caller is not None and views and views[0] is args[0]:
-                if (values := cls.values_for_caller(args[0])) is not None:
+            if cls.values_for_caller is not None and isinstance(first, PlaceholderView):
+                if (values := cls.values_for_caller(first)) is not None:
                     return func(values, *args[1:], **kwargs)
             _refuse_access(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
@@ -237,7 +238,8 @@ class PlaceholderView(torch.Tensor):
             if local(tensor) is not tensor:  # a DTensor cannot be of another class
                 tensor = placeholder(tensor.shape, tensor.dtype, tensor.device)
             view = tensor.detach().as_subclass(PlaceholderView)
-            view.param = getattr(views[0], "param", views[0])
+            source = views[0]
+            view.param = source.param if isinstance(source, PlaceholderView) else source
             view.param_name = views[0].param_name
             return view
 
