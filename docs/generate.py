@@ -1,9 +1,10 @@
 """Generates documentation from the code: `python -m docs.generate`. A unit test fails if it must be
 run again.
 
-It writes the tables of keys in `configuration.md`; the list of the layers in `architecture.md`; the
-README's table of pages, which follows the `nav` of `mkdocs.yml`; `index.md`, the start page of the
-site, from the README; and the picture `slices.svg`."""
+It writes the tables of keys in `configuration.md`; the list of the layers in `architecture.md`;
+what the Trainer can do in `trainer-features.md`; the README's table of pages, which follows the
+`nav` of `mkdocs.yml`; `index.md`, the start page of the site, from the README; and the picture
+`slices.svg`."""
 
 import json
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from docs import slices
+from tests.hf import features
 from zero.config.idle import OLD_NAMES, REMOVED_KEYS
 from zero.config.keys import Section
 from zero.config.load import section_of
@@ -263,6 +265,12 @@ def readme(page: str) -> str:
     return before + BEGIN + "\n" + table_of_pages() + "\n" + END + rest.split(END)[1]
 
 
+def trainer_features(page: str) -> str:
+    """Return the page of the Trainer's features with the rows that are tested."""
+    before, rest = page.split(BEGIN)
+    return before + BEGIN + "\n" + features.table() + "\n" + END + rest.split(END)[1]
+
+
 def start_page(page: str) -> str:
     """Return the start page of the site, made from the README.
 
@@ -279,6 +287,7 @@ def main() -> None:
     pages = {
         FOLDER / "configuration.md": configuration,
         FOLDER / "architecture.md": architecture,
+        FOLDER / "trainer-features.md": trainer_features,
         _README: readme,
     }
     for path, change in pages.items():

@@ -512,6 +512,7 @@ class ZeroEngine(nn.Module):
         try:
             with self.reducer.deferring():
                 yield
+            self.hooks.leave_stand_ins()
         finally:
             self.micro_batches.holds_back = False
             self.micro_batches.boundary = boundary

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,26 @@ def test_a_script_has_the_losses_and_weights_of_ddp(data: Path, name: str, metho
     configuration.write_text(given)
     assert row["result"] == "equal", row
     assert row["weights"] < 1e-5, row
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "dataset"),
+    [("dpo", "full", "preference"), ("dpo", "LoRA", "preference"), ("kto", "full", "label")],
+)
+def test_log_probabilities_of_the_reference_can_be_computed_first(
+    data: Path, name: str, method: str, dataset: str
+) -> None:
+    """TRL hashes the whole model for it, and makes an engine for evaluation alone first."""
+    script = SCRIPTS[f"trl/{name}"]
+    arguments = f"{script.arguments} --precompute_ref_log_probs"
+    script = dataclasses.replace(script, arguments=arguments, resumes=False)
+    # DDP's numbers are in the cache of the dataset, and the same model has the same hash.
+    copied = shutil.copytree(data / dataset, data / f"{dataset}_of_{name}_{method}")
+    on_zero = dataclasses.replace(
+        script, arguments=arguments.replace(f"/{dataset}", f"/{copied.name}")
+    )
+    row = compare(data, script, method, "precomputed", on_zero)
+    assert row["result"] == "equal" and row["weights"] < 1e-5, row
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +148,13 @@ def on_a_quantized_model(flag: str) -> Script:
     return dataclasses.replace(script, arguments=arguments, resumes=False)
 
 
-def compare(data: Path, script: Script, method: str, flag: str = "") -> dict[str, Any]:
-    """Run the script under DDP and at stage 3, and return the differences."""
+def compare(
+    data: Path, script: Script, method: str, flag: str = "", on_zero: Script | None = None
+) -> dict[str, Any]:
+    """Run the script under DDP, and it or `on_zero` at stage 3, and return the differences."""
     file = find(script, [])
     reference = data / f"{file.stem}_{method}{flag}"
     train(command(script, file, data, method, None, reference), reference)
     out = reference.with_name(f"{reference.name}_3")
+    script = on_zero or script
     return measure(script, command(script, file, data, method, 3, out), out, reference)

@@ -28,6 +28,11 @@ def test_the_picture_of_slices_is_current():
     assert read("docs/slices.svg") == slices.svg(), REMEDY
 
 
+def test_the_table_of_what_the_trainer_can_do_is_current():
+    page = read("docs/trainer-features.md")
+    assert page == generate.trainer_features(page), REMEDY
+
+
 def test_the_list_of_the_layers_is_current():
     page = read("docs/architecture.md")
     assert page == generate.architecture(page), REMEDY

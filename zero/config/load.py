@@ -28,8 +28,15 @@ _MOST_LEVELS, _MOST_UNKNOWN = 32, 50
 _MOST_DIGITS = 100
 # The beginnings of keys that are notes for readers, unless they resemble a valid key.
 _NOTES = ("_", "//", "#")
-# "auto" must have been replaced in these before the engine starts: DeepSpeed has no default for
-# them.
+# Sections of which DeepSpeed drops each "auto": the key has its default.
+_AUTO_SECTIONS = (
+    "zero_optimization fp16 bf16 tensor_parallel compile comms_logger tensorboard wandb "
+    "csv_monitor".split()
+)
+# Here "auto" is a value, which DeepSpeed does not have.
+_AUTO_VALUES = ("zero_optimization.offload_optimizer.ratio",)
+# "auto" must have been replaced in these before the engine starts: the first decides what is
+# sharded, and the second has no default.
 _AUTO_WITHOUT_DEFAULT = ("zero_optimization.stage", "scheduler.params.total_num_steps")
 
 Source = str | os.PathLike | dict
@@ -152,19 +159,13 @@ def _parse(text: str) -> Any:
     If `hjson` is installed, as it is with DeepSpeed, Hjson (comments, no quotes) is accepted too.
     """
     try:
-        return json.loads(text, object_pairs_hook=_refuse_duplicates, parse_int=_short_int)
+        return json.loads(text, object_pairs_hook=_refuse_duplicates)
     except json.JSONDecodeError as error:
         try:
             import hjson  # pyright: ignore[reportMissingImports]  # not a dependency
         except ImportError:
             raise error from None
         return hjson.loads(text, object_pairs_hook=_refuse_duplicates)
-
-
-def _short_int(digits: str) -> int:
-    if len(digits) > _MOST_DIGITS:
-        raise ValueError(f"a number has {len(digits)} digits: {_short(digits)}")
-    return int(digits)
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict:
@@ -295,12 +296,18 @@ def _sort(data: dict, model: type[Section], prefix: str, origin: Origin) -> dict
         inner = section_of(model, name)
         if isinstance(value, dict) and inner is not None:
             misspelt |= _sort(value, inner, f"{prefix}{name}.", origin)
-        elif value == "auto" and "auto" in model.about(name):
+        elif value == "auto" and _is_filled_in_or_dropped(prefix + name, model.about(name)):
             origin.auto.add(prefix + name)
             del data[name]
         else:
             origin.given.add(prefix + name)
     return misspelt
+
+
+def _is_filled_in_or_dropped(key: str, about: dict[str, str]) -> bool:
+    """Whether the "auto" of this key is not a value, and not a mistake."""
+    dropped = key.partition(".")[0] in _AUTO_SECTIONS and key not in _AUTO_VALUES
+    return dropped or "auto" in about
 
 
 def _unknown_key(prefix: str, name: str, model: type[Section]) -> str | None:
@@ -419,7 +426,7 @@ def _explain(error: Any, given: Any) -> str:
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     if given == "auto":
-        return "'auto' is not filled in by transformers or accelerate for this key; set a value"
+        return "'auto' has no default, and nothing fills it in for this key; set a value"
     if error["type"] not in _EXPECTED:
         return f"{error['msg']}, got {_show(given)}"
     expected = _EXPECTED[error["type"]].format(**error.get("ctx", {}))

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero.core.gathering import Gathering
 from zero.core.param_group import ParamGroup
-from zero.core.sharded_param import local
+from zero.core.sharded_param import PlaceholderView, local
 
 logger = logging.getLogger("zero")
 
@@ -86,6 +86,7 @@ def groups_shown_by(value: object, groups: Sequence[ParamGroup]) -> list[ParamGr
         tensor.untyped_storage()._cdata
         for tensor in tensors
         if tensor.layout is torch.strided
+        and not isinstance(tensor, PlaceholderView)
         and not is_traceable_wrapper_subclass(tensor)
         and not is_functorch_wrapped_tensor(tensor)
     }

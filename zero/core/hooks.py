@@ -164,6 +164,7 @@ class ModuleHooks:
         self._nested: dict[int, set[ParamGroup]] = {}
         # Between some backwards and the next backward or step.
         self._stand_ins = StandIns(())
+        self._is_watched = False
         # Groups that are unsharded while their gradients are computed, if their modules are called
         # and return all results. A script may also use their weights in other ways.
         self._called: set[ParamGroup] = set()
@@ -201,14 +202,21 @@ class ModuleHooks:
         # Registered last, so that it runs after the hooks of groups that the root module itself
         # owns.
         self.forward_hooks.append(self.module.register_forward_hook(ends, always_call=True))
-        for number, group in enumerate(self.groups):
-            if group.trainable:
-                for i, param in enumerate(group.params):
-                    hook = partial(_gradient_ready, weakref.ref(self), number, i)
-                    self.backward_hooks.append(param.register_post_accumulate_grad_hook(hook))
+        self._listen()
+        for group in self.groups:
             if not group.persistent:
                 group.watch_reads(_Hook(partial(self._read_outside, group)))
                 group.graph_hook = self._reads.hold_for_graph
+
+    def _listen(self) -> None:
+        """Take each gradient after the hooks that scripts have put on its parameter so far."""
+        for handle in self.backward_hooks:
+            handle.remove()
+        self.backward_hooks.clear()
+        for number, group in enumerate(self.groups):
+            for i, param in enumerate(group.params if group.trainable else ()):
+                hook = partial(_gradient_ready, weakref.ref(self), number, i)
+                self.backward_hooks.append(param.register_post_accumulate_grad_hook(hook))
 
     def remove(self) -> None:
         """Take all hooks off the model."""
@@ -239,6 +247,8 @@ class ModuleHooks:
         self._in_pass = True
         self._training = torch.is_grad_enabled()
         if self._training:
+            if self._is_first:
+                self._listen()
             self._warn_of_unfrozen()
         self._record(name)
 
@@ -504,6 +514,11 @@ class ModuleHooks:
             self._reductions.complete(group)
             self.recorder.record(self._reductions.complete, group)
 
+    def leave_stand_ins(self) -> None:
+        """Notice work on the gradients of the last backward, if it is one of those to watch."""
+        if self._is_watched:
+            self._stand_ins = StandIns(self._trained_params())
+
     def _release_from_backward(self, group: ParamGroup, *_: object) -> None:
         if group in self._in_backward:
             self._in_backward.remove(group)
@@ -544,8 +559,9 @@ class ModuleHooks:
         is_last = self._micro_batches.is_last or not self._micro_batches.managed
         self._last_backwards += is_last
         is_sampled = is_last and self._last_backwards & (self._last_backwards - 1) == 0
-        if self._is_first or is_sampled:
-            self._stand_ins = StandIns(self._trained_params())
+        self._is_watched = self._is_first or is_sampled
+        if not self._micro_batches.holds_back:
+            self.leave_stand_ins()
         self._is_first = False
         self._reductions.finish()
         self.recorder.record(self._reductions.finish)

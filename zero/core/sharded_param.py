@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -108,6 +108,8 @@ _VIEWS = frozenset(
     "narrow permute reshape select split squeeze storage swapaxes t to transpose type type_as "
     "unbind unflatten unsqueeze untyped_storage view view_as __getitem__".split()
 )
+# What functions that save a state dict ask of its tensors first.
+_SAVING = frozenset(("storage", "untyped_storage", "__reduce_ex__"))
 _VIEW_PROPERTIES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 
 
@@ -159,12 +161,25 @@ def _without_values(nest: object) -> Iterator[PlaceholderView | ShardedParameter
 def _refuse_access(func: Callable, args: tuple, kwargs: dict) -> NoReturn:
     """Raise UsageError: `func` reads or writes values that are not there."""
     writes = next(_without_values(written_by(func, args, kwargs)), None) is not None
-    name = next((leaf.param_name for leaf in _without_values((args, kwargs))), "")
+    leaf = next(_without_values((args, kwargs)), None)
+    group = None if leaf is None else owning_group(getattr(leaf, "param", leaf))
+    name = "" if leaf is None else leaf.param_name
     act, context = ("write to", ", modifier_rank=0") if writes else ("read", "")
+    remedy = f"{act.split()[0]} them inside of `with zero.GatheredParameters(param{context}):`"
+    remedy += ", which all ranks enter"
+    if _name(func) in _SAVING:
+        remedy = (
+            "save the model by engine.save_16bit_model or the Trainer's save_model, or call "
+            "save_pretrained(folder, state_dict=accelerator.get_state_dict(engine)), on all ranks"
+        )
+    elif group is not None and group.read_hook is None:
+        remedy += (
+            ". A model that was made in zero.Init runs on an engine: give it to zero.initialize, a "
+            "frozen one without an optimizer"
+        )
     raise UsageError(
         f"{_name(func)} would {act} the values of parameter {name!r}, which is sharded over the "
-        f"ranks here: {'write' if writes else 'read'} them inside of "
-        f"`with zero.GatheredParameters(param{context}):`, which all ranks enter"
+        f"ranks here: {remedy}"
     )
 
 
@@ -183,12 +198,17 @@ class PlaceholderView(torch.Tensor):
     the parameter. Views and copies of it are such views, too.
 
     Attributes:
-        param_name: of the parameter.
+        param: the parameter of which this is a view.
+        param_name: its name.
+        values_for_caller: gives a view's values to code that is known to read the same ones on all
+            ranks, at the same time; None to any other code.
         made_by: the function that has made the view, and its arguments, where `Init` needs to make
             it again.
     """
 
+    param: nn.Parameter
     param_name: str
+    values_for_caller: ClassVar[Callable[[PlaceholderView], torch.Tensor | None] | None] = None
     made_by: tuple[Callable, tuple, dict] | None = None
     __repr__ = _repr
 
@@ -201,7 +221,12 @@ class PlaceholderView(torch.Tensor):
         # transformers pads the bias of each head that is tied by 0.
         if _name(func) == "pad" and len(args) > 1 and not any(args[1]):
             return args[0]
-        if not views or (needs_values(func) and not _gives_view(func)):
+        first = next(iter(args), None)
+        saves = _name(func) in _SAVING and isinstance(first, PlaceholderView)
+        if not views or saves or (needs_values(func) and not _gives_view(func)):
+            if cls.values_for_caller is not None and isinstance(first, PlaceholderView):
+                if (values := cls.values_for_caller(first)) is not None:
+                    return func(values, *args[1:], **kwargs)
             _refuse_access(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -213,6 +238,8 @@ class PlaceholderView(torch.Tensor):
             if local(tensor) is not tensor:  # a DTensor cannot be of another class
                 tensor = placeholder(tensor.shape, tensor.dtype, tensor.device)
             view = tensor.detach().as_subclass(PlaceholderView)
+            source = views[0]
+            view.param = source.param if isinstance(source, PlaceholderView) else source
             view.param_name = views[0].param_name
             return view
 

@@ -125,7 +125,10 @@ def _explained(config: Config) -> Iterator[Explained]:
         switch = f"{row.key.partition('.')[0]}.enabled"
         waits = switch in auto and "idle" not in about
         value = row.given.removesuffix(".0")  # JSON has 1e9 as a float
-        if row.key in auto:
+        if row.key in auto and "auto" not in about:
+            text = f"{section.describe(name)[0]} Without a Trainer: {row.effective}, its default."
+            yield Explained(row.key, '"auto"', ACTING, text)
+        elif row.key in auto:
             text = f"{section.describe(name)[0]} Becomes: {_filled_in(about['auto'])}."
             yield Explained(row.key, '"auto"', FILLED_IN, text.strip())
         elif row.source == "default":

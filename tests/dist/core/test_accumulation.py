@@ -86,6 +86,7 @@ def coalesced(rank: int, world_size: int, stage: int) -> None:
         with engine.coalesce_grad_reduction():
             for part in range(parts):
                 engine.backward(engine(inputs(rank, step, part)).square().mean() / parts)
+                assert all(param.grad is None for param in engine.module.parameters())
         assert engine.comm.calls["reduce_scatter"] == len(engine.groups) * (step + 1)
         engine.step()
     torch.testing.assert_close(values(engine), [param.detach() for param in expected(world_size)])

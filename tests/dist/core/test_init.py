@@ -275,6 +275,17 @@ def looks(rank: int, world_size: int) -> dict:
     return found
 
 
+def runs_without_an_engine(rank: int, world_size: int) -> None:
+    with zero.Init(config=ds_config()):
+        model = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)
+    with pytest.raises(UsageError, match="give it to zero.initialize, a frozen one without an opt"):
+        model(torch.ones(1, 64))
+
+
+def test_a_model_of_init_that_has_no_engine_says_what_it_needs():
+    run_on(2, runs_without_an_engine)
+
+
 def test_sharded_parameters_look_true_and_refuse_access_to_values():
     for found in run_on(2, looks):
         assert found.pop("unlike") == []

@@ -136,6 +136,24 @@ def test_auto_takes_deepspeeds_default_where_there_is_one():
     assert "zero_optimization.reduce_bucket_size" in config.origin.auto
 
 
+def test_auto_without_a_trainer_is_the_default_in_every_key_that_deepspeed_drops():
+    """OpenRLHF writes such a section, and calls `initialize` itself."""
+    keys = (
+        "sub_group_size stage3_max_live_parameters stage3_max_reuse_distance offload_param "
+        "stage3_param_persistence_threshold stage3_prefetch_bucket_size reduce_bucket_size"
+    ).split()
+    raw = {
+        "bf16": {"enabled": True, "check_grad_overflow": "auto"},
+        **zero3(
+            **dict.fromkeys(keys, "auto"), offload_optimizer={"device": "cpu", "ratio": "auto"}
+        ),
+    }
+    config, default = load_config(raw), load_config(zero3())
+    for key in keys:
+        assert getattr(config.zero_optimization, key) == getattr(default.zero_optimization, key)
+    assert config.zero_optimization.offload_optimizer.ratio == "auto"  # a value of zero's own
+
+
 def test_auto_without_a_default_is_an_error_unless_it_will_be_filled_in():
     raw = {
         "zero_optimization": {"stage": "auto", "offload_param": {"device": "cpu"}},

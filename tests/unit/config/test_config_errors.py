@@ -65,9 +65,9 @@ ERRORS = [
     (zero3(overlap_comm=1), "zero_optimization.overlap_comm: expected true or false, got 1"),
     (zero3(sub_group_size=1.5), "zero_optimization.sub_group_size: expected an integer, got 1.5"),
     (
-        zero3(sub_group_size="auto"),
-        "zero_optimization.sub_group_size: "
-        "'auto' is not filled in by transformers or accelerate for this key; set a value",
+        optimizer("SGD", momentum="auto"),
+        "optimizer.params.momentum: "
+        "'auto' has no default, and nothing fills it in for this key; set a value",
     ),
     ({"zero_optimization": True}, "zero_optimization: expected an object, got true"),
     (

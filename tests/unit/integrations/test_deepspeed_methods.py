@@ -127,3 +127,18 @@ def test_names_that_frameworks_import():
         facade.DeepSpeedConfig({"train_batch_size": 3, "train_micro_batch_size_per_gpu": 2})
     assert facade.DeepSpeedConfig({"train_batch_size": 3}).train_micro_batch_size_per_gpu == 3
     assert facade.DeepSpeedConfig({}).train_batch_size is None
+
+
+def test_names_that_are_imported_and_not_used_are_errors_when_they_are_called():
+    """open-instruct sets a method of the first, ms-swift imports the second."""
+    engines = finder.FacadeModule("deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine")
+    engines.TorchCheckpointEngine.load = lambda self, path: None
+    assert not isinstance(nn.Linear(1, 1), engines.TorchCheckpointEngine)
+    for module, name, instead in (
+        ("runtime.checkpoint_engine", "TorchCheckpointEngine", "engine.save_checkpoint"),
+        ("elasticity", "compute_elastic_config", "torchrun restarts jobs"),
+        ("runtime.sequence_parallel.ulysses_sp", "TiledFusedLogitsLoss", "tiled_loss"),
+        ("utils", "z3_leaf_parameter", "z3_leaf_module"),
+    ):
+        with pytest.raises(UsageError, match=f"{name}' is not provided by zero; .*{instead}"):
+            getattr(finder.FacadeModule(f"deepspeed.{module}"), name)({})

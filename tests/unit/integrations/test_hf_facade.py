@@ -125,7 +125,7 @@ def test_attributes_of_deepspeeds_engine():
 
 
 def with_hooks(rank: int, world_size: int, stage: int) -> None:
-    """A hook from before `initialize` halves the gradient; a later one finds none."""
+    """A hook from before `initialize` and one from after it halve the gradient."""
     model = nn.Linear(4, 1, bias=False)
 
     def halve(param: nn.Parameter) -> None:
@@ -134,24 +134,17 @@ def with_hooks(rank: int, world_size: int, stage: int) -> None:
     model.weight.register_post_accumulate_grad_hook(halve)
     config = ds_config(stage=stage, optimizer={"type": "SGD", "params": {"lr": 1.0}})
     engine = initialize(model=model, config=config)[0]
-    late = []
-    engine.module.weight.register_post_accumulate_grad_hook(lambda param: late.append(param.grad))
+    engine.module.weight.register_post_accumulate_grad_hook(halve)
     before = fragments.safe_get_full_fp32_param(model.weight).clone()
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("zero").addHandler(handler)
     for _ in range(2):
         engine.backward(engine(torch.ones(1, 4)).sum())
         engine.step()
     after = fragments.safe_get_full_fp32_param(model.weight)
-    torch.testing.assert_close(after, before - 1.0)
-    assert late == [None, None]
-    assert [text.partition(" has ")[0].split()[-1] for text in messages] == ["'weight'"]
+    torch.testing.assert_close(after, before - 0.5)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_hook_that_comes_too_late_is_named_once(stage):
+def test_hooks_get_the_gradient_whether_they_are_put_on_before_or_after_initialize(stage):
     run_on(1, with_hooks, stage)
 
 

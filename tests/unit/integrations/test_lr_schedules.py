@@ -286,3 +286,9 @@ def test_an_unknown_type_or_parameter_is_an_error_of_the_configuration():
         load_config({"scheduler": {"type": "WarmupDecay"}})
     with pytest.raises(ValueError, match="did you mean scheduler.params.warmup_num_steps?"):
         load_config({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}})
+
+
+def test_a_wrong_value_is_named_with_those_that_are_right():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(UsageError, match="warmup_type: expected one of 'log' or 'linear', got"):
+        WarmupCosineLR(optimizer, total_num_steps=10, warmup_type="bad")

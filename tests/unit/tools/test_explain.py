@@ -51,11 +51,14 @@ def test_each_key_is_in_the_group_where_it_belongs(tmp_path):
     config |= {
         "zero_optimization": {"stage": 2, "stage3_max_live_parameters": 5, "reduce_scatter": True}
     }
+    config["zero_optimization"]["sub_group_size"] = "auto"
     found, keys = explained(config, tmp_path)
     assert keys["train_batch_size"]["group"] == "Keys with an effect"
     assert keys["gradient_clipping"]["text"].endswith(
         "Becomes: --max_grad_norm of the Trainer (default 1.0)."
     )
+    own_default = keys["zero_optimization.sub_group_size"]["text"]
+    assert own_default.endswith("Without a Trainer: 1000000000, its default.")
     assert keys["fp16.hysteresis"]["text"].endswith(
         "Has an effect only if fp16.enabled becomes true."
     )

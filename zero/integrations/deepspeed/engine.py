@@ -44,7 +44,6 @@ from zero.parallel.sequence import MicroBatches, current_group
 logger = logging.getLogger("zero")
 
 
-_GATHERS = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 # DeepSpeed's methods that return a setting, completed where it was left out, and its key.
 _SETTINGS = {
     "autotp_size": "tensor_parallel.autotp_size",
@@ -56,7 +55,9 @@ _SETTINGS = {
     "train_batch_size": "train_batch_size",
     "train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
     "wall_clock_breakdown": "wall_clock_breakdown",
-    "zero_gather_16bit_weights_on_model_save": _GATHERS,
+    "zero_gather_16bit_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
     "zero_offload_optimizer": "zero_optimization.offload_optimizer",
     "zero_offload_param": "zero_optimization.offload_param",
     "zero_optimization": "zero_optimization.stage",
@@ -72,8 +73,6 @@ class DeepSpeedEngine(ZeroEngine):
     training_dataloader: DataLoader | None = None
     adaptation: Adaptation | None = None
     _profile: StepProfile | None = None
-    # How many such hooks each parameter had when the engine was made, until the first step.
-    _accumulate_hooks: dict[str, int] | None = None
 
     def __init__(self, model: nn.Module, settings: Config, *args: Any, **kwargs: Any):
         with explained(self):
@@ -89,7 +88,6 @@ class DeepSpeedEngine(ZeroEngine):
                 control = self.comm.control("opening the flops profiler")
                 make = partial(StepProfile, profiler, model)
                 self._profile = control.together(make if control.rank == 0 else lambda: None)
-        self._accumulate_hooks = _accumulate_hooks(model)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """`ZeroEngine.forward`; as in backward and step, a lack of memory is explained."""
@@ -111,17 +109,7 @@ class DeepSpeedEngine(ZeroEngine):
             return self.adaptation.backward(run)
 
     def step(self) -> None:
-        """`ZeroEngine.step`; the first one warns of hooks that come too late to have an effect."""
-        earlier, self._accumulate_hooks = self._accumulate_hooks, None
-        for name, count in _accumulate_hooks(self.module).items() if earlier else ():
-            if earlier and count > earlier.get(name, 0):
-                logger.warning(
-                    "a hook that register_post_accumulate_grad_hook put on parameter %r has no "
-                    "effect, because the engine takes the gradient first. Register it before "
-                    "initialize",
-                    name,
-                )
-                break
+        """`ZeroEngine.step`."""
         if self.adaptation is not None:
             self.adaptation.require_repeatable()
         earlier_steps = self.global_steps
@@ -312,12 +300,7 @@ class DeepSpeedEngine(ZeroEngine):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict | None:
-        # Weights trained on top of a frozen model, such as an adapter, are few. Without them, the
-        # Trainer would save an adapter that has no weights.
-        is_part = exclude_frozen_parameters and not all(group.trainable for group in self.groups)
-        gathers = self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
-        if not (is_part or gathers):
-            raise ValueError(f"{_GATHERS} is false: set it to true to save a model")
+        # As with DeepSpeed, callers that must not gather a model ask for the setting themselves.
         _forget_unused_renamings(self.module)
         excluded = exclude_frozen_parameters
         weights = Weights(self.module, self.groups, self.comm, exclude_frozen=excluded)
@@ -326,15 +309,6 @@ class DeepSpeedEngine(ZeroEngine):
     # accelerate calls this one where tensor parallelism is configured.
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
     save_fp16_model = ZeroEngine.save_16bit_model
-
-
-def _accumulate_hooks(model: nn.Module) -> dict[str, int]:
-    """The number of hooks that run after a parameter's gradient has been computed, by the
-    parameter's name.
-    """
-    attribute = "_post_accumulate_grad_hooks"  # torch has no public one
-    found = {name: getattr(param, attribute, None) for name, param in model.named_parameters()}
-    return {name: len(hooks or ()) for name, hooks in found.items()}
 
 
 def _forget_unused_renamings(model: nn.Module) -> None:

@@ -10,12 +10,14 @@ import importlib
 import importlib.metadata
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cache
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from zero.errors import UsageError
 from zero.integrations.deepspeed.names import NAMES, REPORTED_VERSION, instead_of
 
 PACKAGE = "deepspeed"
@@ -23,6 +25,19 @@ PACKAGE = "deepspeed"
 
 def _missing(full_name: str) -> str:
     return f"'{full_name}' is not provided by zero{instead_of(full_name)}"
+
+
+@cache
+def _stand_in(full_name: str) -> type:
+    """A class that stands for a name which zero does not have, and raises UsageError when called.
+
+    It is a class so that scripts can set methods of it, and ask whether an object is one.
+    """
+
+    def __init__(self: object, *args: object, **kwargs: object) -> None:  # noqa: N807
+        raise UsageError(_missing(full_name))
+
+    return type(full_name.rpartition(".")[2], (), {"__init__": __init__})
 
 
 class FacadeModule(ModuleType):
@@ -35,6 +50,8 @@ class FacadeModule(ModuleType):
         names = NAMES[self.__name__]
         rest = "" if name.startswith("__") else names.get("*", "")
         home, _, attribute = names.get(name, f"{rest}:{name}").partition(":")
+        if home == "!":
+            return _stand_in(full_name)
         value = getattr(importlib.import_module(home), attribute, None) if home else None
         if value is None:
             raise AttributeError(_missing(full_name), name=name, obj=self)

@@ -1,7 +1,7 @@
 """DeepSpeed's functions for gradients.
 
 A script's own gradients are those of parameters outside any engine. An engine clips by
-`gradient_clipping` and looks for overflows itself, and its parameters show no gradients."""
+`gradient_clipping` itself, and its parameters show no gradients."""
 
 from __future__ import annotations
 
@@ -36,16 +36,6 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     return found
 
 
-def _own(parameters: Iterable[nn.Parameter], function: str, instead: str) -> list[nn.Parameter]:
-    """The parameters as a list. Raises UsageError if one of them belongs to an engine."""
-    found = list(parameters)
-    if any(owning_group(param) is not None for param in found):
-        raise UsageError(
-            f"{function}: these parameters and their gradients belong to an engine; {instead}"
-        )
-    return found
-
-
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[nn.Parameter],
     max_norm: float,
@@ -60,8 +50,12 @@ def clip_grad_norm_(
     if mpu is not None and mpu.get_model_parallel_world_size() > 1:
         raise UsageError("clip_grad_norm_: mpu: parameters that ranks share are not supported")
     given: Any = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    instead = "set gradient_clipping in the configuration"
-    params = _own(given, "clip_grad_norm_", instead)
+    params = list(given)
+    if any(owning_group(param) is not None for param in params):
+        raise UsageError(
+            "clip_grad_norm_: these parameters and their gradients belong to an engine; set "
+            "gradient_clipping in the configuration"
+        )
     grads = [param.grad for param in params if param.grad is not None]
     norm = nn.utils.get_total_norm(grads, norm_type)
     norm = norm.to(world.compute_device())
@@ -70,42 +64,3 @@ def clip_grad_norm_(
         norm /= distributed._get_data_parallel_world_size()
     nn.utils.clip_grads_with_norm_(params, max_norm, norm)
     return norm
-
-
-class CheckOverflow:
-    """Whether gradients are finite. `param_groups`: lists of parameters.
-
-    Args:
-        zero_reduce_scatter: every rank's gradients count. All ranks must call then.
-    """
-
-    def __init__(
-        self,
-        param_groups: Iterable[Iterable[nn.Parameter]] | None = None,
-        mpu: object = None,
-        zero_reduce_scatter: bool = False,
-        deepspeed: object = None,
-    ):
-        self._everywhere = zero_reduce_scatter
-        self.params = _flat(param_groups or ())
-
-    def check(self, param_groups: Iterable[Iterable[nn.Parameter]] | None = None) -> bool:
-        """Whether a gradient of the parameters, or of those given to the class, is not finite."""
-        return self.has_overflow(self.params if param_groups is None else _flat(param_groups))
-
-    def has_overflow(self, params: Iterable[nn.Parameter]) -> bool:
-        """Whether a gradient is not finite; UsageError for an engine's parameters."""
-        instead = "read engine.optimizer.overflow after step()"
-        params = _own(params, "CheckOverflow", instead)
-        found = any(
-            not bool(param.grad.isfinite().all()) for param in params if param.grad is not None
-        )
-        if not self._everywhere:
-            return found
-        flag = torch.tensor(float(found), device=world.compute_device())
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag)
-
-
-def _flat(param_groups: Iterable[Iterable[nn.Parameter]]) -> list[nn.Parameter]:
-    return [param for group in param_groups for param in group]

@@ -17,6 +17,9 @@ import logging
 import math
 from typing import Any
 
+from pydantic import ValidationError
+
+from zero.config import load_config
 from zero.config.optim import REQUIRED, SCHEDULE_KEYS, SchedulerConfig, SchedulerParams
 from zero.errors import UsageError
 
@@ -24,13 +27,7 @@ logger = logging.getLogger("zero")
 
 
 # DeepSpeed's constants: names of parameters, each in capitals.
-_CONSTANTS = """
-lr_schedule lr_range_test_min_lr lr_range_test_step_rate lr_range_test_step_size
-lr_range_test_staircase edge_value mid_value cycle_first_step_size cycle_first_stair_count
-cycle_second_step_size cycle_second_stair_count decay_step_size cycle_min_lr cycle_max_lr
-decay_lr_rate cycle_min_mom cycle_max_mom decay_mom_rate warmup_min_lr warmup_max_lr
-warmup_num_steps warmup_type warmup_min_ratio cos_min_ratio total_num_steps
-""".split()
+_CONSTANTS = {"lr_schedule", "edge_value", "mid_value"}.union(*SCHEDULE_KEYS.values())
 globals().update({name.upper(): name for name in _CONSTANTS})
 LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR = "LRRangeTest", "OneCycle", "WarmupLR"
 WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupDecayLR", "WarmupCosineLR"
@@ -49,7 +46,11 @@ class Schedule:
         if missing := [name for name in REQUIRED.get(kind, ()) if settings.get(name) is None]:
             raise UsageError(f"scheduler.params.{missing[0]}: is required by {kind}")
         self.optimizer = optimizer
-        self.params = SchedulerParams(**settings)
+        try:
+            self.params = SchedulerParams(**settings)
+        except ValidationError:
+            load_config({"scheduler": {"type": kind, "params": settings}})  # names key and values
+            raise
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         for name, value in settings.items():
             if isinstance(value, list) and len(value) != len(self.base_lrs):

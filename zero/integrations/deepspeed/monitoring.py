@@ -11,8 +11,8 @@ from zero.config.load import Source
 from zero.integrations.deepspeed import distributed
 from zero.monitor.writers import EventWriter, writers
 
-# Of a batch: each that is missing follows from the others.
-_SIZES = "train_batch_size", "train_micro_batch_size_per_gpu"
+# Of a batch: with one of them, each that is missing follows from the others.
+_SIZES = {"train_batch_size", "train_micro_batch_size_per_gpu"}
 
 
 class DeepSpeedConfig:
@@ -23,7 +23,8 @@ class DeepSpeedConfig:
 
     def __init__(self, config: Source, mpu: object = None, mesh_device: object = None):
         settings = load_config(config, allow_auto=True)
-        if any(key in settings.origin.given for key in _SIZES) and not settings.origin.auto:
+        later = settings.origin.auto & {*_SIZES, "gradient_accumulation_steps"}
+        if settings.origin.given & _SIZES and not later:
             settings = settings.resolve(distributed._get_data_parallel_world_size())
         self.settings = settings
         self.monitor_config = self.settings

@@ -17,7 +17,9 @@ GIT_HASH = "unknown"
 
 # A line without indentation has DeepSpeed's module, the module here, and the names. `new=old`: the
 # name is `new` in DeepSpeed's module and `old` in the module here. A module that begins with a dot
-# is one of `zero.integrations.deepspeed`. `*` stands for all other names of the module here.
+# is one of `zero.integrations.deepspeed`. `*` stands for all other names of the module here. With
+# `!` in place of a module, the names can be imported, as frameworks do whether or not they use
+# them, and to call them is an error that says what to use instead.
 _TABLE = """
 deepspeed .names __version__=REPORTED_VERSION version=REPORTED_VERSION __git_hash__=GIT_HASH
 deepspeed zero.errors DeepSpeedConfigError=UsageError
@@ -34,6 +36,7 @@ deepspeed.comm .distributed init_distributed is_initialized get_local_rank
 deepspeed.comm zero.monitor log_summary
 deepspeed.comm zero.comm.world get_rank get_world_size get_world_group
 deepspeed.comm torch.distributed *
+deepspeed.elasticity ! compute_elastic_config
 deepspeed.env_report zero.tools.cli cli_main=ds_report main=ds_report
 deepspeed.git_version_info .names version=REPORTED_VERSION
 deepspeed.launcher.runner .utilities DEEPSPEED_ENVIRONMENT_NAME
@@ -47,15 +50,21 @@ deepspeed.ops.lion .optimizers DeepSpeedCPULion FusedLion
 deepspeed.profiling.flops_profiler .profiling FlopsProfiler get_model_profile
 deepspeed.profiling.flops_profiler.profiler .profiling FlopsProfiler get_model_profile
 deepspeed.runtime.base_optimizer .optimizer DeepSpeedOptimizer
+deepspeed.runtime.checkpoint_engine ! TorchCheckpointEngine
+deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine ! TorchCheckpointEngine
 deepspeed.runtime.config .monitoring DeepSpeedConfig
 deepspeed.runtime.config zero.errors DeepSpeedConfigError=UsageError
 deepspeed.runtime.dataloader .utilities RepeatingLoader
 deepspeed.runtime.engine .engine DeepSpeedEngine
+deepspeed.runtime.fp16.loss_scaler ! DynamicLossScaler LossScaler
 deepspeed.runtime.lr_schedules .lr_schedules *
 deepspeed.runtime.sequence_parallel.ulysses_sp .sequence TiledMLP UlyssesSPAttentionHF
 deepspeed.runtime.sequence_parallel.ulysses_sp .sequence_loader UlyssesSPDataLoaderAdapter
+deepspeed.runtime.sequence_parallel.ulysses_sp ! SequenceTiledCompute TiledFusedLogitsLoss
+    sequence_tiled_compute
 deepspeed.runtime.utils .utilities move_to_device see_memory_usage set_random_seed
-deepspeed.runtime.utils .gradients CheckOverflow clip_grad_norm_
+deepspeed.runtime.utils .gradients clip_grad_norm_
+deepspeed.runtime.utils ! CheckOverflow
 deepspeed.runtime.zero zero Init register_external_parameter unregister_external_parameter
 deepspeed.runtime.zero .labels ZeroParamStatus
 deepspeed.runtime.zero .weight_sync GatheredParameters
@@ -77,6 +86,7 @@ deepspeed.utils zero.fragments safe_get_full_fp32_param safe_get_full_optimizer_
     safe_update_full_grad_vectorized
 deepspeed.utils .leaf get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules
     set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module
+deepspeed.utils ! z3_leaf_parameter
 deepspeed.utils .distributed is_initialized
 deepspeed.utils .utilities RepeatingLoader log_dist logger
 deepspeed.utils.groups .distributed _get_data_parallel_group _get_data_parallel_rank
@@ -102,6 +112,10 @@ deepspeed.zero zero Init register_external_parameter
 # What to use in place of names that zero does not have. The first entry counts that is a part of
 # the full name.
 _INSTEAD = {
+    "tiled": "call zero.parallel.sequence.tiled, or tiled_loss",
+    "leaf": "call z3_leaf_module with the module",
+    "overflow": "read engine.optimizer.overflow after step()",
+    "checkpoint_engine": "checkpoints are safetensors files: call engine.save_checkpoint",
     "moe": "experts are ordinary modules, or transformers' models with experts, which train at "
     "every stage; see docs/migration.md, Not available",
     "pipe": "pipelines are in zero.parallel.pipeline, see docs/pipeline-parallelism.md",
@@ -135,12 +149,13 @@ def _read_table() -> dict[str, dict[str, str]]:
         home = f"zero.integrations.deepspeed{home}" if home.startswith(".") else home
         for name in names:
             new, _, old = name.partition("=")
-            found.setdefault(module, {})[new] = home if name == "*" else f"{home}:{old or new}"
+            place = f"{home}:{old or new}" if home != "!" else home
+            found.setdefault(module, {})[new] = home if name == "*" else place
         while module := module.rpartition(".")[0]:  # its packages are modules too
             found.setdefault(module, {})
     return found
 
 
-# By DeepSpeed's module and name: "module:attribute" here; by `*`: the module here that has all
-# other names.
+# By DeepSpeed's module and name: "module:attribute" here, or "!"; by `*`: the module here that has
+# all other names.
 NAMES = _read_table()

@@ -14,9 +14,11 @@ from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 
 from zero.comm.world import get_rank
+from zero.core.sharded_param import PlaceholderView
 from zero.gathered_parameters import GatheredParameters as EagerGatheredParameters
 from zero.streaming import GatheredWhenRead
 
@@ -79,3 +81,20 @@ def _of_weight_sync(frame: FrameType) -> AbstractContextManager[None] | None:
         # Without adapters, each parameter has a context of its own.
         return nullcontext() if names_only else None
     return GatheredWhenRead(model, names_only) if GatheredWhenRead.serves(model) else None
+
+
+def _values_for_hash(view: PlaceholderView) -> torch.Tensor | None:
+    """The values of a view for TRL's `hash_module`, which each rank calls with the same model; None
+    for other code.
+    """
+    frame = sys._getframe(2)
+    function = frame.f_globals.get("__name__"), frame.f_code.co_name
+    if function != ("trl.trainer.utils", "hash_module"):
+        return None
+    with EagerGatheredParameters(view.param):
+        return view.param.detach().to("cpu", view.dtype, copy=True)
+
+
+def register() -> None:
+    """From now on, TRL finds out whether two sharded models have the same weights."""
+    PlaceholderView.values_for_caller = staticmethod(_values_for_hash)

@@ -12,7 +12,7 @@ import sys
 from zero.comm import world
 from zero.device import accelerator
 from zero.errors import UsageError, end_process_on_exception
-from zero.integrations.deepspeed import finder, labels
+from zero.integrations.deepspeed import finder, labels, weight_sync
 from zero.integrations.hf.quantized_loading import shard_quantized_models
 from zero.integrations.hf.resume import guard_checkpoints
 
@@ -69,6 +69,7 @@ def set_up() -> finder.FacadeFinder:
     _say_if_the_real_one_is_installed()
     installed = finder.install()
     labels.register()
+    weight_sync.register()
     guard_checkpoints()
     shard_quantized_models()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -30,7 +30,9 @@ from zero.optim.loss_scaler import LossScaler
 
 def _no_hooks(module: nn.Module) -> Any:
     """Takes the place of `zero.core.hooks.ModuleHooks`."""
-    nothing = dict.fromkeys(("install", "remove", "forget_broken_pass"), lambda: None)
+    nothing = dict.fromkeys(
+        ("install", "remove", "forget_broken_pass", "leave_stand_ins"), lambda: None
+    )
     return SimpleNamespace(module=module, forward_hooks=[], backward_hooks=[], **nothing)
 
 
