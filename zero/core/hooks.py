@@ -210,13 +210,18 @@ class ModuleHooks:
 
     def _listen(self) -> None:
         """Take each gradient after the hooks that scripts have put on its parameter so far."""
-        for handle in self.backward_hooks:
-            handle.remove()
-        self.backward_hooks.clear()
+        former = iter(self.backward_hooks)
+        handles = []
         for number, group in enumerate(self.groups):
             for i, param in enumerate(group.params if group.trainable else ()):
-                hook = partial(_gradient_ready, weakref.ref(self), number, i)
-                self.backward_hooks.append(param.register_post_accumulate_grad_hook(hook))
+                handle = next(former, None)
+                if handle is None or param.requires_grad:  # torch takes no hook of a frozen one
+                    if handle is not None:
+                        handle.remove()
+                    hook = partial(_gradient_ready, weakref.ref(self), number, i)
+                    handle = param.register_post_accumulate_grad_hook(hook)
+                handles.append(handle)
+        self.backward_hooks[:] = handles
 
     def remove(self) -> None:
         """Take all hooks off the model."""
