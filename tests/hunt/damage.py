@@ -189,9 +189,9 @@ def judge(seed: int, sources: Sources, folder: Path) -> str:
     named = {"IN": str(place), "OUT": str(folder / "out")}
     words = [re.sub("IN|OUT", lambda found: named[found[0]], word) for word in command.split()]
     what = fault(words)
-    if command.startswith("consolidate") and (folder / "out").exists() and not what:
-        whole = (source.parent / "consolidated" / MODEL_FILE).read_bytes()
-        if (folder / "out" / MODEL_FILE).read_bytes() != whole:
+    written = folder / "out" / MODEL_FILE
+    if command.startswith("consolidate") and written.exists() and not what:
+        if written.read_bytes() != (source.parent / "consolidated" / MODEL_FILE).read_bytes():
             what = "other weights"
     return f"{seed}: {command} of {name}, {damage.__name__} {victim.name}: {what}" if what else ""
 
