@@ -21,5 +21,5 @@ def assert_none_differs(verdicts: list[Verdict]) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_sample_of_odd_models(world_size):
-    tasks = [(seed, number) for seed in SEEDS for number in range(4)]
+    tasks = [(seed, number) for seed in SEEDS[world_size - 1 :: 2] for number in range(4)]
     assert_none_differs(hunt(tasks, world_size))
