@@ -44,9 +44,14 @@ class Setting:
 
 
 def settings_of(seed: int) -> list[Setting]:
-    """Each stage once, and stage 3 twice; accumulation and offload go round with the seed."""
-    flags = [(1 + (seed + i) % 2, (seed // 2 + i) % 2 == 1) for i in range(4)]
-    return [Setting(stage, *flag) for stage, flag in zip((1, 2, 3, 3), flags, strict=True)]
+    """Stage 0 or 1, stage 2, and stage 3 twice; accumulation and offload, which stage 0 has not, go
+    round with the seed.
+    """
+    stages = seed // 3 % 2, 2, 3, 3
+    return [
+        Setting(stage, 1 + (seed + i) % 2, stage > 0 and (seed // 2 + i) % 2 == 1)
+        for i, stage in enumerate(stages)
+    ]
 
 
 @dataclass
