@@ -13,7 +13,7 @@ learn without the teacher. See docs/distillation.md."""
 
 import sys
 
-from distill.options import APPLICATION
+from distill.options import APPLICATION, DataArguments
 
 if __name__ == "__main__":
     APPLICATION.answer(sys.argv[1:])  # before the other imports, which take seconds
@@ -35,7 +35,6 @@ from distill import pipeline
 from distill.arguments import is_demonstration, parse_arguments
 from distill.cache import CacheError
 from distill.config import DistillationConfig
-from examples.demonstration import distillation
 from translation.records import InputError
 
 
@@ -51,11 +50,23 @@ def main() -> None:
         if caching:
             pipeline.cache_teacher(arguments)
         elif is_demonstration(SimpleNamespace(**vars(model_args), **vars(data_args), **vars(args))):
-            distillation.run(data_args, args)
+            demonstrate(data_args, args)
         else:
             pipeline.run(arguments)
     except (InputError, CacheError, ImportError) as error:
         APPLICATION.fail(str(error))
+
+
+def demonstrate(data_args: DataArguments, args: DistillationConfig) -> None:
+    """Run the demonstration, which is a part of the checkout alone."""
+    try:
+        from examples.demonstration import distillation
+    except ImportError as error:
+        raise InputError(
+            f"the demonstration cannot be started ({error}): give your own data and models, or run "
+            "the script in a checkout"
+        ) from error
+    distillation.run(data_args, args)
 
 
 def start_logging(args: DistillationConfig) -> None:

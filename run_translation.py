@@ -38,8 +38,6 @@ from transformers import (
     set_seed,
 )
 
-from examples.demonstration.cldr import build_corpus
-from examples.demonstration.reload import reload_in_fresh_process
 from translation import data, report
 from translation.arguments import (
     Arguments,
@@ -59,7 +57,7 @@ def main() -> None:
         model_args, data_args, args = arguments = parse_arguments()
         start_logging(args)
         set_seed(args.seed)
-        texts = data.load_splits(data_args, model_args, args, build_corpus)
+        texts = data.load_splits(data_args, model_args, args, demonstration_corpus)
         trainer, tokens = make_trainer(texts, arguments)
     except (InputError, ImportError) as error:
         APPLICATION.fail(str(error))
@@ -74,8 +72,22 @@ def main() -> None:
     if is_demonstration(model_args, data_args) and args.do_train and args.process_index == 0:
         folder = output_folder(args)
         report.convert(folder, "float16" if args.fp16 else "bfloat16")
+        from examples.demonstration.reload import reload_in_fresh_process
+
         held_out = texts.get("test") or texts.get("validation") or texts["train"]
         reload_in_fresh_process(folder, held_out["source"][:3])
+
+
+def demonstration_corpus(source_lang: str, target_lang: str) -> object:
+    """The three splits of the demonstration, which is a part of the checkout alone."""
+    try:
+        from examples.demonstration.cldr import build_corpus
+    except ImportError as error:
+        raise InputError(
+            f"the demonstration's data cannot be made ({error}): give your own with --train_file, "
+            "or run the script in a checkout with its extra installed"
+        ) from error
+    return build_corpus(source_lang, target_lang)
 
 
 def start_logging(args: Seq2SeqTrainingArguments) -> None:
