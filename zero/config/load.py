@@ -122,7 +122,7 @@ def read(source: object) -> tuple[str, dict]:
             # Reading a pipe would wait for its writer.
             raise UsageError(f"{cannot}: not a regular file")
         else:
-            text = Path(place).read_text(encoding="utf-8")
+            text = Path(place).read_text(encoding="utf-8-sig")
         value = _parse(text)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"

@@ -10,6 +10,7 @@ from typing import Any
 
 from zero.checkpoint import disk
 from zero.checkpoint import folder as folders
+from zero.checkpoint.manifest import MANIFEST
 from zero.conversion import dcp, deepspeed, full, ours
 from zero.conversion.training_state import TrainingState
 from zero.errors import UsageError
@@ -81,7 +82,7 @@ def read_any(folder: Path) -> TrainingState:
                 raise UsageError(f"{folder}: a file is not as its format says ({what})") from error
     inside = [path for path in folder.iterdir() if any(each.recognizes(path) for each in READERS)]
     own = folders.locate(next(iter(folders.of_trainer(folder)), folder), None)
-    if not inside and own is not None:
+    if not inside and own is not None and (own / MANIFEST).is_file():
         raise UsageError(f"{own} is a checkpoint of zero already: resume from it as it is")
     if newest := max(inside, key=folders.number_of, default=None):
         raise UsageError(f"{folder} contains checkpoints: name one of them, such as {newest}")

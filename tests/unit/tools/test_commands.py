@@ -104,6 +104,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "typo.json").write_text('{"zero_optimisation": {}}')
     for number in (3, 20):
         (tmp_path / "trained" / f"checkpoint-{number}").mkdir(parents=True)
+    (tmp_path / "half" / "global_step5").mkdir(parents=True)
+    (tmp_path / "half" / "latest").write_text("global_step5")
+    (tmp_path / "no_json").mkdir()
+    (tmp_path / "no_json" / "config.json").write_text("{")
+    (tmp_path / "ds_config.json").write_text("{}")
     (tmp_path / "wrong.yaml").write_text("deepspeed_config: {zero_stage: 7}")
     (tmp_path / "hosts").write_text("node1 slots=2\n")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
@@ -191,6 +196,9 @@ def test_a_command_that_can_start_is_not_refused(given: str, here):
         ("consolidate trained out", "name its folder, such as trained/checkpoint-20"),
         ("doctor --speeds ok.json", "ok.json: not a file of zero doctor --speeds"),
         ("explain wrong.yaml", "wrong.yaml: deepspeed_config:"),
+        ("adopt half", "no checkpoint that zero can read; it has global_step5, latest"),
+        ("plan folder --device-memory 1G", "ds_config.json is there already"),
+        ("estimate no_json --ds-config ok.json", "config.json: not valid JSON"),
         ("x.py", "did you mean zero run x.py?"),
         ("launch", "name a script or -m MODULE"),
         ("run --no-such x.py", "run: unknown option --no-such; see zero run --help"),

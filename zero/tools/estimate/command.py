@@ -62,8 +62,11 @@ def plan(arguments: list[str]) -> None:
         json="the configuration",
     )
     out = "the file to write; default: ds_config.json"
-    parser.add_argument("--out", type=output_file, default=Path("ds_config.json"), help=out)
+    parser.add_argument("--out", type=output_file, help=out)
     options = _parse(parser, arguments, 1, 2048)
+    if options.out is None and (written := output_file("ds_config.json")).exists():
+        raise UsageError(f"plan: {written} is there already: name the file to write with --out")
+    options.out = options.out or Path("ds_config.json")
     if options.device_memory is None:
         parser.error("name the --device-memory, such as 24G")
     with _searching(options, load_config(PLAIN), "the plan") as search:

@@ -51,6 +51,8 @@ def read_config(source: str) -> transformers.PretrainedConfig:
         with _listed_once():
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
             class_of(config)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{folder / 'config.json'}: not valid JSON: {error}") from error
     except Exception as error:  # of any kind: the file is not ours
         raise UsageError(f"{source}: {' '.join(str(error).split())}") from error
     return config

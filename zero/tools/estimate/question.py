@@ -63,7 +63,7 @@ def model_folder(source: str) -> Path:
         name = source.rpartition("/")[2]
         hint = (
             f". For a model on the hub get it first: hf download {source} config.json "
-            f"--local-dir {name}, then: zero estimate {name} ..."
+            f"--local-dir {name}, and name that folder"
         )
     raise UsageError(f"{source}: expected a model's folder with config.json, or that file{hint}")
 
