@@ -380,7 +380,7 @@ def _is_mask(index: Any) -> bool:
 
 
 def _reshaped(logits: Logits, func: Callable, args: tuple, kwargs: dict) -> Any:
-    shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
+    shape = func(logits._stand_in(), *args, **kwargs).shape
     if len(shape) < 2 or shape[-1] != logits.shape[-1]:
         return NotImplemented
     hidden = logits.rows.hidden
