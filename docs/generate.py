@@ -9,6 +9,7 @@ what the Trainer can do in `trainer-features.md`; the README's list of pages, wh
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -249,23 +250,16 @@ def _title(page: str) -> str:
 
 
 def list_of_pages() -> str:
-    """Return the README's list of all pages, in lines of at most 120 characters where it can."""
-    items = []
-    for group, pages in sections().items():
-        links = [f"[{_title(page)}](docs/{page})" for page in pages]
-        lines = [f"- **{group}**: {_GOALS[group]}."]
-        for link in (f"{link}," for link in links[:-1]):
-            _append(lines, link)
-        _append(lines, links[-1])
-        items.append("\n".join(lines))
-    return "\n".join(items) + "\n"
-
-
-def _append(lines: list[str], link: str) -> None:
-    if len(lines[-1]) + 1 + len(link) <= 120:
-        lines[-1] += f" {link}"
-    else:
-        lines.append(f"  {link}")
+    """Return the README's list of all pages."""
+    lines = []
+    for section, pages in sections().items():
+        links = ", ".join(f"[{_title(page)}](docs/{page})" for page in pages)
+        goal = _GOALS[section]
+        text = f"- {goal[0].upper()}{goal[1:]}: {links}"
+        lines += textwrap.wrap(
+            text, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+    return "\n".join(lines) + "\n"
 
 
 def readme(page: str) -> str:
