@@ -2,13 +2,14 @@
 run again.
 
 It writes the tables of keys in `configuration.md`; the list of the layers in `architecture.md`;
-what the Trainer can do in `trainer-features.md`; the README's table of pages, which follows the
+what the Trainer can do in `trainer-features.md`; the README's list of pages, which follows the
 `nav` of `mkdocs.yml`; `index.md`, the start page of the site, from the README; and the picture
 `slices.svg`."""
 
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -220,21 +221,19 @@ def architecture(page: str) -> str:
     return before + BEGIN + "\n" + list_of_layers() + "\n" + END + rest.split(END)[1]
 
 
-# What a reader wants who opens a section of the site.
+# What a reader wants who opens a group of pages.
 _GOALS = {
     "Start": "install zero, make a first run, or move from DeepSpeed or FSDP",
-    "Recipes": "copy a command for a given model and machine",
-    "Train": "configure a run, choose an optimizer, or write your own loop",
+    "Train": "write your own loop, choose an optimizer, train adapters, translate, distil, save",
     "Scale": "fit a larger model, or use more GPUs and machines",
-    "Keep": "save, resume and export",
     "Fix": "find out why a run fails, hangs, is slow or does not converge",
-    "Know": "look up results, limits, numerics and terms",
+    "Reference": "look up keys, limits, results and terms",
     "Inside": "read or change the code",
 }
 
 
 def sections() -> dict[str, list[str]]:
-    """Return the pages of each section of the site, from the `nav` of `mkdocs.yml`."""
+    """Return the pages of each group of the site, from the `nav` of `mkdocs.yml`."""
     text = (FOLDER.parent / "mkdocs.yml").read_text(encoding="utf-8")
     pages: dict[str, list[str]] = {}
     for line in text.partition("\nnav:\n")[2].splitlines():
@@ -243,26 +242,30 @@ def sections() -> dict[str, list[str]]:
             pages[name.removesuffix(":")] = []
         elif pages:
             pages[next(reversed(pages))].append(name)
-    return pages
+    return {group: names for group, names in pages.items() if names}
 
 
 def _title(page: str) -> str:
     return (FOLDER / page).read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
 
 
-def table_of_pages() -> str:
-    """Return the README's table of all pages."""
-    rows = ["| you want to | pages |", "|---|---|"]
+def list_of_pages() -> str:
+    """Return the README's list of all pages."""
+    lines = []
     for section, pages in sections().items():
         links = ", ".join(f"[{_title(page)}](docs/{page})" for page in pages)
-        rows.append(f"| {_GOALS[section]} | {links} |")
-    return "\n".join(rows) + "\n"
+        goal = _GOALS[section]
+        text = f"- {goal[0].upper()}{goal[1:]}: {links}"
+        lines += textwrap.wrap(
+            text, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+    return "\n".join(lines) + "\n"
 
 
 def readme(page: str) -> str:
-    """Return the README with the current table of pages."""
+    """Return the README with the current list of pages."""
     before, rest = page.split(BEGIN)
-    return before + BEGIN + "\n" + table_of_pages() + "\n" + END + rest.split(END)[1]
+    return before + BEGIN + "\n" + list_of_pages() + "\n" + END + rest.split(END)[1]
 
 
 def trainer_features(page: str) -> str:
