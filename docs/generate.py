@@ -174,10 +174,7 @@ def _tables(wanted: list[str]) -> list[str]:
         "keys without effect": "\n\n".join(
             filter(None, (_idle_keys(path, section) for path, section in sections.items()))
         ),
-        "old names": _table(
-            "| old name | now |",
-            *(f"| `{old}` | `{new}` |" for old, new in OLD_NAMES.items()),
-        ),
+        "old names": "\n".join(f"- `{old}`: `{new}`" for old, new in OLD_NAMES.items()),
         "keys that are errors": "\n".join(
             _folded((f"`{key}`", reason) for key, reason in REMOVED_KEYS.items())
         ),
@@ -189,7 +186,7 @@ def _tables(wanted: list[str]) -> list[str]:
     tables = []
     for name, keys in named:
         if name in lists:
-            tables.append(lists.pop(name).rstrip() + "\n")
+            tables.append(lists.pop(name) + "\n")
             continue
         rows = [shown[name, key] for key in keys.split(", ") if key]
         if not rows:
