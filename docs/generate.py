@@ -38,7 +38,7 @@ def _values(schema: dict[str, Any]) -> str:
     if schema.get("type") == "array":
         items = schema.get("items") or schema["prefixItems"][0]
         kind = "names" if items["type"] == "string" else "numbers"
-        return f"a list of two {kind}" if schema.get("maxItems") == 2 else f"a list of {kind}"
+        return f"list of two {kind}" if schema.get("maxItems") == 2 else f"list of {kind}"
     names = {"boolean": "true, false", "null": ""}
     kind = names.get(schema.get("type"), schema.get("type"))
     bounds = {"exclusiveMinimum": "above", "minimum": "from", "maximum": "to"}
@@ -200,7 +200,7 @@ def _tables(wanted: list[str]) -> list[str]:
     return tables
 
 
-_TABLE = re.compile(r"(<!-- made by docs/generate\.py: (.+?) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+_TABLE = re.compile(r"(<!-- generate\.py: (.+?) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
 def configuration(page: str) -> str:
