@@ -2,13 +2,14 @@
 run again.
 
 It writes the tables of keys in `configuration.md`; the list of the layers in `architecture.md`;
-what the Trainer can do in `trainer-features.md`; the README's table of pages, which follows the
+what the Trainer can do in `trainer-features.md`; the README's list of pages, which follows the
 `nav` of `mkdocs.yml`; `index.md`, the start page of the site, from the README; and the picture
 `slices.svg`."""
 
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -250,19 +251,23 @@ def _title(page: str) -> str:
     return (FOLDER / page).read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
 
 
-def table_of_pages() -> str:
-    """Return the README's table of all pages."""
-    rows = ["| you want to | pages |", "|---|---|"]
+def list_of_pages() -> str:
+    """Return the README's list of all pages."""
+    lines = []
     for section, pages in sections().items():
         links = ", ".join(f"[{_title(page)}](docs/{page})" for page in pages)
-        rows.append(f"| {_GOALS[section]} | {links} |")
-    return "\n".join(rows) + "\n"
+        goal = _GOALS[section]
+        text = f"- {goal[0].upper()}{goal[1:]}: {links}"
+        lines += textwrap.wrap(
+            text, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+    return "\n".join(lines) + "\n"
 
 
 def readme(page: str) -> str:
-    """Return the README with the current table of pages."""
+    """Return the README with the current list of pages."""
     before, rest = page.split(BEGIN)
-    return before + BEGIN + "\n" + table_of_pages() + "\n" + END + rest.split(END)[1]
+    return before + BEGIN + "\n" + list_of_pages() + "\n" + END + rest.split(END)[1]
 
 
 def trainer_features(page: str) -> str:
