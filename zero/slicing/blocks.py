@@ -122,10 +122,6 @@ class SlicedBlock:
         number = min(wanted, batch)
         if batch == 1 < wanted:
             _warn_of_one_example()
-        # The block's own checkpoint would recompute every slice a second time.
-        if getattr(self.module, "gradient_checkpointing", False):
-            self.module.gradient_checkpointing = False
-            self._was_checkpointed = True
         if number < 2:
             return checkpoint(self._run, spec, *leaves, use_reentrant=False)
         of_batch = [_has_batch(leaf, batch) for leaf in leaves]
@@ -175,6 +171,11 @@ class SlicedBlock:
         return tree_unflatten(joined, out_spec)
 
     def _run(self, spec: TreeSpec, *leaves: Any) -> Any:
+        # The block's own checkpoint would recompute every slice a second time. A script may turn it
+        # on between a forward and its backward, as TRL's DPO does.
+        if getattr(self.module, "gradient_checkpointing", False):
+            self.module.gradient_checkpointing = False
+            self._was_checkpointed = True
         args, kwargs = tree_unflatten(list(leaves), spec)
         output = self._forward(*args, **kwargs)
         if not self._is_known:

@@ -33,9 +33,9 @@ from zero.slicing.known import why_hooked, why_not_known
 
 logger = logging.getLogger("zero")
 
-# Logits of one chunk. In fp32 they take 16 MiB on a CPU, and 512 MiB on an accelerator, where each
+# Logits of one chunk. In fp32 they take 64 MiB on a CPU, and 512 MiB on an accelerator, where each
 # chunk adds to a gradient of the size of the weights.
-CHUNK_ELEMENTS = {"cpu": 2**22}
+CHUNK_ELEMENTS = {"cpu": 2**24}
 CHUNK_ELEMENTS_ELSEWHERE = 2**27
 # What gives each row from the same row, by the names of torch's functions.
 _OF_EACH_ROW = frozenset(
