@@ -317,7 +317,7 @@ def _of_each_row(logits: Logits, func: Callable, name: str, args: tuple, kwargs:
         return tensor if tensor.dim() == 0 else tensor.reshape(tensor.shape[-1:])
 
     others = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-    if any(each is not logits and each.shape[:-1].numel() > 1 for each in others):
+    if any(each is not logits and each.shape[:-1].numel() != 1 for each in others):
         return NotImplemented
 
     def step(chunk: torch.Tensor) -> torch.Tensor:
