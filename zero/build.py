@@ -393,8 +393,12 @@ def slice_batches(model: nn.Module, settings: Config) -> list[SlicedBlock | Slic
                 "tensors inside of blocks, where it would find one for each slice: set "
                 f"config.{flag} to false, or install transformers 5"
             )
-    is_trusted = settings.activation_checkpointing.trust_slices
-    sliced = [SlicedBlock(block, names[block], slices, is_trusted) for block in blocks]
+    kept = settings.activation_checkpointing
+    is_away = kept.cpu_checkpointing or kept.nvme_path
+    sliced: list[SlicedBlock | SlicedHead] = []
+    for block in blocks:
+        of = 0 if sliced or is_away else len(blocks)  # the first block speaks for all
+        sliced.append(SlicedBlock(block, names[block], slices, kept.trust_slices, of))
     head = sliced_head(model)
     return sliced if head is None else [*sliced, head]
 
