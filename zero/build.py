@@ -27,7 +27,7 @@ from zero.config import Config, OffloadOptimizerConfig, ZeroConfig
 from zero.core.gathering import Gathering
 from zero.core.layout import GroupPlan, called_blocks, packs_experts, plan_groups
 from zero.core.micro_batches import MicroBatches
-from zero.core.param_group import ParamGroup
+from zero.core.param_group import ParamGroup, owning_group
 from zero.core.quantized_weights import (
     LEAST_BYTES,
     is_quantized,
@@ -38,7 +38,7 @@ from zero.core.quantized_weights import (
 from zero.core.reduction import GradientReducer
 from zero.core.schedule import Residency, Schedule
 from zero.core.secondary_partition import SecondaryPartitionGroup
-from zero.core.sharded_param import cut_of, local, owning_group
+from zero.core.sharded_param import cut_of, local
 from zero.device import is_accelerator
 from zero.errors import UsageError
 from zero.model_checks import IN_FP16, STRICTLY, check_model, kept_in_fp32, refuse_doubles

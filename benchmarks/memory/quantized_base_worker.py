@@ -140,8 +140,8 @@ ENGINES: dict[str, Callable[[str, str], tuple[nn.Module, Step]]] = {
 
 def held(model: nn.Module) -> int:
     """Bytes of the frozen weights that this rank holds, with what decodes them."""
+    from zero.core.param_group import owning_group
     from zero.core.quantized_weights import reachable
-    from zero.core.sharded_param import owning_group
 
     frozen = [param for param in model.parameters() if not param.requires_grad]
     groups = {owning_group(param) for param in frozen} - {None}

@@ -92,6 +92,18 @@ def _halved(logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
+def _overwritten(logits: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits[..., 0] = 0.0
+    return logits
+
+
+def _measured(logits: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        median = logits.median()
+    return logits - median
+
+
 def _ones(logits: torch.Tensor) -> torch.Tensor:
     return torch.ones(*logits.shape[:-1], 2, dtype=torch.long)
 
@@ -133,6 +145,8 @@ AS_A_WHOLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "scaled by row": lambda logits: logits * (1.0 + _mask(logits)[..., None]),
     "softmax over tokens": lambda logits: logits.softmax(0),
     "in place": _halved,
+    "overwritten without gradients": _overwritten,
+    "read without gradients": _measured,
     "sum": torch.sum,
     "twice": lambda logits: torch.cat([logits, 2 * logits]),
     "where": lambda logits: torch.where(logits > 0, logits, logits * 0.1),

@@ -50,9 +50,8 @@ from zero.core.external_access import (
 )
 from zero.core.gathering import Gathering
 from zero.core.micro_batches import MicroBatches
-from zero.core.param_group import ParamGroup, State
+from zero.core.param_group import ParamGroup, State, owning_group
 from zero.core.reduction import ReductionOrder
-from zero.core.sharded_param import owning_group
 from zero.core.taken_gradients import StandIns
 from zero.errors import UsageError
 
