@@ -16,14 +16,17 @@ class Feature(NamedTuple):
         title: what is done, for the page.
         refused: words of the error that says what to do instead; "" where the result is that of
             DDP.
+        ends: whether these words are in the report with which the watchdog ends the job.
     """
 
     title: str
     refused: str = ""
+    ends: bool = False
 
     @property
     def row(self) -> str:
-        return f"| {self.title} | {f'refused: “{self.refused}”' if self.refused else RIGHT} |"
+        what = "the job ends" if self.ends else "refused"
+        return f"| {self.title} | {f'{what}: “{self.refused}”' if self.refused else RIGHT} |"
 
 
 FEATURES = {
@@ -105,7 +108,13 @@ FEATURES = {
     "encoder_decoder": Feature("a model with an encoder and a decoder"),
     "experts": Feature("a model with experts"),
     "images": Feature("a model with images, where texts without one get a blank one"),
+    "images_on_one_rank": Feature(
+        "the same without it, and images on one rank only", "give the others a blank one", ends=True
+    ),
     "layer_drop": Feature("LayerDrop, with one seed on all ranks"),
+    "layer_drop_by_rank": Feature(
+        "LayerDrop, with another seed on each rank", "from one seed on all ranks", ends=True
+    ),
     "lora": Feature("LoRA"),
     "dora": Feature("DoRA"),
     "adalora": Feature("AdaLoRA, all of whose ranks are trained"),

@@ -316,6 +316,11 @@ class Allocate(TrainerCallback):
         kwargs["model"].base_model.update_and_allocate(state.global_step + 1)
 
 
+class SeedByRank(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        torch.manual_seed(args.process_index)
+
+
 class Counted(TrainerCallback, ExportableState):
     """Counts steps, also across a resume."""
 

@@ -1,8 +1,8 @@
 """What the Trainer can do, one after another. An ordinary transformers script.
 
-`python features.py FOLDER [DEEPSPEED.json]`: each rank writes FOLDER/rankN.json, which has by
-function the losses and the other numbers that it gave, or the words of its error. Names and order
-are those of `tests.hf.features`."""
+`python features.py FOLDER [DEEPSPEED.json [NAME]]`: each rank writes FOLDER/rankN.json, which has
+by function the losses and the other numbers that it gave, or the words of its error. Names and
+order are those of `tests.hf.features`. One that ends the job runs only if it is named."""
 
 from __future__ import annotations
 
@@ -391,7 +391,17 @@ RUNS: dict[str, Callable[[str], list[float]]] = {
         with_data_collator=parts.with_blank_images,
         remove_unused_columns=False,
     ),
+    "images_on_one_rank": lambda name: run(
+        name,
+        parts.sees,
+        data=parts.Pictures(),
+        with_data_collator=parts.with_images,
+        remove_unused_columns=False,
+    ),
     "layer_drop": lambda name: run(name, parts.skips_layers, max_steps=4, **UNUSED),
+    "layer_drop_by_rank": lambda name: run(
+        name, parts.skips_layers, with_callbacks=[parts.SeedByRank()]
+    ),
     "encoder_decoder": lambda name: run(name, parts.encoder_decoder),
     "predict_with_generate": written,
     "restored_callback": restored_callback,
@@ -458,7 +468,8 @@ def main() -> None:
     # The ranks meet in the first training, long before they load it.
     if os.environ["RANK"] == "0":
         parts.model(LlamaForSequenceClassification, num_labels=3).save_pretrained(CLASSIFIER)
-    for name in FEATURES:
+    names = sys.argv[3:] or [name for name, feature in FEATURES.items() if not feature.ends]
+    for name in names:
         try:
             found[name] = RUNS[name](name)
         except (ValueError, RuntimeError, AttributeError, TypeError, KeyError) as error:
