@@ -2,13 +2,14 @@
 run again.
 
 It writes the tables of keys in `configuration.md`; the list of the layers in `architecture.md`;
-what the Trainer can do in `trainer-features.md`; the README's table of pages, which follows the
+what the Trainer can do in `trainer-features.md`; the README's list of pages, which follows the
 `nav` of `mkdocs.yml`; `index.md`, the start page of the site, from the README; and the picture
 `slices.svg`."""
 
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,8 @@ from zero.config.settings import Config
 
 FOLDER = Path(__file__).parent
 _README = FOLDER.parent / "README.md"
-# How the page writes what a key needs.
-_NEEDS = {
-    "enabled": "`enabled`",
-    "batch_slices": "`batch_slices`",
-    "device nvme": '`"device": "nvme"`',
-}
+# How the page writes what a key needs; it says once that keys need `enabled` or stage 3.
+_NEEDS = {"batch_slices": "`batch_slices`", "device nvme": "`nvme`"}
 BEGIN, END = "<!-- made by docs/generate.py -->\n", "<!-- end of what is made -->\n"
 
 
@@ -41,7 +38,7 @@ def _values(schema: dict[str, Any]) -> str:
     if schema.get("type") == "array":
         items = schema.get("items") or schema["prefixItems"][0]
         kind = "names" if items["type"] == "string" else "numbers"
-        return f"a list of two {kind}" if schema.get("maxItems") == 2 else f"a list of {kind}"
+        return f"list of two {kind}" if schema.get("maxItems") == 2 else f"list of {kind}"
     names = {"boolean": "true, false", "null": ""}
     kind = names.get(schema.get("type"), schema.get("type"))
     bounds = {"exclusiveMinimum": "above", "minimum": "from", "maximum": "to"}
@@ -68,6 +65,18 @@ def _default(schema: dict[str, Any]) -> str:
     return f"`{json.dumps(value)}`"
 
 
+def _values_and_default(schema: dict[str, Any]) -> str:
+    """Return which values a key takes, the default in bold."""
+    values, default = _values(schema), _default(schema).replace('"', "")
+    choices = values.split(", ")
+    for chosen in default, default.strip("`"), f"`{default}`":
+        if chosen in choices:
+            return ", ".join(f"**{each}**" if each == chosen else each for each in choices)
+    if default in ("", "``", "`[]`", "`{}`"):
+        return values
+    return f"{values}, {default if default == 'required' else f'**{default}**'}"
+
+
 def _effect(section: type[Section], key: str) -> str:
     about = section.about(key)
     text, _ = section.describe(key)
@@ -76,7 +85,7 @@ def _effect(section: type[Section], key: str) -> str:
     ]
     notes = [
         f"For {', '.join(owners)}." if 0 < len(owners) < len(SCHEDULE_KEYS) else "",
-        f"Needs {_NEEDS.get(about['needs'], about['needs'])}." if about.get("needs") else "",
+        f"Needs {_NEEDS[about['needs']]}." if about.get("needs") in _NEEDS else "",
         f'`"auto"`: {_as_code(about["auto"])}.' if about.get("auto") else "",
     ]
     return _linked(" ".join(filter(None, [text, *notes])))
@@ -96,12 +105,21 @@ def _linked(text: str) -> str:
     )
 
 
+# In a reason why a key has no effect: what to do instead.
+_REMEDY = re.compile(r"\b(use|call|see|name|enable|log|cast) ")
+
+
 def _folded(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the rows of a table of names and reasons: one for all names that share a reason."""
+    """Return a list of names and reasons: one item for all names that share a reason."""
     names: dict[str, list[str]] = {}
     for name, reason in pairs:
         names.setdefault(reason, []).append(name)
-    return [f"| {', '.join(names[reason])} | {_linked(reason)} |" for reason in names]
+    return [_item(f"{', '.join(names[reason])}: {_linked(reason)}") for reason in names]
+
+
+def _item(text: str) -> str:
+    indent = {"initial_indent": "- ", "subsequent_indent": "  "}
+    return textwrap.fill(text, 100, break_on_hyphens=False, **indent)
 
 
 def _table(*rows: str) -> str:
@@ -123,19 +141,23 @@ def _acting_keys(section: type[Section]) -> dict[str, str]:
     rows = {}
     for key, schema in section.model_json_schema()["properties"].items():
         if section_of(section, key) is None and not section.about(key).get("idle"):
-            values = _values(schema).replace("|", "\\|")
-            cells = f"`{key}`", values, _default(schema), _effect(section, key)
+            values = _values_and_default(schema).replace("|", "\\|")
+            cells = f"`{key}`", values, _effect(section, key)
             rows[key] = f"| {' | '.join(cells)} |"
     return rows
 
 
-def _idle_keys(section: type[Section]) -> list[str]:
-    """Return a row for all keys without effect that share a reason."""
-    return _folded(
+def _idle_keys(path: str, section: type[Section]) -> str:
+    """Return a list of the keys of a section without effect, with what to use instead."""
+    keys = [
         (f"`{key}`" + (" (section)" if section_of(section, key) else ""), why)
         for key in section.model_fields
         if (why := section.about(key).get("idle"))
-    )
+    ]
+    helps = [pair for pair in keys if _REMEDY.search(pair[1])]
+    others = ", ".join(name for name, why in keys if not _REMEDY.search(why))
+    items = _folded(helps) + ([_item(others)] if others else [])
+    return "\n".join([f"**{path}**", "", *items]) if items else ""
 
 
 def _tables(wanted: list[str]) -> list[str]:
@@ -143,22 +165,18 @@ def _tables(wanted: list[str]) -> list[str]:
 
     Args:
         wanted: for each table the name of a section and, after a colon, the keys that it shows.
-            Without keys, it shows all keys of the section that no other table shows.
+            Without keys, it shows all keys of the section that no other table shows. Several
+            sections with the same keys, separated by commas, share a table.
     """
     sections = dict(_sections(Config, "top level"))
     left = {name: _acting_keys(section) for name, section in sections.items()}
     lists = {
-        "keys without effect": (
-            "| section | keys | why |",
-            *(f"| `{name}` {row}" for name in sections for row in _idle_keys(sections[name])),
+        "keys without effect": "\n\n".join(
+            filter(None, (_idle_keys(path, section) for path, section in sections.items()))
         ),
-        "old names": (
-            "| old name | now |",
-            *(f"| `{old}` | `{new}` |" for old, new in OLD_NAMES.items()),
-        ),
-        "keys that are errors": (
-            "| keys | why |",
-            *_folded((f"`{key}`", reason) for key, reason in REMOVED_KEYS.items()),
+        "old names": "\n".join(f"- `{old}`: `{new}`" for old, new in OLD_NAMES.items()),
+        "keys that are errors": "\n".join(
+            _folded((f"`{key}`", reason) for key, reason in REMOVED_KEYS.items())
         ),
     }
     named = [table.partition(": ")[::2] for table in wanted]
@@ -168,19 +186,21 @@ def _tables(wanted: list[str]) -> list[str]:
     tables = []
     for name, keys in named:
         if name in lists:
-            tables.append(_table(*lists.pop(name)))
+            tables.append(lists.pop(name) + "\n")
             continue
         rows = [shown[name, key] for key in keys.split(", ") if key]
-        rows = rows or [left[name].pop(key) for key in list(left[name])]
-        tables.append(_table("| key | values | default | what it does |", *rows))
+        if not rows:
+            same, *others = (left.pop(each) for each in name.split(", "))
+            if any(other != same for other in others):
+                raise ValueError(f"{name} have different keys, so they cannot share a table")
+            rows = [*same.values()]
+        tables.append(_table("| key | values | what it does |", *rows))
     if missing := [*lists, *(f"{name}: {key}" for name, keys in left.items() for key in keys)]:
         raise ValueError(f"docs/configuration.md has no table for: {', '.join(missing)}")
     return tables
 
 
-_TABLE = re.compile(
-    r"(<!-- made by docs/generate\.py: (.+?) -->\n).*?(?=<!-- end of what is made -->)", re.DOTALL
-)
+_TABLE = re.compile(r"(<!-- generate\.py: (.+?) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
 def configuration(page: str) -> str:
@@ -220,21 +240,19 @@ def architecture(page: str) -> str:
     return before + BEGIN + "\n" + list_of_layers() + "\n" + END + rest.split(END)[1]
 
 
-# What a reader wants who opens a section of the site.
+# What a reader wants who opens a group of pages.
 _GOALS = {
     "Start": "install zero, make a first run, or move from DeepSpeed or FSDP",
-    "Recipes": "copy a command for a given model and machine",
-    "Train": "configure a run, choose an optimizer, or write your own loop",
+    "Train": "write your own loop, choose an optimizer, train adapters, translate, distil, save",
     "Scale": "fit a larger model, or use more GPUs and machines",
-    "Keep": "save, resume and export",
     "Fix": "find out why a run fails, hangs, is slow or does not converge",
-    "Know": "look up results, limits, numerics and terms",
+    "Reference": "look up keys, limits, results and terms",
     "Inside": "read or change the code",
 }
 
 
 def sections() -> dict[str, list[str]]:
-    """Return the pages of each section of the site, from the `nav` of `mkdocs.yml`."""
+    """Return the pages of each group of the site, from the `nav` of `mkdocs.yml`."""
     text = (FOLDER.parent / "mkdocs.yml").read_text(encoding="utf-8")
     pages: dict[str, list[str]] = {}
     for line in text.partition("\nnav:\n")[2].splitlines():
@@ -243,26 +261,30 @@ def sections() -> dict[str, list[str]]:
             pages[name.removesuffix(":")] = []
         elif pages:
             pages[next(reversed(pages))].append(name)
-    return pages
+    return {group: names for group, names in pages.items() if names}
 
 
 def _title(page: str) -> str:
     return (FOLDER / page).read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
 
 
-def table_of_pages() -> str:
-    """Return the README's table of all pages."""
-    rows = ["| you want to | pages |", "|---|---|"]
+def list_of_pages() -> str:
+    """Return the README's list of all pages."""
+    lines = []
     for section, pages in sections().items():
         links = ", ".join(f"[{_title(page)}](docs/{page})" for page in pages)
-        rows.append(f"| {_GOALS[section]} | {links} |")
-    return "\n".join(rows) + "\n"
+        goal = _GOALS[section]
+        text = f"- {goal[0].upper()}{goal[1:]}: {links}"
+        lines += textwrap.wrap(
+            text, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+    return "\n".join(lines) + "\n"
 
 
 def readme(page: str) -> str:
-    """Return the README with the current table of pages."""
+    """Return the README with the current list of pages."""
     before, rest = page.split(BEGIN)
-    return before + BEGIN + "\n" + table_of_pages() + "\n" + END + rest.split(END)[1]
+    return before + BEGIN + "\n" + list_of_pages() + "\n" + END + rest.split(END)[1]
 
 
 def trainer_features(page: str) -> str:

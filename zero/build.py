@@ -51,6 +51,7 @@ from zero.optim.rounding import StochasticRounding
 from zero.optim.sharded_optimizer import ZeroOptimizer, param_group_of
 from zero.slicing.blocks import RECORDER, SlicedBlock
 from zero.slicing.experts import SlicedExperts, can_be_sliced, numel_of_one
+from zero.slicing.head import SlicedHead, sliced_head
 
 logger = logging.getLogger("zero")
 
@@ -371,8 +372,10 @@ def slice_experts(
     return [SlicedExperts(group, most, gathering) for group in found]
 
 
-def slice_batches(model: nn.Module, settings: Config) -> list[SlicedBlock]:
-    """Have each block run its batch in slices, if the configuration says so."""
+def slice_batches(model: nn.Module, settings: Config) -> list[SlicedBlock | SlicedHead]:
+    """Have each block run its batch in slices, and the head its tokens in chunks, if the
+    configuration says so.
+    """
     slices = settings.activation_checkpointing.batch_slices
     if slices in (None, 1):
         return []
@@ -390,8 +393,14 @@ def slice_batches(model: nn.Module, settings: Config) -> list[SlicedBlock]:
                 "tensors inside of blocks, where it would find one for each slice: set "
                 f"config.{flag} to false, or install transformers 5"
             )
-    is_trusted = settings.activation_checkpointing.trust_slices
-    return [SlicedBlock(block, names[block], slices, is_trusted) for block in blocks]
+    kept = settings.activation_checkpointing
+    is_away = kept.cpu_checkpointing or kept.nvme_path
+    sliced: list[SlicedBlock | SlicedHead] = []
+    for block in blocks:
+        of = 0 if sliced or is_away else len(blocks)  # the first block speaks for all
+        sliced.append(SlicedBlock(block, names[block], slices, kept.trust_slices, of))
+    head = sliced_head(model)
+    return sliced if head is None else [*sliced, head]
 
 
 def make_placement(

@@ -20,7 +20,7 @@ ARGUMENTS: dict[str, Any] = {
     "lr_scheduler_type": "constant",
     "warmup_steps": 1,
     "predict_with_generate": True,
-    # otherwise transformers multiplies T5's loss by the world size, see docs/architecture.md
+    # otherwise transformers multiplies T5's loss by the world size, see docs/troubleshooting.md
     "average_tokens_across_devices": False,
 }
 

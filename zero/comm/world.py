@@ -55,7 +55,7 @@ class Group:
         ranks = next(ranks for ranks in groups if dist.get_rank() in ranks)
         return cls(ranks.index(dist.get_rank()), ranks)
 
-    @property
+    @cached_property
     def size(self) -> int:
         return len(self.ranks)
 

@@ -14,9 +14,9 @@ class FilesConfig(Measured):
     """What sections that write to a folder have in common.
 
     Attributes:
-        enabled: Write the metrics of each step to files.
-        output_path: The folder for the files. Default: the working directory.
-        job_name: The subfolder of `output_path` for this run.
+        enabled: Write the metrics of each step.
+        output_path: The folder. Default: the working directory.
+        job_name: Its subfolder for this run.
     """
 
     enabled: bool = False
@@ -46,9 +46,9 @@ class WandbConfig(Measured):
 
     Attributes:
         enabled: Send the metrics of each step.
-        group: The name of the group of runs.
-        team: The name of the team (wandb's `entity`).
-        project: The name of the project.
+        group: The group of runs.
+        team: The team (wandb's `entity`).
+        project: The project.
     """
 
     enabled: bool = False
@@ -63,9 +63,9 @@ class CommsLoggerConfig(Measured):
 
     Attributes:
         enabled: Time the engine's collectives. On a GPU the host then waits for each of them.
-        verbose: Print a line for each collective when it ends.
-        prof_all: Time all collectives. With `false`, only those in `prof_ops`.
-        prof_ops: The kinds of collectives to time, such as `all_gather`.
+        verbose: Print a line for each collective.
+        prof_all: Time all collectives. `false`: only those in `prof_ops`.
+        prof_ops: Kinds of collectives, such as `all_gather`.
         debug: Add rows for each parameter group.
     """
 
@@ -81,9 +81,9 @@ class FlopsProfilerConfig(Measured):
     """Counts the floating-point operations of one step on rank 0, by `torch.utils.flop_counter`.
 
     Attributes:
-        enabled: Count the operations of step `profile_step`, and print a table by module.
+        enabled: Count the operations of one step, by module.
         profile_step: The optimizer step to count.
-        module_depth: How deep the table goes into nested modules. -1: all modules.
+        module_depth: How deep the table goes. -1: all modules.
         output_file: The file for the table. Default: stderr.
     """
 

@@ -24,13 +24,12 @@ class OffloadConfig(Section):
     (`offload_optimizer`) are kept.
 
     Attributes:
-        device: `cpu` offloads to host memory, `nvme` to files in the folder `nvme_path`.
-        pin_memory: Page-lock host memory, so that copies to and from the GPU overlap with
-            computation. If the system does not allow it, a message says so.
+        device: `cpu`: host memory. `nvme`: files in `nvme_path`.
+        pin_memory: Page-lock host memory, so that copies overlap with computation.
             - false: Host memory is not page-locked, so copies are slower and the GPU waits for
               them.
-        nvme_path: A folder on a fast disk, which is created if it does not exist. It may differ
-            between machines.
+        nvme_path: A folder on a fast disk, which may differ between machines. It is created if it
+            does not exist.
     """
 
     device: Device = key("none", auto=_ACCELERATE)
@@ -50,17 +49,15 @@ class OffloadParamConfig(OffloadConfig):
     has no effect at other stages.
 
     Attributes:
-        device: `cpu` offloads to host memory, `nvme` to files in the folder `nvme_path`.
+        device: `cpu`: host memory. `nvme`: files in `nvme_path`.
             - none: The shards of the weights stay on the device.
             - cpu: On a GPU, the shards of the weights are kept in host memory.
             - nvme: The shards of the weights are kept in files in the folder `nvme_path`.
-        buffer_count: `buffer_count` x `buffer_size` is the number of elements that are read from
-            files before they are used.
+        buffer_count: This number x `buffer_size` elements are read from files before they are used.
             - N: N x `buffer_size` elements are read before they are used.
-        buffer_size: A number of elements: see `buffer_count`.
+        buffer_size: See `buffer_count`.
             - N: `buffer_count` times this many elements are read before they are used.
-        max_in_cpu: Each process keeps at most this many elements of its weights in host memory, and
-            the rest in files.
+        max_in_cpu: Elements of its weights that each process keeps in host memory instead of files.
     """
 
     device: Device = key("none", auto=_ACCELERATE)
@@ -75,23 +72,21 @@ class OffloadOptimizerConfig(OffloadConfig):
     higher.
 
     Attributes:
-        device: `cpu` offloads to host memory, `nvme` to files in the folder `nvme_path`.
+        device: `cpu`: host memory. `nvme`: files in `nvme_path`.
             - none: Gradients, fp32 master weights and optimizer state stay on the device.
             - cpu: On a GPU, gradients, fp32 master weights and optimizer state are kept in host
               memory.
             - nvme: Gradients, fp32 master weights and optimizer state are kept in files in the
               folder `nvme_path`.
-        pipeline_read: Read the next sub-group from the file while the current one is being updated.
-        pipeline_write: Write the previous sub-group to the file while the current one is being
-            updated.
-        ratio: The fraction of the optimizer state that is offloaded. `"auto"`, which DeepSpeed
-            does not have, offloads just enough to keep a tenth of device memory (at least 1 GiB)
-            free.
+        pipeline_read: Read the next sub-group while the current one is updated.
+        pipeline_write: Write the previous sub-group while the current one is updated.
+        ratio: The fraction that is offloaded. `"auto"`, which DeepSpeed does not have: just enough
+            to keep a tenth of device memory (at least 1 GiB) free.
             - 1: All of the optimizer state is offloaded.
             - auto: Only as much is offloaded as needed to keep a tenth of device memory (at least 1
               GiB) free.
-        overlap_step: Run the update in a background thread during the next forward pass. Default:
-            true with `nvme`, and with `cpu` if there is a GPU. Not in DeepSpeed.
+        overlap_step: Update in the background during the next forward pass. Default: true with
+            `nvme`, and with `cpu` if there is a GPU. Not in DeepSpeed.
             - false: `step` returns only after the update.
     """
 
@@ -107,9 +102,9 @@ class AioConfig(Section):
     """How files are read and written, if something is offloaded to `nvme`.
 
     Attributes:
-        block_size: The size in bytes of the blocks in which files are read and written.
-        queue_depth: How many blocks are read or written at the same time.
-        thread_count: How many threads read and write.
+        block_size: Bytes in each block that is read or written.
+        queue_depth: Blocks that are read or written at the same time.
+        thread_count: Threads that read and write.
     """
 
     block_size: Positive = key(1 << 20, unit="bytes")

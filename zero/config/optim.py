@@ -142,22 +142,21 @@ class OptimizerParams(Settings):
         lr: The learning rate.
         weight_decay: The weight decay.
         betas: The decay rates of the moments of Adam, Lion or LAMB.
-        eps: The number added to the denominator of the update.
-        foreach: Use torch's implementation that works on lists of tensors.
+        eps: Added to the denominator of the update.
+        foreach: Use torch's implementation for lists of tensors.
         fused: Use torch's fused implementation. Default for Adam and AdamW on a GPU: true.
         maximize: Maximize the loss.
-        adam_w_mode: For Adam, AdamW and Muon: apply weight decay to the weights rather than to the
-            gradient. Always true for AdamW.
-        torch_adam: For Adam and AdamW: use torch's own class, with its defaults.
-        bias_correction: For Adam, AdamW and Lamb: correct the bias that the moments have in the
-            first steps, because they start at 0.
+        adam_w_mode: For Adam and Muon: decay the weights instead of adding to the gradient. Always
+            true for AdamW.
+        torch_adam: For Adam, AdamW: torch's own class and defaults.
+        bias_correction: For Adam, AdamW, Lamb: correct the bias of the moments, which start at 0.
             - false: The moments, which start at 0, are not corrected. Adam then updates each tensor
               as a whole, on the process that owns it.
-        amsgrad: For Adam and AdamW: divide by the largest second moment so far.
-        max_coeff: For Lamb: the upper limit of the ratio of the weight's norm to the update's norm.
-        min_coeff: For Lamb: the lower limit of this ratio.
-        muon_lr: For Muon: the learning rate of the matrices. Default: `lr`, or 0.02.
-        adam_lr: For Muon: the learning rate of all other parameters. Default: `lr`, or 3e-4.
+        amsgrad: For Adam, AdamW: divide by the largest second moment so far.
+        max_coeff: For Lamb: the upper limit of the ratio of the weight's to the update's norm.
+        min_coeff: For Lamb: its lower limit.
+        muon_lr: For Muon: the rate of the matrices. Default: `lr`, or 0.02.
+        adam_lr: For Muon: the rate of all other parameters. Default: `lr`, or 3e-4.
         momentum: For SGD, RMSprop, Muon.
         dampening: For SGD.
         nesterov: For SGD.
@@ -170,8 +169,8 @@ class OptimizerParams(Settings):
         rho: For Adadelta.
         lambd: For ASGD.
         t0: For ASGD.
-        etas: For Rprop: the factors by which a step size shrinks and grows.
-        step_sizes: For Rprop: the smallest and the largest step size.
+        etas: For Rprop: the factors by which a step shrinks and grows.
+        step_sizes: For Rprop: the smallest and the largest step.
     """
 
     lr: NonNegative | None = key(None, auto="learning_rate")
@@ -213,10 +212,9 @@ class OptimizerConfig(Section):
     the script passes.
 
     Attributes:
-        type: One of Adam, AdamW, SGD, Adagrad, Lion, RMSprop, NAdam, RAdam, Adamax, Adadelta, ASGD,
-            Rprop, Muon, Lamb, in any letter case. Adam means AdamW unless `adam_w_mode` is false,
-            as in DeepSpeed. Muon updates hidden matrices, and AdamW the rest. Pass an optimizer of
-            any other class to `initialize`.
+        type: Adam, AdamW, SGD, Adagrad, Lion, RMSprop, NAdam, RAdam, Adamax, Adadelta, ASGD, Rprop,
+            Muon or Lamb, in any letter case. As in DeepSpeed, Adam means AdamW unless `adam_w_mode`
+            is false. Muon leaves all but hidden matrices to AdamW.
             - Adam: AdamW, as in DeepSpeed, unless `adam_w_mode` is false.
             - AdamW: Adam with decoupled weight decay, like torch's AdamW.
             - Lion: Each update is the sign of a single moment, which takes 4 bytes per parameter
@@ -242,35 +240,34 @@ class SchedulerParams(Settings):
     """The arguments of the schedule. A setting that the chosen type does not have is an error.
 
     Attributes:
-        last_batch_iteration: The step from which the schedule continues. -1: from the beginning.
-        warmup_num_steps: How many steps the warm-up takes.
-        warmup_type: How the rate rises during the warm-up.
+        last_batch_iteration: The step from which the schedule continues. -1: the beginning.
+        warmup_num_steps: Steps of the warm-up.
+        warmup_type: How the rate rises.
             - log: The rate rises with the logarithm of the step.
             - linear: The rate rises linearly.
-        warmup_min_lr: The rate at the start.
+        warmup_min_lr: The first rate.
         warmup_max_lr: The rate after the warm-up. Default: the optimizer's; for WarmupDecayLR
             0.001.
         total_num_steps: The step at which the decay ends. Required.
-        warmup_min_ratio: The rate at the start, as a fraction of the optimizer's rate.
-        cos_min_ratio: The rate at the end, as a fraction of the optimizer's rate.
-        lr_range_test_min_lr: The rate at the start.
-        lr_range_test_step_size: Number of steps in one interval.
-        lr_range_test_step_rate: How much the rate grows in one interval, as a fraction of the first
-            rate.
-        lr_range_test_staircase: Raise the rate only at the end of each interval.
+        warmup_min_ratio: The first rate / the optimizer's.
+        cos_min_ratio: The last rate / the optimizer's.
+        lr_range_test_min_lr: The first rate.
+        lr_range_test_step_size: Steps in an interval.
+        lr_range_test_step_rate: Growth in an interval / the first rate.
+        lr_range_test_staircase: Raise the rate only after each interval.
         cycle_min_lr: The lowest rate. Required.
         cycle_max_lr: The highest rate. Required.
-        decay_lr_rate: How much the rate decays after the cycle, per `decay_step_size` steps.
-        cycle_first_step_size: Number of steps in which the rate rises.
-        cycle_second_step_size: Number of steps in which the rate falls. Default: the same number.
-        cycle_first_stair_count: Number of stairs in the rise. 0: linear.
-        cycle_second_stair_count: Number of stairs in the fall. Default: the same number.
-        decay_step_size: Number of steps in one interval of the decay. 0: no decay.
-        cycle_momentum: Vary the first of the optimizer's `betas` as well, in the opposite direction
-            of the rate. The second is set to 0.99.
+        decay_lr_rate: Decay after the cycle, per `decay_step_size` steps.
+        cycle_first_step_size: Steps in which the rate rises.
+        cycle_second_step_size: Steps in which it falls. Default: the same.
+        cycle_first_stair_count: Stairs in the rise. 0: linear.
+        cycle_second_stair_count: Stairs in the fall. Default: the same.
+        decay_step_size: Steps in an interval of the decay. 0: no decay.
+        cycle_momentum: Vary the first of `betas` too, opposite to the rate. The second is set to
+            0.99.
         cycle_min_mom: The lowest momentum.
         cycle_max_mom: The highest momentum.
-        decay_mom_rate: How much the momentum grows after the cycle.
+        decay_mom_rate: Growth of the momentum after the cycle.
     """
 
     last_batch_iteration: Annotated[int, Field(ge=-1), WHOLE] = -1

@@ -22,14 +22,13 @@ class LayerSpec(Section):
     Attributes:
         patterns: Regular expressions for the beginning of a weight's name, such as
             `layers.0.up.weight`.
-        partition_type: `column` divides the outputs of a layer, `row` its inputs. `skip`: the layer
-            is not divided.
-        shape: `[n, -1]`: the weight consists of n matrices of the same size, stacked one below the
-            other. `[[a, a], -1]` gives their sizes.
+        partition_type: `column` divides the outputs of a layer, `row` its inputs, `skip` nothing.
+        shape: `[n, -1]`: the weight consists of n equal matrices, one below the other. `[[a, a],
+            -1]` gives their sizes.
         partition_dim: The dimension of `shape` that is divided.
-        model_types: Only for models whose `config.model_type` is one of these. Empty: for all.
+        model_types: Only for models with one of these `config.model_type`. Empty: for all.
         gather_output: Each process gets all outputs of a layer that is divided by `column`.
-        grad_allreduce: The gradients of a layer that is not divided are summed.
+        grad_allreduce: Sum the gradients of a layer that is not divided.
     """
 
     patterns: Names
@@ -91,8 +90,8 @@ class TensorParallelConfig(Section):
     together on the same batch.
 
     Attributes:
-        autotp_size: How many neighbouring processes share each layer. 0 or 1: no tensor
-            parallelism. See `docs/tensor-parallelism.md`.
+        autotp_size: Neighbouring processes that share each layer. 0 or 1: no tensor parallelism.
+            See `docs/tensor-parallelism.md`.
             - 1: Each process has complete layers, so there is no tensor parallelism.
             - N: N neighbouring processes share each layer. See `docs/tensor-parallelism.md`.
         partition_config: Which layers are divided, and how. Default: the model's own plan.
@@ -109,8 +108,8 @@ class ExpertParallelConfig(Section):
 
     Attributes:
         enabled: Divide the experts over the processes that share layers. See
-            `docs/tensor-parallelism.md`.
-        autoep_size: How many processes share the experts. Must equal `tensor_parallel.autotp_size`.
+            `docs/mixtures-of-experts.md`.
+        autoep_size: Processes that share the experts. Must equal `tensor_parallel.autotp_size`.
     """
 
     enabled: bool = False

@@ -25,21 +25,20 @@ class FP16Config(SixteenBit):
     overflow even at the smallest scale, the run ends and names the parameter.
 
     Attributes:
-        enabled: Compute in float16, with fp32 master weights and moments.
-        loss_scale: 0 selects a dynamic scale. Any other number is a fixed scale, and the keys below
-            have no effect.
+        enabled: Compute in float16, with fp32 masters and moments.
+        loss_scale: 0: a dynamic scale, with the keys below. Any other number: a fixed one.
             - 0: The loss is multiplied by a scale that falls when gradients overflow and rises
               after a number of steps without overflow.
             - N: The loss is always multiplied by N. The other keys for the scale have no effect.
         initial_scale_power: The first scale is 2 to the power of this number.
-        loss_scale_window: After this many steps without an overflow, the scale is doubled.
+        loss_scale_window: Steps without overflow after which the scale is doubled.
             - N: After N steps without overflow the scale is doubled.
-        hysteresis: How many overflows it takes to halve the scale. From then on, each further
-            overflow halves it again, until it has been doubled. Default at stage 0: 1.
+        hysteresis: Overflows after which the scale is halved. From then on each one halves it,
+            until it is doubled. Default at stage 0: 1.
             - 1: Each overflow halves the scale.
             - N: From the Nth overflow on, each one halves the scale. The count is reset when the
               scale is doubled.
-        consecutive_hysteresis: Count only consecutive overflows: each good step resets the count.
+        consecutive_hysteresis: Count only consecutive overflows.
         min_loss_scale: The smallest scale.
             - N: The scale is never below N. An overflow there ends the run.
     """
@@ -79,15 +78,14 @@ class BF16Config(SixteenBit):
     """Training in bfloat16. The other keys have an effect only if `enabled` is true.
 
     Attributes:
-        enabled: Compute in bfloat16, with fp32 master weights unless
-            `bf16_master_weights_and_grads` is set.
+        enabled: Compute in bfloat16, by default with fp32 master weights.
         check_grad_overflow: Skip a step if its gradients are not finite.
             - true: A step whose gradients are not finite is skipped.
             - false: A step is taken even if its gradients are not finite.
-        bf16_master_weights_and_grads: Keep no fp32 master weights, and sum gradients in bf16.
-            Updates are then rounded to bf16 stochastically. See `docs/optimizers.md`.
-        bf16_optimizer_states: Keep the moments in bf16 as well. This needs
-            `bf16_master_weights_and_grads` and an element-wise optimizer.
+        bf16_master_weights_and_grads: Keep no fp32 masters, sum gradients in bf16, and round
+            updates stochastically. See `docs/optimizers.md`.
+        bf16_optimizer_states: Keep the moments in bf16 too. Needs `bf16_master_weights_and_grads`
+            and an element-wise optimizer.
         rounding_seed: The seed of the stochastic rounding. Not in DeepSpeed.
     """
 
@@ -115,9 +113,8 @@ class DataTypesConfig(Section):
 
     Attributes:
         grad_accum_dtype: The dtype in which gradients are summed over micro-batches and kept until
-            the step. Default: fp32, except that a 16-bit gradient to which nothing is added stays
-            in 16 bits.
-        buffer_dtype: The dtype of floating-point buffers. Default: the one they were loaded with.
+            the step. Default: fp32; 16-bit gradients to which nothing is added stay in 16 bits.
+        buffer_dtype: The dtype of floating-point buffers. Default: unchanged.
     """
 
     grad_accum_dtype: DType = None

@@ -37,22 +37,17 @@ class ActivationCheckpointingConfig(Section):
     """Where activations are kept between the forward and the backward pass.
 
     Attributes:
-        cpu_checkpointing: Keep activations in host memory instead of on the GPU until backward
-            needs them. Combine it with gradient checkpointing, so that fewer of them have to be
-            copied.
-        nvme_path: Keep activations of at least 1 MiB in a file in this folder, on a fast disk,
-            instead of on the GPU or in host memory. Backward reads them ahead of their use. It
+        cpu_checkpointing: Keep activations in host memory until backward needs them. Use gradient
+            checkpointing too, so that few are copied.
+        nvme_path: Keep activations of at least 1 MiB in a file in this folder on a fast disk. It
             may differ between machines. Not in DeepSpeed.
-        batch_slices: Run each block's batch in slices, of which only the inputs are kept; backward
-            recomputes the rest. A large batch then needs the activations of only one slice at a
-            time, and offloaded or sharded weights are gathered only twice in a step, instead of
-            twice in each of its micro-batches. It replaces gradient checkpointing: see
-            `docs/offload.md`. Not in DeepSpeed.
+        batch_slices: Run each block's batch in slices, keep only their inputs, and recompute the
+            rest in backward; compute logits in chunks of tokens. This replaces gradient
+            checkpointing: see `docs/offload.md`. Not in DeepSpeed.
             - auto: A batch runs in slices of at most 8,192 tokens.
             - N: A batch runs in N slices.
-        trust_slices: Whether `batch_slices` may run blocks that are not transformers' own. They
-            must compute the outputs and gradients of each example from this example and the
-            weights alone, and keep or write nothing else: see `docs/offload.md`. Not in DeepSpeed.
+        trust_slices: Let blocks that are not transformers' own run in slices, too.
+            `docs/offload.md` says what they must not do. Not in DeepSpeed.
             - true: Blocks of any class run in slices.
             - false: A block that is not known to give the same results in slices is an error.
     """
@@ -68,7 +63,7 @@ class CheckpointConfig(Section):
     """How checkpoints are saved.
 
     Attributes:
-        async_save: Continue training while a checkpoint is being written. Not in DeepSpeed.
+        async_save: Continue training while a checkpoint is written. Not in DeepSpeed.
         tag_validation: What happens if ranks pass different tags to `save_checkpoint`.
             - Ignore: Ranks may save under different tags.
             - Warn: A warning is printed if ranks save under different tags.
@@ -86,7 +81,7 @@ class CompileConfig(Section):
     `engine.compile()` and `--torch_compile` do the same.
 
     Attributes:
-        enabled: Compile the blocks when the engine is created. DeepSpeed had this key up to 0.14.
+        enabled: Compile the blocks. DeepSpeed had this key up to 0.14.
         backend: Backend of `torch.compile`.
         kwargs: Further arguments of `torch.compile`, such as `dynamic`.
     """
@@ -126,60 +121,54 @@ class Config(Section):
     """Made by :func:`zero.config.load_config`, which also checks keys against each other.
 
     Attributes:
-        train_batch_size: Global batch: the number of samples in one optimizer step, over all
-            processes. It is micro-batch x accumulation x the number of processes that have their
-            own batches. Set one or two of the three batch keys, and the others are computed.
+        train_batch_size: Global batch: samples in one optimizer step, over all processes.
             - N: A step takes N samples.
-        train_micro_batch_size_per_gpu: Micro-batch: the number of samples in one forward pass on
-            one process.
+        train_micro_batch_size_per_gpu: Micro-batch: samples in one forward pass on one process.
             - N: The micro-batch of one forward pass on one process has N samples.
-        gradient_accumulation_steps: Number of micro-batches in one optimizer step.
+        gradient_accumulation_steps: Micro-batches in one optimizer step.
             - 1: Each micro-batch is a step.
             - N: N micro-batches make one step.
-        data_parallel_size: Not needed, because it is computed. If given, it must equal the number
-            of processes that have their own batches.
-        sequence_parallel_size: Number of neighbouring processes that share each sequence (Ulysses).
-            The Trainer's `ParallelismConfig` sets it.
+        data_parallel_size: Computed. If given, it must equal the number of processes with their own
+            batches.
+        sequence_parallel_size: Neighbouring processes that share each sequence (Ulysses). The
+            Trainer's `ParallelismConfig` sets it.
             - 1: Each process has its own sequences.
             - N: N neighbouring processes share each sequence (Ulysses).
-        managed_gradient_accumulation: Whether the engine counts micro-batches, and updates the
-            parameters only after the last one of a step. With `false`, each call of `step()`
-            updates them, however many backward passes came before.
+        managed_gradient_accumulation: Update the parameters only in the `step()` after the last
+            micro-batch. `false`: in each `step()`.
             - true: The engine counts micro-batches: `step()` updates the parameters after the last
               one of a step.
             - false: Each call of `step()` updates the parameters, however many backward passes came
               before.
-        gradient_clipping: The largest global L2 norm of the gradients. If the norm is larger, all
-            gradients are scaled down to it. 0 switches clipping off.
+        gradient_clipping: The largest global L2 norm, to which larger gradients are scaled down. 0:
+            no clipping.
             - 0: Gradients are not clipped.
             - N: Gradients are scaled down if their global L2 norm exceeds N.
-        on_out_of_memory: What happens if a forward or backward pass runs out of memory. `explain`
-            ends the run with an error that says what filled the memory and what to change; `adapt`
-            repeats the step with less memory: see `docs/troubleshooting.md`. Not in DeepSpeed.
+        on_out_of_memory: `explain`: the error says what filled the memory and what to change.
+            `adapt`: repeat the step with less memory, see `docs/troubleshooting.md`. Not in
+            DeepSpeed.
             - explain: The error says what filled the memory and what to change.
             - adapt: The step is repeated with less memory: see `docs/troubleshooting.md`.
         log_level: The level of the logger `zero`.
-        steps_per_print: The number of steps from one line of metrics on rank 0 to the next.
-            Default: no lines are printed.
+        steps_per_print: Steps from one line of metrics on rank 0 to the next. Default: none.
             - N: Rank 0 prints a line of metrics every N steps. The Trainer switches this off.
-        wall_clock_breakdown: After each step, print the seconds that rank 0 spent in forward,
-            backward and step, and how much of that was waiting.
-        memory_breakdown: After each step, print the engine's memory on rank 0, by place and kind.
-        watchdog_timeout: If ranks wait for each other for this many seconds, the job ends and says
-            which rank waits where. Default: 0.8 times the process group's timeout. Not in
-            DeepSpeed.
-        communication_data_type: The dtype in which gradients are sent and reduced. (gloo sums them
-            in fp32 whatever their dtype.) Default: the dtype of the parameters; at stages 0 and 1
-            with accumulation, `grad_accum_dtype`.
-        gradient_allreduce_op: Whether gradients are averaged or summed over the processes.
+        wall_clock_breakdown: After each step, print the seconds of forward, backward and step on
+            rank 0, and how much of that was waiting.
+        memory_breakdown: Print the engine's memory on rank 0 after each step, by place and kind.
+        watchdog_timeout: Seconds after which ranks that wait for each other end the job, and say
+            where each waits. Default: 0.8 x the process group's timeout. Not in DeepSpeed.
+        communication_data_type: The dtype in which gradients are sent and summed (gloo always sums
+            in fp32). Default: the parameters'; at stages 0 and 1 with accumulation,
+            `grad_accum_dtype`.
+        gradient_allreduce_op: Average or sum gradients over the processes.
             - N: Gradients are reduced to their N over all processes.
-        zero_allow_untested_optimizer: Whether an optimizer object of any class is accepted. With
-            `false`, DeepSpeed's default, it must be one of torch's or DeepSpeed's.
+        zero_allow_untested_optimizer: Accept an optimizer object of any class. `false`, DeepSpeed's
+            default: only torch's or DeepSpeed's.
             - true: An optimizer object of any class is accepted.
             - false: An optimizer object that is neither torch's nor DeepSpeed's is an error.
-        zero_force_ds_cpu_optimizer: With `true` in the file, an offloaded optimizer object must be
-            a `DeepSpeedCPUAdam` or similar, which accelerate substitutes for yours. With `false`,
-            accelerate keeps yours.
+        zero_force_ds_cpu_optimizer: With `true` in the file, accelerate replaces an offloaded
+            optimizer object by a `DeepSpeedCPUAdam`, and others are an error. `false`: it keeps
+            yours.
             - true: An offloaded optimizer object must be a `DeepSpeedCPUAdam` or similar, which
               accelerate substitutes for yours.
             - false: An offloaded optimizer object of any class is accepted, and accelerate keeps

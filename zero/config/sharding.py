@@ -18,8 +18,8 @@ class LeafModuleConfig(Section):
     Mark a module here if ranks may run different submodules of it, such as a mixture of experts.
 
     Attributes:
-        classes: Class names of these modules, with or without the module path.
-        names: Names of these modules within the model.
+        classes: Class names, with or without the module path.
+        names: Names within the model.
         name_suffixes: Endings of such names.
     """
 
@@ -44,8 +44,8 @@ class ZeroConfig(Section):
     layer. Sizes are numbers of elements, not bytes.
 
     Attributes:
-        stage: What is sharded over the processes. 0: nothing. 1: the optimizer state. 2: the
-            gradients too. 3: the parameters too.
+        stage: What is sharded. 0: nothing. 1: the optimizer state. 2: the gradients too. 3: the
+            parameters too.
             - 0: Every process holds the whole model, its gradients and its optimizer state.
             - 1: Each process holds a part of the optimizer state, and updates that part of the
               parameters.
@@ -53,81 +53,69 @@ class ZeroConfig(Section):
               everywhere.
             - 3: Each process holds a part of everything. A block is gathered for its forward and
               for its backward pass.
-        contiguous_gradients: When gradients are copied to the block's flat buffer. `true`: as soon
-            as 2^26 elements are ready. `false`: once all gradients of the block are ready.
+        contiguous_gradients: Copy gradients to the block's flat buffer in chunks of 2^26 elements.
+            `false`: once all of them are ready.
             - true: Gradients are copied to their block's flat buffer in chunks of 2^26 elements.
             - false: Gradients are copied to their block's flat buffer once all of them are ready.
-        overlap_comm: Reduce gradients in the background while the backward pass continues. With
-            `false`, the backward pass waits for each reduction. Default: true at stage 3.
+        overlap_comm: Reduce gradients while the backward pass continues. Default: true at stage 3.
             - true: Gradients are reduced while the backward pass continues.
             - false: The backward pass waits for each reduction of gradients. This is slower on
               several processes, and gives the same result.
-        reduce_bucket_size: The largest number of gradient elements in one reduction, and in all
-            reductions that run at the same time. A block that is larger is reduced by itself.
-        sub_group_size: How many elements the optimizer updates at a time. 0: all at once. A number
-            so small that it would cause many tiny updates is raised, up to 65,536.
+        reduce_bucket_size: The most gradient elements that are being reduced at a time. A larger
+            block is reduced by itself.
+        sub_group_size: Elements that the optimizer updates at a time. 0: all. Very small numbers
+            are raised, up to 65,536.
             - 0: The optimizer updates all elements at once.
             - N: The optimizer updates this many elements at a time.
-        elementwise_optimizer: Whether the optimizer updates each element independently of the
-            others. If so, its state is sharded like the weights; otherwise each tensor is updated
-            as a whole, on the process that owns it. Set this for a class that zero does not know.
-            Default: true for known element-wise classes, else false. Not in DeepSpeed.
-        stage3_prefetch_bucket_size: How many elements may be gathered before they are used. 0:
-            none.
+        elementwise_optimizer: Whether the optimizer updates each element by itself, so that its
+            state can be sharded like the weights. Set it for a class that zero does not know.
+            Default: true for known classes. Not in DeepSpeed.
+        stage3_prefetch_bucket_size: Elements that may be gathered before they are used. 0: none.
             - 0: Nothing is gathered in advance, so each block waits for its parameters.
             - N: At most this many elements are gathered before they are used.
-        stage3_param_persistence_threshold: Parameters with at most this many elements are not
-            sharded. They stay whole on every process, because gathering many small tensors is slow.
-        stage3_model_persistence_threshold: The largest number of elements that these small
-            parameters may have together.
-        stage3_max_live_parameters: The largest number of elements that are gathered at a time. A
-            block is always gathered when it is needed, but blocks are gathered in advance, or kept
-            after their use, only within this limit.
-        stage3_max_reuse_distance: A gathered block is kept if it is needed again before this many
-            other elements have been used. 0: free each block after its use.
+        stage3_param_persistence_threshold: Parameters of at most this many elements stay whole on
+            every process.
+        stage3_model_persistence_threshold: The most elements that these have together.
+        stage3_max_live_parameters: The most elements that are gathered at a time. A block that is
+            needed is gathered in any case.
+        stage3_max_reuse_distance: Keep a gathered block if it is needed again before this many
+            other elements are used. 0: free it after each use.
             - 0: Each block is freed after its use, and gathered again.
             - N: A gathered block is kept if it is needed again before this many other elements
               have been used.
-        stage3_gather_16bit_weights_on_model_save: Let `save_model` gather the weights and write the
-            complete model, which `from_pretrained` can load.
+        stage3_gather_16bit_weights_on_model_save: Let `save_model` write the complete model, for
+            `from_pretrained`.
             - false: `save_model` does not write the complete weights. `zero consolidate` can
               assemble them from a checkpoint.
-        stage3_shard_buffers: Shard large buffers that no forward changes, like frozen weights.
-            GPTQ, AWQ and others keep packed weights in buffers. Default: the buffers of quantized
-            layers, if transformers has quantized the model. Not in DeepSpeed.
+        stage3_shard_buffers: Shard large buffers that no forward writes to, such as the weights of
+            GPTQ and AWQ. Default: those of quantized layers, if transformers quantized the model.
+            Not in DeepSpeed.
             - true: All buffers of at least 2,048 bytes are sharded. A forward that writes to one is
               an error.
             - false: Every process keeps all buffers.
-        mics_shard_size: Hybrid sharding (MiCS): shard over groups of this many consecutive
-            processes, such as those of one machine, instead of over all of them. Each group then
-            holds all shards, and gradients are averaged over the groups. -1 or 0: shard over all
-            processes.
+        mics_shard_size: Shard over groups of this many consecutive processes (MiCS), and average
+            gradients over the groups. -1 or 0: shard over all.
             - -1: Everything is sharded over all processes.
             - 0: Everything is sharded over all processes.
-        zero_hpz_partition_size: Keep a second shard of the 16-bit weights (ZeRO++ hpZ) within
-            groups of this many consecutive processes, such as those of one machine. The first
-            all-gather of a step then runs among all processes, and all others within a group. 0, 1
-            or the number of processes: no second shard.
+        zero_hpz_partition_size: Keep a second shard of the 16-bit weights within groups of this
+            many consecutive processes (hpZ), for all all-gathers of a step but the first. 0, 1 or
+            the number of processes: none.
             - 0: There is no second shard of the weights.
             - 1: There is no second shard of the weights.
-        ignore_unused_parameters: Accept parameters that get no gradient in a step. With `false`,
-            they are an error.
+        ignore_unused_parameters: Accept parameters without a gradient in a step. `false`: they are
+            an error.
             - true: A parameter may have no gradient in a step.
             - false: A parameter without a gradient is an error.
-        zero_quantized_weights: Send weights as 8-bit integers, with a scale for every 256 values,
-            when they are gathered. Master weights and saved weights stay exact. See
+        zero_quantized_weights: Send weights as 8-bit codes when they are gathered. See
             `docs/compression.md`.
-        zero_quantized_nontrainable_weights: The same, for frozen parameters only. Unlike in
+        zero_quantized_nontrainable_weights: The same for frozen parameters only. Unlike in
             DeepSpeed, their shards keep their dtype.
-        zero_quantized_gradients: Send gradients as integers, with a scale for every 256 values, and
-            sum them in fp32.
-        zero_quantized_gradient_bits: The number of bits of these integers. Not in DeepSpeed, which
-            always sends 4.
-        zero_quantized_moments: Store Adam's and AdamW's moments as 8-bit codes, with an fp32 scale
-            for every 256 values: 2.03 bytes per parameter instead of 8. See `docs/optimizers.md`.
-            Not in DeepSpeed.
+        zero_quantized_gradients: Send gradients as codes, and sum them in fp32.
+        zero_quantized_gradient_bits: Bits of these codes. Not in DeepSpeed, which always sends 4.
+        zero_quantized_moments: Store Adam's and AdamW's moments in 8 bits. See
+            `docs/optimizers.md`. Not in DeepSpeed.
         enable_sanity_checks: Raise an error if parameters are changed inside
-            `GatheredParameters(modifier_rank=None)`, because the change would be lost.
+            `GatheredParameters(modifier_rank=None)`.
     """
 
     stage: Annotated[int, Field(ge=0, le=3), WHOLE] = key(0, auto="accelerate's zero_stage")

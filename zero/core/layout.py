@@ -24,6 +24,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -86,6 +87,7 @@ class GroupLayout:
             self.padded = round_up(offset, ALIGNMENT * world_size)
         self.shard_numel = self.padded if replicated else self.padded // world_size
 
+    @cached_property
     def gaps(self) -> list[tuple[int, int]]:
         """The (start, end) ranges of `full` that belong to no parameter."""
         ends = [0, *(slot.end for slot in self.slots)]

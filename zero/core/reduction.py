@@ -195,7 +195,7 @@ class GradientReducer:
         flat = self._flatten(group, entry)
         missing = set(range(len(group.params))).difference(entry.parts)
         rest = [self._place(group, flat, index) for index in sorted(missing)]
-        if zeros := rest + [flat[start:end] for start, end in group.layout.gaps()]:
+        if zeros := rest + [flat[start:end] for start, end in group.layout.gaps]:
             torch._foreach_zero_(zeros)
         if factor != 1.0:
             flat.mul_(factor)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, ClassVar, NoReturn, Protocol
 
 import torch
@@ -111,6 +111,7 @@ _VIEWS = frozenset(
 # What functions that save a state dict ask of its tensors first.
 _SAVING = frozenset(("storage", "untyped_storage", "__reduce_ex__"))
 _VIEW_PROPERTIES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
+_SET_DATA = torch.Tensor.data.__set__
 
 
 def _name(func: Callable) -> str:
@@ -123,6 +124,8 @@ def _is_property(func: Callable) -> bool:
     return getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
 
 
+# For each access of an attribute torch makes an object of its own, equal to the last one.
+@lru_cache(1024)
 def needs_values(func: Callable) -> bool:
     """Whether `func`, as `__torch_function__` gets it, reads its arguments' values, not only their
     shape and dtype.
@@ -260,7 +263,7 @@ class ShardedParameter(nn.Parameter):
         cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if _name(func) == "data" and func.__name__ == "__set__":
+        if func == _SET_DATA:
             return args[0]._set_data(args[1])
         if not needs_values(func):
             with torch._C.DisableTorchFunctionSubclass():

@@ -38,7 +38,7 @@ def test_shards_are_equal_and_cover_every_element_once(shapes, world_size):
             seen[at : at + piece.numel] += 1
     for slot in made.slots:
         assert (seen[slot.offset : slot.end] == 1).all()
-    for start, end in made.gaps():
+    for start, end in made.gaps:
         assert (seen[start:end] == 0).all()
         seen[start:end] += 1
     assert (seen == 1).all(), "gaps and slots together are the whole buffer"

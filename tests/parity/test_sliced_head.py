@@ -1,0 +1,175 @@
+"""Logits that exist in chunks of tokens give the losses and gradients of whole ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+)
+
+from tests.dist.training import Curve, ds_config, relative, start, train_plain, train_zero
+from tests.parity.models import VOCABULARY, batches, build
+from tests.processes import run_on
+from tests.tolerance import assert_close, rounding
+from zero.errors import UsageError
+from zero.slicing import head
+from zero.slicing.head import Logits, sliced_head
+
+STEPS, TERMS = 2, 500
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+DECODER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "loss_type": "ForCausalLM",
+}
+
+
+def gemma2() -> nn.Module:
+    """Build a model with tied weights that caps its logits."""
+    config = Gemma2Config(**SIZES, **DECODER, head_dim=8, final_logit_softcapping=0.5)
+    return Gemma2ForCausalLM(config)
+
+
+def cohere() -> nn.Module:
+    """Build a model with tied weights that scales its logits."""
+    return CohereForCausalLM(CohereConfig(**SIZES, **DECODER, logit_scale=0.3))
+
+
+def bart() -> nn.Module:
+    """Build a model that adds a bias to its logits."""
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0, "decoder_start_token_id": 2}
+    model = BartForConditionalGeneration(
+        BartConfig(**SIZES, d_model=32, encoder_ffn_dim=48, decoder_ffn_dim=48,
+                   encoder_attention_heads=4, decoder_attention_heads=4, **layers)
+    )  # fmt: skip
+    model.final_logits_bias.normal_()
+    return model
+
+
+def adapted() -> nn.Module:
+    """Build a Llama with a trained adapter on its frozen head."""
+    config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    return get_peft_model(build("llama"), config)
+
+
+BUILDERS: dict[str, Callable[[], nn.Module]] = {
+    "gemma2": gemma2,
+    "cohere": cohere,
+    "bart": bart,
+    "adapted": adapted,
+}
+
+
+def model_of(name: str) -> nn.Module:
+    torch.manual_seed(7)
+    return BUILDERS[name]().train() if name in BUILDERS else build(name)
+
+
+def data(name: str) -> list[dict[str, torch.Tensor]]:
+    return batches("t5" if name == "bart" else name, STEPS)
+
+
+def plain(rank: int, world_size: int, name: str) -> Curve:
+    return train_plain(model_of(name), data(name))
+
+
+CHUNK = mock.patch.dict(head.CHUNK_ELEMENTS, cpu=3 * VOCABULARY)
+
+
+def in_chunks(rank: int, world_size: int, name: str, stages: list[int]) -> list[Curve]:
+    """Train with chunks of three tokens."""
+    curves = []
+    for stage in stages:
+        config = ds_config(
+            activation_checkpointing={"batch_slices": 2},
+            stage=stage,
+            stage3_param_persistence_threshold=40,
+        )
+        with CHUNK, mock.patch.object(head, "_tell") as told:
+            engine, _ = start(model_of(name), config)
+            assert isinstance(engine.module.get_output_embeddings().forward, head.SlicedHead)
+            curves.append(train_zero(engine, data(name)))
+        told.assert_not_called()
+        engine.destroy()
+    return curves
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "mixtral", *BUILDERS])
+def test_the_losses_of_whole_logits(name):
+    (expected,) = run_on(1, plain, name)
+    for ranks, stages in ((1, [0]), (2, [2, 3])):
+        for of_stage in zip(*run_on(ranks, in_chunks, name, stages), strict=True):
+            losses = [
+                sum(curve.mean_losses()[i] for curve in of_stage) / ranks for i in range(STEPS)
+            ]
+            assert relative(losses, expected.mean_losses()) <= rounding(torch.float32, TERMS)
+            assert relative(of_stage[0].norms, expected.norms) <= rounding(torch.float32, TERMS)
+
+
+@pytest.fixture
+def model():
+    """A Llama with a sliced head."""
+    made = model_of("llama")
+    sliced = sliced_head(made)
+    with CHUNK:
+        yield made
+    sliced.remove()
+
+
+def test_logits_are_ordinary_ones_without_gradients_and_in_copies(model):
+    (batch,) = batches("llama", 1)
+    with torch.no_grad():
+        whole = model(**batch).logits
+    assert type(whole) is torch.Tensor
+    logits = model(**batch).logits
+    assert type(logits) is Logits and logits.shape == whole.shape
+    assert type(deepcopy(model)(**batch).logits) is torch.Tensor
+    assert_close(logits.whole(), whole, terms=TERMS)
+    assert "computed in chunks" in repr(logits)
+
+
+def test_what_needs_logits_as_a_whole_is_named(model, caplog):
+    logits = model(**batches("llama", 1)[0]).logits
+    head._tell.cache_clear()
+    with caplog.at_level(logging.WARNING, "zero"):
+        logits.sort(-1)
+    assert "'sort' needs the logits as a whole (0.0 GB)" in caplog.text
+    with pytest.raises(UsageError, match=r"give the kernel logits.whole\(\)"):
+        logits.data_ptr()
+
+
+def test_a_head_that_may_not_be_cut_is_left_alone():
+    dropping = model_of("llama")
+    dropping.lm_head = nn.Sequential(nn.Dropout(0.1), dropping.lm_head)
+    assert sliced_head(dropping) is None
+    hooked = model_of("llama")
+    sliced = sliced_head(hooked)
+    assert sliced is not None
+    seen: list[torch.Tensor] = []
+    hooked.lm_head.register_forward_hook(lambda module, args, output: seen.append(output))
+    with CHUNK:
+        hooked(**batches("llama", 1)[0])
+    assert [type(output) for output in seen] == [torch.Tensor]
+    sliced.remove()
