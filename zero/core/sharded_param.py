@@ -304,7 +304,8 @@ class ShardedParameter(nn.Parameter):
             f"parameter {self.param_name!r} is sharded over the ranks here, so `param.data` "
             "cannot be replaced, nor its dtype changed: copy values into it inside of "
             "`with zero.GatheredParameters(param, modifier_rank=0):`, which all ranks enter, and "
-            "change dtypes before zero.initialize"
+            "change dtypes before zero.initialize; in place of the Trainer's bf16_full_eval and "
+            "fp16_full_eval, enable bf16 or fp16 in the configuration"
         )
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
