@@ -141,7 +141,15 @@ def _check(given: argparse.Namespace) -> None:
     for argument in ("deepspeed", "teacher_deepspeed"):
         if getattr(given, argument) is not None:
             shared.load_ds_config(argument, given)
-    least = {"max_length": 2, "max_train_tokens": 2, "max_eval_samples": 2, "teacher_steps": 1}
+    if given.use_peft and not is_installed("peft"):
+        raise InputError("--use_peft needs PEFT: pip install peft")
+    if given.use_peft and not given.model_name_or_path:
+        raise InputError("--use_peft needs a trained student: give --model_name_or_path")
+    if given.merge_adapters and not given.use_peft:
+        raise InputError("--merge_adapters needs adapters: give --use_peft")
+    if given.streaming and given.max_steps <= 0:
+        raise InputError("--streaming needs --max_steps, because the data has no known length")
+    least = {"max_train_tokens": 2, "max_eval_samples": 2, "teacher_steps": 1, "lora_r": 1}
     for name, smallest in least.items():
         value = getattr(given, name)
         if value is not None and value < smallest:

@@ -15,6 +15,7 @@ from distill.options import (
     HIDDEN_LOSSES,
     SCHEDULES,
     VOCAB_POLICIES,
+    ExampleArguments,
     GenerationArguments,
     LossArguments,
     TeacherArguments,
@@ -24,7 +25,11 @@ from translation.command_line import option
 
 @dataclass
 class DistillationConfig(
-    TeacherArguments, LossArguments, GenerationArguments, Seq2SeqTrainingArguments
+    TeacherArguments,
+    LossArguments,
+    GenerationArguments,
+    ExampleArguments,
+    Seq2SeqTrainingArguments,
 ):
     """Arguments of `DistillationTrainer`, on top of transformers' own."""
 
@@ -124,8 +129,9 @@ def check(given: DistillationConfig | argparse.Namespace) -> None:
             "eval_do_concat_batches False cannot be used, because evaluation adds up the losses of "
             "all batches: leave it out"
         )
-    if given.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {given.max_new_tokens}: it must be at least 1")
+    for name, smallest in {"max_new_tokens": 1, "max_length": 2}.items():
+        if getattr(given, name) < smallest:
+            raise ValueError(f"{name} is {getattr(given, name)}: it must be at least {smallest}")
     _check_cache(given)
 
 

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast
 
 from huggingface_hub import HfApi
 from transformers import Trainer
@@ -14,6 +15,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from distill.config import DistillationConfig
 from translation.command_line import without_tokens
 from translation.records import required
+from zero.engine import ZeroEngine
+from zero.streaming import stream_weights
 
 RECIPE = (
     "loss_type", "kd_alpha", "temperature", "temperature_schedule", "final_temperature", "beta",
@@ -32,9 +35,11 @@ def write_card(
     teacher: str,
     figures: Mapping[str, float],
     trained_on: str,
+    base: str | None = None,
 ) -> None:
     """Write the student's model card, `README.md`: its teacher and data, the recipe with its
-    command, and the figures of training and of the held-out data.
+    command, and the figures of training and of the held-out data. `base`: the model whose adapters
+    were trained.
     """
     defaults = {
         field.name: field.default for field in DistillationConfig.__dataclass_fields__.values()
@@ -48,6 +53,7 @@ def write_card(
     lines = [
         "---",
         "library_name: transformers",
+        *([f"base_model: {base}"] if base else []),
         "tags: [knowledge-distillation]",
         "---",
         "",
@@ -80,6 +86,26 @@ def write_card(
         "",
     ]
     Path(folder, "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def save_merged(trainer: Trainer, folder: str | Path) -> None:
+    """Replace the saved adapters by the whole student with its adapters merged. All ranks call this
+    together, and rank 0 has the student in host memory.
+    """
+    adapted = cast(Any, trainer.model)
+    student, weights = adapted.get_base_model(), None
+    if trainer.args.deepspeed:
+        weights = {}
+        engine = cast(ZeroEngine, trainer.model_wrapped)
+        for name, value in stream_weights(engine, merge_adapters=True):
+            if trainer.args.should_save:
+                weights[name] = value.to("cpu", copy=True)
+    elif trainer.args.should_save:
+        student = adapted.merge_and_unload()
+    if trainer.args.should_save:
+        for path in Path(folder).glob("adapter_*"):
+            path.unlink()
+        student.save_pretrained(folder, state_dict=weights)
 
 
 def push(folder: str | Path, trainer: Trainer) -> None:

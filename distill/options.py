@@ -5,6 +5,7 @@ transformers, so that `--help` is quick.
 from dataclasses import dataclass
 
 from translation.command_line import Application, option
+from translation.options import DTYPES, LoadingArguments
 
 SAMPLINGS = ("top_k", "importance")
 LOSS_TYPES = ("forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "uld")
@@ -14,7 +15,23 @@ VOCAB_POLICIES = ("common", "strict")
 
 
 @dataclass
-class ModelArguments:
+class AdapterArguments:
+    """A student of which only LoRA adapters are trained (PEFT). The names are TRL's."""
+
+    use_peft: bool = option(False, "Train LoRA adapters of the student alone.")
+    lora_r: int = option(16, "Rank of the adapters.")
+    lora_alpha: int = option(32, "Their scale, times the rank.")
+    lora_dropout: float = option(0.05, "Dropout before them.")
+    lora_target_modules: list[str] | None = option(  # noqa: RUF009
+        None, "Layers that get one, or all-linear. Default: PEFT's for this kind of model."
+    )
+    merge_adapters: bool = option(
+        False, "At the end, save the whole student with its adapters merged, in place of them."
+    )
+
+
+@dataclass
+class ModelArguments(AdapterArguments, LoadingArguments):
     """The student and its tokenizer. --teacher_model_name_or_path names the teacher."""
 
     model_name_or_path: str | None = option(None, "Student: a model folder or hub name.")
@@ -42,20 +59,8 @@ class DataArguments:
     )
     validation_file: str | None = option(None, "Held-out data, in the same formats.")
     test_file: str | None = option(None, "Data for --do_predict, in the same formats.")
-    source_column: str | None = option(
-        None,
-        "Key of what an encoder-decoder model reads. A dot means a nested object: translation.en.",
-    )
-    target_column: str | None = option(None, "Key of the text that it learns to write.")
-    source_prefix: str | None = option(
-        None,
-        "Text to put before every source, as in the teacher's training: translate English to "
-        "German:",
-    )
-    max_length: int = option(512, "Tokens in a block, or without packing in an example.")
-    packing: bool = option(
-        True,
-        "Pack several examples, which cannot attend to each other, into a block (causal models).",
+    streaming: bool = option(
+        False, "Read the training data while it is used, which needs --max_steps."
     )
     max_train_tokens: int | None = option(None, "Use only this many training tokens.")
     max_eval_samples: int | None = option(None, "Use only this many validation blocks.")
@@ -71,10 +76,39 @@ class DataArguments:
 
 
 @dataclass
+class ExampleArguments:
+    """How records become examples."""
+
+    source_column: str | None = option(
+        None,
+        "Key of what an encoder-decoder model reads. A dot means a nested object: translation.en.",
+    )
+    target_column: str | None = option(None, "Key of the text that it learns to write.")
+    source_prefix: str | None = option(
+        None,
+        "Text to put before every source, as in the teacher's training: translate English to "
+        "German:",
+    )
+    max_length: int = option(512, "Tokens in a block, or without packing in an example.")
+    packing: bool = option(
+        True,
+        "Pack several examples, which cannot attend to each other, into a block (causal models).",
+    )
+
+
+@dataclass
 class TeacherArguments:
     """The teacher, or a cache of what it says."""
 
     teacher_model_name_or_path: str | None = option(None, "Teacher: a model folder or a hub name.")
+    teacher_revision: str = option("main", "Branch, tag or commit of the teacher on the hub.")
+    teacher_trust_remote_code: bool = option(False, "Allow code of the teacher to run here.")
+    teacher_attn_implementation: str | None = option(
+        None, "sdpa, eager, flash_attention_2, ... Default: transformers'."
+    )
+    teacher_dtype: str | None = option(
+        None, "Dtype of the loaded teacher. Default: its file's (auto).", choices=DTYPES
+    )
     teacher_deepspeed: str | None = option(
         None,
         "The teacher's ds_config. Default: stage and precision of --deepspeed, parameters "
@@ -183,6 +217,7 @@ APPLICATION = Application(
         "teacher": TeacherArguments,
         "loss": LossArguments,
         "text that the models write": GenerationArguments,
+        "examples": ExampleArguments,
         "data and output": DataArguments,
     },
     commands=("cache_teacher",),

@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from translation.arguments import uses_built_in_corpus
+from translation.model import of_datasets
 from translation.options import DataTrainingArguments, ModelArguments
 from translation.records import InputError, Records, open_records, read_pairs, required
 from translation.tokenizer import pad_token_id
@@ -56,16 +57,14 @@ def load_splits(
             return {
                 split: Dataset.from_list([p._asdict() for p in pairs[split]]) for split in wanted
             }
-        hub = {"cache_dir": model_args.cache_dir, "token": model_args.token}
         texts = {}
         for split, limit in wanted.items():
             records = open_records(
                 data_args.dataset_name or getattr(data_args, f"{split}_file"),
                 "--dataset_name" if data_args.dataset_name else f"--{split}_file",
                 split,
-                data_args.dataset_config_name,
                 is_any_split=not data_args.dataset_name,
-                **hub,
+                **of_datasets(model_args),
             )
             texts[split] = _texts(records, languages, limit, model_args.cache_dir)
         return texts
