@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 from accelerate import PartialState
-from datasets import Dataset
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
@@ -335,7 +334,7 @@ class CacheWriter:
 def write_cache(
     folder: str | Path,
     description: Description,
-    examples: Sequence[Mapping[str, list[int]]] | Dataset,
+    examples: Sequence[Mapping[str, list[int]]],
     collate: Callable[[Sequence[Mapping[str, list[int]]]], dict[str, torch.Tensor]],
     ask: Callable[[dict[str, torch.Tensor]], tuple[Batch, Callable]],
     batch_size: int,

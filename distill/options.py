@@ -2,7 +2,9 @@
 transformers, so that `--help` is quick.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from translation.command_line import Application, option
 from translation.options import DTYPES, LoadingArguments
@@ -103,9 +105,7 @@ class TeacherArguments:
     teacher_model_name_or_path: str | None = option(None, "Teacher: a model folder or a hub name.")
     teacher_revision: str = option("main", "Branch, tag or commit of the teacher on the hub.")
     teacher_trust_remote_code: bool = option(False, "Allow code of the teacher to run here.")
-    teacher_attn_implementation: str | None = option(
-        None, "sdpa, eager, flash_attention_2, ... Default: transformers'."
-    )
+    teacher_attn_implementation: str | None = option(None, "As --attn_implementation.")
     teacher_dtype: str | None = option(
         None, "Dtype of the loaded teacher. Default: its file's (auto).", choices=DTYPES
     )
@@ -137,6 +137,11 @@ class TeacherArguments:
         "(for --loss_type forward_kl).",
         choices=SAMPLINGS,
     )
+
+    def of_teachers_hub(self, hub: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The options with which transformers finds the teacher's files, on top of `hub`."""
+        own = {"revision": self.teacher_revision}
+        return {**(hub or {}), **own, "trust_remote_code": self.teacher_trust_remote_code}
 
 
 @dataclass

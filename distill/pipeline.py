@@ -14,7 +14,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
-from datasets import Dataset
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -29,13 +28,7 @@ from distill import cache, data, export
 from distill.arguments import Arguments
 from distill.batch import Batch, with_decoder_inputs
 from distill.config import DistillationConfig
-from distill.examples import (
-    Encoding,
-    Examples,
-    encoding_of,
-    make_examples,
-    stream_examples,
-)
+from distill.examples import Encoding, Examples, encoding_of, make_examples, stream_examples
 from distill.importance import block_influence, most_influential
 from distill.options import ModelArguments
 from distill.student import (
@@ -50,18 +43,11 @@ from distill.student import (
     parse_layers,
     stacks,
 )
-from distill.teacher import (
-    LiveTeacher,
-    Observed,
-    hub_of_teacher,
-    load_model,
-    load_teacher,
-    require_same_kind,
-)
+from distill.teacher import LiveTeacher, Observed, load_model, load_teacher, require_same_kind
 from distill.trainer import DistillationTrainer
 from translation import report
 from translation.arguments import checkpoint_of, output_folder
-from translation.model import of_datasets, of_hub, of_model
+from translation.model import of_model
 from translation.records import InputError, Records, open_records, required
 from translation.tokenizer import pad_token_id
 from zero.integrations.hf.preemption import SaveOnSigterm
@@ -160,7 +146,7 @@ def _predict(
         references = [data.pair_of(record, where, *columns).target for where, record in records]
         trainer.compute_metrics = report.make_compute_metrics(tokenizer, references)
     # The Trainer takes datasets of `datasets`, but declares torch's.
-    result = trainer.predict(cast(Dataset, tokens), metric_key_prefix="predict")
+    result = trainer.predict(cast(Any, tokens), metric_key_prefix="predict")
     metrics = result.metrics or {}
     trainer.log_metrics("predict", metrics)
     trainer.save_metrics("predict", metrics)
@@ -180,18 +166,16 @@ def load_tokenizers(
 
     None for the teacher if no teacher model is named.
     """
-    hub, name = of_hub(model_args), args.teacher_model_name_or_path
-    hub_of_its = hub_of_teacher(args, hub)
     own = model_args.tokenizer_name or model_args.model_name_or_path
-    if own is None and name is None:
+    name, hub = args.teacher_model_name_or_path, model_args.of_hub()
+    of_teacher = None if name is None else _load_tokenizer(name, **args.of_teachers_hub(hub))
+    if own is not None:
+        return _load_tokenizer(own, **hub), of_teacher
+    if of_teacher is None:
         raise InputError(
             "there is no tokenizer: give --tokenizer_name, with the tokenizer of the teacher cache"
         )
-    teacher_tokenizer = None if name is None else _load_tokenizer(name, **hub_of_its)
-    return (
-        _load_tokenizer(own, **hub) if own else _load_tokenizer(name, **hub_of_its),
-        teacher_tokenizer,
-    )
+    return of_teacher, of_teacher
 
 
 def _load_tokenizer(name: str, **hub: object) -> PreTrainedTokenizerBase:
@@ -229,7 +213,7 @@ def _load_teacher(
 ) -> PreTrainedModel:
     model_args, _, args = arguments
     try:
-        teacher = load_teacher(args, of_hub(model_args), **options)
+        teacher = load_teacher(args, model_args.of_hub(), **options)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         name = args.teacher_model_name_or_path
         raise InputError(f"--teacher_model_name_or_path {name}: {error}") from error
@@ -266,16 +250,18 @@ def _check_positions(whose: str, model: PreTrainedModel, max_length: int) -> Non
 
 def _student_kind(model_args: ModelArguments, args: DistillationConfig) -> PretrainedConfig:
     """Return a configuration of the student's kind: its own, or the teacher's."""
+    hub = model_args.of_hub()
     names = {
-        "model_name_or_path": model_args.model_name_or_path,
-        "student_config": model_args.student_config,
-        "teacher_model_name_or_path": args.teacher_model_name_or_path,
+        "model_name_or_path": (model_args.model_name_or_path, hub),
+        "student_config": (model_args.student_config, hub),
+        "teacher_model_name_or_path": (
+            args.teacher_model_name_or_path,
+            args.of_teachers_hub(hub),
+        ),
     }
-    hub = of_hub(model_args)
-    hubs = {**dict.fromkeys(names, hub), "teacher_model_name_or_path": hub_of_teacher(args, hub)}
     given = {
-        argument: load_config(name, argument, **hubs[argument])
-        for argument, name in names.items()
+        argument: load_config(name, argument, **where)
+        for argument, (name, where) in names.items()
         if name
     }
     student, teacher = next(iter(given.values())), given.get("teacher_model_name_or_path")
@@ -302,7 +288,7 @@ def _best_layers(
     if text is None:
         return None
     name = required(args.teacher_model_name_or_path, "teacher_model_name_or_path")
-    hub = hub_of_teacher(args, of_hub(model_args))
+    hub = args.of_teachers_hub(model_args.of_hub())
     count = parse_best(text, depth(load_config(name, "teacher_model_name_or_path", **hub)))
     if count is None:
         return None
@@ -330,7 +316,7 @@ def load_student(
     """Return the student: a named model, a new one from a configuration, or some layers of the
     teacher (`best`, or those whose numbers are given). `options` go to transformers.
     """
-    hub = of_hub(model_args)
+    hub = model_args.of_hub()
     if model_args.model_name_or_path:
         try:
             student = load_model(model_args.model_name_or_path, hub, **options)
@@ -340,6 +326,7 @@ def load_student(
             ) from error
         _check_vocabulary("model_name_or_path", student, tokens)
         return student
+    options |= {"trust_remote_code": model_args.trust_remote_code}
     if teacher is None or not model_args.init_student_from_teacher:
         name = required(model_args.student_config, "student_config")
         return _new_student(load_config(name, **hub), tokens, **options)
@@ -436,7 +423,7 @@ def load_examples(arguments: Arguments, split: str, encoding: Encoding) -> Examp
 def _open_split(arguments: Arguments, split: str, **options: Any) -> Records:
     model_args, data_args, _ = arguments
     name = required(getattr(data_args, f"{split}_file"), f"{split}_file")
-    return open_records(name, f"--{split}_file", split, **of_datasets(model_args), **options)
+    return open_records(name, f"--{split}_file", split, **model_args.of_datasets(), **options)
 
 
 # -- the teacher cache
@@ -461,7 +448,7 @@ def cache_teacher(arguments: Arguments) -> None:
     teacher = _load_teacher(arguments, tokenizer, **_quantization(args))
     is_first = args.process_index == 0
     encoding = encoding_of(args, tokenizer, teacher.config.is_encoder_decoder)
-    examples = cast(Dataset, load_examples(arguments, "train", encoding))
+    examples = cast(Any, load_examples(arguments, "train", encoding))
     commit = getattr(teacher.config, "_commit_hash", None)
     head = cast(nn.Linear, teacher.get_output_embeddings())
     tokens = min(len(tokenizer), head.weight.shape[0])

@@ -50,14 +50,6 @@ def load_model(
     return kind.from_pretrained(name, config=config, **(hub or {}), **options)
 
 
-def hub_of_teacher(
-    args: TeacherArguments, hub: Mapping[str, object] | None = None
-) -> dict[str, object]:
-    """Return the options with which transformers finds the teacher's files, on top of `hub`."""
-    own = {"revision": args.teacher_revision, "trust_remote_code": args.teacher_trust_remote_code}
-    return {**(hub or {}), **own}
-
-
 def load_teacher(
     args: TeacherArguments, hub: Mapping[str, object] | None = None, **options: object
 ) -> PreTrainedModel:
@@ -66,7 +58,7 @@ def load_teacher(
     """
     name = required(args.teacher_model_name_or_path, "teacher_model_name_or_path")
     given = options_of_model(args.teacher_attn_implementation, args.teacher_dtype)
-    return load_model(name, hub_of_teacher(args, hub), **given, **options)
+    return load_model(name, args.of_teachers_hub(hub), **given, **options)
 
 
 def require_same_kind(student: PretrainedConfig, teacher: PretrainedConfig) -> None:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn, cast
 
 import yaml
@@ -29,29 +30,6 @@ from zero.config import table
 # How many records of a file are checked before anything is loaded.
 CHECKED_RECORDS = 1000
 Arguments = tuple[ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments]
-
-# Defaults for a run without model and data. Arguments that are given override them. On a CPU
-# training is in fp32, because many CPUs compute bf16 ten times slower. The final checkpoint has 16
-# bits in any case.
-DEMONSTRATION = {
-    "output_dir": "output/translation_demo",
-    "overwrite_output_dir": True,
-    "do_train": True,
-    "do_eval": True,
-    "do_predict": True,
-    "bf16": accelerator.is_available(),
-    "learning_rate": 5e-4,
-    "adam_beta2": 0.99,
-    "warmup_steps": 50,
-    "num_train_epochs": 2.5,
-    "per_device_train_batch_size": 32,
-    "per_device_eval_batch_size": 128,
-    "max_source_length": 32,
-    "max_target_length": 32,
-    "logging_steps": 50,
-    "save_strategy": "no",
-    "report_to": "none",
-}
 
 
 class ArgumentParser(HfArgumentParser):
@@ -160,7 +138,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     parser.set_defaults(predict_with_generate=True, use_cpu=not accelerator.is_available())
     given = parser.parse_args(argv)
     if is_demonstration(given, given):
-        parser.set_defaults(**_demonstration_defaults(given))
+        parser.set_defaults(**demonstration().of_translation(given))
         given = parser.parse_args(argv)
     if uses_built_in_corpus(given):
         given.source_lang = given.source_lang or "en"
@@ -186,18 +164,15 @@ def hide_token(args: TrainingArguments) -> None:
         args.hub_token = None
 
 
-def _demonstration_defaults(given: argparse.Namespace) -> dict:
-    """Return DEMONSTRATION without what contradicts the given stages, precision or output
-    folder.
-    """
-    defaults = dict(DEMONSTRATION)
-    if given.do_train or given.do_eval or given.do_predict:
-        for stage in ("do_train", "do_eval", "do_predict"):
-            del defaults[stage]
-    if given.fp16:
-        del defaults["bf16"]
-    if given.output_dir:
-        del defaults["overwrite_output_dir"]
+def demonstration() -> ModuleType:
+    """Return the defaults of the demonstrations, which are a part of the checkout alone."""
+    try:
+        from examples.demonstration import defaults
+    except ImportError as error:
+        raise InputError(
+            f"the demonstration cannot be started ({error}): give your own data and models, or run "
+            "the script in a checkout"
+        ) from error
     return defaults
 
 

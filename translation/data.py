@@ -14,7 +14,6 @@ from transformers import (
 )
 
 from translation.arguments import uses_built_in_corpus
-from translation.model import of_datasets
 from translation.options import DataTrainingArguments, ModelArguments
 from translation.records import InputError, Records, open_records, read_pairs, required
 from translation.tokenizer import pad_token_id
@@ -64,7 +63,7 @@ def load_splits(
                 "--dataset_name" if data_args.dataset_name else f"--{split}_file",
                 split,
                 is_any_split=not data_args.dataset_name,
-                **of_datasets(model_args),
+                **model_args.of_datasets(),
             )
             texts[split] = _texts(records, languages, limit, model_args.cache_dir)
         return texts

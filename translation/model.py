@@ -86,9 +86,7 @@ def _load_tokenizer(
     name: str, model_args: ModelArguments, data_args: DataTrainingArguments
 ) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, use_fast=model_args.use_fast_tokenizer, **of_hub(model_args)
-        )
+        tokenizer = AutoTokenizer.from_pretrained(name, **model_args.of_hub())
     except (OSError, ValueError) as error:
         raise InputError(
             f"no tokenizer could be loaded from {name} ({error}); name one with --tokenizer_name"
@@ -160,31 +158,11 @@ def options_of_model(attn_implementation: str | None, dtype: str | None) -> dict
     return {name: value for name, value in given.items() if value and value != "auto"}
 
 
-def of_hub(args: LoadingArguments) -> dict[str, Any]:
-    """Return the options with which transformers finds a file."""
-    return {
-        "cache_dir": args.cache_dir,
-        "revision": args.model_revision,
-        "token": args.token,
-        "trust_remote_code": args.trust_remote_code,
-    }
-
-
-def of_datasets(args: LoadingArguments) -> dict[str, Any]:
-    """Return the options of `open_records` for a dataset of the hub."""
-    return {
-        "config": args.dataset_config_name,
-        "revision": args.dataset_revision,
-        "cache_dir": args.cache_dir,
-        "token": args.token,
-    }
-
-
 def _load_model(model_args: ModelArguments, args: Seq2SeqTrainingArguments) -> PreTrainedModel:
     """Load the named model with its weights; if only a configuration is named, create a new one."""
     name = required(model_args.model_name_or_path or model_args.config_name, "model_name_or_path")
     try:
-        hub, options = of_hub(model_args), of_model(model_args, args)
+        hub, options = model_args.of_hub(), of_model(model_args, args)
         config = AutoConfig.from_pretrained(model_args.config_name or name, **hub)
         if model_args.model_name_or_path:
             return AutoModelForSeq2SeqLM.from_pretrained(name, config=config, **hub, **options)

@@ -3,6 +3,7 @@ transformers, so that `--help` is quick.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from translation.command_line import Application, option
 
@@ -32,6 +33,17 @@ class LoadingArguments:
     dataset_config_name: str | None = option(None, "Configuration of a `datasets` dataset.")
     dataset_revision: str | None = option(None, "Branch, tag or commit of a hub dataset.")
 
+    def of_hub(self) -> dict[str, Any]:
+        """The options with which transformers finds the model's files."""
+        given = {"cache_dir": self.cache_dir, "token": self.token}
+        given |= {"revision": self.model_revision}
+        return {**given, "trust_remote_code": self.trust_remote_code}
+
+    def of_datasets(self) -> dict[str, Any]:
+        """The options of `open_records` for a dataset of the hub."""
+        given = {"cache_dir": self.cache_dir, "token": self.token}
+        return {**given, "config": self.dataset_config_name, "revision": self.dataset_revision}
+
 
 @dataclass
 class ModelArguments(LoadingArguments):
@@ -43,7 +55,6 @@ class ModelArguments(LoadingArguments):
         "trained from scratch.",
     )
     tokenizer_name: str | None = option(None, "Tokenizer folder or hub name. Default: the model's.")
-    use_fast_tokenizer: bool = option(True, "Use a tokenizer backed by `tokenizers`.")
 
 
 @dataclass

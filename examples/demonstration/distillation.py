@@ -27,7 +27,6 @@ from transformers import (
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from distill import data, export
-from distill.arguments import TEACHER_STEPS
 from distill.config import DistillationConfig
 from distill.corpus import train_tokenizer
 from distill.on_policy import generate
@@ -36,6 +35,7 @@ from distill.student import from_config
 from distill.teacher import load_model
 from distill.trainer import DistillationTrainer
 from examples.demonstration import report
+from examples.demonstration.defaults import TEACHER_STEPS
 from examples.demonstration.report import Result
 from examples.demonstration.standard_library import standard_library
 from translation.arguments import output_folder
