@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar, cast
 
-from accelerate.utils import gather_object
+import torch.distributed as dist
 from datasets import Dataset, Features, IterableDataset, Value
 from datasets.config import HF_DATASETS_CACHE
 from datasets.exceptions import DatasetGenerationError
@@ -134,6 +135,10 @@ def make_examples(
         InputError: a record has no text, there is nothing to learn, or the cache cannot be written.
     """
     made: list[Dataset] = []
+    group = None
+    if args.world_size > 1:
+        # The others may wait for hours, which is longer than the timeout of other collectives.
+        group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
     for is_first in (True, False):
         failure: Exception | None = None
         if (args.local_process_index == 0) == is_first:
@@ -145,10 +150,14 @@ def make_examples(
                 kind = type(error).__name__
                 failure = RuntimeError(f"rank {args.process_index}: {kind}: {error}")
                 failure.__cause__ = error
-        failures = gather_object([failure]) if args.world_size > 1 else [failure]
+        failures: list[Exception | None] = [failure] * args.world_size
+        if group is not None:
+            dist.all_gather_object(failures, failure, group)
         for of_rank in failures:
             if of_rank is not None:
                 raise failure or of_rank
+    if group is not None:
+        dist.destroy_process_group(group)
     return made[0]
 
 
