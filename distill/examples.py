@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -135,30 +136,43 @@ def make_examples(
         InputError: a record has no text, there is nothing to learn, or the cache cannot be written.
     """
     made: list[Dataset] = []
-    group = None
-    if args.world_size > 1:
-        # The others may wait for hours, which is longer than the timeout of other collectives.
-        group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
-    for is_first in (True, False):
-        failure: Exception | None = None
-        if (args.local_process_index == 0) == is_first:
-            try:
-                made.append(_in_files(open_records(), encoding, cache_dir))
-            except InputError as error:
-                failure = error
-            except Exception as error:  # may have parts that cannot be sent
-                kind = type(error).__name__
-                failure = RuntimeError(f"rank {args.process_index}: {kind}: {error}")
-                failure.__cause__ = error
-        failures: list[Exception | None] = [failure] * args.world_size
-        if group is not None:
-            dist.all_gather_object(failures, failure, group)
-        for of_rank in failures:
-            if of_rank is not None:
-                raise failure or of_rank
-    if group is not None:
-        dist.destroy_process_group(group)
+    with _exchange(args.world_size) as exchange:
+        for is_first in (True, False):
+            failure: Exception | None = None
+            if (args.local_process_index == 0) == is_first:
+                try:
+                    made.append(_in_files(open_records(), encoding, cache_dir))
+                except InputError as error:
+                    failure = error
+                except Exception as error:  # may have parts that cannot be sent
+                    kind = type(error).__name__
+                    failure = RuntimeError(f"rank {args.process_index}: {kind}: {error}")
+                    failure.__cause__ = error
+            for of_rank in exchange(failure):
+                if of_rank is not None:
+                    raise failure or of_rank
     return made[0]
+
+
+@contextmanager
+def _exchange(ranks: int) -> Iterator[Callable[[Exception | None], list[Exception | None]]]:
+    """Yield a function that gives all ranks the errors of all. They may wait for hours, which is
+    longer than the timeout of other collectives.
+    """
+    if ranks == 1:
+        yield lambda failure: [failure]
+        return
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+
+    def exchange(failure: Exception | None) -> list[Exception | None]:
+        failures: list[Exception | None] = [None] * ranks
+        dist.all_gather_object(failures, failure, group)
+        return failures
+
+    try:
+        yield exchange
+    finally:
+        dist.destroy_process_group(group)
 
 
 def _in_files(records: Records, encoding: Encoding, cache_dir: str | None) -> Dataset:
