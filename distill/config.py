@@ -6,15 +6,12 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from transformers import Seq2SeqTrainingArguments
 
 from distill.losses import Divergence
 from distill.options import (
-    HIDDEN_LOSSES,
-    SCHEDULES,
-    VOCAB_POLICIES,
     ExampleArguments,
     GenerationArguments,
     LossArguments,
@@ -84,16 +81,10 @@ def check(given: DistillationConfig | argparse.Namespace) -> None:
     for name in ("top_k", "chunk_size", "hidden_loss_weight", "attn_relation_weight"):
         if getattr(given, name) < 0:
             raise ValueError(f"{name} is {getattr(given, name)}: it must be 0 or more")
-    choices = {
-        "temperature_schedule": SCHEDULES,
-        "hidden_loss_type": HIDDEN_LOSSES,
-        "vocab_policy": VOCAB_POLICIES,
-    }
-    for name, allowed in choices.items():
-        if getattr(given, name) not in allowed:
-            raise ValueError(
-                f"{name} is {getattr(given, name)!r}: choose one of {', '.join(allowed)}"
-            )
+    for field in fields(LossArguments):
+        allowed, value = field.metadata.get("choices"), getattr(given, field.name)
+        if allowed and value not in allowed:
+            raise ValueError(f"{field.name} is {value!r}: choose one of {', '.join(allowed)}")
     if given.loss_type == "uld" and given.top_k:
         raise ValueError(
             "top_k cannot be used with loss_type uld, which compares sorted probabilities: set it "

@@ -27,9 +27,7 @@ class AdapterArguments:
     lora_target_modules: list[str] | None = option(  # noqa: RUF009
         None, "Layers that get one, or all-linear. Default: PEFT's for this kind of model."
     )
-    merge_adapters: bool = option(
-        False, "At the end, save the whole student with its adapters merged, in place of them."
-    )
+    merge_adapters: bool = option(False, "Save the student with its adapters merged, at the end.")
 
 
 @dataclass
@@ -61,9 +59,7 @@ class DataArguments:
     )
     validation_file: str | None = option(None, "Held-out data, in the same formats.")
     test_file: str | None = option(None, "Data for --do_predict, in the same formats.")
-    streaming: bool = option(
-        False, "Read the training data while it is used, which needs --max_steps."
-    )
+    streaming: bool = option(False, "Read training data while it is used (needs --max_steps).")
     max_train_tokens: int | None = option(None, "Use only this many training tokens.")
     max_eval_samples: int | None = option(None, "Use only this many validation blocks.")
     teacher_steps: int | None = option(

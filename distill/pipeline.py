@@ -73,6 +73,8 @@ def run(arguments: Arguments) -> None:
             "--predict_with_generate is for encoder-decoder models: a causal one would be given "
             "the answers together with the prompts"
         )
+    if args.predict_with_generate:
+        report.bleu_signature(_language(args))  # an error before the training
     splits = _load_splits(arguments, tokenizer, teacher_tokenizer, pairs)
     is_live = args.needs_teacher() and not args.teacher_cache
     quantization = _quantization(args)
@@ -139,21 +141,28 @@ def _predict(
     trainer: DistillationTrainer, tokens: Examples, arguments: Arguments
 ) -> dict[str, float]:
     """Score the test split. With generation, write the generated texts, one in each line."""
-    tokenizer = trainer.processing_class
+    tokenizer, scores = trainer.processing_class, {}
     if trainer.args.predict_with_generate and tokenizer:
         columns = trainer.args.source_column, trainer.args.target_column
         records = _open_split(arguments, "test")
         references = [data.pair_of(record, where, *columns).target for where, record in records]
-        trainer.compute_metrics = report.make_compute_metrics(tokenizer, references)
+        language = _language(trainer.args)
+        trainer.compute_metrics = report.make_compute_metrics(tokenizer, references, language)
+        scores = {"predict_bleu_signature": report.bleu_signature(language)}
     # The Trainer takes datasets of `datasets`, but declares torch's.
     result = trainer.predict(cast(Any, tokens), metric_key_prefix="predict")
-    metrics = result.metrics or {}
+    metrics = {**(result.metrics or {}), **scores}
     trainer.log_metrics("predict", metrics)
     trainer.save_metrics("predict", metrics)
     if trainer.args.predict_with_generate and trainer.is_world_process_zero() and tokenizer:
         texts = report.decode(np.asarray(result.predictions), tokenizer)
         report.write_translations(output_folder(trainer.args), texts)
     return metrics
+
+
+def _language(args: DistillationConfig) -> str:
+    """Return the last part of the column of the targets, which is often their language."""
+    return (args.target_column or "").rpartition(".")[2]
 
 
 # -- models and tokenizers
@@ -388,13 +397,8 @@ def _load_splits(
         raise InputError(
             "loss_type uld works for causal models only: use a student with the teacher's tokenizer"
         )
-    other = teacher_tokenizer if uld else None
-    encoding = encoding_of(args, tokenizer, pairs, other)
-    return {
-        split: load_examples(arguments, split, encoding)
-        for split, is_wanted in wanted.items()
-        if is_wanted
-    }
+    encoding = encoding_of(args, tokenizer, pairs, teacher_tokenizer if uld else None)
+    return {split: load_examples(arguments, split, encoding) for split in wanted if wanted[split]}
 
 
 def load_examples(arguments: Arguments, split: str, encoding: Encoding) -> Examples:

@@ -337,15 +337,9 @@ def check_weights(argument: str, name: str) -> None:
 
 # One of these must be there. Otherwise transformers creates a tokenizer with an empty vocabulary.
 _TOKENIZER_FILES = {
-    *(
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "tokenizer.model",
-        "spiece.model",
-        "sentencepiece.bpe.model",
-    ),
-    *("source.spm", "vocab.json", "vocab.txt"),
-}
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model",
+    "sentencepiece.bpe.model", "source.spm", "vocab.json", "vocab.txt",
+}  # fmt: skip
 
 
 def check_tokenizer(argument: str, name: str) -> None:

@@ -19,9 +19,7 @@ class LoadingArguments:
     )
     model_revision: str = option("main", "Branch, tag or commit of the hub model.")
     trust_remote_code: bool = option(False, "Allow code from the hub model to run here.")
-    attn_implementation: str | None = option(
-        None, "sdpa, eager, flash_attention_2, ... Default: transformers'."
-    )
+    attn_implementation: str | None = option(None, "Attention: sdpa, flash_attention_2, eager.")
     dtype: str | None = option(
         None,
         "Dtype of the loaded weights. Default: the file's (auto); to train without an engine, "
