@@ -237,8 +237,7 @@ def _check_vocabulary(argument: str, model: PreTrainedModel, tokens: int) -> Non
     if rows < tokens:
         raise InputError(
             f"--{argument}: the model has embeddings for {rows} tokens and its tokenizer has "
-            f"{tokens}: the two do not"
-            " belong together; name the model's own tokenizer"
+            f"{tokens}: the two do not belong together; name the model's own tokenizer"
         )
 
 
@@ -378,7 +377,10 @@ def _new_student(config: PretrainedConfig, tokens: int, **options: object) -> Pr
             f"the student's vocab_size is {vocab_size} and its tokenizer has {tokens} tokens: set "
             "vocab_size in --student_config to at least that"
         )
-    return from_config(config, **options)
+    try:
+        return from_config(config, **options)
+    except ValueError as error:
+        raise InputError(f"the student cannot be made: {error}") from error
 
 
 # -- data

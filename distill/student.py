@@ -128,8 +128,7 @@ def copy_layers(student: PreTrainedModel, teacher: PreTrainedModel, layers: Laye
             )
             raise InputError(
                 f"--init_student_from_teacher: {name} {tuple(param.shape)} {what}; the student "
-                "must be the same kind of"
-                f" model with the same widths: leave out --student_config"
+                "must be the same kind of model with the same widths: leave out --student_config"
             )
         with zero.GatheredParameters([theirs]), zero.GatheredParameters([param], modifier_rank=0):
             param.copy_(theirs)

@@ -25,6 +25,8 @@ from translation.command_line import CONFIG_HELP, Application
 from translation.options import APPLICATION, DataTrainingArguments, ModelArguments
 from translation.records import InputError, check_name, open_records, read_pairs, required
 from zero.checkpoint import find_resumable
+from zero.checkpoint.folder import of_trainer
+from zero.checkpoint.resumable import TRAINER_STATE
 from zero.config import table
 
 # How many records of a file are checked before anything is loaded.
@@ -96,10 +98,18 @@ def checkpoint_of(args: TrainingArguments, overwrite: bool) -> str | None:
     """Return the checkpoint from which to train on: the one that is named, or the last one in the
     output folder, unless it may be overwritten.
     """
-    folder, named = output_folder(args), args.resume_from_checkpoint
-    if named or overwrite or not os.path.isdir(folder):
-        return named
-    found = find_resumable(folder)
+    named = args.resume_from_checkpoint
+    return named if named or overwrite else _last_checkpoint(args.output_dir, args.deepspeed)
+
+
+def _last_checkpoint(folder: str | None, engine: object) -> str | None:
+    """Return the newest whole checkpoint in a folder. `engine`: its configuration, if there is one.
+    Without one, a checkpoint is whole if it has what the Trainer writes last.
+    """
+    if not folder or not os.path.isdir(folder):
+        return None
+    whole = (each for each in of_trainer(Path(folder)) if (each / TRAINER_STATE).is_file())
+    found = find_resumable(folder) if engine else next(whole, None)
     return None if found is None else str(found)
 
 
@@ -314,8 +324,7 @@ def _check_folder(argument: str, name: str | None) -> None:
     ):
         raise InputError(
             f"--{argument} {name}: there are no weights (model.safetensors) in this folder; to "
-            "train this"
-            f" configuration from scratch, name it with --config_name"
+            "train this configuration from scratch, name it with --config_name"
         )
     if argument == "model_name_or_path":
         check_weights(argument, name)
@@ -359,9 +368,7 @@ def check_resume(given: argparse.Namespace) -> None:
     if name is None:
         return
     if str(name).lower() == "true":
-        given.resume_from_checkpoint = (
-            find_resumable(given.output_dir) if os.path.isdir(given.output_dir) else None
-        )
+        given.resume_from_checkpoint = _last_checkpoint(given.output_dir, given.deepspeed)
         if given.resume_from_checkpoint is None:
             raise InputError(
                 f"--resume_from_checkpoint {name}: there is no whole checkpoint in "
@@ -439,6 +446,5 @@ def _check_output_is_new(given: argparse.Namespace) -> None:
     if set(left) - {table.FILE}:
         raise InputError(
             f"--output_dir {folder} has files in it and no checkpoint to resume from: name another "
-            "folder,"
-            f" or give --overwrite_output_dir to train into this one"
+            "folder, or give --overwrite_output_dir to train into this one"
         )

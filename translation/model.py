@@ -114,8 +114,7 @@ def _make_tokenizer(
     if isinstance(pieces, str):
         raise InputError(
             f"a vocabulary of {size.vocab_size} pieces cannot be made from the training texts "
-            f"({pieces});"
-            " name a tokenizer with --tokenizer_name"
+            f"({pieces}); name a tokenizer with --tokenizer_name"
         )
     return t5_tokenizer(pieces)
 
