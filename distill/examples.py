@@ -162,7 +162,7 @@ def _exchange(ranks: int) -> Iterator[Callable[[Exception | None], list[Exceptio
     if ranks == 1:
         yield lambda failure: [failure]
         return
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+    group = cast(Any, dist.new_group(backend="gloo", timeout=timedelta(days=30)))
 
     def exchange(failure: Exception | None) -> list[Exception | None]:
         failures: list[Exception | None] = [None] * ranks
