@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cache, lru_cache
-from typing import ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -119,7 +119,7 @@ _VIEWS = frozenset(
 # What functions that save a state dict ask of its tensors first.
 _SAVING = frozenset(("storage", "untyped_storage", "__reduce_ex__"))
 _VIEW_PROPERTIES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
-_SET_DATA = torch.Tensor.data.__set__
+_SET_DATA: Any = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _name(func: Callable) -> str:
