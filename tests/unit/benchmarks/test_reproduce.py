@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from benchmarks.reproduce import __main__ as reproduce
-from benchmarks.reproduce.parts import Experiment, Sizes, Table
+from benchmarks.reproduce.experiments import Experiment, Sizes
+from benchmarks.runner import Table
 from tests.processes import child_environment, kill_tree
 
 
@@ -75,12 +76,12 @@ def run(monkeypatch, tmp_path):
 def test_a_report_has_commands_tables_and_pictures(run):
     code, text, sections = run([GOOD, NOT_HERE], "--quick")
     assert code == 0
-    assert "## Good" in text and "Says something." in text and "| 2 | a\\|b |" in text
+    assert "## Good" in text and "Says something." in text and "| 2     | a\\|b |" in text
     assert "![Good](good/curve.png)" in text and sections["good"]["commands"][0].startswith(
         "python -c "
     )
     assert sections["good"]["tables"][0]["rows"] == [[2, "a|b"]]
-    assert sections["not_here"]["state"] == "not run" and "| Not here | not run |" in text
+    assert sections["not_here"]["state"] == "not run" and "| Not here | not run " in text
 
 
 def test_a_failed_experiment_is_shown_and_the_others_still_run(run, capsys):
@@ -101,7 +102,7 @@ def test_a_failed_experiment_is_shown_and_the_others_still_run(run, capsys):
 SIGTERM = """
 import runpy, sys
 import benchmarks.reproduce.experiments
-from benchmarks.reproduce.parts import Experiment
+from benchmarks.reproduce.experiments import Experiment
 
 code = "import subprocess; subprocess.run(['sleep', '600'])"
 command = [sys.executable, "-c", code]
