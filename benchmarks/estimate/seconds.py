@@ -25,7 +25,7 @@ import torch
 from benchmarks.models import MODELS
 from benchmarks.offload.__main__ import DEFAULT
 from benchmarks.runner import Parser, Row, finish, run_job, table, take_turns
-from benchmarks.step.comparison import add_options, folder_option, run
+from benchmarks.step.comparison import add_options, run
 from benchmarks.step.worker import section_of
 from zero.config import load_config
 from zero.tools.estimate.machine import DEVICE, HOST
@@ -135,7 +135,6 @@ def main() -> None:
     parser.add_argument("--only", choices=FACTORS, help="one of the machines")
     ours = [name for name in DEFAULT if name.startswith("zero")]
     parser.add_argument("--variants", nargs="+", choices=ours, default=ours)
-    folder_option(parser)
     add_options(
         parser, model="t5-small", ranks=1, threads=1, batch=1, length=128, rounds=3, warmup=2,
         steps=6,

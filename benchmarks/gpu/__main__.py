@@ -21,7 +21,7 @@ from torch import nn
 
 from benchmarks.models import build
 from benchmarks.runner import Parser, by_variant, finish, summary, table, take_turns
-from benchmarks.step.comparison import add_options, choose, folder_option, heading, phases, run
+from benchmarks.step.comparison import add_options, choose, heading, phases, run
 from benchmarks.step.worker import VARIANTS
 
 # bf16: the variants round at different places, by up to 2**-8 each. In a short run, losses that do
@@ -63,7 +63,6 @@ def main() -> None:
     parser.add_argument(
         "--variants", nargs="+", choices=list(VARIANTS), help="default: all without offload"
     )
-    folder_option(parser)
     add_options(
         parser, model="llama-1b", ranks=max(1, torch.cuda.device_count()), batch=4, length=2048,
         rounds=1, warmup=3, steps=10,

@@ -52,7 +52,7 @@ from benchmarks.runner import (
     table,
     take_turns,
 )
-from benchmarks.step.comparison import add_options, choose, folder_option, heading, phases, run
+from benchmarks.step.comparison import add_options, choose, heading, phases, run
 
 REFERENCE, IN_MEMORY = "zero3", "zero3-offload"
 DEFAULT = [REFERENCE, IN_MEMORY, "zero3-offload-8bit", "zero3-offload-half", "zero3-files"]
@@ -131,7 +131,6 @@ def limits_of(args: Namespace) -> Row:
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--variants", nargs="+", choices=DEFAULT, help="default: all that can run")
-    folder_option(parser)
     add_options(parser, model="t5-small", ranks=1, batch=1, length=128, rounds=2, warmup=2, steps=5)
     args = parser.parse_args()
     args.dtype = "bf16" if torch.cuda.is_available() else "fp32"

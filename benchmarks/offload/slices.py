@@ -27,7 +27,7 @@ import torch
 from benchmarks.models import build
 from benchmarks.offload.__main__ import LOSS_TOLERANCE, MOVED, in_bytes
 from benchmarks.runner import Parser, Row, by_variant, finish, summary, table, take_turns
-from benchmarks.step.comparison import add_options, choose, folder_option, heading, run
+from benchmarks.step.comparison import add_options, choose, heading, run
 from zero.tools.arguments import count
 
 MEMORY, MICRO_BATCHES, WHOLE = "in memory", "micro-batches", "whole"
@@ -65,7 +65,6 @@ def main() -> None:
     parser.add_argument("--places", nargs="+", choices=PLACES, default=list(PLACES))
     parser.add_argument("--ways", nargs="+", choices=ways, default=ways)
     parser.add_argument("--live", type=count, help="weights that may be gathered at a time")
-    folder_option(parser)
     add_options(
         parser, model="t5-small", ranks=1, batch=16, length=128, rounds=2, warmup=1, steps=3
     )

@@ -16,7 +16,7 @@ includes compilation."""
 from __future__ import annotations
 
 from benchmarks.runner import Parser, by_variant, finish, summary, table, take_turns
-from benchmarks.step.comparison import add_options, choose, folder_option, heading, run
+from benchmarks.step.comparison import add_options, choose, heading, run
 from benchmarks.step.worker import VARIANTS
 
 DEFAULT = ["ddp", "fsdp2", "zero3", "zero3-strict", "deepspeed3", "deepspeed3-strict"]
@@ -40,7 +40,6 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, help=f"default: {DEFAULT}")
     parser.add_argument("--dtype", choices=list(LOSS_TOLERANCE), default="fp32")
-    folder_option(parser)
     add_options(
         parser, model="t5-42m", ranks=2, threads=1, batch=8, length=32, rounds=3, warmup=3, steps=4
     )

@@ -10,11 +10,10 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from benchmarks.models import MODELS
-from benchmarks.runner import Parser, Row, Table, environment, ranks
+from benchmarks.runner import Parser, Row, Table, environment, existing_folder, ranks
 from benchmarks.step.worker import VARIANTS, train
 from zero.tools.arguments import count
 
@@ -36,6 +35,7 @@ def add_options(parser: Parser, **defaults: Any) -> None:
     add("--rounds", type=count, default=defaults["rounds"])
     add("--warmup", type=count, default=defaults["warmup"], help="steps that do not count")
     add("--steps", type=count, default=defaults["steps"], help="steps that count, per round")
+    add("--folder", type=existing_folder, help="for the offload files; default: temporary")
     parser.add_deepspeed()
     parser.add_output()
 
@@ -62,8 +62,7 @@ def run(variant: str, args: Namespace, **changed: Any) -> Row:
     env = environment(variant, args)
     env["env"] = {**env.get("env", {}), "OMP_NUM_THREADS": str(args.threads)}
     nproc = 1 if VARIANTS[variant].system == "plain" else args.ranks
-    place = getattr(args, "folder", None)
-    with tempfile.TemporaryDirectory(dir=place) as folder:
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         found = ranks(train, nproc, timeout=3600, variant=variant, folder=folder, **env, **task)
     largest = ("seconds", "cpu", "issued", "steady", "host", "device", "reserved", "first")
     row = {key: max(each[key] for each in found) for key in largest if key in found[0]}
@@ -91,7 +90,3 @@ def phases(rows: dict[str, Row]) -> Table:
             ]
             lines.append([variant, phase, spent, ", ".join(waits)])
     return Table("Seconds of a step by phase", ["variant", "phase", "s", "waits"], lines)
-
-
-def folder_option(parser: Parser) -> None:
-    parser.add_argument("--folder", type=Path, help="for the offload files; default: temporary")

@@ -286,7 +286,7 @@ def train(variant: str, model: str, checkpointing: bool, **task: Any) -> dict[st
         engine.comm.clock.reset()
     if on_gpu:
         torch.cuda.synchronize()
-        start, cpu, found = time.perf_counter(), time.process_time(), []
+        start, cpu = time.perf_counter(), time.process_time()
         found = [train_step(batch).detach() for batch in islice(batches, steps)]
         issued = time.perf_counter() - start
         torch.cuda.synchronize()
