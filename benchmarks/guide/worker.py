@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import zero
 from benchmarks.measuring import PeakMemory, let_go, state_bytes
 from benchmarks.models import build, llama, synthetic_batches
-from benchmarks.stages.worker import COST_MODEL, STAGES, VOCABULARY
+from benchmarks.stages.worker import MODELS, STAGES, VOCABULARY
 from zero.offload.activations import HostActivations
 from zero.parallel.pipeline import Pipeline, split
 
@@ -187,7 +187,7 @@ def networks() -> dict[str, tuple[nn.Module, nn.Module]]:
 
 def of_t5() -> dict[str, Any]:
     """A T5 of 42M parameters, with the gradient checkpointing that the Trainer turns on."""
-    model = build(COST_MODEL)
+    model = build(MODELS[0])
     batch = next(synthetic_batches(VOCABULARY, 4, 128, 128, SEED))
     row: dict[str, Any] = {
         "network": "T5 of 42M parameters, 4 x (128 + 128) tokens, a checkpoint for each block"

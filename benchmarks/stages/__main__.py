@@ -22,7 +22,7 @@ import sys
 from typing import Any
 
 from benchmarks.runner import Parser, Row, Table, draw, finish, ranks, relative, table
-from benchmarks.stages.worker import ACCUMULATION, STAGES, cost, train
+from benchmarks.stages.worker import ACCUMULATION, MODELS, STAGES, cost, train
 from zero.tools.arguments import above_zero, count
 
 OPTIMIZER_BYTES = 12
@@ -116,6 +116,7 @@ def rows_of(found: list[dict[str, Any]]) -> list[Row]:
 def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument
+    add("--model", choices=MODELS, default=MODELS[0])
     add("--world-sizes", nargs="+", type=count, default=[1, 2, 4])
     add("--batch", type=count, default=4, help="sentences per process and step")
     add("--length", type=count, default=16, help="tokens of each source and of each target")
@@ -134,11 +135,12 @@ def main() -> None:
     args.output.parent.mkdir(parents=True, exist_ok=True)
     lines = {name: (range(len(losses)), losses) for name, losses in curves.items()}
     draw(args.output.with_suffix(".png"), "A tiny T5 on 2 ranks", ("step", "loss"), lines)
-    rows, task = [], {name: getattr(args, name) for name in ("batch", "length", "rounds", "steps")}
+    rows, names = [], ("model", "batch", "length", "rounds", "steps")
+    task = {name: getattr(args, name) for name in names}
     for size in args.world_sizes:
         rows += rows_of(ranks(cost, size, **task))
     caption = (
-        f"T5 of 42.0M parameters. Model states of a rank, bytes a parameter, bf16, accumulation "
+        f"{args.model}. Model states of a rank, bytes a parameter, bf16, accumulation "
         f"{ACCUMULATION}; seconds of a step of {args.batch} x ({args.length} + {args.length}) "
         "tokens a process, fp32"
     )

@@ -24,7 +24,7 @@ from benchmarks.step.worker import adamw, by_engine, by_torch
 STAGES = [0, 1, 2, 3]
 ACCUMULATION = 2
 WARMUP = 1
-COST_MODEL, VOCABULARY = "t5-42m", 8192
+MODELS, VOCABULARY = ("t5-42m", "t5-10m"), 8192
 # A T5 that learns to repeat 16 tokens out of a vocabulary of 32 in about 200 steps.
 TINY = 64, 128, 2, 4, 16, 32
 ROWS, LENGTH = 32, 6
@@ -49,14 +49,14 @@ def start(
 # -- memory and time of one stage
 
 
-def measure_memory(stage: int) -> dict[str, Any]:
+def measure_memory(model: str, stage: int) -> dict[str, Any]:
     """Return the model states of the second step: between its micro-batches, and before its
     update.
     """
     let_go()
     batches = synthetic_batches(VOCABULARY, 1, 8, 8, seed=dist.get_rank())
     with PeakMemory("VmRSS") as peak:
-        engine = start(build(COST_MODEL), stage, bf16=True, accumulation=ACCUMULATION)
+        engine = start(build(model), stage, bf16=True, accumulation=ACCUMULATION)
         step = by_engine(engine)
         for _ in range(ACCUMULATION):
             step(next(batches))
@@ -71,11 +71,11 @@ def measure_memory(stage: int) -> dict[str, Any]:
     return {**states, "accumulated": between["accumulated"], "peak": peak.extra}
 
 
-def measure_time(stage: int, batch: int, length: int, steps: int) -> dict[str, Any]:
+def measure_time(model: str, stage: int, batch: int, length: int, steps: int) -> dict[str, Any]:
     """Return the losses in fp32, and the medians of wall and CPU seconds of the counted steps."""
     let_go()
     batches = synthetic_batches(VOCABULARY, batch, length, length, seed=dist.get_rank())
-    engine = start(build(COST_MODEL), stage, bf16=False)
+    engine = start(build(model), stage, bf16=False)
     step = by_engine(engine)
     each = [timed(lambda b=b: step(b).item()) for b in islice(batches, WARMUP + steps)]
     engine.destroy()
@@ -83,11 +83,11 @@ def measure_time(stage: int, batch: int, length: int, steps: int) -> dict[str, A
     return costs | {"losses": [loss for _, loss in each]}
 
 
-def cost(rounds: int, **task: int) -> dict[str, Any]:
+def cost(model: str, rounds: int, **task: int) -> dict[str, Any]:
     dist.init_process_group("gloo")
-    parameters = sum(parameter.numel() for parameter in build(COST_MODEL).parameters())
-    memory = [measure_memory(stage) for stage in STAGES]
-    found = [[measure_time(stage, **task) for stage in STAGES] for _ in range(rounds)]
+    parameters = sum(parameter.numel() for parameter in build(model).parameters())
+    memory = [measure_memory(model, stage) for stage in STAGES]
+    found = [[measure_time(model, stage, **task) for stage in STAGES] for _ in range(rounds)]
     return {"parameters": parameters, "memory": memory, "rounds": found}
 
 
