@@ -348,7 +348,9 @@ def show(found: Table) -> str:
     return "\n".join([found.caption, "", *text])
 
 
-def finish(args: Namespace, *tables: Table, missing: dict[str, str] | None = None, **others: Any):
+def finish(
+    args: Namespace, *tables: Table, missing: dict[str, str] | None = None, **others: Any
+) -> None:
     """Print the tables, and write them to `--output`, with the settings and all that is given.
 
     missing: variants that failed, which are printed. Then the exit code is 1.

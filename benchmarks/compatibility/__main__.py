@@ -57,6 +57,12 @@ _SAMPLING = (
 _TEACHER = " --teacher_model_name_or_path {data}/teacher"
 _ON_POLICY = str(REPOSITORY / "benchmarks" / "compatibility" / "on_policy.py")
 _LORA = "--use_peft --lora_r 4 --lora_alpha 8 --lora_target_modules all-linear"
+COLUMNS = {
+    **{name: name for name in ("script", "version", "stage", "launcher", "method", "result")},
+    "loss": "loss",
+    "loss, resumed": "resumed",
+    "weights": "weights",
+}
 
 
 @dataclass(frozen=True)
@@ -399,14 +405,6 @@ def rows_of(name: str, args: argparse.Namespace, data: Path) -> list[dict[str, A
             rows.append(row)
             say(row)
     return rows
-
-
-COLUMNS = {
-    **{name: name for name in ("script", "version", "stage", "launcher", "method", "result")},
-    "loss": "loss",
-    "loss, resumed": "resumed",
-    "weights": "weights",
-}
 
 
 def say(row: Row) -> None:

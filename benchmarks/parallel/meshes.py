@@ -13,6 +13,7 @@ each. FSDP2 does both once, with the last one, and keeps whole gradients until t
 from __future__ import annotations
 
 import statistics
+from functools import partial
 
 from benchmarks.parallel.meshes_worker import measure
 from benchmarks.runner import Parser, Row, finish, ranks, summary, table, take_turns
@@ -43,6 +44,15 @@ COLUMNS = {
 }
 
 
+def run(variant: str, mesh: tuple[int, int, int], stage: int, task: dict[str, int]) -> Row:
+    """The medians over ranks, and each step's loss: the mean over the ranks that end a pipeline."""
+    nproc, job = mesh[0] * mesh[1] * mesh[2], {"mesh": mesh, "stage": stage}
+    found = ranks(measure, nproc, timeout=600, variant=variant, **job, **task)
+    ends = [rank["losses"] for rank in found if rank["pipeline_end"]]
+    row = {key: statistics.median(rank[key] for rank in found) for key in KEYS}
+    return row | {"losses": [statistics.mean(step) for step in zip(*ends, strict=True)]}
+
+
 def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument
@@ -56,20 +66,9 @@ def main() -> None:
     task = {name: getattr(args, name) for name in ("batch", "length", "warmup", "steps")}
     rows, missing = [], {}
     for mesh, stage in CASES:
-
-        def run(variant: str, mesh=mesh, stage=stage) -> Row:
-            """The medians over ranks, and each step's loss: the mean over the ranks that end a
-            pipeline.
-            """
-            nproc, job = mesh[0] * mesh[1] * mesh[2], {"mesh": mesh, "stage": stage}
-            found = ranks(measure, nproc, timeout=600, variant=variant, **job, **task)
-            ends = [rank["losses"] for rank in found if rank["pipeline_end"]]
-            row = {key: statistics.median(rank[key] for rank in found) for key in KEYS}
-            return row | {"losses": [statistics.mean(step) for step in zip(*ends, strict=True)]}
-
-        rounds, failed = take_turns(VARIANTS, args.rounds, run)
-        tolerances = {"loss diff": LOSS_TOLERANCE}
-        _, found = summary(rounds, VARIANTS, failed, tolerances, KEYS)
+        job = partial(run, mesh=mesh, stage=stage, task=task)
+        rounds, failed = take_turns(VARIANTS, args.rounds, job)
+        _, found = summary(rounds, VARIANTS, failed, {"loss diff": LOSS_TOLERANCE}, KEYS)
         shape = " x ".join(str(mesh[axis]) for axis in (1, 2, 0))
         missing |= {f"{shape}, stage {stage}, {name}": why for name, why in failed.items()}
         for name, row in found.items():
