@@ -129,7 +129,7 @@ def main() -> None:
         files = Path(folder, "offline").glob("*.safetensors")
         nbytes = sum(path.stat().st_size for path in files)
     parameters = found[0]["parameters"]
-    rows = sorted((row for rank in found for row in rank["rows"]), key=lambda row: row["way"])
+    rows = [row for way in zip(*(rank["rows"] for rank in found), strict=True) for row in way]
     caption = (
         f"T5 of {parameters / 1e9:.3f}e9 parameters, fp32, 2 ranks; python -m zero consolidate: "
         f"{nbytes / 1e9:.2f} GB in {offline:.0f} s within {LIMIT / GIB:.1f} GiB beyond the imports"
