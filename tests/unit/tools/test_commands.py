@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 
-from benchmarks import arguments as benchmark
+from benchmarks import runner as benchmark
 from tests.processes import REPOSITORY
 from tests.unit.checkpoints import flip, save
 from tests.unit.integrations.test_hook import assert_refused
