@@ -580,6 +580,8 @@ def test_a_plan_fits_and_is_the_fastest(plan, ask, tmp_path):
     text = plan(shape, *limits)
     keys = json.loads((tmp_path / "planned.json").read_text())
     section = keys.pop("zero_optimization")
+    saves = section.get("stage3_gather_16bit_weights_on_model_save", False)
+    assert saves == (section["stage"] == 3)
     again = ask(shape, section, "--seq", "16", "--json", *limits, **keys)
     assert again["fits"]
     assert rates(text) == [pytest.approx(again["tokens_per_second"], rel=0.01)]
