@@ -372,9 +372,11 @@ def slice_experts(
     return [SlicedExperts(group, most, gathering) for group in found]
 
 
-def slice_batches(model: nn.Module, settings: Config) -> list[SlicedBlock | SlicedHead]:
+def slice_batches(
+    model: nn.Module, settings: Config, steps: Callable[[], int]
+) -> list[SlicedBlock | SlicedHead]:
     """Have each block run its batch in slices, and the head its tokens in chunks, if the
-    configuration says so.
+    configuration says so. `steps` counts those of the optimizer.
     """
     slices = settings.activation_checkpointing.batch_slices
     if slices in (None, 1):
@@ -399,7 +401,9 @@ def slice_batches(model: nn.Module, settings: Config) -> list[SlicedBlock | Slic
     for block in blocks:
         of = 0 if sliced or is_away else len(blocks)  # the first block speaks for all
         sliced.append(SlicedBlock(block, names[block], slices, kept.trust_slices, of))
-    head = sliced_head(model)
+    # A script may compute its loss of logits that it got without their graph.
+    adapts = settings.on_out_of_memory == "adapt"
+    head = None if adapts else sliced_head(model, steps)
     return sliced if head is None else [*sliced, head]
 
 

@@ -157,7 +157,7 @@ class ZeroEngine(nn.Module):
         )
         self._sliced = [
             *build.slice_experts(self.groups, self.schedule, gathering),
-            *build.slice_batches(model, settings),
+            *build.slice_batches(model, settings, lambda: self.global_steps),
         ]
         for each in self._sliced:
             self._installed.callback(each.remove)

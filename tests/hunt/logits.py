@@ -87,21 +87,16 @@ def _weighted(logits: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(rows, _labels(rows), weight)
 
 
-def _halved(logits: torch.Tensor) -> torch.Tensor:
-    logits *= 0.5
-    return logits
-
-
-def _overwritten(logits: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        logits[..., 0] = 0.0
-    return logits
-
-
 def _measured(logits: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         median = logits.median()
     return logits - median
+
+
+def _constant_target(logits: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        target = functional.softmax(logits, -1)
+    return target * functional.log_softmax(logits, -1)
 
 
 def _ones(logits: torch.Tensor) -> torch.Tensor:
@@ -118,6 +113,7 @@ BY_ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "cast": lambda logits: logits.double(),
     "clamped": lambda logits: logits.clamp(min=-0.3),
     "log_softmax": lambda logits: functional.log_softmax(logits, -1),
+    "softmax in float64": lambda logits: torch.softmax(logits, -1, torch.float64),
     "softmax by a positive dim": lambda logits: logits.softmax(logits.dim() - 1),
     "shifted": lambda logits: logits[..., :-1, :].contiguous(),
     "a part": lambda logits: logits[:, 1:] if logits.dim() > 2 else logits[1:],
@@ -144,8 +140,6 @@ AS_A_WHOLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed": lambda logits: logits.transpose(0, -1),
     "scaled by row": lambda logits: logits * (1.0 + _mask(logits)[..., None]),
     "softmax over tokens": lambda logits: logits.softmax(0),
-    "in place": _halved,
-    "overwritten without gradients": _overwritten,
     "read without gradients": _measured,
     "sum": torch.sum,
     "twice": lambda logits: torch.cat([logits, 2 * logits]),
@@ -156,6 +150,8 @@ AS_A_WHOLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "filled": lambda logits: logits.masked_fill(logits < 0, 0.5),
     "with zeros": lambda logits: logits + torch.zeros_like(logits) + logits.new_zeros(logits.shape),
     "with a number": lambda logits: logits + 0.01 * float(logits.detach().numpy().sum()),
+    "with a constant target": _constant_target,
+    "a wider sum": lambda logits: logits * torch.linspace(0, 1, logits.shape[-1])[None, None, None],
     "a library's function": Squares.apply,
 }
 

@@ -21,7 +21,16 @@ from transformers import (
     Gemma2ForCausalLM,
 )
 
-from tests.dist.training import Curve, ds_config, relative, start, train_plain, train_zero
+from tests.dist.training import (
+    Curve,
+    adamw,
+    ds_config,
+    relative,
+    start,
+    take_step,
+    train_plain,
+    train_zero,
+)
 from tests.parity.models import VOCABULARY, batches, build
 from tests.processes import run_on
 from tests.tolerance import assert_close, rounding
@@ -109,7 +118,10 @@ def in_chunks(rank: int, world_size: int, name: str, stages: list[int]) -> list[
         )
         with CHUNK, mock.patch.object(head, "_tell") as told:
             engine, _ = start(model_of(name), config)
-            assert isinstance(engine.module.get_output_embeddings().forward, head.SlicedHead)
+            # An adapted head calls modules that gather at stage 3.
+            own_forward = engine.module.get_output_embeddings().forward
+            is_sliced = name != "adapted" or stage < 3 or world_size == 1
+            assert isinstance(own_forward, head.SlicedHead) == is_sliced
             curves.append(train_zero(engine, data(name)))
         told.assert_not_called()
         engine.destroy()
@@ -132,7 +144,7 @@ def test_the_losses_of_whole_logits(name):
 def model():
     """A Llama with a sliced head."""
     made = model_of("llama")
-    sliced = sliced_head(made)
+    sliced = sliced_head(made, int)
     with CHUNK:
         yield made
     sliced.remove()
@@ -152,20 +164,80 @@ def test_logits_are_ordinary_ones_without_gradients_and_in_copies(model):
 
 def test_what_needs_logits_as_a_whole_is_named(model, caplog):
     logits = model(**batches("llama", 1)[0]).logits
-    head._tell.cache_clear()
+    head._told.clear()
     with caplog.at_level(logging.WARNING, "zero"):
         logits.sort(-1)
     assert "'sort' needs the logits as a whole (0.0 GB)" in caplog.text
-    with pytest.raises(UsageError, match=r"give the kernel logits.whole\(\)"):
-        logits.data_ptr()
+    logits = model(**batches("llama", 1)[0]).logits
+    for act in (
+        lambda: logits.data_ptr(),
+        lambda: logits.mul_(2),
+        lambda: logits[:, :-1].masked_fill_(logits[:, :-1] > 0, 0),
+        lambda: logits.register_hook(print),
+        lambda: logits.retain_grad(),
+        lambda: setattr(logits, "data", logits.data),
+    ):
+        with pytest.raises(UsageError, match=r"use logits = logits.whole\(\) instead"):
+            act()
+
+
+def of_other_lengths(rank: int, world_size: int, stage: int) -> tuple[list[float], list[str]]:
+    """Losses where some ranks have chunks and others have not, in turn; and what is said to a rank
+    that reads logits alone, before and after backward and the step.
+    """
+    config = ds_config(
+        stage=stage,
+        activation_checkpointing={"batch_slices": 2},
+        stage3_param_persistence_threshold=0,
+    )
+    engine, _ = start(model_of("llama"), config)
+    losses, said = [], []
+    for number, batch in enumerate(batches("llama", 4)):
+        length = 9 if rank == number % 2 else 2
+        part = {name: value[2 * rank : 2 * rank + 2, :length] for name, value in batch.items()}
+        with mock.patch.dict(head.CHUNK_ELEMENTS, cpu=5 * VOCABULARY):
+            output = engine(**part)
+            for row in output.logits[rank:] if number == 2 else ():
+                torch.logsumexp(row, -1)  # one rank has one row, the other two
+            if rank == 0:
+                output.logits.detach().argmax(-1)
+            engine.backward(output.loss)
+            engine.step()
+        losses.append(output.loss.item())
+        if type(output.logits) is Logits and rank == number % 2:
+            with pytest.raises(UsageError) as raised:
+                output.logits.argmax(-1)
+            said.append(str(raised.value))
+    return losses, said
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_need_not_have_as_many_chunks(stage):
+    found = run_on(2, of_other_lengths, stage)
+    model, expected = model_of("llama"), []
+    optimizer = adamw([{"params": [*model.parameters()]}])
+    for number, batch in enumerate(batches("llama", 4)):
+        losses = []
+        for rank in range(2):
+            length = 9 if rank == number % 2 else 2
+            part = {name: value[2 * rank : 2 * rank + 2, :length] for name, value in batch.items()}
+            losses.append(model(**part).loss)
+        (sum(losses) / 2).backward()
+        take_step(optimizer)
+        optimizer.zero_grad()
+        expected.append([loss.item() for loss in losses])
+    for rank, (losses, said) in enumerate(found):
+        assert relative(losses, [each[rank] for each in expected]) <= rounding(torch.float32, TERMS)
+        assert len(said) == 2
+        assert all("call logits.whole(), before backward" in each for each in said)
 
 
 def test_a_head_that_may_not_be_cut_is_left_alone():
     dropping = model_of("llama")
     dropping.lm_head = nn.Sequential(nn.Dropout(0.1), dropping.lm_head)
-    assert sliced_head(dropping) is None
+    assert sliced_head(dropping, int) is None
     hooked = model_of("llama")
-    sliced = sliced_head(hooked)
+    sliced = sliced_head(hooked, int)
     assert sliced is not None
     seen: list[torch.Tensor] = []
     hooked.lm_head.register_forward_hook(lambda module, args, output: seen.append(output))

@@ -313,8 +313,9 @@ class ModuleHooks:
             self._end_pass()
             return
         self._awaited += 1
-        for tensor in with_grad:
-            tensor.register_hook(self._backward_begins)
+        with torch._C.DisableTorchFunctionSubclass():
+            for tensor in with_grad:
+                tensor.register_hook(self._backward_begins)
 
     def forget_broken_pass(self) -> None:
         """Release the groups of a forward that had no backward, or that raised an exception."""
@@ -395,8 +396,10 @@ class ModuleHooks:
         if not in_backward():
             self._find_views(module, groups)
             returned = groups_shown_by(output, groups)
+            # Its results may be computed later, with the weights.
+            keeps = getattr(module.forward, "keeps_weights", False) and torch.is_grad_enabled()
             for group in groups:
-                if group.has_aliases or group in returned:
+                if group.has_aliases or group in returned or keeps:
                     self._reads.hold(group)
                 self._gathering.release(group)
         # The backward of an embedding needs its indices, not its weight.

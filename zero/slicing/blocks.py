@@ -86,22 +86,14 @@ class SlicedBlock:
         self._forward: Callable[..., Any] = module.forward
         module.forward = self
         self._was_checkpointed = False
-        # If the slices' gradients had 16 bits, each addition would round. (torch 2.10 and newer.)
-        self._summed: list[Any] = [
-            param
-            for param in module.parameters()
-            if param.requires_grad and hasattr(torch.Tensor, "grad_dtype")
-        ]
-        for param in self._summed:
-            param.grad_dtype = torch.float32
+        self._summed = sum_in_fp32(module)
 
     def remove(self) -> None:
         """Restore the block's own forward and its other attributes."""
         del self.module.forward
         if self._was_checkpointed:
             self.module.gradient_checkpointing = True
-        for param in self._summed:
-            param.grad_dtype = param.dtype
+        sum_in_own_dtype(self._summed)
 
     def compile(self, **options: Any) -> None:
         """Compile the block's own forward; `options` are those of `torch.compile`."""
@@ -197,6 +189,25 @@ class SlicedBlock:
         return output
 
 
+def sum_in_fp32(module: nn.Module) -> list[Any]:
+    """Have autograd sum the gradients of the module's parts in fp32, because in 16 bits each
+    addition would round. Returns the parameters. (Nothing changes with torch 2.9 and older.)
+    """
+    params: list[Any] = [param for param in module.parameters() if param.requires_grad]
+    params = params if hasattr(torch.Tensor, "grad_dtype") else []
+    for param in params:
+        param.grad_dtype = torch.float32
+    return params
+
+
+def sum_in_own_dtype(params: Sequence[Any]) -> None:
+    """Undo `sum_in_fp32`."""
+    for param in params:
+        grad, param.grad = param.grad, None
+        param.grad_dtype = param.dtype
+        param.grad = None if grad is None else grad.to(param.dtype)
+
+
 def _batch_of(leaves: Sequence[Any], least_dims: int) -> tuple[int, int]:
     """Return the size of the batch and the number of tokens in each example. Tokens of packed
     sequences, with fewer dimensions than `least_dims`, are one example.
@@ -223,7 +234,8 @@ def _warn_of_inputs(leaves: Sequence[Any], of_batch: Sequence[bool], blocks: int
     kept = [leaf for leaf, is_kept in zip(leaves, of_batch, strict=True) if is_kept]
     # Positions and masks are the same for all blocks.
     kept = [leaf for leaf in kept if leaf.requires_grad and is_accelerator(leaf.device)]
-    if not kept or kept[0].device.type == "meta":  # `zero estimate`
+    measures = hasattr(torch.accelerator, "get_memory_info")  # not with torch 2.8
+    if not kept or kept[0].device.type == "meta" or not measures:  # `zero estimate` is on meta
         return
     needed, device = blocks * sum(leaf.nbytes for leaf in kept), kept[0].device
     free = torch.accelerator.get_memory_info(device)[0] + torch.accelerator.memory_reserved(device)

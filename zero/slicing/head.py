@@ -4,20 +4,23 @@ With a vocabulary of 128,256 words, the logits of 65,536 tokens take 34 GB in fp
 several tensors of their size. Here the head returns `Logits` instead, which know the hidden states
 and what a model or script has done with the logits so far: a cast, a scale, a soft cap, a shift, a
 `view`. Only what leaves one value, or a few, for each token is computed: a cross-entropy, a
-`gather` of log-probabilities, a sum, a maximum. It is computed chunk by chunk in a call of the
-head, which gathers the weights once; each chunk is recomputed in backward. (Cut Cross-Entropy,
-arXiv 2411.09009, and Liger, arXiv 2410.10989, compute one loss in this way.)
+`gather` of log-probabilities, a sum, a maximum. It is computed chunk by chunk, and each chunk again
+in backward. (Cut Cross-Entropy, arXiv 2411.09009, and Liger, arXiv 2410.10989, compute one loss in
+this way.)
 
-Anything else needs the logits as a whole, and gets them. Each row of the logits must depend on the
-same row of the hidden states alone, so the head must consist of known modules without dropout."""
+Anything else needs the logits as a whole, and gets them; to write to them is an error. Each row of
+the logits must depend on the same row of the hidden states alone, so the head must consist of known
+modules without dropout. From its call to the end of backward its weights stay gathered, whether a
+rank has chunks or not: how many it has is its own affair, because no collective depends on it."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -28,8 +31,10 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from zero.core.sharded_param import cut_of, needs_values, written_by
+from zero.core.param_group import owning_group
+from zero.core.sharded_param import ShardedParameter, cut_of, needs_values, written_by
 from zero.errors import UsageError
+from zero.slicing.blocks import sum_in_fp32, sum_in_own_dtype
 from zero.slicing.known import why_hooked, why_not_known
 
 logger = logging.getLogger("zero")
@@ -46,57 +51,59 @@ _OF_EACH_ROW = frozenset(
 # What leaves a few values of each row: of its last dimension.
 _OVER_A_ROW = frozenset("sum mean logsumexp amax argmax gather".split())
 _TAKE_A_DIM = _OVER_A_ROW | {"softmax", "log_softmax"}
+# What is done to the tensor itself.
+_OF_A_WHOLE = frozenset("data_ptr register_hook retain_grad".split())
 _KEEP_ROWS = frozenset("view reshape flatten squeeze unsqueeze".split())
 
 
-def sliced_head(model: nn.Module) -> SlicedHead | None:
-    """Slice the head of one of transformers' models; None if it has none, or an unknown one."""
+def sliced_head(model: nn.Module, steps: Callable[[], int]) -> SlicedHead | None:
+    """Slice the head of one of transformers' models; None if it has none, or an unknown one.
+
+    `steps`: counts the steps of the optimizer, after each of which the weights are others.
+    """
     find = getattr(model, "get_output_embeddings", None)
     head = None if find is None else find()
     if not isinstance(head, nn.Module) or not any(True for _ in head.parameters()):
         return None
     drops = any(isinstance(each, nn.Dropout) and each.p for each in head.modules())
     is_cut = any(cut_of(param) is not None for param in head.parameters())
-    return None if drops or is_cut or why_not_known(head) else SlicedHead(head)
+    # Each chunk calls the modules inside, so they must have nothing to gather.
+    own = {*head.parameters(recurse=False)}
+    inner = (owning_group(param) for param in head.parameters() if param not in own)
+    gathers = any(group is not None and not group.persistent for group in inner)
+    return None if drops or is_cut or gathers or why_not_known(head) else SlicedHead(head, steps)
 
 
 class SlicedHead:
     """Replaces the forward of a head, (..., hidden size) to (..., vocabulary)."""
 
-    def __init__(self, module: nn.Module):
+    # The hooks hold the group of such a module until the end of backward.
+    keeps_weights = True
+
+    def __init__(self, module: nn.Module, steps: Callable[[], int]):
         self.module: Any = module
-        self._forward: Callable[..., torch.Tensor] = module.forward
-        self._task: Callable[[Callable], torch.Tensor] | None = None
+        self.steps = steps
+        self.forward: Callable[..., torch.Tensor] = module.forward
         module.forward = self
-        # If the chunks' gradients had 16 bits, each addition would round. (torch 2.10 and newer.)
-        self._summed: list[Any] = [
-            param
-            for param in module.parameters()
-            if param.requires_grad and hasattr(torch.Tensor, "grad_dtype")
-        ]
-        for param in self._summed:
-            param.grad_dtype = torch.float32
+        self._summed = sum_in_fp32(module)
 
     def remove(self) -> None:
         """Restore the head's own forward and the dtype of its gradients."""
         del self.module.forward
-        for param in self._summed:
-            param.grad_dtype = param.dtype
+        sum_in_own_dtype(self._summed)
 
     def __deepcopy__(self, memo: dict) -> Callable:
         """A copy of the head is an ordinary module."""
         return MethodType(type(self.module).forward, memo[id(self.module)])
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self._task is not None:
-            task, self._task = self._task, None
-            return task(self._forward)
         if len(args) == 1 and not kwargs and self._is_sliced(hidden := args[0]):
             with torch.no_grad():
-                sample = self._forward(hidden.flatten(0, -2)[:0])
+                sample = self.forward(hidden.flatten(0, -2)[:0])
             if hidden.shape[:-1].numel() > rows_of_chunk(sample):
-                return _Rows(self, hidden, (), sample, _autocast(hidden.device.type)).logits()
-        return self._forward(*args, **kwargs)
+                first = partial(_under, _autocast(hidden.device.type), self.forward)
+                return _Rows(self, hidden, (first,), sample, hidden._version, self.steps()).logits()
+        return self.forward(*args, **kwargs)
 
     def _is_sliced(self, hidden: torch.Tensor) -> bool:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -108,14 +115,6 @@ class SlicedHead:
         is_torch = functional.cross_entropy.__module__ == functional.__name__
         return is_torch and not in_transform and not why_hooked(self.module, with_own=True)
 
-    def run(self, hidden: torch.Tensor, task: Callable[[Callable], torch.Tensor]) -> torch.Tensor:
-        """Call the head, which gathers its weights, and compute `task(its own forward)` in it."""
-        self._task = task
-        try:
-            return self.module(hidden)
-        finally:
-            self._task = None
-
 
 def rows_of_chunk(sample: torch.Tensor) -> int:
     """The number of tokens in a chunk of logits like `sample`, (any, vocabulary)."""
@@ -123,13 +122,17 @@ def rows_of_chunk(sample: torch.Tensor) -> int:
     return max(1, elements // max(1, sample.shape[-1]))
 
 
-def _autocast(device_type: str) -> dict[str, Any]:
+def _autocast(device_type: str) -> Callable[[], AbstractContextManager]:
+    """Makes contexts of the autocast that is in force now."""
+    device_type = "cpu" if device_type == "meta" else device_type
     enabled = torch.is_autocast_enabled(device_type)
-    return {
-        "device_type": device_type,
-        "enabled": enabled,
-        "dtype": torch.get_autocast_dtype(device_type) if enabled else None,
-    }
+    dtype = torch.get_autocast_dtype(device_type) if enabled else None
+    return partial(torch.autocast, device_type, dtype=dtype, enabled=enabled)
+
+
+def _under(autocast: Callable[[], AbstractContextManager], function: Callable, *args: Any) -> Any:
+    with autocast():
+        return function(*args)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,20 +141,27 @@ class _Rows:
 
     Attributes:
         hidden: (..., hidden size), what the head is given.
-        steps: what is done with its result, (n, vocabulary) to (n, vocabulary) for any n.
+        functions: the head's forward, and what is done with its result: of (n, vocabulary) for any
+            n, each under the autocast of its call.
         sample: (0, vocabulary), no rows: of the dtype and on the device that the logits have.
-        autocast: of the head's call.
+        version: of the hidden states, and step: of the optimizer, when the head was called.
+        is_constant: the logits get no gradient.
     """
 
     head: SlicedHead
     hidden: torch.Tensor
-    steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
+    functions: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
     sample: torch.Tensor
-    autocast: dict[str, Any]
+    version: int
+    step: int
+    is_constant: bool = False
 
     def logits(self) -> Logits:
-        made = _InGraph.apply(self.hidden, self)
-        made.rows = self
+        rows = self if torch.is_grad_enabled() else replace(self, is_constant=True)
+        hidden = rows.hidden.detach() if rows.is_constant else rows.hidden
+        params = () if rows.is_constant else (*self.head.module.parameters(),)
+        made = _InGraph.apply(rows, hidden, *params)
+        made.rows = rows
         return made
 
     def new(self) -> Logits:
@@ -162,35 +172,41 @@ class _Rows:
 
     def whole(self) -> torch.Tensor:
         """All logits, (..., vocabulary)."""
-        with torch.autocast(**self.autocast):
-            return self.head.run(self.hidden, lambda forward: self._of(forward, self.hidden))
+        return self._of(self.hidden)
 
-    def _of(self, forward: Callable, hidden: torch.Tensor) -> torch.Tensor:
-        logits = forward(hidden)
-        for step in self.steps:
-            logits = step(logits)
-        return logits
+    def _of(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights = self.head.module.parameters(recurse=False)
+        is_gone = any(isinstance(weight, ShardedParameter) for weight in weights)
+        if is_gone or self.step != self.head.steps():
+            raise UsageError(
+                "these logits are computed in chunks (activation_checkpointing.batch_slices), and "
+                "the weights of their step are gone: take what you need of them, or call "
+                "logits.whole(), before backward"
+            )
+        if self.hidden._version != self.version:
+            raise UsageError(
+                "the hidden states were written to after the head had been called, and logits are "
+                "computed from them (activation_checkpointing.batch_slices): write to a clone"
+            )
+        for function in self.functions:
+            hidden = function(hidden)
+        return hidden.detach() if self.is_constant else hidden
 
     def reduced(self, function: Callable[..., torch.Tensor], *of_rows: torch.Tensor) -> Any:
         """`function`(logits (n, vocabulary), n rows of each of `of_rows`) gives (n, ...): return
         the results for all tokens, (..., ...). `of_rows` have the leading dimensions of the logits.
         """
         lead = self.hidden.shape[:-1]
-        hidden, *others = (
-            each.reshape(lead.numel(), *each.shape[len(lead) :]) for each in (self.hidden, *of_rows)
-        )
-        size = rows_of_chunk(self.sample)
+        given = (self.hidden, *of_rows)
+        flat = [each.reshape(lead.numel(), *each.shape[len(lead) :]) for each in given]
+        size, autocast = rows_of_chunk(self.sample), _autocast(self.sample.device.type)
 
-        def in_chunks(forward: Callable) -> torch.Tensor:
-            def of_chunk(hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-                return function(self._of(forward, hidden), *others)
+        def of_chunk(hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+            return _under(autocast, function, self._of(hidden), *others)
 
-            keep: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-            chunks = zip(*(each.split(size) for each in (hidden, *others)), strict=True)
-            return torch.cat([checkpoint(of_chunk, *chunk, **keep) for chunk in chunks])
-
-        with torch.autocast(**self.autocast):
-            found = self.head.run(hidden, in_chunks)
+        keep: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        chunks = zip(*(each.split(size) for each in flat), strict=True)
+        found = torch.cat([checkpoint(of_chunk, *chunk, **keep) for chunk in chunks])
         return found.unflatten(0, lead)
 
 
@@ -200,17 +216,19 @@ class _InGraph(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, rows: _Rows) -> torch.Tensor:
-        ctx.rows = rows
+    def forward(ctx: Any, rows: _Rows, hidden: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        ctx.rows, ctx.params = rows, params
         return rows.new()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         with torch.enable_grad():
             hidden = ctx.rows.hidden.detach().requires_grad_()
-            whole = replace(ctx.rows, hidden=hidden).whole()
-        torch.autograd.backward(whole, grad)
-        return hidden.grad, None
+            whole = replace(ctx.rows, hidden=hidden, version=hidden._version).whole()
+        needed = [hidden, *(param for param in ctx.params if param.requires_grad)]
+        found = iter(torch.autograd.grad(whole, needed, grad, allow_unused=True))
+        of_hidden = next(found)
+        return None, of_hidden, *(next(found) if p.requires_grad else None for p in ctx.params)
 
 
 class Logits(torch.Tensor):
@@ -243,10 +261,14 @@ class Logits(torch.Tensor):
     ) -> Any:
         options: dict[str, Any] = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name == "data_ptr":
+        writes = name == "__set__" or any(
+            isinstance(each, Logits) for each in written_by(func, args, options)
+        )
+        if writes or name in _OF_A_WHOLE:
             raise UsageError(
-                "logits that are computed in chunks (activation_checkpointing.batch_slices) have "
-                "no memory: give the kernel logits.whole()"
+                f"{name}: logits that are computed in chunks "
+                "(activation_checkpointing.batch_slices) have no memory of their own: use "
+                "logits = logits.whole() instead"
             )
         if name.startswith("new_") or name.endswith("_like"):
             args, options = tree_map_only(Logits, Logits._stand_in, (args, options))
@@ -275,11 +297,8 @@ class Logits(torch.Tensor):
                 made = tuple(_at(logits, hidden) for hidden in logits.rows.hidden.unbind())
         if made is not NotImplemented:
             return made
-        is_written = any(isinstance(each, Logits) for each in written_by(func, args, options))
-        if torch.is_grad_enabled() or is_written:
+        if torch.is_grad_enabled():
             _tell(name, max(each.numel() * each.dtype.itemsize for each in found))
-            with torch.enable_grad():
-                found[0].whole()  # what is written to it stays
         args, options = tree_map_only(Logits, Logits.whole, (args, options))
         return func(*args, **options)
 
@@ -298,8 +317,13 @@ def _without(options: dict, name: str) -> dict:
     return {key: value for key, value in options.items() if key != name}
 
 
-@cache
+_told: set[str] = set()
+
+
 def _tell(name: str, nbytes: int) -> None:
+    if name in _told:
+        return
+    _told.add(name)
     logger.warning(
         "activation_checkpointing.batch_slices: %r needs the logits as a whole (%.1f GB), which "
         "are computed in chunks of tokens otherwise",
@@ -319,27 +343,35 @@ def _of_each_row(logits: Logits, func: Callable, name: str, args: tuple, kwargs:
         args, kwargs = (logits, *bound[0]), bound[1]
 
     def operand(tensor: torch.Tensor) -> torch.Tensor:
-        # One value, or one for each word, which (n, vocabulary) can be multiplied by.
-        return tensor if tensor.dim() == 0 else tensor.reshape(tensor.shape[-1:])
+        if tensor is logits:
+            return tensor
+        # One value, or one for each word, which (n, vocabulary) can be multiplied by. A copy,
+        # because the script may write to it.
+        return (tensor if tensor.dim() == 0 else tensor.reshape(tensor.shape[-1:])).clone()
 
-    others = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-    if any(each is not logits and each.shape[:-1].numel() != 1 for each in others):
-        return NotImplemented
+    for each in tree_leaves((args, kwargs)):
+        if isinstance(each, torch.Tensor) and each is not logits:
+            if each.shape[:-1].numel() != 1 or each.dim() > logits.dim():
+                return NotImplemented
+    args, kwargs = tree_map_only(torch.Tensor, operand, (args, kwargs))
+    autocast = _autocast(logits.device.type)
 
     def step(chunk: torch.Tensor) -> torch.Tensor:
-        def given(tensor: torch.Tensor) -> torch.Tensor:
-            return chunk if tensor is logits else operand(tensor)
-
-        own_args, own_kwargs = tree_map_only(torch.Tensor, given, (args, kwargs))
-        return func(*own_args, **own_kwargs)
+        given = tree_map_only(Logits, lambda _: chunk, (args, kwargs))
+        return _under(autocast, partial(func, **given[1]), *given[0])
 
     rows = logits.rows
     with torch.no_grad():
         sample = step(rows.sample)
-    if sample.shape != rows.sample.shape or sample.device != rows.sample.device:
+    if not isinstance(sample, torch.Tensor) or sample.shape != rows.sample.shape:
         return NotImplemented
-    hidden = rows.hidden.detach() if name == "detach" else rows.hidden
-    return replace(rows, hidden=hidden, steps=(*rows.steps, step), sample=sample).logits()
+    if sample is rows.sample and name not in ("contiguous", "detach"):
+        return logits  # a cast that changes nothing gives the tensor itself
+    if sample.device != rows.sample.device:
+        return NotImplemented
+    is_constant = rows.is_constant or name == "detach"
+    functions = (*rows.functions, step)
+    return replace(rows, functions=functions, sample=sample, is_constant=is_constant).logits()
 
 
 def _of_last_dim(logits: Logits, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -349,7 +381,7 @@ def _of_last_dim(logits: Logits, args: tuple, kwargs: dict) -> tuple[tuple, dict
         (dim,) = dim
     if dim not in (-1, logits.dim() - 1) or isinstance(dim, bool):
         return None
-    return args[1:], {**_without(kwargs, "input"), "dim": -1}
+    return (-1, *args[1:]), {k: v for k, v in kwargs.items() if k not in ("input", "dim")}
 
 
 def _over_a_row(logits: Logits, func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
@@ -357,13 +389,11 @@ def _over_a_row(logits: Logits, func: Callable, name: str, args: tuple, kwargs: 
         return NotImplemented
     rest, options = bound
     if name != "gather":
-        if rest:
-            options["keepdim"], *rest = rest
-        return NotImplemented if rest else logits.rows.reduced(partial(func, **options))
-    index = options.pop("index", rest[0] if rest else None)
-    if index is None or index.shape[:-1] != logits.shape[:-1]:
+        return logits.rows.reduced(lambda chunk: func(chunk, *rest, **options))
+    index = options.pop("index", rest[1] if len(rest) > 1 else None)
+    if not isinstance(index, torch.Tensor) or index.shape[:-1] != logits.shape[:-1]:
         return NotImplemented
-    return logits.rows.reduced(lambda chunk, index: func(chunk, index=index, **options), index)
+    return logits.rows.reduced(lambda chunk, index: func(chunk, -1, index, **options), index)
 
 
 def _rows_at(logits: Logits, index: Any) -> Any:
