@@ -97,9 +97,9 @@ def save_merged(trainer: Trainer, folder: str | Path) -> None:
     elif trainer.args.should_save:
         student = adapted.merge_and_unload()
     if trainer.args.should_save:
-        for path in Path(folder).glob("adapter_*"):
-            path.unlink()
         student.save_pretrained(folder, state_dict=weights)
+        for path in Path(folder).glob("adapter_*"):  # not before: the disk may be full
+            path.unlink()
 
 
 def push(folder: str | Path, trainer: Trainer) -> None:

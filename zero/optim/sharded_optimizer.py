@@ -21,6 +21,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -238,7 +239,8 @@ class ZeroOptimizer:
             act()
         self._place()
         to_mean = self.gradient_factor
-        norm = self.comm.watchdog.wait(self._global_norm, "the norm of the gradients")
+        sum_up = partial(self._global_norm, self._own_squares())
+        norm = self.comm.watchdog.wait(sum_up, "the norm of the gradients")
         self.grad_norm = norm * to_mean
         self.overflow = self.checks_overflow and not math.isfinite(self.grad_norm)
         if self.overflow and self.scaler is not None and self.scaler.exhausted:
@@ -525,15 +527,19 @@ class ZeroOptimizer:
 
     # -- norm
 
-    def _global_norm(self) -> float:
-        """2-norm of the reduced, still scaled gradient over all ranks: as in torch, the norm of
-        parameters' norms.
-        """
+    def _own_squares(self) -> torch.Tensor:
+        """For each parameter, the sum of squares of this rank's part of its gradient."""
         squares = torch.zeros(len(self._names), dtype=torch.float64, device=self.comm.device)
         # Each shard counts once.
         if self._pieces and (self._replicated or self.comm.replicate_group.rank == 0):
             norms = torch.stack(self._norms_of_pieces()).to(torch.float64)
             squares.index_copy_(0, self._piece_numbers, norms**2)
+        return squares
+
+    def _global_norm(self, squares: torch.Tensor) -> float:
+        """2-norm of the reduced, still scaled gradient over all ranks: as in torch, the norm of
+        parameters' norms. `squares`: of this rank.
+        """
         if not self._replicated:
             squares = self.comm.all_reduce(squares)
         self._param_norms = squares.sqrt().float()

@@ -98,8 +98,8 @@ FAULTS: dict[str, tuple[type, str, Any]] = {
     "gradient": (GradientReducer, "collect", drop_gradient),
     "frozen": (SubGroupUpdate, "__call__", freeze),
     "touched": (ZeroOptimizer, "_is_idle", lambda self, sub_group: False),  # without a gradient
-    "norm": (ZeroOptimizer, "_global_norm", lambda self: 1.1 * norm_of(self)),
-    "skipped": (ZeroOptimizer, "_global_norm", lambda self: norm_of(self) * math.nan),
+    "norm": (ZeroOptimizer, "_global_norm", lambda *given: 1.1 * norm_of(*given)),
+    "skipped": (ZeroOptimizer, "_global_norm", lambda *given: norm_of(*given) * math.nan),
     "setting": (DeepSpeedEngine, "backward", change_group),
     "clipping": (ZeroOptimizer, "_clip_coefficient", lambda self: 1.0),
     "twice": (SubGroupUpdate, "__init__", with_other_numbers(factor=2.0)),
