@@ -19,9 +19,8 @@ from zero.config.keys import Section
 from zero.config.load import load_config
 from zero.config.settings import Config
 from zero.config.table import Row, rows
-from zero.errors import UsageError
+from zero.errors import UsageError, size
 from zero.tools.arguments import Parser
-from zero.tools.report.runs import size
 
 ACTING = "Keys with an effect"
 FILLED_IN = "Keys that the Trainer or accelerate fills in"

@@ -12,11 +12,11 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from zero.checkpoint import disk
 from zero.checkpoint import folder as folders
 from zero.checkpoint.blocks import check_files, verify
 from zero.checkpoint.manifest import KIND, MANIFEST, itemsize, read_manifest
 from zero.checkpoint.resumable import check_resumable
+from zero.errors import size
 from zero.tools.arguments import CHECKPOINT, Parser
 
 
@@ -137,7 +137,7 @@ def describe(found: dict[str, Any]) -> str:
     for key, value in found.items():
         name = key.replace("_", " ")
         if isinstance(value, dict):
-            sizes = (f"{disk.megabytes(each):>16}  {part}" for part, each in value.items())
+            sizes = (f"{size(each):>12}  {part}" for part, each in value.items())
             tables += ["", f"{name}:", *sizes]
         else:
             shown = ", ".join(value) if isinstance(value, list) else value

@@ -149,7 +149,7 @@ def refusal(capsys: pytest.CaptureFixture[str], call: Callable[..., Any], *argum
 )
 def test_without_a_known_class_the_type_decides(shape, name, ask):
     assert class_of(shape).__name__ == name
-    assert f"this is a {name}" in ask(shape, {"stage": 3})
+    assert f"this is a {name}" in " ".join(ask(shape, {"stage": 3}).split())
     assert ask(shape, {"stage": 3}, "--json")["class"] == name
 
 
@@ -263,12 +263,11 @@ def test_files_are_a_remedy_for_too_little_host_memory(ask):
     best = next(each for each in found["remedies"] if "nvme" in each["change"])
     assert best["host"] <= 60 << 20 < parts(found, "host") and best["disk"] > 0
     text = ask(shape, section, "--world", "2", *limits, aio={"queue_depth": 4})
-    assert (
-        "This does not fit: each rank has 40.00 MiB of device memory and 60.00 MiB of host memory."
-        in text
-    )
+    verdict = "This does not fit: each rank has 40 MiB of device memory and 60 MiB of host memory."
+    assert text.startswith(f"{verdict}\nEach of 2 ranks needs ")
+    assert max(map(len, text.splitlines())) <= 100
     assert "the largest part of host memory: optimizer state" in text
-    assert "The 2 ranks of a host hold " in text and "MiB on disk, " in text
+    assert "The 2 ranks of a host hold " in text and "MiB on disk, " in " ".join(text.split())
     assert found["host_memory_of_a_host"] == 2 * parts(found, "host")
     alone = ask(shape, section, "--world", "2", "--json", "--gpus-per-host", "1")
     assert alone["host_memory_of_a_host"] == parts(found, "host")
@@ -282,33 +281,6 @@ def test_sequences_that_ranks_share_are_refused_with_activations(ask, capsys):
     assert "--gpus-per-host 3" in refusal(
         capsys, ask, llama(), {"stage": 1}, "--world", "4", "--gpus-per-host", "3"
     )
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "words"),
-    [
-        ("num_hidden_layers", -2, "num_hidden_layers is -2"),
-        ("num_hidden_layers", 10**9, "num_hidden_layers is 1e+09"),
-        ("num_attention_heads", 0, "num_attention_heads is 0"),
-        ("num_attention_heads", 7, "expected a divisor of 7"),
-        ("num_key_value_heads", 3, "num_key_value_heads is 3"),
-        ("num_key_value_heads", -(10**9), "num_key_value_heads"),
-        ("vocab_size", 2**31, "vocab_size is 2.15e+09"),
-        ("vocab_size", 2**63, "vocab_size"),
-        ("hidden_size", "64", "hidden_size"),
-        ("intermediate_size", -2, "intermediate_size is -2"),
-        ("head_dim", 2**31, "head_dim"),
-        ("num_labels", 10**9, "num_labels"),
-        ("architectures", 1.5, "architectures is 1.5"),
-        ("architectures", [1, 2], "architectures is 1"),
-    ],
-)
-def test_absurd_values_of_a_model_are_refused_in_one_line(key, value, words, tmp_path, capsys):
-    shape = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES, **HEADS}
-    (tmp_path / "config.json").write_text(json.dumps(shape | {key: value}))
-    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
-    arguments = ["estimate", str(tmp_path), "--ds-config", str(tmp_path / "ds.json")]
-    assert words in refusal(capsys, main, arguments)
 
 
 def test_the_configuration_may_be_that_of_accelerate(ask, tmp_path, capsys):
@@ -347,7 +319,8 @@ def test_speeds_can_be_given(ask):
     assert slow["tokens_per_second"] == pytest.approx(16 / slow["seconds"])
     assert slow["seconds"] == pytest.approx(sum(slow["parts_of_a_step"].values()))
     text = ask(shape, section, *options, "--disk-speed", "5", "--memory-speed", "50")
-    assert "disk read 5, disk written 5, memory 50" in text and " tokens/s" in text
+    assert "disk read 5, disk written 5, memory 50" in " ".join(text.split())
+    assert " tokens/s" in text and "2,680" in text
 
 
 def test_what_the_configuration_lets_overlap_is_not_added(ask):
@@ -431,7 +404,8 @@ def test_offload_that_is_not_needed_is_named(ask, prompt_host):
     shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
     options = [*prompt_host, "--batch", "2", "--seq", "8", "--device-memory"]
     text = ask(shape, both, *options, "1G")
-    assert "This fits: each rank has 1.00 GiB of device memory." in text
+    assert text.startswith("This fits: each rank has 1 GiB of device memory.")
+    text = " ".join(text.split())
     assert re.search("also fits, and is .* times as fast, with no offload_optimizer, no", text)
     found = ask(shape, both, *options, "1G", "--json")
     plain = ask(shape, {"stage": 3}, *options[:-1], "--json")
@@ -550,7 +524,7 @@ def test_a_teacher_is_estimated_beside_its_student(ask, tmp_path, capsys):
     assert on_host[0]["parameters of the teacher"] > 1.5 * on_host[1]["parameters of the teacher"]
     assert whole["operations"] > 1.5 * alone["operations"]
     text = ask(llama(), {"stage": 3}, *beside)
-    assert f"beside {beside[1]} (" in text and "parameters of the teacher" in text
+    assert f"beside {beside[1]} (" in " ".join(text.split()) and "parameters of the teacher" in text
     t5 = transformers.T5Config(**T5, decoder_start_token_id=0)
     assert "name two of one kind" in refusal(capsys, ask, t5, {"stage": 3}, *beside)
     for options in (["--teacher-bits", "4"], beside[:2]):
@@ -572,7 +546,8 @@ def plan(tmp_path, capsys) -> Callable[..., str]:
 
 def test_a_plan_fits_and_is_the_fastest(plan, ask, tmp_path):
     def rates(text: str) -> list[float]:
-        return [float(found.replace(",", "")) for found in re.findall(r"([\d,]+) tokens/s", text)]
+        found = re.findall(r"([\d,]+)\s+tokens/s", text)
+        return [float(rate.replace(",", "")) for rate in found]
 
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 2048}
     shape = llama(**sizes, num_hidden_layers=1)
@@ -585,7 +560,8 @@ def test_a_plan_fits_and_is_the_fastest(plan, ask, tmp_path):
     assert rates(text) == [pytest.approx(again["tokens_per_second"], rel=0.01)]
     assert "Nothing else fits." in text
     assert f"zero_optimization.stage = {section['stage']}" in text
-    assert "--per_device_train_batch_size 1 --gradient_accumulation_steps 1" in text
+    options = "--per_device_train_batch_size 1 --gradient_accumulation_steps 1"
+    assert options in " ".join(text.split())
     found = json.loads(plan(shape, "--device-memory", "1G", "--json"))
     assert found["configuration"]["zero_optimization"] == {"stage": 0}
     assert found["configuration"] == json.loads((tmp_path / "planned.json").read_text())

@@ -20,6 +20,7 @@ from torch.torch_version import TorchVersion
 
 from zero.comm.world import compute_device, default_backend
 from zero.device import CPU, accelerator, is_accelerator, room
+from zero.errors import rounded, size
 from zero.optim import adam_cpu
 from zero.releases import installed, newer_than_tested
 from zero.tools.doctor.speeds import FILE_BYTES, file_speeds
@@ -88,11 +89,11 @@ def _devices() -> Finding:
             build = f"install a CUDA build of torch, or a driver for CUDA {torch.version.cuda}"
             return Finding("devices", FAILS, "torch sees no GPU", f"there is a driver: {build}")
         return Finding("devices", OK, f"none: training runs on {device_name(CPU)}")
-    number, ranks = torch.accelerator.device_count(), _ranks()
-    memory = torch.accelerator.get_memory_info(device)[1] / 2**30
-    found = f"{number} x {device_name(device)}, {memory:.0f} GiB for {ranks} rank(s)"
-    level = FAILS if ranks > number else OK
-    return Finding("devices", level, found, f"start at most {number} ranks on this machine")
+    count, ranks = torch.accelerator.device_count(), _ranks()
+    memory = size(torch.accelerator.get_memory_info(device)[1])
+    found = f"{count} x {device_name(device)}, {memory} for {ranks} rank(s)"
+    level = FAILS if ranks > count else OK
+    return Finding("devices", level, found, f"start at most {count} ranks on this machine")
 
 
 def device_name(device: torch.device) -> str:
@@ -131,7 +132,7 @@ def _bf16() -> Finding:
 
 def _locked_memory() -> Finding:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    found = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB"
+    found = "unlimited" if limit == resource.RLIM_INFINITY else size(limit)
     if accelerator() is None:
         return Finding("locked memory", OK, f"{found}; not needed without an accelerator")
     try:
@@ -147,18 +148,18 @@ def shared_memory(place: Path) -> Finding:
     if not place.is_dir():
         remedy = "DataLoader workers need it: mount a tmpfs there"
         return Finding("shared memory", SLOW, f"no {place}", remedy)
-    size = shutil.disk_usage(place)
-    found = f"{size.free / 2**30:.1f} of {size.total / 2**30:.1f} GiB free in {place}"
+    usage = shutil.disk_usage(place)
+    found = f"{size(usage.free)} of {size(usage.total)} free in {place}"
     # NCCL needs it; on CPUs only a DataLoader's workers do
     too_little = SLOW if accelerator() is None else FAILS
-    level = too_little if size.free < LEAST_SHARED_MEMORY else OK
+    level = too_little if usage.free < LEAST_SHARED_MEMORY else OK
     remedy = "docker run --shm-size=8g, or delete files there"
     return Finding("shared memory", level, found, remedy)
 
 
 def _host_memory() -> Finding:
     free, total = room(CPU)
-    found = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    found = f"{size(free)} of {size(total)} free"
     if _ranks() > 1:
         found += f" for each of {_ranks()} ranks"
     remedy = "end other processes, start fewer ranks, or raise the limit"
@@ -185,12 +186,12 @@ def _host_name() -> Finding:
 def disk(folder: Path) -> Finding:
     free, remedy = shutil.disk_usage(folder).free, "name a folder on another disk"
     if free < 2 * FILE_BYTES:
-        return Finding("disk", FAILS, f"{free >> 20} MiB free in {folder}", remedy)
+        return Finding("disk", FAILS, f"{size(free)} free in {folder}", remedy)
     try:
         rates = dict(file_speeds(folder, limit=0))
     except OSError as error:
         return Finding("disk", FAILS, str(error), remedy)
     written, read = rates["disk_written"], rates["disk_read"]
-    found = f"writes {written:.2f} GB/s, reads {read:.2f} GB/s in {folder}"
+    found = f"writes {rounded(written)} GB/s, reads {rounded(read)} GB/s in {folder}"
     level = SLOW if min(written, read) < SLOW_DISK else OK
     return Finding("disk", level, found, "for offload to files name a folder on an NVMe drive")

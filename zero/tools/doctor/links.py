@@ -13,6 +13,7 @@ import torch.distributed as dist
 from zero.comm.clock import Progress
 from zero.comm.communicator import Communicator
 from zero.device import synchronize
+from zero.errors import rounded
 from zero.tools.doctor.checks import OK, SLOW, Finding
 
 # A link with less than this part of the median bandwidth is named.
@@ -63,8 +64,8 @@ def _round_trip(comm: Communicator, peer: int) -> float:
 def findings(links: dict[Pair, float]) -> Iterator[Finding]:
     """One line for all links, and one for each that is much slower than most."""
     usual = median(links.values())
-    yield Finding("links", OK, f"median {usual:.2f} GB/s over {len(links)} pair(s) of ranks")
+    yield Finding("links", OK, f"median {rounded(usual)} GB/s over {len(links)} pair(s) of ranks")
     for (first, second), bandwidth in links.items():
         if bandwidth < SLOW_LINK * usual:
-            found = f"rank {first} - {second}: {bandwidth:.2f} GB/s"
+            found = f"rank {first} - {second}: {rounded(bandwidth)} GB/s"
             yield Finding("link", SLOW, found, _REMEDY)

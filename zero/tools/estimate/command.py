@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zero.config import Config, load_config
 from zero.errors import UsageError
-from zero.tools.arguments import (
-    Parser,
-    Working,
-    above_zero,
-    count,
-    gibibytes,
-    importing,
-    output_file,
-)
+from zero.tools.arguments import Parser, Working, above_zero, count, gibibytes, output_file
 from zero.tools.estimate.question import PLAIN, Question, model_folder, with_batch
 from zero.tools.estimate.speeds import DEVICES, GIVEN, chosen
 from zero.tools.explain import load
 
 if TYPE_CHECKING:
     from zero.tools.estimate.remedies import Search
+
+# Where stderr is no terminal, a line about what is tried is printed after so many seconds.
+_SECONDS = 5.0
 
 
 def estimate(arguments: list[str]) -> None:
@@ -66,20 +57,19 @@ def plan(arguments: list[str]) -> None:
     options = _parse(parser, arguments, 1, 2048)
     if options.out is None and (written := output_file("ds_config.json")).exists():
         raise UsageError(f"plan: {written} is there already: name the file to write with --out")
-    options.out = options.out or Path("ds_config.json")
     if options.device_memory is None:
         parser.error("name the --device-memory, such as 24G")
     with _searching(options, load_config(PLAIN), "the plan") as search:
-        from zero.tools.estimate import plan as planning
+        from zero.tools.estimate.report import plan
 
-        text = planning.plan(options.model, search, options.out, options.json)
+        text = plan(options.model, search, options.out or Path("ds_config.json"), options.json)
     print(text)
 
 
 @contextmanager
 def _searching(options: Namespace, config: Config, source: str) -> Iterator[Search]:
     """Context with a search from this configuration, which is that of the file `source`. It shows
-    that it takes time.
+    what is tried.
     """
     per_host = options.gpus_per_host or options.world
     if options.world % per_host:
@@ -95,59 +85,20 @@ def _searching(options: Namespace, config: Config, source: str) -> Iterator[Sear
     )
     model_folder(options.model)
     config, question = with_batch(config, source, question)
-    limits = {}
-    if options.device_memory is not None:
-        limits["device"] = int(options.device_memory * 2**30)
-    if options.host_memory is not None:
-        limits["host"] = int(options.host_memory * 2**30 / per_host)
-    working = Working("following steps on fake tensors; large models take minutes")
-    with working, _without_compiler():
-        with importing():
-            from zero.tools.estimate.model import build, fill_in, read_config
-            from zero.tools.estimate.remedies import Search
-            from zero.tools.estimate.teacher import read_teacher
+    given = {"device": options.device_memory, "host": (options.host_memory or 0) / per_host}
+    limits = {place: int(amount * 2**30) for place, amount in given.items() if amount}
+    with Working("following steps on fake tensors", _SECONDS) as working:
+        from zero.tools.estimate.model import build, fill_in, read_config
+        from zero.tools.estimate.remedies import Search
+        from zero.tools.estimate.teacher import read_teacher
 
-            shape = read_config(options.model)  # it imports the model's module
+        shape = read_config(options.model)
         config = fill_in(config, shape)
         if options.teacher is not None:
             teacher = read_teacher(options.teacher, options.teacher_bits, config, shape)
             question = replace(question, teacher=teacher)
         model = build(shape, config.compute_dtype, options.adapter)
-        yield Search(model, config, question, limits)
-
-
-class _NoCompiler(ModuleType):
-    """Takes the place of `torch._dynamo`. Its `config` and the modules that are imported by name
-    are the real ones; anything else in it is a decorator without effect, or is not true.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return import_module("torch._dynamo.config") if name == "config" else _NoCompiler(name)
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __call__(self, function: Any = None, *_: object, **__: object) -> Any:
-        return self if function is None else function
-
-
-@contextmanager
-def _without_compiler() -> Iterator[None]:
-    """Context in which nothing is compiled. torch and transformers import the whole compiler for
-    the decorators that exclude functions from it, which takes a second, and these slow down calls.
-    """
-    name, torch = "torch._dynamo", find_spec("torch")
-    if name in sys.modules or torch is None or not torch.submodule_search_locations:
-        yield
-        return
-    sys.modules[name] = stand_in = _NoCompiler(name)
-    stand_in.__path__ = [f"{torch.submodule_search_locations[0]}/_dynamo"]
-    try:
-        yield
-    finally:
-        del sys.modules[name]
+        yield Search(model, config, question, limits, working.show)
 
 
 def _parse(parser: Parser, arguments: list[str], batch: int, length: int) -> Namespace:

@@ -11,12 +11,11 @@ import tempfile
 from argparse import Namespace
 from pathlib import Path
 
-from zero.errors import UsageError
+from zero.errors import UsageError, size
 from zero.tools.arguments import Parser, check_command, count, output_file
 from zero.tools.profile.picture import draw, peaks
 from zero.tools.profile.running import run, what_went_wrong
 from zero.tools.report.pictures import pyplot
-from zero.tools.report.runs import size
 
 # The suffix of torch's own record of a GPU's allocations.
 SNAPSHOT = ".pickle"
