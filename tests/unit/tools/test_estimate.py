@@ -33,6 +33,7 @@ from zero.tools.estimate.speeds import default_file, of_device, read
 def no_measured_speeds(tmp_path, monkeypatch):
     """Whatever this machine's user has measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
+    monkeypatch.setattr("zero.tools.estimate.command._SECONDS", 1e9)  # no progress on stderr
 
 
 SIZES = {

@@ -32,7 +32,6 @@ def trace(arguments: list[str]) -> int:
         "Nothing is saved. One file has all ranks of this machine, and those of other machines if "
         "TMPDIR is a folder that all machines share.",
         "--step 5 --out trace.json torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
-        json="the written file",
     )
     about = "the trace; .gz is compressed"
     options = _options(parser, arguments, "trace.json", about, (".json", ".gz"))
@@ -40,8 +39,7 @@ def trace(arguments: list[str]) -> int:
         merged = merge(_record("trace", options, Path(temporary)))
     content = json.dumps(merged).encode()
     options.out.write_bytes(gzip.compress(content) if options.out.suffix == ".gz" else content)
-    shown = f"{options.out}: open it in https://ui.perfetto.dev"
-    print(json.dumps({"file": str(options.out)}) if options.json else shown)
+    print(f"{options.out}: open it in https://ui.perfetto.dev")
     return 0
 
 
