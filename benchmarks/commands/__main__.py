@@ -58,7 +58,7 @@ COMMANDS = [
     Command("zero hook", 0.3),
     Command(f"zero explain {CONFIG}", 1.0),
     Command("zero inspect output/global_step1", 1.0),
-    Command(f"zero estimate llama-8b --ds-config {CONFIG} --world 8 --batch 1 --seq 2048", 6.0),
+    Command(f"zero estimate llama-8b --ds-config {CONFIG} --world 8 --batch 1 --seq 2048", 8.0),
     Command("run_translation.py --help", 4.0),
     Command("run_distill.py --help", 4.0),
 ]

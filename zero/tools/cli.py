@@ -117,8 +117,7 @@ def command(name: str) -> Callable[[list[str]], Any]:
 
 def _end_at_once(codes: list[int]) -> None:
     """As the last function at the interpreter's exit, end the process after a command that has
-    returned its code. Freeing torch's modules one by one takes two seconds, in which triton lists
-    all that `gc.freeze` keeps.
+    returned its code. Freeing torch's modules one by one takes a second.
     """
     if codes and "torch" in sys.modules:
         sys.stdout.flush()

@@ -10,6 +10,7 @@ import platform
 import resource
 import shutil
 import socket
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -50,16 +51,17 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         remedy = f" -> {self.remedy}" if self.remedy else ""
-        return f"{self.level:<6}{self.check:<16}{self.found}{remedy}"
+        line = f"{self.level:<6}{self.check:<16}{self.found}{remedy}"
+        return textwrap.fill(line, 100, subsequent_indent=" " * 22, break_on_hyphens=False)
+
+
+def _finding(check: str, works: bool, found: str, remedy: str, otherwise: str = FAILS) -> Finding:
+    """What is fine needs no remedy."""
+    return Finding(check, OK, found) if works else Finding(check, otherwise, found, remedy)
 
 
 def findings(folder: Path | None) -> Iterator[Finding]:
-    """Check this machine, and the disk of `folder`. What is fine needs no remedy."""
-    for finding in _checked(folder):
-        yield finding._replace(remedy="") if finding.level == OK else finding
-
-
-def _checked(folder: Path | None) -> Iterator[Finding]:
+    """Check this machine, and the disk of `folder`."""
     yield Finding("python", OK, platform.python_version())
     for package, least in LEAST.items():
         yield version(package, least)
@@ -78,8 +80,8 @@ def _checked(folder: Path | None) -> Iterator[Finding]:
 
 def version(package: str, least: str) -> Finding:
     found = installed(package)
-    level = OK if found and TorchVersion(found) >= least else FAILS
-    return Finding(package, level, found or "missing", f"pip install '{package}>={least}'")
+    works = bool(found and TorchVersion(found) >= least)
+    return _finding(package, works, found or "missing", f"pip install '{package}>={least}'")
 
 
 def _devices() -> Finding:
@@ -92,8 +94,9 @@ def _devices() -> Finding:
     count, ranks = torch.accelerator.device_count(), _ranks()
     memory = size(torch.accelerator.get_memory_info(device)[1])
     found = f"{count} x {device_name(device)}, {memory} for {ranks} rank(s)"
-    level = FAILS if ranks > count else OK
-    return Finding("devices", level, found, f"start at most {count} ranks on this machine")
+    return _finding(
+        "devices", ranks <= count, found, f"start at most {count} ranks on this machine"
+    )
 
 
 def device_name(device: torch.device) -> str:
@@ -114,8 +117,8 @@ def _backend() -> Finding:
     if accelerator() is not None and not is_accelerator(device):
         found = "torch has no collectives for this device"
         return Finding("backend", SLOW, found, "the engine computes on the CPU")
-    level = OK if dist.is_backend_available(name) else FAILS
-    return Finding("backend", level, name, "install a build of torch that has it")
+    works = dist.is_backend_available(name)
+    return _finding("backend", works, name, "install a build of torch that has it")
 
 
 def _bf16() -> Finding:
@@ -125,9 +128,8 @@ def _bf16() -> Finding:
         cpu = Path("/proc/cpuinfo")
         text = cpu.read_text() if cpu.exists() else ""
         has = platform.machine() != "x86_64" or "avx512_bf16" in text or "amx_bf16" in text
-    if has:
-        return Finding("bf16", OK, "in hardware")
-    return Finding("bf16", SLOW, "emulated", "train in fp32 or fp16")
+    found = "in hardware" if has else "emulated"
+    return _finding("bf16", has, found, "train in fp32 or fp16", SLOW)
 
 
 def _locked_memory() -> Finding:
@@ -152,9 +154,9 @@ def shared_memory(place: Path) -> Finding:
     found = f"{size(usage.free)} of {size(usage.total)} free in {place}"
     # NCCL needs it; on CPUs only a DataLoader's workers do
     too_little = SLOW if accelerator() is None else FAILS
-    level = too_little if usage.free < LEAST_SHARED_MEMORY else OK
     remedy = "docker run --shm-size=8g, or delete files there"
-    return Finding("shared memory", level, found, remedy)
+    works = usage.free >= LEAST_SHARED_MEMORY
+    return _finding("shared memory", works, found, remedy, too_little)
 
 
 def _host_memory() -> Finding:
@@ -163,14 +165,14 @@ def _host_memory() -> Finding:
     if _ranks() > 1:
         found += f" for each of {_ranks()} ranks"
     remedy = "end other processes, start fewer ranks, or raise the limit"
-    return Finding("host memory", SLOW if free < LEAST_MEMORY else OK, found, remedy)
+    return _finding("host memory", free >= LEAST_MEMORY, found, remedy, SLOW)
 
 
 def compiler() -> Finding:
     name, is_built = os.environ.get("CXX") or "c++", adam_cpu.is_compiled()
     found = f"{name} {'has built' if is_built else 'cannot build'} the Adam kernel"
     remedy = "only for offloaded optimizers: install a C++ compiler, or name one in CXX"
-    return Finding("C++ compiler", OK if is_built else SLOW, found, remedy)
+    return _finding("C++ compiler", is_built, found, remedy, SLOW)
 
 
 def _host_name() -> Finding:
@@ -193,5 +195,5 @@ def disk(folder: Path) -> Finding:
         return Finding("disk", FAILS, str(error), remedy)
     written, read = rates["disk_written"], rates["disk_read"]
     found = f"writes {rounded(written)} GB/s, reads {rounded(read)} GB/s in {folder}"
-    level = SLOW if min(written, read) < SLOW_DISK else OK
-    return Finding("disk", level, found, "for offload to files name a folder on an NVMe drive")
+    remedy = "for offload to files name a folder on an NVMe drive"
+    return _finding("disk", min(written, read) >= SLOW_DISK, found, remedy, SLOW)

@@ -54,8 +54,8 @@ class Speeds:
 
     def __str__(self) -> str:
         shown = [f"{name.replace('_', ' ')} {rounded(getattr(self, name))}" for name in _NUMBERS]
-        products, links, calls = ", ".join(shown[:2]), ", ".join(shown[2:-1]), shown[-1]
-        text = f"{products} TFLOP/s; {links} GB/s; {calls} thousand a second"
+        products, links, calls = ", ".join(shown[:2]), ", ".join(shown[2:-1]), 1000 * self.calls
+        text = f"{products} TFLOP/s; {links} GB/s; calls {rounded(calls)} a second"
         return textwrap.fill(f"Speeds ({self.source}): {text}", 100, subsequent_indent="  ")
 
 
