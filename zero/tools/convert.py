@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +31,6 @@ def adopt(arguments: list[str]) -> None:
         "adopt",
         "Make a checkpoint of zero from one of another engine, which is not changed.",
         "output/checkpoint-500 adopted/checkpoint-500",
-        json="the new folder and what was not carried over",
     )
     parser.add_argument("folder", help="the checkpoint of another engine")
     parser.add_argument("out", nargs="?", help="the folder to write to; default: FOLDER-zero")
@@ -43,7 +41,7 @@ def adopt(arguments: list[str]) -> None:
         state = read_any(folder)
         working.show(f"adopt: writing {out}")
         _write(ours.write, state, out)
-    _report(state, out, options.json)
+    _report(state, out)
 
 
 def convert(arguments: list[str]) -> None:
@@ -51,7 +49,6 @@ def convert(arguments: list[str]) -> None:
         "convert",
         "Write a checkpoint of zero as another engine loads it.",
         "output/checkpoint-500 --to hf back/checkpoint-500",
-        json="the new folder and what was not carried over",
     )
     parser.add_argument("folder", help="the checkpoint of zero")
     parser.add_argument("--to", choices=WRITERS, required=True, help=TO)
@@ -70,7 +67,7 @@ def convert(arguments: list[str]) -> None:
         state.ranks = options.ranks or state.ranks
         working.show(f"convert: writing {out}")
         _write(WRITERS[options.to], state, out)
-    _report(state, out, options.json)
+    _report(state, out)
 
 
 def read_any(folder: Path) -> TrainingState:
@@ -136,11 +133,7 @@ def _write(write: Callable[[TrainingState, Path], Any], state: TrainingState, ou
     disk.sync(out.parent)
 
 
-def _report(state: TrainingState, out: Path, as_json: bool) -> None:
-    if as_json:
-        found = {"folder": str(out), "source": state.source, "missing": state.missing}
-        print(json.dumps(found))
-        return
+def _report(state: TrainingState, out: Path) -> None:
     print(f"{out}: step {state.global_steps} of {state.source}")
     for each in state.missing:
         print(f"not carried over: {each}")

@@ -25,8 +25,8 @@ from zero.tools import launch
 from zero.tools.arguments import Parser, Working, check_command, output_file
 from zero.tools.cli import COMMANDS, USAGE, main
 
-# What these find out is what a script prints, or a file.
-NO_RESULT = ("run", "launch", "hook", "trace")
+# They print what a script prints, or which files they have written.
+NO_RESULT = ("run", "launch", "hook", "trace", "report", "consolidate", "convert", "adopt")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 from statistics import median
 
@@ -12,13 +11,13 @@ import torch.distributed as dist
 
 from zero.comm.clock import Progress
 from zero.comm.communicator import Communicator
-from zero.device import synchronize
 from zero.errors import rounded
 from zero.tools.doctor.checks import OK, SLOW, Finding
+from zero.tools.doctor.speeds import fastest
 
 # A link with less than this part of the median bandwidth is named.
 SLOW_LINK = 0.5
-_NBYTES, _TRIPS = 8 << 20, 3
+_NBYTES = 8 << 20
 _REMEDY = (
     "look at NCCL_SOCKET_IFNAME, NCCL_IB_HCA, the switch and the cable; or use hybrid sharding"
 )
@@ -50,15 +49,14 @@ def _round_trip(comm: Communicator, peer: int) -> float:
     """Seconds of the fastest of several round trips; the first one makes the connection and is not
     counted.
     """
-    buffer, tries = torch.zeros(_NBYTES, dtype=torch.uint8, device=comm.device), []
+    buffer = torch.zeros(_NBYTES, dtype=torch.uint8, device=comm.device)
     first, second = (dist.send, dist.recv) if comm.rank < peer else (dist.recv, dist.send)
-    for _ in range(_TRIPS + 1):
-        start = time.perf_counter()
+
+    def there_and_back() -> None:
         first(buffer, peer)
         second(buffer, peer)
-        synchronize(comm.device)
-        tries.append(time.perf_counter() - start)
-    return min(tries[1:])
+
+    return fastest(there_and_back, comm.device, limit=0)
 
 
 def findings(links: dict[Pair, float]) -> Iterator[Finding]:
