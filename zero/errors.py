@@ -60,7 +60,8 @@ def size(nbytes: float) -> str:
     if not nbytes:
         return "0"
     power = min(int(math.log(max(nbytes, 1), 1024)), len(_UNITS) - 1)
-    return f"{rounded(nbytes / 1024**power)} {_UNITS[power]}"
+    amount = nbytes / 1024**power
+    return f"{rounded(amount, 3 if amount < 1000 else 4)} {_UNITS[power]}"
 
 
 # Within this time a launcher ends the other ranks after one has failed.

@@ -96,11 +96,11 @@ def test_what_the_page_computes():
     assert run.seconds_by_rank() == [(0, pytest.approx(0.65)), (1, pytest.approx(0.9))]
     assert run.summary()["exposed waits"] == "35.0%" and run.summary()["last loss"] == "7"
     assert [size(each) for each in (0, 1023, 1024, 3 << 30, 5 << 50)] == [
-        "0 B",
-        "1023 B",
+        "0",
+        "1,023 B",
         "1 KiB",
         "3 GiB",
-        "5120 TiB",
+        "5,120 TiB",
     ]
 
 

@@ -88,7 +88,9 @@ def _speeds(options: Namespace, is_alone: bool) -> int:
         init_distributed(timeout=CONNECTING)
     comm = None if is_alone else communicator()
     device = compute_device() if comm is None else comm.device
-    with Working("doctor: measuring matrix products, copies, disk and updates, about 20 s"):
+    with Working("") as working:
+        if comm is None or comm.rank == 0:
+            working.show("doctor: measuring matrix products, copies, disk and updates, about 20 s")
         here = speeds.measure(device, folder)
     measured = [here] if comm is None else comm.control("measured speeds").exchange(lambda: here)
     if comm is None or comm.rank == 0:

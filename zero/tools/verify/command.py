@@ -47,7 +47,8 @@ def verify(arguments: list[str]) -> int:
         folders = [Path(temporary, mode) for mode in MODES]
         for folder in folders:
             _record(folder, options.steps, options.command)
-        with Working("verify: comparing"):
+        with Working("") as working:
+            working.show("verify: comparing")
             result = compare(*folders)
             steps = steps_in(*folders)
     print(as_json(result) if options.json else as_text(result))
