@@ -36,7 +36,7 @@ from zero.tools.estimate.machine import DEVICE, HOST
 from zero.tools.estimate.model import build
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import Estimate, estimate
-from zero.tools.estimate.speeds import Speeds, of_device, read
+from zero.tools.estimate.speeds import Speeds, chosen, read
 
 CPU = {"device": "cpu"}
 BOTH = {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}
@@ -107,7 +107,7 @@ ON_H100 = (
 
 
 def on_h100() -> list[dict[str, Any]]:
-    speeds, rows = of_device("h100"), []
+    speeds, rows = chosen("h100"), []
     for run in ON_H100:
         found = run.predicted(speeds)
         row = {"machine": "h100", "run": run.name}

@@ -14,7 +14,6 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -439,10 +438,7 @@ def shape_of(name: str) -> transformers.PretrainedConfig:
 def add_machine(parser: argparse.ArgumentParser) -> None:
     """Add options for the speeds of a `Machine`, and those of the batch."""
     parser.add_argument(
-        "--speeds", type=Path, metavar="FILE", help="speeds by zero doctor --speeds"
-    )
-    parser.add_argument(
-        "--device", metavar="NAMES", help=f"speeds by the makers: {', '.join(DEVICES)}"
+        "--speeds", help=f"as of zero estimate: a file, or devices: {', '.join(DEVICES)}"
     )
     for each in fields(Machine):
         if each.metadata:
@@ -469,7 +465,7 @@ def machine_of(args: argparse.Namespace, config: Config) -> Machine:
     """The machine of the chosen speeds, but for those that are given. UsageError for a file or a
     device that is not known.
     """
-    speeds = chosen(args.speeds, args.device, {})
+    speeds = chosen(args.speeds)
     given = {each.name: getattr(args, each.name) for each in fields(Machine)}
     changed = {name: value for name, value in given.items() if value is not None}
     return replace(Machine.of(speeds, config.compute_dtype.itemsize), **changed)

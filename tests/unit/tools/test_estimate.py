@@ -26,7 +26,7 @@ from zero.tools.estimate.model import build, class_of
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import Estimate, estimate
 from zero.tools.estimate.remedies import Remedy, Search, _undominated
-from zero.tools.estimate.speeds import default_file, of_device, read
+from zero.tools.estimate.speeds import chosen, default_file, read
 
 
 @pytest.fixture(autouse=True)
@@ -312,14 +312,15 @@ def test_speeds_can_be_given(ask):
     options = ["--batch", "2", "--seq", "8"]
     section["offload_optimizer"]["overlap_step"] = False
     slow, fast = (
-        ask(shape, section, *options, "--disk-speed", speed, "--json") for speed in ("1", "5")
+        ask(shape, section, *options, "--speeds", f"disk_read={gb},disk_written={gb}", "--json")
+        for gb in (1, 5)
     )
     links = slow["traffic"]
     disk = sum(sum(links[link].values()) for link in ("disk read", "disk written"))
     assert slow["seconds"] - fast["seconds"] == pytest.approx(disk * (1 - 1 / 5) / 1e9)
     assert slow["tokens_per_second"] == pytest.approx(16 / slow["seconds"])
     assert slow["seconds"] == pytest.approx(sum(slow["parts_of_a_step"].values()))
-    text = ask(shape, section, *options, "--disk-speed", "5", "--memory-speed", "50")
+    text = ask(shape, section, *options, "--speeds", "disk_read=5,disk_written=5,memory=50")
     assert "disk read 5, disk written 5, memory 50" in " ".join(text.split())
     assert " tokens/s" in text and "2,680" in text
 
@@ -351,22 +352,24 @@ def test_speeds_come_from_a_file_a_device_or_the_usual_place(ask, tmp_path, monk
     other = tmp_path / "other.json"
     other.write_text('{"speeds": {"source": "elsewhere"}}')
     assert source("--speeds", str(other)) == "elsewhere"
-    assert "makers of rtx4090" in source("--device", "RTX 4090")
+    assert "makers of rtx4090" in source("--speeds", "RTX 4090")
     for content in ('{"speeds": {"disc": 1}}', '{"speeds": {"memory": 0}}', "{}", "nothing"):
         other.write_text(content)
         error = refusal(capsys, source, "--speeds", str(other))
         assert f"--speeds {other}: " in error
-    assert "expected some of rtx3090" in refusal(capsys, source, "--device", "rtx")
+    for wrong in ("rtx", "memory=0", "memory=x", "memry=5", "none.json"):
+        error = refusal(capsys, source, "--speeds", wrong)
+        assert f"--speeds {wrong}: expected a file" in error
 
 
 def test_a_named_link_replaces_the_one_of_the_device():
-    card = of_device("rtx4090")
-    slower = of_device("nvme3, rtx4090, pcie3")
+    card = chosen("rtx4090")
+    slower = chosen("nvme3, rtx4090, pcie3")
     assert (slower.compute, slower.device_memory) == (card.compute, card.device_memory)
     assert slower.to_device == card.to_device / 2
-    assert slower.disk_read < of_device("nvme5").disk_read
-    faster = [of_device(name).compute for name in ("rtx3090", "rtx4090", "rtx5090", "a100", "h100")]
-    assert faster == sorted(faster) and of_device("b200").compute > faster[-1]
+    assert slower.disk_read < chosen("nvme5").disk_read
+    faster = [chosen(name).compute for name in ("rtx3090", "rtx4090", "rtx5090", "a100", "h100")]
+    assert faster == sorted(faster) and chosen("b200").compute > faster[-1]
 
 
 def test_without_an_accelerator_nothing_is_copied(ask, tmp_path):
@@ -391,7 +394,7 @@ def test_an_update_on_the_host_takes_the_time_of_the_bytes_that_it_moves(ask):
 
 
 def test_predicted_seconds_are_near_those_of_a_gpu_and_in_their_order():
-    predicted = {run: run.predicted(of_device("h100")).seconds for run in ON_H100}
+    predicted = {run: run.predicted(chosen("h100")).seconds for run in ON_H100}
     for run, seconds in predicted.items():
         assert run.seconds / 1.5 < seconds < run.seconds * 1.5, run.name
         for other in ON_H100:

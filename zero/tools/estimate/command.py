@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from zero.config import Config, load_config
 from zero.errors import UsageError
-from zero.tools.arguments import Parser, Working, above_zero, count, gibibytes, output_file
+from zero.tools.arguments import Parser, Working, count, gibibytes, output_file
 from zero.tools.estimate.question import PLAIN, Question, model_folder, with_batch
-from zero.tools.estimate.speeds import DEVICES, GIVEN, chosen
+from zero.tools.estimate.speeds import DEVICES, chosen
 from zero.tools.explain import load
 
 if TYPE_CHECKING:
@@ -74,13 +74,12 @@ def _searching(options: Namespace, config: Config, source: str) -> Iterator[Sear
     per_host = options.gpus_per_host or options.world
     if options.world % per_host:
         raise UsageError(f"--gpus-per-host {per_host} does not divide --world {options.world}")
-    speeds = {name: getattr(options, f"{name}_speed") for name in GIVEN}
     question = Question(
         options.world,
         options.batch,
         options.seq,
         options.checkpointing,
-        chosen(options.speeds, options.device, speeds),
+        chosen(options.speeds),
         per_host,
     )
     model_folder(options.model)
@@ -112,6 +111,7 @@ def _parse(parser: Parser, arguments: list[str], batch: int, length: int) -> Nam
     sequences = f"sequences per micro-batch; default: {batch or 'as in the file'}"
     tokens = f"tokens per sequence; default: {length or 'none, and activations are left out'}"
     adapter = "train only an adapter: its folder (PEFT), or a rank for LoRA on all linear layers"
+    speeds = f"names ({', '.join(DEVICES)}), a file of zero doctor --speeds, or numbers: memory=50"
     teacher = "folder of a frozen model that the model learns from, as in run_distill.py"
     add = parser.add_argument
     add("model", help="the model's folder with config.json; weights are not read")
@@ -125,11 +125,7 @@ def _parse(parser: Parser, arguments: list[str], batch: int, length: int) -> Nam
     add("--device-memory", type=gibibytes, metavar="GIB", help=device)
     add("--host-memory", type=gibibytes, metavar="GIB", help=host)
     add("--gpus-per-host", type=count, metavar="N", help=per_host)
-    add("--speeds", type=Path, metavar="FILE", help="written by zero doctor --speeds")
-    add("--device", metavar="NAMES", help=f"published speeds of: {', '.join(DEVICES)}")
-    for name in GIVEN:
-        unit = "TFLOP/s" if name == "compute" else "GB/s"
-        add(f"--{name}-speed", type=above_zero, metavar=unit, help="of one process")
+    add("--speeds", metavar="S", help=speeds)
     options = parser.parse_args(arguments)
     if options.teacher_bits and options.teacher is None:
         parser.error("--teacher-bits needs --teacher")
