@@ -136,8 +136,8 @@ def chosen(text: str | None) -> Speeds:
 
     Args:
         text: names of devices, a file of `zero doctor --speeds`, and single speeds, separated by
-            commas, such as "rtx4090,pcie3,memory=50". A later part replaces what an earlier one
-            says, but devices come first, the GPU before its PCIe.
+            commas, such as "rtx4090,pcie3,memory=50". Devices replace what the file says, a PCIe
+            that of its GPU, and single speeds both.
 
     Raises UsageError for anything else.
     """
