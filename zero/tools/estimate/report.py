@@ -4,6 +4,7 @@ or as a JSON object."""
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -71,7 +72,10 @@ def plan(source: str, search: Search, out: Path, as_json: bool) -> str:
 
 
 def _wrapped(line: str) -> str:
-    return textwrap.fill(line, 100, subsequent_indent="    ", break_on_hyphens=False)
+    """A number stays on the line of its unit."""
+    line = re.sub(r"(?<=\d) ", "\xa0", line)
+    lines = textwrap.fill(line, 100, subsequent_indent="    ", break_on_hyphens=False)
+    return lines.replace("\xa0", " ")
 
 
 def _facts(
