@@ -185,7 +185,7 @@ def _without_activations(memory: Memory) -> dict[str, dict[str, int]]:
             for (where, part), nbytes in memory.most.items()
             if where == place and not part.startswith(ACTIVATIONS)
         }
-        for place in memory.fullest
+        for place in (DEVICE, HOST, DISK)
     }
 
 
