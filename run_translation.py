@@ -59,14 +59,17 @@ def main() -> None:
         set_seed(args.seed)
         texts = data.load_splits(data_args, model_args, args, demonstration_corpus)
         trainer, tokens = make_trainer(texts, arguments)
+        scores = {}
+        if args.predict_with_generate:
+            scores = {"bleu_signature": report.bleu_signature(data_args.target_lang)}
     except (InputError, ImportError) as error:
         APPLICATION.fail(str(error))
     if args.do_train:
         train(trainer, overwrite=data_args.overwrite_output_dir)
     if args.do_eval:
-        evaluate(trainer)
+        evaluate(trainer, scores)
     if args.do_predict:
-        predict(trainer, texts["test"], tokens["test"])
+        predict(trainer, texts["test"], tokens["test"], data_args.target_lang, scores)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     if is_demonstration(model_args, data_args) and args.do_train and args.process_index == 0:
@@ -123,18 +126,21 @@ def make_trainer(
         processing_class=tokenizer,
         data_collator=data.make_collator(tokenizer, model, data_args, args),
         compute_loss_func=GlobalTokenMean(args.label_smoothing_factor),
-        compute_metrics=_scores(args, tokenizer, texts.get("validation")),
+        compute_metrics=_scores(args, tokenizer, texts.get("validation"), data_args.target_lang),
         callbacks=[SaveOnSigterm()],
     )
     return trainer, tokens
 
 
 def _scores(
-    args: Seq2SeqTrainingArguments, tokenizer: PreTrainedTokenizerBase, text: Dataset | None
+    args: Seq2SeqTrainingArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Dataset | None,
+    language: str | None,
 ) -> Callable[[EvalPrediction], dict[str, float]] | None:
     if text is None or not args.predict_with_generate:
         return None
-    return report.make_compute_metrics(tokenizer, text["target"])
+    return report.make_compute_metrics(tokenizer, text["target"], language)
 
 
 def train(trainer: TranslationTrainer, overwrite: bool) -> None:
@@ -146,22 +152,30 @@ def train(trainer: TranslationTrainer, overwrite: bool) -> None:
     trainer.save_state()
 
 
-def evaluate(trainer: TranslationTrainer) -> None:
-    """Score the validation split."""
+def evaluate(trainer: TranslationTrainer, scores: dict[str, str]) -> None:
+    """Score the validation split. `scores`: more of them, for the report."""
     metrics = trainer.evaluate(metric_key_prefix="eval")
+    metrics |= {f"eval_{name}": value for name, value in scores.items()}
     trainer.log_metrics("eval", metrics)
     trainer.save_metrics("eval", metrics)
 
 
-def predict(trainer: TranslationTrainer, text: Dataset, tokens: Dataset) -> None:
+def predict(
+    trainer: TranslationTrainer,
+    text: Dataset,
+    tokens: Dataset,
+    language: str | None,
+    scores: dict[str, str],
+) -> None:
     """Translate and score the test split.
 
     Write the translations, one in each line, and print some.
     """
-    trainer.compute_metrics = _scores(trainer.args, trainer.processing_class, text)
+    trainer.compute_metrics = _scores(trainer.args, trainer.processing_class, text, language)
     result = trainer.predict(cast(torch.utils.data.Dataset, tokens), metric_key_prefix="predict")
-    trainer.log_metrics("predict", result.metrics or {})
-    trainer.save_metrics("predict", result.metrics or {})
+    metrics = {**(result.metrics or {}), **{f"predict_{name}": scores[name] for name in scores}}
+    trainer.log_metrics("predict", metrics)
+    trainer.save_metrics("predict", metrics)
     if trainer.args.predict_with_generate and trainer.is_world_process_zero():
         translations = report.decode(np.asarray(result.predictions), trainer.processing_class)
         report.write_translations(output_folder(trainer.args), translations)

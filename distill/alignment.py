@@ -49,8 +49,7 @@ def encode_twice(
         if not tokenizer.is_fast:
             raise InputError(
                 f"loss_type uld needs the offset of each token in the text, and the {whose}'s "
-                "tokenizer gives none:"
-                " use a fast tokenizer"
+                "tokenizer gives none: use a fast tokenizer"
             )
     ours, theirs = encode(segments, student), encode(segments, teacher)["input_ids"][:max_length]
     at = {

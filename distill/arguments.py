@@ -18,35 +18,6 @@ from zero.config.load import read
 
 Arguments = tuple[ModelArguments, DataArguments, DistillationConfig]
 
-TEACHER_STEPS = 1200
-
-# Defaults for a run without model, teacher and data. Arguments that are given override them.
-DEMONSTRATION = {
-    "output_dir": "output/distill_demo",
-    "overwrite_output_dir": True,  # tokenizer and teacher of earlier runs are in it
-    "do_train": True,
-    "do_eval": True,
-    "ddp_find_unused_parameters": False,
-    "max_length": 64,
-    "max_steps": 300,
-    "teacher_steps": TEACHER_STEPS,
-    "per_device_train_batch_size": 16,
-    "per_device_eval_batch_size": 64,
-    "learning_rate": 4e-3,
-    "hidden_loss_weight": 3.0,
-    "hidden_loss_type": "cosine",
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 20,
-    "weight_decay": 0.01,
-    "max_eval_samples": 256,
-    "eval_strategy": "steps",
-    "eval_steps": 50,
-    "logging_steps": 50,
-    "save_strategy": "no",
-    "report_to": "none",
-}
-
-
 _IN_DS_CONFIG = {
     "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -85,7 +56,7 @@ def parse_arguments(argv: Sequence[str] | None = None, caching: bool = False) ->
         given.output_dir = given.output_dir or given.teacher_cache
     elif is_demonstration(given):
         settings = _settings_in(given.deepspeed) if given.deepspeed else {}
-        parser.set_defaults(**(_demonstration_defaults(parser, argv) | settings))
+        parser.set_defaults(**(shared.demonstration().of_distillation(parser, argv) | settings))
         given = parser.parse_args(argv)
     try:
         check_distillation(given)
@@ -99,20 +70,6 @@ def parse_arguments(argv: Sequence[str] | None = None, caching: bool = False) ->
         raise error if isinstance(error, InputError) else InputError(str(error)) from error
     shared.hide_token(arguments[2])
     return arguments
-
-
-def _demonstration_defaults(
-    parser: shared.ArgumentParser, argv: Sequence[str] | None
-) -> dict[str, object]:
-    """Return DEMONSTRATION, whose teacher trains no longer than the user lets the students."""
-    defaults = {**DEMONSTRATION, "num_train_epochs": parser.get_default("num_train_epochs")}
-    parser.set_defaults(max_steps=None, num_train_epochs=None)
-    given = parser.parse_args(argv)
-    if given.max_steps is not None and given.max_steps > 0:
-        defaults["teacher_steps"] = min(TEACHER_STEPS, given.max_steps)
-    elif given.num_train_epochs is not None:
-        defaults |= {"max_steps": -1, "teacher_steps": None}
-    return defaults
 
 
 def _settings_in(path: str) -> dict[str, object]:
@@ -141,7 +98,15 @@ def _check(given: argparse.Namespace) -> None:
     for argument in ("deepspeed", "teacher_deepspeed"):
         if getattr(given, argument) is not None:
             shared.load_ds_config(argument, given)
-    least = {"max_length": 2, "max_train_tokens": 2, "max_eval_samples": 2, "teacher_steps": 1}
+    if given.use_peft and not is_installed("peft"):
+        raise InputError("--use_peft needs PEFT: pip install peft")
+    if given.use_peft and not given.model_name_or_path:
+        raise InputError("--use_peft needs a trained student: give --model_name_or_path")
+    if given.merge_adapters and not given.use_peft:
+        raise InputError("--merge_adapters needs adapters: give --use_peft")
+    if given.streaming and given.max_steps <= 0:
+        raise InputError("--streaming needs --max_steps, because the data has no known length")
+    least = {"max_train_tokens": 2, "max_eval_samples": 2, "teacher_steps": 1, "lora_r": 1}
     for name, smallest in least.items():
         value = getattr(given, name)
         if value is not None and value < smallest:

@@ -359,7 +359,11 @@ def write_cache(
         PartialState().wait_for_everyone()
     held = TeacherCache(folder)
     held.check(**asdict(description))
-    missing = [example for example in examples if example_keys(collate([example]))[0] not in held]
+    missing = [
+        number
+        for number, example in enumerate(examples)
+        if example_keys(collate([example]))[0] not in held
+    ]
     if world_size > 1:
         # All ranks must find the same examples missing, so none may write before all have read.
         PartialState().wait_for_everyone()
@@ -368,9 +372,8 @@ def write_cache(
     steps = range(0, len(missing), stride)
     for start in tqdm(steps, desc="caching the teacher", disable=not show_progress, unit="batch"):
         own = missing[start + rank * batch_size : start + (rank + 1) * batch_size]
-        inputs = collate(
-            own or missing[:1]
-        )  # a rank without examples takes part in the all-gathers
+        # A rank without examples takes part in the all-gathers.
+        inputs = collate([examples[number] for number in own or missing[:1]])
         batch, logits_of = ask(inputs)
         stored = _store(batch, logits_of, description)
         for index, key in enumerate(example_keys(inputs) if own else ()):

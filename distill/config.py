@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from transformers import Seq2SeqTrainingArguments
 
 from distill.losses import Divergence
 from distill.options import (
-    HIDDEN_LOSSES,
-    SCHEDULES,
-    VOCAB_POLICIES,
+    ExampleArguments,
     GenerationArguments,
     LossArguments,
     TeacherArguments,
@@ -24,7 +22,11 @@ from translation.command_line import option
 
 @dataclass
 class DistillationConfig(
-    TeacherArguments, LossArguments, GenerationArguments, Seq2SeqTrainingArguments
+    TeacherArguments,
+    LossArguments,
+    GenerationArguments,
+    ExampleArguments,
+    Seq2SeqTrainingArguments,
 ):
     """Arguments of `DistillationTrainer`, on top of transformers' own."""
 
@@ -79,16 +81,10 @@ def check(given: DistillationConfig | argparse.Namespace) -> None:
     for name in ("top_k", "chunk_size", "hidden_loss_weight", "attn_relation_weight"):
         if getattr(given, name) < 0:
             raise ValueError(f"{name} is {getattr(given, name)}: it must be 0 or more")
-    choices = {
-        "temperature_schedule": SCHEDULES,
-        "hidden_loss_type": HIDDEN_LOSSES,
-        "vocab_policy": VOCAB_POLICIES,
-    }
-    for name, allowed in choices.items():
-        if getattr(given, name) not in allowed:
-            raise ValueError(
-                f"{name} is {getattr(given, name)!r}: choose one of {', '.join(allowed)}"
-            )
+    for field in fields(LossArguments):
+        allowed, value = field.metadata.get("choices"), getattr(given, field.name)
+        if allowed and value not in allowed:
+            raise ValueError(f"{field.name} is {value!r}: choose one of {', '.join(allowed)}")
     if given.loss_type == "uld" and given.top_k:
         raise ValueError(
             "top_k cannot be used with loss_type uld, which compares sorted probabilities: set it "
@@ -124,8 +120,9 @@ def check(given: DistillationConfig | argparse.Namespace) -> None:
             "eval_do_concat_batches False cannot be used, because evaluation adds up the losses of "
             "all batches: leave it out"
         )
-    if given.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {given.max_new_tokens}: it must be at least 1")
+    for name, smallest in {"max_new_tokens": 1, "max_length": 2}.items():
+        if getattr(given, name) < smallest:
+            raise ValueError(f"{name} is {getattr(given, name)}: it must be at least {smallest}")
     _check_cache(given)
 
 

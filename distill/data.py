@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
@@ -327,42 +327,34 @@ def start_tokens(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase
 
 def pack(
     examples: Iterable[Mapping[str, list[int]]], length: int, pad: int
-) -> list[dict[str, list[int]]]:
-    """Fill blocks of `length` tokens with one example after another. An example is split where a
-    block ends.
+) -> Iterator[dict[str, list[int]]]:
+    """Yield blocks of `length` tokens, filled with one example after another. An example is split
+    where a block ends.
 
     `position_ids` start at 0 in each example, so models see where it begins. The first token of an
     example has no label, because nothing comes before it. The last block is padded with `pad`."""
-    blocks: list[dict[str, list[int]]] = []
-    ids: list[int] = []
-    labels: list[int] = []
-    positions: list[int] = []
-
-    def close() -> None:
-        missing = length - len(ids)
-        blocks.append(
-            {
-                "input_ids": ids[:] + [pad] * missing,
-                "labels": [IGNORED, *labels[1:], *[IGNORED] * missing],
-                "position_ids": positions[:] + list(range(missing)),
-            }
-        )
-        for each in (ids, labels, positions):
-            each.clear()
-
+    block = _empty_block()
     for example in examples:
         start, tokens = 0, example["input_ids"]
         while start < len(tokens):
-            end = min(len(tokens), start + length - len(ids))
-            ids += tokens[start:end]
-            labels += [IGNORED, *example["labels"][start + 1 : end]]
-            positions += range(end - start)
+            end = min(len(tokens), start + length - len(block["input_ids"]))
+            block["input_ids"] += tokens[start:end]
+            block["labels"] += [IGNORED, *example["labels"][start + 1 : end]]
+            block["position_ids"] += range(end - start)
             start = end
-            if len(ids) == length:
-                close()
-    if ids:
-        close()
-    return blocks
+            if len(block["input_ids"]) == length:
+                yield block
+                block = _empty_block()
+    if block["input_ids"]:
+        missing = length - len(block["input_ids"])
+        block["input_ids"] += [pad] * missing
+        block["labels"] += [IGNORED] * missing
+        block["position_ids"] += range(missing)
+        yield block
+
+
+def _empty_block() -> dict[str, list[int]]:
+    return {"input_ids": [], "labels": [], "position_ids": []}
 
 
 def cut(example: Mapping[str, list[int]], length: int) -> dict[str, list[int]]:

@@ -73,8 +73,8 @@ def parse_layer_mapping(
         if int(student) > student_layers or int(teacher) > teacher_layers:
             raise ValueError(
                 f"layer_mapping {text!r}: {part!r} names a layer that does not exist; the student "
-                "has 0 to"
-                f" {student_layers} and the teacher 0 to {teacher_layers} (0: the embeddings)"
+                f"has 0 to {student_layers} and the teacher 0 to {teacher_layers} (0: the "
+                "embeddings)"
             )
         pairs.append(LayerPair(int(student), int(teacher)))
     return pairs

@@ -71,6 +71,8 @@ def generate(model: PreTrainedModel, **options: Any) -> torch.Tensor:
     Raises:
         ValueError: the model has no `generate`.
     """
+    if hasattr(model, "get_base_model"):  # PEFT's, with its adapters in the layers
+        model = cast(Any, model).get_base_model()
     if not isinstance(model, GenerationMixin):
         raise ValueError(f"a {type(model).__name__} cannot generate: use another model")
     writer = cast("GenerativePreTrainedModel", model)

@@ -2,9 +2,12 @@
 transformers, so that `--help` is quick.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from translation.command_line import Application, option
+from translation.options import DTYPES, LoadingArguments
 
 SAMPLINGS = ("top_k", "importance")
 LOSS_TYPES = ("forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "uld")
@@ -14,7 +17,21 @@ VOCAB_POLICIES = ("common", "strict")
 
 
 @dataclass
-class ModelArguments:
+class AdapterArguments:
+    """A student of which only LoRA adapters are trained (PEFT). The names are TRL's."""
+
+    use_peft: bool = option(False, "Train LoRA adapters of the student alone.")
+    lora_r: int = option(16, "Rank of the adapters.")
+    lora_alpha: int = option(32, "Their scale, times the rank.")
+    lora_dropout: float = option(0.05, "Dropout before them.")
+    lora_target_modules: list[str] | None = option(  # noqa: RUF009
+        None, "Layers that get one, or all-linear. Default: PEFT's for this kind of model."
+    )
+    merge_adapters: bool = option(False, "Save the student with its adapters merged, at the end.")
+
+
+@dataclass
+class ModelArguments(AdapterArguments, LoadingArguments):
     """The student and its tokenizer. --teacher_model_name_or_path names the teacher."""
 
     model_name_or_path: str | None = option(None, "Student: a model folder or hub name.")
@@ -42,6 +59,24 @@ class DataArguments:
     )
     validation_file: str | None = option(None, "Held-out data, in the same formats.")
     test_file: str | None = option(None, "Data for --do_predict, in the same formats.")
+    streaming: bool = option(False, "Read training data while it is used (needs --max_steps).")
+    max_train_tokens: int | None = option(None, "Use only this many training tokens.")
+    max_eval_samples: int | None = option(None, "Use only this many validation blocks.")
+    teacher_steps: int | None = option(
+        None,
+        "Training steps of the demonstration's teacher. Default: 1200, and no more than "
+        "--max_steps.",
+    )
+    export_dtype: str = option(
+        "bfloat16", "Dtype of the exported student.", choices=("bfloat16", "float16", "float32")
+    )
+    overwrite_output_dir: bool = option(False, "Allow an output folder that contains files.")
+
+
+@dataclass
+class ExampleArguments:
+    """How records become examples."""
+
     source_column: str | None = option(
         None,
         "Key of what an encoder-decoder model reads. A dot means a nested object: translation.en.",
@@ -57,17 +92,6 @@ class DataArguments:
         True,
         "Pack several examples, which cannot attend to each other, into a block (causal models).",
     )
-    max_train_tokens: int | None = option(None, "Use only this many training tokens.")
-    max_eval_samples: int | None = option(None, "Use only this many validation blocks.")
-    teacher_steps: int | None = option(
-        None,
-        "Training steps of the demonstration's teacher. Default: 1200, and no more than "
-        "--max_steps.",
-    )
-    export_dtype: str = option(
-        "bfloat16", "Dtype of the exported student.", choices=("bfloat16", "float16", "float32")
-    )
-    overwrite_output_dir: bool = option(False, "Allow an output folder that contains files.")
 
 
 @dataclass
@@ -75,6 +99,12 @@ class TeacherArguments:
     """The teacher, or a cache of what it says."""
 
     teacher_model_name_or_path: str | None = option(None, "Teacher: a model folder or a hub name.")
+    teacher_revision: str = option("main", "Branch, tag or commit of the teacher on the hub.")
+    teacher_trust_remote_code: bool = option(False, "Allow code of the teacher to run here.")
+    teacher_attn_implementation: str | None = option(None, "As --attn_implementation.")
+    teacher_dtype: str | None = option(
+        None, "Dtype of the loaded teacher. Default: its file's (auto).", choices=DTYPES
+    )
     teacher_deepspeed: str | None = option(
         None,
         "The teacher's ds_config. Default: stage and precision of --deepspeed, parameters "
@@ -103,6 +133,11 @@ class TeacherArguments:
         "(for --loss_type forward_kl).",
         choices=SAMPLINGS,
     )
+
+    def of_teachers_hub(self, hub: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The options with which transformers finds the teacher's files, on top of `hub`."""
+        own = {"revision": self.teacher_revision}
+        return {**(hub or {}), **own, "trust_remote_code": self.teacher_trust_remote_code}
 
 
 @dataclass
@@ -183,6 +218,7 @@ APPLICATION = Application(
         "teacher": TeacherArguments,
         "loss": LossArguments,
         "text that the models write": GenerationArguments,
+        "examples": ExampleArguments,
         "data and output": DataArguments,
     },
     commands=("cache_teacher",),

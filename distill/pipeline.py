@@ -5,8 +5,10 @@ cache.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
@@ -14,10 +16,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from torch import nn
-from torch.utils.data import Dataset
-from tqdm import tqdm
 from transformers import (
-    AutoConfig,
     AutoTokenizer,
     BitsAndBytesConfig,
     PretrainedConfig,
@@ -26,12 +25,12 @@ from transformers import (
 )
 
 from distill import cache, data, export
-from distill.alignment import encode_twice
 from distill.arguments import Arguments
-from distill.batch import IGNORED, Batch, with_decoder_inputs
+from distill.batch import Batch, with_decoder_inputs
 from distill.config import DistillationConfig
+from distill.examples import Encoding, Examples, encoding_of, make_examples, stream_examples
 from distill.importance import block_influence, most_influential
-from distill.options import DataArguments, ModelArguments
+from distill.options import ModelArguments
 from distill.student import (
     Layers,
     copy_layers,
@@ -44,18 +43,16 @@ from distill.student import (
     parse_layers,
     stacks,
 )
-from distill.teacher import LiveTeacher, Observed, load_model, require_same_kind
+from distill.teacher import LiveTeacher, Observed, load_model, load_teacher, require_same_kind
 from distill.trainer import DistillationTrainer
 from translation import report
 from translation.arguments import checkpoint_of, output_folder
-from translation.model import dtype_to_train_in
-from translation.records import InputError, open_records, required
+from translation.model import of_model
+from translation.records import InputError, Records, open_records, required
 from translation.tokenizer import pad_token_id
 from zero.integrations.hf.preemption import SaveOnSigterm
 
 logger = logging.getLogger(__name__)
-
-Examples = list[dict[str, list[int]]]
 
 # How many examples show which layers of the teacher are best.
 MEASURED_EXAMPLES = 64
@@ -76,22 +73,26 @@ def run(arguments: Arguments) -> None:
             "--predict_with_generate is for encoder-decoder models: a causal one would be given "
             "the answers together with the prompts"
         )
-    splits = _load_splits(data_args, args, tokenizer, teacher_tokenizer, pairs)
+    if args.predict_with_generate:
+        report.bleu_signature(_language(args))  # an error before the training
+    splits = _load_splits(arguments, tokenizer, teacher_tokenizer, pairs)
     is_live = args.needs_teacher() and not args.teacher_cache
     quantization = _quantization(args)
     best = _best_layers(arguments, splits, tokenizer)
     teacher = None
     if model_args.init_student_from_teacher or (is_live and not quantization):
-        teacher = _load_teacher(args, data_args, teacher_tokenizer)
-    student = load_student(model_args, teacher, best, len(tokenizer), **dtype_to_train_in(args))
-    _check_positions("student", student, data_args.max_length)
+        teacher = _load_teacher(arguments, teacher_tokenizer)
+    student = load_student(model_args, teacher, best, len(tokenizer), **of_model(model_args, args))
+    _check_positions("student", student, args.max_length)
     # transformers' own default is 20 tokens.
     if getattr(student.generation_config, "max_length", None) in (None, 20):
-        args.generation_max_length = args.generation_max_length or data_args.max_length
+        args.generation_max_length = args.generation_max_length or args.max_length
     if not is_live:
         teacher = None  # it was needed only to make the student
     elif quantization:
-        teacher = _load_teacher(args, data_args, teacher_tokenizer, **quantization)
+        teacher = _load_teacher(arguments, teacher_tokenizer, **quantization)
+    if model_args.use_peft:
+        student = _with_adapters(student, model_args)
     try:
         trainer = DistillationTrainer(
             student,
@@ -101,7 +102,6 @@ def run(arguments: Arguments) -> None:
             eval_dataset=splits.get("validation"),
             processing_class=tokenizer,
             teacher_processing_class=teacher_tokenizer,
-            data_collator=data.Collator(pad_token_id(tokenizer)),
             callbacks=[SaveOnSigterm()],
         )
     except ValueError as error:
@@ -122,36 +122,47 @@ def run(arguments: Arguments) -> None:
         trainer.save_metrics("eval", metrics)
         figures |= metrics
     if args.do_predict:
-        figures |= _predict(trainer, splits["test"], data_args)
+        figures |= _predict(trainer, splits["test"], arguments)
+    if args.do_train and model_args.merge_adapters:
+        export.save_merged(trainer, output_folder(args))
     if args.do_train and args.process_index == 0:
         folder, data_file = output_folder(args), required(data_args.train_file, "train_file")
-        report.convert(folder, data_args.export_dtype)
+        base = model_args.model_name_or_path if model_args.use_peft else None
+        if base is None or model_args.merge_adapters:
+            report.convert(folder, data_args.export_dtype)
         source = args.teacher_model_name_or_path or args.teacher_cache or "no teacher"
-        export.write_card(folder, args, source, figures, data_file)
+        export.write_card(folder, args, source, figures, data_file, base)
         if args.push_to_hub:
             export.push(folder, trainer)
         logger.info("student: %s (%s)", folder, data_args.export_dtype)
 
 
 def _predict(
-    trainer: DistillationTrainer, tokens: Examples, data_args: DataArguments
+    trainer: DistillationTrainer, tokens: Examples, arguments: Arguments
 ) -> dict[str, float]:
     """Score the test split. With generation, write the generated texts, one in each line."""
-    tokenizer = trainer.processing_class
+    tokenizer, scores = trainer.processing_class, {}
     if trainer.args.predict_with_generate and tokenizer:
-        columns = data_args.source_column, data_args.target_column
-        records = open_records(required(data_args.test_file, "test_file"), "--test_file", "test")
+        columns = trainer.args.source_column, trainer.args.target_column
+        records = _open_split(arguments, "test")
         references = [data.pair_of(record, where, *columns).target for where, record in records]
-        trainer.compute_metrics = report.make_compute_metrics(tokenizer, references)
-    # A list is a map-style dataset, though not by its type.
-    result = trainer.predict(cast(Dataset, tokens), metric_key_prefix="predict")
-    metrics = result.metrics or {}
+        language = _language(trainer.args)
+        trainer.compute_metrics = report.make_compute_metrics(tokenizer, references, language)
+        scores = {"predict_bleu_signature": report.bleu_signature(language)}
+    # The Trainer takes datasets of `datasets`, but declares torch's.
+    result = trainer.predict(cast(Any, tokens), metric_key_prefix="predict")
+    metrics = {**(result.metrics or {}), **scores}
     trainer.log_metrics("predict", metrics)
     trainer.save_metrics("predict", metrics)
     if trainer.args.predict_with_generate and trainer.is_world_process_zero() and tokenizer:
         texts = report.decode(np.asarray(result.predictions), tokenizer)
         report.write_translations(output_folder(trainer.args), texts)
     return metrics
+
+
+def _language(args: DistillationConfig) -> str:
+    """Return the last part of the column of the targets, which is often their language."""
+    return (args.target_column or "").rpartition(".")[2]
 
 
 # -- models and tokenizers
@@ -164,25 +175,21 @@ def load_tokenizers(
 
     None for the teacher if no teacher model is named.
     """
-    names = [
-        model_args.tokenizer_name,
-        model_args.model_name_or_path,
-        args.teacher_model_name_or_path,
-    ]
-    name = next((name for name in names if name), None)
-    if name is None:
+    own = model_args.tokenizer_name or model_args.model_name_or_path
+    name, hub = args.teacher_model_name_or_path, model_args.of_hub()
+    of_teacher = None if name is None else _load_tokenizer(name, **args.of_teachers_hub(hub))
+    if own is not None:
+        return _load_tokenizer(own, **hub), of_teacher
+    if of_teacher is None:
         raise InputError(
             "there is no tokenizer: give --tokenizer_name, with the tokenizer of the teacher cache"
         )
-    tokenizer = _load_tokenizer(name)
-    if args.teacher_model_name_or_path is None:
-        return tokenizer, None
-    return tokenizer, _load_tokenizer(args.teacher_model_name_or_path)
+    return of_teacher, of_teacher
 
 
-def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def _load_tokenizer(name: str, **hub: object) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, **hub)
     except (OSError, ValueError) as error:
         raise InputError(f"no tokenizer could be loaded from {name} ({error})") from error
     if tokenizer.pad_token_id is None:
@@ -211,19 +218,17 @@ def _quantization(args: DistillationConfig) -> dict[str, Any]:
 
 
 def _load_teacher(
-    args: DistillationConfig,
-    data_args: DataArguments,
-    tokenizer: PreTrainedTokenizerBase | None,
-    **options: object,
+    arguments: Arguments, tokenizer: PreTrainedTokenizerBase | None, **options: object
 ) -> PreTrainedModel:
-    name = required(args.teacher_model_name_or_path, "teacher_model_name_or_path")
+    model_args, _, args = arguments
     try:
-        teacher = load_model(name, **options)
+        teacher = load_teacher(args, model_args.of_hub(), **options)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
+        name = args.teacher_model_name_or_path
         raise InputError(f"--teacher_model_name_or_path {name}: {error}") from error
     if tokenizer is not None:
         _check_vocabulary("teacher_model_name_or_path", teacher, len(tokenizer))
-    _check_positions("teacher", teacher, data_args.max_length)
+    _check_positions("teacher", teacher, args.max_length)
     return teacher
 
 
@@ -232,8 +237,7 @@ def _check_vocabulary(argument: str, model: PreTrainedModel, tokens: int) -> Non
     if rows < tokens:
         raise InputError(
             f"--{argument}: the model has embeddings for {rows} tokens and its tokenizer has "
-            f"{tokens}: the two do not"
-            " belong together; name the model's own tokenizer"
+            f"{tokens}: the two do not belong together; name the model's own tokenizer"
         )
 
 
@@ -254,12 +258,20 @@ def _check_positions(whose: str, model: PreTrainedModel, max_length: int) -> Non
 
 def _student_kind(model_args: ModelArguments, args: DistillationConfig) -> PretrainedConfig:
     """Return a configuration of the student's kind: its own, or the teacher's."""
+    hub = model_args.of_hub()
     names = {
-        "model_name_or_path": model_args.model_name_or_path,
-        "student_config": model_args.student_config,
-        "teacher_model_name_or_path": args.teacher_model_name_or_path,
+        "model_name_or_path": (model_args.model_name_or_path, hub),
+        "student_config": (model_args.student_config, hub),
+        "teacher_model_name_or_path": (
+            args.teacher_model_name_or_path,
+            args.of_teachers_hub(hub),
+        ),
     }
-    given = {argument: load_config(name, argument) for argument, name in names.items() if name}
+    given = {
+        argument: load_config(name, argument, **where)
+        for argument, (name, where) in names.items()
+        if name
+    }
     student, teacher = next(iter(given.values())), given.get("teacher_model_name_or_path")
     if teacher is not None:
         try:
@@ -279,17 +291,18 @@ def _best_layers(
     The teacher runs on the first examples. It is loaded for this alone, because its engine may
     round its weights, and the student is made of the exact ones.
     """
-    model_args, data_args, args = arguments
+    model_args, _, args = arguments
     text = model_args.init_student_from_teacher
     if text is None:
         return None
     name = required(args.teacher_model_name_or_path, "teacher_model_name_or_path")
-    count = parse_best(text, depth(load_config(name, "teacher_model_name_or_path")))
+    hub = args.of_teachers_hub(model_args.of_hub())
+    count = parse_best(text, depth(load_config(name, "teacher_model_name_or_path", **hub)))
     if count is None:
         return None
-    teacher = _load_teacher(args, data_args, tokenizer, **_quantization(args))
+    teacher = _load_teacher(arguments, tokenizer, **_quantization(args))
     live = DistillationTrainer.place_teacher(teacher, args)
-    examples = next(iter(splits.values()))[:MEASURED_EXAMPLES]
+    examples = list(islice(next(iter(splits.values())), MEASURED_EXAMPLES))
     size = args.per_device_train_batch_size
     collate = data.Collator(pad_token_id(tokenizer))
     batches = (collate(examples[at : at + size]) for at in range(0, len(examples), size))
@@ -311,30 +324,50 @@ def load_student(
     """Return the student: a named model, a new one from a configuration, or some layers of the
     teacher (`best`, or those whose numbers are given). `options` go to transformers.
     """
+    hub = model_args.of_hub()
     if model_args.model_name_or_path:
         try:
-            student = load_model(model_args.model_name_or_path, **options)
+            student = load_model(model_args.model_name_or_path, hub, **options)
         except (OSError, ValueError, SafetensorError) as error:
             raise InputError(
                 f"--model_name_or_path {model_args.model_name_or_path}: {error}"
             ) from error
         _check_vocabulary("model_name_or_path", student, tokens)
         return student
+    options |= {"trust_remote_code": model_args.trust_remote_code}
     if teacher is None or not model_args.init_student_from_teacher:
         name = required(model_args.student_config, "student_config")
-        return _new_student(load_config(name), tokens, **options)
+        return _new_student(load_config(name, **hub), tokens, **options)
     layers = best or dict.fromkeys(
         stacks(teacher),
         parse_layers(model_args.init_student_from_teacher, depth(teacher.config)),
     )
     config = cut_config(teacher.config, layers)
     if model_args.student_config:
-        config = load_config(model_args.student_config)
+        config = load_config(model_args.student_config, **hub)
     student = _new_student(config, tokens, **options)
     copy_layers(student, teacher, layers)
     if teacher.generation_config is not None:  # it can generate
         student.generation_config = generation_config_of(teacher)
     return student
+
+
+def _with_adapters(student: PreTrainedModel, args: ModelArguments) -> PreTrainedModel:
+    """Return the student as a PEFT model, of which only LoRA adapters are trained."""
+    from peft import LoraConfig, get_peft_model  # an optional package
+
+    targets = args.lora_target_modules
+    config = LoraConfig(
+        task_type="SEQ_2_SEQ_LM" if student.config.is_encoder_decoder else "CAUSAL_LM",
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules=targets[0] if targets and len(targets) == 1 else targets,
+    )
+    try:
+        return cast(PreTrainedModel, get_peft_model(student, config))
+    except ValueError as error:
+        raise InputError(f"--lora_target_modules: {error}") from error
 
 
 def _new_student(config: PretrainedConfig, tokens: int, **options: object) -> PreTrainedModel:
@@ -344,115 +377,59 @@ def _new_student(config: PretrainedConfig, tokens: int, **options: object) -> Pr
             f"the student's vocab_size is {vocab_size} and its tokenizer has {tokens} tokens: set "
             "vocab_size in --student_config to at least that"
         )
-    return from_config(config, **options)
+    try:
+        return from_config(config, **options)
+    except ValueError as error:
+        raise InputError(f"the student cannot be made: {error}") from error
 
 
 # -- data
 
 
-def _load_splits(data_args, args, tokenizer, teacher_tokenizer, pairs: bool) -> dict[str, Examples]:
+def _load_splits(
+    arguments: Arguments,
+    tokenizer: PreTrainedTokenizerBase,
+    teacher_tokenizer: PreTrainedTokenizerBase | None,
+    pairs: bool,
+) -> dict[str, Examples]:
+    args = arguments[2]
     wanted = {"train": args.do_train, "validation": args.do_eval, "test": args.do_predict}
     uld = args.loss_type == "uld" and teacher_tokenizer is not None
     if uld and pairs:
         raise InputError(
             "loss_type uld works for causal models only: use a student with the teacher's tokenizer"
         )
-    other = teacher_tokenizer if uld else None
-    first, written = args.process_index == 0, bool(args.lmbda or args.seq_kd)
-    splits = {}
-    for split, enabled in wanted.items():
-        if enabled:
-            name = getattr(data_args, f"{split}_file")
-            splits[split] = load_examples(
-                name, split, data_args, tokenizer, other, pairs, first, written
-            )
-    if data_args.max_train_tokens and "train" in splits:
-        splits["train"] = _first_tokens(splits["train"], data_args.max_train_tokens)
-    if data_args.max_eval_samples and "validation" in splits:
-        splits["validation"] = splits["validation"][: data_args.max_eval_samples]
-    return splits
+    encoding = encoding_of(args, tokenizer, pairs, teacher_tokenizer if uld else None)
+    return {split: load_examples(arguments, split, encoding) for split in wanted if wanted[split]}
 
 
-def _first_tokens(examples: Examples, tokens: int) -> Examples:
-    kept: Examples = []
-    for example in examples:
-        if tokens <= 0:
-            break
-        kept.append(example)
-        tokens -= len(example["input_ids"])
-    return kept
+def load_examples(arguments: Arguments, split: str, encoding: Encoding) -> Examples:
+    """Return the token ids of a split: packed blocks, single examples, or pairs. All ranks call
+    this together.
 
-
-def load_examples(
-    name: str,
-    split: str,
-    data_args: DataArguments,
-    tokenizer: PreTrainedTokenizerBase,
-    teacher_tokenizer: PreTrainedTokenizerBase | None,
-    pairs: bool,
-    show_progress: bool = True,
-    written: bool = False,
-) -> Examples:
-    """Return the token ids of a split: packed blocks, single examples, or pairs.
-
-    `teacher_tokenizer`: also encode by this one. `written`: models will generate answers, so
-    examples are not packed."""
-    argument = f"--{split}_file {name}"
-    if data_args.source_prefix and not pairs:
+    Raises:
+        InputError: the data cannot be read, or there is nothing to learn.
+    """
+    model_args, data_args, args = arguments
+    if encoding.prefix and not encoding.pairs:
         raise InputError(
             "--source_prefix is for encoder-decoder models, and the student is a causal one: "
             "leave it out, and put the words into the data"
         )
-    records = tqdm(
-        open_records(name, f"--{split}_file", split),
-        desc=f"reading the {split} split",
-        disable=not show_progress,
-    )
-    length = data_args.max_length
-    packing = data_args.packing and not written
-    if pairs:
-        columns = data_args.source_column, data_args.target_column
-        texts = (data.pair_of(record, where, *columns) for where, record in records)
-        texts = _with_words(texts, lambda pair: pair.target, argument)
-        prefix = data_args.source_prefix or ""
-        examples = [data.encode_pair(pair, tokenizer, length, prefix) for pair in texts]
-    else:
-        texts = (data.segments_of(record, where, tokenizer) for where, record in records)
-        texts = _with_words(
-            texts, lambda segments: "".join(part.text for part in segments if part.learnt), argument
-        )
-        if teacher_tokenizer is not None:
-            examples = [encode_twice(text, tokenizer, teacher_tokenizer, length) for text in texts]
-        elif packing:
-            examples = data.pack(
-                (data.encode(t, tokenizer) for t in texts), length, pad_token_id(tokenizer)
-            )
-        else:
-            whole = [data.encode(text, tokenizer) for text in texts]
-            examples = [data.cut(example, length) for example in whole]
-            tokens, kept = (sum(len(e["input_ids"]) for e in each) for each in (whole, examples))
-            if kept < tokens and show_progress:
-                logger.warning(
-                    "%s: examples are not packed here, so %d of %d tokens that come after "
-                    "--max_length %d are left out", argument, tokens - kept, tokens, length,
-                )  # fmt: skip
-    first = 0 if pairs else 1  # nothing comes before a causal model's first token
-    if not any(label != IGNORED for each in examples for label in each["labels"][first:]):
-        raise InputError(
-            f"{argument}: no answer begins within --max_length {length}, so there is nothing to "
-            "learn; make it larger"
-        )
-    return examples
+    if split == "train":
+        encoding = replace(encoding, first_tokens=data_args.max_train_tokens)
+    elif split == "validation":
+        encoding = replace(encoding, first_examples=data_args.max_eval_samples)
+    if data_args.streaming and split == "train":
+        return stream_examples(_open_split(arguments, split, streaming=True), encoding)
+    open_split = partial(_open_split, arguments, split)
+    return make_examples(open_split, encoding, args, model_args.cache_dir)
 
 
-def _with_words(examples: Iterable, learnt: Callable[[Any], str], argument: str) -> Iterator:
-    """Yield the examples. Raise InputError at the end if none of them has any text to learn."""
-    empty = True
-    for example in examples:
-        empty = empty and not learnt(example).strip()
-        yield example
-    if empty:
-        raise InputError(f"{argument}: there is nothing in it")
+def _open_split(arguments: Arguments, split: str, **options: Any) -> Records:
+    model_args, data_args, _ = arguments
+    name = required(getattr(data_args, f"{split}_file"), f"{split}_file")
+    return open_records(name, f"--{split}_file", split, **model_args.of_datasets(), **options)
 
 
 # -- the teacher cache
@@ -465,28 +442,20 @@ def cache_teacher(arguments: Arguments) -> None:
         InputError: as `run`.
         CacheError: the folder holds another cache.
     """
-    model_args, data_args, args = arguments
+    model_args, _, args = arguments
     name = required(args.teacher_model_name_or_path, "teacher_model_name_or_path")
     folder = required(args.teacher_cache, "teacher_cache")
-    data_file = required(data_args.train_file, "train_file")
     tokenizer, own = load_tokenizers(model_args, args)
     if own is not None and cache.tokenizer_hash(own) != cache.tokenizer_hash(tokenizer):
         raise InputError(
             f"cache_teacher reads the data with the tokenizer of {name}: leave out "
             "--tokenizer_name and --model_name_or_path, which have another one"
         )
-    teacher = _load_teacher(args, data_args, tokenizer, **_quantization(args))
+    teacher = _load_teacher(arguments, tokenizer, **_quantization(args))
     is_first = args.process_index == 0
-    examples = load_examples(
-        data_file,
-        "train",
-        data_args,
-        tokenizer,
-        None,
-        pairs=teacher.config.is_encoder_decoder,
-        show_progress=is_first,
-    )
-    commit = getattr(AutoConfig.from_pretrained(name), "_commit_hash", None)
+    encoding = encoding_of(args, tokenizer, teacher.config.is_encoder_decoder)
+    examples = cast(Any, load_examples(arguments, "train", encoding))
+    commit = getattr(teacher.config, "_commit_hash", None)
     head = cast(nn.Linear, teacher.get_output_embeddings())
     tokens = min(len(tokenizer), head.weight.shape[0])
     if args.top_k >= tokens:

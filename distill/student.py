@@ -35,10 +35,10 @@ def from_config(config: PretrainedConfig, **options: object) -> PreTrainedModel:
     return kind.from_config(config, **options)
 
 
-def load_config(name: str, argument: str = "student_config") -> PretrainedConfig:
+def load_config(name: str, argument: str = "student_config", **options: object) -> PretrainedConfig:
     """Load a model's configuration from a folder, a JSON file or the hub."""
     try:
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
         raise InputError(
             f"--{argument} {name}: no model configuration could be loaded from it ({error})"
@@ -128,8 +128,7 @@ def copy_layers(student: PreTrainedModel, teacher: PreTrainedModel, layers: Laye
             )
             raise InputError(
                 f"--init_student_from_teacher: {name} {tuple(param.shape)} {what}; the student "
-                "must be the same kind of"
-                f" model with the same widths: leave out --student_config"
+                "must be the same kind of model with the same widths: leave out --student_config"
             )
         with zero.GatheredParameters([theirs]), zero.GatheredParameters([param], modifier_rank=0):
             param.copy_(theirs)

@@ -29,20 +29,36 @@ from distill.config import DistillationConfig
 from distill.fused import HeadTeacher, LogitsTeacher
 from distill.heads import Result, Task, TaskHead, install_task_head, is_final
 from distill.hidden import Attention, AttentionRecorder
-from translation.records import InputError
+from distill.options import TeacherArguments
+from translation.model import options_of_model
+from translation.records import InputError, required
 from zero.comm.communicator import apart
 from zero.config.sharding import frozen_beside
 from zero.device import compute_stream, is_accelerator, new_stream
 
 
-def load_model(name: str, **options: object) -> PreTrainedModel:
-    """Load a causal or encoder-decoder language model. `options` go to `from_pretrained`.
+def load_model(
+    name: str, hub: Mapping[str, object] | None = None, **options: object
+) -> PreTrainedModel:
+    """Load a causal or encoder-decoder language model. `hub`: options of `from_pretrained` for the
+    configuration too. `options`: for the model alone.
 
     With ZeRO-3, transformers builds it inside `zero.Init`.
     """
-    config = AutoConfig.from_pretrained(name)
+    config = AutoConfig.from_pretrained(name, **(hub or {}))
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    return kind.from_pretrained(name, config=config, **options)
+    return kind.from_pretrained(name, config=config, **(hub or {}), **options)
+
+
+def load_teacher(
+    args: TeacherArguments, hub: Mapping[str, object] | None = None, **options: object
+) -> PreTrainedModel:
+    """Load the teacher that the arguments name, as they say. `hub`: options for all of its files.
+    `options`: for the model.
+    """
+    name = required(args.teacher_model_name_or_path, "teacher_model_name_or_path")
+    given = options_of_model(args.teacher_attn_implementation, args.teacher_dtype)
+    return load_model(name, args.of_teachers_hub(hub), **given, **options)
 
 
 def require_same_kind(student: PretrainedConfig, teacher: PretrainedConfig) -> None:

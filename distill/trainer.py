@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,8 @@ from distill import on_policy, vocabulary
 from distill.batch import Batch, isolates_documents, target_mask, with_decoder_inputs
 from distill.cache import CacheError, TeacherCache, example_keys, tokenizer_hash
 from distill.config import DistillationConfig
-from distill.data import CountingCollator
+from distill.data import Collator, CountingCollator
+from distill.examples import with_tokens
 from distill.fused import Recipe, SharedTokens, StoredTeacher
 from distill.heads import TaskHead, install_task_head, is_final
 from distill.layers import PROJECTIONS, LayerLosses
@@ -41,7 +42,7 @@ from distill.objective import BatchLosses, HeadLoss, LossSums, objective, share_
 from distill.teacher import (
     LiveTeacher,
     Observed,
-    load_model,
+    load_teacher,
     require_same_kind,
     teacher_ds_config,
 )
@@ -179,6 +180,9 @@ class DistillationTrainer(Seq2SeqTrainer):
         model: PreTrainedModel,
         teacher_model: PreTrainedModel | None = None,
         args: DistillationConfig | None = None,
+        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
         *,
         processing_class: PreTrainedTokenizerBase | None = None,
         teacher_processing_class: PreTrainedTokenizerBase | None = None,
@@ -187,7 +191,7 @@ class DistillationTrainer(Seq2SeqTrainer):
         args = args or DistillationConfig()
         live = args.needs_teacher() and not args.teacher_cache
         if teacher_model is None and args.teacher_model_name_or_path and live:
-            teacher_model = load_model(args.teacher_model_name_or_path)
+            teacher_model = load_teacher(args)
         if teacher_model is None and live:
             raise ValueError(
                 "there is no teacher: give teacher_model_name_or_path or teacher_cache, or "
@@ -221,7 +225,24 @@ class DistillationTrainer(Seq2SeqTrainer):
                     "hidden_loss_weight and attn_relation_weight need a teacher_model_name_or_path"
                 )
             self._layers = LayerLosses(model, teacher_model, args)
-        super().__init__(model=model, args=args, processing_class=processing_class, **options)
+        # Padding is masked, so without a tokenizer any token will do.
+        padding = 0 if processing_class is None else pad_token_id(processing_class)
+        other = teacher_processing_class if args.loss_type == "uld" else None
+        encode = partial(with_tokens, args, processing_class, not self._shifted, other)
+        train_dataset = encode(train_dataset, "train_dataset")
+        settings = args.accelerator_config
+        if isinstance(train_dataset, IterableDataset) and isinstance(settings, AcceleratorConfig):
+            # Otherwise one rank reads for all, which needs batches of one length.
+            settings.dispatch_batches = bool(settings.dispatch_batches)
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator or Collator(padding),
+            train_dataset=train_dataset,
+            eval_dataset=encode(eval_dataset, "eval_dataset"),
+            processing_class=processing_class,
+            **options,
+        )
         # Otherwise the Trainer does not count the tokens of the step.
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = self._shifted
@@ -271,10 +292,10 @@ class DistillationTrainer(Seq2SeqTrainer):
             )
         shared = None if tokens == rows else SharedTokens(slice(0, tokens), slice(0, tokens))
         self._recipe = replace(self._recipe, shared=shared)
-        if isinstance(self.train_dataset, Sequence):
+        if isinstance(self.train_dataset, Sized):
             quiet = args.disable_tqdm or args.process_index > 0
             examples = tqdm(
-                cast(Sequence[Any], self.train_dataset),
+                cast(Iterable[Any], self.train_dataset),
                 "finding examples in the cache",
                 disable=quiet,
             )

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn, cast
 
 import yaml
@@ -24,34 +25,13 @@ from translation.command_line import CONFIG_HELP, Application
 from translation.options import APPLICATION, DataTrainingArguments, ModelArguments
 from translation.records import InputError, check_name, open_records, read_pairs, required
 from zero.checkpoint import find_resumable
+from zero.checkpoint.folder import of_trainer
+from zero.checkpoint.resumable import TRAINER_STATE
 from zero.config import table
 
 # How many records of a file are checked before anything is loaded.
 CHECKED_RECORDS = 1000
 Arguments = tuple[ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments]
-
-# Defaults for a run without model and data. Arguments that are given override them. On a CPU
-# training is in fp32, because many CPUs compute bf16 ten times slower. The final checkpoint has 16
-# bits in any case.
-DEMONSTRATION = {
-    "output_dir": "output/translation_demo",
-    "overwrite_output_dir": True,
-    "do_train": True,
-    "do_eval": True,
-    "do_predict": True,
-    "bf16": accelerator.is_available(),
-    "learning_rate": 5e-4,
-    "adam_beta2": 0.99,
-    "warmup_steps": 50,
-    "num_train_epochs": 2.5,
-    "per_device_train_batch_size": 32,
-    "per_device_eval_batch_size": 128,
-    "max_source_length": 32,
-    "max_target_length": 32,
-    "logging_steps": 50,
-    "save_strategy": "no",
-    "report_to": "none",
-}
 
 
 class ArgumentParser(HfArgumentParser):
@@ -118,10 +98,18 @@ def checkpoint_of(args: TrainingArguments, overwrite: bool) -> str | None:
     """Return the checkpoint from which to train on: the one that is named, or the last one in the
     output folder, unless it may be overwritten.
     """
-    folder, named = output_folder(args), args.resume_from_checkpoint
-    if named or overwrite or not os.path.isdir(folder):
-        return named
-    found = find_resumable(folder)
+    named = args.resume_from_checkpoint
+    return named if named or overwrite else _last_checkpoint(args.output_dir, args.deepspeed)
+
+
+def _last_checkpoint(folder: str | None, engine: object) -> str | None:
+    """Return the newest whole checkpoint in a folder. `engine`: its configuration, if there is one.
+    Without one, a checkpoint is whole if it has what the Trainer writes last.
+    """
+    if not folder or not os.path.isdir(folder):
+        return None
+    whole = (each for each in of_trainer(Path(folder)) if (each / TRAINER_STATE).is_file())
+    found = find_resumable(folder) if engine else next(whole, None)
     return None if found is None else str(found)
 
 
@@ -160,7 +148,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     parser.set_defaults(predict_with_generate=True, use_cpu=not accelerator.is_available())
     given = parser.parse_args(argv)
     if is_demonstration(given, given):
-        parser.set_defaults(**_demonstration_defaults(given))
+        parser.set_defaults(**demonstration().of_translation(given))
         given = parser.parse_args(argv)
     if uses_built_in_corpus(given):
         given.source_lang = given.source_lang or "en"
@@ -186,18 +174,15 @@ def hide_token(args: TrainingArguments) -> None:
         args.hub_token = None
 
 
-def _demonstration_defaults(given: argparse.Namespace) -> dict:
-    """Return DEMONSTRATION without what contradicts the given stages, precision or output
-    folder.
-    """
-    defaults = dict(DEMONSTRATION)
-    if given.do_train or given.do_eval or given.do_predict:
-        for stage in ("do_train", "do_eval", "do_predict"):
-            del defaults[stage]
-    if given.fp16:
-        del defaults["bf16"]
-    if given.output_dir:
-        del defaults["overwrite_output_dir"]
+def demonstration() -> ModuleType:
+    """Return the defaults of the demonstrations, which are a part of the checkout alone."""
+    try:
+        from examples.demonstration import defaults
+    except ImportError as error:
+        raise InputError(
+            f"the demonstration cannot be started ({error}): give your own data and models, or run "
+            "the script in a checkout"
+        ) from error
     return defaults
 
 
@@ -339,8 +324,7 @@ def _check_folder(argument: str, name: str | None) -> None:
     ):
         raise InputError(
             f"--{argument} {name}: there are no weights (model.safetensors) in this folder; to "
-            "train this"
-            f" configuration from scratch, name it with --config_name"
+            "train this configuration from scratch, name it with --config_name"
         )
     if argument == "model_name_or_path":
         check_weights(argument, name)
@@ -362,15 +346,9 @@ def check_weights(argument: str, name: str) -> None:
 
 # One of these must be there. Otherwise transformers creates a tokenizer with an empty vocabulary.
 _TOKENIZER_FILES = {
-    *(
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "tokenizer.model",
-        "spiece.model",
-        "sentencepiece.bpe.model",
-    ),
-    *("source.spm", "vocab.json", "vocab.txt"),
-}
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model",
+    "sentencepiece.bpe.model", "source.spm", "vocab.json", "vocab.txt",
+}  # fmt: skip
 
 
 def check_tokenizer(argument: str, name: str) -> None:
@@ -390,9 +368,7 @@ def check_resume(given: argparse.Namespace) -> None:
     if name is None:
         return
     if str(name).lower() == "true":
-        given.resume_from_checkpoint = (
-            find_resumable(given.output_dir) if os.path.isdir(given.output_dir) else None
-        )
+        given.resume_from_checkpoint = _last_checkpoint(given.output_dir, given.deepspeed)
         if given.resume_from_checkpoint is None:
             raise InputError(
                 f"--resume_from_checkpoint {name}: there is no whole checkpoint in "
@@ -470,6 +446,5 @@ def _check_output_is_new(given: argparse.Namespace) -> None:
     if set(left) - {table.FILE}:
         raise InputError(
             f"--output_dir {folder} has files in it and no checkpoint to resume from: name another "
-            "folder,"
-            f" or give --overwrite_output_dir to train into this one"
+            "folder, or give --overwrite_output_dir to train into this one"
         )

@@ -9,7 +9,7 @@ import evaluate
 import sacrebleu
 
 _DESCRIPTION = """\
-Corpus BLEU (Papineni et al. 2002; 13a tokenization, exponential smoothing) and chrF (Popovic 2015;
+Corpus BLEU (Papineni et al. 2002; exponential smoothing) and chrF (Popovic 2015;
 character n-grams up to 6). Both range from 0 to 100, higher is better, one reference per sentence.
 """
 
@@ -24,8 +24,8 @@ _CITATION = """\
 
 
 class BleuChrf(evaluate.Metric):
-    """`compute(predictions=[str, ...], references=[str, ...])` -> {"bleu": float, "chrf":
-    float}.
+    """`compute(predictions=[str, ...], references=[str, ...], tokenize="13a")` -> {"bleu": float,
+    "chrf": float}. `tokenize`: the name of sacrebleu's tokenizer, for BLEU.
     """
 
     def _info(self) -> evaluate.MetricInfo:
@@ -37,8 +37,10 @@ class BleuChrf(evaluate.Metric):
             features=datasets.Features({"predictions": text, "references": text}),
         )
 
-    def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
+    def _compute(
+        self, predictions: list[str], references: list[str], tokenize: str = "13a"
+    ) -> dict[str, float]:
         return {
-            "bleu": sacrebleu.corpus_bleu(predictions, [references]).score,
+            "bleu": sacrebleu.corpus_bleu(predictions, [references], tokenize=tokenize).score,
             "chrf": sacrebleu.corpus_chrf(predictions, [references]).score,
         }

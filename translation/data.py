@@ -56,16 +56,14 @@ def load_splits(
             return {
                 split: Dataset.from_list([p._asdict() for p in pairs[split]]) for split in wanted
             }
-        hub = {"cache_dir": model_args.cache_dir, "token": model_args.token}
         texts = {}
         for split, limit in wanted.items():
             records = open_records(
                 data_args.dataset_name or getattr(data_args, f"{split}_file"),
                 "--dataset_name" if data_args.dataset_name else f"--{split}_file",
                 split,
-                data_args.dataset_config_name,
                 is_any_split=not data_args.dataset_name,
-                **hub,
+                **model_args.of_datasets(),
             )
             texts[split] = _texts(records, languages, limit, model_args.cache_dir)
         return texts

@@ -4,7 +4,6 @@ import itertools
 import logging
 from typing import Any, NamedTuple
 
-import torch
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from safetensors import SafetensorError
@@ -16,6 +15,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     Seq2SeqTrainingArguments,
     T5Config,
+    TrainingArguments,
 )
 
 from translation.arguments import (
@@ -23,7 +23,7 @@ from translation.arguments import (
     is_from_scratch,
     uses_built_in_corpus,
 )
-from translation.options import DataTrainingArguments, ModelArguments
+from translation.options import DataTrainingArguments, LoadingArguments, ModelArguments
 from translation.records import InputError, required
 from translation.tokenizer import (
     pad_token_id,
@@ -86,9 +86,7 @@ def _load_tokenizer(
     name: str, model_args: ModelArguments, data_args: DataTrainingArguments
 ) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, use_fast=model_args.use_fast_tokenizer, **_hub(model_args)
-        )
+        tokenizer = AutoTokenizer.from_pretrained(name, **model_args.of_hub())
     except (OSError, ValueError) as error:
         raise InputError(
             f"no tokenizer could be loaded from {name} ({error}); name one with --tokenizer_name"
@@ -116,8 +114,7 @@ def _make_tokenizer(
     if isinstance(pieces, str):
         raise InputError(
             f"a vocabulary of {size.vocab_size} pieces cannot be made from the training texts "
-            f"({pieces});"
-            " name a tokenizer with --tokenizer_name"
+            f"({pieces}); name a tokenizer with --tokenizer_name"
         )
     return t5_tokenizer(pieces)
 
@@ -142,26 +139,34 @@ def small_t5_config(tokenizer: PreTrainedTokenizerBase, size: ScratchSize) -> T5
     )
 
 
-def dtype_to_train_in(args: Seq2SeqTrainingArguments) -> dict[str, torch.dtype]:
-    """Return the options with which transformers makes a model that is trained.
+def of_model(args: LoadingArguments, training_args: TrainingArguments) -> dict[str, Any]:
+    """Return the options with which transformers makes a model, whether or not it is loaded.
 
     Only an engine keeps weights in fp32 beside those of a model in 16 bits, which are too coarse
-    for small updates.
+    for small updates. So without one, a model that is trained is in fp32 by default.
     """
-    return {"dtype": torch.float32} if args.do_train and not args.deepspeed else {}
+    is_plain = training_args.do_train and not training_args.deepspeed
+    return options_of_model(args.attn_implementation, args.dtype or ("float32" * is_plain))
+
+
+def options_of_model(attn_implementation: str | None, dtype: str | None) -> dict[str, str]:
+    """Return those that are given. Otherwise transformers takes the file's dtype, and the attention
+    that is fastest.
+    """
+    given = {"attn_implementation": attn_implementation, "dtype": dtype}
+    return {name: value for name, value in given.items() if value and value != "auto"}
 
 
 def _load_model(model_args: ModelArguments, args: Seq2SeqTrainingArguments) -> PreTrainedModel:
     """Load the named model with its weights; if only a configuration is named, create a new one."""
     name = required(model_args.model_name_or_path or model_args.config_name, "model_name_or_path")
     try:
-        config = AutoConfig.from_pretrained(model_args.config_name or name, **_hub(model_args))
+        hub, options = model_args.of_hub(), of_model(model_args, args)
+        config = AutoConfig.from_pretrained(model_args.config_name or name, **hub)
         if model_args.model_name_or_path:
-            given = _hub(model_args) | dtype_to_train_in(args)
-            return AutoModelForSeq2SeqLM.from_pretrained(name, config=config, **given)
-        return AutoModelForSeq2SeqLM.from_config(
-            config, trust_remote_code=model_args.trust_remote_code, **dtype_to_train_in(args)
-        )
+            return AutoModelForSeq2SeqLM.from_pretrained(name, config=config, **hub, **options)
+        options |= {"trust_remote_code": model_args.trust_remote_code}
+        return AutoModelForSeq2SeqLM.from_config(config, **options)
     except (OSError, ValueError, SafetensorError) as error:
         raise InputError(
             f"no sequence-to-sequence model could be loaded from {name}: {error}"
@@ -187,12 +192,3 @@ def _fit(
                 "its tokens"
             )
         model.generation_config.forced_bos_token_id = index
-
-
-def _hub(model_args: ModelArguments) -> dict:
-    return {
-        "cache_dir": model_args.cache_dir,
-        "revision": model_args.model_revision,
-        "token": model_args.token,
-        "trust_remote_code": model_args.trust_remote_code,
-    }

@@ -3,28 +3,56 @@ transformers, so that `--help` is quick.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from translation.command_line import Application, option
 
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
 
 @dataclass
-class ModelArguments:
-    """Which model, configuration and tokenizer to use."""
+class LoadingArguments:
+    """From where, and how, a model, its tokenizer and data are loaded: in both applications."""
 
     model_name_or_path: str | None = option(
         None, "Model folder or hub name. Default: a small T5 is trained from scratch."
     )
+    model_revision: str = option("main", "Branch, tag or commit of the hub model.")
+    trust_remote_code: bool = option(False, "Allow code from the hub model to run here.")
+    attn_implementation: str | None = option(None, "Attention: sdpa, flash_attention_2, eager.")
+    dtype: str | None = option(
+        None,
+        "Dtype of the loaded weights. Default: the file's (auto); to train without an engine, "
+        "float32.",
+        choices=DTYPES,
+    )
+    token: str | None = option(None, "Access token for the hub.")
+    cache_dir: str | None = option(None, "Folder for downloads from the hub, and prepared data.")
+    dataset_config_name: str | None = option(None, "Configuration of a `datasets` dataset.")
+    dataset_revision: str | None = option(None, "Branch, tag or commit of a hub dataset.")
+
+    def of_hub(self) -> dict[str, Any]:
+        """The options with which transformers finds the model's files."""
+        given = {"cache_dir": self.cache_dir, "token": self.token}
+        given |= {"revision": self.model_revision}
+        return {**given, "trust_remote_code": self.trust_remote_code}
+
+    def of_datasets(self) -> dict[str, Any]:
+        """The options of `open_records` for a dataset of the hub."""
+        given = {"cache_dir": self.cache_dir, "token": self.token}
+        return {**given, "config": self.dataset_config_name, "revision": self.dataset_revision}
+
+
+@dataclass
+class ModelArguments(LoadingArguments):
+    """Which model, configuration and tokenizer to use."""
+
     config_name: str | None = option(
         None,
         "Configuration folder or hub name. Without a model, one with this configuration is "
         "trained from scratch.",
     )
     tokenizer_name: str | None = option(None, "Tokenizer folder or hub name. Default: the model's.")
-    cache_dir: str | None = option(None, "Folder for downloads from the hub.")
-    use_fast_tokenizer: bool = option(True, "Use a tokenizer backed by `tokenizers`.")
-    model_revision: str = option("main", "Branch, tag or commit of the hub model.")
-    token: str | None = option(None, "Access token for the hub.")
-    trust_remote_code: bool = option(False, "Allow code from the hub model to run here.")
 
 
 @dataclass
@@ -36,7 +64,6 @@ class DataTrainingArguments:
     dataset_name: str | None = option(
         None, "Name of a `datasets` dataset, or a folder written by its save_to_disk."
     )
-    dataset_config_name: str | None = option(None, "Configuration of that dataset.")
     train_file: str | None = option(
         None, "Training data: .json, .jsonl, .csv, .tsv, .parquet, or a dataset's name."
     )

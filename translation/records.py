@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 import datasets
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, IterableDataset
 from datasets.exceptions import DatasetsError
 
 TEXTS, TABLES, JSON = (".txt", ".py", ".md"), (".csv", ".tsv"), (".json", ".jsonl")
@@ -40,7 +40,7 @@ class Records:
 
     name: str
     files: tuple[tuple[Path, int, int], ...] = ()
-    dataset: Dataset | None = None
+    dataset: Dataset | IterableDataset | None = None
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Raises InputError: a file is not in the format that its name says, or the dataset is
@@ -103,8 +103,8 @@ def open_records(
         cause = error.__cause__ or error
         raise InputError(f"{where}: no file, and no dataset can be loaded ({cause})") from error
     if isinstance(found, Dataset) and not is_any_split:
-        found = DatasetDict({"train": found})
-    if isinstance(found, DatasetDict):
+        found = {"train": found}
+    if isinstance(found, dict):  # of `datasets`, by split
         if split not in found:
             raise InputError(f"{where} has no split {split!r}, only {', '.join(map(str, found))}")
         found = found[split]

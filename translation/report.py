@@ -1,20 +1,48 @@
 """The results of a run: scores, translations, and weights in 16 bits."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import evaluate
 import numpy as np
+import sacrebleu
 import torch
 from datasets import Dataset
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import EvalPrediction, PreTrainedTokenizerBase
 
+from translation.records import InputError
 from translation.tokenizer import pad_token_id
 
 METRIC_SCRIPT = Path(__file__).with_name("bleu_chrf.py")
+# sacrebleu's tokenizers, by codes of languages of two and three letters.
+_TOKENIZERS = {
+    **dict.fromkeys(("zh", "zho"), "zh"),
+    **dict.fromkeys(("ja", "jpn"), "ja-mecab"),
+    **dict.fromkeys(("ko", "kor"), "ko-mecab"),
+}
+
+
+def bleu_tokenizer(language: str | None) -> str:
+    """Return the name of sacrebleu's tokenizer for a language, such as zh, zh_CN or zho_Hans."""
+    code = re.split("[_-]", language or "")[0].lower()
+    return _TOKENIZERS.get(code, "13a")
+
+
+def bleu_signature(language: str | None) -> str:
+    """Return what sacrebleu says about how BLEU is computed, so that others can reproduce it.
+
+    Raises:
+        InputError: a package is missing that tokenizes this language.
+    """
+    try:
+        scorer = sacrebleu.BLEU(tokenize=bleu_tokenizer(language), references=[[""]])
+    except RuntimeError as error:
+        raise InputError(f"BLEU of {language}: {error}") from error
+    return str(scorer.get_signature())
 
 
 def decode(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -27,20 +55,23 @@ def decode(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def make_compute_metrics(
-    tokenizer: PreTrainedTokenizerBase, references: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase, references: Sequence[str], language: str | None = None
 ) -> Callable[[EvalPrediction], dict[str, float]]:
     """Return the Trainer's `compute_metrics`: BLEU, chrF, and the mean length of the output in
     tokens.
 
     `references`: the texts of the data, in its order. Those of the labels are cut and lack the
-    characters that the tokenizer does not know.
+    characters that the tokenizer does not know. `language`: theirs, which decides how BLEU splits
+    them into words.
     """
+    tokenize = bleu_tokenizer(language)
     metric = evaluate.load(str(METRIC_SCRIPT), keep_in_memory=True)
 
     def compute_metrics(result: EvalPrediction) -> dict[str, float]:
         tokens = np.asarray(result.predictions)
         predictions = decode(tokens, tokenizer)
-        scores = metric.compute(predictions=predictions, references=references) or {}
+        texts = {"predictions": predictions, "references": references}
+        scores = metric.compute(**texts, tokenize=tokenize) or {}
         lengths = np.isin(tokens, [pad_token_id(tokenizer), -100], invert=True).sum(axis=1)
         return {name: round(score, 4) for name, score in scores.items()} | {
             "gen_len": round(float(lengths.mean()), 2)

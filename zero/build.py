@@ -27,7 +27,7 @@ from zero.config import Config, OffloadOptimizerConfig, ZeroConfig
 from zero.core.gathering import Gathering
 from zero.core.layout import GroupPlan, called_blocks, packs_experts, plan_groups
 from zero.core.micro_batches import MicroBatches
-from zero.core.param_group import ParamGroup
+from zero.core.param_group import ParamGroup, owning_group
 from zero.core.quantized_weights import (
     LEAST_BYTES,
     is_quantized,
@@ -38,7 +38,7 @@ from zero.core.quantized_weights import (
 from zero.core.reduction import GradientReducer
 from zero.core.schedule import Residency, Schedule
 from zero.core.secondary_partition import SecondaryPartitionGroup
-from zero.core.sharded_param import cut_of, local, owning_group
+from zero.core.sharded_param import cut_of, local
 from zero.device import is_accelerator
 from zero.errors import UsageError
 from zero.model_checks import IN_FP16, STRICTLY, check_model, kept_in_fp32, refuse_doubles
@@ -393,8 +393,12 @@ def slice_batches(model: nn.Module, settings: Config) -> list[SlicedBlock | Slic
                 "tensors inside of blocks, where it would find one for each slice: set "
                 f"config.{flag} to false, or install transformers 5"
             )
-    is_trusted = settings.activation_checkpointing.trust_slices
-    sliced = [SlicedBlock(block, names[block], slices, is_trusted) for block in blocks]
+    kept = settings.activation_checkpointing
+    is_away = kept.cpu_checkpointing or kept.nvme_path
+    sliced: list[SlicedBlock | SlicedHead] = []
+    for block in blocks:
+        of = 0 if sliced or is_away else len(blocks)  # the first block speaks for all
+        sliced.append(SlicedBlock(block, names[block], slices, kept.trust_slices, of))
     head = sliced_head(model)
     return sliced if head is None else [*sliced, head]
 

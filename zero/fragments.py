@@ -24,7 +24,8 @@ import torch
 from torch import nn
 
 from zero.core.layout import Piece
-from zero.core.sharded_param import cut_of, local, owning_group
+from zero.core.param_group import owning_group
+from zero.core.sharded_param import cut_of, local
 from zero.errors import UsageError
 from zero.optim.adam8bit import CodedSlice, replace
 from zero.optim.redistribute import WholeTensor

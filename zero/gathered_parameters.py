@@ -16,8 +16,7 @@ from torch import nn
 
 from zero.comm.control import Record
 from zero.comm.work import Pending
-from zero.core.param_group import ParamGroup, State, checksums, unsharded
-from zero.core.sharded_param import owning_group
+from zero.core.param_group import ParamGroup, State, checksums, owning_group, unsharded
 from zero.errors import UsageError
 
 logger = logging.getLogger("zero")

@@ -23,10 +23,10 @@ from zero.comm.control import Record
 from zero.config import AioConfig, OffloadConfig, load_config
 from zero.config.load import Source
 from zero.core.layout import GroupPlan
-from zero.core.param_group import ParamGroup
+from zero.core.param_group import ParamGroup, owning_group
 from zero.core.quantized_weights import is_quantized, quantized_tensors
 from zero.core.schedule import Residency
-from zero.core.sharded_param import PlaceholderView, owning_group, written_by
+from zero.core.sharded_param import PlaceholderView, written_by
 from zero.errors import UsageError
 from zero.model_checks import STRICTLY, kept_in_fp32
 from zero.offload.tiers import Tier

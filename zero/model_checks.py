@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from zero.core.param_group import owning_group
 from zero.core.quantized_weights import wraps_tensors
-from zero.core.sharded_param import owning_group
 from zero.errors import UsageError
 
 

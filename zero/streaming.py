@@ -16,16 +16,9 @@ import torch
 from torch import nn
 
 from zero.checkpoint.export import Weights
-from zero.core.param_group import ParamGroup, unsharded
+from zero.core.param_group import ParamGroup, owning_group, unsharded
 from zero.core.quantized_weights import is_quantized, public_attributes
-from zero.core.sharded_param import (
-    ReadHook,
-    ShardedParameter,
-    hide,
-    owning_group,
-    placeholder,
-    show,
-)
+from zero.core.sharded_param import ReadHook, ShardedParameter, hide, placeholder, show
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
 from zero.gathered_parameters import GatheredParameters

@@ -14,17 +14,16 @@ TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1. At stage 3, it needs the command `numactl`."
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.arguments import Parser, interpreter, result_file
-from benchmarks.launch import REPOSITORY, run_ranks
+from benchmarks.adopt.worker import run_runs
+from benchmarks.runner import Parser, Table, finish, ranks
 from zero.conversion import deepspeed, ours
 
 SAVED, STEPS, RANKS = 3, 13, 2
@@ -68,8 +67,7 @@ def run_all(
     python: str, package: str, runs: Sequence[dict[str, Any]], nproc: int
 ) -> list[list[float]]:
     """Run all with one engine on `nproc` ranks, and return the losses of each."""
-    command = ["-m", "benchmarks.adopt.worker", "--package", package, "--runs", json.dumps(runs)]
-    return run_ranks(python, command, nproc, timeout=1800)[0]["losses"]
+    return ranks(run_runs, nproc, python=python, package=package, runs=runs)[0]
 
 
 def start(model: str, stage: int, folder: Path, **others: Any) -> dict[str, Any]:
@@ -90,98 +88,62 @@ def difference(resumed: Sequence[float], whole: Sequence[float]) -> float:
     return max(abs(here - there) / abs(there) for here, there in pairs)
 
 
-class Comparison:
-    """Runs both directions.
+def compare(
+    direction: str,
+    engines: tuple[tuple[str, str], tuple[str, str]],
+    cases: list[Case],
+    folders: list[Path],
+    handed_over: Callable[[Path, int], Path],
+) -> list[dict[str, Any]]:
+    """Run all cases with the first engine, which saves on the way, and go on with the second one on
+    1, 2 and 3 ranks. Returns a row for each, and prints it.
 
-    Attributes:
-        theirs, ours: the interpreter of each engine, and the name of its package.
-        rows: what was found for each direction, case and number of ranks.
-    """
-
-    def __init__(self, python: str, work: Path):
-        self.theirs, self.work = (python, "deepspeed"), work
-        self.ours = sys.executable, "zero"
-        self.rows: list[dict[str, Any]] = []
-
-    def from_deepspeed(self) -> None:
-        folders = [self.work / f"{index}" for index, _ in enumerate(CASES)]
-        whole = self._run_whole(self.theirs, CASES, folders)
-        for ranks in (1, 2, 3):
-            self._go_on("from DeepSpeed", self.ours, CASES, folders, ranks, whole)
-
-    def to_deepspeed(self) -> None:
-        folders = [self.work / f"zero-{case.model}" for case in BACK]
-        whole = self._run_whole(self.ours, BACK, folders)
-        for ranks in (1, 2, 3):
-            written = [self.work / f"back-{case.model}-{ranks}" for case in BACK]
-            for folder, out in zip(folders, written, strict=True):
-                state = ours.read(folder)
-                state.ranks = ranks
-                deepspeed.write(state, out)
-            self._go_on("to DeepSpeed", self.theirs, BACK, written, ranks, whole)
-
-    def _run_whole(
-        self, engine: tuple[str, str], cases: list[Case], folders: list[Path]
-    ) -> dict[Case, list[float]]:
-        """Run without interruption, and save on the way."""
-        pairs = zip(cases, folders, strict=True)
-        runs = [start(case.model, case.stage, folder, **case.others) for case, folder in pairs]
-        return dict(zip(cases, run_all(*engine, runs, RANKS), strict=True))
-
-    def _go_on(
-        self,
-        direction: str,
-        engine: tuple[str, str],
-        cases: list[Case],
-        folders: list[Path],
-        ranks: int,
-        whole: dict[Case, list[float]],
-    ) -> None:
-        """Resume on so many ranks, and print the difference from the losses of whole runs."""
-        pairs = zip(cases, folders, strict=True)
-        runs = [resume(case.model, case.stage, folder, **case.others) for case, folder in pairs]
-        for case, losses in zip(cases, run_all(*engine, runs, ranks), strict=True):
-            expected, allowed = whole[case], TOLERANCES[case.dtype]
-            largest = difference(losses, expected)
-            equal = largest <= allowed
-            found = f"{largest:8.1e}" + ("" if equal else f"  more than {allowed:.0e}")
-            lists = {"losses": losses, "uninterrupted": expected}
-            self._add(direction, case, ranks, found, equal=equal, difference=largest, **lists)
-
-    def _add(
-        self, direction: str, case: Case, ranks: int, found: str, equal: bool = False, **others: Any
-    ) -> None:
-        row = {"direction": direction, **case._asdict(), "ranks": ranks}
-        print(_LINE.format(*row.values(), found), flush=True)
-        self.rows.append(row | {"equal": equal, **others})
-
-
-_LINE = "{:<14}  {:<6}  {:>5}  {:<5}  {:>5}  {}"
+    handed_over: a function of a checkpoint's folder and a number of ranks to the folder that the
+    second engine loads."""
+    saving, resuming = engines
+    runs = [
+        start(case.model, case.stage, folder, **case.others)
+        for case, folder in zip(cases, folders, strict=True)
+    ]
+    whole = run_all(*saving, runs, RANKS)
+    rows = []
+    for number in (1, 2, 3):
+        runs = [
+            resume(case.model, case.stage, handed_over(folder, number), **case.others)
+            for case, folder in zip(cases, folders, strict=True)
+        ]
+        found = run_all(*resuming, runs, number)
+        for case, losses, expected in zip(cases, found, whole, strict=True):
+            row = {"direction": direction, **case._asdict(), "ranks": number}
+            row["difference"] = difference(losses, expected)
+            row["equal"] = row["difference"] <= TOLERANCES[case.dtype]
+            print(*row.values(), flush=True)
+            rows.append(row)
+    return rows
 
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument(
-        "--deepspeed-python",
-        type=interpreter,
-        required=True,
-        help="interpreter of an environment that has deepspeed",
-    )
-    parser.add_argument(
-        "--output",
-        type=result_file,
-        default=REPOSITORY / "benchmarks" / "out" / "adopt.json",
-    )
+    parser.add_deepspeed(required=True)
+    parser.add_output()
     args = parser.parse_args()
-    print(_LINE.format("direction", "model", "stage", "dtype", "ranks", "loss diff"))
+    theirs, own = (args.deepspeed_python, "deepspeed"), (sys.executable, "zero")
+
+    def converted(folder: Path, number: int) -> Path:
+        """Write a checkpoint of this engine as DeepSpeed's, of so many ranks."""
+        state, out = ours.read(folder), folder.with_name(f"{folder.name}-{number}")
+        state.ranks = number
+        deepspeed.write(state, out)
+        return out
+
     with tempfile.TemporaryDirectory() as work:
-        comparison = Comparison(args.deepspeed_python, Path(work))
-        comparison.from_deepspeed()
-        comparison.to_deepspeed()
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(comparison.rows, indent=2))
-    print(f"written: {args.output}")
-    sys.exit(0 if all(row["equal"] for row in comparison.rows) else 1)
+        folders = [Path(work, str(index)) for index, _ in enumerate(CASES)]
+        rows = compare("from DeepSpeed", (theirs, own), CASES, folders, lambda folder, _: folder)
+        folders = [Path(work, f"zero-{case.model}") for case in BACK]
+        rows += compare("to DeepSpeed", (own, theirs), BACK, folders, converted)
+    columns = list(rows[0])
+    finish(args, Table("Losses", columns, [list(row.values()) for row in rows]))
+    sys.exit(0 if all(row["equal"] for row in rows) else 1)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ Only the name of the package differs. A step has the same rows on any number of 
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 from itertools import islice
 from typing import Any
 
@@ -16,28 +14,17 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.launch import report
-from benchmarks.models import build_t5, synthetic_batches
+from benchmarks import models
+from benchmarks.models import llama, synthetic_batches, t5
 
 VOCABULARY, LENGTH, ROWS = 32, 8, 6
-T5 = {"d_model": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 4, "vocab_size": 32}
 
 
 def build(name: str) -> nn.Module:
     if name == "t5":
-        return build_t5(T5, seed=3)
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        vocab_size=VOCABULARY,
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(config)
+        return models.build(t5(8, 16, 1, 2, 4, VOCABULARY), seed=3)
+    model = models.build(llama(8, 16, 1, 2, VOCABULARY), seed=3)
     if name == "llama":
         return model
     lora = LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
@@ -101,16 +88,8 @@ def run(package: Any, settings: dict[str, Any]) -> list[float]:
     return losses
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--package", choices=["zero", "deepspeed"], required=True)
-    parser.add_argument("--runs", type=json.loads, required=True, help="settings of each run")
-    args = parser.parse_args()
-    package = importlib.import_module(args.package)
-    package.comm.init_distributed(dist_backend="gloo")
-    report({"losses": [run(package, settings) for settings in args.runs]})
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+def run_runs(package: str, runs: list[dict[str, Any]]) -> list[list[float]]:
+    """On a rank: do each run with `zero` or `deepspeed`, and return its losses."""
+    library = importlib.import_module(package)
+    library.comm.init_distributed(dist_backend="gloo")
+    return [run(library, settings) for settings in runs]

@@ -12,24 +12,30 @@ the allocator's peak."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import resource
 import statistics
-import subprocess
-import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
-from benchmarks.arguments import Parser, result_file
+from benchmarks.runner import REPOSITORY, Parser, Row, finish, ranks, table
 from zero.tools.arguments import count
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+COLUMNS = {
+    "loss": "loss",
+    "variant": "variant",
+    "seconds": "seconds",
+    "tokens/s": "speed",
+    "peak MB": ("peak", 1e6),
+    "of plain": "of plain",
+    "value": "value",
+}
 LOSSES = {"forward_kl": ("plain", "ours"), "jsd": ("plain", "ours", "trl", "liger")}
 
 Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -95,28 +101,34 @@ def liger(loss: str) -> Step:
     return step
 
 
-def measure(variant: str, loss: str, args: argparse.Namespace) -> dict[str, float]:
+VARIANTS = {"plain": plain, "ours": ours, "trl": trl, "liger": liger}
+
+
+def peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure(
+    variant: str, loss: str, tokens: int, width: int, vocabulary: int, dtype: str, repeats: int
+) -> Row:
     """Run one variant in this process.
 
     Return tokens/s by CPU (or GPU) time, peak memory in bytes, and the loss.
     """
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shapes = [(rows, times * width) for times in (1, 2) for rows in (tokens, vocabulary)]
     tensors = [
-        torch.randn(*shape, device=device, dtype=getattr(torch, args.dtype)) / 8
-        for shape in (
-            (args.tokens, args.width), (args.vocabulary, args.width), (args.tokens, 2 * args.width),
-            (args.vocabulary, 2 * args.width),
-        )
-    ]  # fmt: skip
+        torch.randn(*shape, device=device, dtype=getattr(torch, dtype)) / 8 for shape in shapes
+    ]
     for tensor in tensors[:2]:
         tensor.requires_grad_()
-    step = globals()[variant](loss)
+    step = VARIANTS[variant](loss)
     clock = time.process_time if device.type == "cpu" else time.perf_counter
-    before = _peak(device)
-    seconds = []
-    for _ in range(args.repeats):
+    before, seconds = peak(device), []
+    for _ in range(repeats):
         start = clock()
         value = step(*tensors)
         value.backward()
@@ -125,90 +137,40 @@ def measure(variant: str, loss: str, args: argparse.Namespace) -> dict[str, floa
         seconds.append(clock() - start)
         for tensor in tensors[:2]:
             tensor.grad = None
-    return {
-        "tokens_per_second": args.tokens / statistics.median(seconds),
-        "seconds": statistics.median(seconds),
-        "peak": _peak(device) - before,
-        "loss": value.item(),
-    }
+    taken = statistics.median(seconds)
+    row = {"seconds": taken, "speed": tokens / taken, "value": value.item()}
+    return row | {"peak": peak(device) - before}
 
 
-def _peak(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def main() -> None:
-    parser = Parser(__doc__)
-    parser.add_argument("--tokens", type=count, default=512)
-    parser.add_argument(
-        "--width", type=count, default=64, help="hidden size of the student, half of the teacher's"
-    )
-    parser.add_argument("--vocabulary", type=count, default=151_936)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--repeats", type=count, default=3)
-    parser.add_argument("--peers", type=Path, help="folder with trl and liger_kernel")
-    parser.add_argument(
-        "--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "distill.json"
-    )
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        print(json.dumps(measure(*args.worker, args)))
-        return
-    results = []
-    print(
-        f"{args.tokens} tokens, vocabulary {args.vocabulary:,}, widths {args.width} and "
-        f"{2 * args.width}\n"
-    )
-    print(
-        f"{'loss':<11} {'variant':<7} {'seconds':>8} {'tokens/s':>9} {'peak MB':>8} "
-        f"{'of plain':>8}   value"
-    )
+def rows_of(args: Namespace, task: dict[str, Any]) -> list[Row]:
+    rows, base = [], 1
+    paths = [str(REPOSITORY), str(args.peers or ""), os.environ.get("PYTHONPATH", "")]
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     for loss, variants in LOSSES.items():
         for variant in variants:
             if variant in ("trl", "liger") and args.peers is None:
                 continue
-            result = {"loss_type": loss, "variant": variant, **_run(variant, loss, args)}
-            results.append(result)
-            base = next(r for r in results if r["loss_type"] == loss)
-            print(
-                f"{loss:<11} {variant:<7} {result['seconds']:8.2f} "
-                f"{result['tokens_per_second']:9.0f} "
-                f"{result['peak'] / 1e6:8.0f} {result['peak'] / base['peak']:8.2f}   "
-                f"{result['loss']:.6f}",
-                flush=True,
-            )
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(results, indent=2))
-    print(f"\nwritten: {args.output}")
+            row = ranks(measure, 1, timeout=900, env=env, variant=variant, loss=loss, **task)[0]
+            base = row["peak"] if variant == "plain" else base
+            rows.append({"loss": loss, "variant": variant, **row, "of plain": row["peak"] / base})
+    return rows
 
 
-def _run(variant: str, loss: str, args: argparse.Namespace) -> dict[str, float]:
-    options = [
-        f"--{name}={getattr(args, name)}"
-        for name in ("tokens", "width", "vocabulary", "dtype", "repeats")
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.applications.distill",
-        "--worker",
-        variant,
-        loss,
-        *options,
-    ]
-    paths = [str(REPOSITORY), str(args.peers or ""), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    }
-    output = subprocess.run(
-        command, env=environment, check=True, capture_output=True, text=True, timeout=900
-    ).stdout
-    return json.loads(output.splitlines()[-1])
+def main() -> None:
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--tokens", type=count, default=512)
+    add("--width", type=count, default=64, help="of the student, half of the teacher's")
+    add("--vocabulary", type=count, default=151_936)
+    add("--dtype", default="float32")
+    add("--repeats", type=count, default=3)
+    add("--peers", type=Path, help="folder with trl and liger_kernel")
+    parser.add_output()
+    args = parser.parse_args()
+    names = ("tokens", "width", "vocabulary", "dtype", "repeats")
+    rows = rows_of(args, {name: getattr(args, name) for name in names})
+    caption = f"{args.tokens} tokens, vocabulary {args.vocabulary:,}, width {args.width}"
+    finish(args, table(caption, COLUMNS, rows), rows=rows)
 
 
 if __name__ == "__main__":

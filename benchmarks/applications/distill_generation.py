@@ -12,36 +12,29 @@ slowest process."""
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
-import os
 import statistics
-import tempfile
-import time
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 import zero
-from benchmarks.arguments import Parser, result_file
-from benchmarks.launch import REPOSITORY
+from benchmarks.measuring import timed
+from benchmarks.runner import Parser, Row, finish, ranks, table
 from distill.on_policy import rewrite
 from zero.tools.arguments import count
 
-Seconds = dict[str, list[float]]
 GENERATE, REWRITE = "generate", "rewrite"
 PAD = 0
 
 
-def llama(args: argparse.Namespace) -> LlamaForCausalLM:
+def llama(args: Namespace) -> LlamaForCausalLM:
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=args.vocabulary, hidden_size=args.width, intermediate_size=3 * args.width,
@@ -51,7 +44,7 @@ def llama(args: argparse.Namespace) -> LlamaForCausalLM:
     )  # fmt: skip
 
 
-def t5(args: argparse.Namespace) -> T5ForConditionalGeneration:
+def t5(args: Namespace) -> T5ForConditionalGeneration:
     return T5ForConditionalGeneration(
         T5Config(
             vocab_size=args.vocabulary, d_model=args.width, d_ff=3 * args.width,
@@ -64,7 +57,7 @@ def t5(args: argparse.Namespace) -> T5ForConditionalGeneration:
 MODELS = {"Llama": llama, "T5": t5}
 
 
-def batch_of(rank: int, args: argparse.Namespace) -> dict[str, torch.Tensor]:
+def batch_of(rank: int, args: Namespace) -> dict[str, torch.Tensor]:
     """Return examples whose prompts have lengths from a quarter of `--length` up to all of it."""
     generator = torch.Generator().manual_seed(rank)
     lengths = torch.linspace(args.length // 4, args.length, args.batch).long()
@@ -78,7 +71,7 @@ def batch_of(rank: int, args: argparse.Namespace) -> dict[str, torch.Tensor]:
 Kinds = dict[str, tuple[Callable[[], Any], Callable[[], Any]]]
 
 
-def writers(name: str, rank: int, args: argparse.Namespace) -> Kinds:
+def writers(name: str, rank: int, args: Namespace) -> Kinds:
     """Return for the whole and for the sharded model what comes before a batch, which is not
     measured, and a function that writes it.
     """
@@ -109,77 +102,62 @@ def writers(name: str, rank: int, args: argparse.Namespace) -> Kinds:
     }
 
 
-def measure(rank: int, world_size: int, args: argparse.Namespace, folder: str) -> None:
-    """Write the seconds of each round to a file of this rank."""
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    group = f"file://{folder}/group{world_size}"
-    dist.init_process_group("gloo", init_method=group, rank=rank, world_size=world_size)
-    found: dict[str, dict[str, Seconds]] = {}
+def measure(**options: int) -> list[list[dict[str, dict[str, float]]]]:
+    """On a rank: the seconds of each kind in each round, for each model."""
+    dist.init_process_group("gloo")
+    args, found = Namespace(**options), []
     for name in MODELS:
-        kinds = writers(name, rank, args)
-        found[name] = {kind: {"cpu": [], "wall": []} for kind in kinds}
-        for number in range(args.rounds + 1):
+        kinds, rounds = writers(name, dist.get_rank(), args), []
+        for _ in range(args.rounds + 1):
+            rounds.append({})
             for kind, (prepare, write) in kinds.items():
                 prepare()
-                dist.barrier()
-                start = time.process_time(), time.perf_counter()
-                write()
-                if number:  # the first ones make caches
-                    found[name][kind]["cpu"].append(time.process_time() - start[0])
-                    found[name][kind]["wall"].append(time.perf_counter() - start[1])
-    Path(folder, f"{world_size}_{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+                rounds[-1][kind] = timed(lambda write=write: write() is None)[0]
+        found.append(rounds[1:])  # the first ones make caches
+    return found
 
 
-def row(name: str, ranks: list[dict[str, dict[str, Seconds]]], tokens: int) -> str:
+def row(name: str, found: list[list[dict[str, dict[str, float]]]], tokens: int) -> Row:
     """Return a line of the table. A round takes as long as its slowest process."""
-    rounds = {}
-    for kind in (GENERATE, REWRITE):
-        for clock in ("cpu", "wall"):
-            by_rank = [rank[name][kind][clock] for rank in ranks]
-            rounds[kind, clock] = [max(each) for each in zip(*by_rank, strict=True)]
-    ms = [1e3 * statistics.median(rounds[kind, "cpu"]) / tokens for kind in (GENERATE, REWRITE)]
-    ratios = [
-        statistics.median(
-            own / plain
-            for own, plain in zip(rounds[REWRITE, clock], rounds[GENERATE, clock], strict=True)
-        )
-        for clock in ("cpu", "wall")
+    rounds = [
+        {
+            (kind, clock): max(rank[kind][clock] for rank in of_ranks)
+            for kind in (GENERATE, REWRITE)
+            for clock in ("cpu", "seconds")
+        }
+        for of_ranks in zip(*found, strict=True)
     ]
-    cells = [name, str(len(ranks)), *(f"{each:.2f}" for each in (*ms, *ratios))]
-    return f"| {' | '.join(cells)} |"
+    result: Row = {"model": name, "processes": len(found)}
+    for kind in (GENERATE, REWRITE):
+        result[kind] = 1e3 * statistics.median(each[kind, "cpu"] for each in rounds) / tokens
+    for clock in ("cpu", "seconds"):
+        ratios = [each[REWRITE, clock] / each[GENERATE, clock] for each in rounds]
+        result[f"ratio of {clock}"] = statistics.median(ratios)
+    return result
 
 
 def main() -> None:
     parser = Parser(__doc__)
-    add = parser.add_argument
-    add("--vocabulary", type=count, default=32_000)
-    add("--width", type=count, default=512, help="a multiple of 64")
-    add("--layers", type=count, default=4, help="of the T5's encoder and of its decoder")
-    add("--batch", type=count, default=8, help="prompts")
-    add("--length", type=count, default=64, help="tokens of the longest prompt")
-    add("--new-tokens", type=count, default=24)
-    add("--rounds", type=count, default=5)
-    output = REPOSITORY / "benchmarks" / "out" / "distill_generation.json"
-    add("--output", type=result_file, default=output)
+    options = {
+        "vocabulary": (32_000, ""),
+        "width": (512, "a multiple of 64"),
+        "layers": (4, "of the T5's encoder and of its decoder"),
+        "batch": (8, "prompts"),
+        "length": (64, "tokens of the longest prompt"),
+        "new_tokens": (24, ""),
+        "rounds": (5, ""),
+    }
+    for name, (default, text) in options.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=count, default=default, help=text)
+    parser.add_output()
     args = parser.parse_args()
-    lines, found = [], {}
-    with tempfile.TemporaryDirectory() as folder:
-        for world_size in (1, 2):
-            job = (world_size, args, folder)
-            multiprocessing.start_processes(measure, job, world_size, start_method="fork")
-            files = [Path(folder, f"{world_size}_{rank}.json") for rank in range(world_size)]
-            found[world_size] = [json.loads(file.read_text()) for file in files]
-            tokens = args.batch * args.new_tokens
-            lines += [row(name, found[world_size], tokens) for name in MODELS]
-    print("| model | processes | generate, CPU ms a token | rewrite | ratio | ratio of wall time |")
-    print("|---|---|---|---|---|---|")
-    print("\n".join(lines))
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(found, indent=2))
-    print(f"\nwritten: {args.output}")
+    rows = []
+    for processes in (1, 2):
+        found = ranks(measure, processes, **{name: getattr(args, name) for name in options})
+        for name, *of_model in zip(MODELS, *found, strict=True):
+            rows.append(row(name, of_model, args.batch * args.new_tokens))
+    columns = {key: key for key in rows[0]}
+    finish(args, table("CPU ms a token, and ratios to generate", columns, rows), rows=rows)
 
 
 if __name__ == "__main__":

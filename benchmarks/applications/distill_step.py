@@ -21,11 +21,9 @@ import zero.hf
 # This must come first, as in run_distill.py.
 zero.hf.enable()
 
-import argparse
 import json
-import statistics
 import tempfile
-import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -41,8 +39,8 @@ from transformers import (
     Seq2SeqTrainingArguments,
 )
 
-from benchmarks.arguments import Parser, existing_folder, result_file
-from benchmarks.launch import REPOSITORY
+from benchmarks.measuring import timed
+from benchmarks.runner import Parser, by_variant, existing_folder, finish, summary, table
 from distill import cache, pipeline
 from distill.config import DistillationConfig
 from distill.data import Collator
@@ -67,7 +65,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], bool, str | None]] = {
 Step = Callable[[], None]
 
 
-def shape(args: argparse.Namespace, whose: str) -> LlamaConfig:
+def shape(args: Namespace, whose: str) -> LlamaConfig:
     width = getattr(args, f"{whose}_width")
     return LlamaConfig(
         vocab_size=args.vocabulary, hidden_size=width,
@@ -77,7 +75,7 @@ def shape(args: argparse.Namespace, whose: str) -> LlamaConfig:
     )  # fmt: skip
 
 
-def write_teacher(folder: Path, args: argparse.Namespace) -> None:
+def write_teacher(folder: Path, args: Namespace) -> None:
     """Write a random teacher, in bf16 as large ones are, one weight at a time."""
     config = shape(args, "teacher")
     config.architectures = ["LlamaForCausalLM"]
@@ -109,7 +107,7 @@ def stepper(trainer: Seq2SeqTrainer) -> Step:
     return step
 
 
-def make(name: str, args: argparse.Namespace, examples: list[dict[str, list[int]]]) -> Step:
+def make(name: str, args: Namespace, examples: list[dict[str, list[int]]]) -> Step:
     torch.manual_seed(0)
     common: dict[str, Any] = {
         "output_dir": str(args.folder / "out"), "per_device_train_batch_size": args.batch,
@@ -142,7 +140,7 @@ def coded(quantized: bool) -> dict[str, Any]:
     return {"quantization_config": config} if quantized else {}
 
 
-def write_caches(names: list[str], args: argparse.Namespace, examples: Any) -> None:
+def write_caches(names: list[str], args: Namespace, examples: Any) -> None:
     """Store what the teacher says, as `run_distill.py cache_teacher` does.
 
     It has 4 bits if the other variants' teachers do, because it may not fit otherwise.
@@ -163,9 +161,8 @@ def write_caches(names: list[str], args: argparse.Namespace, examples: Any) -> N
         cache.write_cache(args.folder / sampling, description, examples, Collator(0), ask, 1)
 
 
-def measure(names: list[str], args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Return the CPU and the wall seconds of each step, by variant."""
-    tokens = args.batch * args.length
+def measure(names: list[str], args: Namespace) -> list[dict[str, dict[str, float]]]:
+    """Return the CPU and the wall seconds of each variant's step, by round."""
     generator = torch.Generator().manual_seed(0)
     size = ((args.rounds + 1) * args.batch, args.length)
     ids = torch.randint(3, args.vocabulary, size, generator=generator).tolist()
@@ -177,29 +174,11 @@ def measure(names: list[str], args: argparse.Namespace) -> dict[str, dict[str, l
     write_teacher(args.folder / "teacher", args)
     write_caches(names, args, examples)
     steps = {name: make(name, args, examples) for name in names}
-    found = {name: {"cpu": [], "wall": []} for name in names}
+    rounds = []
     for number in range(args.rounds + 1):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            start = time.process_time(), time.perf_counter()
-            steps[name]()
-            if number:  # the first one creates the optimizer's state
-                found[name]["cpu"].append(time.process_time() - start[0])
-                found[name]["wall"].append(time.perf_counter() - start[1])
-    print(f"{tokens} tokens a step, {args.rounds} rounds\n")
-    return found
-
-
-def table(found: dict[str, dict[str, list[float]]], tokens: int) -> str:
-    lines = ["| the teacher | CPU s a step | ms a token | ratio | wall s a step |"]
-    lines.append("|---|---|---|---|---|")
-    for name, seconds in found.items():
-        cpu, wall = (statistics.median(seconds[clock]) for clock in ("cpu", "wall"))
-        pairs = zip(seconds["cpu"], found[FINE_TUNING]["cpu"], strict=True)
-        ratio = statistics.median(own / plain for own, plain in pairs)
-        lines.append(
-            f"| {name} | {cpu:.3f} | {1e3 * cpu / tokens:.3f} | {ratio:.2f} | {wall:.2f} |"
-        )
-    return "\n".join(lines)
+        order = names[number % len(names) :] + names[: number % len(names)]
+        rounds.append({name: timed(steps[name])[0] for name in order})
+    return rounds[1:]  # the first one creates the optimizer's state
 
 
 def main() -> None:
@@ -216,20 +195,20 @@ def main() -> None:
     add("--top-k", type=count, default=12)
     add("--rounds", type=count, default=7)
     add("--folder", type=existing_folder, help="for the teacher's files; default: a temporary one")
-    output = REPOSITORY / "benchmarks" / "out" / "distill_step.json"
-    add("--output", type=result_file, default=output)
+    parser.add_output()
     args = parser.parse_args()
-    names = [FINE_TUNING, *(args.only or VARIANTS)]
-    names = list(dict.fromkeys(names))
+    names = list(dict.fromkeys([FINE_TUNING, *(args.only or VARIANTS)]))
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         args.folder = Path(folder)
         (args.folder / "teacher").mkdir()
-        found = measure(names, args)
-    print(table(found, args.batch * args.length))
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(found, indent=2))
-    print(f"\nwritten: {args.output}")
+        rounds = measure(names, args)
+    _, rows = summary(rounds, names, {}, {}, ("cpu",))
+    tokens = args.batch * args.length
+    columns = {"the teacher": "variant", "CPU s a step": "cpu", "ms a token": ("cpu", tokens / 1e3)}
+    columns |= {"ratio": "cpu ratio", "wall s a step": "seconds"}
+    caption = f"{tokens} tokens a step, {args.rounds} rounds"
+    finish(args, table(caption, columns, by_variant(rows)), rows=rows, rounds=rounds)
 
 
 if __name__ == "__main__":

@@ -25,17 +25,11 @@ from collections.abc import Callable, Iterable
 from multiprocessing import get_context
 from pathlib import Path
 
-import matplotlib
 import torch
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot
 
 import run_distill
 import run_translation
-from benchmarks.arguments import Parser, result_file
-from benchmarks.launch import REPOSITORY
+from benchmarks.runner import Parser, Table, finish
 from examples.demonstration.cldr import build_corpus
 from translation.model import BUILT_IN_CORPUS_SIZE, FREE_TEXT_SIZE, small_t5_config
 from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
@@ -181,21 +175,6 @@ def parameters(folder: Path) -> int:
     return AutoModelForSeq2SeqLM.from_config(AutoConfig.from_pretrained(folder)).num_parameters()
 
 
-def plot(teacher: float, students: dict[str, list[float]], path: Path) -> None:
-    """Plot the BLEU of each seed's students, and the teacher's as a line."""
-    figure, axes = pyplot.subplots(figsize=(7, 2.6))
-    for row, bleu in enumerate(students.values()):
-        axes.plot(bleu, [row] * len(bleu), "o", alpha=0.7)
-    axes.axvline(teacher, color="grey", linestyle="--", label="teacher")
-    axes.set_yticks(range(len(students)), students)
-    axes.set_ylim(len(students) - 0.5, -0.5)
-    axes.set(xlabel="BLEU on the test file")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 def measure(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -214,16 +193,12 @@ def measure(args: argparse.Namespace) -> None:
         name: [train_student(name, seed, data, args) for seed in range(args.seeds)]
         for name in STUDENTS
     }
-    rows = [["BLEU", *(f"seed {seed}" for seed in range(args.seeds)), "mean"]]
-    rows += [["---"] * (args.seeds + 2)]
-    for name, bleu in {"teacher": [teacher["bleu"]] * args.seeds, **students}.items():
-        rows.append([name, *(f"{score:.2f}" for score in bleu), f"{statistics.mean(bleu):.2f}"])
-    print("\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows))
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    result = {"teacher": teacher, "students": students, "parameters": sizes}
-    args.output.write_text(json.dumps(result, indent=2))
-    plot(teacher["bleu"], students, args.output.with_suffix(".png"))
-    print(f"\nwritten: {args.output} and {args.output.with_suffix('.png').name}")
+    rows = [
+        [name, *bleu, statistics.mean(bleu)]
+        for name, bleu in {"teacher": [teacher["bleu"]] * args.seeds, **students}.items()
+    ]
+    columns = ["BLEU", *(f"seed {seed}" for seed in range(args.seeds)), "mean"]
+    finish(args, Table("BLEU on the test file", columns, rows), teacher=teacher, parameters=sizes)
 
 
 def main() -> None:
@@ -244,8 +219,7 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, help="keeps the models, and has those of an earlier run"
     )
-    output = REPOSITORY / "benchmarks" / "out" / "distill_translation.json"
-    parser.add_argument("--output", type=result_file, default=output)
+    parser.add_output()
     args = parser.parse_args()
     if args.folder:
         return measure(args)

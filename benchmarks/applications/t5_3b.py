@@ -24,21 +24,17 @@ import psutil
 import torch
 from transformers import T5Config
 
-from benchmarks.arguments import Parser, result_file
+from benchmarks.models import MODELS, t5
+from benchmarks.runner import REPOSITORY, Parser, Table, finish
 from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
 from zero.tools.arguments import count
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
 
 
-def t5_3b(small: bool) -> T5Config:
+def shape(small: bool) -> T5Config:
     """Return the published shape of t5-3b, 2.85 billion parameters. `small`: one of 16 million."""
-    if small:
-        sizes = {"d_model": 256, "d_ff": 1024, "d_kv": 64, "num_heads": 4, "num_layers": 4}
-    else:
-        sizes = {"d_model": 1024, "d_ff": 16384, "d_kv": 128, "num_heads": 32, "num_layers": 24}
-    return T5Config(vocab_size=32128, decoder_start_token_id=0, **sizes)
+    return t5(256, 1024, 4, 4) if small else MODELS["t5-3b"]()
 
 
 def ds_config(device: str, folder: Path) -> dict:
@@ -64,7 +60,7 @@ def ds_config(device: str, folder: Path) -> dict:
 
 def prepare(work: Path, arguments: argparse.Namespace) -> list[str]:
     """Write configuration, tokenizer and text to `work`. Return the command."""
-    config = t5_3b(arguments.small)
+    config = shape(arguments.small)
     config.save_pretrained(work / "model")
     lines = [
         f"sentence number {i} speaks of {i * i} things and of {i + 7} more" for i in range(400)
@@ -139,9 +135,7 @@ def main() -> None:
     parser.add_argument(
         "--small", action="store_true", help="a model of 16 million parameters, to try the command"
     )
-    parser.add_argument(
-        "--output", type=result_file, default=REPOSITORY / "benchmarks" / "t5_3b.json"
-    )
+    parser.add_output()
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as work:
@@ -156,22 +150,18 @@ def main() -> None:
         seconds, after = time.perf_counter() - start, psutil.disk_io_counters()
         metrics = Path(work) / "out" / "train_results.json"
         trained = json.loads(metrics.read_text()) if metrics.exists() else {}
-    result = {
-        "model": "a small T5" if arguments.small else "T5-3B",
-        "exit_code": code,
-        "steps": arguments.steps,
-        "seconds_whole_job": seconds,
-        "seconds_training": trained.get("train_runtime"),
-        "loss": trained.get("train_loss"),
-        "peak_resident_gib": sampler.peak / GIB,
-        "peak_without_file_pages_gib": sampler.peak_anonymous / GIB,
-        "disk_read_gib": (after.read_bytes - before.read_bytes) / GIB,
-        "disk_written_gib": (after.write_bytes - before.write_bytes) / GIB,
-    }
-    for name, value in result.items():
-        print(f"{name:28} {value:.3f}" if isinstance(value, float) else f"{name:28} {value}")
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+    rows = [
+        ["model", "a small T5" if arguments.small else "T5-3B"],
+        ["seconds of the whole job", seconds],
+        ["seconds of training", trained.get("train_runtime")],
+        ["loss", trained.get("train_loss")],
+        ["peak resident GiB", sampler.peak / GIB],
+        ["peak GiB without pages of files", sampler.peak_anonymous / GIB],
+        ["GiB read from disks", (after.read_bytes - before.read_bytes) / GIB],
+        ["GiB written to disks", (after.write_bytes - before.write_bytes) / GIB],
+    ]
+    caption = f"run_translation.py with state on {arguments.device}, batch 1"
+    finish(arguments, Table(caption, ["figure", "value"], rows))
     sys.exit(code)
 
 

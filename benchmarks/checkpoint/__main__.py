@@ -22,125 +22,82 @@ extra MB   largest anonymous memory
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import statistics
-import sys
 import tempfile
-from typing import Any
 
-import torch
-
-from benchmarks.arguments import Parser, existing_folder, interpreter, result_file
-from benchmarks.launch import REPOSITORY, run_ranks
+from benchmarks.checkpoint.worker import VARIANTS, measure
+from benchmarks.models import MODELS
+from benchmarks.runner import (
+    Parser,
+    Row,
+    by_variant,
+    environment,
+    existing_folder,
+    finish,
+    medians,
+    ranks,
+    table,
+    take_turns,
+)
 from zero.tools.arguments import count
 
-OURS = ["ours", "ours-unsynced", "ours-async", "dcp", "dcp-async"]
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = Parser(__doc__)
-    parser.add_argument(
-        "--deepspeed-python",
-        type=interpreter,
-        help="interpreter of an environment that has deepspeed",
-    )
-    parser.add_argument(
-        "--variants", nargs="+", choices=[*OURS, "deepspeed"], help="default: all that can run"
-    )
-    parser.add_argument("--processes", type=count, default=2)
-    parser.add_argument("--rounds", type=count, default=2)
-    parser.add_argument(
-        "--saves", type=count, default=3, help="saves of each variant in each round"
-    )
-    parser.add_argument("--model", choices=("T5_42M", "T5_250M"), default="T5_250M")
-    parser.add_argument(
-        "--folder",
-        type=existing_folder,
-        help="folder to write to; default: the folder of temporary files",
-    )
-    parser.add_argument(
-        "--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "checkpoint.json"
-    )
-    args = parser.parse_args()
-    if not args.deepspeed_python and "deepspeed" in (args.variants or []):
-        parser.error("deepspeed: needs --deepspeed-python")
-    args.variants = args.variants or OURS + (["deepspeed"] if args.deepspeed_python else [])
-    return args
-
-
-def run_variant(variant: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run one job of one variant. `benchmarks.checkpoint.worker` says what a rank reports."""
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        command = ["-m", "benchmarks.checkpoint.worker", "--variant", variant, "--folder", folder]
-        command += ["--saves", str(args.saves), "--model", args.model]
-        python, env = sys.executable, {}
-        if variant == "deepspeed":
-            # Otherwise the launcher of that environment looks for a GPU.
-            python, env = args.deepspeed_python, {"DS_ACCELERATOR": "cpu"}
-        return run_ranks(python, command, args.processes, 900, env)
-
-
-def summary(jobs: list[list[dict[str, Any]]]) -> dict[str, float]:
-    """Return medians over the saves of all rounds: seconds of the slowest rank, memory of the
-    largest.
-    """
-    saves = [
-        of_ranks
-        for ranks in jobs
-        for of_ranks in zip(*(rank["saves"] for rank in ranks), strict=True)
-    ]
-    row = {
-        name: statistics.median(max(save[name] for save in of_ranks) for of_ranks in saves)
-        for name in ("blocked", "step before", "step after", "total", "bytes")
-    }
-    row["memory"] = max(save["memory"] for of_ranks in saves for save in of_ranks)
-    row["blocked first"] = max(rank["saves"][0]["blocked"] for rank in jobs[0])
-    for name in ("load", "cold"):
-        row[name] = statistics.median(max(rank[name] for rank in ranks) for ranks in jobs)
-    return row
-
-
-def table(rows: dict[str, dict[str, float]]) -> str:
-    lines = [
-        "variant        blocked s  first s   step s  after s  total s   load s   cold s       MB  "
-        "extra MB",
-    ]
-    for variant, row in rows.items():
-        seconds = ("blocked", "blocked first", "step before", "step after", "total", "load", "cold")
-        cells = [f"{row[name]:7.2f}" for name in seconds] + [
-            f"{row[name] / 1e6:7.0f}" for name in ("bytes", "memory")
-        ]
-        lines.append("  ".join([f"{variant:<15}", *cells]))
-    return "\n".join(lines)
+COLUMNS = {
+    "variant": "variant",
+    "blocked s": "blocked",
+    "first s": "blocked first",
+    "step s": "step before",
+    "after s": "step after",
+    "total s": "total",
+    "load s": "load",
+    "cold s": "cold",
+    "MB": ("bytes", 1e6),
+    "extra MB": ("memory", 1e6),
+}
 
 
 def main() -> None:
-    args = parse_arguments()
-    jobs: dict[str, list[list[dict[str, Any]]]] = {variant: [] for variant in args.variants}
-    for number in range(1, args.rounds + 1):
-        for variant in args.variants:
-            jobs[variant].append(run_variant(variant, args))
-            row = summary(jobs[variant][-1:])
-            print(
-                f"round {number}/{args.rounds} {variant:<10} blocked {row['blocked']:.2f} s  total "
-                f"{row['total']:.2f} s"
-                f"  load {row['load']:.2f} s  (machine {os.getloadavg()[0]:.1f})",
-                flush=True,
-            )
-    rows = {variant: summary(of_variant) for variant, of_variant in jobs.items()}
-    parameters = jobs[args.variants[0]][0][0]["parameters"]
-    print(
-        f"\nT5 of {parameters / 1e6:.0f}M parameters, fp32, {args.processes} processes; medians of "
-        "the saves\n"
+    parser = Parser(__doc__)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="default: all that can run")
+    parser.add_argument("--processes", type=count, default=2)
+    parser.add_argument("--rounds", type=count, default=2)
+    parser.add_argument("--saves", type=count, default=3, help="of each variant in each round")
+    parser.add_argument("--model", choices=list(MODELS), default="t5-250m")
+    parser.add_argument("--folder", type=existing_folder, help="to write to; default: temporary")
+    parser.add_deepspeed()
+    parser.add_output()
+    args = parser.parse_args()
+    if not args.deepspeed_python and "deepspeed" in (args.variants or []):
+        parser.error("deepspeed: needs --deepspeed-python")
+    variants = args.variants or [
+        name for name in VARIANTS if args.deepspeed_python or name != "deepspeed"
+    ]
+
+    def run(variant: str) -> Row:
+        """Return medians over the saves: seconds of the slowest rank, memory of the largest."""
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            task = {"folder": folder, "saves": args.saves, "model": args.model}
+            env = environment(variant, args)
+            found = ranks(measure, args.processes, timeout=900, variant=variant, **env, **task)
+        saves = list(zip(*(rank["saves"] for rank in found), strict=True))
+        row = {
+            name: statistics.median(max(save[name] for save in of_ranks) for of_ranks in saves)
+            for name in ("blocked", "step before", "step after", "total", "bytes", "memory")
+        }
+        row["blocked first"] = max(save["blocked"] for save in saves[0])
+        row |= {name: max(rank[name] for rank in found) for name in ("load", "cold")}
+        return row | {"seconds": row["blocked"], "parameters": found[0]["parameters"]}
+
+    rounds, missing = take_turns(variants, args.rounds, run)
+    rows = {
+        variant: medians([found[variant] for found in rounds if variant in found])
+        for variant in variants
+        if any(variant in found for found in rounds)
+    }
+    parameters = max((row["parameters"] for row in rows.values()), default=0)
+    caption = f"{args.model}, {parameters / 1e6:.0f}M parameters, fp32, {args.processes} processes"
+    finish(
+        args, table(caption, COLUMNS, by_variant(rows)), missing=missing, rows=rows, rounds=rounds
     )
-    print(table(rows))
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps({"versions": versions, "rows": rows, "jobs": jobs}, indent=2))
-    print(f"\nwritten: {args.output}")
 
 
 if __name__ == "__main__":

@@ -15,13 +15,11 @@ the median of the ratios is reported. `cpu`: CPU seconds per GB, including start
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import json
 import mmap
 import os
-import platform
 import random
 import resource
 import shutil
@@ -35,8 +33,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.arguments import Parser, existing_folder, result_file
-from benchmarks.launch import REPOSITORY
+from benchmarks.runner import Parser, Row, by_variant, existing_folder, finish, medians, table
 from zero.config import AioConfig
 from zero.offload.nvme import ScratchFile, Transfer
 from zero.offload.pinned import HostMemory
@@ -54,24 +51,6 @@ FIO = [
 DIRECTIONS = ("write", "read")
 # Moves all bytes of the file once in one direction, and returns the seconds.
 Move = Callable[[str], float]
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = Parser(__doc__)
-    parser.add_argument(
-        "--folder",
-        type=existing_folder,
-        help="on the disk to measure; default: the folder of temporary files",
-    )
-    parser.add_argument("--size-gb", type=above_zero, default=2, help="size of the file")
-    parser.add_argument("--repeats", type=count, default=3)
-    parser.add_argument(
-        "--variants", nargs="+", help="first words of names in the table; default: all"
-    )
-    parser.add_argument(
-        "--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "disk.json"
-    )
-    return parser.parse_args()
 
 
 def ours(path: Path, size: int, buffers: list[torch.Tensor], settings: AioConfig) -> Move:
@@ -248,97 +227,26 @@ def cpu_seconds() -> float:
 
 
 def measure(move: Move, size: int) -> dict[str, float]:
-    """Return MB/s and CPU seconds for a GB, by direction."""
+    """Return bytes/s and CPU seconds for a GB, by direction."""
     found = {}
     for direction in DIRECTIONS:
         before = cpu_seconds()
-        found[direction] = size / move(direction) / 1e6
+        found[direction] = size / move(direction)
         found[f"{direction} cpu"] = (cpu_seconds() - before) / (size / 1e9)
     return found
 
 
-def over_repeats(
-    repeats: list[dict[str, dict[str, float]]],
-) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Return medians with ratios to the best peer, and the name of that peer by direction."""
-    rows = {
-        name: {value: statistics.median(repeat[name][value] for repeat in repeats) for value in row}
-        for name, row in repeats[0].items()
-    }
-    peers = [name for name in rows if not name.startswith("ours")]
-    best = {
-        direction: max(peers, key=lambda name: rows[name][direction]) for direction in DIRECTIONS
-    }
-    for name, row in rows.items():
-        for direction, peer in best.items():
-            ratios = [repeat[name][direction] / repeat[peer][direction] for repeat in repeats]
-            row[f"{direction} ratio"] = statistics.median(ratios)
-    return rows, best
-
-
-def table(rows: dict[str, dict[str, float]]) -> str:
-    columns = [
-        f"{direction}{value}" for direction in DIRECTIONS for value in ("", " ratio", " cpu")
-    ]
-    titles = [
-        text for direction in DIRECTIONS for text in (f"{direction} MB/s", "/ best", "cpu s/GB")
-    ]
-    lines = ["  ".join([f"{'variant':<24}", *(f"{title:>10}" for title in titles)])]
-    for name, row in rows.items():
-        cells = [f"{row[column]:10.{0 if column in DIRECTIONS else 2}f}" for column in columns]
-        lines.append(
-            "  ".join([f"{name + ' *' * (name == f'ours {label(AioConfig())}'):<24}", *cells])
-        )
-    return "\n".join(lines)
-
-
-def plot(rows: dict[str, dict[str, float]], best: dict[str, str], path: Path) -> None:
-    """Plot MB/s by number of threads: a line for each block size, dashed lines for peers."""
-    import matplotlib  # imported here, so that the table needs no matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for axis, (direction, peer) in zip(axes, best.items(), strict=True):
-        for block in BLOCKS:
-            names = {
-                threads: f"ours {label(AioConfig(block_size=block, thread_count=threads))}"
-                for threads in THREADS
-            }
-            rates = {
-                threads: rows[name][direction] for threads, name in names.items() if name in rows
-            }
-            axis.plot(
-                list(rates),
-                list(rates.values()),
-                marker="o",
-                label=f"ours, blocks of {block >> 10}K",
-            )
-        for color, name in enumerate(
-            dict.fromkeys([peer, "dd direct, 4", "page cache", "mapping"]), start=3
-        ):
-            if name in rows:
-                axis.axhline(rows[name][direction], color=f"C{color}", linestyle="--", label=name)
-        axis.set(
-            xlabel="threads",
-            ylabel="MB/s",
-            title=direction,
-            xscale="log",
-            xticks=THREADS,
-            xticklabels=THREADS,
-        )
-        axis.minorticks_off()
-        axis.set_ylim(bottom=0)
-        axis.legend(fontsize="small")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
 def main() -> None:
-    args = parse_arguments()
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--folder", type=existing_folder, help="on the disk to measure; default: temporary")
+    add("--size-gb", type=above_zero, default=2, help="size of the file")
+    add("--repeats", type=count, default=3)
+    add("--variants", nargs="+", help="first words of names in the table; default: all")
+    parser.add_output()
+    args = parser.parse_args()
     size = max(1, round(args.size_gb * 1e9 / PIECE)) * PIECE
-    repeats: list[dict[str, dict[str, float]]] = []
+    repeats: list[dict[str, Row]] = []
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         moves = {
             name: move
@@ -346,43 +254,24 @@ def main() -> None:
             if name.startswith(tuple(args.variants or [""]))
         }
         for number in range(1, args.repeats + 1):
-            repeats.append({name: {} for name in moves})
-            for name in random.sample(list(moves), len(moves)):
-                repeats[-1][name] = measure(moves[name], size)
+            order = random.sample(list(moves), len(moves))
+            repeats.append({name: measure(moves[name], size) for name in order})
             print(f"repeat {number}/{args.repeats}, load {os.getloadavg()[0]:.1f}", flush=True)
-    rows, best = over_repeats(repeats)
-    print(
-        f"\n{size / 1e9:.2f} GB; best peers: write {best['write']}, read {best['read']}; * default "
-        "settings"
-    )
+    rows = {name: medians([repeat[name] for repeat in repeats]) for name in moves}
+    peers = [name for name in rows if not name.startswith("ours")] or list(rows)
+    columns, caption = {"variant": "variant"}, f"{size / 1e9:.2f} GB"
+    for direction in DIRECTIONS:
+        best = max(peers, key=lambda name: rows[name][direction])
+        for name, row in rows.items():
+            ratios = [repeat[name][direction] / repeat[best][direction] for repeat in repeats]
+            row[f"{direction} ratio"] = statistics.median(ratios)
+        columns |= {f"{direction} MB/s": (direction, 1e6), f"{direction} s/GB": f"{direction} cpu"}
+        columns |= {f"{direction} / best": f"{direction} ratio"}
+        caption += f"; best peer of {direction}: {best}"
     if not any(name.startswith("fio") for name in rows):
-        print("fio is not installed, so it is not among the peers")
-    print(f"\n{table(rows)}")
-    settings = {
-        "bytes": size,
-        "repeats": args.repeats,
-        "default": AioConfig().model_dump(include={"block_size", "queue_depth", "thread_count"}),
-    }
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "kernel": platform.release(),
-    }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(
-        json.dumps(
-            {
-                "settings": settings,
-                "versions": versions,
-                "best": best,
-                "rows": rows,
-                "repeats": repeats,
-            },
-            indent=2,
-        )
-    )
-    plot(rows, best, args.output.with_suffix(".png"))
-    print(f"\nwritten: {args.output}, {args.output.with_suffix('.png')}")
+        caption += "; fio is not installed"
+    caption += f"; the default is {label(AioConfig())}"
+    finish(args, table(caption, columns, by_variant(rows)), rows=rows, repeats=repeats)
 
 
 if __name__ == "__main__":

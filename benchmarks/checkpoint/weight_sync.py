@@ -11,50 +11,105 @@ this engine's collectives."""
 
 from __future__ import annotations
 
-import json
-import sys
+import importlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
-from benchmarks.arguments import Parser, interpreter, result_file
-from benchmarks.launch import REPOSITORY, run_ranks
+import torch
+import torch.distributed as dist
+
+from benchmarks.measuring import PeakMemory
+from benchmarks.models import MODELS, build
+from benchmarks.runner import Parser, environment, finish, ranks, table
 from zero.tools.arguments import count
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+Weights = Iterator[tuple[str, torch.Tensor]]
+COLUMNS = {
+    "engine": "engine",
+    "way": "way",
+    "s": "seconds",
+    "extra MB": ("memory", 1e6),
+    "gathers": "gathers",
+}
+
+
+def measure(pass_over: Callable[[], Weights], rounds: int) -> dict[str, float]:
+    seconds, memory = [], 0
+    for _ in range(rounds):
+        dist.barrier()
+        with PeakMemory() as peak:
+            start = time.perf_counter()
+            for _, value in pass_over():
+                assert value.numel() and value.data_ptr()
+            dist.barrier()
+            seconds.append(time.perf_counter() - start)
+        memory = max(memory, peak.extra)
+    return {"seconds": statistics.median(seconds), "memory": memory}
+
+
+def sync(engine: str, model: str, rounds: int) -> dict[str, Any]:
+    """On a rank, with `zero` or with `deepspeed`: measure each way."""
+    package = importlib.import_module(engine)
+    package.comm.init_distributed(dist_backend="gloo")
+    names = package.zero if engine == "deepspeed" else package
+    with names.Init(config_dict_or_path=CONFIG):
+        built = build(model)
+    made = package.initialize(model=built, config=CONFIG)[0]
+
+    def one_by_one() -> Weights:
+        for key, param in built.named_parameters():
+            with names.GatheredParameters([param]):
+                yield key, param.data
+
+    def all_at_once() -> Weights:
+        with names.GatheredParameters(list(built.parameters())):
+            for key, param in built.named_parameters():
+                yield key, param.data
+
+    ways: dict[str, Callable[[], Weights]] = {
+        "a parameter at a time": one_by_one,
+        "all at once": all_at_once,
+    }
+    if engine == "zero":
+        for megabytes in (64, 512):
+            ways[f"stream_weights, {megabytes} MB"] = partial(
+                package.stream_weights, made, max_bytes=megabytes * 10**6
+            )
+    rows = []
+    for way, pass_over in ways.items():
+        calls = dict(made.comm.calls) if engine == "zero" else {}
+        rows.append({"engine": engine, "way": way} | measure(pass_over, rounds))
+        if engine == "zero":
+            kinds = ("all_gather", "broadcast")
+            done = sum(made.comm.calls[kind] - calls.get(kind, 0) for kind in kinds)
+            rows[-1]["gathers"] = done // rounds
+    numel = sum(getattr(param, "ds_numel", param.numel()) for param in built.parameters())
+    return {"parameters": numel, "rows": rows}
 
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument(
-        "--deepspeed-python",
-        type=interpreter,
-        help="interpreter of an environment that has deepspeed",
-    )
+    parser.add_argument("--model", choices=list(MODELS), default="t5-1b")
     parser.add_argument("--processes", type=count, default=2)
     parser.add_argument("--rounds", type=count, default=3)
-    parser.add_argument(
-        "--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "weight_sync.json"
-    )
+    parser.add_deepspeed()
+    parser.add_output()
     args = parser.parse_args()
-    engines = {"zero": (sys.executable, {})}
-    if args.deepspeed_python:
-        engines["deepspeed"] = (args.deepspeed_python, {"DS_ACCELERATOR": "cpu"})
-    found = {}
-    for engine, (python, env) in engines.items():
-        command = ["-m", "benchmarks.checkpoint.weight_sync_worker", engine, str(args.rounds)]
-        print(f"{engine} ...", file=sys.stderr, flush=True)
-        found[engine] = run_ranks(python, command, args.processes, 1500, env)[0]
-    print(
-        f"\nT5 of {found['zero']['parameters'] / 1e9:.3f}e9 parameters, bf16, {args.processes} "
-        "ranks\n"
-    )
-    print(f"{'':<36}{'seconds':>9}{'extra MB':>10}{'gathers':>9}")
-    for engine, result in found.items():
-        for name, way in result["ways"].items():
-            gathers = way["gathers"] if engine == "zero" else "-"
-            print(
-                f"{engine + ', ' + name:<36}{way['seconds']:>9.2f}"
-                f"{way['memory'] / 1e6:>10.0f}{gathers:>9}"
-            )
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(found, indent=2))
-    print(f"\nwritten: {args.output}")
+    rows, parameters = [], 0
+    for engine in ["zero", *(["deepspeed"] if args.deepspeed_python else [])]:
+        env, task = environment(engine, args), {"model": args.model, "rounds": args.rounds}
+        found = ranks(sync, args.processes, timeout=1500, engine=engine, **env, **task)[0]
+        parameters, rows = found["parameters"], rows + found["rows"]
+    caption = f"T5 of {parameters / 1e9:.3f}e9 parameters, bf16, {args.processes} ranks"
+    finish(args, table(caption, COLUMNS, rows), rows=rows)
 
 
 if __name__ == "__main__":

@@ -1,118 +1,62 @@
 """One rank of one variant of the checkpoint benchmark: trains one step, then saves a few times and
 loads.
 
-`benchmarks.checkpoint` starts it on each rank, in this environment or (variant `deepspeed`) in one
-that has DeepSpeed. A variant is a function from a plain model to a `Checkpoints`."""
+`benchmarks.checkpoint` calls `measure` on each rank, in this environment or (variant `deepspeed`)
+in one that has DeepSpeed. A variant is a function from a plain model to a `Checkpoints`."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import models
-from benchmarks.launch import report
-from benchmarks.models import build_t5, synthetic_batches
+from benchmarks.measuring import PeakMemory
+from benchmarks.models import build, synthetic_batches
+from benchmarks.step.worker import adamw, by_engine, by_torch, initialize, shard_by_torch
 
-BUILD_SEED = 1
+Batch = dict[str, torch.Tensor]
 
 
-@dataclass
-class Checkpoints:
-    """What a variant can do: a training step, a save (or the start of one), the wait for its end, a
-    load.
+class Checkpoints(NamedTuple):
+    """What a variant can do: a training step, a save (or the start of one), a load, the wait for
+    the end of a save.
     """
 
-    step: Callable[[dict[str, torch.Tensor]], None]
-    save: Callable[[Path], None]
-    finish: Callable[[], None] | None
-    load: Callable[[Path], None]
+    step: Callable[[Batch], object]
+    save: Callable[[Path], object]
+    load: Callable[[Path], object]
+    finish: Callable[[], object] | None = None
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+def by(package: str, model: nn.Module, **sections: Any) -> Checkpoints:
+    """This engine, or DeepSpeed."""
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    engine = initialize(package, model, config | sections)
+    finish = engine.wait_for_checkpoint if sections else None
+    return Checkpoints(by_engine(engine), engine.save_checkpoint, engine.load_checkpoint, finish)
 
 
-def _engine(package: Any, model: nn.Module, sections: dict[str, Any]) -> Any:
-    """`package` is `zero` or the real `deepspeed`. Both have this interface."""
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3},
-        # torch's fused AdamW is not in DeepSpeed's list of tested optimizers.
-        "zero_allow_untested_optimizer": True,
-        **sections,
-    }
-    package.comm.init_distributed(dist_backend="gloo")
-    return package.initialize(model=model, optimizer=adamw(model), config=config)[0]
-
-
-def _step_of(engine: Any) -> Callable[[dict[str, torch.Tensor]], None]:
-    def step(batch: dict[str, torch.Tensor]) -> None:
-        engine.backward(engine(**batch).loss)
-        engine.step()
-
-    return step
-
-
-def ours(model: nn.Module) -> Checkpoints:
-    import zero
-
-    engine = _engine(zero, model, {})
-    return Checkpoints(_step_of(engine), engine.save_checkpoint, None, engine.load_checkpoint)
-
-
-def ours_unsynced(model: nn.Module) -> Checkpoints:
+def unsynced(model: nn.Module) -> Checkpoints:
     os.fsync = os.fdatasync = lambda descriptor: None
-    return ours(model)
-
-
-def ours_async(model: nn.Module) -> Checkpoints:
-    import zero
-
-    engine = _engine(zero, model, {"checkpoint": {"async_save": True}})
-    return Checkpoints(
-        _step_of(engine), engine.save_checkpoint, engine.wait_for_checkpoint, engine.load_checkpoint
-    )
-
-
-def deepspeed(model: nn.Module) -> Checkpoints:
-    import deepspeed
-
-    engine = _engine(deepspeed, model, {})
-    return Checkpoints(_step_of(engine), engine.save_checkpoint, None, engine.load_checkpoint)
+    return by("zero", model)
 
 
 def dcp(model: nn.Module, asynchronous: bool = False) -> Checkpoints:
-    """FSDP2, `fully_shard` on each block and the root, through torch.distributed.checkpoint and its
-    own state dicts.
-    """
+    """FSDP2 through torch.distributed.checkpoint and its own state dicts."""
     import torch.distributed.checkpoint as checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-    from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo")
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in [*model.encoder.block, *model.decoder.block]:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard_by_torch(model)
     optimizer = adamw(model)
     # DCP's thread must not share the group of the training steps.
     group, in_flight = dist.new_group(backend="gloo"), []
-
-    def step(batch: dict[str, torch.Tensor]) -> None:
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
     def state() -> dict[str, Any]:
         weights, of_optimizer = get_state_dict(model, optimizer)
@@ -137,47 +81,20 @@ def dcp(model: nn.Module, asynchronous: bool = False) -> Checkpoints:
             model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"]
         )
 
-    return Checkpoints(step, save, finish if asynchronous else None, load)
+    return Checkpoints(by_torch(model, optimizer), save, load, finish if asynchronous else None)
 
 
-VARIANTS = {
-    "ours": ours,
-    "ours-unsynced": ours_unsynced,
-    "ours-async": ours_async,
+VARIANTS: dict[str, Callable[[nn.Module], Checkpoints]] = {
+    "ours": lambda model: by("zero", model),
+    "ours-unsynced": unsynced,
+    "ours-async": lambda model: by("zero", model, checkpoint={"async_save": True}),
     "dcp": dcp,
     "dcp-async": lambda model: dcp(model, asynchronous=True),
-    "deepspeed": deepspeed,
+    "deepspeed": lambda model: by("deepspeed", model),
 }
 
 
-class PeakMemory:
-    """The largest growth of this process's anonymous memory inside of the context, in bytes."""
-
-    def __enter__(self) -> PeakMemory:
-        self.first = self.most = _anonymous_memory()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._over.wait(0.02):
-            self.most = max(self.most, _anonymous_memory())
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-        self.extra = self.most - self.first
-
-
-def _anonymous_memory() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no RssAnon: this benchmark needs Linux")
-
-
-def timed(act: Callable[[], None]) -> float:
+def until_all(act: Callable[[], object]) -> float:
     """Return the seconds until all ranks have done it."""
     dist.barrier()
     start = time.perf_counter()
@@ -186,12 +103,10 @@ def timed(act: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def measure(
-    variant: Checkpoints, folder: Path, batch: dict[str, torch.Tensor], rank: int
-) -> dict[str, float]:
+def save(variant: Checkpoints, folder: Path, batch: Batch) -> dict[str, float]:
     """Run a step, a save and a step. Return seconds, bytes and extra memory (bytes)."""
-    step_before = timed(lambda: variant.step(batch))
-    if rank == 0:
+    step_before = until_all(lambda: variant.step(batch))
+    if dist.get_rank() == 0:
         os.sync()  # write what earlier saves have left, so that it does not count here
     dist.barrier()
     with PeakMemory() as memory:
@@ -200,20 +115,14 @@ def measure(
         blocked = time.perf_counter() - start
         dist.barrier()
         total = time.perf_counter() - start
-        step_after = timed(lambda: variant.step(batch))
+        step_after = until_all(lambda: variant.step(batch))
         if variant.finish is not None:
             variant.finish()
             dist.barrier()
             total = time.perf_counter() - start
     nbytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return {
-        "blocked": blocked,
-        "step before": step_before,
-        "step after": step_after,
-        "total": total,
-        "bytes": nbytes,
-        "memory": memory.extra,
-    }
+    seconds = {"blocked": blocked, "step before": step_before, "step after": step_after}
+    return seconds | {"total": total, "bytes": nbytes, "memory": memory.extra}
 
 
 def forget(folder: Path) -> None:
@@ -225,31 +134,21 @@ def forget(folder: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--variant", choices=VARIANTS, required=True)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--saves", type=int, required=True)
-    parser.add_argument("--model", required=True)
-    args = parser.parse_args()
-    model = build_t5(getattr(models, args.model), BUILD_SEED)
-    parameters = model.num_parameters()
-    variant = VARIANTS[args.variant](model)
+def measure(variant: str, folder: str, saves: int, model: str) -> dict[str, Any]:
+    built = build(model)
+    parameters, vocabulary = built.num_parameters(), built.config.vocab_size
+    made = VARIANTS[variant](built)
     rank = dist.get_rank()
-    batches = synthetic_batches(getattr(models, args.model)["vocab_size"], 1, 8, 8, seed=rank)
-    variant.step(next(batches))
-    saves = []
-    for number in range(args.saves):
+    batches = synthetic_batches(vocabulary, 1, 8, 8, seed=rank)
+    made.step(next(batches))
+    found = []
+    for number in range(saves):
         if number and rank == 0:
-            shutil.rmtree(args.folder / str(number - 1))
-        saves.append(measure(variant, args.folder / str(number), next(batches), rank))
+            shutil.rmtree(Path(folder, str(number - 1)))
+        found.append(save(made, Path(folder, str(number)), next(batches)))
     dist.barrier()
     if rank == 0:
-        forget(args.folder)
-    cold, load = (timed(lambda: variant.load(args.folder / str(args.saves - 1))) for _ in range(2))
-    report({"parameters": parameters, "saves": saves, "load": load, "cold": cold})
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+        forget(Path(folder))
+    last = Path(folder, str(saves - 1))
+    cold, load = (until_all(lambda: made.load(last)) for _ in range(2))
+    return {"parameters": parameters, "saves": found, "load": load, "cold": cold}

@@ -25,163 +25,86 @@ size of a vector of gradient norms."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import statistics
-import sys
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks.arguments import Parser, result_file
-from benchmarks.launch import REPOSITORY, run_ranks
+from benchmarks.collectives.worker import measure_all
+from benchmarks.runner import Parser, Row, Table, finish, ranks, table
 from zero.tools.arguments import above_zero, count
 
-# Bus bandwidth / algorithm bandwidth, by the number of ranks.
-BUS = {
-    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
-    "all_gather": lambda ranks: (ranks - 1) / ranks,
-    "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
-    "broadcast": lambda ranks: 1.0,
-    "gradients 512": lambda ranks: 2 * (ranks - 1) / ranks,
-    "gradients 64": lambda ranks: 2 * (ranks - 1) / ranks,
+COLUMNS = {
+    **{name: name for name in ("operation", "MB", "way")},
+    "ms": ("seconds", 1e-3),
+    "least ms": ("least", 1e-3),
+    "CPU ms": ("cpu", 1e-3),
+    "algorithm GB/s": ("bandwidth", 1e9),
+    "bus GB/s": ("bus bandwidth", 1e9),
+    "/ engine": "to engine",
 }
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = Parser(__doc__)
-    parser.add_argument(
-        "--ranks",
-        type=count,
-        default=torch.cuda.device_count() or 2,
-        help="default: one for each GPU, or 2",
-    )
-    parser.add_argument(
-        "--sizes-mb",
-        type=above_zero,
-        nargs="+",
-        default=[0.002, 1, 10, 100],
-        help="millions of bytes",
-    )
-    parser.add_argument(
-        "--repeats", type=count, default=50, help="at most; there are fewer of large sizes"
-    )
-    parser.add_argument(
-        "--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "collectives.json"
-    )
-    args = parser.parse_args()
-    if torch.cuda.is_available() and args.ranks > torch.cuda.device_count():
-        parser.error(
-            f"--ranks {args.ranks}: there are {torch.cuda.device_count()} GPUs, and each rank "
-            "needs one"
-        )
-    return args
+def bus(operation: str, ranks: int) -> float:
+    """Return bus bandwidth / algorithm bandwidth."""
+    if operation == "broadcast":
+        return 1.0
+    part = (ranks - 1) / ranks
+    return part if operation in ("all_gather", "reduce_scatter") else 2 * part
 
 
-def slowest(ranks: list[dict[str, Any]], number: int, operation: str, way: str) -> list[float]:
-    """Return the slowest rank's seconds of each repeat, at size number `number`."""
-    each = [[wall for wall, _ in rank["sizes"][number][operation][way]] for rank in ranks]
-    return [max(of_ranks) for of_ranks in zip(*each, strict=True)]
-
-
-def rows_of(ranks: list[dict[str, Any]], sizes: list[float]) -> list[dict[str, Any]]:
-    """Return one row for each operation, size and way, in milliseconds and GB/s."""
+def rows_of(found: list[list[dict]], sizes: list[float]) -> list[Row]:
+    """Return one row for each operation, size and way. The slowest rank gives the time of each
+    repeat.
+    """
     rows = []
-    for operation, by_way in ranks[0]["sizes"][0].items():
+    for operation, by_way in found[0][0].items():
         for number, size in enumerate(sizes):
-            engine = slowest(ranks, number, operation, "engine")
-            for way in by_way:
-                seconds = slowest(ranks, number, operation, way)
-                cpu = [cpu for rank in ranks for _, cpu in rank["sizes"][number][operation][way]]
-                median = statistics.median(seconds)
-                bandwidth = size * 1e6 / median / 1e9
+            samples = {way: [rank[number][operation][way] for rank in found] for way in by_way}
+            walls = {
+                way: [max(wall for wall, _ in each) for each in zip(*of_ranks, strict=True)]
+                for way, of_ranks in samples.items()
+            }
+            for way, seconds in walls.items():
+                cpu = [cpu for of_rank in samples[way] for _, cpu in of_rank]
+                bandwidth = size * 1e6 / statistics.median(seconds)
+                pairs = zip(seconds, walls["engine"], strict=True)
                 rows.append(
                     {
                         "operation": operation,
-                        "mb": size,
+                        "MB": size,
                         "way": way,
-                        "ms": median * 1e3,
-                        "least_ms": min(seconds) * 1e3,
-                        "cpu_ms": statistics.median(cpu) * 1e3,
-                        "algorithm_gb_per_s": bandwidth,
-                        "bus_gb_per_s": bandwidth * BUS[operation](len(ranks)),
-                        "to_engine": statistics.median(
-                            a / b for a, b in zip(seconds, engine, strict=True)
-                        ),
+                        "seconds": statistics.median(seconds),
+                        "least": min(seconds),
+                        "cpu": statistics.median(cpu),
+                        "bandwidth": bandwidth,
+                        "bus bandwidth": bandwidth * bus(operation, len(found)),
+                        "to engine": statistics.median(a / b for a, b in pairs),
                     }
                 )
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    titles = [
-        f"{title:>9}" for title in ("ms", "least", "cpu ms", "alg GB/s", "bus GB/s", "/ engine")
-    ]
-    lines = ["  ".join([f"{'operation':<14}", f"{'MB':>7}", f"{'way':<16}", *titles])]
-    for row in rows:
-        cells = [
-            f"{row[name]:9.3f}"
-            for name in ("ms", "least_ms", "cpu_ms", "algorithm_gb_per_s", "bus_gb_per_s")
-        ]
-        cells.append(f"{row['to_engine']:9.2f}")
-        lines.append(
-            "  ".join([f"{row['operation']:<14}", f"{row['mb']:>7g}", f"{row['way']:<16}", *cells])
-        )
-    return "\n".join(lines)
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Plot the bus bandwidth by size: a panel for each operation, a line for each way."""
-    import matplotlib  # imported here, so that the table needs no matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 3, figsize=(14, 7), layout="constrained")
-    for axis, operation in zip(axes.flat, BUS, strict=True):
-        found = [row for row in rows if row["operation"] == operation]
-        for way in dict.fromkeys(row["way"] for row in found):
-            points = [(row["mb"], row["bus_gb_per_s"]) for row in found if row["way"] == way]
-            style = (
-                {"color": "black", "linewidth": 5, "alpha": 0.25}
-                if way == "engine"
-                else {"marker": "o"}
-            )
-            axis.loglog(*zip(*points, strict=True), label=way, **style)
-        axis.set(xlabel="MB", ylabel="bus bandwidth, GB/s", title=operation)
-        axis.legend(fontsize="small")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
 def main() -> None:
-    args = parse_arguments()
-    command = [
-        "-m",
-        "benchmarks.collectives.worker",
-        "--sizes-mb",
-        *(str(size) for size in args.sizes_mb),
+    parser = Parser(__doc__)
+    gpus = torch.cuda.device_count()
+    add = parser.add_argument
+    add("--ranks", type=count, default=gpus or 2, help="default: one for each GPU, or 2")
+    add("--sizes-mb", type=above_zero, nargs="+", default=[0.002, 1, 10, 100], help="10**6 bytes")
+    add("--repeats", type=count, default=50, help="at most; there are fewer of large sizes")
+    parser.add_output()
+    args = parser.parse_args()
+    if 0 < gpus < args.ranks:
+        parser.error(f"--ranks {args.ranks}: there are {gpus} GPUs, and each rank needs one")
+    task = {"sizes_mb": args.sizes_mb, "repeats": args.repeats}
+    rows = rows_of(ranks(measure_all, args.ranks, **task), args.sizes_mb)
+    caption = f"{'NCCL' if gpus else 'gloo'}, {args.ranks} ranks, fp32"
+    buckets = [row for row in rows if row["operation"].startswith("gradients")]
+    others = [row for row in rows if row not in buckets]
+    tables: list[Table] = [
+        table(f"Collectives: {caption}", COLUMNS, others),
+        table(f"Gradients, one by one and in a bucket: {caption}", COLUMNS, buckets),
     ]
-    command += ["--repeats", str(args.repeats)]
-    ranks = run_ranks(sys.executable, command, args.ranks, 1800)
-    rows = rows_of(ranks, args.sizes_mb)
-    backend = "NCCL" if ranks[0]["device"] == "cuda" else "gloo"
-    print(f"{backend}, {args.ranks} ranks, fp32, load {os.getloadavg()[0]:.1f}\n\n{table(rows)}")
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    result = {
-        "backend": backend,
-        "ranks": args.ranks,
-        "versions": versions,
-        "rows": rows,
-        "samples": ranks,
-    }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=2))
-    plot(rows, args.output.with_suffix(".png"))
-    print(f"\nwritten: {args.output}, {args.output.with_suffix('.png')}")
+    finish(args, *tables, rows=rows)
 
 
 if __name__ == "__main__":

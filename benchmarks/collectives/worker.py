@@ -1,4 +1,4 @@
-"""One rank of the benchmark of collectives, started by `benchmarks.collectives` on each rank.
+"""One rank of the benchmark of collectives.
 
 Each operation has several implementations ("ways"), all blocking and in fp32. A way is a function
 of `full` (world_size * n elements) and `shard` (n elements), and fills one of them. The ways take
@@ -8,7 +8,6 @@ been used responds faster than one whose threads sleep."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import time
@@ -18,7 +17,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from benchmarks.launch import report
 from zero.comm.communicator import Communicator, communicator
 
 Group = dist.ProcessGroup
@@ -290,23 +288,10 @@ def measure(
     return samples
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes-mb", type=float, nargs="+", required=True)
-    parser.add_argument("--repeats", type=int, required=True)
-    args = parser.parse_args()
+def measure_all(sizes_mb: list[float], repeats: int) -> list[dict]:
+    """On a rank: test each way, and measure all of them at each size."""
     comm = communicator()
     for operation, by_name in ways(comm).items():
         for name, way in by_name.items():
             verify(operation, name, way, comm)
-    report(
-        {
-            "device": comm.device.type,
-            "sizes": [measure(comm, size, args.repeats) for size in args.sizes_mb],
-        }
-    )
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return [measure(comm, size, repeats) for size in sizes_mb]

@@ -20,8 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.arguments import Parser, interpreter, result_file
-from benchmarks.launch import REPOSITORY
+from benchmarks.runner import REPOSITORY, Parser, finish, interpreter, table
 from zero.tools.arguments import count
 
 # The whole of a small run on plain torch, which saves the checkpoint for `zero inspect`.
@@ -58,7 +57,7 @@ COMMANDS = [
     Command("zero hook", 0.3),
     Command(f"zero explain {CONFIG}", 1.0),
     Command("zero inspect output/global_step1", 1.0),
-    Command(f"zero estimate llama-8b --ds-config {CONFIG} --world 8 --batch 1 --seq 2048", 8.0),
+    Command(f"zero estimate llama-8b --ds-config {CONFIG} --world 8 --batch 1 --seq 2048", 6.0),
     Command("run_translation.py --help", 4.0),
     Command("run_distill.py --help", 4.0),
 ]
@@ -93,10 +92,9 @@ def main() -> None:
     parser.add_argument("--python", type=interpreter, default=sys.executable)
     parser.add_argument("--runs", type=count, default=5)
     parser.add_argument("--only", nargs="+", default=[""], help="parts of the commands to measure")
-    parser.add_argument("--json", type=result_file, metavar="FILE")
+    parser.add_output()
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    print(f"{'median':>7} {'least':>7} {'limit':>7}  CPU seconds of")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         prepare(args.python, folder)
@@ -105,13 +103,10 @@ def main() -> None:
                 continue
             _, *seconds = (cpu_seconds(args.python, command, folder) for _ in range(args.runs + 1))
             words = command.words.replace(f"{REPOSITORY}{os.sep}", "")
-            row = {"command": words, "seconds": seconds, "limit": command.limit}
-            row["median"] = statistics.median(seconds)
-            rows.append(row)
-            print(f"{row['median']:7.2f} {min(seconds):7.2f} {command.limit:7.1f}  {words}")
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+            row = {"command": words, "limit": command.limit, "least": min(seconds)}
+            rows.append(row | {"median": statistics.median(seconds)})
+    columns = {name: name for name in ("median", "least", "limit", "command")}
+    finish(args, table("CPU seconds of commands", columns, rows), rows=rows)
     if any(row["median"] > row["limit"] for row in rows):
         sys.exit("error: a command takes more CPU time than its limit")
 

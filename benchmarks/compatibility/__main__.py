@@ -25,7 +25,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -35,10 +34,9 @@ from typing import Any
 import transformers
 from safetensors.torch import load_file
 
-from benchmarks.arguments import Parser
 from benchmarks.compatibility import lightning, transformers_scripts
 from benchmarks.compatibility.data import write_datasets, write_models
-from benchmarks.launch import REPOSITORY
+from benchmarks.runner import OUT, REPOSITORY, Parser, Row, show, table
 from tests.processes import fork_ranks
 
 TOLERANCE, PROCESSES, TIMEOUT, STEPS, SAVED_AT = 1e-5, 2, 300.0, 4, 2
@@ -59,6 +57,12 @@ _SAMPLING = (
 _TEACHER = " --teacher_model_name_or_path {data}/teacher"
 _ON_POLICY = str(REPOSITORY / "benchmarks" / "compatibility" / "on_policy.py")
 _LORA = "--use_peft --lora_r 4 --lora_alpha 8 --lora_target_modules all-linear"
+COLUMNS = {
+    **{name: name for name in ("script", "version", "stage", "launcher", "method", "result")},
+    "loss": "loss",
+    "loss, resumed": "resumed",
+    "weights": "weights",
+}
 
 
 @dataclass(frozen=True)
@@ -365,7 +369,7 @@ def rows_of_lightning(args: argparse.Namespace, data: Path) -> list[dict[str, An
         except (RuntimeError, OSError) as error:
             row |= {"result": "fails", "error": str(error)}
         rows.append(row)
-        print(show(row), file=sys.stderr, flush=True)
+        say(row)
     return rows
 
 
@@ -380,7 +384,6 @@ def rows_of(name: str, args: argparse.Namespace, data: Path) -> list[dict[str, A
         return []
     for method in ["full"] if script.adapters is None else ["full", "LoRA"]:
         reference = data / f"{name.replace('/', '_')}_{method}"
-        began = time.monotonic()
         train(command(script, file, data, method, None, reference), reference)
         if script.resumes:
             again = reference.with_name(reference.name + "_again")
@@ -400,23 +403,12 @@ def rows_of(name: str, args: argparse.Namespace, data: Path) -> list[dict[str, A
             except (RuntimeError, OSError) as error:
                 row |= {"result": "fails", "error": str(error)}
             rows.append(row)
-            print(f"{time.monotonic() - began:6.0f} s  {show(row)}", file=sys.stderr, flush=True)
+            say(row)
     return rows
 
 
-def show(row: dict[str, Any]) -> str:
-    """Return a line of the table."""
-    numbers = [f"{row[key]:.1e}" if key in row else "" for key in ("loss", "resumed", "weights")]
-    cells = [
-        row["script"],
-        row["version"],
-        str(row["stage"]),
-        row["launcher"],
-        row["method"],
-        row["result"],
-        *numbers,
-    ]
-    return f"| {' | '.join(cells)} |"
+def say(row: Row) -> None:
+    print(*(row.get(key, "") for key in COLUMNS.values()), sep=", ", file=sys.stderr, flush=True)
 
 
 def _identity(row: dict[str, Any]) -> tuple:
@@ -438,33 +430,19 @@ def main() -> None:
         help="folders `examples` of the sources of TRL and transformers, for scripts that are not "
         "in the wheels",
     )
-    parser.add_argument(
-        "--folder", type=Path, default=REPOSITORY / "benchmarks" / "out" / "compatibility"
-    )
+    parser.add_argument("--folder", type=Path, default=OUT / "compatibility")
     args = parser.parse_args()
 
     shutil.rmtree(args.folder / "runs", ignore_errors=True)
     data = write_inputs(args.folder / "runs")
-    table = args.folder / "compatibility.json"
-    rows = json.loads(table.read_text()) if table.exists() else []
+    file = args.folder / "compatibility.json"
+    rows = json.loads(file.read_text()) if file.exists() else []
     for name in args.only or [*SCRIPTS, LIGHTNING]:
         fresh = rows_of_lightning(args, data) if name == LIGHTNING else rows_of(name, args, data)
         made = {_identity(row) for row in fresh}
         rows = [row for row in rows if _identity(row) not in made] + fresh
-        table.write_text(json.dumps(rows, indent=2))
-    columns = [
-        "script",
-        "version",
-        "stage",
-        "launcher",
-        "trained",
-        "result",
-        "loss",
-        "loss, resumed",
-        "weights",
-    ]
-    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    print("\n".join(show(row) for row in rows))
+        file.write_text(json.dumps(rows, indent=2))
+    print(show(table("Published scripts beside DDP", COLUMNS, rows)))
     sys.exit(0 if all(row["result"] == "equal" for row in rows) else 1)
 
 

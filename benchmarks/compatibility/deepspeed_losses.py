@@ -11,16 +11,21 @@ difference of more than 1e-4."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
-from benchmarks.arguments import Parser, interpreter, result_file
-from benchmarks.launch import REPOSITORY, run_job, run_ranks
+import torch
+import torch.distributed as dist
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from benchmarks.models import build, synthetic_batches, t5
+from benchmarks.runner import Parser, Row, finish, ranks, run_job, table
 
 TOLERANCE = 1e-4
 STEPS = 20
@@ -39,15 +44,55 @@ DEEPSPEED_TRAINING = ["--use_cpu", "true"]
 Curve = list[dict[str, float]]
 
 
+VOCABULARY = 256
+BATCH, SOURCE_LENGTH, TARGET_LENGTH = 4, 12, 9
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(3)
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=VOCABULARY, n_positions=64)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    config.bos_token_id = config.eos_token_id = 0
+    return GPT2LMHeadModel(config)
+
+
+def train(package: str, model: str, accumulation: int) -> Curve:
+    """On a rank of `zero` or `deepspeed`: return its losses and the global gradient norms."""
+    library = importlib.import_module(package)
+    library.comm.init_distributed(dist_backend="gloo")
+    built = gpt2() if model == "gpt2" else build(t5(64, 128, 2, 4, 16, VOCABULARY), seed=3)
+    adamw = {"lr": 2e-3, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.01}
+    warmup = {"warmup_min_lr": 0, "warmup_max_lr": 2e-3, "warmup_num_steps": 5}
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": adamw},
+        "scheduler": {"type": "WarmupLR", "params": warmup | {"warmup_type": "linear"}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100},
+    }
+    engine, *_ = library.initialize(model=built, model_parameters=built.parameters(), config=config)
+    seed = dist.get_rank()
+    batches = synthetic_batches(VOCABULARY, BATCH, SOURCE_LENGTH, TARGET_LENGTH, seed)
+    curve = []
+    for _ in range(STEPS):
+        losses = []
+        for batch in islice(batches, accumulation):
+            labels = batch["input_ids" if model == "gpt2" else "labels"]
+            loss = engine(input_ids=batch["input_ids"], labels=labels).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        norm = float(engine.get_global_grad_norm())
+        curve.append({"loss": sum(losses) / len(losses), "grad_norm": norm})
+    return curve
+
+
 def engine_curve(package: str, python: str, model: str, accumulation: int) -> Curve:
     """Return rank 0's losses and the global gradient norms, with the engine's own interface."""
-    options = (
-        f"--package {package} --model {model} --steps {STEPS} --accumulation {accumulation}".split()
-    )
-    command = ["-m", "benchmarks.compatibility.deepspeed_losses_worker", *options]
-    return run_ranks(
-        python, command, PROCESSES, 600, DEEPSPEED_ENV if package == "deepspeed" else None
-    )[0]["curve"]
+    env = DEEPSPEED_ENV if package == "deepspeed" else None
+    task = {"package": package, "model": model, "accumulation": accumulation}
+    return ranks(train, PROCESSES, timeout=600, python=python, env=env, **task)[0]
 
 
 def script_curve(
@@ -134,51 +179,30 @@ def runs(start: str) -> dict[str, Callable[[str, str], Curve]]:
     return result
 
 
-def compare(
-    label: str, curve_of: Callable[[str, str], Curve], deepspeed_python: str
-) -> dict[str, Any]:
-    """Run both engines, print a line of the table, and return its numbers with both curves."""
+def compare(label: str, curve_of: Callable[[str, str], Curve], deepspeed_python: str) -> Row:
+    """Run both engines, and return a line of the table with both curves."""
     theirs = curve_of("deepspeed", deepspeed_python)
     ours = curve_of("zero", sys.executable)
     loss, norm = (largest_difference(ours, theirs, name) for name in ("loss", "grad_norm"))
-    agrees = max(loss, norm) <= TOLERANCE
-    print(
-        f"{label:<42}  {len(ours):>5}  {ours[0]['loss']:8.4f}  {ours[-1]['loss']:8.4f}  "
-        f"{loss:9.1e}  {norm:9.1e}"
-        f"{'' if agrees else f'  more than {TOLERANCE:.0e}'}",
-        flush=True,
-    )
-    differences = {"agrees": agrees, "loss_difference": loss, "grad_norm_difference": norm}
-    return {**differences, "ours": ours, "deepspeed": theirs}
+    row = {"run": label, "steps": len(ours), "first": ours[0]["loss"], "last": ours[-1]["loss"]}
+    return row | {"loss diff": loss, "norm diff": norm, "ours": ours, "deepspeed": theirs}
 
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument(
-        "--deepspeed-python",
-        type=interpreter,
-        required=True,
-        help="interpreter of an environment that has deepspeed",
-    )
-    parser.add_argument(
-        "--output",
-        type=result_file,
-        default=REPOSITORY / "benchmarks" / "out" / "parity_deepspeed.json",
-    )
+    parser.add_deepspeed(required=True)
+    parser.add_output()
     args = parser.parse_args()
-
-    print(
-        f"{'run':<42}  {'steps':>5}  {'first':>8}  {'last':>8}  {'loss diff':>9}  {'norm diff':>9}"
-    )
-    results = {}
     with tempfile.TemporaryDirectory() as start:
         save_translation_model(start)
-        for label, curve_of in runs(start).items():
-            results[label] = compare(label, curve_of, args.deepspeed_python)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(results, indent=2))
-    print(f"written: {args.output}")
-    sys.exit(0 if all(result["agrees"] for result in results.values()) else 1)
+        rows = [
+            compare(label, curve_of, args.deepspeed_python)
+            for label, curve_of in runs(start).items()
+        ]
+    columns = {name: name for name in ("run", "steps", "first", "last", "loss diff", "norm diff")}
+    finish(args, table("This engine and DeepSpeed", columns, rows), rows=rows)
+    within = [max(row["loss diff"], row["norm diff"]) <= TOLERANCE for row in rows]
+    sys.exit(0 if all(within) else 1)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.launch import REPOSITORY
+from benchmarks.runner import REPOSITORY
 
 EPOCHS, SAVED, TIMEOUT = 4, 1, 300
 

@@ -11,13 +11,12 @@ above 5%.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from typing import Any
 
-from benchmarks.arguments import Parser
 from benchmarks.estimate.worker import LORA, QLORA, RANK, measure, shape_of
+from benchmarks.runner import Parser, finish, table
 from tests.processes import run_on
 from zero.config import load_config
 from zero.tools.estimate.machine import DEVICE, DISK, HOST
@@ -186,11 +185,8 @@ def _run(case: Case, settings: dict[str, Any]) -> dict[str, Any]:
     row: dict[str, Any] = {"case": describe(case), "parameters": found.elements}
     for place in PLACES:
         taken = max(each[place] for each in measured)
-        row[place] = {
-            "predicted": found.total(place),
-            "measured": taken,
-            "parts": found.parts[place],
-        }
+        parts = {"predicted": found.total(place), "measured": taken}
+        row[place] = parts | {"parts": found.parts[place]}
     return row
 
 
@@ -232,20 +228,16 @@ def describe(case: Case) -> str:
     return ", ".join(words)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| case | place | predicted, MiB | measured, MiB | difference |",
-        "|---|---|---|---|---|",
-    ]
+def lines(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a line of the table for each place of each case. Small ones are left out."""
+    found = []
     for row in rows:
         for place in PLACES:
-            predicted, measured = row[place]["predicted"], row[place]["measured"]
-            if max(predicted, measured) > LEAST:
-                difference = round(predicted / measured - 1, 3)
-                shown = f"{difference:+.1%}" if difference else "0.0%"
-                sizes = f"{predicted / 2**20:.1f} | {measured / 2**20:.1f} | {shown}"
-                lines.append(f"| {row['case']} | {place} | {sizes} |")
-    return "\n".join(lines)
+            sizes = row[place]["predicted"], row[place]["measured"]
+            if max(sizes) > LEAST:
+                found.append({"case": row["case"], "place": place, **row[place]})
+                found[-1]["difference"] = sizes[0] / sizes[1] - 1
+    return found
 
 
 def is_off(row: dict[str, Any]) -> bool:
@@ -261,14 +253,12 @@ def main() -> None:
     parser.add_argument(
         "--only", type=int, nargs="+", choices=numbers, metavar="NUMBER", help="numbers of cases"
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print the rows as JSON, with the estimate's parts"
-    )
+    parser.add_output()
     args = parser.parse_args()
-    rows = [
-        run(case) for number, case in enumerate(CASES, 1) if not args.only or number in args.only
-    ]
-    print(json.dumps(rows, indent=2) if args.json else table(rows))
+    rows = [run(CASES[number - 1]) for number in args.only or numbers]
+    columns = {"case": "case", "place": "place", "difference": "difference"}
+    columns |= {f"{key}, MiB": (key, 2**20) for key in ("predicted", "measured")}
+    finish(args, table("zero estimate beside ranks", columns, lines(rows)), rows=rows)
     if wrong := [row["case"] for row in rows if is_off(row)]:
         sys.exit(f"error: off by more than {TOLERANCE:.0%}: {'; '.join(wrong)}")
 

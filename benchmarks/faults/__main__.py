@@ -28,7 +28,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.arguments import Parser
+from benchmarks.runner import Parser
 from zero.tools.arguments import count
 
 PARTS = ("kills", "damage", "config")

@@ -24,7 +24,7 @@ import hypothesis
 from hypothesis import strategies as st
 
 from benchmarks.faults.__main__ import Report
-from benchmarks.launch import REPOSITORY
+from benchmarks.runner import REPOSITORY
 from zero.config import load_config
 from zero.config.load import find
 from zero.config.table import report

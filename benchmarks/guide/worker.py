@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,12 +15,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import zero
-from benchmarks.launch import report
-from benchmarks.models import T5_42M, build_t5, synthetic_batches
-from benchmarks.stages.worker import STAGES, PeakMemory, let_go, state_bytes
+from benchmarks.measuring import PeakMemory, let_go, state_bytes
+from benchmarks.models import build, llama, synthetic_batches
+from benchmarks.stages.worker import MODELS, STAGES, VOCABULARY
 from zero.offload.activations import HostActivations
 from zero.parallel.pipeline import Pipeline, split
 
@@ -49,15 +48,15 @@ def data(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, INPUTS, generator=generator), torch.randn(rows, 1, generator=generator)
 
 
-def epochs(args: argparse.Namespace, rank: int, ranks: int, step: Callable) -> list[float]:
+def train(rows: int, epochs: int, rank: int, ranks: int, step: Callable) -> list[float]:
     """Return the mean loss of each epoch.
 
     `step` trains on this rank's rows of a batch, and returns their loss.
     """
-    inputs, targets = data(args.rows)
-    losses = torch.zeros(args.epochs, dtype=torch.float64)
-    for epoch in range(args.epochs):
-        batches = range(0, args.rows - BATCH + 1, BATCH)
+    inputs, targets = data(rows)
+    losses = torch.zeros(epochs, dtype=torch.float64)
+    for epoch in range(epochs):
+        batches = range(0, rows - BATCH + 1, BATCH)
         for start in batches:
             mine = slice(start + BATCH * rank // ranks, start + BATCH * (rank + 1) // ranks)
             losses[epoch] += step(inputs[mine], targets[mine]) / len(batches)
@@ -96,28 +95,31 @@ def engine_step(engine: zero.ZeroEngine, states: dict[str, int]) -> Callable:
 def measured(name: str, act: Callable[[], list[float]]) -> dict[str, Any]:
     let_go()
     dist.barrier()
-    with PeakMemory() as peak:
+    with PeakMemory("VmRSS") as peak:
         wall, cpu = time.perf_counter(), time.process_time()
         losses = act()
         seconds = {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
-    return {"run": name, **seconds, "peak": peak.bytes, "losses": losses}
+    return {"run": name, **seconds, "peak": peak.most, "losses": losses}
 
 
-def training(args: argparse.Namespace) -> Rows:
-    parameters = sum(param.numel() for param in mlp(args.width).parameters())
-    rows = [
-        measured("plain torch, 1 process", lambda: epochs(args, 0, 1, plain_step(mlp(args.width))))
-    ]
-    rows[0] |= {"states": 16 * parameters}  # fp32: parameter, gradient, two moments
+def training(width: int, rows: int, epochs: int) -> Rows:
+    dist.init_process_group("gloo")
+    parameters = sum(param.numel() for param in mlp(width).parameters())
+    plain = partial(train, rows, epochs, 0, 1, plain_step(mlp(width)))
+    found = [measured("plain torch, 1 process", plain)]
+    found[0] |= {"states": 16 * parameters}  # fp32: parameter, gradient, two moments
     for stage in STAGES:
         states: dict[str, int] = {}
-        rows.append(measured(f"stage {stage}", partial(train_engine, args, stage, states)))
-        rows[-1] |= {"states": sum(states.values())}  # nothing is accumulated
-    return [row | {"parameters": parameters} for row in rows]
+        act = partial(train_engine, width, rows, epochs, stage, states)
+        found.append(measured(f"stage {stage}", act))
+        found[-1] |= {"states": sum(states.values())}  # nothing is accumulated
+    return [row | {"parameters": parameters} for row in found]
 
 
-def train_engine(args: argparse.Namespace, stage: int, states: dict[str, int]) -> list[float]:
-    rank, ranks, model = dist.get_rank(), dist.get_world_size(), mlp(args.width)
+def train_engine(
+    width: int, rows: int, epochs: int, stage: int, states: dict[str, int]
+) -> list[float]:
+    rank, ranks, model = dist.get_rank(), dist.get_world_size(), mlp(width)
     config = {
         "train_micro_batch_size_per_gpu": BATCH // ranks,
         "gradient_clipping": 0.0,  # as plain torch; without this key it would be 1.0
@@ -125,7 +127,7 @@ def train_engine(args: argparse.Namespace, stage: int, states: dict[str, int]) -
     }
     optimizer = torch.optim.Adam(model.parameters(), lr=LR)
     engine = zero.initialize(model=model, optimizer=optimizer, config=config)[0]
-    losses = epochs(args, rank, ranks, engine_step(engine, states))
+    losses = train(rows, epochs, rank, ranks, engine_step(engine, states))
     engine.destroy()
     return losses
 
@@ -185,8 +187,8 @@ def networks() -> dict[str, tuple[nn.Module, nn.Module]]:
 
 def of_t5() -> dict[str, Any]:
     """A T5 of 42M parameters, with the gradient checkpointing that the Trainer turns on."""
-    model = build_t5(T5_42M, SEED)
-    batch = next(synthetic_batches(T5_42M["vocab_size"], 4, 128, 128, SEED))
+    model = build(MODELS[0])
+    batch = next(synthetic_batches(VOCABULARY, 4, 128, 128, SEED))
     row: dict[str, Any] = {
         "network": "T5 of 42M parameters, 4 x (128 + 128) tokens, a checkpoint for each block"
     }
@@ -196,11 +198,10 @@ def of_t5() -> dict[str, Any]:
             model(**batch).loss.backward()
         row[way] = found["saved"]
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
     return row
 
 
-def activations(args: argparse.Namespace) -> Rows:
+def activations() -> Rows:
     rows = [of_t5()]
     for name, models in networks().items():
         inputs = torch.randn(BATCH, 1000, requires_grad=True)
@@ -227,27 +228,19 @@ def activations(args: argparse.Namespace) -> Rows:
 # -- meshes
 
 # Large enough that padding does not count.
-LLAMA = {
-    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8,
-    "num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": False,
-}  # fmt: skip
+LLAMA = 256, 512, 8, 8, 512
 LENGTH, MICRO_BATCHES = 16, 4
 
 
-def meshes(args: argparse.Namespace) -> Rows:
+def meshes() -> Rows:
+    dist.init_process_group("gloo")
     world, rows = dist.get_world_size(), []
-    factors = [
-        (data, tensor, pipeline)
-        for data in (1, 2, 4, 8)
-        for tensor in (1, 2, 4)
-        for pipeline in (1, 2, 4)
-    ]
-    for shape in [each for each in factors if each[0] * each[1] * each[2] == world]:
-        for stage in STAGES:
-            rows.append(mesh_states(*shape, stage))
-    for sequence in [each for each in (2, 4, 8) if world % each == 0]:
-        for stage in STAGES:
-            rows.append(sequence_states(world // sequence, sequence, stage))
+    for shape in product((1, 2, 4, 8), (1, 2, 4), (1, 2, 4)):
+        if shape[0] * shape[1] * shape[2] == world:
+            rows += [mesh_states(*shape, stage) for stage in STAGES]
+    for sequence in (2, 4, 8):
+        if world % sequence == 0:
+            rows += [sequence_states(world // sequence, sequence, stage) for stage in STAGES]
     return rows
 
 
@@ -260,7 +253,7 @@ def mesh_states(data: int, tensor: int, pipeline: int, stage: int) -> dict[str, 
     sizes["elements"] = sum(param.numel() for param in model.parameters())
     engine, *_ = zero.initialize(model=split(model, mesh), config=config, mesh=mesh)
     pipe = Pipeline(engine, mesh, LENGTH, Schedule1F1B)
-    ids = torch.randint(LLAMA["vocab_size"], (MICRO_BATCHES, LENGTH))
+    ids = torch.randint(LLAMA[-1], (MICRO_BATCHES, LENGTH))
     return sizes | states_of_second_step(engine, lambda: pipe.step(ids, ids))
 
 
@@ -273,7 +266,7 @@ def sequence_states(data: int, sequence: int, stage: int) -> dict[str, Any]:
     sizes = {"data": data, "sequence": sequence, "tensor": 1, "pipeline": 1, "stage": stage}
     sizes["elements"] = sum(param.numel() for param in model.parameters())
     engine, *_ = zero.initialize(model=model, config=config | {"sequence_parallel_size": sequence})
-    ids = torch.randint(LLAMA["vocab_size"], (1, LENGTH))
+    ids = torch.randint(LLAMA[-1], (1, LENGTH))
     whole = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(LENGTH)[None]}
     own = {
         name: value.chunk(sequence, dim=1)[dist.get_rank() % sequence]
@@ -289,14 +282,13 @@ def sequence_states(data: int, sequence: int, stage: int) -> dict[str, Any]:
 
 def for_meshes(stage: int) -> tuple[nn.Module, dict[str, Any]]:
     """The model, and a configuration."""
-    torch.manual_seed(SEED)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
-    return LlamaForCausalLM(LlamaConfig(**LLAMA)), config
+    return build(llama(*LLAMA, num_key_value_heads=8, tie_word_embeddings=False)), config
 
 
 def states_of_second_step(
@@ -317,18 +309,3 @@ def states_of_second_step(
     return states | {
         "states": sum(states[name] for name in ("parameters", "gradients", "optimizer"))
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--part", choices=["training", "activations", "meshes"], required=True)
-    for name in ("width", "rows", "epochs"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    args = parser.parse_args()
-    dist.init_process_group("gloo")
-    report({"rows": globals()[args.part](args)})
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,6 @@
 
 Each variant trains on the same sequences in a step, with gradient checkpointing, so that all have
 the same amount of computation:
-
 - as micro-batches of one sequence, each of which gathers all weights again;
 - as one micro-batch, whole or in slices.
 
@@ -20,149 +19,80 @@ the ratio to the same way in host memory, formed within a round. Bytes are those
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
-import tempfile
+from argparse import Namespace
+from typing import Any
 
 import torch
 
-from benchmarks.arguments import Parser
-from benchmarks.models import build_t5
-from benchmarks.offload.__main__ import (
-    Row,
-    cause,
-    check_losses,
-    over_rounds,
-    parse_job_arguments,
-    row_of,
-    run,
-    write,
-)
-from benchmarks.offload.worker import MODELS
+from benchmarks.models import build
+from benchmarks.offload.__main__ import LOSS_TOLERANCE, MOVED, in_bytes
+from benchmarks.runner import Parser, Row, by_variant, finish, summary, table, take_turns
+from benchmarks.step.comparison import add_options, choose, heading, run
 from zero.tools.arguments import count
 
-MEMORY = "in memory"
-# The worker's variants.
-PLACES = {MEMORY: "cpu", "in files": "nvme, behind"}
-PEERS = {"fsdp2": "fsdp2", "deepspeed": "deepspeed cpu"}
-MICRO_BATCHES, WHOLE = "micro-batches", "whole"
+MEMORY, MICRO_BATCHES, WHOLE = "in memory", "micro-batches", "whole"
+PLACES = {MEMORY: "zero3-offload", "in files": "zero3-files-behind"}
+PEERS = {"fsdp2": "fsdp2-offload", "deepspeed": "deepspeed3-offload"}
+COLUMNS: dict[str, Any] = {
+    "variant": "variant",
+    "step s": "seconds",
+    "s/sequence": "per sequence",
+    "/ memory": "to memory",
+    "cpu s": "cpu",
+    **{f"{name} MB": (name, 1e6) for name in ("device", "host", *MOVED)},
+}
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = Parser(__doc__)
-    parser.add_argument("--sequences", type=count, default=16, help="of a step, per process")
-    parser.add_argument("--slices", type=count, nargs="+", default=[4, 16])
-    parser.add_argument("--places", nargs="+", choices=PLACES, default=list(PLACES))
-    parser.add_argument(
-        "--ways",
-        nargs="+",
-        choices=[MICRO_BATCHES, WHOLE, "slices"],
-        default=[MICRO_BATCHES, WHOLE, "slices"],
-    )
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--live", type=count, help="weights that may be gathered at a time")
-    args = parse_job_arguments(parser, warmup=1, steps=3, output="slices.json")
-    args.batch = args.sequences  # of the worker, and of a row
-    with torch.device("meta"):
-        parameters = sum(param.numel() for param in build_t5(MODELS[args.model], 0).parameters())
-    args.live = args.live or parameters // 4
-    if not args.deepspeed_python and "deepspeed" in args.peers:
-        args.peers.remove("deepspeed")
-        print("DeepSpeed is missing: --deepspeed-python was not given")
-    return args
-
-
-def ways_of(args: argparse.Namespace) -> dict[str, list[str]]:
-    """Return the worker's options of each way to take a batch."""
-    ways = {
-        MICRO_BATCHES: [f"--micro-batches={args.sequences}"],
-        WHOLE: [],
-        **{f"{number} slices": [f"--slices={number}"] for number in args.slices},
-    }
-    return {name: way for name, way in ways.items() if name.split()[-1] in args.ways}
-
-
-def variants_of(args: argparse.Namespace) -> dict[str, tuple[str, list[str]]]:
-    """Return the worker's variant and options, by the name of a row."""
-    common = ["--checkpointing", f"--live={args.live}"]
+def jobs_of(args: Namespace) -> dict[str, tuple[str, dict[str, int]]]:
+    """Return the worker's variant and settings, by the name of a row."""
+    micro = {"micro_batches": args.batch}
+    ways: dict[str, dict[str, int]] = {MICRO_BATCHES: micro, WHOLE: {}}
+    ways |= {f"{number} slices": {"slices": number} for number in args.slices}
+    ways = {name: way for name, way in ways.items() if name.split()[-1] in args.ways}
     found = {
-        f"{place}, {name}": (PLACES[place], common + way)
+        f"{place}, {name}": (PLACES[place], way)
         for place in args.places
-        for name, way in ways_of(args).items()
+        for name, way in ways.items()
     }
-    micro = [*common, f"--micro-batches={args.sequences}"]
-    return found | {f"{peer}, {MICRO_BATCHES}": (PEERS[peer], micro) for peer in args.peers}
-
-
-def one_round(folder: str, missing: dict[str, str], args: argparse.Namespace) -> dict[str, Row]:
-    """Run every variant once. Failed ones go to `missing`, with the line that names the cause."""
-    rows, reference = {}, []
-    for name, (variant, options) in variants_of(args).items():
-        if name in missing:
-            continue
-        try:
-            ranks = run(variant, args.ranks, folder, args, options)
-        except RuntimeError as error:
-            missing[name] = cause(str(error))
-            print(f"  {name}: failed: {missing[name]}", flush=True)
-            continue
-        reference = reference or ranks
-        check_losses(name, ranks, reference)
-        rows[name] = row = row_of(variant, ranks, args)
-        row["per_sequence"] = row["seconds"] / args.sequences
-        in_memory = rows.get(f"{MEMORY}, {name.partition(', ')[2]}")
-        if in_memory is not None:
-            row["to_memory"] = row["seconds"] / in_memory["seconds"]
-        seconds, load = row["seconds"], os.getloadavg()[0]
-        print(f"  {name}: {seconds:.3f} s, load {load:.1f}", flush=True)
-    return rows
-
-
-def table(rows: dict[str, Row]) -> str:
-    """Return the table: seconds, peak memory in MB, and MB moved in a step."""
-    columns = {
-        "step s": ("seconds", 1, 3),
-        "s/seq.": ("per_sequence", 1, 3),
-        "/ memory": ("to_memory", 1, 2),
-        "cpu s": ("cpu", 1, 2),
-        **{
-            name: (name, 1e6, 0)
-            for name in ("device", "host", "gathered", "reduced", "read", "written")
-        },
-    }
-    lines = ["  ".join([f"{'variant':<24}", *(f"{title:>8}" for title in columns)])]
-    for variant, row in rows.items():
-        cells = [
-            f"{row[key] / unit:8.{digits}f}" if key in row else " " * 8
-            for key, unit, digits in columns.values()
-        ]
-        lines.append("  ".join([f"{variant:<24}", *cells]))
-    return "\n".join(lines)
+    peers = {f"{peer}, {MICRO_BATCHES}": (variant, micro) for peer, variant in PEERS.items()}
+    return found | {name: job for name, job in peers.items() if job[0] in args.variants}
 
 
 def main() -> None:
-    args = parse_arguments()
-    missing: dict[str, str] = {}
-    rounds = []
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        for number in range(1, args.rounds + 1):
-            print(f"round {number}/{args.rounds}", flush=True)
-            rounds.append(one_round(folder, missing, args))
-    rows = over_rounds(rounds)
-    if not rows:
-        sys.exit(f"error: nothing ran: {missing}")
-    some = next(iter(rows.values()))
-    print(
-        f"\n{args.model}, {some['parameters'] / 1e6:.1f}M parameters, "
-        f"{'bf16' if some['item'] == 2 else 'fp32'}, {args.sequences} x ({args.length} + "
-        f"{args.length}) tokens a step, {args.ranks} rank(s), at most {args.live / 1e6:.1f}M "
-        f"elements gathered\n\n{table(rows)}"
+    parser = Parser(__doc__)
+    ways = [MICRO_BATCHES, WHOLE, "slices"]
+    parser.add_argument("--slices", type=count, nargs="+", default=[4, 16])
+    parser.add_argument("--places", nargs="+", choices=PLACES, default=list(PLACES))
+    parser.add_argument("--ways", nargs="+", choices=ways, default=ways)
+    parser.add_argument("--live", type=count, help="weights that may be gathered at a time")
+    add_options(
+        parser, model="t5-small", ranks=1, batch=16, length=128, rounds=2, warmup=1, steps=3
     )
-    for name, reason in missing.items():
-        print(f"{name}: failed: {reason}")
-    write(args, missing, rounds)
-    sys.exit(1 if missing else 0)
+    args = parser.parse_args()
+    args.dtype = "bf16" if torch.cuda.is_available() else "fp32"
+    args.checkpointing, args.variants = True, [*PLACES.values(), *PEERS.values()]
+    choose(args, args.variants)
+    with torch.device("meta"):
+        parameters = sum(param.numel() for param in build(args.model).parameters())
+    live, jobs = args.live or parameters // 4, jobs_of(args)
+
+    def turn(name: str) -> Row:
+        variant, settings = jobs[name]
+        row = in_bytes(run(variant, args, live=live, **settings), args)
+        return row | {"per sequence": row["seconds"] / args.batch}
+
+    rounds, missing = take_turns(jobs, args.rounds, turn)
+    for found in rounds:
+        for name, row in found.items():
+            in_memory = found.get(f"{MEMORY}, {name.partition(', ')[2]}")
+            if in_memory is not None:
+                row["to memory"] = row["seconds"] / in_memory["seconds"]
+    tolerances = {"loss diff": LOSS_TOLERANCE[args.dtype]}
+    base, rows = summary(rounds, list(jobs), missing, tolerances)
+    caption = f"{heading(args, rows[base])}; at most {live / 1e6:.1f}M elements gathered"
+    finish(
+        args, table(caption, COLUMNS, by_variant(rows)), missing=missing, rows=rows, rounds=rounds
+    )
 
 
 if __name__ == "__main__":

@@ -16,81 +16,57 @@ DeepSpeed's."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-import torch
-
-from benchmarks.arguments import Parser, interpreter, result_file
-from benchmarks.launch import REPOSITORY
 from benchmarks.optimizers.cpu_adam_worker import DTYPES
+from benchmarks.runner import REPOSITORY, Parser, Row, environment, finish, table
 from zero.tools.arguments import count
 
-OURS = ["ours", "ours, 8-bit moments", "torch fused", "triad"]
+CODED, TRIAD = "ours, 8-bit moments", "triad"
+OURS = ["ours", CODED, "torch fused", TRIAD]
 OTHERS = ["torch.compile", "torch foreach", "torch default"]
 RIVALS = ["torch fused", "deepspeed"]
 # Bytes a parameter. Read: gradient, master, moments. Written: master, moments, parameter. (A fp32
-# gradient is not of 2 bytes, but then no parameter of 2 bytes is written.)
-BYTES = (2 + 3 * 4) + (3 * 4 + 2)
-# With 8-bit moments, without their scales; a triad's.
-CODED_BYTES, TRIAD_BYTES = 2 * (2 + 4 + 2), 3 * 4
-
+# gradient is not of 2 bytes, but then no parameter of 2 bytes is written.) 8-bit moments are
+# counted without their scales.
+BYTES = {CODED: 2 * (2 + 4 + 2), TRIAD: 3 * 4}
+BYTES_OF_OTHERS = (2 + 3 * 4) + (3 * 4 + 2)
+COLUMNS = {
+    "contestant": "contestant",
+    "ns": ("fastest", 1e-9),
+    "median ns": ("median", 1e-9),
+    "cpu ns": ("cpu", 1e-9),
+    "GB/s": ("bandwidth", 1e9),
+    "of triad": "of triad",
+    "/ better": "fastest of better",
+    "cpu / better": "cpu of better",
+}
 Samples = dict[str, list[dict[str, float]]]
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = Parser(__doc__)
-    parser.add_argument(
-        "--deepspeed-python",
-        type=interpreter,
-        help="interpreter of an environment that has deepspeed",
-    )
-    parser.add_argument("--others", action="store_true", help=f"also {', '.join(OTHERS)}")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument(
-        "--numel", type=count, nargs="+", default=[1 << 16, 50_000_000], help="parameters"
-    )
-    parser.add_argument("--threads", type=count, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=count, default=7)
-    parser.add_argument(
-        "--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "cpu_adam.json"
-    )
-    return parser.parse_args()
 
 
 @contextmanager
 def worker(
-    python: str, contestants: list[str], numel: int, dtype: str, threads: int
+    names: list[str], numel: int, dtype: str, threads: int, args: Namespace
 ) -> Iterator[subprocess.Popen]:
     """Start a process of `benchmarks.optimizers.cpu_adam_worker` and wait until it is ready. It
     ends with the context.
 
     Raises RuntimeError if it does not become ready. Its own messages are on standard error.
     """
-    command = [
-        python,
-        "-m",
-        "benchmarks.optimizers.cpu_adam_worker",
-        "--numel",
-        str(numel),
-        "--dtype",
-        dtype,
-        "--contestants",
-        *contestants,
-    ]
-    # Otherwise DeepSpeed looks for a GPU.
-    env = {**os.environ, "OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"}
-    process = subprocess.Popen(
-        command, cwd=REPOSITORY, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    there = environment(names[0], args)
+    command = [there.get("python", sys.executable), "-m", "benchmarks.optimizers.cpu_adam_worker"]
+    command += ["--numel", str(numel), "--dtype", dtype, "--contestants", *names]
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads), **there.get("env", {})}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=env, stdin=pipe, stdout=pipe, text=True)
     try:
         if not process.stdout.readline():
             raise RuntimeError(f"not started: {' '.join(command)}")
@@ -100,80 +76,59 @@ def worker(
         process.wait()
 
 
-def step(process: subprocess.Popen, contestant: str) -> dict[str, float]:
-    print(contestant, file=process.stdin, flush=True)
-    return json.loads(process.stdout.readline())
-
-
-def measure(args: argparse.Namespace, numel: int, dtype: str, threads: int) -> Samples:
+def measure(args: Namespace, *case: int | str) -> Samples:
     """Return the seconds of every contestant's steps, without the first one."""
     with ExitStack() as stack:
-        place = {}
         names = OURS + (OTHERS if args.others else [])
-        here = stack.enter_context(worker(sys.executable, names, numel, dtype, threads))
-        place.update(dict.fromkeys(names, here))
+        place = dict.fromkeys(names, stack.enter_context(worker(names, *case, args)))
         if args.deepspeed_python:
-            there = worker(args.deepspeed_python, ["deepspeed"], numel, dtype, threads)
-            place["deepspeed"] = stack.enter_context(there)
+            place["deepspeed"] = stack.enter_context(worker(["deepspeed"], *case, args))
         samples: Samples = {name: [] for name in place}
         for number in range(args.rounds + 1):
             for name, process in place.items():
-                seconds = step(process, name)
+                print(name, file=process.stdin, flush=True)
+                seconds = json.loads(process.stdout.readline())
                 if number:
                     samples[name].append(seconds)
     return samples
 
 
-def summary(samples: Samples, numel: int) -> dict[str, dict[str, float]]:
-    """Return nanoseconds a parameter of each contestant, and figures of its fastest step."""
+def summary(samples: Samples, numel: int) -> list[Row]:
+    """Return seconds a parameter of each contestant, and figures of its fastest step."""
     rows = {}
     for name, steps in samples.items():
-        fastest = min(sample["wall"] for sample in steps)
-        rows[name] = {
-            "ns": fastest * 1e9 / numel,
-            "median_ns": statistics.median(sample["wall"] for sample in steps) * 1e9 / numel,
-            "cpu_ns": min(sample["cpu"] for sample in steps) * 1e9 / numel,
-            "gb_per_s": {"triad": TRIAD_BYTES, OURS[1]: CODED_BYTES}.get(name, BYTES)
-            * numel
-            / fastest
-            / 1e9,
-        }
-    for row in rows.values():
-        row["of_triad"] = row["gb_per_s"] / rows["triad"]["gb_per_s"]
-        for key in ("ns", "cpu_ns"):
-            better = min(rows[name][key] for name in RIVALS if name in rows)
-            row[f"{key}_of_better"] = row[key] / better
-    return rows
-
-
-def table(rows: dict[str, dict[str, float]]) -> str:
-    lines = [f"{'contestant':<20}   ns (median)     cpu ns   GB/s  of triad  / better (cpu)"]
+        wall = [sample["wall"] / numel for sample in steps]
+        rows[name] = {"contestant": name, "fastest": min(wall), "median": statistics.median(wall)}
+        rows[name]["cpu"] = min(sample["cpu"] for sample in steps) / numel
+        rows[name]["bandwidth"] = BYTES.get(name, BYTES_OF_OTHERS) / min(wall)
     for name, row in rows.items():
-        cells = [f"{row['ns']:6.2f} ({row['median_ns']:6.2f})", f"{row['cpu_ns']:7.2f}"]
-        cells += [f"{row['gb_per_s']:5.1f}", f"{row['of_triad']:8.2f}"]
-        if name != "triad":
-            cells.append(f"{row['ns_of_better']:5.2f} ({row['cpu_ns_of_better']:.2f})")
-        lines.append("  ".join([f"{name:<20}", *cells]))
-    return "\n".join(lines)
+        row["of triad"] = row["bandwidth"] / rows[TRIAD]["bandwidth"]
+        for key in ("fastest", "cpu"):
+            if name != TRIAD:
+                better = min(rows[rival][key] for rival in RIVALS if rival in rows)
+                row[f"{key} of better"] = row[key] / better
+    return list(rows.values())
 
 
 def main() -> None:
-    args = parse_arguments()
-    results = []
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--others", action="store_true", help=f"also {', '.join(OTHERS)}")
+    add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    add("--numel", type=count, nargs="+", default=[1 << 16, 50_000_000], help="parameters")
+    add("--threads", type=count, nargs="+", default=[1, 2])
+    add("--rounds", type=count, default=7)
+    parser.add_deepspeed()
+    parser.add_output()
+    args = parser.parse_args()
+    tables = []
     for numel, dtype, threads in itertools.product(args.numel, args.dtypes, args.threads):
-        samples = measure(args, numel, dtype, threads)
-        rows = summary(samples, numel)
-        case = {"numel": numel, "dtype": dtype, "threads": threads}
-        results.append(case | {"rows": rows, "samples": samples})
-        print(
-            f"\n{numel:,} parameters, {dtype}, {threads} thread(s), {args.rounds} rounds, load "
-            f"{os.getloadavg()[0]:.1f}\n\n{table(rows)}",
-            flush=True,
-        )
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps({"versions": versions, "results": results}, indent=2))
-    print(f"\nwritten: {args.output}")
+        rows = summary(measure(args, numel, dtype, threads), numel)
+        load = os.getloadavg()[0]
+        caption = f"{numel:,} parameters, {dtype}, {threads} thread(s), load {load:.1f}"
+        print(caption, file=sys.stderr, flush=True)
+        tables.append(table(caption, COLUMNS, rows))
+    finish(args, *tables)
 
 
 if __name__ == "__main__":

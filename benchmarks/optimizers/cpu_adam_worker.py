@@ -21,6 +21,10 @@ import torch
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 # Every step gets this number. So bias corrections are those of a run that has just begun.
 STEP = 10
+NUMBERS = {
+    "step": STEP, "lr": LR, "beta1": BETAS[0], "beta2": BETAS[1], "eps": EPS,
+    "weight_decay": DECAY, "decoupled": True, "factor": 1.0,
+}  # fmt: skip
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # A step of small tensors is repeated until so many parameters are updated.
 LEAST = 1 << 20
@@ -57,14 +61,7 @@ def ours() -> Step:
 
     def step(state: State) -> None:
         tensors = state.master, state.grad, state.exp_avg, state.exp_avg_sq, state.out
-        numbers = {
-            "lr": LR,
-            "beta1": BETAS[0],
-            "beta2": BETAS[1],
-            "eps": EPS,
-            "weight_decay": DECAY,
-        }
-        adam_cpu.adam(*tensors, step=STEP, **numbers, decoupled=True, factor=1.0)
+        adam_cpu.adam(*tensors, **NUMBERS)
 
     return step
 
@@ -75,15 +72,8 @@ def ours_8_bit() -> Step:
 
     def step(state: State) -> None:
         state.coded = state.coded or adam8bit.encode(state.exp_avg, state.exp_avg_sq)
-        numbers = {
-            "lr": LR,
-            "beta1": BETAS[0],
-            "beta2": BETAS[1],
-            "eps": EPS,
-            "weight_decay": DECAY,
-        }
         tensors = state.master, state.grad, *state.coded, state.out
-        adam_cpu.adam(*tensors, step=STEP, **numbers, decoupled=True, factor=1.0)
+        adam_cpu.adam(*tensors, **NUMBERS)
 
     return step
 
@@ -104,16 +94,21 @@ def with_casts(update: Step) -> Step:
     return step
 
 
-def by_torch(**choice: bool) -> Step:
-    optimizer = torch.optim.AdamW([torch.zeros(1)], LR, BETAS, EPS, DECAY, **choice)
+def of_torch(optimizer: torch.optim.Optimizer, number: Callable[[], object]) -> Step:
+    """Return the step of an optimizer with torch's state. `number`: that of the last step."""
 
     def update(state: State) -> None:
         moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
         optimizer.param_groups[0]["params"] = [state.master]
-        optimizer.state[state.master] = {"step": torch.tensor(STEP - 1.0), **moments}
+        optimizer.state[state.master] = {"step": number(), **moments}
         optimizer.step()
 
     return with_casts(update)
+
+
+def by_torch(**choice: bool) -> Step:
+    optimizer = torch.optim.AdamW([torch.zeros(1)], LR, BETAS, EPS, DECAY, **choice)
+    return of_torch(optimizer, lambda: torch.tensor(STEP - 1.0))
 
 
 def by_compile() -> Step:
@@ -152,14 +147,7 @@ def deepspeed() -> Step:
         flush=True,
     )
     optimizer = DeepSpeedCPUAdam([torch.zeros(1)], LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
-
-    def update(state: State) -> None:
-        moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
-        optimizer.param_groups[0]["params"] = [state.master]
-        optimizer.state[state.master] = {"step": STEP - 1, **moments}
-        optimizer.step()
-
-    return with_casts(update)
+    return of_torch(optimizer, lambda: STEP - 1)
 
 
 def triad(state: State) -> None:

@@ -6,28 +6,26 @@ process.
 A small Llama learns the bytes of this project's documentation. All variants see the same batches of
 16 x 64 bytes, in the same order. A line of the table gives the mean of the last 20 losses of both
 runs, and their largest relative difference in the first 10 steps and in all steps. Rounding differs
-between one process and two, and training amplifies it. The picture shows the losses of all
-variants, with lines for the engine and dots for plain torch. The bf16 variants and this engine's
+between one process and two, and training amplifies it. The picture shows the losses of all variants
+on the engine and in plain torch. The bf16 variants and this engine's
 8-bit moments have no plain counterpart, and are compared with AdamW in fp32."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import Adafactor, LlamaConfig, LlamaForCausalLM
+from transformers import Adafactor
 
 import zero
-from benchmarks.arguments import Parser, result_file
-from benchmarks.launch import REPOSITORY, report, run_ranks
+from benchmarks import models
+from benchmarks.models import llama
+from benchmarks.runner import REPOSITORY, Parser, Table, draw, finish, ranks, relative
 from zero.optim.muon import MuonWithAdamW, is_hidden_matrix
 from zero.tools.arguments import count
 
@@ -116,28 +114,8 @@ REFERENCE = dict.fromkeys(
 )
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = Parser(__doc__)
-    parser.add_argument("--steps", type=count, default=200)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument(
-        "--output",
-        type=result_file,
-        default=REPOSITORY / "benchmarks" / "out" / "optimizer_losses.json",
-    )
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
 def build() -> nn.Module:
-    torch.manual_seed(1)
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 176,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    return LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes))
+    return models.build(llama(64, 176, 2, 4, 256))
 
 
 def batches(steps: int) -> Iterator[torch.Tensor]:
@@ -201,87 +179,34 @@ def installed(names: Sequence[str]) -> list[str]:
     return found
 
 
-def summarize(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> list[dict[str, Any]]:
-    rows = []
-    for name, losses in ours.items():
-        expected = theirs[REFERENCE.get(name, name)]
-        apart = [abs(a / b - 1) for a, b in zip(losses, expected, strict=True)]
-        ends = {
-            "engine": statistics.mean(losses[-20:]),
-            "plain torch": statistics.mean(expected[-20:]),
-        }
-        rows.append(
-            {"optimizer": name, **ends, "first 10 steps": max(apart[:10]), "all steps": max(apart)}
-        )
-    return rows
-
-
-def draw(ours: dict[str, list[float]], theirs: dict[str, list[float]], path: Path) -> None:
-    import matplotlib  # here, so that the table can be had without it
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 5))
-    for number, (name, losses) in enumerate(ours.items()):
-        axes.plot(losses, color=f"C{number}", linewidth=1, label=name)
-        if name in theirs:
-            places = range(0, len(losses), 10)
-            axes.plot(
-                places,
-                [theirs[name][place] for place in places],
-                ".",
-                color=f"C{number}",
-                markersize=5,
-            )
-    axes.set(
-        xlabel="step",
-        ylabel="loss",
-        title="Lines: two ranks at stage 3. Dots: plain torch, one process",
-    )
-    axes.set_ylim(top=max(losses[5] for losses in ours.values()))
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=110, bbox_inches="tight")
-    print(f"picture: {path}")
+def rank(variants: list[str], steps: int) -> dict[str, list[float]]:
+    dist.init_process_group("gloo")
+    return {name: sharded(name, steps) for name in installed(variants)}
 
 
 def main() -> None:
-    args = parse_arguments()
-    if args.worker:
-        dist.init_process_group("gloo")
-        report({name: sharded(name, args.steps) for name in installed(args.variants)})
-        dist.destroy_process_group()
-        return
-    command = [
-        "-m",
-        "benchmarks.optimizers.losses",
-        "--worker",
-        "--steps",
-        str(args.steps),
-        "--variants",
-        *args.variants,
-    ]
-    ours = run_ranks(sys.executable, command, RANKS, timeout=3600)[0]
-    theirs = {
-        name: plain(name, args.steps) for name in {REFERENCE.get(name, name): None for name in ours}
-    }
-    rows = summarize(ours, theirs)
+    parser = Parser(__doc__)
+    parser.add_argument("--steps", type=count, default=200)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_output()
+    args = parser.parse_args()
+    task = {"variants": args.variants, "steps": args.steps}
+    ours = ranks(rank, RANKS, timeout=3600, **task)[0]
+    names = dict.fromkeys(REFERENCE.get(name, name) for name in ours)
+    theirs = {name: plain(name, args.steps) for name in names}
+    rows = []
+    for name, losses in ours.items():
+        expected = theirs[REFERENCE.get(name, name)]
+        ends = [statistics.mean(each[-20:]) for each in (losses, expected)]
+        apart = [relative(losses[:last], expected[:last]) for last in (10, args.steps)]
+        rows.append([name, *ends, *apart])
+    columns = ["optimizer", "engine, last 20 losses", "plain torch", "apart, first 10 steps", "all"]
+    lines = {name: (range(args.steps), losses) for name, losses in ours.items()}
+    lines |= {f"{name}, plain": (range(args.steps), losses) for name, losses in theirs.items()}
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(
-        json.dumps({"rows": rows, "engine": ours, "plain torch": theirs}, indent=1) + "\n"
-    )
-    print(
-        "| optimizer | engine, last 20 losses | plain torch | apart, first 10 steps | apart, all "
-        "steps |"
-    )
-    print("|---|---|---|---|---|")
-    for row in rows:
-        ends = f"{row['engine']:.4f} | {row['plain torch']:.4f}"
-        print(
-            f"| {row['optimizer']} | {ends} | {row['first 10 steps']:.1e} | {row['all steps']:.1e} "
-            "|"
-        )
-    draw(ours, theirs, args.output.with_suffix(".png"))
+    title = "Two ranks at stage 3, and plain torch in one process"
+    draw(args.output.with_suffix(".png"), title, ("step", "loss"), lines)
+    finish(args, Table(title, columns, rows), engine=ours, plain=theirs)
 
 
 if __name__ == "__main__":

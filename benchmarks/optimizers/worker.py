@@ -1,54 +1,48 @@
 """One rank of one system of the optimizer benchmark: trains a small Llama with several optimizers,
 at several stages.
 
-`benchmarks.optimizers` starts it on each rank, in this environment or (system `deepspeed`) in one
-that has DeepSpeed. A system is a function from a plain model, an optimizer's name and a stage to a
-`Trained`. All systems train in fp32 on the same global batches, without clipping."""
+`benchmarks.optimizers` calls `run_all` on each rank, in this environment or (system `deepspeed`) in
+one that has DeepSpeed. All systems train in fp32 on the same global batches, without clipping."""
 
 from __future__ import annotations
 
-import argparse
-import resource
-import time
+import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.launch import report
+from benchmarks.measuring import timed
+from benchmarks.models import build, llama
+from benchmarks.runner import medians
+from benchmarks.step.worker import by_engine
 
 # 7.4M parameters; 56 of its matrices, 6.3M parameters, belong to Muon.
-SIZES = {
-    "hidden_size": 256,
-    "intermediate_size": 688,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-}
-VOCABULARY, LENGTH, BUILD_SEED = 2048, 32, 1
+VOCABULARY, LENGTH = 2048, 32
+SIZES = 256, 688, 8, 4, VOCABULARY
 LR, MUON_LR = 1e-3, 0.02
 MUON = {
     "type": "Muon",
     "params": {"lr": MUON_LR, "adam_lr": LR, "momentum": 0.95, "weight_decay": 0.0},
 }
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}  # beside Muon; DeepSpeed's values
-
 Batch = dict[str, torch.Tensor]
 
 
-@dataclass
-class Trained:
-    """A model in training. Attributes: step: trains on this rank's rows, gives their loss. state:
-    the optimizer's, as this rank has it. end: frees what the system holds."""
+class Trained(NamedTuple):
+    """A model in training. `step`: trains on this rank's rows, gives their loss. `state`: the
+    optimizer's, as this rank has it. `end`: frees what the system holds.
+    """
 
     step: Callable[[Batch], torch.Tensor]
     state: Callable[[], Any]
-    end: Callable[[], None] = lambda: None
+    end: Callable[[], object] = lambda: None
 
 
 def adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -90,7 +84,14 @@ OPTIMIZERS = {
 }
 
 
-def _in_torch(model: nn.Module, name: str) -> Trained:
+def in_torch(model: nn.Module, name: str, stage: int | None) -> Trained:
+    """Plain torch in one process on whole batches, or FSDP2 at a stage: `fully_shard` on each block
+    and on the root. Stage 2: parameters stay gathered from forward to backward.
+    """
+    if stage is not None:
+        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        for part in [*model.model.layers, model]:
+            fully_shard(part, mesh=mesh, reshard_after_forward=stage == 3)
     optimizers = OPTIMIZERS[name](model)
 
     def step(batch: Batch) -> torch.Tensor:
@@ -101,74 +102,33 @@ def _in_torch(model: nn.Module, name: str) -> Trained:
             optimizer.zero_grad()
         return loss
 
-    return Trained(
-        step, lambda: [each for optimizer in optimizers for each in optimizer.state.values()]
-    )
+    return Trained(step, lambda: [list(optimizer.state.values()) for optimizer in optimizers])
 
 
-def plain(model: nn.Module, name: str, stage: int) -> Trained:
-    """Plain torch in one process, on whole batches: the reference of losses."""
-    return _in_torch(model, name)
-
-
-def fsdp2(model: nn.Module, name: str, stage: int) -> Trained:
-    """`fully_shard` on each block and on the root.
-
-    Stage 2: parameters stay gathered from forward to backward.
-    """
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    for part in [*model.model.layers, model]:
-        fully_shard(part, mesh=mesh, reshard_after_forward=stage == 3)
-    return _in_torch(model, name)
-
-
-def _initialized(package: Any, model: nn.Module, name: str, sections: dict[str, Any]) -> Any:
-    """An engine with DeepSpeed's interface. `package`: `zero` or the real `deepspeed`."""
-    config: dict[str, Any] = {
+def by_package(package: str, model: nn.Module, name: str, stage: int) -> Trained:
+    """This engine, or DeepSpeed, whose Muon demands that gradients are not reduce-scattered."""
+    section: dict[str, Any] = {"stage": stage}
+    if package == "deepspeed" and name == "Muon":
+        section["reduce_scatter"] = False
+    config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,
-        **sections,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": section,
     }
-    config["zero_allow_untested_optimizer"] = True
     if name == "Muon":
+        given: dict[str, Any] = {"model_parameters": model.parameters()}
         config["optimizer"] = MUON
-        return package.initialize(model=model, model_parameters=model.parameters(), config=config)[
-            0
-        ]
-    (optimizer,) = OPTIMIZERS[name](model)
-    return package.initialize(model=model, optimizer=optimizer, config=config)[0]
+    else:
+        given = {"optimizer": OPTIMIZERS[name](model)[0]}
+    library = importlib.import_module(package)
+    engine = library.initialize(model=model, config=config, **given)[0]
 
+    def state() -> Any:
+        own = engine.optimizer if package == "zero" else engine.optimizer.optimizer
+        return list(own.state.values())
 
-def _by_engine(engine: Any, state: Callable[[], Any]) -> Trained:
-    def step(batch: Batch) -> torch.Tensor:
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-        return loss
-
-    return Trained(step, state, engine.destroy)
-
-
-def ours(model: nn.Module, name: str, stage: int) -> Trained:
-    """This engine."""
-    import zero
-
-    engine = _initialized(zero, model, name, {"zero_optimization": {"stage": stage}})
-    return _by_engine(engine, lambda: list(engine.optimizer.state.values()))
-
-
-def deepspeed(model: nn.Module, name: str, stage: int) -> Trained:
-    """DeepSpeed. Its Muon demands that gradients are not reduce-scattered."""
-    import deepspeed
-
-    section = {"stage": stage} | ({"reduce_scatter": False} if name == "Muon" else {})
-    engine = _initialized(deepspeed, model, name, {"zero_optimization": section})
-    return _by_engine(engine, lambda: list(engine.optimizer.optimizer.state.values()))
-
-
-SYSTEMS = {"plain": plain, "ours": ours, "fsdp2": fsdp2, "deepspeed": deepspeed}
+    return Trained(by_engine(engine), state, engine.destroy)
 
 
 def nbytes(state: Any) -> int:
@@ -187,78 +147,48 @@ def nbytes(state: Any) -> int:
 
 
 def batches(rows: int, count: int) -> Iterator[Batch]:
-    """Yield global batches of random tokens, (rows, LENGTH)."""
+    """Yield this rank's part of global batches of random tokens, (rows, LENGTH)."""
     generator = torch.Generator().manual_seed(3)
     for _ in range(count):
         ids = torch.randint(VOCABULARY, (rows, LENGTH), generator=generator)
-        yield {"input_ids": ids, "labels": ids}
-
-
-def cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+        own = ids.chunk(dist.get_world_size())[dist.get_rank()]
+        yield {"input_ids": own, "labels": own}
 
 
 def measure(
     system: str, name: str, stage: int, rows: int, warmup: int, steps: int
 ) -> dict[str, Any]:
-    """CPU (all threads) and wall seconds of each counted step, the losses of all steps, and bytes
-    of state.
+    """CPU (all threads) and wall seconds of a counted step, the losses of all steps, and bytes of
+    state per parameter.
     """
-    torch.manual_seed(BUILD_SEED)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=False, **SIZES))
+    model = build(llama(*SIZES, tie_word_embeddings=False))
     parameters = sum(param.numel() for param in model.parameters())
-    trained = SYSTEMS[system](model, name, stage)
-    found: dict[str, Any] = {"cpu": [], "wall": [], "losses": [], "parameters": parameters}
-    for batch in batches(rows, warmup + steps):
-        own = {
-            key: value.chunk(dist.get_world_size())[dist.get_rank()] for key, value in batch.items()
-        }
-        dist.barrier()
-        cpu, wall = cpu_seconds(), time.perf_counter()
-        loss = trained.step(own)
-        found["cpu"].append(cpu_seconds() - cpu)
-        found["wall"].append(time.perf_counter() - wall)
-        found["losses"].append(loss.item())
-    found["cpu"], found["wall"] = found["cpu"][warmup:], found["wall"][warmup:]
-    found["state"] = nbytes(trained.state())
+    if system in ("plain", "fsdp2"):
+        trained = in_torch(model, name, stage if system == "fsdp2" else None)
+    else:
+        trained = by_package("zero" if system == "ours" else system, model, name, stage)
+    each = [timed(lambda b=b: trained.step(b)) for b in batches(rows, warmup + steps)]
+    found = medians([costs for costs, _ in each[warmup:]])
+    state = nbytes(trained.state()) / parameters
     trained.end()
-    return found
+    return found | {"state": state, "losses": [loss.item() for _, loss in each]}
 
 
-def outcome(*case: Any) -> dict[str, Any]:
+def outcome(system: str, name: str, stage: int, task: dict[str, int]) -> dict[str, Any]:
     """What `measure` finds. If a system cannot do it, the table says why, and the others go on."""
     try:
-        return measure(*case)
+        return measure(system, name, stage, **task)
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         return {"error": f"{type(error).__name__}: {lines[0]}"}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--system", choices=SYSTEMS, required=True)
-    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, required=True)
-    parser.add_argument("--stages", nargs="+", type=int, required=True)
-    parser.add_argument("--rows", type=int, required=True, help="of a global batch")
-    parser.add_argument("--warmup", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    args = parser.parse_args()
-    if args.system == "deepspeed":
-        import deepspeed
-
-        deepspeed.init_distributed(dist_backend="gloo")
+def run_all(
+    system: str, optimizers: list[str], stages: list[int], **task: int
+) -> list[dict[str, Any]]:
+    if system == "deepspeed":
+        importlib.import_module("deepspeed").init_distributed(dist_backend="gloo")
     else:
         dist.init_process_group("gloo")
-    cases = [(name, stage) for name in args.optimizers for stage in args.stages]
-    report(
-        {
-            f"{n}, {s}": outcome(args.system, n, s, args.rows, args.warmup, args.steps)
-            for n, s in cases
-        }
-    )
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    cases = product(optimizers, stages)
+    return [outcome(system, name, stage, task) for name, stage in cases]

@@ -1,17 +1,16 @@
 """One rank of one variant of the mesh benchmark: trains a Llama on synthetic batches and reports
-each step's cost.
+what a step takes.
 
-`benchmarks.parallel.meshes` starts it on each rank. A variant is a function from a mesh to
+`benchmarks.parallel.meshes` calls `measure` on each rank. A variant is a function from a mesh to
 `train_step(ids) -> loss`. Both use torch's fused AdamW and clip gradients to a global norm of 1.0.
 Both divide layers in the same places."""
 
 from __future__ import annotations
 
-import argparse
-import resource
-import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,28 +20,27 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import zero
-from benchmarks.launch import report
+from benchmarks import models
+from benchmarks.measuring import timed
+from benchmarks.models import llama
+from benchmarks.runner import medians
+from benchmarks.step.worker import CLIP
 from zero.parallel.pipeline import Pipeline, next_token_loss, split
 
-LLAMA = {
-    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4,
-    "num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": False,
-}  # fmt: skip
+HIDDEN, VOCABULARY = 256, 2048
 MICRO_BATCHES = 4  # of a pipeline
-LEARNING_RATE, CLIP, SEED = 1e-4, 1.0, 1
-
+LEARNING_RATE = 1e-4
 TrainStep = Callable[[torch.Tensor], float]
 
 
 def build() -> nn.Module:
-    torch.manual_seed(SEED)
-    return LlamaForCausalLM(LlamaConfig(**LLAMA)).train()
+    shape = llama(HIDDEN, 688, 4, 8, VOCABULARY, num_key_value_heads=8, tie_word_embeddings=False)
+    return models.build(shape)
 
 
-def ours(mesh: DeviceMesh, args: argparse.Namespace) -> TrainStep:
+def ours(mesh: DeviceMesh, args: SimpleNamespace) -> TrainStep:
     """This engine."""
     micro_batches = MICRO_BATCHES if args.pipeline > 1 else 1
     config = {
@@ -125,7 +123,7 @@ def clip(params: list[list[nn.Parameter]], pipelines: dist.ProcessGroup | None) 
         torch.nn.utils.clip_grads_with_norm_(group, CLIP, squares.sqrt(), foreach=True)
 
 
-def fsdp2(mesh: DeviceMesh, args: argparse.Namespace) -> TrainStep:
+def fsdp2(mesh: DeviceMesh, args: SimpleNamespace) -> TrainStep:
     """torch's own parts:
 
     `parallelize_module`, or a `PipelineStage`, and `fully_shard` over the rest.
@@ -172,15 +170,15 @@ class Stage(nn.Module):
 
 
 def pipeline_of_torch(
-    stage: Stage, mesh: DeviceMesh, args: argparse.Namespace
+    stage: Stage, mesh: DeviceMesh, args: SimpleNamespace
 ) -> Callable[[torch.Tensor], float]:
     """torch's 1F1B over the ranks of `pp`."""
     group, rows = mesh.get_group("pp"), args.batch // MICRO_BATCHES
     number = mesh.get_coordinate()[0]
     is_first, is_last = number == 0, number == args.pipeline - 1
     ids = torch.empty(rows, args.length, dtype=torch.int64, device="meta")
-    hidden = torch.empty(rows, args.length, LLAMA["hidden_size"], device="meta", requires_grad=True)
-    logits = torch.empty(rows, args.length, LLAMA["vocab_size"], device="meta", requires_grad=True)
+    hidden = torch.empty(rows, args.length, HIDDEN, device="meta", requires_grad=True)
+    logits = torch.empty(rows, args.length, VOCABULARY, device="meta", requires_grad=True)
     ends = ids if is_first else hidden, logits if is_last else hidden
     of_torch = PipelineStage(stage, number, args.pipeline, torch.device("cpu"), *ends, group=group)
     tokens = args.batch * (args.length - 1)
@@ -204,38 +202,17 @@ def pipeline_of_torch(
 VARIANTS = {"zero": ours, "fsdp2": fsdp2}
 
 
-def measure(train_step: TrainStep, ids: torch.Tensor) -> dict[str, float]:
-    """Wall, user and system seconds of one step of this process and its loss."""
-    dist.barrier()
-    before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-    loss = train_step(ids)
-    wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF)
-    return {
-        "loss": loss,
-        "wall": wall,
-        "user": after.ru_utime - before.ru_utime,
-        "system": after.ru_stime - before.ru_stime,
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--variant", choices=VARIANTS, required=True)
-    for name in ("pipeline", "shard", "tensor", "stage", "batch", "length", "warmup", "steps"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    args = parser.parse_args()
+def measure(variant: str, mesh: list[int], **task: Any) -> dict[str, Any]:
+    """Train, and return the medians of a counted step, and the losses of all steps."""
+    args = SimpleNamespace(**dict(zip(("pipeline", "shard", "tensor"), mesh, strict=True)), **task)
     dist.init_process_group("gloo")
-    sizes = (args.pipeline, args.shard, args.tensor)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "shard", "tp"))
-    train_step = VARIANTS[args.variant](mesh, args)
-    generator = torch.Generator().manual_seed(mesh.get_coordinate()[1])
-    steps = []
+    made = init_device_mesh("cpu", tuple(mesh), mesh_dim_names=("pp", "shard", "tp"))
+    coordinates = made.get_coordinate()
+    train_step = VARIANTS[variant](made, args)
+    generator, each = torch.Generator().manual_seed(coordinates[1]), []
     for _ in range(args.warmup + args.steps):
-        ids = torch.randint(LLAMA["vocab_size"], (args.batch, args.length), generator=generator)
-        steps.append(measure(train_step, ids))
-    report({"steps": steps, "pipeline_end": mesh.get_coordinate()[0] == args.pipeline - 1})
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+        ids = torch.randint(VOCABULARY, (args.batch, args.length), generator=generator)
+        each.append(timed(partial(train_step, ids)))
+    costs = medians([cost for cost, _ in each[args.warmup :]])
+    is_end = coordinates[0] == args.pipeline - 1
+    return costs | {"losses": [loss for _, loss in each], "pipeline_end": is_end}

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import shlex
 import shutil
@@ -31,13 +30,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
-
-from benchmarks.arguments import Parser
-from benchmarks.launch import REPOSITORY
-from benchmarks.reproduce.experiments import EXPERIMENTS
-from benchmarks.reproduce.parts import Experiment, Sizes
+from benchmarks.reproduce.experiments import EXPERIMENTS, Experiment, Sizes
+from benchmarks.runner import OUT, REPOSITORY, Parser, Table, machine, show
 
 TIMEOUT = 4 * 3600  # seconds of one command
 LAST_LINES = 15
@@ -54,12 +48,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--disk", type=Path, help="folder on a fast disk, for what is offloaded to files"
     )
-    parser.add_argument(
-        "--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "reproduction"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the report's JSON at the end, progress to stderr"
-    )
+    parser.add_argument("--output", type=Path, default=OUT / "reproduction")
     return parser.parse_args(argv)
 
 
@@ -192,40 +181,6 @@ def shown(command: list[str]) -> str:
 # -- the report
 
 
-def machine() -> dict[str, Any]:
-    return {
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
-def processor() -> str:
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
-    return "" if value is None else str(value).replace("|", "\\|")
-
-
-def table_lines(table: dict[str, Any]) -> list[str]:
-    rows = [table["columns"], ["---"] * len(table["columns"]), *table["rows"]]
-    return [
-        "",
-        table["caption"],
-        "",
-        *("| " + " | ".join(cell(value) for value in row) + " |" for row in rows),
-    ]
-
-
 def section_lines(section: Section) -> list[str]:
     lines = ["", f"## {section['title']}", "", section["text"], ""]
     if section["commands"]:
@@ -238,7 +193,7 @@ def section_lines(section: Section) -> list[str]:
     if "error" in section:
         lines += ["", "```text", section["error"], "```"]
     for table in section["tables"]:
-        lines += table_lines(table)
+        lines += ["", show(Table(**table))]
     for picture in section["pictures"]:
         lines += ["", f"![{section['title']}]({picture})"]
     return lines
@@ -255,26 +210,15 @@ def report(result: dict[str, Any]) -> str:
         "Times of a busy machine are long. Compare CPU seconds there. Bytes, losses and errors do "
         "not depend on it."
     )
-    lines += ["", "| experiment | state | seconds | CPU seconds |", "|---|---|---|---|"]
-    for section in sections.values():
-        figures = [
-            section["title"],
-            section["state"],
-            f"{section['seconds']:.0f}",
-            f"{section['cpu_seconds']:.0f}",
-        ]
-        lines.append("| " + " | ".join(figures) + " |")
-    together = (
-        f"{sum(section[key] for section in sections.values()):.0f}"
-        for key in ("seconds", "cpu_seconds")
-    )
-    lines.append(f"| together | | {' | '.join(together)} |")
-    return (
-        "\n".join(
-            [*lines, *(line for section in sections.values() for line in section_lines(section))]
-        )
-        + "\n"
-    )
+    columns = ["experiment", "state", "seconds", "CPU seconds"]
+    figures = [
+        [each["title"], each["state"], round(each["seconds"]), round(each["cpu_seconds"])]
+        for each in sections.values()
+    ]
+    together = [sum(row[column] for row in figures) for column in (2, 3)]
+    lines += ["", show(Table("All of them", columns, [*figures, ["together", "", *together]]))]
+    lines += [line for section in sections.values() for line in section_lines(section)]
+    return "\n".join(lines) + "\n"
 
 
 def earlier_sections(output: Path) -> dict[str, Section]:
@@ -323,8 +267,6 @@ def main(argv: list[str] | None = None) -> None:
         f"written: {args.output / 'report.md'}, report.json"
         + (f"; failed: {', '.join(failed)}" if failed else "")
     )
-    if args.json:
-        print((args.output / "report.json").read_text())
     sys.exit(1 if failed else 0)
 
 

@@ -1,5 +1,5 @@
-"""The experiments of `benchmarks.reproduce`: what each one runs, and which tables its JSON and
-output become.
+"""The experiments of `benchmarks.reproduce`: what each one runs, and which tables its output
+becomes.
 """
 
 from __future__ import annotations
@@ -10,68 +10,59 @@ import sys
 from ast import literal_eval
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from benchmarks.reproduce.parts import (
-    Commands,
-    Experiment,
-    Sizes,
-    Table,
-    benchmark,
-    chosen,
-    curves,
-    module,
-    percent,
-    read,
-    torchrun,
-)
+from benchmarks.runner import Table, draw
 
 CONFIG = "configs/ds_config_zero3.json"
+Commands = list[list[str]]
 
 
-# -- stages
+class Sizes(NamedTuple):
+    """Where an experiment writes, whether it is to be short, and a folder on a fast disk for what
+    is offloaded.
+    """
+
+    folder: Path
+    quick: bool
+    disk: Path | None
 
 
-def of_stages(folder: Path, logs: list[Path]) -> list[Table]:
-    result = read(folder, "stages")
-    rows = []
-    for row in result["rows"]:
-        states = sum(row["measured"][name] for name in ("parameters", "gradients", "optimizer"))
-        formula = sum(value for name, value in row["expected"].items() if name != "accumulated")
-        sizes = [size / result["parameters"] for size in (row["paper"], formula, states)]
-        saved = percent(1 - states / (16 * result["parameters"]))
-        rows.append(
-            [
-                row["ranks"],
-                row["stage"],
-                *sizes,
-                saved,
-                row["peak"] / 1e6,
-                row["cpu"],
-                row["cpu_ratio"],
-            ]
-        )
-    columns = [
-        "ranks",
-        "stage",
-        "paper",
-        "formula",
-        "measured",
-        "less than 16",
-        "peak MB",
-        "CPU s",
-        "CPU / stage 0",
-    ]
-    caption = (
-        f"T5 of {result['parameters'] / 1e6:.1f}M parameters in bf16. Model states of a "
-        "rank "
-        "in bytes a parameter."
-    )
-    last = [[name, losses[0], losses[-1]] for name, losses in result["curves"].items()]
-    return [
-        Table(caption, columns, rows),
-        Table("A tiny T5 on 2 ranks: loss", ["run", "first", "last"], last),
-    ]
+def of_benchmark(folder: Path, logs: list[Path]) -> list[Table]:
+    """Return the tables that a benchmark has written."""
+    (path,) = folder.glob("*.json")
+    return [Table(**each) for each in json.loads(path.read_text())["tables"]]
+
+
+class Experiment(NamedTuple):
+    """`collect` gets the experiment's folder and the output files of its commands.
+    It may draw pictures there.
+    """
+
+    name: str
+    title: str
+    text: str
+    commands: Callable[[Sizes], Commands]
+    collect: Callable[[Path, list[Path]], list[Table]] = of_benchmark
+
+
+def module(name: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-m", name, *map(str, arguments)]
+
+
+def torchrun(ranks: int, *arguments: object) -> list[str]:
+    return module("torch.distributed.run", "--standalone", "--nproc_per_node", ranks, *arguments)
+
+
+def benchmark(name: str, quick: list[object], full: list[object]) -> Callable[[Sizes], Commands]:
+    """One command, `python -m benchmarks.NAME`, with other arguments for a short run."""
+
+    def commands(sizes: Sizes) -> Commands:
+        arguments = quick if sizes.quick else full
+        output = sizes.folder / f"{name.rpartition('.')[2]}.json"
+        return [module(f"benchmarks.{name}", *arguments, "--output", output)]
+
+    return commands
 
 
 def guide(*parts: str) -> Callable[[Sizes], Commands]:
@@ -79,141 +70,16 @@ def guide(*parts: str) -> Callable[[Sizes], Commands]:
     return benchmark("guide", ["--parts", *parts, *small], ["--parts", *parts])
 
 
-def of_training(folder: Path, logs: list[Path]) -> list[Table]:
-    rows = read(folder, "guide")["training"]
-    found = []
-    for row in rows:
-        states = row["states"] / row["parameters"]
-        saved = percent(1 - row["states"] / rows[0]["states"])
-        times = [row["seconds"], row["cpu_seconds"], row["peak"] / 1e6]
-        found.append(
-            [row["run"], states, saved, *times, row["losses"][0], f"{row['losses'][-1]:.9g}"]
-        )
-    columns = [
-        "run",
-        "bytes a parameter",
-        "less",
-        "s",
-        "CPU s",
-        "peak MB",
-        "first epoch's loss",
-        "last epoch's loss",
-    ]
-    caption = (
-        f"An MLP of {rows[0]['parameters'] / 1e6:.1f}M parameters in fp32, batch 32; "
-        "seconds "
-        "of rank 0"
-    )
-    return [Table(caption, columns, found)]
+def offload(sizes: Sizes) -> Commands:
+    quick = ["--model", "t5-10m", "--variants", "zero3-offload", "zero3-files", "--length", 32]
+    quick += ["--rounds", 1, "--warmup", 1, "--steps", 2]
+    disk = ["--folder", sizes.disk] if sizes.disk else []
+    return benchmark("offload", [*quick, *disk], disk)(sizes)
 
 
-def of_activations(folder: Path, logs: list[Path]) -> list[Table]:
-    columns = {
-        "network": "network",
-        "without": "kept",
-        "with": "kept with checkpoints",
-        "offloaded": "sent to the host",
-    }
-    rows = [
-        {name: value if isinstance(value, str) else value / 1e6 for name, value in row.items()}
-        for row in read(folder, "guide")["activations"]
-    ]
-    return [chosen("MB that autograd keeps for backward, parameters not counted", columns, rows)]
-
-
-def of_claims(folder: Path, logs: list[Path]) -> list[Table]:
-    rows = [
-        [row["stage"], row["ranks"], row["paper"] / 1e9, row["times_less"], row["estimate"] / 1e9]
-        for row in read(folder, "guide")["claims"]
-    ]
-    columns = ["stage", "ranks", "paper GB", "times less", "zero estimate GB"]
-    return [
-        Table(
-            "T5-3B in bf16 with AdamW: model states of a rank; the estimate has the buffers too",
-            columns,
-            rows,
-        )
-    ]
-
-
-def of_meshes(folder: Path, logs: list[Path]) -> list[Table]:
-    rows = read(folder, "guide")["meshes"]
-    columns = [
-        "ranks",
-        "data x sequence x tensor x pipeline",
-        *(f"stage {stage}" for stage in range(4)),
-        "paper, stages 0 to 3",
-    ]
-    found: dict[tuple[int, ...], list[Any]] = {}
-    for row in rows:
-        key = (row["ranks"], row["data"], row["sequence"], row["tensor"], row["pipeline"])
-        found.setdefault(key, []).append(
-            (row["states"] / row["elements"], row["paper"] / row["elements"])
-        )
-    table = [
-        [
-            key[0],
-            " x ".join(map(str, key[1:])),
-            *(states for states, _ in of),
-            ", ".join(f"{p:.3g}" for _, p in of),
-        ]
-        for key, of in found.items()
-    ]
-    return [
-        Table("Bytes a parameter of the largest rank: a Llama in bf16 with AdamW", columns, table)
-    ]
-
-
-# -- communication
-
-
-def of_collectives(folder: Path, logs: list[Path]) -> list[Table]:
-    rows = read(folder, "collectives")["rows"]
-    columns = {"operation": "operation", "mb": "MB", "way": "way", "ms": "ms", "cpu_ms": "CPU ms"}
-    bandwidths = {"algorithm_gb_per_s": "algorithm GB/s", "bus_gb_per_s": "bus GB/s"}
-    buckets = [row for row in rows if row["operation"].startswith("gradients")]
-    others = [row for row in rows if row not in buckets]
-    return [
-        chosen(
-            "Collectives of 2 ranks, fp32. A million elements are 4 MB.",
-            columns | bandwidths,
-            others,
-        ),
-        chosen("Gradients of many tensors: one by one, and in a bucket", columns, buckets),
-    ]
-
-
-def of_compression(folder: Path, logs: list[Path]) -> list[Table]:
-    result = read(folder, "compression")
-    schemes: dict[str, tuple[list[float], list[float]]] = {}
-    for row in result["sums"]:
-        factors, errors = schemes.setdefault(row["scheme"], ([], []))
-        factors.append(row["factor"])
-        errors.append(row["error"])
-    axes = ("rank 1's values / rank 0's", "relative error")
-    curves(folder / "sums.png", "A sum over two ranks in 8 and 4 bits", axes, schemes)
-    sums = {"scheme": "scheme", "factor": "rank 1's values / rank 0's", "error": "relative error"}
-    columns = {
-        "operation": "operation",
-        "dtype": "dtype",
-        "way": "way",
-        "mb": "MB",
-        "sent": "bytes sent",
-        "ms": "ms",
-    }
-    tables = [
-        chosen("Error of a sum over 2 ranks", sums, result["sums"]),
-        chosen("Collectives of 2 ranks", columns | {"cpu_ms": "CPU ms"}, result["collectives"]),
-    ]
-    for part, measured in (("translation", "bleu"), ("distillation", "loss")):
-        found = result.get(part) or {}
-        if found:
-            rows = [[name, of[measured]] for name, of in found.items()]
-            tables.append(Table(f"{part} demonstration", ["variant, seed", measured], rows))
-    return tables
-
-
-# -- more than one dimension
+def gathering(sizes: Sizes) -> Commands:
+    disk = ["--folder", sizes.disk] if sizes.disk else []
+    return benchmark("checkpoint.consolidation", ["--model", "t5-42m", *disk], disk)(sizes)
 
 
 def three_d(sizes: Sizes) -> Commands:
@@ -240,7 +106,7 @@ def of_three_d(folder: Path, logs: list[Path]) -> list[Table]:
         found = re.findall(r"step (\d+): loss ([\d.]+), norm ([\d.]+)", text)
         rows += [[name, elements, int(step), loss, norm] for step, loss, norm in found]
         lines[name] = ([int(step) for step, *_ in found], [float(loss) for _, loss, _ in found])
-    curves(folder / "three_d.png", "data x tensor x pipeline", ("step", "loss"), lines)
+    draw(folder / "three_d.png", "data x tensor x pipeline", ("step", "loss"), lines)
     caption = "A small Llama. The checkpoint of 8 ranks is resumed on 2, and made into one folder."
     return [
         Table(
@@ -249,73 +115,6 @@ def of_three_d(folder: Path, logs: list[Path]) -> list[Table]:
             rows,
         )
     ]
-
-
-# -- offload
-
-
-def of_offload(folder: Path, logs: list[Path]) -> list[Table]:
-    rows = read(folder, "offload")["rows"]
-    found = []
-    for name, row in rows.items():
-        moved = [
-            row[key] / 1e6 if key in row else None
-            for key in ("host", "gathered", "reduced", "read", "written")
-        ]
-        found.append([name, row["seconds"], row["cpu"], row["to_reference"], *moved])
-    columns = [
-        "variant",
-        "s",
-        "CPU s",
-        "/ no offload",
-        "host MB",
-        "gathered",
-        "reduced",
-        "read",
-        "written",
-    ]
-    return [Table("A step with state in host memory and in files; MB a step", columns, found)]
-
-
-def offload(sizes: Sizes) -> Commands:
-    quick = [
-        "--model",
-        "t5-10m",
-        "--variants",
-        "cpu",
-        "nvme",
-        "--rounds",
-        1,
-        "--warmup",
-        1,
-        "--steps",
-        2,
-    ]
-    quick += ["--length", 32]
-    disk = ["--folder", sizes.disk] if sizes.disk else []
-    return benchmark("offload", [*quick, *disk], disk)(sizes)
-
-
-def gathering(sizes: Sizes) -> Commands:
-    disk = ["--folder", sizes.disk] if sizes.disk else []
-    return benchmark("checkpoint.consolidation", ["--model", "t5-42m", *disk], disk)(sizes)
-
-
-def of_gathering(folder: Path, logs: list[Path]) -> list[Table]:
-    result = read(folder, "consolidation")
-    limit = result["ranks"][0]["two_units"] / 1e6
-    rows = [
-        [name, number, way["seconds"], way["memory"] / 1e6, limit]
-        for number, rank in enumerate(result["ranks"])
-        for name, way in rank["ways"].items()
-    ]
-    caption = (
-        f"T5 of {result['ranks'][0]['parameters'] / 1e6:.0f}M parameters, fp32, stage 3 on 2 ranks"
-    )
-    return [Table(caption, ["way", "rank", "s", "extra MB", "two groups MB"], rows)]
-
-
-# -- the two posts
 
 
 def translation(sizes: Sizes) -> Commands:
@@ -341,7 +140,7 @@ def of_translation(folder: Path, logs: list[Path]) -> list[Table]:
     text = logs[0].read_text()
     steps = [literal_eval(line) for line in re.findall(r"\{'loss'.*?\}", text)]
     epochs, losses = ([float(step[key]) for step in steps] for key in ("epoch", "loss"))
-    curves(
+    draw(
         folder / "loss.png",
         "English to German, ZeRO-3 on 2 ranks",
         ("epoch", "loss"),
@@ -366,15 +165,6 @@ def t5_3b(sizes: Sizes) -> Commands:
     return benchmark("applications.t5_3b", [*disk, "--small"], [*disk, *["--small"] * small])(sizes)
 
 
-def of_t5_3b(folder: Path, logs: list[Path]) -> list[Table]:
-    result = read(folder, "t5_3b")
-    caption = (
-        f"{result.pop('model')}: run_translation.py with all state in files (on a GPU: in "
-        "host memory), batch 1"
-    )
-    return [Table(caption, ["figure", "value"], [list(each) for each in result.items()])]
-
-
 def distillation(sizes: Sizes) -> Commands:
     few = ["--teacher_steps", 40, "--max_steps", 20, "--eval_steps", 10, "--max_eval_samples", 64]
     arguments = [
@@ -393,7 +183,7 @@ def of_distillation(folder: Path, logs: list[Path]) -> list[Table]:
         for name, of in result.items()
         if name in ("baseline", "distilled")
     }
-    curves(
+    draw(
         folder / "held_out_loss.png",
         "A student without and with a teacher",
         ("step", "held-out loss"),
@@ -425,7 +215,6 @@ EXPERIMENTS = [
             ["--world-sizes", 2, "--rounds", 1, "--steps", 1, "--train-steps", 30],
             ["--world-sizes", 1, 2, 4],
         ),
-        of_stages,
     ),
     Experiment(
         "training",
@@ -435,7 +224,6 @@ EXPERIMENTS = [
         "and the run fails if a stage's differ from plain torch's. The guide plots curves that "
         "look alike.",
         guide("training"),
-        of_training,
     ),
     Experiment(
         "activations",
@@ -447,7 +235,6 @@ EXPERIMENTS = [
         "kept to host memory; the bytes are those of its counter. A tensor that two operations "
         "keep is sent twice.",
         guide("activations"),
-        of_activations,
     ),
     Experiment(
         "collectives",
@@ -458,7 +245,6 @@ EXPERIMENTS = [
         benchmark(
             "collectives", ["--sizes-mb", 0.4, 4, 16, "--repeats", 3], ["--sizes-mb", 4, 40, 400]
         ),
-        of_collectives,
     ),
     Experiment(
         "three_d",
@@ -482,17 +268,13 @@ EXPERIMENTS = [
         "3, parameters that "
         "are gathered at that moment count too.",
         guide("meshes"),
-        of_meshes,
     ),
     Experiment(
         "compression",
         "Compressed communication",
         "The guide sums integer codes of ranks with different scales. Such a sum has no meaning: "
         "see its error.",
-        benchmark(
-            "collectives.compression", ["--parts", "sums", "collectives", "--sizes-mb", 1, 10], []
-        ),
-        of_compression,
+        benchmark("collectives.compression", ["--sizes-mb", 1, 10], []),
     ),
     Experiment(
         "offload",
@@ -501,7 +283,6 @@ EXPERIMENTS = [
         "is where the model "
         "is anyway, so only the variants with files move something.",
         offload,
-        of_offload,
     ),
     Experiment(
         "gathering",
@@ -509,7 +290,6 @@ EXPERIMENTS = [
         "The whole model is gathered a group at a time into a file. The extra memory of a rank "
         "stays within two groups.",
         gathering,
-        of_gathering,
     ),
     Experiment(
         "claims",
@@ -518,7 +298,6 @@ EXPERIMENTS = [
         "one rank, stage 3 "
         "saves nothing. The estimate is that of `zero estimate`; nothing is run.",
         guide("claims"),
-        of_claims,
     ),
     Experiment(
         "t5_3b",
@@ -528,7 +307,6 @@ EXPERIMENTS = [
         "small T5 takes its place. The section before has the memory of T5-3B by stage, without a "
         "run.",
         t5_3b,
-        of_t5_3b,
     ),
     Experiment(
         "translation",

@@ -9,17 +9,18 @@ file gives each operation its time on N devices. Every run prints its assumption
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from benchmarks.arguments import Parser
+from benchmarks.models import MODELS
+from benchmarks.runner import Parser, Table, finish
 from benchmarks.scaling.rehearsal import Op, RehearsedGroup, make_groups, rehearse_meta
 from zero.build import overlaps_step
 from zero.comm.quantized import message_bytes
@@ -394,51 +395,20 @@ def predict(
 # -- the command
 
 
-SHAPES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
-    "t5-3b": lambda: _t5(16384, 32),
-    "t5-11b": lambda: _t5(65536, 128),
-    "llama-8b": lambda: _llama(4096, 14336, 32, 32, 128256),
-    "llama-70b": lambda: _llama(8192, 28672, 80, 64, 128256),
-}
-
-
-def _t5(d_ff: int, heads: int) -> transformers.PretrainedConfig:
-    sizes = {
-        "d_model": 1024,
-        "d_kv": 128,
-        "num_layers": 24,
-        "vocab_size": 32128,
-        "decoder_start_token_id": 0,
-    }
-    architectures = ["T5ForConditionalGeneration"]
-    return transformers.T5Config(
-        d_ff=d_ff, num_heads=heads, dropout_rate=0.0, architectures=architectures, **sizes
-    )
-
-
-def _llama(
-    hidden: int, intermediate: int, layers: int, heads: int, vocabulary: int
-) -> transformers.PretrainedConfig:
-    return transformers.LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        vocab_size=vocabulary,
-        max_position_embeddings=8192,
-        architectures=["LlamaForCausalLM"],
-    )
+SHAPES = ["t5-3b", "t5-11b", "llama-8b", "llama-70b"]
 
 
 def shape_of(name: str) -> transformers.PretrainedConfig:
-    return SHAPES[name]() if name in SHAPES else read_config(name)
+    return MODELS[name]() if name in MODELS else read_config(name)
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
     """Add options for the speeds of a `Machine`, and those of the batch."""
     parser.add_argument(
-        "--speeds", help=f"as of zero estimate: a file, or devices: {', '.join(DEVICES)}"
+        "--speeds", type=Path, metavar="FILE", help="speeds by zero doctor --speeds"
+    )
+    parser.add_argument(
+        "--device", metavar="NAMES", help=f"speeds by the makers: {', '.join(DEVICES)}"
     )
     for each in fields(Machine):
         if each.metadata:
@@ -458,14 +428,13 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seq", type=count, default=2048, help="tokens of a sequence")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def machine_of(args: argparse.Namespace, config: Config) -> Machine:
     """The machine of the chosen speeds, but for those that are given. UsageError for a file or a
     device that is not known.
     """
-    speeds = chosen(args.speeds)
+    speeds = chosen(args.speeds, args.device, {})
     given = {each.name: getattr(args, each.name) for each in fields(Machine)}
     changed = {name: value for name, value in given.items() if value is not None}
     return replace(Machine.of(speeds, config.compute_dtype.itemsize), **changed)
@@ -479,6 +448,7 @@ def main() -> None:
     parser.add_argument("--ds-config", required=True, help="a ds_config.json")
     parser.add_argument("--ranks", type=count, nargs="+", default=[8], help="numbers of devices")
     add_machine(parser)
+    parser.add_output()
     args = parser.parse_args()
     try:
         shape = shape_of(args.model)
@@ -493,21 +463,15 @@ def main() -> None:
         ranks: predict(make_groups(model, config, ranks), program, config, machine, ranks)
         for ranks in args.ranks
     }
-    if args.json:
-        print(json.dumps(found, indent=2))
-        return
-    print(ASSUMPTIONS, f"machine: {machine}", "", sep="\n")
+    rows = []
     for ranks, times in found.items():
-        print(
-            f"{args.model} on {ranks} ranks: {times['step']:.3f} s a step, computing "
-            f"{times['busy']['compute']:.3f} s"
-        )
+        rows.append([ranks, "step", "", times["step"]])
         for part in ("waits", "busy"):
             listed = sorted(times[part].items(), key=lambda each: -each[1])
-            print(
-                f"  {part:<6}"
-                + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in listed if seconds > 5e-4)
-            )
+            rows += [[ranks, part, name, seconds] for name, seconds in listed if seconds > 5e-4]
+    print(ASSUMPTIONS)
+    columns = ["ranks", "part", "of", "s"]
+    finish(args, Table(f"{args.model}; machine: {machine}", columns, rows), found=found)
 
 
 if __name__ == "__main__":

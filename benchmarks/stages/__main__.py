@@ -7,7 +7,7 @@ For each number of processes and each stage the table has: the bytes of paramete
 optimizer state that a rank really holds for a T5 of 42M parameters in bf16, read from the engine's
 tensors; the same by formula; peak resident memory; and the time of a step in fp32 as a ratio to
 stage 0, measured in turns. Then every stage trains a tiny T5 for a few hundred steps on 2
-processes, in fp32 and bf16, and so does plain torch. The losses are plotted. The run fails if a
+processes, in fp32 and bf16, and so does plain torch. The losses are drawn. The run fails if a
 measured size differs from the formula, or the losses of a stage differ from those of stage 0.
 
 The formula is that of arXiv 1910.02054, section 5, for Adam: 2 bytes per parameter for
@@ -17,20 +17,12 @@ number of ranks starting with the stage that shards it. This engine differs in t
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.arguments import Parser, result_file
-from benchmarks.launch import REPOSITORY, run_ranks
-from benchmarks.stages.worker import ACCUMULATION, STAGES
+from benchmarks.runner import Parser, Row, Table, draw, finish, ranks, relative, table
+from benchmarks.stages.worker import ACCUMULATION, MODELS, STAGES, cost, train
 from zero.tools.arguments import above_zero, count
 
 OPTIMIZER_BYTES = 12
@@ -38,31 +30,19 @@ OPTIMIZER_BYTES = 12
 SIZE_TOLERANCE = 1e-3
 # Largest relative difference of a loss to that of stage 0 in fp32: only the order of sums differs.
 LOSS_TOLERANCE = 1e-4
-PARTS = ["parameters", "gradients", "optimizer", "accumulated"]
+STATES = ("parameters", "gradients", "optimizer")
+PLAIN = "plain torch, fp32"
+COLUMNS = {
+    **{name: name for name in ("ranks", "stage", *STATES, "sum", "formula", "paper")},
+    "accumulated": "accumulated",
+    "peak MB": ("peak", 1e6),
+    "CPU s": "cpu",
+    "CPU / stage 0": "cpu ratio",
+    "wall / stage 0": "seconds ratio",
+}
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = Parser(__doc__)
-    parser.add_argument("--world-sizes", nargs="+", type=count, default=[1, 2, 4])
-    parser.add_argument("--batch", type=count, default=4, help="sentences per process and step")
-    parser.add_argument(
-        "--length", type=count, default=16, help="tokens of each source and of each target"
-    )
-    parser.add_argument("--rounds", type=count, default=3)
-    parser.add_argument("--steps", type=count, default=3, help="counted steps, per round")
-    parser.add_argument(
-        "--train-steps", type=count, default=300, help="steps of the short training"
-    )
-    parser.add_argument(
-        "--learning-rate", type=above_zero, default=3e-3, help="learning rate of the short training"
-    )
-    parser.add_argument(
-        "--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "stages.json"
-    )
-    return parser.parse_args()
-
-
-def paper_bytes(parameters: int, stage: int, ranks: int) -> float:
+def paper_bytes(parameters: float, stage: int, ranks: int) -> float:
     """Return one rank's model states by arXiv 1910.02054, section 5 (P_os, P_os+g and P_os+g+p:
     stages 1, 2 and 3).
     """
@@ -89,188 +69,83 @@ def expected_bytes(parameters: int, stage: int, ranks: int) -> dict[str, float]:
     }
 
 
-def check_sizes(row: dict[str, Any]) -> None:
-    for name, expected in row["expected"].items():
-        if abs(row["measured"][name] - expected) > SIZE_TOLERANCE * row["paper"]:
-            sys.exit(
-                f"error: stage {row['stage']} on {row['ranks']} ranks holds "
-                f"{row['measured'][name]} bytes of {name}, "
-                f"not {expected:.0f}"
-            )
-
-
-def rows_of(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row for each stage: bytes of the largest rank, and median seconds over ranks,
-    rounds and steps.
+def rows_of(found: list[dict[str, Any]]) -> list[Row]:
+    """Return one row for each stage: bytes a parameter of the largest rank, and median seconds over
+    ranks, rounds and steps.
 
     A ratio to stage 0 is formed within a round. The median over the rounds is taken.
     """
-    count, parameters = len(ranks), ranks[0]["parameters"]
-    rounds = range(len(ranks[0]["rounds"]))
+    parameters, rows, rounds = found[0]["parameters"], [], range(len(found[0]["rounds"]))
 
-    def seconds(kind: str, number: int, stage: int) -> float:
-        return statistics.median(
-            value for rank in ranks for value in rank["rounds"][number][stage][kind]
-        )
+    def median(kind: str, number: int, stage: int) -> float:
+        return statistics.median(rank["rounds"][number][stage][kind] for rank in found)
 
-    rows = []
     for stage in STAGES:
-        row: dict[str, Any] = {
-            "ranks": count,
-            "stage": stage,
-            "paper": paper_bytes(parameters, stage, count),
-        }
-        row["expected"] = expected_bytes(parameters, stage, count)
-        row["measured"] = {
-            name: max(rank["memory"][stage][name] for rank in ranks) for name in PARTS
-        }
-        row["peak"] = max(rank["memory"][stage]["peak"] for rank in ranks)
-        for kind in ("wall", "cpu"):
-            row[kind] = statistics.median(seconds(kind, number, stage) for number in rounds)
-            row[f"{kind}_ratio"] = statistics.median(
-                seconds(kind, number, stage) / seconds(kind, number, 0) for number in rounds
+        paper = paper_bytes(parameters, stage, len(found))
+        expected = expected_bytes(parameters, stage, len(found))
+        measured = {name: max(rank["memory"][stage][name] for rank in found) for name in expected}
+        for name, nbytes in expected.items():
+            if abs(measured[name] - nbytes) > SIZE_TOLERANCE * paper:
+                sys.exit(
+                    f"error: stage {stage} on {len(found)} ranks holds {measured[name]} bytes of "
+                    f"{name}, not {nbytes:.0f}"
+                )
+        sizes = measured | {"paper": paper, "sum": sum(measured[name] for name in STATES)}
+        sizes["formula"] = sum(expected[name] for name in STATES)
+        row: Row = {"ranks": len(found), "stage": stage}
+        row |= {name: nbytes / parameters for name, nbytes in sizes.items()}
+        row["peak"] = max(rank["memory"][stage]["peak"] for rank in found)
+        for kind in ("seconds", "cpu"):
+            row[kind] = statistics.median(median(kind, number, stage) for number in rounds)
+            row[f"{kind} ratio"] = statistics.median(
+                median(kind, number, stage) / median(kind, number, 0) for number in rounds
             )
-        check_sizes(row)
         rows.append(row)
-    check_losses(ranks)
-    return rows
-
-
-def check_losses(ranks: list[dict[str, Any]]) -> None:
-    for rank, result in enumerate(ranks):
+    for rank, result in enumerate(found):
         for stages in result["rounds"]:
             for stage, measured in enumerate(stages):
                 difference = relative(measured["losses"], stages[0]["losses"])
-                if difference > LOSS_TOLERANCE:
+                if not difference <= LOSS_TOLERANCE:
                     sys.exit(
                         f"error: stage {stage} on rank {rank}: losses differ from stage 0's by "
                         f"{difference:.1e}"
                     )
-
-
-def relative(losses: list[float], reference: list[float]) -> float:
-    return max(
-        abs(loss - other) / abs(other) for loss, other in zip(losses, reference, strict=True)
-    )
-
-
-def table(rows: list[dict[str, Any]], parameters: int) -> str:
-    """Return the table: model states in bytes a parameter, memory in MB, seconds."""
-    columns = [
-        "params",
-        "grads",
-        "optim",
-        "sum",
-        "formula",
-        "paper",
-        "accum",
-        "peak MB",
-        "cpu s",
-        "cpu/0",
-        "wall/0",
-    ]
-    lines = ["  ".join(["ranks", "stage", *(f"{name:>7}" for name in columns)])]
-    for row in rows:
-        states = [row["measured"][name] for name in ("parameters", "gradients", "optimizer")]
-        formula = sum(value for name, value in row["expected"].items() if name != "accumulated")
-        sizes = [*states, sum(states), formula, row["paper"], row["measured"]["accumulated"]]
-        cells = [f"{size / parameters:7.3f}" for size in sizes] + [
-            f"{row['peak'] / 1e6:7.0f}",
-            f"{row['cpu']:7.3f}",
-        ]
-        cells += [f"{row[name]:7.2f}" for name in ("cpu_ratio", "wall_ratio")]
-        lines.append("  ".join([f"{row['ranks']:5d}", f"{row['stage']:5d}", *cells]))
-    return "\n".join(lines)
-
-
-def plot(curves: dict[str, list[float]], path: Path) -> None:
-    """Plot all losses (left), and the distance of each fp32 stage to plain torch (right)."""
-    import matplotlib  # imported here, so that the table needs no matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    plain = curves["plain torch, fp32"]
-    left.plot(plain, color="black", linewidth=7, alpha=0.2, label="plain torch, fp32")
-    for name, losses in curves.items():
-        if name == "plain torch, fp32":
-            continue
-        stage, bf16 = int(name.split()[1].rstrip(",")), name.endswith("bf16")
-        # The curves lie on each other, so later ones are thinner.
-        left.plot(
-            losses,
-            color=f"C{stage}",
-            linewidth=4 - stage,
-            linestyle=":" if bf16 else "-",
-            label=name,
-        )
-        if not bf16:
-            distance = [max(abs(a - b) / b, 1e-9) for a, b in zip(losses, plain, strict=True)]
-            right.semilogy(distance, color=f"C{stage}", linewidth=4 - stage, label=name)
-    left.set(xlabel="step", ylabel="loss", title="A tiny T5 on 2 ranks")
-    right.set(
-        xlabel="step", ylabel="|loss / plain torch's - 1|", title="fp32: distance to plain torch"
-    )
-    left.legend(fontsize="small")
-    right.legend(fontsize="small")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
-def short_training(args: argparse.Namespace) -> dict[str, list[float]]:
-    options = ["--steps", str(args.train_steps), "--learning-rate", str(args.learning_rate)]
-    ranks = run_ranks(
-        sys.executable, ["-m", "benchmarks.stages.worker", "--task", "train", *options], 2, 1800
-    )
-    return ranks[0]["curves"]
+    return rows
 
 
 def main() -> None:
-    args = parse_arguments()
-    curves = short_training(args)
-    plain = curves["plain torch, fp32"]
-    print(f"{'short training':<20}  {'first':>7}  {'last':>7}  largest difference to plain torch")
-    for name, losses in curves.items():
-        print(
-            f"{name:<20}  {losses[0]:7.4f}  {losses[-1]:7.4f}  {relative(losses, plain):.1e}",
-            flush=True,
-        )
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--model", choices=MODELS, default=MODELS[0])
+    add("--world-sizes", nargs="+", type=count, default=[1, 2, 4])
+    add("--batch", type=count, default=4, help="sentences per process and step")
+    add("--length", type=count, default=16, help="tokens of each source and of each target")
+    add("--rounds", type=count, default=3)
+    add("--steps", type=count, default=3, help="counted steps, per round")
+    add("--train-steps", type=count, default=300, help="steps of the short training")
+    add("--learning-rate", type=above_zero, default=3e-3, help="of the short training")
+    parser.add_output()
+    args = parser.parse_args()
+    curves = ranks(train, 2, steps=args.train_steps, lr=args.learning_rate)[0]
+    losses = [
+        [name, losses[0], losses[-1], relative(losses, curves[PLAIN])]
+        for name, losses in curves.items()
+    ]
+    columns = ["short training", "first loss", "last", "largest difference to plain torch"]
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    picture = args.output.with_suffix(".png")
-    plot(curves, picture)
-
-    rows, parameters = [], 0
+    lines = {name: (range(len(losses)), losses) for name, losses in curves.items()}
+    draw(args.output.with_suffix(".png"), "A tiny T5 on 2 ranks", ("step", "loss"), lines)
+    rows, names = [], ("model", "batch", "length", "rounds", "steps")
+    task = {name: getattr(args, name) for name in names}
     for size in args.world_sizes:
-        names = ("batch", "length", "rounds", "steps")
-        options = [text for name in names for text in (f"--{name}", str(getattr(args, name)))]
-        ranks = run_ranks(
-            sys.executable,
-            ["-m", "benchmarks.stages.worker", "--task", "cost", *options],
-            size,
-            1800,
-        )
-        parameters = ranks[0]["parameters"]
-        rows += rows_of(ranks)
-        print(f"measured on {size} processes, load {os.getloadavg()[0]:.1f}", flush=True)
-    print(
-        f"\nT5 of {parameters / 1e6:.1f}M parameters. Model states of a rank, bytes a parameter, "
-        "bf16, accumulation "
-        f"{ACCUMULATION};\nseconds of a step of {args.batch} x ({args.length} + {args.length}) "
-        "tokens a process, fp32\n"
+        rows += rows_of(ranks(cost, size, **task))
+    caption = (
+        f"{args.model}. Model states of a rank, bytes a parameter, bf16, accumulation "
+        f"{ACCUMULATION}; seconds of a step of {args.batch} x ({args.length} + {args.length}) "
+        "tokens a process, fp32"
     )
-    print(table(rows, parameters))
-    settings = {name: value for name, value in vars(args).items() if name != "output"}
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    result = {
-        "settings": settings,
-        "versions": versions,
-        "parameters": parameters,
-        "rows": rows,
-        "curves": curves,
-    }
-    args.output.write_text(json.dumps(result, indent=2))
-    print(f"\nwritten: {args.output}, {picture}")
+    tables = Table("A tiny T5 on 2 ranks: loss", columns, losses), table(caption, COLUMNS, rows)
+    finish(args, *tables, rows=rows, curves=curves)
 
 
 if __name__ == "__main__":

@@ -1,201 +1,318 @@
-"""One rank of one variant of the step benchmark: trains a T5 on synthetic batches and reports the
-cost of each step.
+"""One rank of one variant of a training: `benchmarks.step`, `benchmarks.gpu` and
+`benchmarks.offload` call `train`.
 
-`benchmarks.step` starts it on each rank, in this environment or (variant `deepspeed`) in one that
-has DeepSpeed. A variant is a function from a plain model to `train_step(batch) -> loss`. All use
-torch's fused AdamW, and clip gradients to a global norm of 1.0."""
+A variant is a system with its settings. All train the same random model on the same tokens with
+AdamW, and clip gradients to a global norm of 1.0. In bf16, DDP and plain torch use autocast over
+fp32 parameters, and the others bf16 parameters with fp32 masters."""
 
 from __future__ import annotations
 
-import argparse
-import resource
-import sys
+import importlib
+import os
 import time
-from collections.abc import Callable
-from itertools import islice
-from typing import Any
+from collections.abc import Callable, Iterator
+from itertools import islice, repeat
+from typing import Any, NamedTuple
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.launch import report
-from benchmarks.models import T5_42M, build_t5, synthetic_batches
+from benchmarks.measuring import forget_peaks, of_this_process, timed
+from benchmarks.models import BLOCKS, build, synthetic_batches
+from benchmarks.runner import medians
 
-LEARNING_RATE = 1e-4
 CLIP = 1.0
-BUILD_SEED = 1
-
-TrainStep = Callable[[dict[str, torch.Tensor]], torch.Tensor]
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+# A small rate: where one batch is repeated, a steep fall of the loss would enlarge differences of
+# rounding.
+ADAMW = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+Batch = dict[str, torch.Tensor]
+TrainStep = Callable[[Batch], torch.Tensor]
 
 
-def ddp(model: nn.Module, args: argparse.Namespace) -> TrainStep:
-    """DistributedDataParallel. bf16: autocast over fp32 parameters, with an fp32 all-reduce."""
-    dist.init_process_group("gloo")
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    optimizer = adamw(wrapped)
-
-    def train_step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=args.dtype == "bf16"):
-            loss = wrapped(**batch).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(wrapped.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return train_step
-
-
-def fsdp2(model: nn.Module, args: argparse.Namespace) -> TrainStep:
-    """`fully_shard` on each T5 block and on the root, resharded after forward. bf16: its
-    mixed-precision policy.
+class Variant(NamedTuple):
+    """`system`: plain, ddp, fsdp2, zero or deepspeed. `section`: the engine's `zero_optimization`,
+    or what FSDP2 is given.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    dist.init_process_group("gloo")
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    dtype = torch.bfloat16 if args.dtype == "bf16" else None
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
-    for block in [*model.encoder.block, *model.decoder.block]:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = adamw(model)
-
-    def train_step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss = model(**batch).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return train_step
+    system: str
+    section: dict[str, Any] = {}
+    compiled: bool = False
 
 
-def _initialized(
-    package: Any, model: nn.Module, args: argparse.Namespace, zero: dict[str, Any]
-) -> TrainStep:
-    """Return the step of an engine with DeepSpeed's interface.
-
-    `package`: `zero` or the real `deepspeed`.
-    """
-    config = {
-        "train_micro_batch_size_per_gpu": args.batch,
-        "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": 3, **zero},
-        # torch's fused AdamW is not in DeepSpeed's list of tested optimizers.
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": args.dtype == "bf16"},
-    }
-    package.comm.init_distributed(dist_backend="gloo")
-    engine, *_ = package.initialize(model=model, optimizer=adamw(model), config=config)
-
-    def train_step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-        return loss
-
-    return train_step
-
-
-def zero3(model: nn.Module, args: argparse.Namespace) -> TrainStep:
-    """This engine at stage 3 with DeepSpeed's default limits: groups may stay gathered from forward
-    to backward.
-    """
-    import zero
-
-    return _initialized(zero, model, args, {})
-
-
-def zero3_strict(model: nn.Module, args: argparse.Namespace) -> TrainStep:
-    """This engine at stage 3.
-
-    Every group is resharded after each use, in forward and in backward.
-    """
-    import zero
-
-    return _initialized(
-        zero, model, args, {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
-    )
-
-
-def deepspeed(model: nn.Module, args: argparse.Namespace) -> TrainStep:
-    """DeepSpeed at stage 3 with default limits."""
-    import deepspeed
-
-    return _initialized(deepspeed, model, args, {})
-
-
-def deepspeed_strict(model: nn.Module, args: argparse.Namespace) -> TrainStep:
-    """DeepSpeed at stage 3, with limits that ask for a release after each use."""
-    import deepspeed
-
-    return _initialized(
-        deepspeed, model, args, {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
-    )
-
+HOST, FILES = {"device": "cpu"}, {"device": "nvme"}
+OPTIMIZER, BOTH = {"offload_optimizer": HOST}, {"offload_optimizer": HOST, "offload_param": HOST}
+# Every group is resharded after each use, in forward and in backward.
+STRICT = {"stage": 3, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+# With the default limit the whole model would stay in host memory.
+IN_FILES = {"stage": 3, "sub_group_size": 50_000_000, "offload_param": FILES | {"max_in_cpu": 0}}
+WITHIN = FILES | {"overlap_step": False}
+BEHIND = FILES | {"overlap_step": True, "pipeline_read": True, "pipeline_write": True}
+CODED = {"zero_quantized_moments": True}
 
 VARIANTS = {
-    "ddp": ddp,
-    "fsdp2": fsdp2,
-    "zero3": zero3,
-    "zero3-strict": zero3_strict,
-    "deepspeed": deepspeed,
-    "deepspeed-strict": deepspeed_strict,
+    "plain": Variant("plain"),
+    "ddp": Variant("ddp"),
+    "fsdp2": Variant("fsdp2"),
+    # As the engines of DeepSpeed's kind reduce.
+    "fsdp2-bf16-reduce": Variant("fsdp2", {"reduce_dtype": torch.bfloat16}),
+    "fsdp2-compiled": Variant("fsdp2", compiled=True),
+    "fsdp2-offload": Variant("fsdp2", {"offload": True}),
+    **{f"zero{stage}": Variant("zero", {"stage": stage}) for stage in range(4)},
+    "zero3-strict": Variant("zero", STRICT),
+    "zero3-compiled": Variant("zero", {"stage": 3}, compiled=True),
+    "zero2-optimizer": Variant("zero", {"stage": 2} | OPTIMIZER),
+    "zero3-optimizer": Variant("zero", {"stage": 3} | OPTIMIZER),
+    "zero3-offload": Variant("zero", {"stage": 3} | BOTH),
+    "zero3-offload-8bit": Variant("zero", {"stage": 3} | BOTH | CODED),
+    "zero3-offload-half": Variant(
+        "zero", {"stage": 3} | BOTH | {"offload_optimizer": HOST | {"ratio": 0.5}}
+    ),
+    "zero3-files": Variant("zero", IN_FILES | {"offload_optimizer": WITHIN}),
+    "zero3-files-behind": Variant("zero", IN_FILES | {"offload_optimizer": BEHIND}),
+    "zero3-files-8bit": Variant("zero", IN_FILES | CODED | {"offload_optimizer": BEHIND}),
+    **{f"deepspeed{stage}": Variant("deepspeed", {"stage": stage}) for stage in (1, 2, 3)},
+    "deepspeed3-strict": Variant("deepspeed", STRICT),
+    "deepspeed2-optimizer": Variant("deepspeed", {"stage": 2} | OPTIMIZER),
+    "deepspeed3-optimizer": Variant("deepspeed", {"stage": 3} | OPTIMIZER),
+    "deepspeed3-offload": Variant("deepspeed", {"stage": 3} | BOTH),
 }
 
 
-def measure(train_step: TrainStep, batch: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return wall, user and system seconds of one step of this process (all threads), its loss, and
-    RSS (MB).
+def device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return torch.device("cpu")
+
+
+def init_process_group() -> None:
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+
+
+def micro_batches(batch: Batch, number: int) -> list[Batch]:
+    chunks = {name: value.chunk(number) for name, value in batch.items()}
+    return [{name: chunk[i] for name, chunk in chunks.items()} for i in range(number)]
+
+
+def by_torch(
+    model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 1, autocast: bool = False
+) -> TrainStep:
+    """Return a step in torch, with gradients of `number` micro-batches."""
+
+    def train_step(batch: Batch) -> torch.Tensor:
+        losses = []
+        for part in micro_batches(batch, number):
+            with torch.autocast(device().type, torch.bfloat16, enabled=autocast):
+                loss = model(**part).loss
+            (loss / number).backward()
+            losses.append(loss.detach())
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses).mean()
+
+    return train_step
+
+
+def by_engine(engine: Any, number: int = 1) -> TrainStep:
+    """Return a step of an engine with DeepSpeed's interface."""
+
+    def train_step(batch: Batch) -> torch.Tensor:
+        losses = []
+        for part in micro_batches(batch, number):
+            loss = engine(**part).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    return train_step
+
+
+def shard_by_torch(
+    model: nn.Module,
+    bf16: bool = False,
+    reduce_dtype: torch.dtype = torch.float32,
+    offload: bool = False,
+    compiled: bool = False,
+    reshard_after_forward: bool = True,
+) -> None:
+    """`fully_shard` on each block and on the root, with torchtitan's dtypes. Blocks are compiled in
+    place, as accelerate does it. Without a GPU nothing is offloaded.
     """
-    dist.barrier()
-    before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-    loss = train_step(batch)
-    wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF)
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
+
+    init_process_group()
+    policies: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
+    policies["mesh"] = dist.init_device_mesh(device().type, (dist.get_world_size(),))
+    if bf16:
+        policies["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
+    offloads = offload and torch.cuda.is_available()
+    policies["offload_policy"] = CPUOffloadPolicy() if offloads else OffloadPolicy()
+    for module in [module for module in model.modules() if type(module).__name__ in BLOCKS]:
+        fully_shard(module, **policies)
+        if compiled:
+            module.compile()
+    fully_shard(model, **policies)
+
+
+def section_of(variant: str, folder: str) -> dict[str, Any]:
+    """Return `zero_optimization` of a variant whose files are in `folder`."""
+    section = dict(VARIANTS[variant].section)
+    for key in ("offload_param", "offload_optimizer"):
+        if key in section:
+            pinned = {"pin_memory": torch.cuda.is_available()}
+            section[key] = section[key] | pinned | {"nvme_path": folder}
+    return section
+
+
+def initialize(package: str, model: nn.Module, config: dict[str, Any]) -> Any:
+    """Return the engine of `zero` or of the real `deepspeed`, with torch's fused AdamW, or with the
+    engine's own where the optimizer is offloaded.
+    """
+    library = importlib.import_module(package)
+    library.comm.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo")
+    if "offload_optimizer" in config["zero_optimization"]:
+        config = config | {"optimizer": {"type": "AdamW", "params": ADAMW}}
+        return library.initialize(model=model, model_parameters=model.parameters(), config=config)[
+            0
+        ]
+    # torch's fused AdamW is not in DeepSpeed's list of tested optimizers.
+    config = config | {"zero_allow_untested_optimizer": True}
+    return library.initialize(model=model, optimizer=adamw(model), config=config)[0]
+
+
+def adamw(model: nn.Module, **changed: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), **ADAMW | changed, fused=True)
+
+
+def prepare(variant: str, model: nn.Module, task: dict[str, Any]) -> tuple[TrainStep, Any]:
+    """Return a variant's step, and its engine if that is this project's."""
+    system, section, compiled = VARIANTS[variant]
+    bf16, number = task["dtype"] == "bf16", task["micro_batches"]
+    if system == "plain":
+        return by_torch(model, adamw(model), number, autocast=bf16), None
+    if system == "ddp":
+        init_process_group()
+        places = [device().index] if torch.cuda.is_available() else None
+        wrapped = nn.parallel.DistributedDataParallel(
+            model, device_ids=places, gradient_as_bucket_view=True
+        )
+        return by_torch(wrapped, adamw(wrapped), number, autocast=bf16), None
+    if system == "fsdp2":
+        shard_by_torch(model, bf16, compiled=compiled, **section)
+        return by_torch(model, adamw(model), number), None
+    config = {
+        "train_micro_batch_size_per_gpu": task["batch"] // number,
+        "gradient_accumulation_steps": number,
+        "gradient_clipping": CLIP,
+        "bf16": {"enabled": bf16},
+        "zero_optimization": section_of(variant, task["folder"]),
+    }
+    if task["live"]:
+        config["zero_optimization"]["stage3_max_live_parameters"] = task["live"]
+    if system == "zero":
+        config["activation_checkpointing"] = {"batch_slices": task["slices"]}
+        config["compile"] = {"enabled": compiled}
+    engine = initialize(system, model, config)
+    return by_engine(engine, number), engine if system == "zero" else None
+
+
+def batches_of(model: nn.Module, batch: int, length: int, one: bool, seed: int) -> Iterator[Batch]:
+    """Yield random tokens on the device; `one`: always the same ones. A Llama's labels are its
+    inputs.
+    """
+    vocabulary = model.config.vocab_size
+    batches = synthetic_batches(vocabulary, batch, length, length, seed)
+    for each in repeat(next(batches)) if one else batches:
+        labels = each["labels" if model.config.is_encoder_decoder else "input_ids"]
+        inputs = {"input_ids": each["input_ids"], "labels": labels}
+        yield {name: value.to(device()) for name, value in inputs.items()}
+
+
+def graphs() -> int:
+    """Return how many graphs were compiled so far."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def moved(engine: Any) -> dict[str, int]:
+    """Return elements gathered and reduced, and bytes read and written on disks, by this process so
+    far.
+    """
+    engine.optimizer.wait()  # for updates of the last step that still run
+    storage, elements = of_this_process("io"), engine.comm.elements
     return {
-        "loss": loss.item(),
-        "wall": wall,
-        "user": after.ru_utime - before.ru_utime,
-        "system": after.ru_stime - before.ru_stime,
-        "rss": psutil.Process().memory_info().rss / 1e6,
+        "gathered": elements.get("all_gather", 0),
+        "reduced": elements.get("reduce_scatter", 0),
+        "read": storage["read_bytes"],
+        "written": storage["write_bytes"],
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--variant", choices=VARIANTS, required=True)
-    parser.add_argument("--dtype", choices=["fp32", "bf16"], required=True)
-    parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument("--length", type=int, required=True)
-    parser.add_argument("--warmup", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    args = parser.parse_args()
+def train(variant: str, model: str, checkpointing: bool, **task: Any) -> dict[str, Any]:
+    """Train, and return what a counted step takes: wall and CPU seconds, peaks of memory, and for
+    this engine its phases and waits and what it moved. Losses are those of all steps.
 
-    imported = psutil.Process().memory_info().rss / 1e6
-    model = build_t5(T5_42M, BUILD_SEED)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    train_step = VARIANTS[args.variant](model, args)
-    batches = synthetic_batches(
-        T5_42M["vocab_size"], args.batch, args.length, args.length, seed=dist.get_rank()
-    )
-    steps = [measure(train_step, batch) for batch in islice(batches, args.warmup + args.steps)]
-    # kilobytes on Linux, bytes on macOS
-    peak = (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        * (1 if sys.platform == "darwin" else 1024)
-        / 1e6
-    )
-    report({"parameters": parameters, "rss_imported": imported, "rss_peak": peak, "steps": steps})
-    dist.destroy_process_group()
+    On a GPU, the counted steps are waited for at their end only, as in a run that does not log each
+    loss: `issued` are the seconds until the host has given all work to the GPU. On a CPU, seconds
+    are the median over the steps."""
+    on_gpu, steps = torch.cuda.is_available(), task["steps"]
+    if on_gpu:
+        torch.cuda.set_device(device())
+    with device():
+        built = build(model)
+    parameters = sum(param.numel() for param in built.parameters())
+    if checkpointing:
+        built.gradient_checkpointing_enable({"use_reentrant": False})
+    train_step, engine = prepare(variant, built, task)
+    seed = dist.get_rank() if dist.is_initialized() else 0
+    batches = batches_of(built, task["batch"], task["length"], task["one_batch"], seed)
 
-
-if __name__ == "__main__":
-    main()
+    began = time.perf_counter()
+    losses = [train_step(next(batches)).item()]
+    first = time.perf_counter() - began
+    losses += [train_step(batch).item() for batch in islice(batches, task["warmup"] - 1)]
+    compiled, before = graphs() if VARIANTS[variant].compiled else 0, {}
+    forget_peaks()
+    if engine is not None:
+        before = moved(engine)
+        engine.comm.clock.reset()
+    if on_gpu:
+        torch.cuda.synchronize()
+        start, cpu = time.perf_counter(), time.process_time()
+        found = [train_step(batch).detach() for batch in islice(batches, steps)]
+        issued = time.perf_counter() - start
+        torch.cuda.synchronize()
+        costs = {"seconds": time.perf_counter() - start, "cpu": time.process_time() - cpu}
+        costs = {name: value / steps for name, value in (costs | {"issued": issued}).items()}
+        losses += [loss.item() for loss in found]
+    else:
+        each = [timed(lambda b=b: train_step(b).item()) for b in islice(batches, steps)]
+        costs = medians([cost for cost, _ in each])
+        losses += [loss for _, loss in each]
+    memory = of_this_process()
+    if VARIANTS[variant].compiled and graphs() != compiled:
+        raise RuntimeError("graphs were compiled in counted steps")
+    result = costs | {
+        "name": torch.cuda.get_device_name() if on_gpu else "CPU",
+        "parameters": parameters,
+        "losses": losses,
+        "first": first,
+        "steady": memory["VmRSS"],
+        "host": memory["VmHWM"],
+        "device": torch.cuda.max_memory_allocated() if on_gpu else 0,
+        "reserved": torch.cuda.max_memory_reserved() if on_gpu else 0,
+    }
+    if engine is None:
+        return result
+    clock = engine.comm.clock
+    result["phases"] = {name: spent / steps for name, spent in clock.phases.items()}
+    result["waits"] = {": ".join(name): spent / steps for name, spent in clock.waits.items()}
+    return result | {name: (now - before[name]) / steps for name, now in moved(engine).items()}

@@ -37,8 +37,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from benchmarks.arguments import Parser, existing_folder, result_file
-from benchmarks.launch import REPOSITORY
+from benchmarks.runner import REPOSITORY, Parser, Table, existing_folder, result_file, show
 
 NEWEST = "newest"
 # The oldest releases in `dependencies` of pyproject.toml, beside those that each corner names.
@@ -219,13 +218,9 @@ def installed(interpreter: str, package: str) -> str:
     return subprocess.check_output([interpreter, "-c", code], text=True).strip()
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows in Markdown."""
+def table(rows: list[dict[str, Any]]) -> Table:
     columns = ["corner", "python", "torch", "transformers", "accelerate", "tests"]
-    titles = (
-        "corner | Python | torch | transformers | accelerate | tests | Trainer's tests | parity"
-    )
-    lines = [f"| {titles} |", "|---" * 8 + "|"]
+    lines = []
     for row in rows:
         cells = [row[column] for column in columns]
         for name in SETS:
@@ -235,8 +230,8 @@ def table(rows: list[dict[str, Any]]) -> str:
                 continue
             cell = f"{result['passed']} passed, {result['skipped']} skipped"
             cells.append(cell + "".join(f"; **failed** {each}" for each in result["failed"]))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return Table("Tests with other releases", [*columns, *SETS], lines)
 
 
 def main() -> None:
@@ -269,7 +264,7 @@ def main() -> None:
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    print(table(rows))
+    print(show(table(rows)))
     sys.exit(any(row.get(name, {}).get("failed") for row in rows for name in SETS))
 
 

@@ -27,7 +27,6 @@ from transformers import (
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from distill import data, export
-from distill.arguments import TEACHER_STEPS
 from distill.config import DistillationConfig
 from distill.corpus import train_tokenizer
 from distill.on_policy import generate
@@ -36,6 +35,7 @@ from distill.student import from_config
 from distill.teacher import load_model
 from distill.trainer import DistillationTrainer
 from examples.demonstration import report
+from examples.demonstration.defaults import TEACHER_STEPS
 from examples.demonstration.report import Result
 from examples.demonstration.standard_library import standard_library
 from translation.arguments import output_folder
@@ -77,7 +77,7 @@ def run(data_args: DataArguments, args: DistillationConfig) -> None:
     tokenizer, train, held_out = _prepare(folder, data_args, args)
     of_teacher = train
     if data_args.max_train_tokens:
-        train = train[: max(1, data_args.max_train_tokens // data_args.max_length)]
+        train = train[: max(1, data_args.max_train_tokens // args.max_length)]
     if args.max_steps <= 0:
         batches = math.ceil(len(train) / (args.train_batch_size * args.world_size))
         epoch = math.ceil(batches / args.gradient_accumulation_steps)
@@ -89,7 +89,7 @@ def run(data_args: DataArguments, args: DistillationConfig) -> None:
     )
     _say(
         args,
-        f"students learn from {len(train) * data_args.max_length:,} tokens; {len(held_out)} blocks "
+        f"students learn from {len(train) * args.max_length:,} tokens; {len(held_out)} blocks "
         "are held out",
     )
     results, completions = {"teacher": teacher_result}, {}
@@ -100,7 +100,7 @@ def run(data_args: DataArguments, args: DistillationConfig) -> None:
         set_seed(args.seed)
         _say(args, f"training the student {how[name]}")
         own = replace(args, output_dir=str(folder / name), **settings)
-        student = from_config(_config(tokenizer, data_args, STUDENT))
+        student = from_config(_config(tokenizer, args, STUDENT))
         results[name], trainer = _train(student, teacher, tokenizer, train, held_out, own)
         completions[name] = _complete(trainer.model, tokenizer, args)
         if completions["teacher"] is None:
@@ -127,7 +127,7 @@ def _write(folder: Path, results: dict[str, Result], completions, data_args, arg
         f"{args.hidden_loss_type} loss on hidden states with weight {args.hidden_loss_weight:g}, "
         f"seed {args.seed}",
         f"{args.max_steps} steps of {args.train_batch_size * args.world_size} blocks of "
-        f"{data_args.max_length} tokens",
+        f"{args.max_length} tokens",
     ]
     text = report.write(
         str(folder), ordered, PROMPT, {name: completions[name] for name in completions}, notes
@@ -162,7 +162,7 @@ def _prepare(
     blocks = []
     for texts in corpus:
         encoded = (data.encode([data.Segment(text, True)], tokenizer) for text in texts)
-        blocks.append(data.pack(encoded, data_args.max_length, pad_token_id(tokenizer)))
+        blocks.append([*data.pack(encoded, args.max_length, pad_token_id(tokenizer))])
     train, held_out = blocks
     # Take blocks from all held-out files.
     step = max(1, len(held_out) // (data_args.max_eval_samples or len(held_out)))
@@ -171,11 +171,11 @@ def _prepare(
 
 
 def _config(
-    tokenizer: PreTrainedTokenizerBase, data_args: DataArguments, sizes: dict[str, Any]
+    tokenizer: PreTrainedTokenizerBase, args: DistillationConfig, sizes: dict[str, Any]
 ) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=len(tokenizer),
-        max_position_embeddings=max(256, data_args.max_length),
+        max_position_embeddings=max(256, args.max_length),
         tie_word_embeddings=True,
         pad_token_id=pad_token_id(tokenizer),
         bos_token_id=token_id(tokenizer, "bos"),
@@ -202,7 +202,7 @@ def _teacher(
     settings = {
         **TEACHER,
         "steps": steps,
-        "length": data_args.max_length,
+        "length": args.max_length,
         "learning_rate": args.learning_rate,
         "batch": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
         "blocks": [len(train), len(held_out)],
@@ -226,7 +226,7 @@ def _teacher(
         args, output_dir=str(where), max_steps=steps, eval_strategy="no",
         **WITHOUT_TEACHER,
     )  # fmt: skip
-    model = from_config(_config(tokenizer, data_args, TEACHER))
+    model = from_config(_config(tokenizer, args, TEACHER))
     result, trainer = _train(model, None, tokenizer, train, held_out, own)
     trainer.save_model()
     if args.process_index == 0:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import nn
 
 import zero
 from tests.accelerator import device
@@ -16,6 +18,7 @@ from zero.comm import traffic
 from zero.comm.traffic import IN, NETWORK, OUT, READ, WRITTEN
 from zero.offload import tiers
 from zero.offload.activations import MIN_BYTES
+from zero.slicing import blocks, head
 
 ROWS = 4096
 HOST = {"device": "cpu"}
@@ -91,3 +94,88 @@ def test_inputs_of_blocks_wait_in_host_memory_or_in_a_file(tmp_path):
                 assert moved[link] == without[link] + results
             assert peak <= most - (BLOCKS - on_device) * ROWS * 4 * WIDTH
             assert away is in_file or waits == waits_without
+
+
+WORDS, CHUNK = 512, 64
+
+
+class WithHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Model()
+        self.lm_head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for block in self.body.blocks:
+            x = block(x)
+        logits = self.lm_head(x).float()
+        return nn.functional.cross_entropy(logits.view(-1, WORDS), labels.flatten())
+
+
+def step_with_head(
+    rank: int, world_size: int, slices: int, chunk: int
+) -> tuple[Counter[str], int, float]:
+    """Bytes moved by link and the most bytes on the device in the third step, and its loss."""
+    head.CHUNK_ELEMENTS_ELSEWHERE = chunk * WORDS
+    section = {"batch_slices": slices, "trust_slices": True}
+    config = ds_config(
+        activation_checkpointing=section, stage3_param_persistence_threshold=0, **AWAY
+    )
+    torch.manual_seed(0)
+    engine: zero.ZeroEngine = start(WithHead().to(device.NAME), config)[0]
+    rows = torch.randn(ROWS // 64, 64, WIDTH, device=device.NAME)
+    labels = torch.randint(WORDS, (ROWS // 64, 64)).to(device.NAME)
+    for _ in range(2):
+        step(engine, [{"x": rows, "labels": labels}])
+    moved, before = Counter(traffic.MOVED), torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    (loss,) = step(engine, [{"x": rows, "labels": labels}])
+    assert device.mistakes() == []
+    return traffic.MOVED - moved, torch.accelerator.max_memory_allocated() - before, loss
+
+
+def test_no_tensor_of_all_tokens_and_words():
+    logits = ROWS * WORDS * 4
+    whole = run_on(2, step_with_head, 4, ROWS, simulated=True)
+    chunks = run_on(2, step_with_head, 4, CHUNK, simulated=True)
+    for (moved, peak, loss), (once, most, expected) in zip(chunks, whole, strict=True):
+        assert moved == once  # the head is gathered as often
+        assert most > 2 * logits
+        # Inputs of all blocks and of the head; gradients of the head, summed and of one chunk; and
+        # some tensors of a chunk.
+        assert (
+            peak
+            < (BLOCKS + 4) * ROWS * 4 * WIDTH + 4 * WORDS * 4 * WIDTH + 6 * logits * CHUNK // ROWS
+        )
+        assert abs(loss - expected) < 1e-6 * expected
+
+
+def first_step(rank: int, world_size: int) -> list[str]:
+    """The warnings of a first step on a device without free memory, without and with host memory
+    for the blocks' inputs.
+    """
+    told = []
+    for section in ({}, {"cpu_checkpointing": True}):
+        section |= {"batch_slices": 4, "trust_slices": True}
+        engine: zero.ZeroEngine = start(
+            Model().to(device.NAME), ds_config(activation_checkpointing=section)
+        )[0]
+        with (
+            mock.patch.object(torch.accelerator, "get_memory_info", lambda _: (-(2**40), 2**40)),
+            mock.patch.object(blocks.logger, "warning") as warning,
+        ):
+            step(engine, [{"x": torch.randn(ROWS, WIDTH, device=device.NAME, requires_grad=True)}])
+        messages = (call.args[0] % call.args[1:] for call in warning.call_args_list)
+        told += [message for message in messages if "batch_slices" in message]
+        engine.destroy()
+    return told
+
+
+def test_inputs_that_do_not_fit_are_announced():
+    ((told, *others),) = run_on(1, first_step, simulated=True)
+    assert others == []
+    assert f"the inputs of {BLOCKS} blocks will take 0.0 GB" in told
+    assert "set activation_checkpointing.cpu_checkpointing to true" in told

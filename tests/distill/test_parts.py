@@ -209,7 +209,7 @@ def test_targets_of_a_shifted_batch():
 
 def test_a_token_sees_what_is_before_it_in_its_document():
     documents = [{"input_ids": ids, "labels": ids} for ids in ([5, 6], [7, 8, 9])]
-    packed = Batch.of(COLLATE(pack(documents, 6, pad=0)), shifted=True)
+    packed = Batch.of(COLLATE([*pack(documents, 6, pad=0)]), shifted=True)
     expected = torch.block_diag(*(torch.ones(n, n) for n in (2, 3, 1))).tril().bool()
     assert torch.equal(packed.visible()[0], expected)
     padded = Batch.of(COLLATE(documents), shifted=True).visible()[0]
@@ -673,7 +673,7 @@ def test_packed_documents_have_the_losses_that_they_have_alone(make, isolates, t
     documents = [{"input_ids": ids, "labels": ids} for ids in ([5, 6, 7, 8], [9, 10, 11])]
     packed, alone = (
         trainer(tmp_path, make(16, 2, seed=0), make(16, 2, seed=1), examples).evaluate()
-        for examples in (pack(documents, 9, pad=0), documents)
+        for examples in ([*pack(documents, 9, pad=0)], documents)
     )
     assert ("lets packed documents see each other" not in caplog.text) == isolates
     for name in ("eval_loss", "eval_kd_loss", "eval_teacher_ce"):

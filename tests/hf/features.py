@@ -16,29 +16,47 @@ class Feature(NamedTuple):
         title: what is done, for the page.
         refused: words of the error that says what to do instead; "" where the result is that of
             DDP.
+        ends: whether these words are in the report with which the watchdog ends the job.
     """
 
     title: str
     refused: str = ""
+    ends: bool = False
 
     @property
     def row(self) -> str:
-        return f"| {self.title} | {f'refused: “{self.refused}”' if self.refused else RIGHT} |"
+        what = "the job ends" if self.ends else "refused"
+        return f"| {self.title} | {f'{what}: “{self.refused}”' if self.refused else RIGHT} |"
 
 
 FEATURES = {
     "plain": Feature("`train()`"),
+    "model_init": Feature("`model_init`"),
     "accumulation": Feature("`gradient_accumulation_steps`"),
     "partial_accumulation": Feature("an epoch that ends within an accumulation"),
     "checkpointing": Feature("`gradient_checkpointing`"),
+    "reentrant": Feature('`gradient_checkpointing_kwargs={"use_reentrant": True}`'),
+    "compiled": Feature("`torch_compile`"),
+    "deterministic": Feature("`full_determinism`"),
     "label_smoothing": Feature("`label_smoothing_factor`"),
     "neftune": Feature("`neftune_noise_alpha`"),
     "small_clipping": Feature("`max_grad_norm` that clips each step"),
     "no_clipping": Feature("`max_grad_norm=0`"),
     "weight_decay": Feature("`weight_decay`"),
+    "nan_filter": Feature("`logging_nan_inf_filter`, with a loss that is NaN"),
+    "underflow": Feature('`debug="underflow_overflow"`'),
     "adafactor": Feature('`optim="adafactor"`'),
     "sgd": Feature('`optim="sgd"` with momentum'),
+    "adagrad": Feature('`optim="adagrad"`'),
+    "rmsprop": Feature('`optim="rmsprop"`'),
+    "adamw_8bit": Feature('`optim="adamw_8bit"`'),
+    "adamw_torch_8bit": Feature('`optim="adamw_torch_8bit"`'),
+    "lion": Feature('`optim="lion_32bit"`'),
+    "ademamix": Feature('`optim="ademamix"`'),
+    "schedule_free": Feature('`optim="schedule_free_adamw"`'),
+    "apollo": Feature('`optim="apollo_adamw"` with `optim_target_modules`'),
     "cosine": Feature('`lr_scheduler_type="cosine"` with warm-up'),
+    "stable_decay": Feature('`lr_scheduler_type="warmup_stable_decay"` with `lr_scheduler_kwargs`'),
     "plateau": Feature('`lr_scheduler_type="reduce_lr_on_plateau"`'),
     "optimizers": Feature("`Trainer(optimizers=...)`", "Override create_optimizer"),
     "optimizer_class": Feature("`optimizer_cls_and_kwargs`"),
@@ -49,32 +67,75 @@ FEATURES = {
     "evaluation_before": Feature(
         "`evaluate()` before `train()`", "do not call evaluate() before train()"
     ),
+    "several_evaluations": Feature("an `eval_dataset` of several"),
+    "accumulated_evaluation": Feature("`eval_accumulation_steps`"),
+    "batch_metrics": Feature("`batch_eval_metrics`"),
+    "more_for_metrics": Feature("`include_for_metrics`"),
     "preprocessed_logits": Feature("`preprocess_logits_for_metrics`"),
+    "bf16_evaluation": Feature(
+        "`bf16_full_eval`, and `evaluate()` after `train()`",
+        "enable bf16 or fp16 in the configuration",
+    ),
     "prediction": Feature("`predict()` after `train()`"),
+    "predict_with_generate": Feature("`Seq2SeqTrainer`, with `predict_with_generate`"),
     "early_stopping": Feature("`EarlyStoppingCallback`"),
     "best_model": Feature("`load_best_model_at_end`"),
+    "saved_best": Feature('`save_strategy="best"`'),
     "saved_model": Feature("`save_model()`, and `from_pretrained` of it"),
+    "only_model": Feature("`save_only_model`, and `from_pretrained` of a checkpoint"),
+    "only_best_model": Feature(
+        "`save_only_model` with `load_best_model_at_end`",
+        "can't be used with `save_only_model` along with `load_best_model_at_end`",
+    ),
     "resumed": Feature("`resume_from_checkpoint`"),
     "resumed_stream": Feature("`resume_from_checkpoint` in a stream of data"),
+    "data_not_skipped": Feature("`resume_from_checkpoint` with `ignore_data_skip`"),
+    "restored_callback": Feature("`restore_callback_states_from_checkpoint`"),
     "limited_saves": Feature("`save_total_limit`"),
     "stream": Feature("an `IterableDataset`"),
     "dropped_last": Feature("`dataloader_drop_last`"),
+    "workers": Feature("`dataloader_num_workers`"),
+    "grouped": Feature('`train_sampling_strategy="group_by_length"`'),
+    "named_labels": Feature("`label_names` with `remove_unused_columns=False`"),
     "own_loss": Feature("an overridden `compute_loss`"),
     "loss_function": Feature("`compute_loss_func`"),
     "frozen_layers": Feature("layers that are frozen before `Trainer(...)`"),
+    "unfreezing": Feature("a callback that unfreezes layers"),
+    "alternating": Feature("a callback that freezes and unfreezes layers in turns"),
     "tied": Feature("tied embeddings"),
     "resized": Feature("`resize_token_embeddings` before `Trainer(...)`"),
     "classification": Feature("a model that classifies sequences"),
+    "encoder_decoder": Feature("a model with an encoder and a decoder"),
+    "experts": Feature("a model with experts"),
+    "images": Feature("a model with images, where texts without one get a blank one"),
+    "images_on_one_rank": Feature(
+        "the same without it, and images on one rank only", "give the others a blank one", ends=True
+    ),
+    "layer_drop": Feature("LayerDrop, with one seed on all ranks"),
+    "layer_drop_by_rank": Feature(
+        "LayerDrop, with another seed on each rank", "from one seed on all ranks", ends=True
+    ),
     "lora": Feature("LoRA"),
     "dora": Feature("DoRA"),
+    "adalora": Feature("AdaLoRA, all of whose ranks are trained"),
+    "allocating": Feature(
+        "AdaLoRA, with `update_and_allocate` in a callback", "train LoRA, or AdaLoRA without"
+    ),
+    "prompts": Feature("prompt tuning"),
+    "ia3": Feature("IA³"),
     "rate_of_callback": Feature("a callback that sets the learning rate"),
     "stop_of_callback": Feature("a callback that stops the training"),
+    "averaged_model": Feature("`AveragedModel` in a callback, inside `GatheredParameters`"),
+    "averaged_alone": Feature(
+        "`AveragedModel` in a callback, without it", "with zero.GatheredParameters"
+    ),
     "generation": Feature("`generate` in a callback, on all ranks"),
     "counted_tokens": Feature("`include_num_input_tokens_seen`"),
     "averaged_tokens": Feature("`average_tokens_across_devices`"),
     "smaller_batches": Feature(
         "`auto_find_batch_size`", "isn't supported yet with DeepSpeed Zero-3. Please consider"
     ),
+    "search": Feature("`hyperparameter_search`"),
     "two_trainers": Feature("a Trainer after another one, with the same model"),
     "second_run": Feature("`train()` twice", "make a new Trainer with the same model"),
 }

@@ -46,7 +46,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     return results
 
 
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("name", [name for name in FEATURES if not FEATURES[name].ends])
 def test_a_row_of_the_table_is_true(found: dict[str, list[dict[str, Any]]], name: str) -> None:
     for ddp, zero in zip(found["ddp"], found["zero"], strict=True):
         assert isinstance(ddp[name], list) and ddp[name], ddp[name]
@@ -54,3 +54,15 @@ def test_a_row_of_the_table_is_true(found: dict[str, list[dict[str, Any]]], name
             assert FEATURES[name].refused in zero[name]
         else:
             assert zero[name] == pytest.approx(ddp[name], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in FEATURES if FEATURES[name].ends])
+def test_a_job_whose_ranks_run_different_modules_ends(name: str, tmp_path: Path) -> None:
+    config = tmp_path / "stage3.json"
+    config.write_text(json.dumps(STAGE_3 | {"watchdog_timeout": 4}))
+    done = fork_ranks(SCRIPT, tmp_path, config, name, nproc=2, timeout=120)
+    assert done.returncode == 1
+    assert FEATURES[name].refused in done.stderr
+    places = [line for line in done.stderr.splitlines() if line.startswith("  rank ")][:2]
+    first, second = (line.partition(" at group ")[2] for line in places)
+    assert first and second and first != second, done.stderr[-4000:]

@@ -1,5 +1,5 @@
-"""Compare what is odd with plain torch: models, losses and blocks that are split, and saves; and
-damage files.
+"""Compare what is odd with plain torch: models, losses and blocks that are split, uses of
+logits, and saves; and damage files.
 
     python -m tests.hunt --models 200
     python -m tests.hunt --all
@@ -13,7 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 
-from tests.hunt import damage, saves, splits
+from tests.hunt import damage, logits, saves, splits
 from tests.hunt.hunt import DIFFERENT, EQUAL, REFUSED, hunt, settings_of
 from tests.hunt.models import recipe
 from tests.processes import run_on
@@ -39,6 +39,11 @@ def others(ranks: int, seeds: int) -> Iterator[str]:
     drawn = list(range(seeds))
     for refused, different in run_on(ranks, splits.judge, drawn, timeout=TIMEOUT)[0]:
         yield _outcome("split", refused, different)
+    drawn = list(range(10 * seeds))
+    different = run_on(ranks, logits.judge, 3, drawn, timeout=TIMEOUT)[0]
+    for each in different:
+        yield _outcome("logits", "", each)
+    yield from ["logits, " + EQUAL] * (len(drawn) - len(different))
     tasks = [(name, stage) for name in saves.MAKERS for stage in range(4)]
     with tempfile.TemporaryDirectory() as folder:
         for refused, different in run_on(ranks, saves.judge, folder, tasks, timeout=TIMEOUT)[0]:
@@ -65,7 +70,9 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--refused", action="store_true", help="print refusals too")
-    parser.add_argument("--all", action="store_true", help="losses, blocks, saves and damage too")
+    parser.add_argument(
+        "--all", action="store_true", help="losses, blocks, logits, saves and damage too"
+    )
     options = parser.parse_args()
     seeds = range(options.first, options.first + options.models)
     count = Counter(models(seeds, options.ranks, options.refused))

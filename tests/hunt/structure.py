@@ -33,6 +33,16 @@ class NeverCalled(CalledTwice):
 
 
 @part
+class WritesToViews(CalledTwice):
+    """What a linear layer returns for three dimensions is a view, and is written to."""
+
+    def forward(self, x):
+        hidden = self.linear(x[None])
+        hidden *= 2
+        return self.linear(torch.tanh(hidden))[0].mul_(0.5)
+
+
+@part
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -39,6 +39,8 @@ if "SHOW_IMPORTED" in os.environ:
 CORE = ["torch", "transformers", "accelerate", "safetensors", "jinja2", "xxhash"]
 # They come with transformers.
 OF_TRANSFORMERS = ["numpy", "tqdm", "tokenizers", "huggingface_hub", "yaml"]
+# Imported only if an argument asks for them, which is refused where they are missing.
+ON_REQUEST = ["peft"]
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ def test_help_is_short_and_imports_nothing_heavy(application, start):
     process = start(application, "--help", SHOW_IMPORTED="1")
     *lines, imported = process.stdout.splitlines()
     assert (process.returncode, process.stderr, imported) == (0, "", "imported:")
-    assert len(lines) <= 120 and max(map(len, lines)) <= 80
+    assert len(lines) <= 160 and max(map(len, lines)) <= 80
     for fields in application.groups.values():
         for field in dataclasses.fields(fields):
             assert re.search(rf"^  --{field.name}\b", process.stdout, re.MULTILINE), field.name
@@ -123,6 +125,14 @@ def test_a_quantized_teacher_without_bitsandbytes(start, tmp_path):
     )
 
 
+def test_adapters_without_peft(start, tmp_path):
+    process = start(APPLICATIONS[1], f"--model_name_or_path {tmp_path} --use_peft", hidden=["peft"])
+    assert process.returncode == 2
+    assert process.stderr.splitlines()[-1] == (
+        "run_distill.py: error: --use_peft needs PEFT: pip install peft"
+    )
+
+
 def imported_by(path: Path, seen: set[Path]) -> set[str]:
     """Return the packages of others that a file of an application imports, and all that it
     imports of the applications."""
@@ -152,4 +162,4 @@ def test_everything_that_is_imported_is_declared(application):
     declared = [Requirement(text).name for text in re.findall('"(.*?)"', extras[1])]
     assert set(application.packages) == {*declared} - {*OF_TRANSFORMERS}
     imported = imported_by(REPOSITORY / application.script, set())
-    assert imported <= {*declared, *CORE, *OF_TRANSFORMERS}
+    assert imported <= {*declared, *CORE, *OF_TRANSFORMERS, *ON_REQUEST}

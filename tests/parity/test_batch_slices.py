@@ -526,3 +526,25 @@ def copies(rank: int, world_size: int) -> None:
 
 def test_a_copy_of_the_model_is_an_ordinary_one():
     run_on(1, copies)
+
+
+def turned_on_again(rank: int, world_size: int) -> list[float]:
+    """Between forward and backward, the script turns the blocks' own checkpoints on, as TRL's DPO
+    does after it has run its model as a reference.
+    """
+    norms = []
+    for slices in (1, 2):
+        config = ds_config(activation_checkpointing={"batch_slices": slices})
+        engine, _ = start(build("llama"), config)
+        loss = engine(**data("llama")[0])["loss"]
+        engine.module.gradient_checkpointing_enable({"use_reentrant": False})
+        engine.backward(loss)
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+        engine.destroy()
+    return norms
+
+
+def test_checkpoints_that_are_turned_on_before_backward():
+    ((whole, sliced),) = run_on(1, turned_on_again)
+    assert abs(sliced - whole) <= rounding(torch.float32, TERMS) * whole

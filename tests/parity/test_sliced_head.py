@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from copy import deepcopy
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.nn import functional
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -21,18 +20,22 @@ from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
 )
-from transformers.trainer_pt_utils import LabelSmoother
 
-from tests.dist.training import Curve, curve_on, ds_config, relative, start, train_plain, train_zero
+from tests.dist.training import Curve, ds_config, relative, start, train_plain, train_zero
 from tests.parity.models import VOCABULARY, batches, build
 from tests.processes import run_on
 from tests.tolerance import assert_close, rounding
-
+from zero.errors import UsageError
 from zero.slicing import head
 from zero.slicing.head import Logits, sliced_head
 
-STEPS, TERMS = 3, 500
-SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+STEPS, TERMS = 2, 500
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 DECODER: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -92,6 +95,9 @@ def plain(rank: int, world_size: int, name: str) -> Curve:
     return train_plain(model_of(name), data(name))
 
 
+CHUNK = mock.patch.dict(head.CHUNK_ELEMENTS, cpu=3 * VOCABULARY)
+
+
 def in_chunks(rank: int, world_size: int, name: str, stages: list[int]) -> list[Curve]:
     """Train with chunks of three tokens."""
     curves = []
@@ -101,36 +107,69 @@ def in_chunks(rank: int, world_size: int, name: str, stages: list[int]) -> list[
             stage=stage,
             stage3_param_persistence_threshold=40,
         )
-        with mock.patch.dict(head.CHUNK_ELEMENTS, cpu=3 * VOCABULARY):
+        with CHUNK, mock.patch.object(head, "_tell") as told:
             engine, _ = start(model_of(name), config)
-            kinds = set()
-            with mock.patch.object(head._Rows, "reduced", _noting(kinds)):
-                curves.append(train_zero(engine, data(name)))
-        assert kinds == {"reduced"}
+            assert isinstance(engine.module.get_output_embeddings().forward, head.SlicedHead)
+            curves.append(train_zero(engine, data(name)))
+        told.assert_not_called()
         engine.destroy()
     return curves
-
-
-def _noting(kinds: set[str]) -> Callable:
-    reduced = head._Rows.reduced
-
-    def noted(*args: Any) -> Any:
-        kinds.add("reduced")
-        return reduced(*args)
-
-    return noted
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", "mixtral", *BUILDERS])
 def test_the_losses_of_whole_logits(name):
     (expected,) = run_on(1, plain, name)
-    for ranks, stages in ((1, [0, 3]), (2, [1, 2, 3])):
-        of_ranks = run_on(ranks, in_chunks, name, stages)
-        for of_stage in zip(*of_ranks, strict=True):
+    for ranks, stages in ((1, [0]), (2, [2, 3])):
+        for of_stage in zip(*run_on(ranks, in_chunks, name, stages), strict=True):
             losses = [
-                [sum(step) / ranks for step in zip(*micro, strict=True)]
-                for micro in zip(*(curve.losses for curve in of_stage), strict=True)
+                sum(curve.mean_losses()[i] for curve in of_stage) / ranks for i in range(STEPS)
             ]
-            found = Curve([[sum(step) / len(step)] for step in losses], of_stage[0].norms)
-            assert relative(found.mean_losses(), expected.mean_losses()) <= rounding(torch.float32, TERMS)
-            assert relative(found.norms, expected.norms) <= rounding(torch.float32, TERMS)
+            assert relative(losses, expected.mean_losses()) <= rounding(torch.float32, TERMS)
+            assert relative(of_stage[0].norms, expected.norms) <= rounding(torch.float32, TERMS)
+
+
+@pytest.fixture
+def model():
+    """A Llama with a sliced head."""
+    made = model_of("llama")
+    sliced = sliced_head(made)
+    with CHUNK:
+        yield made
+    sliced.remove()
+
+
+def test_logits_are_ordinary_ones_without_gradients_and_in_copies(model):
+    (batch,) = batches("llama", 1)
+    with torch.no_grad():
+        whole = model(**batch).logits
+    assert type(whole) is torch.Tensor
+    logits = model(**batch).logits
+    assert type(logits) is Logits and logits.shape == whole.shape
+    assert type(deepcopy(model)(**batch).logits) is torch.Tensor
+    assert_close(logits.whole(), whole, terms=TERMS)
+    assert "computed in chunks" in repr(logits)
+
+
+def test_what_needs_logits_as_a_whole_is_named(model, caplog):
+    logits = model(**batches("llama", 1)[0]).logits
+    head._tell.cache_clear()
+    with caplog.at_level(logging.WARNING, "zero"):
+        logits.sort(-1)
+    assert "'sort' needs the logits as a whole (0.0 GB)" in caplog.text
+    with pytest.raises(UsageError, match=r"give the kernel logits.whole\(\)"):
+        logits.data_ptr()
+
+
+def test_a_head_that_may_not_be_cut_is_left_alone():
+    dropping = model_of("llama")
+    dropping.lm_head = nn.Sequential(nn.Dropout(0.1), dropping.lm_head)
+    assert sliced_head(dropping) is None
+    hooked = model_of("llama")
+    sliced = sliced_head(hooked)
+    assert sliced is not None
+    seen: list[torch.Tensor] = []
+    hooked.lm_head.register_forward_hook(lambda module, args, output: seen.append(output))
+    with CHUNK:
+        hooked(**batches("llama", 1)[0])
+    assert [type(output) for output in seen] == [torch.Tensor]
+    sliced.remove()

@@ -29,9 +29,9 @@ from zero.checkpoint.state import model_config, plain_tensors, require_values, s
 from zero.comm.communicator import Communicator
 from zero.comm.work import Pending
 from zero.core.layout import PIPELINE_PLACE
-from zero.core.param_group import ParamGroup
+from zero.core.param_group import ParamGroup, owning_group
 from zero.core.quantized_weights import wraps_tensors
-from zero.core.sharded_param import ShardedParameter, cut_of, local, owning_group
+from zero.core.sharded_param import ShardedParameter, cut_of, local
 from zero.errors import UsageError, size
 from zero.optim.sharded_optimizer import precise_values
 from zero.threads import EngineThread

@@ -31,10 +31,10 @@ from zero.checkpoint.manifest import Manifest, OptimizerState
 from zero.checkpoint.progress import Progress, describe_progress
 from zero.checkpoint.values import decode, describe, dtype_name, encode, rebuild
 from zero.comm.communicator import Communicator
-from zero.core.param_group import ParamGroup
+from zero.core.param_group import ParamGroup, owning_group
 from zero.core.quantized_weights import keeps_codes_in_buffers, quantized_tensors
 from zero.core.reduction import GradientReducer
-from zero.core.sharded_param import Cut, PlaceholderView, cut_of, is_copy, owning_group
+from zero.core.sharded_param import Cut, PlaceholderView, cut_of, is_copy
 from zero.device import is_accelerator, random_state, set_random_state
 from zero.errors import UsageError
 from zero.offload.tiers import HostTrimmer

@@ -6,10 +6,13 @@ notices that earlier. The first one to notice raises an alarm through the job's 
 every rank another thread listens to the store, and answers with what the main thread is doing. The
 first one prints all answers, and all processes end with exit code 1. A rank that does not reach the
 store says so and ends too. Long before that, where all ranks wait, and at different places, these
-are named. This file knows nothing of groups or collectives."""
+are named, and the job ends if that lasts. A rank that does anything else, such as reading data or
+evaluating, is not waiting. This file knows nothing of groups or collectives."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import logging
 import os
 import sys
@@ -33,8 +36,10 @@ logger = logging.getLogger("zero")
 # Seconds after which a rank says that it is waiting for the others.
 LONE = 10.0
 
-# Seconds after which ranks that wait at different places say where.
+# Seconds after which ranks that wait at different places say where, and how often they say it again
+# before the job ends: a slow link may be sending, or a machine may have been stopped for a while.
 APART = 30.0
+REPEATS = 5
 
 # Seconds that the other ranks have to answer an alarm.
 GRACE = 10.0
@@ -57,6 +62,7 @@ _DIFFERENT = (
 )
 _ALARM = "zero_watchdog/alarm"
 _BETWEEN_GROUPS = "an exchange between groups"
+_BARRIER = inspect.unwrap(dist.barrier).__code__
 # In the messages of gloo and NCCL where the other process is gone.
 _LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 
@@ -95,8 +101,14 @@ class Watchdog:
         # When the main thread started something the last time.
         self._moved = time.monotonic()
         self._is_past: Callable[[], bool] | None = None
-        # For what this rank waits, as the others read it, and whether that was said.
-        self._told, self._has_said = "", False
+        # Of the main thread: where it is in torch's barrier, the wait that the other ranks were
+        # told, and when and how often.
+        self._barrier: tuple[object, _Wait] | None = None
+        self._told: _Wait | None = None
+        self._told_at, self._repeats = 0.0, 0
+        # On rank 0: the waits of all ranks when they were first read, and whether they were said.
+        self._read: list = []
+        self._has_said = False
         self._stopped = threading.Event()
         self._main = threading.get_ident()
         if self.world_size > 1:
@@ -205,25 +217,51 @@ class Watchdog:
 
     def _compare_waits(self) -> None:
         """If all ranks have waited for long, and not at one place, say once where. It is not yet
-        certain that they wait for each other: a slow link may still be sending.
+        certain that they wait for each other, so the job ends only if they say so again and again.
         """
-        wait = self._waits.get(self._main)
-        is_late = wait is not None and wait.seconds > min(APART, self.timeout / 2)
-        told, self._told = self._told, str(wait.what) if wait is not None and is_late else ""
+        wait = self._waits.get(self._main) or self._wait_in_barrier()
+        period = min(APART, self.timeout / 2)
         keys = [f"zero_watchdog/wait{rank}" for rank in range(self.world_size)]
-        if told != self._told:
-            self._store.set(keys[self.rank], self._told)
-        elif self._told and self.rank == 0 and not self._has_said and self._store.check(keys):
-            places = [self._store.get(key).decode() for key in keys]
-            self._has_said = all(places) and len(set(places)) > 1
-            if self._has_said:
-                lines = "\n".join(f"  rank {rank} at {each}" for rank, each in enumerate(places))
-                text = f"zero: all ranks wait, at different places:\n{lines}\n{_DIFFERENT} {ADVICE}"
-                _say(f"{text}\nIf nothing moves, the job ends after {self.timeout:g} s.")
+        if wait is None or wait.seconds < period:
+            if self._told is not None:
+                self._told = None
+                self._store.set(keys[self.rank], "null")
+            return
+        if wait is not self._told or time.monotonic() - self._told_at > period:
+            # One more, however long that took: this process may have been stopped.
+            self._repeats = self._repeats + 1 if wait is self._told else 0
+            self._told, self._told_at = wait, time.monotonic()
+            told = str(wait.what), wait.since, self._repeats
+            self._store.set(keys[self.rank], json.dumps(told))
+        if self.rank == 0 and self._store.check(keys):
+            self._judge([json.loads(self._store.get(key)) for key in keys], REPEATS * period)
 
-    def _alarm(self) -> None:
+    def _judge(self, waits: list, limit: float) -> None:
+        """Act on what each rank waits for: (place, since, repeats), or None."""
+        if not all(waits) or len({place for place, *_ in waits}) == 1:
+            return
+        if [each[:2] for each in waits] != [each[:2] for each in self._read]:
+            self._read = waits
+        if not self._has_said:
+            self._has_said = True
+            lines = "\n".join(f"  rank {rank} at {each[0]}" for rank, each in enumerate(waits))
+            text = f"zero: all ranks wait, at different places:\n{lines}\n{_DIFFERENT} {ADVICE}"
+            _say(f"{text}\nIf nothing moves, the job ends in {min(limit, self.timeout):g} s.")
+        if all(new[2] - old[2] >= REPEATS for new, old in zip(waits, self._read, strict=True)):
+            self._alarm(f"at different places, and nothing has moved for {limit:g} s")
+
+    def _wait_in_barrier(self) -> _Wait | None:
+        """The main thread's wait in a barrier of the script."""
+        frame = sys._current_frames().get(self._main)
+        if frame is None or frame.f_code is not _BARRIER:
+            self._barrier = None
+        elif self._barrier is None or self._barrier[0] is not frame:
+            self._barrier = frame, _Wait(time.monotonic(), "torch.distributed.barrier", 0.0)
+        return self._barrier and self._barrier[1]
+
+    def _alarm(self, reason: str = "") -> None:
         try:
-            self._answer(first=self._store.add(_ALARM, 1) == 1)
+            self._answer(self._store.add(_ALARM, 1) == 1, reason)
         except dist.DistError:
             return  # the store is gone
 
@@ -258,7 +296,7 @@ class Watchdog:
             f"{self.position}{device}"
         )
 
-    def _answer(self, first: bool) -> None:
+    def _answer(self, first: bool, reason: str = "") -> None:
         """Say where this rank is, and end it. The first one to notice prints what all say."""
         keys = [f"zero_watchdog/rank{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], self._status())
@@ -271,9 +309,11 @@ class Watchdog:
         answers = [
             self._store.get(key).decode() if self._store.check([key]) else _SILENT for key in keys
         ]
+        no_progress = (
+            f"no progress for {self.timeout:g} s (`watchdog_timeout` in the configuration)"
+        )
         _say(
-            f"zero: ranks wait for each other: no progress for {self.timeout:g} s "
-            "(`watchdog_timeout` in the configuration).\n"
+            f"zero: ranks wait for each other: {reason or no_progress}.\n"
             + "\n".join(f"  rank {rank} {answer}" for rank, answer in enumerate(answers))
             + f"\n{GONE if _SILENT in answers else ADVICE}"
         )

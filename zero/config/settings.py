@@ -42,8 +42,8 @@ class ActivationCheckpointingConfig(Section):
         nvme_path: Keep activations of at least 1 MiB in a file in this folder on a fast disk. It
             may differ between machines. Not in DeepSpeed.
         batch_slices: Run each block's batch in slices, keep only their inputs, and recompute the
-            rest in backward. This replaces gradient checkpointing: see `docs/offload.md`. Not in
-            DeepSpeed.
+            rest in backward; compute logits in chunks of tokens. This replaces gradient
+            checkpointing: see `docs/offload.md`. Not in DeepSpeed.
             - auto: A batch runs in slices of at most 8,192 tokens.
             - N: A batch runs in N slices.
         trust_slices: Let blocks that are not transformers' own run in slices, too.

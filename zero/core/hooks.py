@@ -50,9 +50,8 @@ from zero.core.external_access import (
 )
 from zero.core.gathering import Gathering
 from zero.core.micro_batches import MicroBatches
-from zero.core.param_group import ParamGroup, State
+from zero.core.param_group import ParamGroup, State, owning_group
 from zero.core.reduction import ReductionOrder
-from zero.core.sharded_param import owning_group
 from zero.core.taken_gradients import StandIns
 from zero.errors import UsageError
 
@@ -61,6 +60,13 @@ logger = logging.getLogger("zero")
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _with_base(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor and, if it is a view, its base: a write to a view gives the view another node."""
+    yield tensor
+    if tensor._is_view() and tensor._base is not None:
+        yield tensor._base
 
 
 def _kept_by(module: nn.Module) -> list[object]:
@@ -396,16 +402,20 @@ class ModuleHooks:
         # The backward of an embedding needs its indices, not its weight.
         if not torch.is_grad_enabled() or type(module).forward is nn.Embedding.forward:
             return
-        passed_through = {id(tensor) for tensor in tensors_with_grad((args, kwargs))}
+        passed_through = {
+            id(each) for tensor in tensors_with_grad((args, kwargs)) for each in _with_base(tensor)
+        }
         # A cache of all blocks goes through each of them.
         objects = {id(value) for value in (*args, *kwargs.values())}
         is_hooked = False
         for tensor in tensors_with_grad(output, in_objects=True, known=objects):
-            if tensor.grad_fn is not None and id(tensor) not in passed_through:
+            for each in _with_base(tensor):
+                if each.grad_fn is None or id(each) in passed_through:
+                    continue
                 # The hook is on the node, not on the tensor. The tensor is also the next module's
                 # input, and hooks of tensors run first, so the next module's groups are released
                 # before these are unsharded.
-                tensor.grad_fn.register_prehook(partial(self._pre_backward, groups))
+                each.grad_fn.register_prehook(partial(self._pre_backward, groups))
                 is_hooked = True
         self._called.update(self._hooked.intersection(groups))
         may_follow = passed_through or any(group.trainable for group in groups)

@@ -25,7 +25,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol, cast
 
 import torch
 
@@ -40,17 +40,14 @@ from zero.core.sharded_param import (
     ReadHook,
     hide,
     local,
-    owning_group,
+    owner_of,
     placeholder,
-    set_owning_group,
+    set_owner,
     show,
     take_over,
 )
 from zero.errors import UsageError
 from zero.offload.tiers import HostTrimmer, Tier
-
-if TYPE_CHECKING:
-    from zero.core.optimizer_shard import OptimizerShard
 
 logger = logging.getLogger("zero")
 
@@ -75,6 +72,25 @@ class _Form(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     stride: tuple[int, ...] | None = None
+
+
+class Optimized(Protocol):
+    """The optimizer's part of a group, as the group knows it; see `OptimizerShard`."""
+
+    master: torch.Tensor
+    sub_groups_left: int
+
+    @property
+    def shares_weights(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+    def shard_was_replaced(self) -> None: ...
+
+
+def owning_group(param: torch.Tensor) -> ParamGroup | None:
+    """The group that holds the values of `param`; None for an ordinary parameter."""
+    return cast("ParamGroup | None", owner_of(param))
 
 
 class ParamGroup(NamedGroup):
@@ -147,7 +163,7 @@ class ParamGroup(NamedGroup):
         self.version = 0
         self.has_aliases = False
         # Set by the optimizer that updates the shard; each all-gather waits for its updates.
-        self.optimizer_shard: OptimizerShard | None = None
+        self.optimizer_shard: Optimized | None = None
         # Called when a function needs a sharded parameter's values.
         self.read_hook: ReadHook | None = None
         # Called when a graph that no module's call has made saves a parameter.
@@ -220,11 +236,11 @@ class ParamGroup(NamedGroup):
                 former.hand_over(param, target)
             nan = placeholder(local(param).shape, param.dtype, self.comm.device)
             for tensor in (param, *self._aliases[i]):
-                set_owning_group(tensor, self)
+                set_owner(tensor, self)
                 take_over(tensor, nan)
             _trimmer.freed_elements(slot.numel)
         for tensor in self.index:
-            set_owning_group(tensor, self)
+            set_owner(tensor, self)
         if not sharded_before:
             if self.persistent:
                 self.comm.broadcast(full, src=0)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zero.core.sharded_param import local, owning_group, plain_class
+from zero.core.sharded_param import local, owner_of, plain_class
 
 # Smaller scales, codebooks and buffers stay on every rank.
 LEAST_BYTES = 2048
@@ -113,7 +113,7 @@ def quantized_tensors(module: nn.Module, buffers: bool | None = False) -> list[Q
 
 def _memory(tensor: torch.Tensor) -> object:
     """Equal for tensors that show the same bytes in the same way, sharded or not."""
-    group = owning_group(tensor)
+    group = owner_of(tensor)
     if group is not None:
         return group, group.index[tensor]
     part = local(tensor)

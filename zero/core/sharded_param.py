@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -21,20 +22,27 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zero.errors import UsageError
 
-if TYPE_CHECKING:
-    from zero.core.param_group import ParamGroup
-
 # Called with a sharded parameter and the function that is about to read it.
 ReadHook = Callable[[nn.Parameter, Callable], None]
 
 
-def owning_group(param: torch.Tensor) -> ParamGroup | None:
+class Owner(Protocol):
+    """The group that holds a parameter's values, as the parameter knows it; see `ParamGroup`."""
+
+    index: dict[torch.Tensor, int]
+    param_names: list[str]
+    read_hook: ReadHook | None
+
+    def unsharded(self) -> AbstractContextManager[None]: ...
+
+
+def owner_of(param: torch.Tensor) -> Owner | None:
     """The group that holds the values of `param`; None for an ordinary parameter."""
     return getattr(param, "_zero_group", None)
 
 
-def set_owning_group(param: torch.Tensor, group: ParamGroup | None) -> None:
-    vars(param)["_zero_group"] = group
+def set_owner(param: torch.Tensor, owner: Owner | None) -> None:
+    vars(param)["_zero_group"] = owner
 
 
 class Cut(Protocol):
@@ -111,7 +119,7 @@ _VIEWS = frozenset(
 # What functions that save a state dict ask of its tensors first.
 _SAVING = frozenset(("storage", "untyped_storage", "__reduce_ex__"))
 _VIEW_PROPERTIES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
-_SET_DATA = torch.Tensor.data.__set__
+_SET_DATA: Any = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _name(func: Callable) -> str:
@@ -165,7 +173,7 @@ def _refuse_access(func: Callable, args: tuple, kwargs: dict) -> NoReturn:
     """Raise UsageError: `func` reads or writes values that are not there."""
     writes = next(_without_values(written_by(func, args, kwargs)), None) is not None
     leaf = next(_without_values((args, kwargs)), None)
-    group = None if leaf is None else owning_group(getattr(leaf, "param", leaf))
+    group = None if leaf is None else owner_of(getattr(leaf, "param", leaf))
     name = "" if leaf is None else leaf.param_name
     act, context = ("write to", ", modifier_rank=0") if writes else ("read", "")
     remedy = f"{act.split()[0]} them inside of `with zero.GatheredParameters(param{context}):`"
@@ -272,7 +280,7 @@ class ShardedParameter(nn.Parameter):
             leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedParameter)
         ]
         for param in sharded:
-            group = owning_group(param)
+            group = owner_of(param)
             # Another parameter of the same group may have come first.
             if group is not None and isinstance(param, ShardedParameter):
                 if group.read_hook is not None:
@@ -283,7 +291,7 @@ class ShardedParameter(nn.Parameter):
 
     @property
     def param_name(self) -> str:
-        group = owning_group(self)
+        group = owner_of(self)
         return "" if group is None else group.param_names[group.index[self]]
 
     def _set_data(self, value: torch.Tensor) -> None:
@@ -296,7 +304,8 @@ class ShardedParameter(nn.Parameter):
             f"parameter {self.param_name!r} is sharded over the ranks here, so `param.data` "
             "cannot be replaced, nor its dtype changed: copy values into it inside of "
             "`with zero.GatheredParameters(param, modifier_rank=0):`, which all ranks enter, and "
-            "change dtypes before zero.initialize"
+            "change dtypes before zero.initialize; in place of the Trainer's bf16_full_eval and "
+            "fp16_full_eval, enable bf16 or fp16 in the configuration"
         )
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
@@ -304,7 +313,7 @@ class ShardedParameter(nn.Parameter):
 
         Its group is unsharded for that, so all ranks must make the same copy.
         """
-        group = owning_group(self)
+        group = owner_of(self)
         assert group is not None
         with group.unsharded():
             values = self.data.clone()

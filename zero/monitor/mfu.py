@@ -13,8 +13,9 @@ from torch import nn
 
 from zero.comm.communicator import Communicator
 from zero.core.layout import packs_experts
+from zero.core.param_group import owning_group
 from zero.core.quantized_weights import is_quantized
-from zero.core.sharded_param import local, owning_group
+from zero.core.sharded_param import local
 from zero.device import is_accelerator
 from zero.engine import ZeroEngine
 

@@ -27,8 +27,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from zero.comm.world import group_timeout
 from zero.core.layout import PIPELINE_PLACE
-from zero.core.param_group import ParamGroup
-from zero.core.sharded_param import is_copy, owning_group
+from zero.core.param_group import ParamGroup, owning_group
+from zero.core.sharded_param import is_copy
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
 from zero.fragments import GRADIENT, ParameterState

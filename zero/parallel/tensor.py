@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from zero.core.param_group import owning_group
 from zero.core.quantized_weights import is_quantized
-from zero.core.sharded_param import local, owning_group, set_owning_group, show
+from zero.core.sharded_param import local, set_owner, show
 from zero.errors import UsageError
 
 # transformers' name for the way of sharding, by the name of the module or parameter.
@@ -437,7 +438,7 @@ def _take_back(param: nn.Parameter) -> None:
     values = torch.empty(param.numel(), dtype=param.dtype, device=group.comm.device)
     group.hand_over(param, values)
     show(param, values.view(param.shape))
-    set_owning_group(param, None)
+    set_owner(param, None)
 
 
 def _summed_over_ranks(model: nn.Module, plan: Plan | None) -> Iterator[nn.Module]:

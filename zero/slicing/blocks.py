@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
+from zero.device import is_accelerator
 from zero.errors import UsageError
 from zero.slicing.known import why_hooked, why_not_sliced
 from zero.slicing.probe import REMEDY, BlockProbe, kept_values
@@ -55,13 +56,20 @@ class SlicedBlock:
         slices: the number of slices, or "auto".
         is_trusted: the script promises what else is required of the block's code: each example
             depends on itself alone, in backward too, and nothing but what is returned is kept.
+        of: how many blocks keep their inputs on the device: this one warns in its first call if
+            they will not fit. 0: it does not.
 
     Raises UsageError if the block is neither known nor trusted. The forward raises it if the block
     cannot run in slices.
     """
 
     def __init__(
-        self, module: nn.Module, name: str, slices: int | Literal["auto"], is_trusted: bool = False
+        self,
+        module: nn.Module,
+        name: str,
+        slices: int | Literal["auto"],
+        is_trusted: bool = False,
+        of: int = 0,
     ):
         why = why_not_sliced(module)
         if why and not is_trusted:
@@ -70,6 +78,7 @@ class SlicedBlock:
         self._is_known, self._is_trusted = not why, is_trusted
         self._probe = BlockProbe(module, name)
         self._slices = slices
+        self._of = of
         self._calls = 0
         # For each kind of input seen so far, which outputs have the batch as their first
         # dimension. This cannot be told from a slice of a single example.
@@ -122,16 +131,14 @@ class SlicedBlock:
         number = min(wanted, batch)
         if batch == 1 < wanted:
             _warn_of_one_example()
-        # The block's own checkpoint would recompute every slice a second time.
-        if getattr(self.module, "gradient_checkpointing", False):
-            self.module.gradient_checkpointing = False
-            self._was_checkpointed = True
         if number < 2:
             return checkpoint(self._run, spec, *leaves, use_reentrant=False)
         of_batch = [_has_batch(leaf, batch) for leaf in leaves]
         kind = (spec, *(_kind(leaf, batch) for leaf in leaves))
         # Again in calls 2, 4, 8...: a branch that starts at zero hides its values at first.
         self._calls += 1
+        if self._calls == 1 and self._of:
+            _warn_of_inputs(leaves, of_batch, self._of)
         checks = kind not in self._batched or self._calls & (self._calls - 1) == 0
         if checks:
             # A fresh context: transformers' recorders of outputs do not see these calls.
@@ -175,6 +182,11 @@ class SlicedBlock:
         return tree_unflatten(joined, out_spec)
 
     def _run(self, spec: TreeSpec, *leaves: Any) -> Any:
+        # The block's own checkpoint would recompute every slice a second time. A script may turn it
+        # on between a forward and its backward, as TRL's DPO does.
+        if getattr(self.module, "gradient_checkpointing", False):
+            self.module.gradient_checkpointing = False
+            self._was_checkpointed = True
         args, kwargs = tree_unflatten(list(leaves), spec)
         output = self._forward(*args, **kwargs)
         if not self._is_known:
@@ -204,6 +216,24 @@ def _collected() -> dict[str, list[torch.Tensor]]:
     module: Any = sys.modules.get(RECORDER)
     found = module and module._active_collector.get()
     return {key: values for key, values in (found or {}).items() if isinstance(values, list)}
+
+
+def _warn_of_inputs(leaves: Sequence[Any], of_batch: Sequence[bool], blocks: int) -> None:
+    """Say it before the step fails if the inputs of all blocks will not fit on the device."""
+    kept = [leaf for leaf, is_kept in zip(leaves, of_batch, strict=True) if is_kept]
+    # Positions and masks are the same for all blocks.
+    kept = [leaf for leaf in kept if leaf.requires_grad and is_accelerator(leaf.device)]
+    if not kept or kept[0].device.type == "meta":  # `zero estimate`
+        return
+    needed, device = blocks * sum(leaf.nbytes for leaf in kept), kept[0].device
+    free = torch.accelerator.get_memory_info(device)[0] + torch.accelerator.memory_reserved(device)
+    free -= torch.accelerator.memory_allocated(device)
+    if needed > free:
+        logger.warning(
+            "activation_checkpointing.batch_slices: the inputs of %d blocks will take %.1f GB, and "
+            "%.1f GB are free on %s: set activation_checkpointing.cpu_checkpointing to true",
+            blocks, needed / 1e9, free / 1e9, device,
+        )  # fmt: skip
 
 
 @cache

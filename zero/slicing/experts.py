@@ -25,8 +25,8 @@ import torch
 from zero.comm.work import Pending
 from zero.core.gathering import Gathering
 from zero.core.layout import packs_experts
-from zero.core.param_group import ParamGroup
-from zero.core.sharded_param import local, owning_group
+from zero.core.param_group import ParamGroup, owning_group
+from zero.core.sharded_param import local
 
 
 def can_be_sliced(group: ParamGroup) -> bool:

@@ -23,19 +23,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from zero.core.sharded_param import cut_of, needs_values
+from zero.core.sharded_param import cut_of, needs_values, written_by
 from zero.errors import UsageError
 from zero.slicing.known import why_hooked, why_not_known
 
 logger = logging.getLogger("zero")
 
-# Logits of one chunk. In fp32 they take 16 MiB on a CPU, and 512 MiB on an accelerator, where each
+# Logits of one chunk. In fp32 they take 64 MiB on a CPU, and 512 MiB on an accelerator, where each
 # chunk adds to a gradient of the size of the weights.
-CHUNK_ELEMENTS = {"cpu": 2**22}
+CHUNK_ELEMENTS = {"cpu": 2**24}
 CHUNK_ELEMENTS_ELSEWHERE = 2**27
 # What gives each row from the same row, by the names of torch's functions.
 _OF_EACH_ROW = frozenset(
@@ -103,7 +104,7 @@ class SlicedHead:
         if hidden.dim() < 2 or not hidden.requires_grad:
             return False
         # Not in a transform of torch.func, nor with another library's kernel for the loss.
-        in_transform = torch._C._functorch.peek_interpreter_stack() is not None
+        in_transform = peek_interpreter_stack() is not None
         is_torch = functional.cross_entropy.__module__ == functional.__name__
         return is_torch and not in_transform and not why_hooked(self.module, with_own=True)
 
@@ -184,7 +185,7 @@ class _Rows:
             def of_chunk(hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
                 return function(self._of(forward, hidden), *others)
 
-            keep = {"use_reentrant": False, "preserve_rng_state": False}
+            keep: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
             chunks = zip(*(each.split(size) for each in (hidden, *others)), strict=True)
             return torch.cat([checkpoint(of_chunk, *chunk, **keep) for chunk in chunks])
 
@@ -222,9 +223,12 @@ class Logits(torch.Tensor):
 
     def whole(self) -> torch.Tensor:
         """All logits in one ordinary tensor."""
-        if self._whole is None or (torch.is_grad_enabled() and not self._whole.requires_grad):
-            self._whole = self.rows.whole()
-        return self._whole
+        if self._whole is not None:
+            return self._whole
+        whole = self.rows.whole()
+        if torch.is_grad_enabled():  # otherwise a loss can still be computed in chunks
+            self._whole = whole
+        return whole
 
     def _stand_in(self) -> torch.Tensor:
         """A tensor of the same shape, dtype and device, for functions that ask for no more."""
@@ -237,7 +241,7 @@ class Logits(torch.Tensor):
     def __torch_function__(
         cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        options: dict[str, Any] = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "data_ptr":
             raise UsageError(
@@ -245,47 +249,49 @@ class Logits(torch.Tensor):
                 "no memory: give the kernel logits.whole()"
             )
         if name.startswith("new_") or name.endswith("_like"):
-            args, kwargs = tree_map_only(Logits, Logits._stand_in, (args, kwargs))
+            args, options = tree_map_only(Logits, Logits._stand_in, (args, options))
         if not needs_values(func) or name == "untyped_storage":
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Logits)]
-        first = next(iter(args), kwargs.get("input"))
+                return func(*args, **options)
+        found = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Logits)]
+        first = next(iter(args), options.get("input"))
         made: Any = NotImplemented
         if len(found) == 1 and found[0]._whole is None:
             logits = found[0]
             plain = name[2:-2] if name.startswith("__") else name
             if func is functional.cross_entropy and first is logits:
-                made = _cross_entropy(logits, *args[1:], **_without(kwargs, "input"))
+                made = _cross_entropy(logits, *args[1:], **_without(options, "input"))
             elif plain in _OF_EACH_ROW:
-                made = _of_each_row(logits, func, plain, args, kwargs)
+                made = _of_each_row(logits, func, plain, args, options)
             elif first is not logits:
                 pass
             elif plain in _OVER_A_ROW:
-                made = _over_a_row(logits, func, plain, args[1:], _without(kwargs, "input"))
+                made = _over_a_row(logits, func, plain, args[1:], _without(options, "input"))
             elif plain == "getitem":
                 made = _rows_at(logits, args[1])
             elif plain in _KEEP_ROWS:
-                made = _reshaped(logits, func, args[1:], kwargs)
+                made = _reshaped(logits, func, args[1:], options)
             elif plain == "unbind" and args[1:] in ((), (0,)) and logits.dim() > 2:
                 made = tuple(_at(logits, hidden) for hidden in logits.rows.hidden.unbind())
         if made is not NotImplemented:
             return made
-        if torch.is_grad_enabled():
+        is_written = any(isinstance(each, Logits) for each in written_by(func, args, options))
+        if torch.is_grad_enabled() or is_written:
             _tell(name, max(each.numel() * each.dtype.itemsize for each in found))
-        args, kwargs = tree_map_only(Logits, Logits.whole, (args, kwargs))
-        return func(*args, **kwargs)
+            with torch.enable_grad():
+                found[0].whole()  # what is written to it stays
+        args, options = tree_map_only(Logits, Logits.whole, (args, options))
+        return func(*args, **options)
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """An operation that Python did not see. Autograd has recorded it, see `_InGraph`."""
+        given: Any = args, kwargs or {}
         with torch.no_grad():
-            args, kwargs = tree_map_only(
-                Logits, lambda each: each.rows.whole(), (args, kwargs or {})
-            )
-        return func(*args, **kwargs)
+            given = tree_map_only(Logits, lambda each: each.rows.whole(), given)
+        return func(*given[0], **given[1])
 
 
 def _without(options: dict, name: str) -> dict:
@@ -317,7 +323,7 @@ def _of_each_row(logits: Logits, func: Callable, name: str, args: tuple, kwargs:
         return tensor if tensor.dim() == 0 else tensor.reshape(tensor.shape[-1:])
 
     others = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-    if any(each is not logits and each.shape[:-1].numel() > 1 for each in others):
+    if any(each is not logits and each.shape[:-1].numel() != 1 for each in others):
         return NotImplemented
 
     def step(chunk: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ and exits with code 2.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import re
@@ -13,6 +14,7 @@ import tempfile
 import time
 from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from itertools import pairwise
@@ -42,15 +44,14 @@ class Parser(ArgumentParser):
     Each command has an example under `--help`.
     """
 
-    def __init__(self, command: str, description: str, example: str, json: str = ""):
-        """`json`: what the option `--json` prints as a JSON object; "": there is no such option."""
+    def __init__(self, command: str, description: str, example: str, json: str):
+        """`json`: what the option `--json` prints as a JSON object."""
         super().__init__(
             prog=f"zero {command}",
             description=description,
             epilog=f"Example: zero {command} {example}",
         )
-        if json:
-            self.add_argument("--json", action="store_true", help=f"print {json} as a JSON object")
+        self.add_argument("--json", action="store_true", help=f"print {json} as a JSON object")
 
     def add_command(self, takes_launchers: bool = True) -> None:
         """The rest of the line is the user's command, kept as `command`."""
@@ -125,6 +126,22 @@ class Working:
 
     def __exit__(self, *_: object) -> None:
         self._line.stop()
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Context for the first import of torch. Without the garbage collector, which would visit the
+    new modules again and again, it takes two thirds of the time.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def program(target: str) -> str | None:

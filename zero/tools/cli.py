@@ -62,9 +62,9 @@ COMMANDS, _LISTED = _read_table()
 USAGE = f"""usage: zero COMMAND ARGUMENTS...
 {_LISTED}
 
-zero COMMAND --help shows all options and an example. With --json, commands that find something out
-print it as a JSON object. A mistake gives one line and exit code 2, a damaged checkpoint exit code
-1. `python -m zero` does the same as `zero`.
+zero COMMAND --help shows all options and an example. With --json, a command prints a JSON object.
+A mistake gives one line and exit code 2, a damaged checkpoint exit code 1. `python -m zero` does
+the same as `zero`.
 """
 
 
@@ -117,7 +117,8 @@ def command(name: str) -> Callable[[list[str]], Any]:
 
 def _end_at_once(codes: list[int]) -> None:
     """As the last function at the interpreter's exit, end the process after a command that has
-    returned its code. Freeing torch's modules one by one takes a second.
+    returned its code. Freeing torch's modules one by one takes two seconds, in which triton lists
+    all that `gc.freeze` keeps.
     """
     if codes and "torch" in sys.modules:
         sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ def adopt(arguments: list[str]) -> None:
         "adopt",
         "Make a checkpoint of zero from one of another engine, which is not changed.",
         "output/checkpoint-500 adopted/checkpoint-500",
+        json="the new folder and what was not carried over",
     )
     parser.add_argument("folder", help="the checkpoint of another engine")
     parser.add_argument("out", nargs="?", help="the folder to write to; default: FOLDER-zero")
@@ -41,7 +43,7 @@ def adopt(arguments: list[str]) -> None:
         state = read_any(folder)
         working.show(f"adopt: writing {out}")
         _write(ours.write, state, out)
-    _report(state, out)
+    _report(state, out, options.json)
 
 
 def convert(arguments: list[str]) -> None:
@@ -49,6 +51,7 @@ def convert(arguments: list[str]) -> None:
         "convert",
         "Write a checkpoint of zero as another engine loads it.",
         "output/checkpoint-500 --to hf back/checkpoint-500",
+        json="the new folder and what was not carried over",
     )
     parser.add_argument("folder", help="the checkpoint of zero")
     parser.add_argument("--to", choices=WRITERS, required=True, help=TO)
@@ -67,7 +70,7 @@ def convert(arguments: list[str]) -> None:
         state.ranks = options.ranks or state.ranks
         working.show(f"convert: writing {out}")
         _write(WRITERS[options.to], state, out)
-    _report(state, out)
+    _report(state, out, options.json)
 
 
 def read_any(folder: Path) -> TrainingState:
@@ -133,7 +136,11 @@ def _write(write: Callable[[TrainingState, Path], Any], state: TrainingState, ou
     disk.sync(out.parent)
 
 
-def _report(state: TrainingState, out: Path) -> None:
+def _report(state: TrainingState, out: Path, as_json: bool) -> None:
+    if as_json:
+        found = {"folder": str(out), "source": state.source, "missing": state.missing}
+        print(json.dumps(found))
+        return
     print(f"{out}: step {state.global_steps} of {state.source}")
     for each in state.missing:
         print(f"not carried over: {each}")

@@ -10,18 +10,19 @@ import json
 import math
 import os
 import re
+import resource
 import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
-from argparse import SUPPRESS, Namespace
+from argparse import SUPPRESS, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import IO, NoReturn, TextIO
+from typing import IO, Any, TextIO
 
 from zero.errors import UsageError
 from zero.integrations.hf import STARTUP
@@ -32,14 +33,8 @@ HERE = "localhost"  # the name of this machine in --include and --exclude, if th
 # Variables that begin like this are sent to the other machines, and those in `.deepspeed_env`.
 EXPORTED = tuple("NCCL GLOO TORCH PYTHON OMP UCX HF_ MLFLOW WANDB DEEPSPEED_TIMEOUT ZERO_".split())
 ENV_FILE = ".deepspeed_env"
-# Options of DeepSpeed's launcher that are not taken, and what to do instead.
-_REFUSED = {
-    "autotuning": "zero plan writes the fastest configuration",
-    "bind_core_list": "--bind_cores_to_rank takes the cores of taskset, or all",
-    "save_pid": "the number of the started process is the shell's $!",
-    "venv_script": "hosts start the Python that runs this command; other variables go into "
-    ".deepspeed_env",
-}
+# No machine has this many accelerators: a larger number in a hostfile is a typo.
+MOST_SLOTS = 1024
 _POLL = 0.1
 # Seconds after a failure in which the other machines may fail by themselves: the first to end need
 # not be the cause.
@@ -74,9 +69,8 @@ def launch(arguments: list[str]) -> int:
     script = options.command[0]
     if options.module and options.no_python:
         raise UsageError("launch: give --module or --no_python, not both")
-    for name, remedy in _REFUSED.items():
-        if getattr(options, name):
-            raise UsageError(f"launch: --{name}: {remedy}")
+    if options.bind_core_list and not options.bind_cores_to_rank:
+        raise UsageError("launch: --bind_core_list needs --bind_cores_to_rank")
     if Path(options.enable_each_rank_log).is_file():
         where = options.enable_each_rank_log
         raise UsageError(f"launch: --enable_each_rank_log {where}: a file; name a folder")
@@ -89,8 +83,10 @@ def launch(arguments: list[str]) -> int:
             f"launch: {script} is a command, not a Python script: name the script, or use --module "
             "or --no_python"
         )
+    if options.autotuning:
+        raise UsageError("launch: --autotuning: zero plan writes the fastest configuration")
     if options.hostfile is None and not Path(DEFAULT_HOSTFILE).is_file():
-        _run_here(options)
+        return _run_here(options)
     hosts = choose(
         parse_hostfile(Path(options.hostfile or DEFAULT_HOSTFILE)),
         options.include,
@@ -104,7 +100,7 @@ def launch(arguments: list[str]) -> int:
             "used"
         )
     if options.no_ssh:
-        _run_as_host(hosts, options)
+        return _run_as_host(hosts, options)
     if options.launcher != "pdsh" or options.launcher_args:
         raise UsageError(
             "launch: --launcher and --launcher_args: ranks are started over ssh, which reads "
@@ -116,8 +112,10 @@ def launch(arguments: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         "launch",
-        "Start a script on all GPUs of this machine, or over ssh on the machines of a hostfile.",
+        "Start a script on all GPUs of this machine, or over ssh on the machines of a hostfile. "
+        "With --json, what the ranks print goes to stderr.",
         '--hostfile hosts --include "node1@node2:0,2" train.py --deepspeed ds_config.json',
+        json="exit codes and seconds at the end",
     )
     add = parser.add_argument
     add("-H", "--hostfile", help=f"lines `NAME slots=N`; default: {DEFAULT_HOSTFILE} if it exists")
@@ -139,14 +137,20 @@ def _parser() -> Parser:
     add("--no_local_rank", action="store_true", help="do not give SCRIPT the option --local_rank=N")
     logs = "folder for what each rank prints, a file for each"
     add("--enable_each_rank_log", default="None", metavar="FOLDER", help=logs)
+    add("--venv_script", metavar="FILE", help="on each host of the hostfile, source it first")
     add("--bind_cores_to_rank", action="store_true", help="an equal part of the cores to each rank")
+    add("--bind_core_list", type=_cores, default=[], help="the cores to bind: 0,2-5; default: all")
+    add("--save_pid", action="store_true", help="write this process's number to /tmp/N.deepspeed")
+    levels = "debug", "info", "warning", "error", "critical"
+    add("--log_level", choices=levels, default="info", help="from warning on as --quiet")
     add("-q", "--quiet", action="store_true", help="print only what fails")
-    # What follows is for other ways to start ranks, is refused, or asks for what is done anyway.
-    add("--launcher", type=str.lower, default="pdsh", help=SUPPRESS)
-    for name in ("launcher_args", "autotuning", "bind_core_list", "venv_script", "log_level"):
-        add(f"--{name}", default="", help=SUPPRESS)
-    for name in ("save_pid", "no_ssh_check", "force_multi"):
-        add(f"--{name}", action="store_true", help=SUPPRESS)
+    # What follows is for other ways to start ranks, or asks for what is done anyway.
+    launchers = "pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm"
+    add("--launcher", type=str.lower, choices=launchers, default="pdsh", help=SUPPRESS)
+    for name in ("--launcher_args", "--autotuning"):
+        add(name, default="", help=SUPPRESS)
+    for name in ("--no_ssh_check", "--force_multi"):
+        add(name, action="store_true", help=SUPPRESS)
     parser.add_command(takes_launchers=False)
     return parser
 
@@ -154,6 +158,16 @@ def _parser() -> Parser:
 def _count_or_all(text: str) -> int | None:
     """The type of an option: a number above 0, or DeepSpeed's -1, which stands for all."""
     return None if text == "-1" else count(text)
+
+
+def _cores(text: str) -> list[int]:
+    """The type of an option: numbers and ranges of cores."""
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text, re.ASCII):
+        raise ArgumentTypeError(f"{text} is not a list of cores, such as 0,2-5")
+    ranges = [[int(number) for number in part.split("-")] for part in text.split(",")]
+    if any(each[0] > each[-1] for each in ranges):
+        raise ArgumentTypeError(f"{text}: a range ends before it begins")
+    return [core for each in ranges for core in range(each[0], each[-1] + 1)]
 
 
 # -- hosts
@@ -166,19 +180,24 @@ def parse_hostfile(file: Path) -> dict[str, int]:
     hosts: dict[str, int] = {}
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, start=1):
-        if not (text := line.partition("#")[0].strip()):
+        text = line.partition("#")[0].strip()
+        if not text:
             continue
-        # A name that begins with a dash would be an option of ssh.
-        found = re.fullmatch(r"([^\s-]\S*)\s+(?:slots=)?0*([1-9]\d{0,2})", text, re.ASCII)
+        found = re.fullmatch(r"(\S+)\s+(?:slots=)?0*([1-9]\d*)", text, re.ASCII)
+        name, slots = found.groups() if found else ("", "")
         if found is None:
-            raise UsageError(
-                f"{file}, line {number}: expected `NAME slots=N`, with N below 1000, got "
-                f"{text[:80]!r}"
-            )
-        name, slots = found.groups()
-        if name in hosts:
-            raise UsageError(f"{file}, line {number}: host {name} is listed twice")
-        hosts[name] = int(slots)
+            wrong = f"expected `NAME slots=N`, got {line.strip()!r}"
+        elif len(slots) > len(str(MOST_SLOTS)) or int(slots) > MOST_SLOTS:
+            wrong = f"slots={slots:.20}: a host has at most {MOST_SLOTS} slots"
+        elif name.startswith("-"):
+            wrong = f"{name!r}: ssh takes a name that begins with a dash for an option; write the "
+            wrong += "host's name"
+        elif name in hosts:
+            wrong = f"host {name} is listed twice"
+        else:
+            hosts[name] = int(slots)
+            continue
+        raise UsageError(f"{file}, line {number}: {wrong}")
     if not hosts:
         raise UsageError(f"{file}: it contains no hosts")
     return hosts
@@ -227,20 +246,29 @@ def _parse_filter(text: str, hosts: dict[str, int]) -> dict[str, list[int]]:
         part = part.replace("\0", "@")
         name, colon, slots = part.partition(":")
         if name not in hosts:
-            here = f"without --hostfile, {HERE} is the only one"
-            known = here if list(hosts) == [HERE] else f"the hostfile has {', '.join(hosts)}"
-            raise UsageError(f"launch: host {name!r}: {known}")
+            if list(hosts) == [HERE]:
+                raise UsageError(
+                    f"launch: host {name!r}: without --hostfile, {HERE} is the only one"
+                )
+            raise UsageError(
+                f"launch: host {name!r} is not in the hostfile, which has {', '.join(hosts)}"
+            )
         of_host = named.setdefault(name, set())
         for word in slots.split(",") if colon else [f"0-{hosts[name] - 1}"]:
-            # int() raises for thousands of digits
-            found = re.fullmatch(r"(\d{1,3})(?:-(\d{1,3}))?", word, re.ASCII)
-            first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
-            if not first <= last < hosts[name]:
-                wrong = word[:20] or "none"
+            first, dash, last = word.partition("-")
+            for slot in (first, last if dash else first):
+                # int() raises for thousands of digits
+                is_short = slot.isdecimal() and len(slot) <= len(str(MOST_SLOTS))
+                if not is_short or int(slot) >= hosts[name]:
+                    raise UsageError(
+                        f"launch: {part[:80]!r}: host {name} has slots 0 to {hosts[name] - 1}, "
+                        f"not {slot[:20] or word or 'none'}"
+                    )
+            if last and int(first) > int(last):
                 raise UsageError(
-                    f"launch: host {name} has slots 0 to {hosts[name] - 1}, not {wrong}"
+                    f"launch: {part[:80]!r}: {word} ends before it begins; write {last}-{first}"
                 )
-            of_host.update(range(first, last + 1))
+            of_host.update(range(int(first), int(last or first) + 1))
     return {name: sorted(slots) for name, slots in named.items()}
 
 
@@ -286,8 +314,9 @@ def remote_command(options: Namespace, hosts: dict[str, list[int]], index: int) 
     if options.enable_each_rank_log == "None":
         placement += ["--tee", "3"]
     torchrun = shlex.join([sys.executable, "-c", _RECEIVE, *_torchrun(options, placement)])
+    source = f". {shlex.quote(options.venv_script)} && " if options.venv_script else ""
     ready = f"stty raw -echo 2>/dev/null; echo {shlex.quote(_READY)}"
-    return f"cd {shlex.quote(os.getcwd())} && {{ {ready}; exec {torchrun}; }}"
+    return f"cd {shlex.quote(os.getcwd())} && {source}{{ {ready}; exec {torchrun}; }}"
 
 
 def variables_of_files() -> dict[str, str]:
@@ -317,11 +346,20 @@ def remote_variables(
     return variables
 
 
+def _save_pid(options: Namespace) -> None:
+    """As DeepSpeed: named after this process, which stays the one that starts the job."""
+    if options.save_pid:
+        how = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        descriptor = os.open(f"/tmp/{os.getpid()}.deepspeed", how, 0o644)
+        os.write(descriptor, str(os.getpid()).encode())
+        os.close(descriptor)
+
+
 def _binding(options: Namespace, slots: list[int]) -> dict[str, str]:
     """The variables that bind the ranks of a host to GPUs and cores."""
     variables = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slots))} if slots else {}
     if options.bind_cores_to_rank:  # read by `sitecustomize`; empty: all cores
-        variables["ZERO_BIND_CORES"] = ""
+        variables["ZERO_BIND_CORES"] = ",".join(map(str, options.bind_core_list))
     return variables
 
 
@@ -333,11 +371,32 @@ def _exit_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _run_here(options: Namespace) -> NoReturn:
+def run_aside(command: list[str]) -> dict[str, Any]:
+    """Run a command with its output on stderr, for `--json`. SIGTERM is passed on to it.
+
+    Returns "exit_code", "seconds", and "peak_bytes": the most host memory of one of its processes.
+    """
+    start = time.monotonic()
+    child = subprocess.Popen(command, stdout=sys.stderr)
+    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+    # A terminal sends it to the child, too, whose end is waited for.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    code, seconds = _exit_code(child.wait()), round(time.monotonic() - start, 3)
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
+    return {"exit_code": code, "seconds": seconds, "peak_bytes": peak}
+
+
+def _run_here(options: Namespace) -> int:
     if (options.num_nodes or 1) > 1:
         raise UsageError(f"launch: --num_nodes {options.num_nodes} needs --hostfile")
-    if options.elastic_training:
-        raise UsageError("launch: --elastic_training needs --hostfile")
+    for option in ("venv_script", "elastic_training"):
+        if getattr(options, option):
+            raise UsageError(f"launch: --{option} needs --hostfile")
+    if options.bind_core_list:  # macOS has no such function
+        missing = {*options.bind_core_list} - os.sched_getaffinity(0)
+        if missing:
+            core = min(missing)
+            raise UsageError(f"launch: --bind_core_list: this process may not use core {core}")
     if options.no_ssh and options.node_rank > 0:
         raise UsageError(f"launch: --node_rank {options.node_rank}: without --hostfile it is 0")
     chosen = options.include or options.exclude
@@ -359,10 +418,10 @@ def _run_here(options: Namespace) -> NoReturn:
             ranks = max(1, devices)
     if not chosen:
         os.environ |= _binding(options, [])
-    _become(options, ["--standalone", "--nproc_per_node", str(ranks)])
+    return _become(options, ["--standalone", "--nproc_per_node", str(ranks)], [], ranks)
 
 
-def _run_as_host(hosts: dict[str, list[int]], options: Namespace) -> NoReturn:
+def _run_as_host(hosts: dict[str, list[int]], options: Namespace) -> int:
     """Start the ranks of the host that this machine is."""
     if not 0 <= (index := options.node_rank) < len(hosts):
         raise UsageError(
@@ -370,13 +429,20 @@ def _run_as_host(hosts: dict[str, list[int]], options: Namespace) -> NoReturn:
         )
     name = list(hosts)[index]
     os.environ.update(_binding(options, hosts[name]))
-    _become(options, _placement(options, hosts, index))
+    placement = _placement(options, hosts, index)
+    return _become(options, placement, [name], sum(map(len, hosts.values())))
 
 
-def _become(options: Namespace, placement: list[str]) -> NoReturn:
-    """Become torchrun."""
+def _become(options: Namespace, placement: list[str], hosts: list[str], ranks: int) -> int:
+    """Become torchrun, or wait for it if a JSON object is to follow."""
+    _save_pid(options)
+    command = [sys.executable, *_torchrun(options, placement)]
     os.environ["PYTHONPATH"] = python_path(os.environ.get("PYTHONPATH"))
-    os.execv(sys.executable, [sys.executable, *_torchrun(options, placement)])
+    if not options.json:
+        os.execv(sys.executable, command)
+    done = run_aside(command)
+    print(json.dumps(done | {"hosts": hosts, "ranks": ranks}))
+    return done["exit_code"]
 
 
 def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
@@ -384,10 +450,13 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
 
     Returns the first failure's code.
     """
+    _save_pid(options)
+    start, ranks = time.monotonic(), sum(map(len, hosts.values()))
     of_files = variables_of_files()
     variables = {name: remote_variables(options, slots, of_files) for name, slots in hosts.items()}
-    if not options.quiet:
-        ranks, where = sum(map(len, hosts.values())), ", ".join(hosts)
+    is_quiet = options.quiet or options.log_level not in ("debug", "info")
+    if not is_quiet:
+        where = ", ".join(hosts)
         print(f"zero launch: {ranks} ranks on {where}, by ssh", file=sys.stderr, flush=True)
     # A terminal (-tt) so that the remote processes get SIGHUP when the connection ends, whatever
     # ended it.
@@ -404,7 +473,7 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
         )
         for index, name in enumerate(hosts)
     }
-    out, silent = sys.stdout, set() if options.quiet else set(jobs)
+    out, silent = sys.stderr if options.json else sys.stdout, set() if is_quiet else set(jobs)
     if isinstance(out, io.TextIOWrapper):
         out.reconfigure(errors="replace")  # not every terminal can show a progress bar
 
@@ -431,12 +500,13 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
         for name, job in jobs.items()
     ]
     fewest = options.min_elastic_nodes if options.elastic_training else len(hosts)
+    failed: dict[str, int] = {}
     try:
         # Before the first line is shown, so that whoever waits for it may interrupt.
         signal.signal(signal.SIGTERM, _interrupt)
         for thread in threads:
             thread.start()
-        code = _wait(jobs, fewest, silent)
+        code = _wait(jobs, fewest, failed, silent)
     except KeyboardInterrupt as interrupt:  # its argument is the signal, if that is not SIGINT
         code = 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
     finally:
@@ -444,6 +514,14 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
         for thread in threads:
             if thread.ident is not None:  # it was started
                 thread.join(timeout=_GRACE)
+    if options.json:
+        of_hosts = [
+            {"host": name, "slots": hosts[name], "exit_code": _exit_code(job.returncode)}
+            for name, job in jobs.items()
+        ]
+        seconds, first = round(time.monotonic() - start, 3), next(iter(failed), None)
+        result = {"exit_code": code, "seconds": seconds, "ranks": ranks, "hosts": of_hosts}
+        print(json.dumps(result | {"failed_first": first}))
     return code
 
 
@@ -458,12 +536,14 @@ def _discard(out: TextIO) -> None:
     os.close(nowhere)
 
 
-def _wait(jobs: dict[str, subprocess.Popen[str]], fewest: int, silent: set[str]) -> int:
-    """Wait until all hosts have ended, or fewer than `fewest` are left. Returns the code of the
-    first one that failed, or 0. `silent`: those that have printed nothing yet.
+def _wait(
+    jobs: dict[str, subprocess.Popen[str]], fewest: int, failed: dict[str, int], silent: set[str]
+) -> int:
+    """Wait until all hosts have ended, or too few are left.
+
+    `failed` gets the codes of those that failed, in order.
     """
     deadline, start, patience = math.inf, time.monotonic(), _SILENCE
-    failed: dict[str, int] = {}
     while True:
         if silent and (waited := time.monotonic() - start) > patience:
             patience *= 2

@@ -5,6 +5,7 @@ A launcher that `zero run` starts replaces this process, so nothing here imports
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 from zero.errors import UsageError, refuse
 from zero.integrations.hf import STARTUP
 from zero.tools.arguments import Parser, check_command, program
-from zero.tools.launch import python_path
+from zero.tools.launch import python_path, run_aside
 
 
 def run(arguments: list[str]) -> Callable[[], None]:
@@ -26,8 +27,10 @@ def run(arguments: list[str]) -> Callable[[], None]:
         "run",
         "Run a script, launcher or module. In it, and in all Python processes that it starts, "
         "`import deepspeed` imports zero. The configuration that its arguments name (--deepspeed, "
-        "--deepspeed_config or --deepspeed_config_file) is checked before anything starts.",
+        "--deepspeed_config or --deepspeed_config_file) is checked before anything starts. With "
+        "--json, it prints to stderr.",
         "torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
+        json="exit code, seconds and memory at the end",
     )
     parser.add_command()
     options = parser.parse(arguments)
@@ -42,7 +45,11 @@ def _run(options: Namespace) -> None:
     """
     target, *arguments = options.command
     os.environ["PYTHONPATH"] = python_path(os.environ.get("PYTHONPATH"))
-    if target == "-m":
+    if options.json:
+        done = run_aside([sys.executable, "-m", "zero", "run", *options.command])
+        print(json.dumps(done | {"command": options.command}))
+        sys.exit(done["exit_code"])
+    elif target == "-m":
         os.execv(sys.executable, [sys.executable, "-m", *arguments])
     elif (command := program(target)) is not None:
         os.execv(command, [command, *arguments])  # Python finds its packages by this name
@@ -73,6 +80,6 @@ def hook(arguments: list[str]) -> None:
         "hook",
         "Print a folder to put into PYTHONPATH, which has the effect of `zero run`.",
         "",
+        json="it",
     )
-    parser.parse_args(arguments)
-    print(STARTUP)
+    print(json.dumps({"folder": STARTUP}) if parser.parse_args(arguments).json else STARTUP)

@@ -182,6 +182,48 @@ def test_a_rank_that_died_before_the_first_save_is_noticed(tmp_path):
     assert "another rank has died" in done.stderr, done.stderr
 
 
+LONE_SAVE = """
+import sys, time, zero
+from tests.dist.comm.test_agreement import start_with
+from tests.dist.toys import toy_batches
+from zero.comm import watchdog
+watchdog.APART = 0.5
+zero.comm.world.init_distributed()
+engine = start_with()
+if engine.global_rank == 0:
+    if sys.argv[2] == "late":
+        time.sleep(6)
+    else:
+        engine.save_checkpoint(sys.argv[1])
+if sys.argv[2] == "barrier":
+    zero.comm.world.dist.barrier()
+for batch in toy_batches(2):
+    engine.backward(engine(**batch))
+    engine.step()
+print("trained")
+"""
+
+
+@pytest.mark.parametrize("others", ["train", "barrier"])
+def test_a_job_ends_soon_in_which_rank_0_saves_alone(others, tmp_path):
+    script = tmp_path / "lone_save.py"
+    script.write_text(LONE_SAVE)
+    done = fork_ranks(script, tmp_path / "saved", others, nproc=2, timeout=60, imported="zero")
+    assert done.returncode == 1
+    early, last = done.stderr.split("zero: ranks wait for each other: at different places")
+    place = "group" if others == "train" else "torch.distributed.barrier"
+    assert "rank 0 at saving a checkpoint" in early and f"rank 1 at {place}" in early
+    assert "rank 0 has waited" in last and "must save, load" in last
+
+
+def test_a_rank_that_does_something_else_is_waited_for(tmp_path):
+    script = tmp_path / "lone_save.py"
+    script.write_text(LONE_SAVE)
+    done = fork_ranks(script, tmp_path / "saved", "late", nproc=2, timeout=60, imported="zero")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trained") == 2 and "places" not in done.stderr
+
+
 def test_uneven_numbers_of_batches_are_named(tmp_path):
     script = tmp_path / "uneven.py"
     script.write_text(UNEVEN)

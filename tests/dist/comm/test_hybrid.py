@@ -27,7 +27,7 @@ from tests.parity.models import batches, build
 from tests.parity.test_whole_tensor import MAKE
 from tests.processes import run_on
 from tests.tolerance import rounding
-from zero.core.sharded_param import owning_group
+from zero.core.param_group import owning_group
 from zero.errors import UsageError
 from zero.fragments import (
     safe_get_full_fp32_param,

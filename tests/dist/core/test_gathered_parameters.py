@@ -21,8 +21,8 @@ from tests.dist.training import (
     weights_of,
 )
 from tests.processes import run_on
-from zero.core.param_group import ParamGroup
-from zero.core.sharded_param import ShardedParameter, owning_group
+from zero.core.param_group import ParamGroup, owning_group
+from zero.core.sharded_param import ShardedParameter
 from zero.errors import UsageError
 from zero.fragments import safe_get_full_fp32_param
 from zero.offload import tiers

@@ -27,7 +27,8 @@ from tests.dist.training import (
 from tests.parity import models
 from tests.parity.test_variants import variant
 from tests.processes import run_on
-from zero.core.sharded_param import ShardedParameter, owning_group
+from zero.core.param_group import owning_group
+from zero.core.sharded_param import ShardedParameter
 from zero.errors import UsageError
 from zero.fragments import safe_get_full_fp32_param
 

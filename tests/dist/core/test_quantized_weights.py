@@ -14,8 +14,9 @@ from torch import nn
 
 import zero
 from tests.processes import run_on
+from zero.core.param_group import owning_group
 from zero.core.quantized_weights import quantized_tensors
-from zero.core.sharded_param import PlaceholderView, ShardedParameter, local, owning_group
+from zero.core.sharded_param import PlaceholderView, ShardedParameter, local
 from zero.errors import UsageError
 
 WIDTH = 64

@@ -5,6 +5,7 @@ The hosts are reached over ssh, if there is an sshd, and by a shell that replace
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -21,7 +22,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.processes import REPOSITORY, fork_ranks, run
+from tests.processes import REPOSITORY, fork_ranks
 from zero.errors import UsageError
 from zero.integrations.hf import STARTUP
 from zero.tools.launch import (
@@ -163,10 +164,17 @@ def test_ranks_on_two_hosts_work_together(environment: dict[str, str], tmp_path:
 
 
 def test_all_hosts_end_when_one_fails(environment: dict[str, str], tmp_path: Path):
-    done = job(tmp_path, "fail", environment)
+    done = job(tmp_path, "fail", environment, "--json")
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stderr.startswith(f"zero launch: 3 ranks on {HOSTS[0]}, {HOSTS[1]}, by ssh\n")
     assert f"zero launch: {HOSTS[1]} ended with code 1" in done.stderr
+    found = json.loads(done.stdout)
+    assert (found["exit_code"], found["ranks"], found["failed_first"]) == (1, 3, HOSTS[1])
+    assert [(each["host"], each["slots"]) for each in found["hosts"]] == [
+        (HOSTS[0], [1]),
+        (HOSTS[1], [0, 3]),
+    ]
+    assert found["hosts"][1]["exit_code"] == 1
     deadline = time.monotonic() + 30
     while left_over(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -269,11 +277,13 @@ def test_each_option_of_deepspeeds_launcher_is_known(option: str):
 def test_what_options_of_deepspeed_mean():
     parse = _parser().parse
     assert parse(["--num_gpus", "-1", "--num_nodes", "-1", "x.py"]).num_gpus is None
-    with pytest.raises(UsageError, match="--num_gpus"):
-        parse(["--num_gpus", "-2", "x.py"])
-    logs = parse(["--enable_each_rank_log", "logs", "--no_python", "x"])
+    assert parse(["--bind_core_list", "0,2-4", "x.py"]).bind_core_list == [0, 2, 3, 4]
+    for wrong in (["--bind_core_list", "0-"], ["--launcher", "x"], ["--num_gpus", "-2"]):
+        with pytest.raises(UsageError, match=wrong[0]):
+            parse([*wrong, "x.py"])
+    logs = parse(["--enable_each_rank_log", "logs", "--venv_script", "a b", "--no_python", "x"])
     command = shlex.split(remote_command(logs, {"a": [0], "b": [0]}, 0))
-    assert "--tee" not in command
+    assert command[3:6] == [".", "a b", "&&"] and "--tee" not in command
     assert command[command.index("--log-dir") + 1] == "logs" and "--no-python" in command
     assert command[-3:] == ["x", "--local_rank=${local_rank}", "}"] or command[-3] == "x"
 
@@ -306,18 +316,13 @@ def test_ranks_on_this_machine_alone(tmp_path: Path, options: str, lines: list[s
 
 def test_without_ssh_a_host_starts_its_own_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "environ", {**os.environ})
-
-    def become(_: str, command: list[str]) -> None:
-        started.append(command)
-        raise SystemExit
-
-    monkeypatch.setattr(os, "execv", become)
+    monkeypatch.setattr(os, "execv", lambda _, command: started.append(command))
+    monkeypatch.setattr("zero.tools.launch.run_aside", lambda command: {"exit_code": 3})
     started: list[list[str]] = []
     (tmp_path / "hosts").write_text("a slots=1\nuser@b slots=3\n")
     (tmp_path / "x.py").write_text("")
     words = ["--hostfile", str(tmp_path / "hosts"), "--no_ssh", "--node_rank", "1"]
-    with pytest.raises(SystemExit):
-        launch([*words, "--exclude", "user@b:0", str(tmp_path / "x.py")])
+    assert launch([*words, "--exclude", "user@b:0", str(tmp_path / "x.py")]) == 3
     (command,) = started
     assert command[1:11] == [
         *("-m", "torch.distributed.run", "--nproc_per_node", "2", "--nnodes", "2"),
@@ -329,10 +334,12 @@ def test_without_ssh_a_host_starts_its_own_ranks(tmp_path: Path, monkeypatch: py
 
 def test_each_rank_is_bound_to_its_cores(tmp_path: Path):
     (tmp_path / "x.py").write_text(HERE_SCRIPT)
-    core = str(min(os.sched_getaffinity(0)))
-    words = ["--num_gpus", "2", "--bind_cores_to_rank", tmp_path / "x.py"]
-    taskset = ["taskset", "-c", core, sys.executable, "-m", "zero", "launch"]
-    done = run([*taskset, *words], timeout=60, cwd=tmp_path, env={"PYTHONPATH": str(REPOSITORY)})
+    core = min(os.sched_getaffinity(0))
+    words = ["--num_gpus", "2", "--bind_cores_to_rank", "--bind_core_list", f"{core},{core}"]
+    done = fork_ranks(
+        "-m", "zero", "launch", *words, tmp_path / "x.py", nproc=0, timeout=60, imported="zero",
+        cwd=tmp_path,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert all(line.endswith(" 1") for line in done.stdout.splitlines()), done.stdout
 
@@ -354,20 +361,20 @@ def test_hosts_with_a_user_are_chosen_by_their_whole_name():
     assert choose(hosts, include="me@a:0,1@me@b") == {"me@a": [0, 1], "me@b": [0, 1]}
     assert choose(hosts, include="c@b@me@a:2") == {"c": [0, 1], "b": [0], "me@a": [2]}
     assert choose(hosts, exclude="me@a,me@b:0,c:0-1") == {"me@b": [1], "b": [0]}
-    with pytest.raises(UsageError, match="host 'you': the hostfile has me@a"):
+    with pytest.raises(UsageError, match="host 'you' is not in the hostfile"):
         choose(hosts, include="you@a")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"include": "d"}, "host 'd': the hostfile has a, b"),
+        ({"include": "d"}, "host 'd' is not in the hostfile, which has a, b"),
         ({"exclude": "b:2"}, "host b has slots 0 to 1, not 2"),
-        ({"include": "b:0-2"}, "host b has slots 0 to 1, not 0-2"),
-        ({"include": "b:1-0"}, "host b has slots 0 to 1, not 1-0"),
-        ({"exclude": "a:3-1"}, "host a has slots 0 to 3, not 3-1"),
+        ({"include": "b:0-2"}, "host b has slots 0 to 1, not 2"),
+        ({"include": "b:1-0"}, "1-0 ends before it begins; write 0-1"),
+        ({"exclude": "a:3-1"}, "3-1 ends before it begins"),
         ({"include": "a:x"}, "host a has slots 0 to 3, not x"),
-        ({"include": "b:0-99999999999"}, "host b has slots 0 to 1, not 0-99999999999"),
+        ({"include": "b:0-99999999999"}, "host b has slots 0 to 1, not 99999999999"),
         ({"include": f"b:{HUGE}"}, "host b has slots 0 to 1, not 1000"),
         ({"include": "a", "exclude": "b"}, "not both"),
         ({"exclude": "a@b"}, "no slot is left"),
@@ -386,9 +393,9 @@ def test_wrong_choices_are_refused(options: dict, message: str):
         ("a slots=x", "line 1: expected"),
         ("a slots=1\na slots=2", "line 2: host a is listed twice"),
         ("#", "no host"),
-        ("a slots=1\n-oProxyCommand=x slots=1", "line 2: expected"),
-        ("a slots=99999999999", "line 1: expected .* N below 1000"),
-        (f"a slots={HUGE}", "line 1: expected .* N below 1000"),
+        ("a slots=1\n-oProxyCommand=x slots=1", "line 2: .*begins with a dash"),
+        ("a slots=99999999999", "line 1: slots=99999999999: a host has at most"),
+        (f"a slots={HUGE}", "line 1: slots=1000.*: a host has at most"),
     ],
 )
 def test_wrong_hostfiles_are_refused(tmp_path: Path, text: str, message: str):

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import zero
-from zero.core.sharded_param import owning_group
+from zero.core.param_group import owning_group
 
 PART = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,

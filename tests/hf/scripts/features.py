@@ -1,26 +1,27 @@
 """What the Trainer can do, one after another. An ordinary transformers script.
 
-`python features.py FOLDER [DEEPSPEED.json]`: each rank writes FOLDER/rankN.json, which has by
-function the losses and the other numbers that it gave, or the words of its error. Names and order
-are those of `tests.hf.features`."""
+`python features.py FOLDER [DEEPSPEED.json [NAME]]`: each rank writes FOLDER/rankN.json, which has
+by function the losses and the other numbers that it gave, or the words of its error. Names and
+order are those of `tests.hf.features`. One that ends the job runs only if it is named."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
-from torch.utils.data import Dataset, IterableDataset
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import (
     EarlyStoppingCallback,
-    LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -28,48 +29,21 @@ from transformers import (
 )
 
 from tests.hf.features import FEATURES
+from tests.hf.scripts import feature_parts as parts
 
 FOLDER = Path(sys.argv[1])
 DEEPSPEED = sys.argv[2] if len(sys.argv) > 2 else None
 CLASSIFIER = FOLDER / "classifier"
-SIZES = {
-    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "vocab_size": 40, "max_position_embeddings": 16, "use_cache": False,
-}  # fmt: skip
 
 
-class Tokens(Dataset):
-    """Samples that are easy to learn: the next token is one more."""
-
-    def __init__(self, samples: int = 16, labels: int = 0):
-        self.samples, self.labels = samples, labels
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        ids = (torch.arange(8) + 3 * index) % 39 + 1
-        return {"input_ids": ids, "labels": index % self.labels if self.labels else ids}
-
-
-class Stream(IterableDataset):
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        yield from (Tokens(64)[index] for index in range(64))
-
-
-def arguments(name: str, **others: Any) -> TrainingArguments:
+def arguments(name: str, kind: type = TrainingArguments, **others: Any) -> Any:
     settings: dict[str, Any] = {
         "max_steps": 3, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2,
         "learning_rate": 1e-2, "logging_steps": 1, "report_to": [], "save_strategy": "no",
         "disable_tqdm": True, "use_cpu": True, "seed": 5, "lr_scheduler_type": "constant",
         "dataloader_pin_memory": False,
     }  # fmt: skip
-    return TrainingArguments(str(FOLDER / name), deepspeed=DEEPSPEED, **settings | others)
-
-
-def model(kind: type = LlamaForCausalLM, **others: Any) -> Any:
-    set_seed(1)
-    return kind(LlamaConfig(**SIZES | {"pad_token_id": 0, "tie_word_embeddings": False} | others))
+    return kind(str(FOLDER / name), deepspeed=DEEPSPEED, **settings | others)
 
 
 def trainer(
@@ -81,10 +55,10 @@ def trainer(
     own = {key.removeprefix("with_"): each for key, each in others.items() if "with_" in key}
     given = {key: each for key, each in others.items() if "with_" not in key}
     args = arguments(name, **given)  # first: it decides how models are built
-    net = net() if net is not None else model()
+    net = net() if net is not None else parts.model()
     set_seed(2)
-    data = Tokens() if data is None else data
-    return kind(net, args, train_dataset=data, eval_dataset=Tokens(8), **own)
+    data = parts.Tokens() if data is None else data
+    return kind(net, args, train_dataset=data, eval_dataset=parts.Tokens(8), **own)
 
 
 def numbers(trained: Any) -> list[float]:
@@ -102,46 +76,7 @@ def run(name: str, net: Any = None, resume: Any = None, **others: Any) -> list[f
     return numbers(made)
 
 
-def right(prediction: Any) -> dict[str, float]:
-    found = prediction.predictions
-    found = found if found.ndim == 2 else found.argmax(-1)
-    return {"right": float((found == prediction.label_ids).mean())}
-
-
 # -- what is not one argument
-
-
-class OwnOptimizer(Trainer):
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.5)
-        return self.optimizer
-
-
-class RatesByLayer(Trainer):
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        first = list(self.model.model.parameters())
-        rest = [each for name, each in self.model.named_parameters() if "lm_head" in name]
-        groups = [{"params": first, "lr": 1e-3}, {"params": rest, "lr": 1e-2}]
-        self.optimizer = torch.optim.AdamW(groups)
-        return self.optimizer
-
-
-class OwnLoss(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        logits = model(**inputs).logits[:, :-1]
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
-
-
-class SetRate(TrainerCallback):
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for group in kwargs["optimizer"].param_groups:
-            group["lr"] = 1e-2 / (1 + state.global_step)
-
-
-class Stop(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step == 2
 
 
 class Write(TrainerCallback):
@@ -162,39 +97,12 @@ class Write(TrainerCallback):
         self.written += out[0].tolist()
 
 
-def mean_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-    logits = outputs["logits"][:, :-1].flatten(0, 1)
-    return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
-
-
-def first_layer_frozen() -> Any:
-    net = model()
-    net.model.embed_tokens.requires_grad_(False)
-    net.model.layers[0].requires_grad_(False)
-    return net
-
-
-def resized() -> Any:
-    net = model()
-    net.resize_token_embeddings(44, mean_resizing=False)
-    set_seed(3)
-    return net
-
-
-def adapted(**others: Any) -> Any:
-    set_seed(4)
-    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **others)
-    net = model()
-    set_seed(4)
-    return get_peft_model(net, config)
-
-
 def optimizers(name: str) -> list[float]:
     def own(made: Any) -> tuple[torch.optim.Optimizer, None]:
         return torch.optim.SGD(made.parameters(), lr=0.5), None
 
-    args, net = arguments(name), model()
-    made = Trainer(net, args, train_dataset=Tokens(), optimizers=own(net))
+    args, net = arguments(name), parts.model()
+    made = Trainer(net, args, train_dataset=parts.Tokens(), optimizers=own(net))
     made.train()
     return numbers(made)
 
@@ -209,7 +117,7 @@ def evaluation_before(name: str) -> list[float]:
 def prediction(name: str) -> list[float]:
     made = trainer(name)
     made.train()
-    found = made.predict(Tokens(6))
+    found = made.predict(parts.Tokens(6))
     return [*numbers(made), found.metrics["test_loss"], float(abs(found.predictions).sum())]
 
 
@@ -258,6 +166,131 @@ def generation(name: str) -> list[float]:
     return run(name, with_callbacks=[writes]) + writes.written
 
 
+def gathered(net: Any) -> Any:
+    """Context in which the weights can be read."""
+    if DEEPSPEED is None:
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(list(net.parameters()))
+
+
+class Average(TrainerCallback):
+    """Keeps torch's moving average of the weights."""
+
+    def __init__(self, gathers: bool):
+        self.gathers = gathers
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        decay = get_ema_multi_avg_fn(0.5)
+        self.averaged = AveragedModel(kwargs["model"], multi_avg_fn=decay)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        with gathered(kwargs["model"]) if self.gathers else nullcontext():
+            self.averaged.update_parameters(kwargs["model"])
+
+
+def averaged_model(name: str, gathers: bool = True) -> list[float]:
+    average = Average(gathers)
+    found = run(name, with_callbacks=[average])
+    weights = average.averaged.module.parameters()
+    return found + [float(each.detach().double().abs().sum()) for each in weights]
+
+
+def restored_callback(name: str) -> list[float]:
+    saves = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    run(name, with_callbacks=[parts.Counted()], **saves)
+    made = trainer(
+        name,
+        with_callbacks=[parts.Counted()],
+        restore_callback_states_from_checkpoint=True,
+        **saves,
+    )
+    made.train(resume_from_checkpoint=str(FOLDER / name / "checkpoint-2"))
+    counted = [each for each in made.callback_handler.callbacks if isinstance(each, parts.Counted)]
+    return [*numbers(made), *(float(each.steps) for each in counted)]
+
+
+def search(name: str) -> list[float]:
+    sys.modules["optuna"] = parts.stub_of_optuna()
+    args, logs = arguments(name), parts.Losses()
+    made = Trainer(
+        None,
+        args,
+        train_dataset=parts.Tokens(),
+        eval_dataset=parts.Tokens(8),
+        model_init=lambda: parts.model(),
+        callbacks=[logs],
+    )
+    made.hyperparameter_search(
+        lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-2)},
+        n_trials=2,
+        backend="optuna",
+    )
+    return logs.seen
+
+
+def model_init(name: str) -> list[float]:
+    args = arguments(name)
+    made = Trainer(None, args, train_dataset=parts.Tokens(), model_init=lambda: parts.model())
+    made.train()
+    return numbers(made)
+
+
+def bf16_evaluation(name: str) -> list[float]:
+    made = trainer(name, bf16_full_eval=True)
+    made.train()
+    return [*numbers(made), made.evaluate()["eval_loss"]]
+
+
+def several_evaluations(name: str) -> list[float]:
+    args, net = arguments(name, **EVALUATES), parts.model()
+    data = {"first": parts.Tokens(8), "second": parts.Tokens(6)}
+    made = Trainer(net, args, train_dataset=parts.Tokens(), eval_dataset=data)
+    made.train()
+    log = made.state.log_history
+    return [entry[key] for entry in log for key in entry if key.endswith("_loss")]
+
+
+def named_labels(name: str) -> list[float]:
+    args, net = arguments(name, label_names=["targets"], remove_unused_columns=False), parts.model()
+    data = parts.Named()
+    made = parts.NamedLoss(net, args, train_dataset=data, eval_dataset=parts.Named(8))
+    made.train()
+    found = made.predict(parts.Named(6))
+    return [*numbers(made), found.metrics["test_loss"], float(found.label_ids.sum())]
+
+
+def only_model(name: str) -> list[float]:
+    saves = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True, "max_steps": 4}
+    found = run(name, **saves)
+    saved = FOLDER / name / "checkpoint-2"
+    states = [path for path in saved.iterdir() if path.name.startswith(("optim", "global_step"))]
+    net = LlamaForCausalLM.from_pretrained(saved)
+    return [*found, *run(name, lambda: net), float(len(states))]
+
+
+def written(name: str) -> list[float]:
+    args = arguments(
+        name, kind=Seq2SeqTrainingArguments, predict_with_generate=True, generation_max_length=6,
+        **EVALUATES,
+    )  # fmt: skip
+    net = parts.encoder_decoder()
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        return {"right": float(abs(prediction.predictions).sum())}
+
+    made = Seq2SeqTrainer(
+        net,
+        args,
+        train_dataset=parts.Tokens(),
+        eval_dataset=parts.Tokens(8),
+        compute_metrics=metrics,
+    )
+    made.train()
+    return numbers(made) + made.predict(parts.Tokens(6)).predictions.flatten().tolist()
+
+
 def two_trainers(name: str) -> list[float]:
     first = trainer(name)
     first.train()
@@ -274,6 +307,8 @@ def second_run(name: str) -> list[float]:
 
 SGD = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.5, "momentum": 0.5})}
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 1}
+# For DDP: parameters without a gradient in some steps.
+UNUSED = {"ddp_find_unused_parameters": True}
 RUNS: dict[str, Callable[[str], list[float]]] = {
     "plain": run,
     "accumulation": lambda name: run(name, gradient_accumulation_steps=2),
@@ -292,14 +327,14 @@ RUNS: dict[str, Callable[[str], list[float]]] = {
     "plateau": lambda name: run(name, lr_scheduler_type="reduce_lr_on_plateau", **EVALUATES),
     "optimizers": optimizers,
     "optimizer_class": lambda name: run(name, **{f"with_{key}": SGD[key] for key in SGD}),
-    "own_optimizer": lambda name: run(name, kind=OwnOptimizer),
-    "rates_by_layer": lambda name: run(name, kind=RatesByLayer),
-    "evaluation": lambda name: run(name, with_compute_metrics=right, **EVALUATES),
+    "own_optimizer": lambda name: run(name, kind=parts.OwnOptimizer),
+    "rates_by_layer": lambda name: run(name, kind=parts.RatesByLayer),
+    "evaluation": lambda name: run(name, with_compute_metrics=parts.right, **EVALUATES),
     "evaluation_at_start": lambda name: run(name, eval_on_start=True, **EVALUATES),
     "evaluation_before": evaluation_before,
     "preprocessed_logits": lambda name: run(
         name,
-        with_compute_metrics=right,
+        with_compute_metrics=parts.right,
         with_preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
         **EVALUATES,
     ),
@@ -308,40 +343,133 @@ RUNS: dict[str, Callable[[str], list[float]]] = {
     "best_model": best_model,
     "saved_model": saved_model,
     "resumed": resumed,
-    "resumed_stream": lambda name: resumed(name, data=Stream()),
+    "resumed_stream": lambda name: resumed(name, data=parts.Stream()),
     "limited_saves": limited_saves,
-    "stream": lambda name: run(name, data=Stream()),
-    "dropped_last": lambda name: run(name, data=Tokens(15), dataloader_drop_last=True),
-    "own_loss": lambda name: run(name, kind=OwnLoss),
-    "loss_function": lambda name: run(name, with_compute_loss_func=mean_loss),
-    "frozen_layers": lambda name: run(name, first_layer_frozen),
-    "tied": lambda name: run(name, lambda: model(tie_word_embeddings=True)),
-    "resized": lambda name: run(name, resized),
+    "stream": lambda name: run(name, data=parts.Stream()),
+    "dropped_last": lambda name: run(name, data=parts.Tokens(15), dataloader_drop_last=True),
+    "own_loss": lambda name: run(name, kind=parts.OwnLoss),
+    "loss_function": lambda name: run(name, with_compute_loss_func=parts.mean_loss),
+    "frozen_layers": lambda name: run(name, parts.first_layer_frozen),
+    "tied": lambda name: run(name, lambda: parts.model(tie_word_embeddings=True)),
+    "resized": lambda name: run(name, parts.resized),
     "classification": lambda name: run(
         name,
         lambda: LlamaForSequenceClassification.from_pretrained(CLASSIFIER),
-        data=Tokens(16, labels=3),
+        data=parts.Tokens(16, labels=3),
     ),
-    "lora": lambda name: run(name, adapted),
-    "dora": lambda name: run(name, lambda: adapted(use_dora=True)),
-    "rate_of_callback": lambda name: run(name, with_callbacks=[SetRate()]),
-    "stop_of_callback": lambda name: run(name, with_callbacks=[Stop()]),
+    "lora": lambda name: run(name, parts.adapted),
+    "dora": lambda name: run(name, lambda: parts.adapted(use_dora=True)),
+    "rate_of_callback": lambda name: run(name, with_callbacks=[parts.SetRate()]),
+    "stop_of_callback": lambda name: run(name, with_callbacks=[parts.Stop()]),
     "generation": generation,
     "counted_tokens": lambda name: run(name, include_num_input_tokens_seen="all"),
     "averaged_tokens": lambda name: run(name, average_tokens_across_devices=True),
     "smaller_batches": lambda name: run(name, auto_find_batch_size=True),
     "two_trainers": two_trainers,
     "second_run": second_run,
+    "model_init": model_init,
+    "search": search,
+    "averaged_model": averaged_model,
+    "averaged_alone": lambda name: averaged_model(name, gathers=False),
+    "unfreezing": lambda name: run(
+        name, parts.first_layer_frozen, with_callbacks=[parts.Freeze(alternates=False)], max_steps=4
+    ),
+    "alternating": lambda name: run(
+        name, with_callbacks=[parts.Freeze(alternates=True)], max_steps=4, **UNUSED
+    ),
+    "adalora": lambda name: run(name, parts.adalora, max_steps=6),
+    "allocating": lambda name: run(
+        name, parts.adalora, with_callbacks=[parts.Allocate()], max_steps=6
+    ),
+    "prompts": lambda name: run(name, parts.prompts),
+    "ia3": lambda name: run(name, parts.scaled),
+    "experts": lambda name: run(name, parts.experts),
+    "images": lambda name: run(
+        name,
+        parts.sees,
+        data=parts.Pictures(),
+        with_data_collator=parts.with_blank_images,
+        remove_unused_columns=False,
+    ),
+    "images_on_one_rank": lambda name: run(
+        name,
+        parts.sees,
+        data=parts.Pictures(),
+        with_data_collator=parts.with_images,
+        remove_unused_columns=False,
+    ),
+    "layer_drop": lambda name: run(name, parts.skips_layers, max_steps=4, **UNUSED),
+    "layer_drop_by_rank": lambda name: run(
+        name, parts.skips_layers, with_callbacks=[parts.SeedByRank()]
+    ),
+    "encoder_decoder": lambda name: run(name, parts.encoder_decoder),
+    "predict_with_generate": written,
+    "restored_callback": restored_callback,
+    "grouped": lambda name: run(
+        name,
+        data=parts.Lengths(),
+        with_data_collator=parts.padded,
+        train_sampling_strategy="group_by_length",
+    ),
+    "reentrant": lambda name: run(
+        name,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": True},
+    ),
+    "compiled": lambda name: run(name, torch_compile=True, torch_compile_backend="aot_eager"),
+    "named_labels": named_labels,
+    "nan_filter": lambda name: run(name, kind=parts.NotANumber),
+    "batch_metrics": lambda name: run(
+        name, with_compute_metrics=parts.BatchMetrics(), batch_eval_metrics=True, **EVALUATES
+    ),
+    "more_for_metrics": lambda name: run(
+        name,
+        with_compute_metrics=parts.seen_by_metrics,
+        include_for_metrics=["inputs", "loss"],
+        **EVALUATES,
+    ),
+    "accumulated_evaluation": lambda name: run(
+        name, with_compute_metrics=parts.right, eval_accumulation_steps=1, **EVALUATES
+    ),
+    "several_evaluations": several_evaluations,
+    "saved_best": lambda name: run(name, **BEST | {"save_strategy": "best"}),
+    "only_model": only_model,
+    "only_best_model": lambda name: run(name, save_only_model=True, **BEST),
+    "data_not_skipped": lambda name: resumed(name, ignore_data_skip=True),
+    "workers": lambda name: run(name, dataloader_num_workers=1, dataloader_persistent_workers=True),
+    "apollo": lambda name: run(
+        name,
+        optim="apollo_adamw",
+        optim_target_modules=["q_proj", "v_proj"],
+        optim_args="rank=2,scale=1.0,update_proj_gap=2",
+    ),
+    "adamw_8bit": lambda name: run(name, optim="adamw_8bit"),
+    "adamw_torch_8bit": lambda name: run(name, optim="adamw_torch_8bit"),
+    "lion": lambda name: run(name, optim="lion_32bit"),
+    "ademamix": lambda name: run(name, optim="ademamix"),
+    "adagrad": lambda name: run(name, optim="adagrad"),
+    "rmsprop": lambda name: run(name, optim="rmsprop"),
+    "schedule_free": lambda name: run(name, optim="schedule_free_adamw"),
+    "stable_decay": lambda name: run(
+        name,
+        lr_scheduler_type="warmup_stable_decay",
+        lr_scheduler_kwargs={"num_decay_steps": 1},
+        warmup_steps=1,
+    ),
+    "bf16_evaluation": bf16_evaluation,
+    "deterministic": lambda name: run(name, full_determinism=True),
+    "underflow": lambda name: run(name, debug="underflow_overflow"),
 }
 
 
 def main() -> None:
     found: dict[str, Any] = {}
-    # Before there are arguments: transformers draws other values for a model that it shards.
+    # Before there are arguments: transformers draws other values for a parts.model that it shards.
     # The ranks meet in the first training, long before they load it.
     if os.environ["RANK"] == "0":
-        model(LlamaForSequenceClassification, num_labels=3).save_pretrained(CLASSIFIER)
-    for name in FEATURES:
+        parts.model(LlamaForSequenceClassification, num_labels=3).save_pretrained(CLASSIFIER)
+    names = sys.argv[3:] or [name for name, feature in FEATURES.items() if not feature.ends]
+    for name in names:
         try:
             found[name] = RUNS[name](name)
         except (ValueError, RuntimeError, AttributeError, TypeError, KeyError) as error:

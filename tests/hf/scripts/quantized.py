@@ -35,8 +35,8 @@ from transformers import (
     TrainingArguments,
 )
 
+from zero.core.param_group import owning_group
 from zero.core.quantized_weights import reachable, wraps_tensors
-from zero.core.sharded_param import owning_group
 from zero.hf import quantize_experts
 
 # As the gallery has it, but the small weights of these small models are sharded, too.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ import psutil
 import pytest
 
 from benchmarks.reproduce import __main__ as reproduce
-from benchmarks.reproduce.parts import Experiment, Sizes, Table
+from benchmarks.reproduce.experiments import Experiment, Sizes
+from benchmarks.runner import Table
 from tests.processes import child_environment, kill_tree
 
 
@@ -67,7 +69,8 @@ def run(monkeypatch, tmp_path):
         with pytest.raises(SystemExit) as ended:
             reproduce.main(["--output", str(tmp_path), *arguments])
         result = json.loads((tmp_path / "report.json").read_text())
-        return ended.value.code, (tmp_path / "report.md").read_text(), result["sections"]
+        text = re.sub(" +", " ", (tmp_path / "report.md").read_text())  # cells are padded
+        return ended.value.code, text, result["sections"]
 
     return call
 
@@ -101,7 +104,7 @@ def test_a_failed_experiment_is_shown_and_the_others_still_run(run, capsys):
 SIGTERM = """
 import runpy, sys
 import benchmarks.reproduce.experiments
-from benchmarks.reproduce.parts import Experiment
+from benchmarks.reproduce.experiments import Experiment
 
 code = "import subprocess; subprocess.run(['sleep', '600'])"
 command = [sys.executable, "-c", code]

@@ -17,16 +17,14 @@ from unittest import mock
 
 import pytest
 
-from benchmarks import arguments as benchmark
+from benchmarks import runner as benchmark
 from tests.processes import REPOSITORY
 from tests.unit.checkpoints import flip, save
 from tests.unit.integrations.test_hook import assert_refused
+from zero.integrations.hf import STARTUP
 from zero.tools import launch
 from zero.tools.arguments import Parser, Working, check_command, output_file
 from zero.tools.cli import COMMANDS, USAGE, main
-
-# They print what a script prints, or which files they have written.
-NO_RESULT = ("run", "launch", "hook", "trace", "report", "consolidate", "convert", "adopt")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -35,7 +33,7 @@ def test_help_has_an_example(command: str, capsys):
         main([command, "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert ended.value.code == 0 and f"Example: zero {command}" in text
-    assert ("--json" in text) == (command not in NO_RESULT)
+    assert "--json" in text
     assert f"\n  {command} " in USAGE
 
 
@@ -53,7 +51,7 @@ def test_an_unknown_option_is_one_line(command: str, capsys):
         ("estimate --ds-confg d", "estimate: unknown option --ds-confg; did you mean --ds-config?"),
         ("plan m --wrold=1", "plan: unknown option --wrold; did you mean --world?"),
         ("trace --stpe 5 x.py --ddp", "trace: unknown option --stpe; did you mean --step?"),
-        ("memory --jsn x.py", "memory: unknown option --jsn; did you mean --json?"),
+        ("run --jsn x.py", "run: unknown option --jsn; did you mean --json?"),
         ("explain -q x.json", "explain: unknown option -q; see zero explain --help"),
         ("hook x", "hook: unrecognized arguments: x; see zero hook --help"),
     ],
@@ -133,7 +131,7 @@ COMMANDS_OF_USERS = {
 }
 
 
-@pytest.mark.parametrize("command", ["run", "launch", "verify", "trace", "memory"])
+@pytest.mark.parametrize("command", ["run", "run --json", "launch", "verify", "trace", "memory"])
 @pytest.mark.parametrize("given", COMMANDS_OF_USERS)
 def test_a_command_that_cannot_start_is_refused_before_anything_is_started(
     given: str, command: str, here, capsys
@@ -168,10 +166,12 @@ def test_a_command_that_can_start_is_not_refused(given: str, here):
         ("launch --hostfile hosts --min_elastic_nodes 0 x.py", "0 is not a number above 0"),
         ("launch torchrun x.py", "torchrun is a command, not a Python script"),
         ("launch --no_python --module x.py", "--module or --no_python, not both"),
-        ("launch --bind_core_list 5-2 x.py", "--bind_cores_to_rank takes the cores of taskset"),
+        ("launch --bind_core_list 5-2 x.py", "5-2: a range ends before it begins"),
+        ("launch --bind_core_list 0 x.py", "--bind_core_list needs --bind_cores_to_rank"),
+        ("launch --bind_cores_to_rank --bind_core_list 9999 x.py", "may not use core 9999"),
         ("launch --no_python x.py", "x.py: no such command, or not executable"),
         ("launch --enable_each_rank_log x.py x.py", "x.py: a file; name a folder"),
-        ("launch --venv_script x x.py", "--venv_script: hosts start the Python that runs this"),
+        ("launch --venv_script x x.py", "--venv_script needs --hostfile"),
         ("launch --elastic_training x.py", "--elastic_training needs --hostfile"),
         ("launch -m", "name a module"),
         ("launch --autotuning tune x.py", "zero plan writes the fastest configuration"),
@@ -196,7 +196,7 @@ def test_a_command_that_can_start_is_not_refused(given: str, here):
         ("explain wrong.yaml", "wrong.yaml: deepspeed_config:"),
         ("adopt half", "no checkpoint that zero can read; it has global_step5, latest"),
         ("plan folder --device-memory 1G", "ds_config.json is there already"),
-        ("estimate no_json --ds-config ok.json", "no_json: "),
+        ("estimate no_json --ds-config ok.json", "config.json: not valid JSON"),
         ("x.py", "did you mean zero run x.py?"),
         ("launch", "name a script or -m MODULE"),
         ("run --no-such x.py", "run: unknown option --no-such; see zero run --help"),
@@ -208,6 +208,21 @@ def test_bad_files_and_numbers_are_named(arguments: str, said: str, here, capsys
 
 def test_nothing_is_made_by_looking_whether_a_file_can_be_written(here: Path):
     assert output_file("t.json") == Path("t.json") and not (here / "t.json").exists()
+
+
+def test_run_as_json(
+    here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """What the script prints goes to stderr, so that stdout is the object alone."""
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    (here / "x.py").write_text("print('hello')\nraise SystemExit(7)\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--json", "x.py", "--json"])
+    out, err = capfd.readouterr()
+    found = json.loads(out)
+    assert found.pop("seconds") > 0 and found.pop("peak_bytes") > 1 << 20
+    assert found == {"command": ["x.py", "--json"], "exit_code": 7}
+    assert (ended.value.code, err) == (7, "hello\n")
 
 
 @pytest.mark.parametrize(
@@ -225,6 +240,11 @@ def test_a_command_keeps_its_own_options(command: str):
     parser.add_command()
     options = parser.parse(["--step", "2", *command.split()])
     assert options.step == 2 and options.command == command.split()
+
+
+def test_the_folder_of_the_hook_as_json(capsys):
+    main(["hook", "--json"])
+    assert json.loads(capsys.readouterr().out) == {"folder": STARTUP}
 
 
 class Terminal(io.StringIO):
@@ -318,7 +338,7 @@ def test_hosts_that_print_nothing_are_named(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr("zero.tools.launch._SILENCE", 0.05)
     job = mock.Mock()
     job.poll.side_effect = [None] * 4 + [0] * 20
-    assert launch._wait({"a": job}, 1, {"b", "a"}) == 0
+    assert launch._wait({"a": job}, 1, {}, {"b", "a"}) == 0
     lines = capsys.readouterr().err.splitlines()
     assert lines and len(lines) < 8 and lines[0].startswith("zero launch: nothing from a, b in ")
 

@@ -26,7 +26,7 @@ from zero.tools.estimate.model import build, class_of
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import Estimate, estimate
 from zero.tools.estimate.remedies import Remedy, Search, _undominated
-from zero.tools.estimate.speeds import chosen, default_file, read
+from zero.tools.estimate.speeds import default_file, of_device, read
 
 
 @pytest.fixture(autouse=True)
@@ -284,6 +284,33 @@ def test_sequences_that_ranks_share_are_refused_with_activations(ask, capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("num_hidden_layers", -2, "num_hidden_layers is -2"),
+        ("num_hidden_layers", 10**9, "num_hidden_layers is 1e+09"),
+        ("num_attention_heads", 0, "num_attention_heads is 0"),
+        ("num_attention_heads", 7, "expected a divisor of 7"),
+        ("num_key_value_heads", 3, "num_key_value_heads is 3"),
+        ("num_key_value_heads", -(10**9), "num_key_value_heads"),
+        ("vocab_size", 2**31, "vocab_size is 2.15e+09"),
+        ("vocab_size", 2**63, "vocab_size"),
+        ("hidden_size", "64", "hidden_size"),
+        ("intermediate_size", -2, "intermediate_size is -2"),
+        ("head_dim", 2**31, "head_dim"),
+        ("num_labels", 10**9, "num_labels"),
+        ("architectures", 1.5, "architectures is 1.5"),
+        ("architectures", [1, 2], "architectures is 1"),
+    ],
+)
+def test_absurd_values_of_a_model_are_refused_in_one_line(key, value, words, tmp_path, capsys):
+    shape = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES, **HEADS}
+    (tmp_path / "config.json").write_text(json.dumps(shape | {key: value}))
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    arguments = ["estimate", str(tmp_path), "--ds-config", str(tmp_path / "ds.json")]
+    assert words in refusal(capsys, main, arguments)
+
+
 def test_the_configuration_may_be_that_of_accelerate(ask, tmp_path, capsys):
     usual = ask(llama(), {"stage": 2}, "--json")
     (tmp_path / "accelerate.yaml").write_text(
@@ -312,15 +339,14 @@ def test_speeds_can_be_given(ask):
     options = ["--batch", "2", "--seq", "8"]
     section["offload_optimizer"]["overlap_step"] = False
     slow, fast = (
-        ask(shape, section, *options, "--speeds", f"disk_read={gb},disk_written={gb}", "--json")
-        for gb in (1, 5)
+        ask(shape, section, *options, "--disk-speed", speed, "--json") for speed in ("1", "5")
     )
     links = slow["traffic"]
     disk = sum(sum(links[link].values()) for link in ("disk read", "disk written"))
     assert slow["seconds"] - fast["seconds"] == pytest.approx(disk * (1 - 1 / 5) / 1e9)
     assert slow["tokens_per_second"] == pytest.approx(16 / slow["seconds"])
     assert slow["seconds"] == pytest.approx(sum(slow["parts_of_a_step"].values()))
-    text = ask(shape, section, *options, "--speeds", "disk_read=5,disk_written=5,memory=50")
+    text = ask(shape, section, *options, "--disk-speed", "5", "--memory-speed", "50")
     assert "disk read 5, disk written 5, memory 50" in " ".join(text.split())
     assert " tokens/s" in text and "2,680" in text
 
@@ -352,24 +378,22 @@ def test_speeds_come_from_a_file_a_device_or_the_usual_place(ask, tmp_path, monk
     other = tmp_path / "other.json"
     other.write_text('{"speeds": {"source": "elsewhere"}}')
     assert source("--speeds", str(other)) == "elsewhere"
-    assert "makers of rtx4090" in source("--speeds", "RTX 4090")
+    assert "makers of rtx4090" in source("--device", "RTX 4090")
     for content in ('{"speeds": {"disc": 1}}', '{"speeds": {"memory": 0}}', "{}", "nothing"):
         other.write_text(content)
         error = refusal(capsys, source, "--speeds", str(other))
         assert f"--speeds {other}: " in error
-    for wrong in ("rtx", "memory=0", "memory=x", "memry=5", "none.json"):
-        error = refusal(capsys, source, "--speeds", wrong)
-        assert f"--speeds {wrong}: expected a file" in error
+    assert "expected some of rtx3090" in refusal(capsys, source, "--device", "rtx")
 
 
 def test_a_named_link_replaces_the_one_of_the_device():
-    card = chosen("rtx4090")
-    slower = chosen("nvme3, rtx4090, pcie3")
+    card = of_device("rtx4090")
+    slower = of_device("nvme3, rtx4090, pcie3")
     assert (slower.compute, slower.device_memory) == (card.compute, card.device_memory)
     assert slower.to_device == card.to_device / 2
-    assert slower.disk_read < chosen("nvme5").disk_read
-    faster = [chosen(name).compute for name in ("rtx3090", "rtx4090", "rtx5090", "a100", "h100")]
-    assert faster == sorted(faster) and chosen("b200").compute > faster[-1]
+    assert slower.disk_read < of_device("nvme5").disk_read
+    faster = [of_device(name).compute for name in ("rtx3090", "rtx4090", "rtx5090", "a100", "h100")]
+    assert faster == sorted(faster) and of_device("b200").compute > faster[-1]
 
 
 def test_without_an_accelerator_nothing_is_copied(ask, tmp_path):
@@ -394,7 +418,7 @@ def test_an_update_on_the_host_takes_the_time_of_the_bytes_that_it_moves(ask):
 
 
 def test_predicted_seconds_are_near_those_of_a_gpu_and_in_their_order():
-    predicted = {run: run.predicted(chosen("h100")).seconds for run in ON_H100}
+    predicted = {run: run.predicted(of_device("h100")).seconds for run in ON_H100}
     for run, seconds in predicted.items():
         assert run.seconds / 1.5 < seconds < run.seconds * 1.5, run.name
         for other in ON_H100:
@@ -559,6 +583,8 @@ def test_a_plan_fits_and_is_the_fastest(plan, ask, tmp_path):
     text = plan(shape, *limits)
     keys = json.loads((tmp_path / "planned.json").read_text())
     section = keys.pop("zero_optimization")
+    saves = section.get("stage3_gather_16bit_weights_on_model_save", False)
+    assert saves == (section["stage"] == 3)
     again = ask(shape, section, "--seq", "16", "--json", *limits, **keys)
     assert again["fits"]
     assert rates(text) == [pytest.approx(again["tokens_per_second"], rel=0.01)]

@@ -1,10 +1,13 @@
 """The local metric: BLEU and chrF as they are defined. It loads without a network."""
 
+import sys
+
 import numpy as np
 import pytest
 from transformers import EvalPrediction
 
-from translation.report import make_compute_metrics
+from translation.records import InputError
+from translation.report import bleu_signature, bleu_tokenizer, make_compute_metrics
 from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
 
 SENTENCES = [
@@ -61,3 +64,32 @@ def test_references_are_those_of_the_data(tokenizer):
     labels = ids(tokenizer, [reference], -100)[:, :3]
     scores = make_compute_metrics(tokenizer, [reference])(EvalPrediction(predictions, labels))
     assert scores["bleu"] == pytest.approx(100 * (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "language, expected",
+    [
+        ("de", "13a"), (None, "13a"), ("zh", "zh"), ("zh_CN", "zh"), ("zho_Hans", "zh"),
+        ("jav_Latn", "13a"), ("ja", "ja-mecab"), ("kor_Hang", "ko-mecab"), ("kok", "13a"),
+    ],
+)  # fmt: skip
+def test_bleu_splits_words_as_the_language_needs_it(language, expected):
+    assert bleu_tokenizer(language) == expected
+
+
+def test_the_signature_names_the_tokenizer():
+    assert "tok:13a" in bleu_signature("de") and "tok:zh" in bleu_signature("zh_CN")
+
+
+def test_chinese_is_scored_by_characters(tokenizer):
+    sentence, other = "\u4e00\u4e8c\u4e09\u56db\u4e94\u516d", "\u4e00\u4e8c\u4e09\u56db\u4e94"
+    ours = t5_tokenizer(scored_pieces(train_sentencepiece([sentence] * 20, vocab_size=20)))
+    given = EvalPrediction(ids(ours, [other], 0), ids(ours, [sentence], -100))
+    assert make_compute_metrics(ours, [sentence])(given)["bleu"] == 0
+    assert make_compute_metrics(ours, [sentence], "zh")(given)["bleu"] > 50
+
+
+def test_a_missing_tokenizer_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "MeCab", None)
+    with pytest.raises(InputError, match=r"(?s)BLEU of ja: .*pip install sacrebleu\[ja\]"):
+        bleu_signature("ja")

@@ -24,7 +24,7 @@ PACKAGE = "deepspeed"
 
 
 def _missing(full_name: str) -> str:
-    return f"'{full_name}' is not provided by zero{instead_of(full_name)}"
+    return f"'{full_name}' is not provided by zero; {instead_of(full_name)}"
 
 
 @cache

@@ -15,7 +15,7 @@ from torch import nn
 
 from zero import fragments
 from zero.comm import world
-from zero.core.sharded_param import owning_group
+from zero.core.param_group import owning_group
 from zero.errors import UsageError
 from zero.integrations.deepspeed import distributed
 

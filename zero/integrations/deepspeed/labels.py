@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.core.param_group import ParamGroup, State
-from zero.core.sharded_param import ShardedParameter, owning_group
+from zero.core.param_group import ParamGroup, State, owning_group
+from zero.core.sharded_param import ShardedParameter
 
 _ids = itertools.count()
 

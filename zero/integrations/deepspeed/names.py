@@ -13,6 +13,7 @@ from zero.errors import FOLLOWED_RELEASE
 # This is the release whose configuration keys and call signatures zero follows; zero's own version
 # is `zero.__version__`.
 REPORTED_VERSION = FOLLOWED_RELEASE
+MAJOR, MINOR, PATCH = map(int, REPORTED_VERSION.split("."))
 GIT_HASH = "unknown"
 
 # A line without indentation has DeepSpeed's module, the module here, and the names. `new=old`: the
@@ -21,12 +22,16 @@ GIT_HASH = "unknown"
 # `!` in place of a module, the names can be imported, as frameworks do whether or not they use
 # them, and to call them is an error that says what to use instead.
 _TABLE = """
-deepspeed .names __version__=REPORTED_VERSION version=REPORTED_VERSION __git_hash__=GIT_HASH
+deepspeed .names __version__=REPORTED_VERSION version=REPORTED_VERSION
+    __version_major__=MAJOR __version_minor__=MINOR __version_patch__=PATCH
+    __git_hash__=GIT_HASH git_hash=GIT_HASH __git_branch__=GIT_HASH git_branch=GIT_HASH
+deepspeed torch dist=distributed
 deepspeed zero.errors DeepSpeedConfigError=UsageError
 deepspeed .engine initialize DeepSpeedEngine
 deepspeed .distributed init_distributed
 deepspeed .tensor tp_model_init
-deepspeed .utilities add_config_arguments
+deepspeed .optimizer DeepSpeedOptimizer
+deepspeed .utilities add_config_arguments log_dist logger
 deepspeed .accelerator get_accelerator
 deepspeed .monitoring DeepSpeedConfig
 deepspeed.accelerator .accelerator get_accelerator
@@ -35,13 +40,15 @@ deepspeed.checkpointing .utilities checkpoint configure
 deepspeed.comm .distributed init_distributed is_initialized get_local_rank
 deepspeed.comm zero.monitor log_summary
 deepspeed.comm zero.comm.world get_rank get_world_size get_world_group
-deepspeed.comm torch.distributed *
+deepspeed.comm torch.distributed * allgather_fn=all_gather_into_tensor
+    get_all_ranks_from_group=get_process_group_ranks reduce_scatter_fn=reduce_scatter_tensor
 deepspeed.elasticity ! compute_elastic_config
 deepspeed.env_report zero.tools.cli cli_main=ds_report main=ds_report
 deepspeed.git_version_info .names version=REPORTED_VERSION
 deepspeed.launcher.runner .utilities DEEPSPEED_ENVIRONMENT_NAME
 deepspeed.launcher.runner zero.tools.cli main=deepspeed
 deepspeed.moe.utils .utilities split_params_into_different_moe_groups_for_optimizer
+deepspeed.module_inject.layers ! GatherReplacedLayerParams
 deepspeed.monitor.monitor .monitoring MonitorMaster
 deepspeed.ops.adagrad .optimizers DeepSpeedCPUAdagrad
 deepspeed.ops.adam .optimizers DeepSpeedCPUAdam FusedAdam
@@ -104,9 +111,9 @@ deepspeed.utils.zero_to_fp32 .checkpoints get_model_state_file get_optim_files
     convert_zero_checkpoint_to_fp32_state_dict
 deepspeed.utils.zero_to_fp32 zero.checkpoint.models get_fp32_state_dict_from_zero_checkpoint
     load_state_dict_from_zero_checkpoint
+deepspeed.zero .labels ZeroParamStatus
 deepspeed.zero .weight_sync GatheredParameters
-deepspeed.zero zero Init register_external_parameter
-    unregister_external_parameter
+deepspeed.zero zero Init register_external_parameter unregister_external_parameter
 """
 
 # What to use in place of names that zero does not have. The first entry counts that is a part of
@@ -115,31 +122,47 @@ _INSTEAD = {
     "tiled": "call zero.parallel.sequence.tiled, or tiled_loss",
     "leaf": "call z3_leaf_module with the module",
     "overflow": "read engine.optimizer.overflow after step()",
+    "mem_needs": "zero estimate predicts the memory of a configuration",
+    "mics_init": "call zero.Init, and set zero_optimization.mics_shard_size",
+    "unwrap_model": "call generate on all ranks, which gathers block by block",
+    "ondevice": 'use torch.device("meta") as a context',
+    "gatherreplaced": "call param.full_tensor() on all ranks",
     "checkpoint_engine": "checkpoints are safetensors files: call engine.save_checkpoint",
+    "deepspeed.io": "checkpoints are safetensors files: call engine.save_checkpoint",
+    "nebula": "checkpoint.async_save in the configuration saves in the background",
+    "checkpointing": "call torch.utils.checkpoint, which restores random numbers",
+    "autotun": "zero plan finds a configuration",
     "moe": "experts are ordinary modules, or transformers' models with experts, which train at "
     "every stage; see docs/migration.md, Not available",
+    "data_pipeline": "batches come from the data loader of the script",
+    "dataloader": "batches come from the data loader of the script, or initialize(training_data=)",
     "pipe": "pipelines are in zero.parallel.pipeline, see docs/pipeline-parallelism.md",
     "sequence": "see docs/sequence-parallelism.md",
     "sparse_attention": "use torch.nn.attention.flex_attention",
     "op_builder": "kernels are compiled when they are first used",
     "onebit": "take AdamW, and zero_quantized_gradients for smaller messages",
     "zeroone": "take AdamW, and zero_quantized_gradients for smaller messages",
-    "transformerlayer": "use torch.nn.TransformerEncoderLayer, or a model of transformers",
+    "transformer": "use torch.nn.TransformerEncoderLayer, or a model of transformers",
     "compression": "take torchao",
-    "data_pipeline": "batches come from the data loader of the script",
+    "deepspeed.linear": "take PEFT",
     "elasticity": "torchrun restarts jobs with a different number of processes",
     "module_inject": "tensor_parallel.autotp_size in the configuration shares layers",
+    "autotp": "tensor_parallel.autotp_size in the configuration shares layers",
+    "domino": "tensor_parallel.autotp_size in the configuration shares layers",
     "launcher": "zero launch starts the ranks",
     "inference": "zero only trains models: save the model, and load it with transformers or vLLM",
+    "hybrid": "zero only trains models: generate inside zero.GatheredParameters, or with vLLM",
     "fp16": "the engine has masters and loss scaling itself: enable fp16 in the configuration",
+    "autocast": "enable bf16 in the configuration",
     "compile": "enable compile in the configuration",
 }
+_ELSEWHERE = "see docs/compatibility.md, Names, and docs/migration.md, Not available"
 
 
 def instead_of(full_name: str) -> str:
-    """What to use in place of a name that zero does not have, to follow a message; else ""."""
+    """What to use in place of a name that zero does not have, to follow a message."""
     name = full_name.lower()
-    return next((f"; {text}" for part, text in _INSTEAD.items() if part in name), "")
+    return next((text for part, text in _INSTEAD.items() if part in name), _ELSEWHERE)
 
 
 def _read_table() -> dict[str, dict[str, str]]:

@@ -31,9 +31,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from zero.core.param_group import ParamGroup, State
+from zero.core.param_group import ParamGroup, State, owning_group
 from zero.core.quantized_weights import is_quantized, wraps_tensors
-from zero.core.sharded_param import owning_group, set_owning_group
+from zero.core.sharded_param import set_owner
 from zero.init import Init
 from zero.integrations.hf.quantized_experts import quantized, quantizes
 
@@ -166,7 +166,7 @@ class _Loading:
         elif any(map(_is_replaced, group.params, group.views)):
             self._kept.remove(group)
             for tensor in group.index:
-                set_owning_group(tensor, None)
+                set_owner(tensor, None)
             self._shard(group.modules[0])
 
     def _reshard(self, group: ParamGroup) -> None:

@@ -50,8 +50,11 @@ def plan(source: str, search: Search, out: Path, as_json: bool) -> str:
             "process(es): take more of them, shorter sequences, or an adapter"
         )
     batch = found[0].question.batch
+    section = PLAIN["zero_optimization"] | found[0].keys
+    if section["stage"] == 3 and all(each.requires_grad for each in search.model.parameters()):
+        section["stage3_gather_16bit_weights_on_model_save"] = True  # adapters do not need it
     keys = PLAIN | {
-        "zero_optimization": PLAIN["zero_optimization"] | found[0].keys,
+        "zero_optimization": section,
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": question.batch // batch,
     }

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -104,6 +105,24 @@ DEVICES = {
 }
 
 
+def of_device(names: str) -> Speeds:
+    """Return the speeds of a GPU, PCIe and drive, given as names separated by commas, such as
+    "rtx4090,pcie3,nvme4".
+
+    By default PCIe is the GPU's own, and other speeds are the assumed ones. Raises UsageError for
+    unknown names.
+    """
+    known = [re.sub(r"[ _-]", "", name).lower() for name in names.split(",") if name]
+    if unknown := [name for name in known if name not in DEVICES]:
+        raise UsageError(f"--device {unknown[0]}: expected some of {', '.join(DEVICES)}")
+    if not known:
+        return Speeds()
+    speeds = Speeds(source=f"by the makers of {', '.join(known)}; others assumed")
+    for name in sorted(known, key=[*DEVICES].index):  # a named PCIe replaces the GPU's
+        speeds = replace(speeds, **DEVICES[name])
+    return speeds
+
+
 def default_file() -> Path:
     """Return the file that `zero doctor --speeds` writes and `zero estimate` reads: speeds.json in
     ~/.cache/zero (XDG_CACHE_HOME).
@@ -131,36 +150,24 @@ def read(file: Path) -> Speeds:
     return speeds
 
 
-def chosen(text: str | None) -> Speeds:
-    """Return the speeds that `text` names, or those of the default file, or the assumed ones.
+# The speeds that each option sets; for a link, both directions at once.
+GIVEN = {
+    "network": ("network",),
+    "host": ("to_device", "from_device"),
+    "disk": ("disk_read", "disk_written"),
+    "memory": ("memory",),
+    "compute": ("compute", "compute_fp32"),
+}
 
-    Args:
-        text: names of devices, a file of `zero doctor --speeds`, and single speeds, separated by
-            commas, such as "rtx4090,pcie3,memory=50". Devices replace what the file says, a PCIe
-            that of its GPU, and single speeds both.
 
-    Raises UsageError for anything else.
+def chosen(file: Path | None, device: str | None, given: Mapping[str, float | None]) -> Speeds:
+    """Return the speeds of this file, or else of this device, of the default file, or the assumed
+    ones. Speeds that are `given` under their names in `GIVEN` replace them.
     """
-    has_default = text is None and default_file().is_file()
-    speeds, devices, given = read(default_file()) if has_default else Speeds(), [], {}
-    for part in filter(None, (text or "").split(",")):
-        name, equals, number = part.partition("=")
-        device = re.sub(r"[ _-]", "", part).lower()
-        if device in DEVICES:
-            devices.append(device)
-        elif equals and name in _NUMBERS and re.fullmatch(r"\d*\.?\d+", number) and float(number):
-            given[name] = float(number)
-        elif Path(part).is_file():
-            speeds = read(Path(part))
-        else:
-            raise UsageError(
-                f"--speeds {part}: expected a file of zero doctor --speeds, some of "
-                f"{', '.join(DEVICES)}, or a number above 0 for one of {', '.join(_NUMBERS)}, such "
-                "as memory=50"
-            )
-    for device in sorted(devices, key=[*DEVICES].index):
-        speeds = replace(speeds, **DEVICES[device])
-    if devices:
-        speeds = replace(speeds, source=f"by the makers of {', '.join(devices)}; others assumed")
-    speeds = replace(speeds, **given)
+    if file is None and device is None and default_file().is_file():
+        file = default_file()
+    speeds = of_device(device or "") if file is None else read(file)
+    for name, speed in given.items():
+        if speed is not None:
+            speeds = replace(speeds, **dict.fromkeys(GIVEN[name], speed))
     return replace(speeds, memory_8_bit=min(speeds.memory_8_bit, speeds.memory))

@@ -33,6 +33,7 @@ def trace(arguments: list[str]) -> int:
         "Nothing is saved. One file has all ranks of this machine, and those of other machines if "
         "TMPDIR is a folder that all machines share.",
         "--step 5 --out trace.json torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
+        json="the written file",
     )
     about = "the trace; .gz is compressed"
     options = _options(parser, arguments, "trace.json", about, (".json", ".gz"))
@@ -40,7 +41,8 @@ def trace(arguments: list[str]) -> int:
         merged = merge(_record("trace", options, Path(temporary)))
     content = json.dumps(merged).encode()
     options.out.write_bytes(gzip.compress(content) if options.out.suffix == ".gz" else content)
-    print(f"{options.out}: open it in https://ui.perfetto.dev")
+    shown = f"{options.out}: open it in https://ui.perfetto.dev"
+    print(json.dumps({"file": str(options.out)}) if options.json else shown)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -18,6 +19,7 @@ def report(arguments: list[str]) -> int:
         "Make an HTML page, which needs no network, from the records of json_monitor about one "
         "run, or about two runs side by side.",
         "output/run1 output/run2 --out report.html",
+        json="the summaries",
     )
     is_run = "folder of json_monitor, or its file steps.jsonl"
     parser.add_argument("run", type=Path, help=is_run)
@@ -39,6 +41,7 @@ def report(arguments: list[str]) -> int:
                 run.name += f" ({number})"
         try:
             content = page(runs)
+            summaries = {run.name: run.summary() for run in runs}
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             files = " or ".join(str(file_of(path)) for path in paths)
             raise UsageError(
@@ -46,5 +49,8 @@ def report(arguments: list[str]) -> int:
                 f"({type(error).__name__}: {' '.join(str(error).split())})"
             ) from error
         options.out.write_text(content, encoding="utf-8")
-    print(f"{options.out}: open it in a browser")
+    if options.json:
+        print(json.dumps({"file": str(options.out), "runs": summaries}, indent=2))
+    else:
+        print(f"{options.out}: open it in a browser")
     return 0

@@ -1,0 +1,222 @@
+"""run_distill.py with a student of which only LoRA adapters are trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import (
+    AutoPeftModelForCausalLM,
+    LoraConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
+from safetensors.torch import load_file
+from torch.nn.functional import kl_div, log_softmax
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from distill import data
+from distill.batch import IGNORED
+from distill.corpus import train_tokenizer
+from tests.processes import REPOSITORY, fork_ranks
+from tests.tolerance import assert_close, rounding
+
+pytestmark = [
+    # More than the limits of the two processes that the fixture starts.
+    pytest.mark.timeout(600),
+    # PEFT reads a property that transformers has renamed.
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
+]
+
+ADAPTER = "adapter_model.safetensors"
+COMMANDS = REPOSITORY / "tests" / "distill" / "scripts" / "commands.py"
+LINES = [f"def add_{i}(a, b):\n    return a + b + {i}\n" for i in range(40)]
+LENGTH, BATCH, STEPS, RATE = 32, 4, 3, 0.5
+CLOSE = rounding(torch.float32, 600, STEPS)
+LORA = ["--use_peft", "True", "--lora_r", "4", "--lora_alpha", "8", "--lora_dropout", "0"]
+COMMON = [
+    "--model_name_or_path", "{}/student", "--teacher_model_name_or_path", "{}/teacher",
+    "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--max_length", str(LENGTH),
+    "--max_steps", str(STEPS), "--logging_steps", "1", "--learning_rate", str(RATE), "--optim",
+    "sgd", "--lr_scheduler_type", "constant", "--max_grad_norm", "0", "--kd_alpha", "0.5",
+    "--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "True", "--do_train",
+    "--ddp_find_unused_parameters", "False", "--max_train_tokens", str(LENGTH * BATCH), *LORA,
+]  # fmt: skip
+JOBS: dict[int, dict[str, list[str]]] = {
+    0: {
+        "plain": [*COMMON, "--per_device_train_batch_size", str(BATCH)],
+        "untrained": [*COMMON, "--learning_rate", "0", "--max_steps", "1"],
+        "merged": [
+            *COMMON, "--per_device_train_batch_size", str(BATCH), "--merge_adapters", "True",
+            "--export_dtype", "float32", "--do_eval",
+        ],
+        "writes": [
+            *COMMON, "--lora_target_modules", "all-linear", "--lmbda", "1", "--max_new_tokens", "4",
+            "--hidden_loss_weight", "0.1", "--attn_relation_weight", "0.1",
+        ],
+        "no model": [
+            *LORA, "--student_config", "{}/student", "--kd_alpha", "0", "--train_file",
+            "{}/text.txt", "--do_train",
+        ],
+        "no layers": [*COMMON, "--lora_target_modules", "nothing_like_it"],
+        "no adapters": [
+            "--merge_adapters", "True", "--model_name_or_path", "{}/student", "--kd_alpha", "0",
+            "--train_file", "{}/text.txt", "--do_train",
+        ],
+    },
+    2: {
+        **{
+            f"stage {stage}": [
+                *COMMON, "--per_device_train_batch_size", str(BATCH // 2), "--deepspeed",
+                f"{{}}/stage{stage}.json",
+            ]
+            for stage in range(4)
+        },
+        "merged at stage 3": [
+            *COMMON, "--per_device_train_batch_size", str(BATCH // 2), "--deepspeed",
+            "{}/stage3.json", "--merge_adapters", "True", "--export_dtype", "float32",
+        ],
+        "writes at stage 3": [
+            *COMMON, "--lmbda", "1", "--max_new_tokens", "4", "--hidden_loss_weight", "0.1",
+            "--deepspeed", "{}/stage3.json",
+        ],
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    tokenizer = train_tokenizer(LINES, 290)
+    tokens: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+    for name, layers in (("student", 2), ("teacher", 3)):
+        torch.manual_seed(layers)
+        config = LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48,
+            num_hidden_layers=layers, num_attention_heads=4, initializer_range=0.3, **tokens,
+        )  # fmt: skip
+        LlamaForCausalLM(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    (folder / "text.txt").write_text("".join(LINES))
+    for stage in range(4):
+        section = {"stage": stage, "stage3_param_persistence_threshold": 100}
+        section["stage3_gather_16bit_weights_on_model_save"] = True
+        auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        settings = {"zero_optimization": section, **dict.fromkeys(auto, "auto")}
+        (folder / f"stage{stage}.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder) -> dict[str, Any]:
+    results = {}
+    for ranks, jobs in JOBS.items():
+        path = folder / f"jobs{ranks}.json"
+        words = {name: [*job, "--output_dir", f"{{}}/{name}"] for name, job in jobs.items()}
+        path.write_text(json.dumps([[w.format(folder) for w in job] for job in words.values()]))
+        process = fork_ranks(COMMANDS, path, nproc=ranks, timeout=240)
+        assert process.returncode == 0, process.stdout + process.stderr
+        results |= dict(zip(jobs, json.loads(path.with_suffix(".out").read_text()), strict=True))
+    return results
+
+
+def losses(folder: Path) -> list[float]:
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+def by_hand(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses and adapters of a loop of plain PEFT and torch."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "student")
+    ids = data.encode([data.Segment("".join(LINES), True)], tokenizer)
+    blocks = list(data.pack([ids], LENGTH, 0))
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(folder / name) for name in ("student", "teacher")
+    )
+    config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, task_type="CAUSAL_LM")
+    model = get_peft_model(student, config)
+    set_peft_model_state_dict(model, load_file(folder / "untrained" / ADAPTER))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
+    found = []
+    for _ in range(STEPS):
+        batch = data.Collator(0)(blocks[:BATCH])
+        labels = batch.pop("labels")[:, 1:].flatten()
+        learnt = labels != IGNORED
+        ours = model(**batch, use_cache=False).logits[:, :-1].flatten(0, 1)[learnt]
+        with torch.no_grad():
+            theirs = teacher(**batch, use_cache=False).logits[:, :-1].flatten(0, 1)[learnt]
+        ours, theirs = log_softmax(ours, -1), log_softmax(theirs, -1)
+        ce = -ours.gather(1, labels[learnt].unsqueeze(1)).mean()
+        kd = kl_div(ours, theirs, log_target=True, reduction="sum") / learnt.sum()
+        loss = 0.5 * ce + 0.5 * kd
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found, get_peft_model_state_dict(model)
+
+
+def test_adapters_are_trained_as_plain_peft_trains_them(folder, results):
+    assert results["plain"] == [0, ""]
+    expected_losses, expected = by_hand(folder)
+    assert losses(folder / "plain") == pytest.approx(expected_losses, rel=CLOSE)
+    found, first = (load_file(folder / name / ADAPTER) for name in ("plain", "untrained"))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_close(found[name], value, 600, STEPS)
+        assert not torch.equal(found[name], first[name])
+    assert not list((folder / "plain").glob("model*.safetensors"))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_every_stage_trains_the_same_adapters(stage, folder, results):
+    name = f"stage {stage}"
+    assert results[name] == [0, ""]
+    assert losses(folder / name) == pytest.approx(losses(folder / "plain"), rel=CLOSE)
+    found, expected = (load_file(folder / each / ADAPTER) for each in (name, "plain"))
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert_close(found[key], value, 600, STEPS)
+
+
+def test_saved_adapters_load_on_their_base(folder, results):
+    student = AutoPeftModelForCausalLM.from_pretrained(folder / "plain")
+    assert student.peft_config["default"].r == 4
+    card = (folder / "plain" / "README.md").read_text()
+    assert f"base_model: {folder}/student" in card and "kd_alpha" in card
+
+
+@pytest.mark.parametrize("name", ["merged", "merged at stage 3"])
+def test_merged_students_predict_what_their_adapters_do(name, folder, results):
+    assert results[name] == [0, ""]
+    assert not (folder / name / "adapter_config.json").exists()
+    whole = AutoModelForCausalLM.from_pretrained(folder / name)
+    assert whole.dtype == torch.float32
+    adapted = AutoPeftModelForCausalLM.from_pretrained(folder / "plain")
+    ids = torch.arange(3, 40).unsqueeze(0)
+    with torch.no_grad():
+        ours, expected = whole(input_ids=ids).logits, adapted(input_ids=ids).logits
+    assert_close(ours, expected, 600, STEPS)
+
+
+@pytest.mark.parametrize("name", ["writes", "writes at stage 3"])
+def test_adapted_students_write_and_match_layers(name, folder, results):
+    assert results[name] == [0, ""]
+    assert not [key for key in load_file(folder / name / ADAPTER) if "distillation" in key]
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("no model", "--use_peft needs a trained student: give --model_name_or_path"),
+        ("no layers", "--lora_target_modules: "),
+        ("no adapters", "--merge_adapters needs adapters: give --use_peft"),
+    ],
+)
+def test_what_adapters_cannot_do_is_named(name, words, results):
+    code, message = results[name]
+    assert code == 2 and words in message

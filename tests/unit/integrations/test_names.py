@@ -1,0 +1,68 @@
+"""Names of DeepSpeed: those that frameworks use exist; those that its documentation has exist, or
+say what to use instead. `deepspeed_names.txt` has them, by framework and its version or revision.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import run
+from zero.integrations.deepspeed.names import instead_of
+
+LIST = Path(__file__).with_name("deepspeed_names.txt")
+DOCUMENTED = "documented by DeepSpeed 0.19.6"
+# Of the frameworks that were read, these import none: verl, sentence-transformers,
+# alignment-handbook.
+FIND = """
+import importlib, sys, zero.hf
+zero.hf.enable()
+for name in sys.argv[1:]:
+    found, *rest = name.split(".")
+    value = importlib.import_module(found)
+    for part in rest:
+        found += "." + part
+        try:
+            value = getattr(value, part)
+        except AttributeError:
+            try:
+                value = importlib.import_module(found)
+            except ImportError as error:
+                print(name, error, sep=": ")
+                break
+"""
+
+
+def names_of() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for line in LIST.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# "):
+            names = found.setdefault(line[2:], [])
+        else:
+            names.append(line)
+    return found
+
+
+@pytest.fixture(scope="module")
+def missing() -> dict[str, str]:
+    """The error of each name that is not there."""
+    names = sorted({name for names in names_of().values() for name in names})
+    done = run([sys.executable, "-c", FIND, *names], timeout=120)
+    assert done.returncode == 0, done.stderr
+    return dict(line.split(": ", 1) for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("framework", [each for each in names_of() if each != DOCUMENTED])
+def test_names_that_a_framework_uses_exist(framework: str, missing: dict[str, str]) -> None:
+    assert [missing[name] for name in names_of()[framework] if name in missing] == []
+
+
+def test_documented_names_exist_or_say_what_to_use(missing: dict[str, str]) -> None:
+    names = names_of()[DOCUMENTED]
+    errors = {name: missing[name] for name in names if name in missing}
+    assert len(errors) < 0.4 * len(names)
+    for name, error in errors.items():
+        _, _, instead = error.partition("is not provided by zero; ")
+        assert instead and instead != instead_of("nothing like it"), (name, error)
