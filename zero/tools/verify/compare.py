@@ -139,6 +139,8 @@ def compare(engine: Path, plain: Path, disturbed: Path) -> Result:
     result, steps = Result(), steps_in(engine, plain, disturbed)
     for step in range(steps + 1):
         for compared in recordings.compared(step):
+            if not compared.tensors:
+                continue
             worst = max(compared.tensors, key=lambda tensor: tensor.relative)
             count, noise = len(compared.tensors), compared.noise or 0
             row = Row(step, compared.kind, count, noise, worst.relative, worst.name)
@@ -220,8 +222,7 @@ class Recordings:
         noise, eps = len(gradients) - len(loud), torch.finfo(torch.float32).eps
         _require_equal(2 * noise <= len(gradients))
         yield Compared("loss", self._numbers("loss"), self.eps)
-        if loud:
-            yield Compared("gradient", list(loud.values()), self.eps, noise)
+        yield Compared("gradient", list(loud.values()), self.eps, noise)
         yield Compared("setting", self._numbers("setting"))
         # Each side adds up millions of squares in fp32, in its own order.
         yield Compared("norm", self._numbers("norm"), math.sqrt(eps) / _MARGIN)
