@@ -65,7 +65,7 @@ def in_backward() -> bool:
 def _with_base(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensor and, if it is a view, its base: a write to a view gives the view another node."""
     yield tensor
-    if tensor._is_view() and tensor._base is not None:
+    if tensor._base is not None:
         yield tensor._base
 
 
