@@ -1,10 +1,11 @@
-"""The exception for a user's mistake, the word that was meant by it, and how a failed process ends,
-so that only one rank prints the error.
+"""The exception for a user's mistake, the word that was meant by it, how numbers are written for
+people, and how a failed process ends, so that only one rank prints the error.
 
 Also the release of DeepSpeed that zero follows. This file knows nothing else of the project.
 """
 
 import difflib
+import math
 import os
 import sys
 import time
@@ -40,6 +41,27 @@ def nearest(given: str, names: Iterable[str], cutoff: float | None = None) -> st
     return spelt.get(
         next(iter(difflib.get_close_matches(wrong, spelt, n=1, cutoff=cutoff)), ""), ""
     )
+
+
+def rounded(value: float, digits: int = 3) -> str:
+    """The number with at most so many digits, as a person would write it: 0.026, 2.5, 39,700."""
+    if not value:
+        return "0"
+    places = digits - 1 - math.floor(math.log10(abs(value)))
+    text = f"{round(value, places):,.{max(places, 0)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size(nbytes: float) -> str:
+    """A number of bytes, as a person would write it: 0, 512 B, 1.5 MiB, 22.9 GiB."""
+    if not nbytes:
+        return "0"
+    power = min(int(math.log(max(nbytes, 1), 1024)), len(_UNITS) - 1)
+    amount = nbytes / 1024**power
+    return f"{rounded(amount, 3 if amount < 1000 else 4)} {_UNITS[power]}"
 
 
 # Within this time a launcher ends the other ranks after one has failed.

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
-from zero.errors import UsageError
+from zero.errors import UsageError, size
 
 logger = logging.getLogger("zero")
 
@@ -105,15 +105,11 @@ def sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def megabytes(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.1f} MiB"
-
-
 def require_room(folder: Path, nbytes: int, what: str, named: Path | None = None) -> None:
     """Raise OSError, with the folder that is `named` in it, unless there is room for `what`."""
     free = shutil.disk_usage(folder).free
     if nbytes > free:
-        sizes = f"{what} takes {megabytes(nbytes)} and {megabytes(free)} are free"
+        sizes = f"{what} takes {size(nbytes)} and {size(free)} are free"
         text = f"{sizes}; make room or name another folder"
         raise OSError(errno.ENOSPC, text, str(named or folder))
 

@@ -23,7 +23,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from zero.checkpoint.disk import megabytes
 from zero.checkpoint.files import TensorSpec, bytes_of
 from zero.checkpoint.models import MODEL_FILE, write_model
 from zero.checkpoint.state import model_config, plain_tensors, require_values, saved_places
@@ -33,7 +32,7 @@ from zero.core.layout import PIPELINE_PLACE
 from zero.core.param_group import ParamGroup, owning_group
 from zero.core.quantized_weights import wraps_tensors
 from zero.core.sharded_param import ShardedParameter, cut_of, local
-from zero.errors import UsageError
+from zero.errors import UsageError, size
 from zero.optim.sharded_optimizer import precise_values
 from zero.threads import EngineThread
 
@@ -381,7 +380,7 @@ def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> dict[st
     place = next((place for place in places if shutil.disk_usage(place).free > nbytes), None)
     if place is None:
         raise OSError(
-            f"no room for the {megabytes(nbytes)} of the model in {' or '.join(places)}; set "
+            f"no room for the {size(nbytes)} of the model in {' or '.join(places)}; set "
             "TMPDIR to a disk"
         )
     entries: list[tuple[str, torch.Size, torch.dtype, int]] = []

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from zero.engine import ZeroEngine
+from zero.errors import size
 from zero.monitor.memory_usage import (
     BUFFERS,
     DEVICE,
@@ -133,7 +134,3 @@ def _remedy(engine: ZeroEngine, kind: str, place: str) -> str:
         price = " (the price: weights are gathered for each use)" if needed == 3 else ""
         return f"zero_optimization.stage {needed}{price}"
     return _REMEDIES[kind]
-
-
-def size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.2f} MiB"

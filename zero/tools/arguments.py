@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,14 +96,16 @@ class Parser(ArgumentParser):
 
 class Working:
     """Shows on stderr that a long step is running: on a terminal as a line with the elapsed time,
-    otherwise by printing each new text of `show`.
+    otherwise by printing new texts of `show`, at most one in `interval` seconds.
     """
 
-    def __init__(self, text: str):
+    def __init__(self, text: str, interval: float = 0.0):
         from rich.console import Console  # here: most commands do without
         from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
         self._text = text
+        self._interval = interval
+        self._next = time.monotonic() + interval
         # do not let rich decide: in CI logs, FORCE_COLOR makes it assume a terminal
         is_terminal = sys.stderr.isatty()
         console = Console(file=sys.stderr, force_terminal=is_terminal)
@@ -115,8 +118,9 @@ class Working:
         return self
 
     def show(self, text: str) -> None:
-        if text != self._text and self._line.disable:
+        if text != self._text and self._line.disable and time.monotonic() >= self._next:
             print(text, file=sys.stderr, flush=True)
+            self._next = time.monotonic() + self._interval
         self._text = text
         self._line.update(self._task, description=text)
 

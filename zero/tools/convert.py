@@ -14,7 +14,7 @@ from zero.checkpoint.manifest import MANIFEST
 from zero.conversion import dcp, deepspeed, full, ours
 from zero.conversion.training_state import TrainingState
 from zero.errors import UsageError
-from zero.tools.arguments import Parser, count
+from zero.tools.arguments import Parser, Working, count
 
 # Each can say whether a folder has its files, and read it. The first that recognizes a folder does.
 READERS = (deepspeed, dcp, full)
@@ -39,8 +39,10 @@ def adopt(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     folder = Path(options.folder).resolve()
     out = _new(folder, options.out, "zero")
-    state = read_any(folder)
-    _write(ours.write, state, out)
+    with Working(f"adopt: reading {folder}", 5.0) as working:
+        state = read_any(folder)
+        working.show(f"adopt: writing {out}")
+        _write(ours.write, state, out)
     _report(state, out, options.json)
 
 
@@ -63,9 +65,11 @@ def convert(arguments: list[str]) -> None:
     out = _new(folder, options.out, options.to)
     if any(reader.recognizes(folder) for reader in READERS):
         raise UsageError(f"{folder} is of another engine: turn it into one of zero with adopt")
-    state = ours.read(folder)
-    state.ranks = options.ranks or state.ranks
-    _write(WRITERS[options.to], state, out)
+    with Working(f"convert: reading {folder}", 5.0) as working:
+        state = ours.read(folder)
+        state.ranks = options.ranks or state.ranks
+        working.show(f"convert: writing {out}")
+        _write(WRITERS[options.to], state, out)
     _report(state, out, options.json)
 
 

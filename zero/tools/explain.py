@@ -19,9 +19,8 @@ from zero.config.keys import Section
 from zero.config.load import load_config
 from zero.config.settings import Config
 from zero.config.table import Row, rows
-from zero.errors import UsageError
+from zero.errors import UsageError, size
 from zero.tools.arguments import Parser
-from zero.tools.report.runs import size
 
 ACTING = "Keys with an effect"
 FILLED_IN = "Keys that the Trainer or accelerate fills in"
@@ -54,17 +53,20 @@ def explain(source: str) -> str:
     """The explanation of a configuration as text; ValueError as `load_config` raises it."""
     config = load(source)
     keys = list(_explained(config))
-    lines = [f"{source}: {_summary(config)}", *_advice(config)]
+    lines = [f"{source}:", *map(_indented, [_summary(config), *_advice(config)])]
     for group in (ACTING, FILLED_IN, IDLE):
         members = [entry for entry in keys if entry.group == group]
         if members:
             lines += ["", f"{group}:"]
         for entry in members:
-            text = textwrap.indent(textwrap.fill(entry.text, width=94), "      ")
-            lines += [f"  {entry.key} = {entry.value}", text]
+            lines += [f"  {entry.key} = {entry.value}", _indented(entry.text, "      ")]
     if config.origin.ignored:
-        lines += ["", f"Unknown keys, ignored: {', '.join(config.origin.ignored)}"]
+        lines += ["", _indented(f"Unknown keys, ignored: {', '.join(config.origin.ignored)}", "")]
     return "\n".join([*lines, "", "All other keys are at their defaults."])
+
+
+def _indented(text: str, indent: str = "  ") -> str:
+    return textwrap.fill(text, 100, initial_indent=indent, subsequent_indent=indent)
 
 
 def _advice(config: Config) -> Iterator[str]:

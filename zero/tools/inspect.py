@@ -12,11 +12,11 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from zero.checkpoint import disk
 from zero.checkpoint import folder as folders
 from zero.checkpoint.blocks import check_files, verify
 from zero.checkpoint.manifest import KIND, MANIFEST, itemsize, read_manifest
 from zero.checkpoint.resumable import check_resumable
+from zero.errors import size
 from zero.tools.arguments import CHECKPOINT, Parser
 
 
@@ -111,6 +111,7 @@ def facts(checkpoint: Path) -> dict[str, Any]:
     parameters, scaler = manifest.parameters.values(), manifest.loss_scaler
     return {
         "checkpoint": str(folder),
+        "checksums_verified": sum(len(entry.sums) for entry in manifest.files.values()),
         "written": manifest.time,
         "torch": manifest.torch,
         "format": manifest.version,
@@ -126,23 +127,21 @@ def facts(checkpoint: Path) -> dict[str, Any]:
         "loss_scale": scaler.get("scale") if isinstance(scaler, dict) else None,
         "client_state": [str(key) for key in _keys(manifest.client_state)],
         "bytes": sizes,
-        "checksums_verified": sum(len(entry.sums) for entry in manifest.files.values()),
         "files": {name: entry.bytes for name, entry in manifest.files.items()},
     }
 
 
 def describe(found: dict[str, Any]) -> str:
-    """Return `facts` as text, a line for each, and tables of bytes below them."""
+    """Return `facts` as text, a line for each that is there, and tables of bytes below them."""
     lines, tables = [], []
     for key, value in found.items():
         name = key.replace("_", " ")
         if isinstance(value, dict):
-            sizes = (f"{disk.megabytes(each):>16}  {part}" for part, each in value.items())
+            sizes = (f"{size(each):>12}  {part}" for part, each in value.items())
             tables += ["", f"{name}:", *sizes]
-        else:
+        elif value or value == 0:
             shown = ", ".join(value) if isinstance(value, list) else value
-            shown = f"{shown:,}" if isinstance(shown, int) else shown or "none"
-            lines.append(f"{name:<20}{shown}")
+            lines.append(f"{name:<20}{f'{shown:,}' if isinstance(shown, int) else shown}")
     return "\n".join(lines + tables)
 
 

@@ -302,7 +302,7 @@ def test_nothing_is_saved_while_a_script_is_verified(verify: Callable, tmp_path:
     script.write_text(SAVES)
     code, stdout, stderr = verify(script, output)
     assert code == 0, stdout + stderr
-    assert "equal within rounding for 1 step(s)" in stdout and not output.exists()
+    assert "Equal within rounding for 1 step(s)." in stdout and not output.exists()
 
 
 def test_the_command_runs_a_script_twice():
@@ -310,7 +310,7 @@ def test_the_command_runs_a_script_twice():
     others = {"nproc": 0, "timeout": 120, "cwd": REPOSITORY, "imported": "zero"}
     done = fork_ranks("-m", "zero", *words, **others)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "equal within rounding for 1 step(s)" in done.stdout
+    assert done.stdout.startswith("Equal within rounding for 1 step(s).\n")
     assert "on plain torch: step 1 of 1" in done.stderr
 
 

@@ -165,7 +165,7 @@ def test_too_little_space_is_an_error_before_the_first_byte(tmp_path, monkeypatc
     monkeypatch.setattr(
         shutil, "disk_usage", lambda path: namedtuple("Usage", "total used free")(100, 90, 10)
     )
-    with pytest.raises(OSError, match="takes 1,024.0 MiB and 0.0 MiB are free") as caught:
+    with pytest.raises(OSError, match="takes 1 GiB and 10 B are free") as caught:
         folders.begin(tmp_path, "global_step2", 2**30)
     assert caught.value.errno == errno.ENOSPC
     assert sorted(path for path in tmp_path.rglob("*")) == before

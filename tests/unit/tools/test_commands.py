@@ -186,8 +186,6 @@ def test_a_command_that_can_start_is_not_refused(given: str, here):
         ("memory --out none/m.png x.py", "none/m.png cannot be written"),
         ("report none --out none/r.html", "none/r.html cannot be written"),
         ("report none --out folder", "folder is a folder"),
-        ("verify --folder x.py x.py", "x.py: not a folder"),
-        ("verify --folder x.py/y x.py", "x.py/y/engine: Not a directory"),
         ("explain folder", "folder: cannot read"),
         ("explain bytes", "bytes: cannot read"),
         ("explain x.py", "x.py: line 1, column 1: not valid JSON"),

@@ -43,7 +43,7 @@ def test_what_would_fail_is_said_with_a_remedy(capsys, monkeypatch):
     assert code == 1 and set(lines) == {"torch", "no-such-package"}
     assert lines["torch"].endswith("-> pip install 'torch>=99.0'")
     assert "missing -> pip install 'no-such-package>=1.0'" in lines["no-such-package"]
-    assert "2 fault(s)" in text.splitlines()[-1]
+    assert text.startswith("2 fault(s), ") and max(map(len, text.splitlines())) <= 100
     assert "slow  shared memory" in text and "--shm-size" in text
     monkeypatch.setattr(checks, "accelerator", lambda: torch.device("cuda:0"))
     assert checks.shared_memory(ROOT).level == FAILS
@@ -70,9 +70,11 @@ def test_speeds_are_measured_and_written(capsys, tmp_path, monkeypatch):
     found, written = read(file), json.loads(file.read_text())["speeds"]
     assert code == 0 and found.source.startswith("measured by 1 process on ")
     assert not found.has_accelerator and "network" not in written
-    assert "not measured, but assumed: network, " in text and str(file) in text
+    assert "Not measured, but assumed: network, " in text
+    assert text.startswith(f"Written to {file}.\n")
     measured = ("compute", "compute_fp32", "device_memory", "calls", "disk_read", "memory")
-    assert all(written[name] > 0 for name in measured) and "disk read " in text
+    assert all(written[name] > 0 for name in measured)
+    assert "disk read " in " ".join(text.split())
     code, text = doctor(capsys, "--json", "--speeds", str(file), "--folder", str(tmp_path))
     assert json.loads(text)["speeds"].keys() == vars(found).keys()
 
@@ -104,7 +106,7 @@ def test_a_folder_that_is_missing_is_refused(capsys, tmp_path):
 def test_the_slow_link_is_named():
     found = list(links.findings({(0, 1): 10.0, (0, 2): 9.0, (1, 2): 1.0}))
     assert [(each.level, each.found) for each in found] == [
-        (OK, "median 9.00 GB/s over 3 pair(s) of ranks"), (SLOW, "rank 1 - 2: 1.00 GB/s"),
+        (OK, "median 9 GB/s over 3 pair(s) of ranks"), (SLOW, "rank 1 - 2: 1 GB/s"),
     ]  # fmt: skip
 
 

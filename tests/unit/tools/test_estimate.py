@@ -33,6 +33,7 @@ from zero.tools.estimate.speeds import default_file, of_device, read
 def no_measured_speeds(tmp_path, monkeypatch):
     """Whatever this machine's user has measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
+    monkeypatch.setattr("zero.tools.estimate.command._SECONDS", 1e9)  # no progress on stderr
 
 
 SIZES = {
@@ -149,7 +150,7 @@ def refusal(capsys: pytest.CaptureFixture[str], call: Callable[..., Any], *argum
 )
 def test_without_a_known_class_the_type_decides(shape, name, ask):
     assert class_of(shape).__name__ == name
-    assert f"this is a {name}" in ask(shape, {"stage": 3})
+    assert f"this is a {name}" in " ".join(ask(shape, {"stage": 3}).split())
     assert ask(shape, {"stage": 3}, "--json")["class"] == name
 
 
@@ -263,12 +264,11 @@ def test_files_are_a_remedy_for_too_little_host_memory(ask):
     best = next(each for each in found["remedies"] if "nvme" in each["change"])
     assert best["host"] <= 60 << 20 < parts(found, "host") and best["disk"] > 0
     text = ask(shape, section, "--world", "2", *limits, aio={"queue_depth": 4})
-    assert (
-        "This does not fit: each rank has 40.00 MiB of device memory and 60.00 MiB of host memory."
-        in text
-    )
+    verdict = "This does not fit: each rank has 40 MiB of device memory and 60 MiB of host memory."
+    assert text.startswith(f"{verdict}\nEach of 2 ranks needs ")
+    assert max(map(len, text.splitlines())) <= 100
     assert "the largest part of host memory: optimizer state" in text
-    assert "The 2 ranks of a host hold " in text and "MiB on disk, " in text
+    assert "The 2 ranks of a host hold " in text and "MiB on disk, " in " ".join(text.split())
     assert found["host_memory_of_a_host"] == 2 * parts(found, "host")
     alone = ask(shape, section, "--world", "2", "--json", "--gpus-per-host", "1")
     assert alone["host_memory_of_a_host"] == parts(found, "host")
@@ -347,7 +347,8 @@ def test_speeds_can_be_given(ask):
     assert slow["tokens_per_second"] == pytest.approx(16 / slow["seconds"])
     assert slow["seconds"] == pytest.approx(sum(slow["parts_of_a_step"].values()))
     text = ask(shape, section, *options, "--disk-speed", "5", "--memory-speed", "50")
-    assert "disk read 5, disk written 5, memory 50" in text and " tokens/s" in text
+    assert "disk read 5, disk written 5, memory 50" in " ".join(text.split())
+    assert " tokens/s" in text and "2,680" in text
 
 
 def test_what_the_configuration_lets_overlap_is_not_added(ask):
@@ -431,7 +432,8 @@ def test_offload_that_is_not_needed_is_named(ask, prompt_host):
     shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
     options = [*prompt_host, "--batch", "2", "--seq", "8", "--device-memory"]
     text = ask(shape, both, *options, "1G")
-    assert "This fits: each rank has 1.00 GiB of device memory." in text
+    assert text.startswith("This fits: each rank has 1 GiB of device memory.")
+    text = " ".join(text.split())
     assert re.search("also fits, and is .* times as fast, with no offload_optimizer, no", text)
     found = ask(shape, both, *options, "1G", "--json")
     plain = ask(shape, {"stage": 3}, *options[:-1], "--json")
@@ -550,7 +552,7 @@ def test_a_teacher_is_estimated_beside_its_student(ask, tmp_path, capsys):
     assert on_host[0]["parameters of the teacher"] > 1.5 * on_host[1]["parameters of the teacher"]
     assert whole["operations"] > 1.5 * alone["operations"]
     text = ask(llama(), {"stage": 3}, *beside)
-    assert f"beside {beside[1]} (" in text and "parameters of the teacher" in text
+    assert f"beside {beside[1]} (" in " ".join(text.split()) and "parameters of the teacher" in text
     t5 = transformers.T5Config(**T5, decoder_start_token_id=0)
     assert "name two of one kind" in refusal(capsys, ask, t5, {"stage": 3}, *beside)
     for options in (["--teacher-bits", "4"], beside[:2]):
@@ -572,7 +574,8 @@ def plan(tmp_path, capsys) -> Callable[..., str]:
 
 def test_a_plan_fits_and_is_the_fastest(plan, ask, tmp_path):
     def rates(text: str) -> list[float]:
-        return [float(found.replace(",", "")) for found in re.findall(r"([\d,]+) tokens/s", text)]
+        found = re.findall(r"([\d,]+)\s+tokens/s", text)
+        return [float(rate.replace(",", "")) for rate in found]
 
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 2048}
     shape = llama(**sizes, num_hidden_layers=1)
@@ -587,7 +590,8 @@ def test_a_plan_fits_and_is_the_fastest(plan, ask, tmp_path):
     assert rates(text) == [pytest.approx(again["tokens_per_second"], rel=0.01)]
     assert "Nothing else fits." in text
     assert f"zero_optimization.stage = {section['stage']}" in text
-    assert "--per_device_train_batch_size 1 --gradient_accumulation_steps 1" in text
+    options = "--per_device_train_batch_size 1 --gradient_accumulation_steps 1"
+    assert options in " ".join(text.split())
     found = json.loads(plan(shape, "--device-memory", "1G", "--json"))
     assert found["configuration"]["zero_optimization"] == {"stage": 0}
     assert found["configuration"] == json.loads((tmp_path / "planned.json").read_text())

@@ -16,9 +16,10 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.unit.integrations.test_hook import assert_refused
+from zero.errors import size
 from zero.tools.cli import main
 from zero.tools.report.page import page
-from zero.tools.report.runs import REST, Run, read, size
+from zero.tools.report.runs import REST, Run, read
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
@@ -96,11 +97,11 @@ def test_what_the_page_computes():
     assert run.seconds_by_rank() == [(0, pytest.approx(0.65)), (1, pytest.approx(0.9))]
     assert run.summary()["exposed waits"] == "35.0%" and run.summary()["last loss"] == "7"
     assert [size(each) for each in (0, 1023, 1024, 3 << 30, 5 << 50)] == [
-        "0 B",
-        "1023 B",
+        "0",
+        "1,023 B",
         "1 KiB",
         "3 GiB",
-        "5120 TiB",
+        "5,120 TiB",
     ]
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
+from zero.errors import UsageError
 from zero.tools.verify.compare import Result, compare
 
 START = {"a": torch.ones(8), "b": torch.ones(4)}
@@ -65,9 +67,10 @@ def test_batches_that_are_drawn_at_random_are_named(tmp_path: Path):
         {name: torch.randn(values.shape) for name, values in START.items()} for _ in range(3)
     ]
     folders = [write(tmp_path / str(number), each) for number, each in enumerate(gradients)]
-    difference = compare(*folders).difference
-    assert difference is not None and "Set a seed" in difference.cause
+    with pytest.raises(UsageError, match="set a seed"):
+        compare(*folders)
 
 
 def test_a_step_that_overflows_by_rounding_alone_is_named(tmp_path: Path):
-    assert runs(tmp_path, engine=1.0, disturbed=1.0, applied=False).unsure == 1
+    with pytest.raises(UsageError, match="whether step 1 overflows"):
+        runs(tmp_path, engine=1.0, disturbed=1.0, applied=False)

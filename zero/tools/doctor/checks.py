@@ -10,6 +10,7 @@ import platform
 import resource
 import shutil
 import socket
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from torch.torch_version import TorchVersion
 
 from zero.comm.world import compute_device, default_backend
 from zero.device import CPU, accelerator, is_accelerator, room
+from zero.errors import rounded, size
 from zero.optim import adam_cpu
 from zero.releases import installed, newer_than_tested
 from zero.tools.doctor.speeds import FILE_BYTES, file_speeds
@@ -49,16 +51,17 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         remedy = f" -> {self.remedy}" if self.remedy else ""
-        return f"{self.level:<6}{self.check:<16}{self.found}{remedy}"
+        line = f"{self.level:<6}{self.check:<16}{self.found}{remedy}"
+        return textwrap.fill(line, 100, subsequent_indent=" " * 22, break_on_hyphens=False)
+
+
+def _finding(check: str, works: bool, found: str, remedy: str, otherwise: str = FAILS) -> Finding:
+    """What is fine needs no remedy."""
+    return Finding(check, OK, found) if works else Finding(check, otherwise, found, remedy)
 
 
 def findings(folder: Path | None) -> Iterator[Finding]:
-    """Check this machine, and the disk of `folder`. What is fine needs no remedy."""
-    for finding in _checked(folder):
-        yield finding._replace(remedy="") if finding.level == OK else finding
-
-
-def _checked(folder: Path | None) -> Iterator[Finding]:
+    """Check this machine, and the disk of `folder`."""
     yield Finding("python", OK, platform.python_version())
     for package, least in LEAST.items():
         yield version(package, least)
@@ -77,8 +80,8 @@ def _checked(folder: Path | None) -> Iterator[Finding]:
 
 def version(package: str, least: str) -> Finding:
     found = installed(package)
-    level = OK if found and TorchVersion(found) >= least else FAILS
-    return Finding(package, level, found or "missing", f"pip install '{package}>={least}'")
+    works = bool(found and TorchVersion(found) >= least)
+    return _finding(package, works, found or "missing", f"pip install '{package}>={least}'")
 
 
 def _devices() -> Finding:
@@ -88,11 +91,12 @@ def _devices() -> Finding:
             build = f"install a CUDA build of torch, or a driver for CUDA {torch.version.cuda}"
             return Finding("devices", FAILS, "torch sees no GPU", f"there is a driver: {build}")
         return Finding("devices", OK, f"none: training runs on {device_name(CPU)}")
-    number, ranks = torch.accelerator.device_count(), _ranks()
-    memory = torch.accelerator.get_memory_info(device)[1] / 2**30
-    found = f"{number} x {device_name(device)}, {memory:.0f} GiB for {ranks} rank(s)"
-    level = FAILS if ranks > number else OK
-    return Finding("devices", level, found, f"start at most {number} ranks on this machine")
+    count, ranks = torch.accelerator.device_count(), _ranks()
+    memory = size(torch.accelerator.get_memory_info(device)[1])
+    found = f"{count} x {device_name(device)}, {memory} for {ranks} rank(s)"
+    return _finding(
+        "devices", ranks <= count, found, f"start at most {count} ranks on this machine"
+    )
 
 
 def device_name(device: torch.device) -> str:
@@ -113,8 +117,8 @@ def _backend() -> Finding:
     if accelerator() is not None and not is_accelerator(device):
         found = "torch has no collectives for this device"
         return Finding("backend", SLOW, found, "the engine computes on the CPU")
-    level = OK if dist.is_backend_available(name) else FAILS
-    return Finding("backend", level, name, "install a build of torch that has it")
+    works = dist.is_backend_available(name)
+    return _finding("backend", works, name, "install a build of torch that has it")
 
 
 def _bf16() -> Finding:
@@ -124,14 +128,13 @@ def _bf16() -> Finding:
         cpu = Path("/proc/cpuinfo")
         text = cpu.read_text() if cpu.exists() else ""
         has = platform.machine() != "x86_64" or "avx512_bf16" in text or "amx_bf16" in text
-    if has:
-        return Finding("bf16", OK, "in hardware")
-    return Finding("bf16", SLOW, "emulated", "train in fp32 or fp16")
+    found = "in hardware" if has else "emulated"
+    return _finding("bf16", has, found, "train in fp32 or fp16", SLOW)
 
 
 def _locked_memory() -> Finding:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    found = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB"
+    found = "unlimited" if limit == resource.RLIM_INFINITY else size(limit)
     if accelerator() is None:
         return Finding("locked memory", OK, f"{found}; not needed without an accelerator")
     try:
@@ -147,29 +150,29 @@ def shared_memory(place: Path) -> Finding:
     if not place.is_dir():
         remedy = "DataLoader workers need it: mount a tmpfs there"
         return Finding("shared memory", SLOW, f"no {place}", remedy)
-    size = shutil.disk_usage(place)
-    found = f"{size.free / 2**30:.1f} of {size.total / 2**30:.1f} GiB free in {place}"
+    usage = shutil.disk_usage(place)
+    found = f"{size(usage.free)} of {size(usage.total)} free in {place}"
     # NCCL needs it; on CPUs only a DataLoader's workers do
     too_little = SLOW if accelerator() is None else FAILS
-    level = too_little if size.free < LEAST_SHARED_MEMORY else OK
     remedy = "docker run --shm-size=8g, or delete files there"
-    return Finding("shared memory", level, found, remedy)
+    works = usage.free >= LEAST_SHARED_MEMORY
+    return _finding("shared memory", works, found, remedy, too_little)
 
 
 def _host_memory() -> Finding:
     free, total = room(CPU)
-    found = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    found = f"{size(free)} of {size(total)} free"
     if _ranks() > 1:
         found += f" for each of {_ranks()} ranks"
     remedy = "end other processes, start fewer ranks, or raise the limit"
-    return Finding("host memory", SLOW if free < LEAST_MEMORY else OK, found, remedy)
+    return _finding("host memory", free >= LEAST_MEMORY, found, remedy, SLOW)
 
 
 def compiler() -> Finding:
     name, is_built = os.environ.get("CXX") or "c++", adam_cpu.is_compiled()
     found = f"{name} {'has built' if is_built else 'cannot build'} the Adam kernel"
     remedy = "only for offloaded optimizers: install a C++ compiler, or name one in CXX"
-    return Finding("C++ compiler", OK if is_built else SLOW, found, remedy)
+    return _finding("C++ compiler", is_built, found, remedy, SLOW)
 
 
 def _host_name() -> Finding:
@@ -185,12 +188,12 @@ def _host_name() -> Finding:
 def disk(folder: Path) -> Finding:
     free, remedy = shutil.disk_usage(folder).free, "name a folder on another disk"
     if free < 2 * FILE_BYTES:
-        return Finding("disk", FAILS, f"{free >> 20} MiB free in {folder}", remedy)
+        return Finding("disk", FAILS, f"{size(free)} free in {folder}", remedy)
     try:
         rates = dict(file_speeds(folder, limit=0))
     except OSError as error:
         return Finding("disk", FAILS, str(error), remedy)
     written, read = rates["disk_written"], rates["disk_read"]
-    found = f"writes {written:.2f} GB/s, reads {read:.2f} GB/s in {folder}"
-    level = SLOW if min(written, read) < SLOW_DISK else OK
-    return Finding("disk", level, found, "for offload to files name a folder on an NVMe drive")
+    found = f"writes {rounded(written)} GB/s, reads {rounded(read)} GB/s in {folder}"
+    remedy = "for offload to files name a folder on an NVMe drive"
+    return _finding("disk", min(written, read) >= SLOW_DISK, found, remedy, SLOW)

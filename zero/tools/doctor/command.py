@@ -16,7 +16,7 @@ from zero.comm.world import compute_device, init_distributed
 from zero.errors import UsageError
 from zero.tools.arguments import Parser, Working
 from zero.tools.doctor import checks, links, speeds
-from zero.tools.doctor.checks import FAILS, OK, Finding, device_name
+from zero.tools.doctor.checks import FAILS, SLOW, Finding, device_name
 from zero.tools.estimate.speeds import default_file, read
 
 # Ranks that do not reach each other are found after this time.
@@ -47,8 +47,6 @@ def doctor(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.folder is not None and not options.folder.is_dir():
         raise UsageError(f"doctor: --folder {options.folder}: it is not a folder")
-    if options.speeds is not None and options.speeds.is_dir():
-        raise UsageError(f"doctor: --speeds {options.speeds}: it is a folder; name a file")
     if options.speeds is not None and options.speeds.exists() and options.speeds.stat().st_size:
         try:
             read(options.speeds)
@@ -90,7 +88,9 @@ def _speeds(options: Namespace, is_alone: bool) -> int:
         init_distributed(timeout=CONNECTING)
     comm = None if is_alone else communicator()
     device = compute_device() if comm is None else comm.device
-    with Working("doctor: measuring matrix products, copies, disk and updates, about 20 s"):
+    with Working("") as working:
+        if comm is None or comm.rank == 0:
+            working.show("doctor: measuring matrix products, copies, disk and updates, about 20 s")
         here = speeds.measure(device, folder)
     measured = [here] if comm is None else comm.control("measured speeds").exchange(lambda: here)
     if comm is None or comm.rank == 0:
@@ -100,8 +100,9 @@ def _speeds(options: Namespace, is_alone: bool) -> int:
             print(json.dumps({"file": str(options.speeds), "speeds": vars(found)}, indent=2))
         else:
             assumed = [name for name in vars(found) if name not in {*here, "source"}]
-            print(found, f"not measured, but assumed: {', '.join(assumed) or 'none'}", sep="\n")
-            print(f"written to {options.speeds}")
+            print(f"Written to {options.speeds}.", found, sep="\n")
+            if assumed:
+                print(f"Not measured, but assumed: {', '.join(assumed)}.")
     if comm is not None:
         comm.control("ending").wait_for_all()  # rank 0 holds the store
     return 0
@@ -120,12 +121,12 @@ def _show(machines: dict[str, list[Finding]], as_json: bool, prints: bool = True
     """Print all findings; returns the exit code."""
     everything = [(where, finding) for where, found in machines.items() for finding in found]
     faults = sum(finding.level == FAILS for _, finding in everything)
-    slow = sum(finding.level not in (OK, FAILS) for _, finding in everything)
+    slow = sum(finding.level == SLOW for _, finding in everything)
     if prints and as_json:
         listed = [{"where": where, **finding._asdict()} for where, finding in everything]
         print(json.dumps({"works": not faults, "findings": listed}, indent=2))
     elif prints:
+        print(f"{faults} fault(s), {slow} thing(s) that slow training down")
         for where, found in machines.items():
             print(*filter(None, [where]), *found, sep="\n")
-        print(f"{faults} fault(s), {slow} thing(s) that slow training down")
     return int(faults > 0)

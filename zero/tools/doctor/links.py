@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 from statistics import median
 
@@ -12,12 +11,13 @@ import torch.distributed as dist
 
 from zero.comm.clock import Progress
 from zero.comm.communicator import Communicator
-from zero.device import synchronize
+from zero.errors import rounded
 from zero.tools.doctor.checks import OK, SLOW, Finding
+from zero.tools.doctor.speeds import fastest
 
 # A link with less than this part of the median bandwidth is named.
 SLOW_LINK = 0.5
-_NBYTES, _TRIPS = 8 << 20, 3
+_NBYTES = 8 << 20
 _REMEDY = (
     "look at NCCL_SOCKET_IFNAME, NCCL_IB_HCA, the switch and the cable; or use hybrid sharding"
 )
@@ -49,22 +49,21 @@ def _round_trip(comm: Communicator, peer: int) -> float:
     """Seconds of the fastest of several round trips; the first one makes the connection and is not
     counted.
     """
-    buffer, tries = torch.zeros(_NBYTES, dtype=torch.uint8, device=comm.device), []
+    buffer = torch.zeros(_NBYTES, dtype=torch.uint8, device=comm.device)
     first, second = (dist.send, dist.recv) if comm.rank < peer else (dist.recv, dist.send)
-    for _ in range(_TRIPS + 1):
-        start = time.perf_counter()
+
+    def there_and_back() -> None:
         first(buffer, peer)
         second(buffer, peer)
-        synchronize(comm.device)
-        tries.append(time.perf_counter() - start)
-    return min(tries[1:])
+
+    return fastest(there_and_back, comm.device, limit=0)
 
 
 def findings(links: dict[Pair, float]) -> Iterator[Finding]:
     """One line for all links, and one for each that is much slower than most."""
     usual = median(links.values())
-    yield Finding("links", OK, f"median {usual:.2f} GB/s over {len(links)} pair(s) of ranks")
+    yield Finding("links", OK, f"median {rounded(usual)} GB/s over {len(links)} pair(s) of ranks")
     for (first, second), bandwidth in links.items():
         if bandwidth < SLOW_LINK * usual:
-            found = f"rank {first} - {second}: {bandwidth:.2f} GB/s"
+            found = f"rank {first} - {second}: {rounded(bandwidth)} GB/s"
             yield Finding("link", SLOW, found, _REMEDY)

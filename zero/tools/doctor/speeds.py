@@ -58,7 +58,7 @@ def _measured(device: torch.device, folder: Path) -> Iterator[tuple[str, float]]
         there = torch.empty_like(host, device=device)
         for name, target, source in (("to_device", there, host), ("from_device", host, there)):
             copy = partial(target.copy_, source, non_blocking=True)
-            yield name, VALUES / _seconds(copy, device) / GIGA
+            yield name, VALUES / fastest(copy, device) / GIGA
     yield from file_speeds(folder)
     yield "memory", UPDATED * ELEMENTS / _update(coded=False) / GIGA
     yield "memory_8_bit", UPDATED_8_BIT * ELEMENTS / _update(coded=True) / GIGA
@@ -67,11 +67,12 @@ def _measured(device: torch.device, folder: Path) -> Iterator[tuple[str, float]]
         whole = torch.empty(part.numel() * ranks, dtype=torch.uint8, device=device)
         gather = partial(dist.all_gather_into_tensor, whole, part)
         # As many tries on each rank: a collective that one leaves out would block the others.
-        yield "network", part.nbytes * (ranks - 1) / _seconds(gather, device, limit=0) / GIGA
+        yield "network", part.nbytes * (ranks - 1) / fastest(gather, device, limit=0) / GIGA
 
 
-def _seconds(run: Callable[[], object], device: torch.device, limit: float | None = None) -> float:
-    """Of the fastest of the tries within `limit` seconds, at least three after a first one.
+def fastest(run: Callable[[], object], device: torch.device, limit: float | None = None) -> float:
+    """Return the seconds of the fastest of the tries within `limit` seconds, at least three after a
+    first one.
 
     limit: None: `SECONDS`.
     """
@@ -91,13 +92,13 @@ def _matrix_products(device: torch.device, dtype: torch.dtype) -> float:
     rows, inner, columns = MATRICES if is_accelerator(device) else MATRICES_ON_HOST
     a = torch.randn(rows, inner, device=device, dtype=dtype)
     b = torch.randn(inner, columns, device=device, dtype=dtype)
-    return 2 * rows * inner * columns / _seconds(lambda: a @ b, device) / TERA
+    return 2 * rows * inner * columns / fastest(lambda: a @ b, device) / TERA
 
 
 def _memory(device: torch.device) -> float:
     """As an elementwise operation has it: two tensors are read, and one is written."""
     a, b, out = (torch.ones(VALUES // 4, device=device) for _ in range(3))
-    return 3 * a.nbytes / _seconds(lambda: torch.add(a, b, out=out), device) / GIGA
+    return 3 * a.nbytes / fastest(lambda: torch.add(a, b, out=out), device) / GIGA
 
 
 class _Counter(TorchDispatchMode):
@@ -123,20 +124,20 @@ def _calls(device: torch.device) -> float:
     run()  # makes the gradients
     with _Counter() as calls:
         run()
-    return calls.count / _seconds(run, device) / KILO
+    return calls.count / fastest(run, device) / KILO
 
 
 def file_speeds(folder: Path, limit: float | None = None) -> Iterator[tuple[str, float]]:
     """GB/s at which a file in the folder is written and read as the engine does it: past the page
     cache, in requests of several threads.
 
-    limit: as of `_seconds`. Raises OSError if it cannot be written.
+    limit: as of `fastest`. Raises OSError if it cannot be written.
     """
     file = ScratchFile(folder)
     try:
         place, host = file.empty(FILE_BYTES, torch.uint8), torch.ones(FILE_BYTES, dtype=torch.uint8)
         for name, move in (("disk_written", file.write), ("disk_read", file.read)):
-            seconds = _seconds(lambda move=move: move(place, host).wait(), CPU, limit)
+            seconds = fastest(lambda move=move: move(place, host).wait(), CPU, limit)
             yield name, FILE_BYTES / seconds / GIGA
     finally:
         file.close()
@@ -160,7 +161,7 @@ def _update(coded: bool) -> float:
         decoupled=True,
         factor=1.0,
     )
-    return _seconds(step, CPU)
+    return fastest(step, CPU)
 
 
 def write(file: Path, measured: list[dict[str, Any]], device: str) -> None:

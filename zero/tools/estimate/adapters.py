@@ -32,6 +32,7 @@ from zero.errors import UsageError
 from zero.integrations.hf.quantized_experts import quantize_experts
 from zero.tools.estimate.machine import Memory
 from zero.tools.estimate.parts import PARAMETERS
+from zero.tools.estimate.question import in_a_line
 
 # The number of elements that share a scale, and of scales that share a scale.
 BLOCK, NESTED = 64, 256
@@ -168,7 +169,7 @@ def add_adapter(model: Any, adapter: str) -> None:
             # Not `model.add_adapter`: a new transformers asks for a PEFT that is not out yet.
             peft.inject_adapter_in_model(_adapter_config(adapter), model)
     except Exception as error:  # of any kind: the file is not ours
-        raise UsageError(f"--adapter {adapter}: {' '.join(str(error).split())[:200]}") from error
+        raise UsageError(f"--adapter {adapter}: {in_a_line(error)}") from error
 
 
 def _adapter_config(adapter: str) -> Any:

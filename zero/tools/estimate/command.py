@@ -31,6 +31,9 @@ from zero.tools.explain import load
 if TYPE_CHECKING:
     from zero.tools.estimate.remedies import Search
 
+# Where stderr is no terminal, a line about what is tried is printed after so many seconds.
+_SECONDS = 5.0
+
 
 def estimate(arguments: list[str]) -> None:
     """Run `zero estimate ARGUMENTS`."""
@@ -66,20 +69,19 @@ def plan(arguments: list[str]) -> None:
     options = _parse(parser, arguments, 1, 2048)
     if options.out is None and (written := output_file("ds_config.json")).exists():
         raise UsageError(f"plan: {written} is there already: name the file to write with --out")
-    options.out = options.out or Path("ds_config.json")
     if options.device_memory is None:
         parser.error("name the --device-memory, such as 24G")
     with _searching(options, load_config(PLAIN), "the plan") as search:
-        from zero.tools.estimate import plan as planning
+        from zero.tools.estimate.report import plan
 
-        text = planning.plan(options.model, search, options.out, options.json)
+        text = plan(options.model, search, options.out or Path("ds_config.json"), options.json)
     print(text)
 
 
 @contextmanager
 def _searching(options: Namespace, config: Config, source: str) -> Iterator[Search]:
     """Context with a search from this configuration, which is that of the file `source`. It shows
-    that it takes time.
+    what is tried.
     """
     per_host = options.gpus_per_host or options.world
     if options.world % per_host:
@@ -95,13 +97,9 @@ def _searching(options: Namespace, config: Config, source: str) -> Iterator[Sear
     )
     model_folder(options.model)
     config, question = with_batch(config, source, question)
-    limits = {}
-    if options.device_memory is not None:
-        limits["device"] = int(options.device_memory * 2**30)
-    if options.host_memory is not None:
-        limits["host"] = int(options.host_memory * 2**30 / per_host)
-    working = Working("following steps on fake tensors; large models take minutes")
-    with working, _without_compiler():
+    given = {"device": options.device_memory, "host": (options.host_memory or 0) / per_host}
+    limits = {place: int(amount * 2**30) for place, amount in given.items() if amount}
+    with Working("following steps on fake tensors", _SECONDS) as working, _without_compiler():
         with importing():
             from zero.tools.estimate.model import build, fill_in, read_config
             from zero.tools.estimate.remedies import Search
@@ -113,7 +111,7 @@ def _searching(options: Namespace, config: Config, source: str) -> Iterator[Sear
             teacher = read_teacher(options.teacher, options.teacher_bits, config, shape)
             question = replace(question, teacher=teacher)
         model = build(shape, config.compute_dtype, options.adapter)
-        yield Search(model, config, question, limits)
+        yield Search(model, config, question, limits, working.show)
 
 
 class _NoCompiler(ModuleType):

@@ -26,7 +26,7 @@ from zero.errors import UsageError
 from zero.tools.estimate.adapters import add_adapter, quantization_of, quantize
 from zero.tools.estimate.calls import META
 from zero.tools.estimate.machine import Memory
-from zero.tools.estimate.question import Question, model_folder
+from zero.tools.estimate.question import Question, in_a_line, model_folder
 
 # The plausible integers in `config.json`, by the end of the key. Some sizes are -1 for "any".
 _BOUNDS = {
@@ -54,7 +54,7 @@ def read_config(source: str) -> transformers.PretrainedConfig:
     except json.JSONDecodeError as error:
         raise UsageError(f"{folder / 'config.json'}: not valid JSON: {error}") from error
     except Exception as error:  # of any kind: the file is not ours
-        raise UsageError(f"{source}: {' '.join(str(error).split())}") from error
+        raise UsageError(f"{source}: {in_a_line(error)}") from error
     return config
 
 
@@ -136,12 +136,10 @@ def fill_in(config: Config, shape: transformers.PretrainedConfig) -> Config:
         "stage3_param_persistence_threshold": 10 * hidden,
     }
     changed = {key: value for key, value in sizes.items() if f"zero_optimization.{key}" in auto}
-    config = config.model_copy(update={"zero_optimization": zero.model_copy(update=changed)})
+    filled: dict[str, Any] = {"zero_optimization": zero.model_copy(update=changed)}
     if "bf16.enabled" in auto and not config.fp16.enabled:
-        config = config.model_copy(
-            update={"bf16": config.bf16.model_copy(update={"enabled": True})}
-        )
-    return config
+        filled["bf16"] = config.bf16.model_copy(update={"enabled": True})
+    return config.model_copy(update=filled)
 
 
 def build(
@@ -171,8 +169,8 @@ def build(
             if quantization:
                 quantize(model, quantization)
     except Exception as error:  # of any kind: the constructor is not ours
-        why = " ".join(str(error).split())[:200]
-        raise UsageError(f"config.json: {kind.__name__} cannot be built with it: {why}") from error
+        name = kind.__name__
+        raise UsageError(f"config.json: {name} cannot be built: {in_a_line(error)}") from error
     finally:
         torch.set_default_dtype(before)
     if adapter:
@@ -221,8 +219,8 @@ def forward(engine: ZeroEngine, **inputs: torch.Tensor) -> Any:
     try:
         return engine(**inputs, use_cache=False)
     except Exception as error:  # of any kind: the forward is not ours
-        why = " ".join(str(error).split())[:200]
         name, given = type(engine.module).__name__, " and ".join(inputs)
+        why = in_a_line(error)
         raise UsageError(f"{name} does not take {given} ({why}): {_REMEDY}") from error
 
 

@@ -44,6 +44,11 @@ class Question:
     teacher: Teacher | None = None
 
 
+def in_a_line(error: Exception) -> str:
+    """What an error of a library says."""
+    return " ".join(str(error).split())[:200]
+
+
 def model_folder(source: str) -> Path:
     """Return the folder of a model, given the folder or its `config.json`.
 

@@ -24,7 +24,6 @@ from zero.engine import ZeroEngine
 from zero.errors import UsageError
 from zero.integrations.deepspeed.optimizers import build_optimizer
 from zero.integrations.deepspeed.tensor import share_model
-from zero.optim.sharded_optimizer import ZeroOptimizer
 from zero.tools.estimate.adapters import elements, hold_quantized
 from zero.tools.estimate.machine import DEVICE, DISK, HOST, Memory, imitated
 from zero.tools.estimate.model import enable_checkpointing, micro_batch, without_values
@@ -59,16 +58,16 @@ class Estimate:
         activations: their largest size, which need not be reached at the fullest moment.
         traffic: what the rank moves in the step.
         seconds: the seconds of the step: see `Traffic.seconds`.
+        has_owners: whether single ranks own tensors of the optimizer, so that ranks differ.
     """
 
     elements: int
     tokens: int = 0
     seconds: float = 0.0
     activations: int = 0
+    has_owners: bool = False
     traffic: Traffic = field(default_factory=Traffic)
-    parts: dict[str, dict[str, int]] = field(
-        default_factory=lambda: {DEVICE: {}, HOST: {}, DISK: {}}
-    )
+    parts: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:
@@ -90,10 +89,10 @@ def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
             f"Without the key and with --seq {question.length // sharing}, memory is that of a "
             "process whose attention is fused; without --batch and --seq, activations are left out"
         )
-    found, has_owners = _of_rank(model, config, question, 0)
-    ranks = [found]
-    for rank in range(1, min(question.world_size, OWNERS) if has_owners else 1):
-        ranks.append(_of_rank(model, config, question, rank)[0])
+    ranks = [_of_rank(model, config, question, 0)]
+    if ranks[0].has_owners:
+        others = range(1, min(question.world_size, OWNERS))
+        ranks += [_of_rank(model, config, question, rank) for rank in others]
     fullest = max(ranks, key=lambda each: each.total(DEVICE))
     for each in ranks:
         fullest.traffic.widen(each.traffic)
@@ -119,15 +118,13 @@ def _as_run(config: Config, question: Question) -> Config:
     )
 
 
-def _of_rank(
-    model: nn.Module, config: Config, question: Question, rank: int
-) -> tuple[Estimate, bool]:
-    """Return the estimate of one rank, and whether ranks own tensors of the optimizer."""
+def _of_rank(model: nn.Module, config: Config, question: Question, rank: int) -> Estimate:
     memory, run = Memory(ACTIVATIONS), _as_run(config, question)
     second = config.zero_optimization.zero_hpz_partition_size
     of_machine = second if second and second > 1 else question.world_size
     logger, level = logging.getLogger("zero"), logging.getLogger("zero").level
-    model, found = without_values(model), Estimate(elements(model))
+    model = without_values(model)
+    count = elements(model)
     logger.setLevel(logging.ERROR)
     try:
         with imitated(memory, rank, question.world_size, of_machine), labelled(memory):
@@ -145,24 +142,29 @@ def _of_rank(
                 loss = distillation(engine, question.teacher, question, memory)
             if question.batch and question.checkpointing:
                 enable_checkpointing(model)
-            _measure(engine, loss, config, question, memory, found)
-            has_owners = engine.optimizer is not None and engine.optimizer.whole is not None
+            moved = _last_step(engine, loss, memory)
+            found = Estimate(count, traffic=_traffic(moved, engine, config, memory))
+            steps = config.gradient_accumulation_steps or 1
+            found.tokens = engine.comm.world_size * question.batch * question.length * steps
+            found.has_owners = engine.optimizer is not None and engine.optimizer.whole is not None
+            found.activations = memory.most[DEVICE, ACTIVATIONS] if question.batch else 0
+            parts = memory.fullest if question.batch else _without_activations(memory)
+            found.parts = {
+                place: {part: nbytes for part, nbytes in of_place.items() if nbytes >= LEAST}
+                for place, of_place in parts.items()
+            }
             engine.destroy()
-            return found, has_owners and question.world_size > 1
+            return found
     finally:
         logger.setLevel(level)
 
 
-def _measure(
-    engine: ZeroEngine,
-    loss: Callable[[], torch.Tensor],
-    config: Config,
-    question: Question,
-    memory: Memory,
-    found: Estimate,
-) -> None:
+def _last_step(
+    engine: ZeroEngine, loss: Callable[[], torch.Tensor], memory: Memory
+) -> list[Counter[tuple[str, str]]]:
     """Run steps until one of them uses the parameters in the order of the step before. Only this
-    one counts. The first step of an engine creates the optimizer's state, and no order is known.
+    one counts; return what it moves. The first step of an engine creates the optimizer's state, and
+    no order is known.
     """
     before = None
     while True:
@@ -171,33 +173,33 @@ def _measure(
         # From these, the engine predicts what to gather next.
         orders = {kind: plan.order for kind, plan in engine.schedule.plans.items()}
         if orders == before:
-            break
+            return moved
         before = orders
-    steps = config.gradient_accumulation_steps or 1
-    found.tokens = engine.comm.world_size * question.batch * question.length * steps
-    found.activations = memory.most[DEVICE, ACTIVATIONS] if question.batch else 0
-    found.traffic = Traffic.of(moved, steps)
-    if engine.optimizer is not None:
-        _add_update(found.traffic, engine, engine.optimizer, config, memory)
-    parts = memory.fullest
-    if not question.batch:
-        parts = {DEVICE: {}, HOST: {}, DISK: {}}
-        for (place, part), nbytes in memory.most.items():
-            if place in parts and not part.startswith(ACTIVATIONS):
-                parts[place][part] = nbytes
-    found.parts = {
-        place: {part: nbytes for part, nbytes in of_place.items() if nbytes >= LEAST}
-        for place, of_place in parts.items()
+
+
+def _without_activations(memory: Memory) -> dict[str, dict[str, int]]:
+    """The largest size of each part: without activations there is no fullest moment."""
+    return {
+        place: {
+            part: nbytes
+            for (where, part), nbytes in memory.most.items()
+            if where == place and not part.startswith(ACTIVATIONS)
+        }
+        for place in (DEVICE, HOST, DISK)
     }
 
 
-def _add_update(
-    traffic: Traffic, engine: ZeroEngine, optimizer: ZeroOptimizer, config: Config, memory: Memory
-) -> None:
-    """Add the bytes of memory that updates read and write. Gradients are read; masters, state and
-    weights without masters are both read and written; other weights are written. Data in files
-    passes through host memory. Owned tensors are updated by operations on the device.
+def _traffic(
+    moved: list[Counter[tuple[str, str]]], engine: ZeroEngine, config: Config, memory: Memory
+) -> Traffic:
+    """Return what a step moves, with the bytes of memory that updates read and write. Gradients are
+    read; masters, state and weights without masters are both read and written; other weights are
+    written. Data in files passes through host memory. Owned tensors are updated by operations on
+    the device.
     """
+    traffic = Traffic.of(moved, config.gradient_accumulation_steps or 1)
+    if (optimizer := engine.optimizer) is None:
+        return traffic
     offload = config.zero_optimization.offload_optimizer or OffloadOptimizerConfig()
     traffic.has_8_bit_moments = config.zero_optimization.zero_quantized_moments
     traffic.is_pipelined = offload.pipeline_read
@@ -207,7 +209,7 @@ def _add_update(
     traffic.computed[TOUCHED] += norm * sum(shard.group.layout.shard_numel for shard in shards)
     if optimizer.whole is not None:
         traffic.computed[ON_DEVICE] = memory.done[COMPUTE, TOUCHED]
-        return
+        return traffic
     item = engine.settings.compute_dtype.itemsize
     for shard in shards:
         where = ON_HOST if shard.is_offloaded else ON_DEVICE
@@ -223,6 +225,7 @@ def _add_update(
             if shard.is_offloaded:
                 late[not shard.group.persistent] += shard.group.layout.shard_numel
         traffic.late = late[True] / max(1, late.total())
+    return traffic
 
 
 def _step(

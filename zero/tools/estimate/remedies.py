@@ -7,7 +7,7 @@ A slower change is also named if it needs less memory than all faster ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -60,6 +60,7 @@ class Search:
 
     Args:
         limits: bytes by place ("device", "host").
+        show: is told what is tried, before it takes its time.
     """
 
     def __init__(
@@ -68,11 +69,13 @@ class Search:
         config: Config,
         question: Question,
         limits: Mapping[str, int],
+        show: Callable[[str], object] = lambda text: None,
     ):
         self.model = model
         self.config = config
         self.question = question
         self.limits = limits
+        self._show = show
         self._tried: dict[tuple[str, int, bool], Remedy | None] = {}
         self._batches = list(_halves(question.batch))
         asked, can_checkpoint = question.checkpointing, model.supports_gradient_checkpointing
@@ -159,6 +162,8 @@ class Search:
             changes.append(f"micro-batch {batch}, gradient_accumulation_steps {steps}")
         if checkpointing != asked.checkpointing:
             changes.append(f"{'' if checkpointing else 'no '}gradient checkpointing")
+        tried = ", ".join(changes) or "the configuration as it is"
+        self._show(f"trying number {len(self._tried) + 1}: {tried}")
         question = replace(asked, batch=batch, checkpointing=checkpointing)
         found = estimate(self.model, config.model_copy(update=updates), question)
         return Remedy(keys, question, changes, found)
@@ -189,20 +194,16 @@ def _smaller(zero: ZeroConfig, host_is_limited: bool) -> Iterator[Keys]:
     for stage in range(zero.stage + 1, 4):
         yield {"stage": stage}
     yield FEW_LIVE
-    places = ("cpu", "nvme") if host_is_limited else ("cpu",)
     known = [each.nvme_path for each in (zero.offload_optimizer, zero.offload_param) if each]
-    path = {"nvme_path": next(filter(None, known), ".")}
-    sections = {
-        "cpu": {"device": "cpu", "pin_memory": True},
-        "nvme": {"device": "nvme", "pin_memory": True} | path,
-    }
-    for place in places:
-        optimizer = {"offload_optimizer": sections[place]}
+    cpu = {"device": "cpu", "pin_memory": True}
+    nvme = {"device": "nvme", "pin_memory": True, "nvme_path": next(filter(None, known), ".")}
+    for place in (cpu, nvme) if host_is_limited else (cpu,):
+        optimizer = {"offload_optimizer": place}
         yield {"stage": zero.stage or 2} | optimizer
         yield {"stage": 3} | optimizer
-        for other in places[: places.index(place) + 1]:
-            in_files = {"max_in_cpu": 0} if other == "nvme" else {}
-            yield FEW_LIVE | optimizer | {"offload_param": sections[other] | in_files}
+        yield FEW_LIVE | optimizer | {"offload_param": cpu}
+        if place is nvme:
+            yield FEW_LIVE | optimizer | {"offload_param": nvme | {"max_in_cpu": 0}}
 
 
 def _new(changes: Iterable[Keys], config: Config) -> list[Keys]:

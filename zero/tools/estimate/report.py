@@ -1,19 +1,27 @@
-"""Prints what `zero estimate` has predicted, as text or as a JSON object."""
+"""What `zero estimate` and `zero plan` print: the verdict first, then what it is based on, as text
+or as a JSON object."""
 
 from __future__ import annotations
 
 import json
-import math
+import re
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from zero.monitor.out_of_memory import size
+from zero.errors import UsageError, rounded, size
 from zero.tools.estimate.adapters import elements
 from zero.tools.estimate.machine import DISK, HOST
+from zero.tools.estimate.question import PLAIN
 from zero.tools.estimate.rank import Estimate
 from zero.tools.estimate.remedies import Remedy, Search
 from zero.tools.estimate.traffic import ON_HOST
+from zero.tools.explain import explain
+
+# The number of configurations that a plan names: the best one and others.
+NAMED = 3
 
 
 def report(source: str, search: Search, as_json: bool) -> str:
@@ -25,8 +33,52 @@ def report(source: str, search: Search, as_json: bool) -> str:
     faster = search.faster() if fits else None
     if as_json:
         return json.dumps(_facts(search, fits, remedies, faster), indent=2)
-    verdict = _verdict(search, fits, remedies, faster)
-    return "\n".join([*_estimated(source, search), *verdict, f"  {search.question.speeds}"])
+    lines = [*_verdict(search, fits, remedies, faster), "", *_details(source, search)]
+    return "\n".join([*map(_wrapped, lines), str(search.question.speeds)])
+
+
+def plan(source: str, search: Search, out: Path, as_json: bool) -> str:
+    """Write the fastest configuration that fits to `out`, and return what to print. The search
+    begins at `PLAIN`.
+
+    Raises UsageError if nothing fits.
+    """
+    question, found = search.question, search.remedies()[:NAMED]
+    if not found:
+        raise UsageError(
+            f"plan: {source} does not fit with {_room(search)} for each of {question.world_size} "
+            "process(es): take more of them, shorter sequences, or an adapter"
+        )
+    batch = found[0].question.batch
+    section = PLAIN["zero_optimization"] | found[0].keys
+    if section["stage"] == 3 and all(each.requires_grad for each in search.model.parameters()):
+        section["stage3_gather_16bit_weights_on_model_save"] = True  # adapters do not need it
+    keys = PLAIN | {
+        "zero_optimization": section,
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": question.batch // batch,
+    }
+    out.write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
+    best, *others = map(_described, found)
+    if as_json:
+        facts = {"file": str(out), "configuration": keys, "found": [best, *others]}
+        return json.dumps(facts, indent=2)
+    checkpointing = " --gradient_checkpointing" if found[0].question.checkpointing else ""
+    lines = [
+        f"{out}: the fastest that fits, with {question.length:,} tokens a sequence: {best}",
+        "The next ones:" if others else "Nothing else fits.",
+        *(f"  {each}" for each in others),
+        f"With the Trainer: --deepspeed {out} --per_device_train_batch_size {batch} "
+        f"--gradient_accumulation_steps {question.batch // batch} --bf16{checkpointing}",
+    ]
+    return "\n".join([*map(_wrapped, lines), str(question.speeds), "", explain(str(out))])
+
+
+def _wrapped(line: str) -> str:
+    """A number stays on the line of its unit."""
+    line = re.sub(r"(?<=\d) ", "\xa0", line)
+    lines = textwrap.fill(line, 100, subsequent_indent="    ", break_on_hyphens=False)
+    return lines.replace("\xa0", " ")
 
 
 def _facts(
@@ -48,12 +100,12 @@ def _facts(
         "seconds": found.seconds,
         "tokens_per_second": found.tokens_per_second,
         "fits": fits,
-        "remedies": list(map(_brief, remedies)),
-        "not_needed": faster and _brief(faster),
+        "remedies": [_facts_of(remedy) for remedy in remedies],
+        "not_needed": faster and _facts_of(faster),
     }
 
 
-def _brief(remedy: Remedy) -> dict[str, Any]:
+def _facts_of(remedy: Remedy) -> dict[str, Any]:
     found = remedy.found
     return {
         "change": remedy.words,
@@ -64,19 +116,50 @@ def _brief(remedy: Remedy) -> dict[str, Any]:
     }
 
 
-def _estimated(source: str, search: Search) -> list[str]:
+def _room(search: Search) -> str:
+    return " and ".join(f"{size(most)} of {place} memory" for place, most in search.limits.items())
+
+
+def _verdict(
+    search: Search, fits: bool, remedies: list[Remedy], faster: Remedy | None
+) -> list[str]:
+    """Whether it fits, what it takes, and what to change."""
+    lines = []
+    if search.limits:
+        lines.append(f"This {'fits' if fits else 'does not fit'}: each rank has {_room(search)}.")
+    world, found = search.question.world_size, search.found
+    ranks = "The rank" if world == 1 else f"Each of {world} ranks"
+    without = "" if search.question.batch else ", without activations and computation"
+    lines.append(f"{ranks} needs {_sizes(found)}, {_time(found)}{without}.")
+    if faster is not None:
+        times = rounded(found.seconds / faster.found.seconds, 2)
+        lines.append(f"  also fits, and is {times} times as fast, with {_described(faster)}")
+    for place, most in search.limits.items():
+        if found.total(place) > most:
+            parts = found.parts[place]
+            largest = max(parts, key=lambda part: parts[part])
+            lines.append(f"  the largest part of {place} memory: {largest}")
+    lines += [f"  fits with {_described(remedy)}" for remedy in remedies]
+    if not fits and not remedies:
+        lines.append(
+            "  no change of stage, offload, micro-batch or checkpointing is enough: take shorter "
+            "sequences, or more ranks"
+        )
+    return lines
+
+
+def _details(source: str, search: Search) -> list[str]:
     lines, found, question = [], search.found, search.question
     name = type(search.model).__name__
     if name not in (search.model.config.architectures or ()):
         lines.append(
             f"architectures names no class of transformers; by its model_type, this is a {name}"
         )
-    world, beside = question.world_size, ""
-    ranks = "1 rank, which" if world == 1 else f"{world} ranks, each of which"
+    beside = ""
     if question.teacher is not None:
         teacher = question.teacher.model
         beside = f", beside {teacher.config.name_or_path} ({elements(teacher):,} parameters)"
-    lines.append(f"{source}: {found.elements:,} parameters{beside}; {ranks} holds at most:")
+    lines.append(f"{source}: {found.elements:,} parameters{beside}. Each rank holds at most:")
     lines += _table(found.parts)
     host, ranks = found.total(HOST), question.per_host
     if host and ranks > 1:
@@ -85,63 +168,32 @@ def _estimated(source: str, search: Search) -> list[str]:
         steps = search.config.gradient_accumulation_steps or 1
         lines += [f"Each rank moves in a step (micro-batches: {steps}):", *moved]
     if not question.batch:
-        lines.append("Activations and computation are not included: give --batch and --seq.")
-    return [*lines, f"{'This' if question.batch else 'The rest'} takes {_time(found)}."]
-
-
-def _verdict(
-    search: Search, fits: bool, remedies: list[Remedy], faster: Remedy | None
-) -> list[str]:
-    if not search.limits:
-        return []
-    room = " and ".join(f"{size(most)} of {place} memory" for place, most in search.limits.items())
-    lines = [f"This {'fits' if fits else 'does not fit'}: each rank has {room}."]
-    if faster is not None:
-        times = _rounded(search.found.seconds / faster.found.seconds, 2)
-        lines.append(f"  also fits, and is {times} times as fast, with {described(faster)}")
-    for place, most in search.limits.items():
-        if search.found.total(place) > most:
-            parts = search.found.parts[place]
-            largest = max(parts, key=lambda part: parts[part])
-            lines.append(f"  the largest part of {place} memory: {largest}")
-    lines += [f"  fits with {described(remedy)}" for remedy in remedies]
-    if not fits and not remedies:
-        words = "no change of stage, offload, micro-batch or checkpointing is enough"
-        lines.append(f"  {words}: take shorter sequences, or more ranks")
+        lines.append("For activations and computation, give --batch and --seq.")
     return lines
-
-
-def described(remedy: Remedy) -> str:
-    """Say what is changed, and how much memory of a rank and time that takes."""
-    found, words = remedy.found, {HOST: " of host memory", DISK: " on disk"}
-    sizes = [
-        size(found.total(place)) + words.get(place, "")
-        for place in found.parts
-        if found.total(place)
-    ]
-    change = remedy.words or "nothing offloaded or sharded"
-    return f"{change}: {', '.join(sizes)}, {_time(found)}"
 
 
 def _table(parts: Mapping[str, Mapping[str, int]]) -> list[str]:
     lines = []
     for place, of_place in parts.items():
         if of_place:
-            lines.append(f"  {place:<16}{size(sum(of_place.values())):>12}")
-            lines += [
-                f"    {part:<38}{size(nbytes):>12}"
-                for part, nbytes in sorted(of_place.items(), key=lambda p: -p[1])
-            ]
+            lines.append(f"  {place:<40}{size(sum(of_place.values())):>10}")
+            by_size = sorted(of_place.items(), key=lambda part: -part[1])
+            lines += [f"    {part:<38}{size(nbytes):>10}" for part, nbytes in by_size]
     return lines
 
 
+def _described(remedy: Remedy) -> str:
+    """Say what is changed, and how much memory of a rank and time that takes."""
+    change = remedy.words or "nothing offloaded or sharded"
+    return f"{change}: {_sizes(remedy.found)}, {_time(remedy.found)}"
+
+
+def _sizes(found: Estimate) -> str:
+    words = {HOST: " of host memory", DISK: " on disk"}
+    sizes = [(place, found.total(place)) for place in found.parts if found.total(place)]
+    return ", ".join(size(nbytes) + words.get(place, "") for place, nbytes in sizes)
+
+
 def _time(found: Estimate) -> str:
-    """Return the time of a step with two digits, and its tokens/s with three."""
-    text = f"{_rounded(found.seconds, 2)} s a step"
-    return text + (f", {_rounded(found.tokens_per_second, 3)} tokens/s" if found.tokens else "")
-
-
-def _rounded(number: float, digits: int) -> str:
-    """Return the number with this many digits, including trailing zeros."""
-    places = digits - 1 - math.floor(math.log10(number)) if number else 0
-    return f"{round(number, places):,.{max(places, 0)}f}"
+    text = f"{rounded(found.seconds, 2)} s a step"
+    return text + (f", {rounded(found.tokens_per_second)} tokens/s" if found.tokens else "")

@@ -8,15 +8,12 @@ import json
 import math
 import os
 import re
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from zero.errors import UsageError
-
-# The fraction of the makers' figures that training reaches: for matrix products as measured on an
-# H100 (docs/results.md), for memory, for PCIe, and for an NVMe drive that writes for a long time.
-REACHED_COMPUTE, REACHED_MEMORY, REACHED_PCIE, REACHED_DISK = 0.5, 0.8, 0.8, 0.7
+from zero.errors import UsageError, rounded
 
 
 @dataclass(frozen=True)
@@ -56,33 +53,56 @@ class Speeds:
     source: str = "assumed, an H100"
 
     def __str__(self) -> str:
-        links = [
-            f"{field.name.replace('_', ' ')} {getattr(self, field.name):.3g}"
-            for field in fields(self)
-            if field.type == "float" and not field.name.startswith(("compute", "calls"))
-        ]
-        compute = f"compute {self.compute:.3g} ({self.compute_fp32:.3g} in fp32) TFLOP/s"
-        calls = f"{1000 * self.calls:,.0f} operations a second"
-        return f"speeds ({self.source}): {compute}; {calls}; in GB/s: {', '.join(links)}"
+        shown = [f"{name.replace('_', ' ')} {rounded(getattr(self, name))}" for name in _NUMBERS]
+        products, links, calls = ", ".join(shown[:2]), ", ".join(shown[2:-1]), 1000 * self.calls
+        text = f"{products} TFLOP/s; {links} GB/s; calls {rounded(calls)} a second"
+        return textwrap.fill(f"Speeds ({self.source}): {text}", 100, subsequent_indent="  ")
 
 
-# The makers' figures: TFLOP/s of dense 16-bit matrix products with sums in fp32, and of fp32; GB/s
-# of the device's memory, and of PCIe in one direction. NVIDIA: whitepapers of GA102 (2.1), Ada
-# (1.1) and RTX Blackwell (1.1); data sheets of A100 80GB SXM, H100 SXM, H200 SXM, and HGX B200.
-_GPUS = {
-    "rtx3090": (71, 35.6, 936, "pcie4"),
-    "rtx4090": (165.2, 82.6, 1008, "pcie4"),
-    "rtx5090": (209.5, 104.8, 1792, "pcie5"),
-    "a100": (312, 19.5, 2039, "pcie4"),
-    "h100": (989, 67, 3350, "pcie5"),
-    "h200": (989, 67, 4800, "pcie5"),
-    "b200": (2250, 75, 8000, "pcie5"),
+_NUMBERS = [each.name for each in fields(Speeds) if each.type == "float"]
+
+
+# The fractions of the makers' figures that training reaches: 0.5 for matrix products, as measured
+# on an H100 (docs/results.md); 0.8 for memory and PCIe; 0.7 for a drive that writes for
+# a long time.
+
+
+def _gpu(compute: float, compute_fp32: float, memory: float) -> dict[str, float]:
+    """TFLOP/s of dense 16-bit matrix products with sums in fp32, and of fp32; GB/s of memory."""
+    return {
+        "compute": 0.5 * compute,
+        "compute_fp32": 0.5 * compute_fp32,
+        "device_memory": 0.8 * memory,
+    }
+
+
+def _pcie(speed: float) -> dict[str, float]:
+    return {"to_device": 0.8 * speed, "from_device": 0.8 * speed}
+
+
+def _nvme(read: float, written: float) -> dict[str, float]:
+    return {"disk_read": 0.7 * read, "disk_written": 0.7 * written}
+
+
+# NVIDIA: whitepapers of GA102 (2.1), Ada (1.1) and RTX Blackwell (1.1); data sheets of A100 80GB
+# SXM, H100 SXM, H200 SXM, and HGX B200. PCIe, sixteen lanes in one direction, 128b/130b: PCI-SIG,
+# "PCI Express Base Specification" 3.0, 4.0, 5.0. Sequential reads and writes: Samsung's data sheets
+# of 970 EVO Plus and 980 PRO, Crucial's of T705.
+DEVICES = {
+    "rtx3090": _gpu(71, 35.6, 936) | _pcie(31.5),
+    "rtx4090": _gpu(165.2, 82.6, 1008) | _pcie(31.5),
+    "rtx5090": _gpu(209.5, 104.8, 1792) | _pcie(63.0),
+    "a100": _gpu(312, 19.5, 2039) | _pcie(31.5),
+    "h100": _gpu(989, 67, 3350) | _pcie(63.0),
+    "h200": _gpu(989, 67, 4800) | _pcie(63.0),
+    "b200": _gpu(2250, 75, 8000) | _pcie(63.0),
+    "pcie3": _pcie(15.75),
+    "pcie4": _pcie(31.5),
+    "pcie5": _pcie(63.0),
+    "nvme3": _nvme(3.5, 3.3),
+    "nvme4": _nvme(7.0, 5.0),
+    "nvme5": _nvme(14.5, 12.7),
 }
-# Sixteen lanes, 128b/130b: PCI-SIG, "PCI Express Base Specification" 3.0, 4.0, 5.0.
-_PCIE = {"pcie3": 15.75, "pcie4": 31.5, "pcie5": 63.0}
-# Sequential reads and writes: Samsung's data sheets of 970 EVO Plus and 980 PRO, Crucial's of T705.
-_NVME = {"nvme3": (3.5, 3.3), "nvme4": (7.0, 5.0), "nvme5": (14.5, 12.7)}
-DEVICES = (*_GPUS, *_PCIE, *_NVME)
 
 
 def of_device(names: str) -> Speeds:
@@ -98,22 +118,8 @@ def of_device(names: str) -> Speeds:
     if not known:
         return Speeds()
     speeds = Speeds(source=f"by the makers of {', '.join(known)}; others assumed")
-    for name in sorted(known, key=DEVICES.index):  # a named PCIe replaces the GPU's
-        if name in _GPUS:
-            compute, compute_fp32, memory, pcie = _GPUS[name]
-            speeds = replace(
-                speeds,
-                compute=REACHED_COMPUTE * compute,
-                compute_fp32=REACHED_COMPUTE * compute_fp32,
-                device_memory=REACHED_MEMORY * memory,
-            )
-            name = pcie
-        if name in _PCIE:
-            copies = REACHED_PCIE * _PCIE[name]
-            speeds = replace(speeds, to_device=copies, from_device=copies)
-        if name in _NVME:
-            read, written = (REACHED_DISK * speed for speed in _NVME[name])
-            speeds = replace(speeds, disk_read=read, disk_written=written)
+    for name in sorted(known, key=[*DEVICES].index):  # a named PCIe replaces the GPU's
+        speeds = replace(speeds, **DEVICES[name])
     return speeds
 
 
@@ -137,12 +143,10 @@ def read(file: Path) -> Speeds:
             f"--speeds {file}: not a file of zero doctor --speeds, which writes a new one "
             f"({type(error).__name__}: {error})"
         ) from error
-    for field in fields(speeds):
-        speed = getattr(speeds, field.name)
-        if field.type == "float" and not (isinstance(speed, (int, float)) and 0 < speed < math.inf):
-            raise UsageError(
-                f"--speeds {file}: {field.name} is {speed!r}, expected a number above 0"
-            )
+    for name in _NUMBERS:
+        speed = getattr(speeds, name)
+        if not (isinstance(speed, (int, float)) and 0 < speed < math.inf):
+            raise UsageError(f"--speeds {file}: {name} is {speed!r}, expected a number above 0")
     return speeds
 
 

@@ -65,7 +65,7 @@ class BoundedRun:
     def _end(self, *_: object, **__: object) -> NoReturn:
         """End this process. No rank ends while another one still needs it.
 
-            It ends immediately. An interpreter that shut down step by step, while the other ranks'
+        It ends immediately. An interpreter that shut down step by step, while the other ranks'
         connections closed, aborted now and then, which the command would take for a failed run."""
         self.engine.comm.control("the end of a bounded run").wait_for_all()
         sys.stdout.flush()

@@ -8,15 +8,15 @@ import gzip
 import json
 import shutil
 import tempfile
+import textwrap
 from argparse import Namespace
 from pathlib import Path
 
-from zero.errors import UsageError
+from zero.errors import UsageError, size
 from zero.tools.arguments import Parser, check_command, count, output_file
 from zero.tools.profile.picture import draw, peaks
 from zero.tools.profile.running import run, what_went_wrong
 from zero.tools.report.pictures import pyplot
-from zero.tools.report.runs import size
 
 # The suffix of torch's own record of a GPU's allocations.
 SNAPSHOT = ".pickle"
@@ -70,11 +70,11 @@ def memory(arguments: list[str]) -> int:
     if options.json:
         print(json.dumps({"file": str(options.out), "peaks": highest, "samples": ranks}))
         return 0
+    print(f"{options.out}: the picture of rank 0")
     for rank, places in highest.items():
         for place, kinds in places.items():
-            listed = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in kinds.items())
-            print(f"{rank}, {place}: {listed}")
-    print(f"{options.out}: the picture of rank 0")
+            listed = ", ".join(f"{kind} {size(most)}" for kind, most in kinds.items() if most)
+            print(textwrap.fill(f"{rank}, {place}: {listed}", 100, subsequent_indent="  "))
     if recorded_on_gpu:
         print(f"{snapshot}: each allocation of rank 0; open it in https://pytorch.org/memory_viz")
     return 0

@@ -6,6 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from zero.errors import size
 from zero.tools.report.pictures import KINDS, pyplot
 
 PLACES = ("device", "host", "disk")
@@ -42,7 +43,7 @@ def draw(samples: Samples, title: str, out: Path) -> None:
         held = [each["bytes"].get(place, {}) for each in samples]
         shown = [kind for kind in KINDS if kind in most]
         areas = [[each.get(kind, 0) / 2**20 for each in held] for kind in shown]
-        labels = [f"{kind}, at most {most[kind] / 2**20:.3g} MiB" for kind in shown]
+        labels = [f"{kind}, at most {size(most[kind])}" for kind in shown]
         axes.stackplot(
             times,
             areas,
@@ -53,7 +54,7 @@ def draw(samples: Samples, title: str, out: Path) -> None:
         )
         _mark_phases(axes, samples, times)
         axes.set_title(
-            f"{place}: {most['all'] / 2**20:.4g} MiB at most", loc="left", fontweight="bold", pad=18
+            f"{place}: {size(most['all'])} at most", loc="left", fontweight="bold", pad=18
         )
         axes.set_ylabel("MiB")
         axes.set_xlim(times[0], times[-1])

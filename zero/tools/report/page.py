@@ -8,8 +8,9 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from zero.errors import rounded, size
 from zero.tools.report import pictures
-from zero.tools.report.runs import Run, size
+from zero.tools.report.runs import Run
 
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
@@ -20,7 +21,9 @@ def page(runs: Sequence[Run]) -> str:
     """One HTML page about one run or two."""
     keys, given = _configuration(runs)
     times = [run.time_by_part() for run in runs]
-    milliseconds = [{part: f"{1e3 * spent:.2f} ms" for part, spent in of.items()} for of in times]
+    milliseconds = [
+        {part: f"{rounded(1e3 * spent)} ms" for part, spent in of.items()} for of in times
+    ]
     curves = [
         pictures.curves(runs, title, [run.curve(key) for run in runs])
         for key, title in (
@@ -31,7 +34,8 @@ def page(runs: Sequence[Run]) -> str:
     ]
     durations = [run.step_seconds() for run in runs]
     ranks = [
-        {f"rank {rank}": f"{spent:.4f} s" for rank, spent in run.seconds_by_rank()} for run in runs
+        {f"rank {rank}": f"{rounded(spent)} s" for rank, spent in run.seconds_by_rank()}
+        for run in runs
     ]
     return _TEMPLATES.get_template("page.html.jinja").render(
         runs=runs,

@@ -6,20 +6,18 @@ This file knows nothing about pictures.
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from zero.errors import UsageError
+from zero.errors import UsageError, rounded, size
 
 FILE = "steps.jsonl"
 # What a record of a step must have.
 _KEYS = {"step", "samples", "lr", "seconds", "waits", "memory", "ranks", "samples_per_second"}
 REST = "data and script"
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _PHASES = ("forward", "backward", "step")
 
 
@@ -107,8 +105,8 @@ class Run:
             "steps": f"{self.records[0]['step']} to {self.records[-1]['step']}",
             "skipped steps": str(sum(bool(each.get("skipped")) for each in self.records)),
             "last loss": f"{losses[-1]:.5g}" if losses else "not known",
-            "samples a second (slowest rank)": f"{samples:.4g}",
-            "seconds a step (rank 0)": f"{median(map(_duration, self._usual)):.4g}",
+            "samples a second (slowest rank)": rounded(samples, 4),
+            "seconds a step (rank 0)": rounded(median(map(_duration, self._usual)), 4),
             "exposed waits": f"{waited / max(sum(seconds.values()), 1e-12):.1%}",
             "peak host memory": size(memory["host_bytes_peak"]),
         }
@@ -127,12 +125,6 @@ class Run:
 
 def _duration(record: dict[str, Any]) -> float:
     return record["ranks"]["working_seconds"][0] + sum(record["waits"].values())
-
-
-def size(nbytes: float) -> str:
-    """A number of bytes for people."""
-    power = min(int(math.log(max(nbytes, 1), 1024)), len(_UNITS) - 1)
-    return f"{nbytes / 1024**power:.4g} {_UNITS[power]}"
 
 
 def file_of(path: Path) -> Path:

@@ -14,9 +14,11 @@ the dtype of the computation. Each distance is a 2-norm.
 
 A gradient that rounding may change by its own size is noise, such as that of a key's bias in
 attention. What follows from it is not compared. If most gradients are noise, the script has drawn
-batches or dropout at random. Adam turns the sign of a tiny gradient into a whole step, which makes
-the tolerance of its tensor's update large. Signs do not change norms, so the norms of all updates,
-or of all tensors of one state, are compared as well."""
+batches or dropout at random, and cannot be compared.
+
+Adam turns the sign of a tiny gradient into a whole step, which makes the tolerance of its tensor's
+update large. Signs do not change norms, so the norms of all updates, or of all tensors of one
+state, are compared as well."""
 
 from __future__ import annotations
 
@@ -24,17 +26,17 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 
+from zero.errors import UsageError
+
 _MARGIN = 10
-_RANDOM = (
-    "Two runs on plain torch differ by as much: the script draws {what} at random. Set a seed in it"
-)
 
 
 @dataclass
@@ -73,15 +75,11 @@ class Row(NamedTuple):
 
 @dataclass
 class Result:
-    """`skipped`: how many steps both runs skipped, because gradients were not finite: then there is
-    little to compare. `unsure`: a step that overflows or not by rounding alone, at which the
-    comparison ended, or 0.
-    """
+    """`skipped`: how many steps both runs skipped, because gradients were not finite."""
 
     rows: list[Row] = field(default_factory=list)
     difference: Difference | None = None
     skipped: int = 0
-    unsure: int = 0
 
 
 @dataclass
@@ -133,12 +131,31 @@ class Tensor:
 def compare(engine: Path, plain: Path, disturbed: Path) -> Result:
     """Compare the recordings in these folders, step by step, up to the first difference beyond
     rounding.
+
+    Raises UsageError if they cannot be compared: the script draws batches at random, or overflows
+    decide.
     """
-    comparison = Comparison((engine, plain, disturbed))
-    result = comparison.result
-    is_done = comparison.differs_at_start()
-    for step in range(1, steps_in(engine, plain, disturbed) + 1):
-        is_done = is_done or comparison.differs(step) or bool(result.unsure)
+    recordings = Recordings((engine, plain, disturbed))
+    result, steps = Result(), steps_in(engine, plain, disturbed)
+    for step in range(steps + 1):
+        for compared in recordings.compared(step):
+            if not compared.tensors:
+                continue
+            worst = max(compared.tensors, key=lambda tensor: tensor.relative)
+            count, noise = len(compared.tensors), compared.noise or 0
+            row = Row(step, compared.kind, count, noise, worst.relative, worst.name)
+            result.rows.append(row)
+            if beyond := compared.beyond_rounding():
+                name, relative, others = beyond[0].name, beyond[0].relative, len(beyond) - 1
+                cause = _cause(compared.kind, beyond, compared.tensors)
+                result.difference = Difference(step, compared.kind, name, relative, others, cause)
+                return result
+        result.skipped += step > 0 and not any(each["applied"] for each in recordings.done[:2])
+    if result.skipped == steps:
+        raise UsageError(
+            f"verify: no update was compared, because gradients were not finite in any of {steps} "
+            "step(s): lower fp16.initial_scale_power, or raise --steps"
+        )
     return result
 
 
@@ -151,24 +168,35 @@ def steps_in(*folders: Path) -> int:
 
 
 class Compared(NamedTuple):
-    """Tensors of one kind. `eps`: the least relative rounding, 0 if they must be equal. `is_noisy`:
-    noise has been left out.
+    """Tensors of one kind. `eps`: the least relative rounding, 0 if they must be equal. `noise`:
+    how many were left out as noise, None if this kind has none.
     """
 
     kind: str
     tensors: list[Tensor]
     eps: float = 0.0
-    is_noisy: bool = False
+    noise: int | None = None
+
+    def beyond_rounding(self) -> list[Tensor]:
+        known = [tensor for tensor in self.tensors if math.isfinite(tensor.relative_rounding)]
+        usual = max(self.eps, median([tensor.relative_rounding for tensor in known] or [0.0]))
+        beyond = [
+            each for each in self.tensors if (each.differs(usual) if self.eps else each.relative)
+        ]
+        if not beyond and self.noise is not None and self.kind != "gradient":
+            if apart := _apart_together(known, self.eps):
+                return [Tensor("all tensors together", 0, 1, 0, apart, 0)]
+        return beyond
 
 
-class Comparison:
-    """`folders`: of the run on the engine, on plain torch, and on plain torch with disturbed
-    weights.
+class Recordings:
+    """The recordings in `folders`: of the run on the engine, on plain torch, and on plain torch
+    with disturbed weights. `done`: what `N.json` says of the last step that was compared.
     """
 
     def __init__(self, folders: Sequence[Path]):
         self.folders = folders
-        self.result = Result()
+        self.done: list[dict[str, Any]] = []
         facts = json.loads((folders[0] / "facts.json").read_text())
         self.eps = torch.finfo(getattr(torch, facts["dtype"])).eps
         # Optimizers of whole tensors, such as Muon, compute in bf16.
@@ -176,79 +204,50 @@ class Comparison:
         self.eps_of_update = torch.finfo(of_update).eps
         self.names = json.loads((folders[1] / "facts.json").read_text())["names"]
 
-    def differs_at_start(self) -> bool:
-        values = [Tensor.of(*each) for each in self._tensors("start")]
-        is_random = any(tensor.rounding for tensor in values)
-        cause = _RANDOM.format(what="them") if is_random else "The engine has changed them"
-        return self._judge(0, Compared("value", values), f"{cause}.")
-
-    def differs(self, step: int) -> bool:
-        """Add the rows of this step, up to one with a difference."""
-        done = [json.loads((folder / f"{step}.json").read_text()) for folder in self.folders]
-        if done[1]["applied"] != done[2]["applied"]:
-            self.result.unsure = step
-            return True
-        self.result.skipped += not (done[0]["applied"] or done[1]["applied"])
-        gradients = [Tensor.of(*each) for each in self._tensors(f"{step}.gradients")]
-        noise = [tensor for tensor in gradients if tensor.is_noise]
-        if 2 * len(noise) > len(gradients):
-            cause = _RANDOM.format(what="batches or dropout") + ", or verify in fp32."
-            self._add(step, Compared("gradient", noise))
-            self._differs(step, "gradient", noise, cause)
-            return True
+    def compared(self, step: int) -> Iterator[Compared]:
+        """What of a step is compared, one after the other. Step 0 is before the first one."""
+        if step == 0:
+            start = list(starmap(Tensor.of, self._tensors("start")))
+            _require_equal(not any(tensor.rounding for tensor in start))
+            yield Compared("value", start)
+            return
+        self.done = [json.loads((folder / f"{step}.json").read_text()) for folder in self.folders]
+        if self.done[1]["applied"] != self.done[2]["applied"]:
+            raise UsageError(
+                f"verify: rounding alone decides whether step {step} overflows: lower "
+                "fp16.initial_scale_power"
+            )
+        gradients = list(starmap(Tensor.of, self._tensors(f"{step}.gradients")))
         loud = {tensor.name: tensor for tensor in gradients if not tensor.is_noise}
-        compared = self._compared(step, done, loud)
-        return any(self._judge(step, each, noise=len(noise)) for each in compared)
-
-    def _compared(
-        self, step: int, done: list[dict], gradients: dict[str, Tensor]
-    ) -> Iterator[Compared]:
-        """What of a step is compared, one after the other. `gradients`: those that are no noise."""
-        eps = torch.finfo(torch.float32).eps
-        yield Compared("loss", _numbers(done, "loss"), self.eps)
-        yield Compared("gradient", list(gradients.values()), self.eps, is_noisy=True)
-        yield Compared("setting", _numbers(done, "setting"))
+        noise, eps = len(gradients) - len(loud), torch.finfo(torch.float32).eps
+        _require_equal(2 * noise <= len(gradients))
+        yield Compared("loss", self._numbers("loss"), self.eps)
+        yield Compared("gradient", list(loud.values()), self.eps, noise)
+        yield Compared("setting", self._numbers("setting"))
         # Each side adds up millions of squares in fp32, in its own order.
-        yield Compared("norm", _numbers(done, "norm"), math.sqrt(eps) / _MARGIN)
+        yield Compared("norm", self._numbers("norm"), math.sqrt(eps) / _MARGIN)
         for file in sorted(self.folders[0].glob(f"{step}.state.*")):
             if (self.folders[1] / file.name).exists():
                 recorded = self._tensors(file.stem)
-                states = [Tensor.of(name, each) for name, each in recorded if name in gradients]
-                yield Compared(file.stem.split(".", 2)[2], states, eps, is_noisy=True)
+                states = [Tensor.of(name, each) for name, each in recorded if name in loud]
+                yield Compared(file.stem.split(".", 2)[2], states, eps, noise)
         before = self._tensors("start" if step == 1 else f"{step - 1}.values")
+        pairs = zip(self._tensors(f"{step}.values"), before, strict=True)
         updates = [
             Tensor.of(name, [new - old for new, old in zip(values, old_values, strict=True)])
-            for (name, values), (_, old_values) in zip(
-                self._tensors(f"{step}.values"), before, strict=True
-            )
-            if name in gradients
+            for (name, values), (_, old_values) in pairs
+            if name in loud
         ]
-        yield Compared("update", updates, self.eps_of_update, is_noisy=True)
+        yield Compared("update", updates, self.eps_of_update, noise)
 
-    def _judge(self, step: int, compared: Compared, cause: str = "", noise: int = 0) -> bool:
-        """Add a row. If something differs beyond rounding, say so; True then."""
-        kind, tensors, eps, is_noisy = compared
-        if not tensors:
-            return False
-        known = [tensor for tensor in tensors if math.isfinite(tensor.relative_rounding)]
-        usual = max(eps, median([tensor.relative_rounding for tensor in known] or [0.0]))
-        self._add(step, compared, noise if is_noisy else 0)
-        beyond = [each for each in tensors if (each.differs(usual) if eps else each.relative > 0)]
-        is_together = is_noisy and kind != "gradient"
-        if not beyond and is_together and (apart := _apart_together(known, eps)):
-            beyond = [Tensor("all tensors together", 0, 1, 0, apart, 0)]
-        if beyond:
-            self._differs(step, kind, beyond, cause or _cause(kind, beyond, tensors))
-        return bool(beyond)
-
-    def _differs(self, step: int, kind: str, tensors: list[Tensor], cause: str) -> None:
-        first, others = tensors[0], len(tensors) - 1
-        self.result.difference = Difference(step, kind, first.name, first.relative, others, cause)
-
-    def _add(self, step: int, compared: Compared, noise: int = 0) -> None:
-        worst = max(compared.tensors, key=lambda tensor: tensor.relative)
-        row = Row(step, compared.kind, len(compared.tensors), noise, worst.relative, worst.name)
-        self.result.rows.append(row)
+    def _numbers(self, kind: str) -> list[Tensor]:
+        """The numbers of this kind that all recordings have."""
+        each = [done[kind] for done in self.done]
+        return [
+            Tensor.of(name, [torch.tensor(float(numbers[name])) for numbers in each])
+            for name in each[1]
+            if all(name in numbers for numbers in each)
+        ]
 
     def _tensors(self, name: str) -> Iterator[tuple[str, list[torch.Tensor]]]:
         """Names and the three recordings' tensors, in the model's order.
@@ -262,18 +261,19 @@ class Comparison:
                 file.get_tensor(key) if key in names else None
                 for file, names in zip(files, known, strict=True)
             ]
-            some = next((value for value in values if value is not None), None)
-            if some is not None:
+            if (some := next((each for each in values if each is not None), None)) is not None:
                 zeros = torch.zeros_like(some)
                 yield key, [zeros if value is None else value for value in values]
 
 
-def _numbers(done: list[dict], kind: str) -> list[Tensor]:
-    """The numbers of this kind that all recordings have."""
-    names = [name for name in done[1][kind] if all(name in each[kind] for each in done)]
-    return [
-        Tensor.of(name, [torch.tensor(float(each[kind][name])) for each in done]) for name in names
-    ]
+def _require_equal(are_equal: bool) -> None:
+    """Refuse a script whose two runs on plain torch are not equal."""
+    if not are_equal:
+        raise UsageError(
+            "verify: two runs on plain torch differ by as much as the one on the engine: the "
+            "script draws weights, batches or dropout at random: set a seed in it, or verify in "
+            "fp32"
+        )
 
 
 def _apart_together(tensors: list[Tensor], eps: float) -> float:
@@ -292,6 +292,8 @@ def _apart_together(tensors: list[Tensor], eps: float) -> float:
 
 def _cause(kind: str, beyond: list[Tensor], tensors: list[Tensor]) -> str:
     """What is known for certain about a difference."""
+    if kind == "value":
+        return "The engine has changed them."
     if kind == "setting":
         first = beyond[0]
         return f"It is {first.engine:g} on the engine and {first.plain:g} on plain torch."

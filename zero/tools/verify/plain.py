@@ -106,13 +106,14 @@ class PlainOptimizer:
 
         All ranks must ask.
         """
+        if self._means:
+            return self._means
         is_sum = self.settings.gradient_allreduce_op == "sum"
         scale = 1.0 if self.scaler is None else self.scaler.scale
-        if not self._means:
-            got = [float(param in self._sums) for param in self.masters]
-            counts = self.comm.all_reduce(torch.tensor(got, device=self.comm.device)).tolist()
-            self._idle = {param for param, n in zip(self.masters, counts, strict=True) if not n}
-        for param in self.masters if not self._means else ():
+        got = [float(param in self._sums) for param in self.masters]
+        counts = self.comm.all_reduce(torch.tensor(got, device=self.comm.device)).tolist()
+        self._idle = {param for param, n in zip(self.masters, counts, strict=True) if not n}
+        for param in self.masters:
             total = self._sums.get(param, torch.zeros_like(param, dtype=torch.float32))
             reduced = self.comm.all_reduce(total.contiguous())
             self._means[param] = reduced / ((1 if is_sum else self.comm.world_size) * scale)

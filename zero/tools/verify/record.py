@@ -27,13 +27,6 @@ from zero.tools.profile.running import FOLDER
 from zero.tools.verify.command import DISTURBED, ENGINE
 from zero.tools.verify.plain import PlainEngine, hold_whole_models
 
-_ROUNDING = (
-    "zero_quantized_weights",
-    "zero_quantized_nontrainable_weights",
-    "zero_quantized_gradients",
-    "zero_quantized_moments",
-)
-
 # Keys of a param group that name parameters, or say how to compute, which the engine decides.
 _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
 
@@ -50,12 +43,13 @@ def set_up() -> None:
 
 
 def _refuse_rounding(settings: Config) -> None:
-    zero = settings.zero_optimization
-    keys = [f"zero_optimization.{key} rounds on purpose" for key in _ROUNDING if getattr(zero, key)]
+    keys = [
+        f"zero_optimization.{key}" for key, value in settings.zero_optimization if value is True
+    ]
     if settings.bf16.bf16_master_weights_and_grads:
-        keys.append("bf16.bf16_master_weights_and_grads rounds at random")
-    if keys:
-        raise UsageError(f"zero verify: {keys[0]}: set it to false to compare")
+        keys.append("bf16.bf16_master_weights_and_grads")
+    if rounding := [key for key in keys if "quantized" in key or key.startswith("bf16")]:
+        raise UsageError(f"zero verify: {rounding[0]} rounds: set it to false to compare")
 
 
 class Recorder(BoundedRun):
