@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import platform
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +24,7 @@ from zero.comm.quantized import CompressedCommunicator, machine_size
 from zero.comm.world import ranks_of_machine
 from zero.config import Config, OffloadOptimizerConfig, ZeroConfig
 from zero.core.gathering import Gathering
-from zero.core.layout import GroupPlan, called_blocks, packs_experts, plan_groups
+from zero.core.layout import GroupPlan, packs_experts, plan_groups
 from zero.core.micro_batches import MicroBatches
 from zero.core.param_group import ParamGroup, owning_group
 from zero.core.quantized_weights import (
@@ -49,9 +48,7 @@ from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import Placement
 from zero.optim.rounding import StochasticRounding
 from zero.optim.sharded_optimizer import ZeroOptimizer, param_group_of
-from zero.slicing.blocks import RECORDER, SlicedBlock
 from zero.slicing.experts import SlicedExperts, can_be_sliced, numel_of_one
-from zero.slicing.head import SlicedHead, sliced_head
 
 logger = logging.getLogger("zero")
 
@@ -370,41 +367,6 @@ def slice_experts(
     most = max(limit // 2, *map(numel_of_one, found))
     schedule.limit_live_parameters(max(0, limit - most))
     return [SlicedExperts(group, most, gathering) for group in found]
-
-
-def slice_batches(
-    model: nn.Module, settings: Config, steps: Callable[[], int]
-) -> list[SlicedBlock | SlicedHead]:
-    """Have each block run its batch in slices, and the head its tokens in chunks, if the
-    configuration says so. `steps` counts those of the optimizer.
-    """
-    slices = settings.activation_checkpointing.batch_slices
-    if slices in (None, 1):
-        return []
-    names = {module: name for name, module in model.named_modules()}
-    if not (blocks := called_blocks(model)):
-        raise UsageError(
-            "activation_checkpointing.batch_slices: the model has no blocks that could run in "
-            "slices, neither `_no_split_modules` nor modules in an nn.ModuleList"
-        )
-    config = getattr(model, "config", None)
-    for flag in ("output_router_logits", "output_attentions"):
-        if getattr(config, flag, False) and RECORDER not in sys.modules:
-            raise UsageError(
-                "activation_checkpointing.batch_slices: with this release, transformers collects "
-                "tensors inside of blocks, where it would find one for each slice: set "
-                f"config.{flag} to false, or install transformers 5"
-            )
-    kept = settings.activation_checkpointing
-    is_away = kept.cpu_checkpointing or kept.nvme_path
-    sliced: list[SlicedBlock | SlicedHead] = []
-    for block in blocks:
-        of = 0 if sliced or is_away else len(blocks)  # the first block speaks for all
-        sliced.append(SlicedBlock(block, names[block], slices, kept.trust_slices, of))
-    # A script may compute its loss of logits that it got without their graph.
-    adapts = settings.on_out_of_memory == "adapt"
-    head = None if adapts else sliced_head(model, steps)
-    return sliced if head is None else [*sliced, head]
 
 
 def make_placement(

@@ -44,6 +44,7 @@ from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import WEIGHTS, states_named
 from zero.optim.sharded_optimizer import NonFiniteGradientError, ZeroOptimizer, param_group_of
 from zero.releases import newer_than_tested
+from zero.slicing.batches import BatchSlices
 from zero.slicing.blocks import SlicedBlock
 
 logger = logging.getLogger("zero")
@@ -155,12 +156,11 @@ class ZeroEngine(nn.Module):
         gathering = Gathering(
             self.groups, self.schedule, training_comm, self.residency, reductions.before_use, writes
         )
-        self._sliced = [
-            *build.slice_experts(self.groups, self.schedule, gathering),
-            *build.slice_batches(model, settings, lambda: self.global_steps),
-        ]
+        self._sliced = build.slice_experts(self.groups, self.schedule, gathering)
         for each in self._sliced:
             self._installed.callback(each.remove)
+        self.slices = BatchSlices(model, settings, lambda: self.global_steps)
+        self._installed.callback(self.slices.remove)
         self.hooks = ModuleHooks(
             model,
             self.groups,

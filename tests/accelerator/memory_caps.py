@@ -2,8 +2,8 @@
 
     python -m tests.accelerator.memory_caps [--caps 200] [--seed 0] [SCRIPT ...]
 
-A cap lies between what micro-batches of one sample take and what the run takes, and applies from a
-random step on; with several ranks to some of them, each with a cap of its own. The last two scripts
+A cap lies between what slices of one sample take and what the run takes, and applies from a random
+step on; with several ranks to some of them, each with a cap of its own. The last two scripts
 compute on the CPU, with their states offloaded, and the cap is one of addresses (`ulimit -v`),
 between an eighth of those that a step takes and all of them. Each script has a line with its
 largest relative difference of a loss and how often a step was repeated. The command exits with 1 if
@@ -73,7 +73,13 @@ class Limits(TrainerCallback):
 
 
 def train_by_trainer(
-    kind: str, name: str, section: dict, accumulation: int, act: str, limits: list[int]
+    kind: str,
+    name: str,
+    section: dict,
+    accumulation: int,
+    act: str,
+    limits: list[int],
+    slices: int,
 ) -> tuple[Losses, int, list[str]]:
     """As `train`, by transformers' Trainer, or that of TRL."""
     if (jobs := str(Path(__file__).parents[1] / "hf" / "scripts")) not in sys.path:
@@ -85,6 +91,7 @@ def train_by_trainer(
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "on_out_of_memory": act,
+        "activation_checkpointing": {"batch_slices": slices},
     }
     with tempfile.TemporaryDirectory() as folder, listening() as said:
         arguments: dict[str, Any] = {
@@ -149,20 +156,20 @@ def capped(script: str, seed: int, count: int) -> list[tuple[bool, float, int]]:
     if kind != "host":
         use_device(rank)
 
-    def run(act: str, limits: list[int], micro_batches: int) -> tuple[Losses, int, list[str]]:
+    def run(act: str, limits: list[int], slices: int = 1) -> tuple[Losses, int, list[str]]:
         if kind == "host":
             return train_on_host(*given, act, limits)
         if kind == "loop":
-            return train(*given, micro_batches, act, limits)
-        return train_by_trainer(kind, *given, micro_batches, act, limits)
+            return train(*given, accumulation, act, limits, slices=slices)
+        return train_by_trainer(kind, *given, accumulation, act, limits, slices)
 
-    free, small = [ENOUGH] * STEPS, ROWS // world if kind == "loop" else 2 * SAMPLES
-    usual, most, _ = run("explain", free, accumulation)
+    free = [ENOUGH] * STEPS
+    usual, most, _ = run("explain", free)
     if kind == "host":
-        least = most // 8
-        run("adapt", [most // 2] * STEPS, accumulation)  # what it imports for that, and remembers
+        least = most // 2
+        run("adapt", [most // 2] * STEPS)  # what it imports for that, and remembers
     else:
-        least = run("explain", free, small)[1]
+        least = run("adapt", free, max(ROWS, SAMPLES))[1]
     draw, found = random.Random(seed), []
     for _ in range(count):
         first = draw.randrange(STEPS)
@@ -173,7 +180,7 @@ def capped(script: str, seed: int, count: int) -> list[tuple[bool, float, int]]:
         part = caps[rank]
         cap = ENOUGH if part is None else least + int(part * (most - least))
         limits = [ENOUGH] * first + [cap] * (STEPS - first)
-        losses, _, said = run("adapt", limits, accumulation)
+        losses, _, said = run("adapt", limits)
         worst = max(relative(*pair) for pair in zip(losses, usual, strict=True))
         of_steps = Counter(text.partition(":")[0] for text in said)
         repeats = max(of_steps.values(), default=0)

@@ -22,7 +22,7 @@ from tests.processes import run_on
 from zero.errors import UsageError
 from zero.monitor.memory_usage import DEVICE, bytes_by_kind
 
-STEPS = 3
+STEPS, LONGER = 3, 6
 # The first step with a cap, and how much of what cutting saves it leaves. `memory_caps` draws many.
 CAPS = [(0, 0.2), (2, 0.6)]
 HOST = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
@@ -31,10 +31,14 @@ Losses = list[list[float]]
 
 
 def data(name: str) -> list[Batch]:
-    """Batches whose rows have unequal numbers of labels."""
-    found = batches(name, STEPS)
+    """Batches whose rows have unequal numbers of labels. Long, so that activations fill most of the
+    memory.
+    """
+    found = [
+        {key: value.repeat(1, LONGER) for key, value in each.items()}
+        for each in batches(name, STEPS)
+    ]
     for batch in found:
-        batch["labels"] = batch["labels"].clone()
         for row in range(len(batch["labels"])):
             batch["labels"][row, : row % 4] = -100
         batch["labels"][5] = -100
@@ -69,6 +73,7 @@ def train(
     act: str,
     limits: list[int],
     recomputes: bool = False,
+    slices: int = 1,
 ) -> tuple[Losses, int, list[str]]:
     """Train with a limit for each step.
 
@@ -77,6 +82,7 @@ def train(
     gc.collect()  # earlier engines
     device.set_limit(ENOUGH)
     config = ds_config(accumulation=accumulation, **SMALL | section) | {"on_out_of_memory": act}
+    config["activation_checkpointing"] = {"batch_slices": slices}
     model: Any = build(name).to(device.NAME)
     if recomputes:
         model.gradient_checkpointing_enable()
@@ -106,8 +112,7 @@ def capped(
     """
     enough = [ENOUGH] * STEPS
     usual, most, _ = train(name, section, accumulation, "explain", enough, recomputes)
-    # What is left to cut to is one sample.
-    _, least, _ = train(name, section, ROWS // world_size, "explain", enough, recomputes)
+    _, least, _ = train(name, section, accumulation, "adapt", enough, recomputes, slices=ROWS)
     found = []
     for first, part in CAPS:
         cap = least + int(part * (most - least))
@@ -168,20 +173,11 @@ def with_own_forward() -> Any:
     return model
 
 
-def with_router_loss() -> Any:
-    """Its router's loss is over the batch."""
-    model: Any = build("mixtral").to(device.NAME)
-    model.config.output_router_logits = model.model.config.output_router_logits = True
-    model.gradient_checkpointing_enable()
-    return model
-
-
 REFUSED = {
     with_own_forward: "the model is a SquareOfLoss, whose forward is not transformers' own",
     with_own_loss: "the model is a LlamaForCausalLM with '_loss_function' of the script",
     hooked: "a hook of the script is on 'model.layers.1'",
     clipped: "parameter 'lm_head.weight' has a hook of the script",
-    with_router_loss: "its loss is not the mean over its labels",
 }
 
 
@@ -220,7 +216,7 @@ def test_what_cannot_be_repeated_is_said(kept):
 
 def losses_of_logits(rank: int, world_size: int) -> tuple[list[float], list[float], list[str]]:
     """Losses that the script computes of the logits too, as TRL does: with enough memory, with half
-    as much for the last rank, and with parts; and what is said.
+    as much for the last rank, and in slices; and what is said.
     """
     found, limits = [], [ENOUGH, ENOUGH, ENOUGH]
     given = data("llama")
@@ -232,7 +228,7 @@ def losses_of_logits(rank: int, world_size: int) -> tuple[list[float], list[floa
             losses = []
             for number, (each, limit) in enumerate(zip(given, limits, strict=True)):
                 if number == 2 and engine.adaptation is not None:
-                    engine.adaptation.parts = 3
+                    engine.slices.refine(3)
                 part = {name: value.to(device.NAME) for name, value in each.items()}
                 torch.accelerator.reset_peak_memory_stats()
                 before = torch.accelerator.memory_allocated()
@@ -301,8 +297,8 @@ def test_an_error_knows_what_fills_the_memory(world_size):
 @pytest.mark.parametrize(
     ("name", "section", "accumulation", "change"),
     [
-        ("llama", {"stage3_max_live_parameters": 0}, 2, "is now split into"),
-        ("t5", HOST | {"stage3_max_live_parameters": 0}, 1, "is now split into"),
+        ("llama", {"stage3_max_live_parameters": 0}, 2, "now runs its batch in"),
+        ("t5", HOST | {"stage3_max_live_parameters": 0}, 1, "now runs its batch in"),
         ("mixtral", {}, 1, "stage3_max_live_parameters is now 0"),
         ("t5", {"stage": 1}, 1, "activations are now recomputed"),
     ],

@@ -19,11 +19,11 @@ reductions have a fixed order. At stage 3, a rank can only know from an earlier 
 what the others will gather. The first training forward is therefore preceded by a forward and
 backward of one sample, which must be recorded alike on all ranks.
 
-[Note: parts of a micro-batch] First comes what changes no result: activations are recomputed, and
-nothing is gathered in advance. A micro-batch is split only if each argument is known to have a row
-for each sample. The loss of each part must be the mean cross entropy over its labels, computed from
-its logits, or their sum divided by a number that the script passes. Other outputs may have
-gradients if they have a row for each sample."""
+[Note: what is changed] Nothing that is changed changes a result. First, activations are recomputed;
+then nothing is gathered in advance; then each block runs its batch in slices and the head its
+tokens in chunks (`zero/slicing/`): 2, then 4, and so on, up to one sample in each; at last, the
+blocks' inputs wait for backward in host memory. No change moves a gather or a reduction, so that
+what has been recorded stays true."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from zero.adapting.call import KEY, Call, unsplittable
+from zero.adapting.call import KEY, Call
 from zero.checkpoint.state import random_states, restore_random_states
 from zero.core.layout import LEAF_FLAG
-from zero.device import empty_cache
+from zero.device import empty_cache, is_accelerator
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
 from zero.monitor.memory_usage import place_of
 from zero.monitor.out_of_memory import add_line, explain, full_memory
+from zero.offload.activations import HostActivations
 from zero.slicing.experts import SlicedExperts
 from zero.slicing.known import why_not_known
 
@@ -51,7 +52,7 @@ logger = logging.getLogger("zero")
 
 _WRITTEN = "the inputs of the micro-batch or the model's buffers were written to"
 _BESIDE = "the script computes gradients beside those of the forward's outputs"
-_FORWARD, _VALUES, _BACKWARD = "forward", "forward without gradients", "backward"
+_FORWARD, _BACKWARD = "forward", "backward"
 _NOT_THERE = "the memory of the host is full, and activations are on the device"
 
 T = TypeVar("T")
@@ -68,14 +69,10 @@ class _NotEnough(Exception):
 class Adaptation:
     """Handles running out of memory for one engine. Raises UsageError if its ranks could not join
     the collectives of each other.
-
-    Attributes:
-        parts: into how many a micro-batch is split.
     """
 
     def __init__(self, engine: ZeroEngine):
         self._engine = engine
-        self.parts = 1
         self._is_rehearsed = False
         # Forwards that await their backward, and those whose gradients are in the step's sum.
         self._waiting: list[Call] = []
@@ -136,7 +133,7 @@ class Adaptation:
             call.shown = {place: call.shown[place] for place in call.gradients()}
             call.outputs = {place: call.outputs[place] for place in call.shown if call.outputs}
         after = random_states(engine.comm.device)
-        calls_to_repeat = calls if self.parts > 1 else []
+        calls_to_repeat: list[Call] = []
         while True:
             try:
                 if calls_to_repeat:
@@ -193,12 +190,9 @@ class Adaptation:
             )
         if not is_first:
             return
-        run = lambda: tree_flatten(call.run_part(slice(0, 1)))[0]  # noqa: E731
         if recomputes := self._can_recompute:  # starts the same gathers, in less memory
             self._recompute()
-        with torch.no_grad():
-            self._together(_VALUES, run)
-        outputs = self._together(_FORWARD, run)[:1]
+        outputs = self._together(_FORWARD, lambda: tree_flatten(call.run_one())[0])[:1]
         if _begins_with_loss(outputs):
             self._run_backward(outputs, [torch.ones_like(outputs[0])])
         if recomputes:
@@ -218,66 +212,18 @@ class Adaptation:
 
     def _shown(self, call: Call) -> Any:
         """The outputs of a forward, without their graphs."""
-        is_split = self.parts > 1 and all(self._of_ranks(call.labels is not None))
-        if is_split:
-            leaves, structure = self._values(call)
-        else:
-            output = self._together(_FORWARD, lambda: call.run_part(slice(None)))
-            leaves, structure = tree_flatten(output)
-            if not _begins_with_loss(leaves):
-                return output
+        output = self._together(_FORWARD, call.run_all)
+        leaves, structure = tree_flatten(output)
+        if not _begins_with_loss(leaves):
+            return output
         for place, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and (
-                leaf.requires_grad or (is_split and leaf.is_floating_point())
-            ):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                call.outputs[place] = leaf
                 call.shown[place] = shown = leaf.detach().requires_grad_()
-                if leaf.requires_grad:
-                    call.outputs[place] = leaf
                 # The Trainer scales the loss in place, which torch forbids for a leaf.
                 leaves[place] = shown if shown.dim() else shown.clone()
         self._waiting.append(call)
         return tree_unflatten(leaves, structure)
-
-    def _values(self, call: Call) -> tuple[list[Any], Any]:
-        """Return the outputs of a forward in parts, none of which has a graph, and their structure:
-        the loss, and tensors with as many rows as the micro-batch; None for what is no tensor.
-
-        Raises UsageError if the whole's outputs are not known from those of the parts."""
-        # Hooks may have come since the last one.
-        if why := self._of_all(why_not_known(self._engine.module) or call.why_whole()):
-            raise unsplittable(why)
-        values: list[Any] = []
-        losses: list[torch.Tensor] = []
-        counts: list[int] = []
-        structure: Any = None
-        tolerance = 1e-4 if self._engine.settings.compute_dtype == torch.float32 else 2e-2
-
-        def keep(output: Any, part: slice) -> None:
-            nonlocal structure
-            leaves, structure = tree_flatten(output)
-            counts.append(call.counted(output, part, tolerance))
-            losses.append(leaves[0])
-            if not (rows := part.stop - part.start):
-                return
-            if not values:
-                values.extend(_for_all(leaf, rows, call.rows) for leaf in leaves[1:])
-            for value, leaf in zip(values, leaves[1:], strict=True):
-                if value is not None:
-                    value[part] = leaf
-
-        parts = call.parts(self.parts)
-        with torch.no_grad():
-            for part in parts:
-                output = self._together(_VALUES, partial(call.run_part, part))
-                self._together(None, partial(keep, output, part))
-                del output
-        call.weigh(counts, parts)
-        # The mean over no labels is NaN.
-        terms = [loss * weight for loss, weight in zip(losses, call.weights, strict=True) if weight]
-        return [
-            torch.stack(terms).sum() if terms else torch.zeros_like(losses[0]),
-            *values,
-        ], structure
 
     def _gradients(self, calls: Sequence[Call]) -> None:
         """Run the backward of forwards that still have their graphs."""
@@ -288,24 +234,15 @@ class Adaptation:
         self._run_backward(outputs, grads)
 
     def _repeat(self, calls: Sequence[Call]) -> None:
-        """Run the forward and backward of micro-batches, each in parts. The last one is the current
-        one, which may be the last of its step.
+        """Run the forward and backward of micro-batches. The last one is the current one, which may
+        be the last of its step.
         """
         engine = self._engine
         self._require_unwritten(calls)
         for call in calls:
-            if len(call.weights) != self.parts:
-                restore_random_states(call.random, engine.comm.device)
-                self._values(call)  # proves that it can be split
-        for index, call in enumerate(calls, 1):
             restore_random_states(call.random, engine.comm.device)
-            parts = zip(call.parts(self.parts), call.weights, strict=True)
-            with engine.reducer.counting_once():
-                for number, (part, weight) in enumerate(parts, 1):
-                    is_last = index == len(calls) and number == self.parts
-                    with engine.micro_batches.part(is_last):
-                        forward = partial(call.outputs_of, part, weight)
-                        self._run_backward(*self._together(_FORWARD, forward))
+            with engine.micro_batches.repeating(is_last=call is calls[-1]):
+                self._run_backward(*self._together(_FORWARD, call.run_for_gradients))
 
     def _run_backward(self, outputs: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         """Empty `outputs`, so that the graph is freed on the way."""
@@ -319,12 +256,11 @@ class Adaptation:
         self._together(_BACKWARD, run, held=outputs)
         outputs.clear()
 
-    def _together(self, kind: str | None, act: Callable[[], T], held: list | None = None) -> T:
-        """Return what `act` returns; raise _NotEnough on all ranks if one of them ran out of
-        memory, and any other error of one rank on all.
+    def _together(self, kind: str, act: Callable[[], T], held: list | None = None) -> T:
+        """Return what `act` returns, a forward or backward; raise _NotEnough on all ranks if one of
+        them ran out of memory, and any other error of one rank on all.
 
-        `kind` is the kind of forward or backward, or None if it is neither. `held` contains tensors
-        that a rank frees if it runs out of memory.
+        `held` contains tensors that a rank frees if it runs out of memory.
         """
         hooks, error, other, result = self._engine.hooks, None, None, None
         with hooks.recorder.recording(kind):
@@ -338,7 +274,7 @@ class Adaptation:
                     explain(self._engine, raised)
                     # The frames of the traceback hold activations.
                     error = raised.with_traceback(None)
-            if (other or error) is not None and kind is not None and self._control.world_size > 1:
+            if (other or error) is not None and self._control.world_size > 1:
                 if held is not None:
                     held.clear()
                 if not self._gathers_with_others or hooks.recorder.can_replay:
@@ -393,10 +329,12 @@ class Adaptation:
         See the note.
         """
         self._free()
-        schedule, stage = self._engine.schedule, self._engine.settings.zero_optimization.stage
+        engine, slices = self._engine, self._engine.slices
+        schedule, stage = engine.schedule, engine.settings.zero_optimization.stage
         refusal = self._of_all(self._why_not_repeated(calls, error))
-        whole = self._of_all(_first(call.why_whole() for call in calls))
-        rows = max(self._of_ranks(max(call.rows for call in calls)))
+        why_whole = self._of_all(slices.why_not())
+        counts = self._of_ranks((slices.number, slices.samples))
+        number, samples = map(max, zip(*counts, strict=True))
         can_recompute = any(self._of_ranks(self._can_recompute))
         if refusal:
             raise _final(error, refusal)
@@ -406,15 +344,18 @@ class Adaptation:
         elif stage == 3 and schedule.max_live_parameters:
             schedule.limit_live_parameters(0)
             done = "zero_optimization.stage3_max_live_parameters is now 0"
-        elif whole or rows <= self.parts:
-            split = f"a micro-batch of {rows} sample(s) is split into {self.parts} part(s) already"
-            raise _final(error, whole or split)
+        elif number < samples and not why_whole:
+            number = min(2 * number, samples)
+            slices.refine(number)
+            done = f"each block now runs its batch in {number} slices"
+        elif is_accelerator(engine.comm.device) and engine.activations is None:
+            engine.activations = HostActivations(engine.comm.device)
+            done = "activations now wait for backward in host memory"
         else:
-            self.parts = min(2 * self.parts, rows)
-            parts = f"{self.parts} parts, with the whole's gradient"
-            done = f"each micro-batch is now split into {parts}"
+            in_slices = f"a batch of {samples} sample(s) runs in {number} slice(s) already"
+            raise _final(error, why_whole or in_slices)
         if self._control.rank == 0:
-            step = self._engine.global_steps + 1
+            step = engine.global_steps + 1
             logger.warning("step %d ran out of memory, so %s, and the step is repeated", step, done)
 
     def _require_unwritten(self, calls: Sequence[Call]) -> None:
@@ -479,15 +420,6 @@ def _hindrances(engine: ZeroEngine) -> Iterator[str]:
 def _begins_with_loss(leaves: Sequence[Any]) -> bool:
     loss = leaves[0] if leaves else None
     return isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.is_floating_point()
-
-
-def _for_all(leaf: Any, rows: int, all_rows: int) -> torch.Tensor | None:
-    """A tensor for all samples, where `leaf` is one of `rows` samples; None if it is no tensor."""
-    if not isinstance(leaf, torch.Tensor):
-        return None
-    if not leaf.dim() or len(leaf) != rows:
-        raise unsplittable(f"an output of shape {list(leaf.shape)} has no row for each sample")
-    return leaf.new_empty((all_rows, *leaf.shape[1:]))
 
 
 def _final(error: Exception | None, why: str) -> Exception:

@@ -393,17 +393,17 @@ class ModuleHooks:
     def _post_forward(
         self, groups: list[ParamGroup], module: nn.Module, args: tuple, kwargs: dict, output: object
     ) -> None:
+        # Its results may be computed later, with the weights.
+        keeps = getattr(module.forward, "keeps_weights", False) and torch.is_grad_enabled()
         if not in_backward():
             self._find_views(module, groups)
             returned = groups_shown_by(output, groups)
-            # Its results may be computed later, with the weights.
-            keeps = getattr(module.forward, "keeps_weights", False) and torch.is_grad_enabled()
             for group in groups:
                 if group.has_aliases or group in returned or keeps:
                     self._reads.hold(group)
                 self._gathering.release(group)
         # The backward of an embedding needs its indices, not its weight.
-        if not torch.is_grad_enabled() or type(module).forward is nn.Embedding.forward:
+        if keeps or not torch.is_grad_enabled() or type(module).forward is nn.Embedding.forward:
             return
         passed_through = {
             id(each) for tensor in tensors_with_grad((args, kwargs)) for each in _with_base(tensor)

@@ -67,9 +67,9 @@ class MicroBatches:
         return self.is_last and not self.holds_back
 
     @contextmanager
-    def part(self, is_last: bool) -> Iterator[None]:
-        """Context of the backward of a part of the current micro-batch: `reduces_now` is false
-        before the last part.
+    def repeating(self, is_last: bool) -> Iterator[None]:
+        """Context of the repetition of one of the step's micro-batches so far: `reduces_now` is
+        false before the last one, which is the current one.
         """
         boundary = self.boundary
         if not is_last:

@@ -328,13 +328,6 @@ class GradientReducer:
         with self.comm.clock.waiting("gradients out"):
             self._offloading.popleft()[1].wait()
 
-    @contextmanager
-    def counting_once(self) -> Iterator[None]:
-        """Context of several backwards of one micro-batch, which count as one."""
-        before = self.backwards
-        yield
-        self.backwards = before + 1
-
     def drop_collected(self) -> None:
         """Free gradients whose reduction has not started, because they are of no use."""
         for entry in self.gradients.values():

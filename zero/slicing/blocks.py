@@ -59,6 +59,10 @@ class SlicedBlock:
         of: how many blocks keep their inputs on the device: this one warns in its first call if
             they will not fit. 0: it does not.
 
+    Attributes:
+        least: the least number of slices.
+        samples, number: in the last call, how large the batch was, and the number of slices.
+
     Raises UsageError if the block is neither known nor trusted. The forward raises it if the block
     cannot run in slices.
     """
@@ -78,6 +82,7 @@ class SlicedBlock:
         self._is_known, self._is_trusted = not why, is_trusted
         self._probe = BlockProbe(module, name)
         self._slices = slices
+        self.least = self.number = self.samples = 1
         self._of = of
         self._calls = 0
         # For each kind of input seen so far, which outputs have the batch as their first
@@ -120,7 +125,8 @@ class SlicedBlock:
                 "examples: pass a tensor with a second dimension"
             )
         wanted = -(-batch * tokens // TOKENS) if isinstance(self._slices, str) else self._slices
-        number = min(wanted, batch)
+        wanted = max(wanted, self.least)
+        self.samples, self.number = batch, (number := min(wanted, batch))
         if batch == 1 < wanted:
             _warn_of_one_example()
         if number < 2:

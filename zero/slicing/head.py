@@ -57,7 +57,8 @@ _KEEP_ROWS = frozenset("view reshape flatten squeeze unsqueeze".split())
 
 
 def sliced_head(model: nn.Module, steps: Callable[[], int]) -> SlicedHead | None:
-    """Slice the head of one of transformers' models; None if it has none, or an unknown one.
+    """Prepare the head of one of transformers' models for chunks; None if it has none, or an
+    unknown one.
 
     `steps`: counts the steps of the optimizer, after each of which the weights are others.
     """
@@ -75,7 +76,11 @@ def sliced_head(model: nn.Module, steps: Callable[[], int]) -> SlicedHead | None
 
 
 class SlicedHead:
-    """Replaces the forward of a head, (..., hidden size) to (..., vocabulary)."""
+    """Replaces the forward of a head, (..., hidden size) to (..., vocabulary).
+
+    Attributes:
+        chunks: at least so many. 0: the head computes its logits as a whole.
+    """
 
     # The hooks hold the group of such a module until the end of backward.
     keeps_weights = True
@@ -85,7 +90,13 @@ class SlicedHead:
         self.steps = steps
         self.forward: Callable[..., torch.Tensor] = module.forward
         module.forward = self
-        self._summed = sum_in_fp32(module)
+        self.chunks = 0
+        self._summed: list[Any] = []
+
+    def refine(self, chunks: int) -> None:
+        """Compute logits in at least so many chunks from now on."""
+        self.chunks = chunks
+        self._summed = self._summed or sum_in_fp32(self.module)
 
     def remove(self) -> None:
         """Restore the head's own forward and the dtype of its gradients."""
@@ -100,13 +111,13 @@ class SlicedHead:
         if len(args) == 1 and not kwargs and self._is_sliced(hidden := args[0]):
             with torch.no_grad():
                 sample = self.forward(hidden.flatten(0, -2)[:0])
-            if hidden.shape[:-1].numel() > rows_of_chunk(sample):
+            if (tokens := hidden.shape[:-1].numel()) > self.rows_of_chunk(sample, tokens):
                 first = partial(_under, _autocast(hidden.device.type), self.forward)
                 return _Rows(self, hidden, (first,), sample, hidden._version, self.steps()).logits()
         return self.forward(*args, **kwargs)
 
     def _is_sliced(self, hidden: torch.Tensor) -> bool:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not self.chunks or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
         if hidden.dim() < 2 or not hidden.requires_grad:
             return False
@@ -115,11 +126,12 @@ class SlicedHead:
         is_torch = functional.cross_entropy.__module__ == functional.__name__
         return is_torch and not in_transform and not why_hooked(self.module, with_own=True)
 
-
-def rows_of_chunk(sample: torch.Tensor) -> int:
-    """The number of tokens in a chunk of logits like `sample`, (any, vocabulary)."""
-    elements = CHUNK_ELEMENTS.get(sample.device.type, CHUNK_ELEMENTS_ELSEWHERE)
-    return max(1, elements // max(1, sample.shape[-1]))
+    def rows_of_chunk(self, sample: torch.Tensor, tokens: int) -> int:
+        """The number of tokens in a chunk of `tokens`, for logits like `sample` (any,
+        vocabulary).
+        """
+        elements = CHUNK_ELEMENTS.get(sample.device.type, CHUNK_ELEMENTS_ELSEWHERE)
+        return max(1, min(elements // max(1, sample.shape[-1]), -(-tokens // self.chunks)))
 
 
 def _autocast(device_type: str) -> Callable[[], AbstractContextManager]:
@@ -199,7 +211,8 @@ class _Rows:
         lead = self.hidden.shape[:-1]
         given = (self.hidden, *of_rows)
         flat = [each.reshape(lead.numel(), *each.shape[len(lead) :]) for each in given]
-        size, autocast = rows_of_chunk(self.sample), _autocast(self.sample.device.type)
+        size = self.head.rows_of_chunk(self.sample, lead.numel())
+        autocast = _autocast(self.sample.device.type)
 
         def of_chunk(hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
             return _under(autocast, function, self._of(hidden), *others)
@@ -231,6 +244,18 @@ class _InGraph(torch.autograd.Function):
         return None, of_hidden, *(next(found) if p.requires_grad else None for p in ctx.params)
 
 
+class _OfLeaf(torch.autograd.Function):
+    """The whole of logits that were detached and then required a gradient, which they get."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Logits) -> torch.Tensor:
+        return logits.rows.whole()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
 class Logits(torch.Tensor):
     """Logits (..., vocabulary) that are computed when something needs them.
 
@@ -243,10 +268,19 @@ class Logits(torch.Tensor):
         """All logits in one ordinary tensor."""
         if self._whole is not None:
             return self._whole
-        whole = self.rows.whole()
+        if self._gets_gradient:
+            with torch._C.DisableTorchFunctionSubclass():
+                whole: Any = _OfLeaf.apply(self)
+        else:
+            whole = self.rows.whole()
         if torch.is_grad_enabled():  # otherwise a loss can still be computed in chunks
             self._whole = whole
         return whole
+
+    @property
+    def _gets_gradient(self) -> bool:
+        """Whether this is a leaf of the graph that is being recorded."""
+        return torch.is_grad_enabled() and self.requires_grad and self.is_leaf
 
     def _stand_in(self) -> torch.Tensor:
         """A tensor of the same shape, dtype and device, for functions that ask for no more."""
@@ -278,7 +312,7 @@ class Logits(torch.Tensor):
         found = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Logits)]
         first = next(iter(args), options.get("input"))
         made: Any = NotImplemented
-        if len(found) == 1 and found[0]._whole is None:
+        if len(found) == 1 and found[0]._whole is None and not found[0]._gets_gradient:
             logits = found[0]
             plain = name[2:-2] if name.startswith("__") else name
             if func is functional.cross_entropy and first is logits:
