@@ -50,7 +50,7 @@ def shared(rank: int, world_size: int, folder: str | None) -> None:
         with moved.context():
             hidden = 2 * x
             found = [hidden.sin(), hidden.t().cos()]
-            found += outputs(hidden.mul_(3))
+            found += outputs(hidden * 3)
         loss = sum(each.sum() for each in found)
         copies = [weakref.ref(kept) for kept in moved._kept.values()]
         del hidden, found
@@ -72,8 +72,54 @@ def shared(rank: int, world_size: int, folder: str | None) -> None:
 
 @pytest.mark.parametrize("in_file", [False, True])
 def test_what_several_operations_save_is_copied_once(in_file, tmp_path):
-    """Without these copies, the change in place would be an error in backward."""
     run_on(1, shared, str(tmp_path) if in_file else None, simulated=True)
+
+
+def changed(rank: int, world_size: int) -> None:
+    """A copy may not have ended when the tensor is changed."""
+    activations.MIN_BYTES = 1
+    moved = HostActivations(torch.device(device.NAME, 0))
+    for context in (contextlib.nullcontext(), moved.context()):
+        x = torch.randn(ROWS, WIDTH, device=device.NAME, requires_grad=True)
+        with context:
+            hidden = 2 * x
+            loss = hidden.sin().sum()
+            hidden[0].mul_(3)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    # This is why.
+    assert any("writes what a copy to the host" in each for each in device.mistakes())
+
+
+def test_a_change_in_place_of_what_was_saved_is_an_error_as_in_plain_torch():
+    run_on(1, changed, simulated=True)
+
+
+def freed(rank: int, world_size: int) -> None:
+    """What is saved is freed at once, and graphs are dropped before their backward, or in its
+    middle: memory is used again while copies are on their way.
+    """
+    activations.MIN_BYTES = 1
+    moved = HostActivations(torch.device(device.NAME, 0))
+    x = torch.randn(ROWS, WIDTH, device=device.NAME, requires_grad=True)
+
+    def chain() -> torch.Tensor:
+        value = x
+        for _ in range(6):
+            value = value.sin() * 1.1
+        return value
+
+    (expected,) = torch.autograd.grad(chain().sum(), x)
+    for _ in range(3):
+        with moved.context():
+            first, second = chain(), chain()
+        (found,) = torch.autograd.grad(second.sum(), x)  # fetches the last tensor of `first`
+        del first
+        assert torch.equal(found, expected)
+
+
+def test_memory_that_is_freed_during_copies_is_not_overwritten():
+    run_on(1, freed, simulated=True)
 
 
 def conjugates(w: torch.Tensor) -> torch.Tensor:

@@ -5,11 +5,12 @@
 during the engine's forward is copied to host memory, pinned if there is a GPU, and back when
 backward needs it. (With gradient checkpointing those are the inputs of the checkpointed blocks and
 little else.) Operations that save the same memory share the copies. So values, strides and
-gradients stay the same. With host memory, the host waits for no copy: copies are among the kernels
-of the stream that saves. With a file, it waits while two pieces are being written, and
-backward reads each tensor while it uses the one that was saved after it. Views of weights are not
-copied: the core decides about their memory. The other keys of the section cut or pack activations
-over model-parallel ranks. This file knows nothing of groups, hooks or gathering."""
+gradients stay the same. Copies run beside computation, in a stream of their own: of those to the
+host, computation waits for all but the last two, and backward brings each tensor back while it uses
+the one that was saved after it. With a file, the host also waits while two pieces are written.
+Views of weights are not copied: the core decides about their memory. The other keys of the section
+cut or pack activations over model-parallel ranks. This file knows nothing of groups, hooks or
+gathering."""
 
 from __future__ import annotations
 
@@ -28,15 +29,61 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero.comm.traffic import note_copy
 from zero.comm.work import Pending
-from zero.device import compute_stream, is_accelerator
+from zero.device import compute_stream, is_accelerator, new_stream
 from zero.offload.nvme import Transfer
 from zero.offload.pinned import HostMemory
 from zero.offload.tiers import Tier
 
 # Smaller tensors (scalars, statistics of norms) are not worth a transfer.
 MIN_BYTES = 1 << 14
-# Bytes that move to or from a file as one, and the number of such pieces on their way.
+# Bytes that move to or from a file as one, and the number of such pieces, or of tensors that are
+# copied to the host, on their way.
 _PIECE, _IN_FLIGHT = 1 << 26, 2
+
+
+class _Copies:
+    """Copies between a device and host memory, beside the device's computation. All of one device
+    run one after the other, which is what allows their host buffers to be used again.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._memory = HostMemory(pin=is_accelerator(device))
+        self._stream = new_stream(device) if is_accelerator(device) else None
+        # Regions that are being copied out, which would be overwritten if they were freed: the
+        # stream that computed each, and the end of its copy.
+        self._leaving: deque[tuple[torch.Tensor, torch.Stream, torch.Event]] = deque()
+
+    def out(self, region: torch.Tensor) -> torch.Tensor:
+        host = self._memory.like(region)
+        note_copy(host, region)
+        if self._stream is None:
+            return host.copy_(region)
+        computes = compute_stream(self._device)
+        self._stream.wait_event(computes.record_event())
+        with self._stream:
+            host.copy_(region, non_blocking=True)
+        self._leaving.append((region, computes, self._stream.record_event()))
+        self.wait_until_left(_IN_FLIGHT)
+        return host
+
+    def wait_until_left(self, but: int = 0) -> None:
+        """What is computed from now on comes after the copies out, except for the last ones."""
+        while len(self._leaving) > but:
+            _, computes, left = self._leaving.popleft()
+            computes.wait_event(left)
+
+    def back(self, host: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
+        """Start to copy to the device: the values, and an event at the end of the copy."""
+        values = torch.empty_like(host, device=self._device)
+        note_copy(values, host)
+        if self._stream is None:
+            return values.copy_(host), None
+        self._stream.wait_event(compute_stream(self._device).record_event())
+        with self._stream:
+            values.copy_(host, non_blocking=True)
+        values.record_stream(self._stream)  # a graph may be freed without its backward
+        return values, self._stream.record_event()
 
 
 class _Kept:
@@ -44,18 +91,30 @@ class _Kept:
     until it is dropped.
 
     Each operation that has saved the region refers to it, and drops it after its backward.
+
+    Args:
+        before: returns the one that was saved before this one, which backward needs next.
     """
 
-    def __init__(self, region: torch.Tensor, memory: HostMemory):
-        self._device = region.device
-        host = memory.like(region)
-        note_copy(host, region)
-        self._values = host.copy_(region, non_blocking=True)
+    def __init__(self, region: torch.Tensor, copies: _Copies, before: _Before):
+        self._copies, self._before = copies, before
+        self._host: torch.Tensor | None = copies.out(region)
+        self._values: torch.Tensor | None = None
+        self._arrived: torch.Event | None = None
+
+    def fetch(self) -> None:
+        """Start to bring the values back."""
+        if self._host is not None:
+            self._values, self._arrived = self._copies.back(self._host)
+            self._host = None
 
     def back(self) -> torch.Tensor:
-        if self._values.device != self._device:
-            host, self._values = self._values, self._values.to(self._device, non_blocking=True)
-            note_copy(self._values, host)
+        self.fetch()
+        assert self._values is not None
+        if self._arrived is not None:
+            compute_stream(self._values.device).wait_event(self._arrived)
+            if (before := self._before()) is not None:
+                before.fetch()
         return self._values
 
 
@@ -78,7 +137,7 @@ class _KeptInFile:
         tier: Tier,
         memory: HostMemory,
         in_flight: deque[Transfer],
-        before: Callable[[], _KeptInFile | None],
+        before: _Before,
     ):
         self._tier, self._before = tier, before
         self._shape, self._device = region.shape, region.device
@@ -131,14 +190,20 @@ class _KeptInFile:
             self._reads.append(self._tier.load(values, home))
 
 
+_Before = Callable[[], "_Kept | _KeptInFile | None"]
+
+
 class _Packed(NamedTuple):
     """What autograd saves in place of a tensor: the copy, the tensor's shape, and its stride if the
-    copy is flat.
+    copy is flat; and the tensor without its memory, which counts the changes in place, and their
+    number so far.
     """
 
     kept: _Kept | _KeptInFile
     shape: torch.Size
     stride: tuple[int, ...] | None
+    counter: torch.Tensor
+    version: int
 
 
 class _PackedParts(NamedTuple):
@@ -163,9 +228,10 @@ class HostActivations:
         self.device = device
         self._tier = tier or Tier(torch.device("cpu"))
         self._in_flight: deque[Transfer] = deque()
-        self._latest: Callable[[], _KeptInFile | None] = lambda: None
-        # For each stream, because a stream orders the last copy from a buffer and the next one to
-        # it. (torch's pinned memory would be up to twice as large.)
+        self._copies = _Copies(device)
+        self._latest: _Before = lambda: None
+        # On the way to a file. For each stream, because a stream orders the last copy from a buffer
+        # and the next one to it. (torch's pinned memory would be up to twice as large.)
         self._memory: defaultdict[torch.Stream | None, HostMemory] = defaultdict(
             partial(HostMemory, pin=is_accelerator(device))
         )
@@ -180,8 +246,11 @@ class HostActivations:
         self._kept = (
             WeakValueDictionary()
         )  # between forwards memory may change without a new version
-        with saved_tensors_hooks(self._pack, self._unpack):
-            yield
+        try:
+            with saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            self._copies.wait_until_left()
 
     def _pack(
         self, tensor: Any, versions: tuple[int, ...] = ()
@@ -227,17 +296,27 @@ class HostActivations:
         if (kept := self._kept.get(key)) is None:
             self._kept[key] = kept = self._keep(region, self._memory[stream])
             self.moved_bytes += region.nbytes
-        return _Packed(kept, tensor.shape, tensor.stride() if is_dense else None)
+        version = tensor._version
+        counter = tensor.detach()
+        counter.data = tensor.new_empty(0)
+        stride = tensor.stride() if is_dense else None
+        return _Packed(kept, tensor.shape, stride, counter, version)
 
     def _keep(self, region: torch.Tensor, memory: HostMemory) -> _Kept | _KeptInFile:
-        if not self._tier.puts_in_file(region.nbytes):
-            return _Kept(region, memory)
-        kept = _KeptInFile(region, self._tier, memory, self._in_flight, self._latest)
+        if self._tier.puts_in_file(region.nbytes):
+            kept = _KeptInFile(region, self._tier, memory, self._in_flight, self._latest)
+        else:
+            kept = _Kept(region, self._copies, self._latest)
         self._latest = weakref.ref(kept)
         return kept
 
     def _unpack(self, packed: torch.Tensor | _Packed | _PackedParts) -> torch.Tensor:
         if isinstance(packed, _Packed):
+            if packed.counter._version != packed.version:
+                raise RuntimeError(
+                    f"a tensor of shape {list(packed.shape)} that backward needs has been modified "
+                    "by an inplace operation after it was saved, which plain torch forbids, too"
+                )
             values = packed.kept.back()
             return (
                 values if packed.stride is None else values.as_strided(packed.shape, packed.stride)
