@@ -172,10 +172,24 @@ inline float threshold(uint32_t turn) {
     return share < EDGE ? EDGE : share > 1.0f - EDGE ? 1.0f - EDGE : share;
 }
 
+// Those of a step, by the place in a block.
+struct Thresholds {
+    float of_first[BLOCK], of_second[BLOCK];
+
+    explicit Thresholds(uint32_t step) {
+        for (uint32_t i = 0; i < BLOCK; ++i) {
+            const uint32_t turn = step + i * OF_PLACE;
+            of_first[i] = threshold(turn + OF_FIRST);
+            of_second[i] = threshold(turn);
+        }
+    }
+};
+
 // The same for a block of moments as codes; see adam8bit.py. Magnitudes are ordered as their bits, whose maximum the
 // compiler vectorises.
 void update_coded(float* __restrict p, const float* __restrict grad, int8_t* __restrict code, float& scale,
-                  uint8_t* __restrict code_sq, float& scale_sq, int32_t count, const Scalars s) {
+                  uint8_t* __restrict code_sq, float& scale_sq, int32_t count, const Scalars s,
+                  const Thresholds& t) {
     const Lerp lerp(s.to_gradient);
     const float of_code = scale, of_code_sq = scale_sq;
     float m[BLOCK], v[BLOCK], root[BLOCK];
@@ -197,12 +211,11 @@ void update_coded(float* __restrict p, const float* __restrict grad, int8_t* __r
     scale_sq = float_of(top_sq);
     const float inverse = 1.0f / root4(scale), inverse_sq = 1.0f / std::sqrt(root4(scale_sq));
     for (int32_t i = 0; i < count; ++i) {
-        const uint32_t turn = s.turn + uint32_t(i) * OF_PLACE;
-        const float size = root4(float_of(finite_bits(m[i], v[i]))) * inverse * 127.0f + threshold(turn + OF_FIRST);
+        const float size = root4(float_of(finite_bits(m[i], v[i]))) * inverse * 127.0f + t.of_first[i];
         const int32_t magnitude = int32_t(size < 127.0f ? size : 127.0f);
         code[i] = int8_t(m[i] < 0.0f ? -magnitude : magnitude);
         const float deviation = float_of(finite_bits(root[i], m[i]));
-        const float size_sq = root4(deviation) * inverse_sq * 255.0f + threshold(turn);
+        const float size_sq = root4(deviation) * inverse_sq * 255.0f + t.of_second[i];
         const int32_t above_zero = size_sq < 1.0f ? 1 : int32_t(size_sq < 255.0f ? size_sq : 255.0f);
         code_sq[i] = uint8_t(deviation > 0.0f ? above_zero : 0);
     }
@@ -217,6 +230,7 @@ void update_coded(float* __restrict p, const float* __restrict grad, int8_t* __r
 extern "C" void zero_cpu_adam(float* master, const void* grad, void* exp_avg, void* exp_avg_sq, uint16_t* out,
                               float* scales, float* scales_sq, int64_t numel, int grad_type, int out_type,
                               const Scalars* s, int64_t piece, int threads) {
+    const Thresholds thresholds(s->turn);
     const auto update_block = [&](int64_t first, int32_t count) {
         float wide[BLOCK];
         const float* gradient = wide;
@@ -226,7 +240,8 @@ extern "C" void zero_cpu_adam(float* master, const void* grad, void* exp_avg, vo
             widen(Type(grad_type), static_cast<const uint16_t*>(grad) + first, wide, count);
         if (scales != nullptr)
             update_coded(master + first, gradient, static_cast<int8_t*>(exp_avg) + first, scales[first / BLOCK],
-                         static_cast<uint8_t*>(exp_avg_sq) + first, scales_sq[first / BLOCK], count, *s);
+                         static_cast<uint8_t*>(exp_avg_sq) + first, scales_sq[first / BLOCK], count, *s,
+                         thresholds);
         else
             update(master + first, gradient, static_cast<float*>(exp_avg) + first,
                    static_cast<float*>(exp_avg_sq) + first, count, *s);
