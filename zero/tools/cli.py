@@ -35,8 +35,7 @@ fit a model
 
 look at a run
     report       report.command:report       make a page of losses, times, memory and waits
-    trace        profile.command:trace       record what all ranks do during one step
-    memory       profile.command:memory      draw what takes memory during one step
+    trace        profile.command:trace       record what all ranks do and hold in one step
 
 use checkpoints
     inspect      inspect:command             list checkpoints, or show and verify one

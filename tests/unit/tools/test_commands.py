@@ -80,7 +80,7 @@ def test_the_version(capsys):
         "int8"],
         ["doctor", "--folder", "none"], ["hook", "x"], ["launch"], ["launch", "--hostfile", "none",
         "x.py"],
-        ["launch", "--num_gpus", "x", "x.py"], ["memory"], ["memory", "--step", "x", "x.py"],
+        ["launch", "--num_gpus", "x", "x.py"], ["trace", "--step", "x", "x.py"],
         ["report"],
         ["report", "none"], ["trace"], ["trace", "--out", "x.txt", "x.py"], ["verify"], ["verify",
         "--steps", "0", "x"],
@@ -131,7 +131,7 @@ COMMANDS_OF_USERS = {
 }
 
 
-@pytest.mark.parametrize("command", ["run", "run --json", "launch", "verify", "trace", "memory"])
+@pytest.mark.parametrize("command", ["run", "run --json", "launch", "verify", "trace"])
 @pytest.mark.parametrize("given", COMMANDS_OF_USERS)
 def test_a_command_that_cannot_start_is_refused_before_anything_is_started(
     given: str, command: str, here, capsys
