@@ -542,23 +542,6 @@ def test_an_estimate_does_not_depend_on_those_before():
     assert (again.parts, again.traffic) == (first.parts, first.traffic)
 
 
-def test_a_teacher_is_estimated_beside_its_student(ask, tmp_path, capsys):
-    llama(num_hidden_layers=6).save_pretrained(tmp_path / "teacher")
-    beside = ["--teacher", str(tmp_path / "teacher"), "--batch", "2", "--seq", "8"]
-    alone = ask(llama(), {"stage": 3}, *beside[2:], "--json")
-    whole = ask(llama(), {"stage": 3}, *beside, "--json")
-    coded = ask(llama(), {"stage": 3}, *beside, "--teacher-bits", "4", "--json")
-    on_host = [found["bytes"]["host"] for found in (whole, coded)]
-    assert on_host[0]["parameters of the teacher"] > 1.5 * on_host[1]["parameters of the teacher"]
-    assert whole["operations"] > 1.5 * alone["operations"]
-    text = ask(llama(), {"stage": 3}, *beside)
-    assert f"beside {beside[1]} (" in " ".join(text.split()) and "parameters of the teacher" in text
-    t5 = transformers.T5Config(**T5, decoder_start_token_id=0)
-    assert "name two of one kind" in refusal(capsys, ask, t5, {"stage": 3}, *beside)
-    for options in (["--teacher-bits", "4"], beside[:2]):
-        assert "needs --" in refusal(capsys, ask, llama(), {"stage": 3}, *options)
-
-
 @pytest.fixture
 def plan(tmp_path, capsys) -> Callable[..., str]:
     """Call `zero plan` for a model's configuration. Returns what it prints."""

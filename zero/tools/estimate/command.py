@@ -6,7 +6,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -103,13 +102,9 @@ def _searching(options: Namespace, config: Config, source: str) -> Iterator[Sear
         with importing():
             from zero.tools.estimate.model import build, fill_in, read_config
             from zero.tools.estimate.remedies import Search
-            from zero.tools.estimate.teacher import read_teacher
 
             shape = read_config(options.model)  # it imports the model's module
         config = fill_in(config, shape)
-        if options.teacher is not None:
-            teacher = read_teacher(options.teacher, options.teacher_bits, config, shape)
-            question = replace(question, teacher=teacher)
         model = build(shape, config.compute_dtype, options.adapter)
         yield Search(model, config, question, limits, working.show)
 
@@ -159,15 +154,12 @@ def _parse(parser: Parser, arguments: list[str], batch: int, length: int) -> Nam
     sequences = f"sequences per micro-batch; default: {batch or 'as in the file'}"
     tokens = f"tokens per sequence; default: {length or 'none, and activations are left out'}"
     adapter = "train only an adapter: its folder (PEFT), or a rank for LoRA on all linear layers"
-    teacher = "folder of a frozen model that the model learns from, as in run_distill.py"
     add = parser.add_argument
     add("model", help="the model's folder with config.json; weights are not read")
     add("--world", type=count, default=1, metavar="N", help="number of processes (1)")
     add("--batch", type=count, default=batch, help=sequences)
     add("--seq", type=count, default=length, help=tokens)
     add("--adapter", default="", metavar="A", help=adapter)
-    add("--teacher", metavar="MODEL", help=teacher)
-    add("--teacher-bits", type=int, choices=(4, 8), help="its linear layers are quantized")
     add("--checkpointing", action="store_true", help="with gradient checkpointing")
     add("--device-memory", type=gibibytes, metavar="GIB", help=device)
     add("--host-memory", type=gibibytes, metavar="GIB", help=host)
@@ -177,9 +169,4 @@ def _parse(parser: Parser, arguments: list[str], batch: int, length: int) -> Nam
     for name in GIVEN:
         unit = "TFLOP/s" if name == "compute" else "GB/s"
         add(f"--{name}-speed", type=above_zero, metavar=unit, help="of one process")
-    options = parser.parse_args(arguments)
-    if options.teacher_bits and options.teacher is None:
-        parser.error("--teacher-bits needs --teacher")
-    if options.teacher is not None and not options.seq:
-        parser.error("--teacher needs --seq, the tokens of a sequence")
-    return options
+    return parser.parse_args(arguments)

@@ -146,7 +146,6 @@ def build(
     config: transformers.PretrainedConfig,
     dtype: torch.dtype,
     adapter: str = "",
-    is_frozen: bool = False,
 ) -> transformers.PreTrainedModel:
     """Build the model in this dtype on the meta device, with an adapter if one is named.
 
@@ -154,7 +153,7 @@ def build(
     """
     kind = class_of(config)
     quantization = quantization_of(config)
-    if quantization and not (adapter or is_frozen):
+    if quantization and not adapter:
         raise UsageError(
             "config.json: quantized weights (quantization_config) are frozen; name the adapter "
             "that is trained with --adapter, for example --adapter 16 for LoRA of that rank"
@@ -176,11 +175,9 @@ def build(
     if adapter:
         with META, Memory(""):
             add_adapter(model, adapter)
-    if is_frozen:
-        model.requires_grad_(False)
     if (numel := sum(param.numel() for param in model.parameters())) > MOST_PARAMETERS:
         raise UsageError(f"config.json: {numel:.1e} parameters; a size in it must be wrong")
-    return model.train(not is_frozen)
+    return model.train()
 
 
 def without_values(model: nn.Module) -> nn.Module:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from zero.errors import UsageError, rounded, size
-from zero.tools.estimate.adapters import elements
 from zero.tools.estimate.machine import DISK, HOST
 from zero.tools.estimate.question import PLAIN
 from zero.tools.estimate.rank import Estimate
@@ -155,11 +154,7 @@ def _details(source: str, search: Search) -> list[str]:
         lines.append(
             f"architectures names no class of transformers; by its model_type, this is a {name}"
         )
-    beside = ""
-    if question.teacher is not None:
-        teacher = question.teacher.model
-        beside = f", beside {teacher.config.name_or_path} ({elements(teacher):,} parameters)"
-    lines.append(f"{source}: {found.elements:,} parameters{beside}. Each rank holds at most:")
+    lines.append(f"{source}: {found.elements:,} parameters. Each rank holds at most:")
     lines += _table(found.parts)
     host, ranks = found.total(HOST), question.per_host
     if host and ranks > 1:

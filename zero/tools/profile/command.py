@@ -1,4 +1,4 @@
-"""The command `zero trace`: starts the user's command for a few steps, and writes what it recorded."""
+"""The command `zero trace`: starts the user's command for a few steps, and writes a trace."""
 
 from __future__ import annotations
 
