@@ -44,14 +44,17 @@ class Parser(ArgumentParser):
     Each command has an example under `--help`.
     """
 
-    def __init__(self, command: str, description: str, example: str, json: str):
-        """`json`: what the option `--json` prints as a JSON object."""
+    def __init__(self, command: str, description: str, example: str, json: str = ""):
+        """`json`: what the option `--json` prints as a JSON object; without it, there is no such
+        option.
+        """
         super().__init__(
             prog=f"zero {command}",
             description=description,
             epilog=f"Example: zero {command} {example}",
         )
-        self.add_argument("--json", action="store_true", help=f"print {json} as a JSON object")
+        if json:
+            self.add_argument("--json", action="store_true", help=f"print {json} as a JSON object")
 
     def add_command(self, takes_launchers: bool = True) -> None:
         """The rest of the line is the user's command, kept as `command`."""
@@ -140,7 +143,6 @@ def importing() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()
         gc.enable()
 
 

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import resource
 import shlex
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, TextIO
+from typing import IO, NoReturn, TextIO
 
 from zero.errors import UsageError
 from zero.integrations.hf import STARTUP
@@ -86,7 +85,7 @@ def launch(arguments: list[str]) -> int:
     if options.autotuning:
         raise UsageError("launch: --autotuning: zero plan writes the fastest configuration")
     if options.hostfile is None and not Path(DEFAULT_HOSTFILE).is_file():
-        return _run_here(options)
+        _run_here(options)
     hosts = choose(
         parse_hostfile(Path(options.hostfile or DEFAULT_HOSTFILE)),
         options.include,
@@ -100,7 +99,7 @@ def launch(arguments: list[str]) -> int:
             "used"
         )
     if options.no_ssh:
-        return _run_as_host(hosts, options)
+        _run_as_host(hosts, options)
     if options.launcher != "pdsh" or options.launcher_args:
         raise UsageError(
             "launch: --launcher and --launcher_args: ranks are started over ssh, which reads "
@@ -112,10 +111,8 @@ def launch(arguments: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         "launch",
-        "Start a script on all GPUs of this machine, or over ssh on the machines of a hostfile. "
-        "With --json, what the ranks print goes to stderr.",
+        "Start a script on all GPUs of this machine, or over ssh on the machines of a hostfile.",
         '--hostfile hosts --include "node1@node2:0,2" train.py --deepspeed ds_config.json',
-        json="exit codes and seconds at the end",
     )
     add = parser.add_argument
     add("-H", "--hostfile", help=f"lines `NAME slots=N`; default: {DEFAULT_HOSTFILE} if it exists")
@@ -371,22 +368,7 @@ def _exit_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def run_aside(command: list[str]) -> dict[str, Any]:
-    """Run a command with its output on stderr, for `--json`. SIGTERM is passed on to it.
-
-    Returns "exit_code", "seconds", and "peak_bytes": the most host memory of one of its processes.
-    """
-    start = time.monotonic()
-    child = subprocess.Popen(command, stdout=sys.stderr)
-    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
-    # A terminal sends it to the child, too, whose end is waited for.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    code, seconds = _exit_code(child.wait()), round(time.monotonic() - start, 3)
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
-    return {"exit_code": code, "seconds": seconds, "peak_bytes": peak}
-
-
-def _run_here(options: Namespace) -> int:
+def _run_here(options: Namespace) -> NoReturn:
     if (options.num_nodes or 1) > 1:
         raise UsageError(f"launch: --num_nodes {options.num_nodes} needs --hostfile")
     for option in ("venv_script", "elastic_training"):
@@ -418,31 +400,24 @@ def _run_here(options: Namespace) -> int:
             ranks = max(1, devices)
     if not chosen:
         os.environ |= _binding(options, [])
-    return _become(options, ["--standalone", "--nproc_per_node", str(ranks)], [], ranks)
+    _become(options, ["--standalone", "--nproc_per_node", str(ranks)])
 
 
-def _run_as_host(hosts: dict[str, list[int]], options: Namespace) -> int:
+def _run_as_host(hosts: dict[str, list[int]], options: Namespace) -> NoReturn:
     """Start the ranks of the host that this machine is."""
     if not 0 <= (index := options.node_rank) < len(hosts):
         raise UsageError(
             f"launch: --no_ssh needs --node_rank, the number of this host: 0 to {len(hosts) - 1}"
         )
-    name = list(hosts)[index]
-    os.environ.update(_binding(options, hosts[name]))
-    placement = _placement(options, hosts, index)
-    return _become(options, placement, [name], sum(map(len, hosts.values())))
+    os.environ.update(_binding(options, list(hosts.values())[index]))
+    _become(options, _placement(options, hosts, index))
 
 
-def _become(options: Namespace, placement: list[str], hosts: list[str], ranks: int) -> int:
-    """Become torchrun, or wait for it if a JSON object is to follow."""
+def _become(options: Namespace, placement: list[str]) -> NoReturn:
+    """Become torchrun."""
     _save_pid(options)
-    command = [sys.executable, *_torchrun(options, placement)]
     os.environ["PYTHONPATH"] = python_path(os.environ.get("PYTHONPATH"))
-    if not options.json:
-        os.execv(sys.executable, command)
-    done = run_aside(command)
-    print(json.dumps(done | {"hosts": hosts, "ranks": ranks}))
-    return done["exit_code"]
+    os.execv(sys.executable, [sys.executable, *_torchrun(options, placement)])
 
 
 def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
@@ -451,12 +426,11 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
     Returns the first failure's code.
     """
     _save_pid(options)
-    start, ranks = time.monotonic(), sum(map(len, hosts.values()))
     of_files = variables_of_files()
     variables = {name: remote_variables(options, slots, of_files) for name, slots in hosts.items()}
     is_quiet = options.quiet or options.log_level not in ("debug", "info")
     if not is_quiet:
-        where = ", ".join(hosts)
+        where, ranks = ", ".join(hosts), sum(map(len, hosts.values()))
         print(f"zero launch: {ranks} ranks on {where}, by ssh", file=sys.stderr, flush=True)
     # A terminal (-tt) so that the remote processes get SIGHUP when the connection ends, whatever
     # ended it.
@@ -473,7 +447,7 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
         )
         for index, name in enumerate(hosts)
     }
-    out, silent = sys.stderr if options.json else sys.stdout, set() if is_quiet else set(jobs)
+    out, silent = sys.stdout, set() if is_quiet else set(jobs)
     if isinstance(out, io.TextIOWrapper):
         out.reconfigure(errors="replace")  # not every terminal can show a progress bar
 
@@ -514,14 +488,6 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
         for thread in threads:
             if thread.ident is not None:  # it was started
                 thread.join(timeout=_GRACE)
-    if options.json:
-        of_hosts = [
-            {"host": name, "slots": hosts[name], "exit_code": _exit_code(job.returncode)}
-            for name, job in jobs.items()
-        ]
-        seconds, first = round(time.monotonic() - start, 3), next(iter(failed), None)
-        result = {"exit_code": code, "seconds": seconds, "ranks": ranks, "hosts": of_hosts}
-        print(json.dumps(result | {"failed_first": first}))
     return code
 
 

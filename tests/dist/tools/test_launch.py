@@ -5,7 +5,6 @@ The hosts are reached over ssh, if there is an sshd, and by a shell that replace
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -164,17 +163,10 @@ def test_ranks_on_two_hosts_work_together(environment: dict[str, str], tmp_path:
 
 
 def test_all_hosts_end_when_one_fails(environment: dict[str, str], tmp_path: Path):
-    done = job(tmp_path, "fail", environment, "--json")
+    done = job(tmp_path, "fail", environment)
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stderr.startswith(f"zero launch: 3 ranks on {HOSTS[0]}, {HOSTS[1]}, by ssh\n")
     assert f"zero launch: {HOSTS[1]} ended with code 1" in done.stderr
-    found = json.loads(done.stdout)
-    assert (found["exit_code"], found["ranks"], found["failed_first"]) == (1, 3, HOSTS[1])
-    assert [(each["host"], each["slots"]) for each in found["hosts"]] == [
-        (HOSTS[0], [1]),
-        (HOSTS[1], [0, 3]),
-    ]
-    assert found["hosts"][1]["exit_code"] == 1
     deadline = time.monotonic() + 30
     while left_over(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -315,14 +307,18 @@ def test_ranks_on_this_machine_alone(tmp_path: Path, options: str, lines: list[s
 
 
 def test_without_ssh_a_host_starts_its_own_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def become(_: str, command: list[str]) -> None:
+        started.append(command)
+        raise SystemExit
+
     monkeypatch.setattr(os, "environ", {**os.environ})
-    monkeypatch.setattr(os, "execv", lambda _, command: started.append(command))
-    monkeypatch.setattr("zero.tools.launch.run_aside", lambda command: {"exit_code": 3})
+    monkeypatch.setattr(os, "execv", become)
     started: list[list[str]] = []
     (tmp_path / "hosts").write_text("a slots=1\nuser@b slots=3\n")
     (tmp_path / "x.py").write_text("")
     words = ["--hostfile", str(tmp_path / "hosts"), "--no_ssh", "--node_rank", "1"]
-    assert launch([*words, "--exclude", "user@b:0", str(tmp_path / "x.py")]) == 3
+    with pytest.raises(SystemExit):
+        launch([*words, "--exclude", "user@b:0", str(tmp_path / "x.py")])
     (command,) = started
     assert command[1:11] == [
         *("-m", "torch.distributed.run", "--nproc_per_node", "2", "--nnodes", "2"),

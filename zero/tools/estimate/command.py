@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zero.config import Config, load_config
 from zero.errors import UsageError
@@ -98,7 +94,7 @@ def _searching(options: Namespace, config: Config, source: str) -> Iterator[Sear
     config, question = with_batch(config, source, question)
     given = {"device": options.device_memory, "host": (options.host_memory or 0) / per_host}
     limits = {place: int(amount * 2**30) for place, amount in given.items() if amount}
-    with Working("following steps on fake tensors", _SECONDS) as working, _without_compiler():
+    with Working("following steps on fake tensors", _SECONDS) as working:
         with importing():
             from zero.tools.estimate.model import build, fill_in, read_config
             from zero.tools.estimate.remedies import Search
@@ -107,40 +103,6 @@ def _searching(options: Namespace, config: Config, source: str) -> Iterator[Sear
         config = fill_in(config, shape)
         model = build(shape, config.compute_dtype, options.adapter)
         yield Search(model, config, question, limits, working.show)
-
-
-class _NoCompiler(ModuleType):
-    """Takes the place of `torch._dynamo`. Its `config` and the modules that are imported by name
-    are the real ones; anything else in it is a decorator without effect, or is not true.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return import_module("torch._dynamo.config") if name == "config" else _NoCompiler(name)
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __call__(self, function: Any = None, *_: object, **__: object) -> Any:
-        return self if function is None else function
-
-
-@contextmanager
-def _without_compiler() -> Iterator[None]:
-    """Context in which nothing is compiled. torch and transformers import the whole compiler for
-    the decorators that exclude functions from it, which takes a second, and these slow down calls.
-    """
-    name, torch = "torch._dynamo", find_spec("torch")
-    if name in sys.modules or torch is None or not torch.submodule_search_locations:
-        yield
-        return
-    sys.modules[name] = stand_in = _NoCompiler(name)
-    stand_in.__path__ = [f"{torch.submodule_search_locations[0]}/_dynamo"]
-    try:
-        yield
-    finally:
-        del sys.modules[name]
 
 
 def _parse(parser: Parser, arguments: list[str], batch: int, length: int) -> Namespace:

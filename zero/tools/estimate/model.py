@@ -8,17 +8,14 @@ import inspect
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 from transformers.initialization import no_init_weights
-from transformers.utils import import_utils
 
 from zero.config import Config
 from zero.engine import ZeroEngine
@@ -48,30 +45,13 @@ def read_config(source: str) -> transformers.PretrainedConfig:
     folder = model_folder(source)
     try:
         _require_bounds(json.loads((folder / "config.json").read_text()))
-        with _listed_once():
-            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            class_of(config)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        class_of(config)
     except json.JSONDecodeError as error:
         raise UsageError(f"{folder / 'config.json'}: not valid JSON: {error}") from error
     except Exception as error:  # of any kind: the file is not ours
         raise UsageError(f"{source}: {in_a_line(error)}") from error
     return config
-
-
-@contextmanager
-def _listed_once() -> Iterator[None]:
-    """Context in which transformers takes the list of its models' files that it has made when it
-    was imported. It would read its 1,700 files again because `transformers.models` names their
-    folder in another way.
-    """
-    listing = import_utils.create_import_structure_from_path
-    import_utils.create_import_structure_from_path = lambda path: listing(
-        Path(path).parent if Path(path).is_file() else path
-    )
-    try:
-        yield
-    finally:
-        import_utils.create_import_structure_from_path = listing
 
 
 def _require_bounds(value: Any, key: str = "config.json") -> None:
