@@ -467,7 +467,8 @@ def test_what_cannot_fit_is_tried_once(monkeypatch):
     asked = Counter[tuple[str, int]]()
 
     def counted_estimate(model: Any, config: Any, question: Question) -> Estimate:
-        asked[repr((config.zero_optimization, config.bf16)), question.batch] += 1
+        slices = config.activation_checkpointing.batch_slices
+        asked[repr((config.zero_optimization, config.bf16, slices)), question.batch] += 1
         return estimate(model, config, question)
 
     monkeypatch.setattr(remedies_of_estimate, "estimate", counted_estimate)
@@ -476,8 +477,9 @@ def test_what_cannot_fit_is_tried_once(monkeypatch):
     config = load_config({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}})
     model = build(shape, torch.bfloat16)
     assert Search(model, config, question, {"device": 1 << 20}).remedies() == []
-    # With the smallest micro-batch alone, and each change once.
-    assert {batch for _, batch in asked} == {1} and max(asked.values()) == 1
+    # With the smallest micro-batch alone, or the whole batch in slices, and each change once.
+    assert {batch for settings, batch in asked if "auto" not in settings} == {1}
+    assert max(asked.values()) == 1
 
 
 def test_tensor_parallelism_shares_weights_and_products():
@@ -571,7 +573,7 @@ def test_a_plan_fits_and_is_the_fastest(plan, ask, tmp_path):
     again = ask(shape, section, "--seq", "16", "--json", *limits, **keys)
     assert again["fits"]
     assert rates(text) == [pytest.approx(again["tokens_per_second"], rel=0.01)]
-    assert "Nothing else fits." in text
+    assert "Nothing else needs less memory." in text
     assert f"zero_optimization.stage = {section['stage']}" in text
     options = "--per_device_train_batch_size 1 --gradient_accumulation_steps 1"
     assert options in " ".join(text.split())
@@ -580,6 +582,16 @@ def test_a_plan_fits_and_is_the_fastest(plan, ask, tmp_path):
     assert found["configuration"] == json.loads((tmp_path / "planned.json").read_text())
     first, second, *_ = rates(" ".join(found["found"]))
     assert first >= second
+
+
+def test_a_plan_runs_a_batch_in_slices_where_nothing_else_fits(plan, tmp_path):
+    shape = llama(hidden_size=1024, intermediate_size=4096, num_hidden_layers=8)
+    text = plan(shape, "--batch", "16", "--seq", "1024", "--device-memory", "1G")
+    keys = json.loads((tmp_path / "planned.json").read_text())
+    assert keys["activation_checkpointing"] == {"batch_slices": "Auto", "cpu_checkpointing": True}
+    assert keys["zero_optimization"]["offload_param"]["device"] == "cpu"
+    assert keys["train_micro_batch_size_per_gpu"] == 16 and "tokens/s" in text
+    assert "--gradient_checkpointing" not in text
 
 
 def test_a_plan_that_is_impossible_is_refused(plan, capsys):

@@ -15,7 +15,7 @@ from zero.errors import UsageError, rounded, size
 from zero.tools.estimate.machine import DISK, HOST
 from zero.tools.estimate.question import PLAIN
 from zero.tools.estimate.rank import Estimate
-from zero.tools.estimate.remedies import Remedy, Search
+from zero.tools.estimate.remedies import SLICES, Remedy, Search
 from zero.tools.estimate.traffic import ON_HOST
 from zero.tools.explain import explain
 
@@ -57,6 +57,8 @@ def plan(source: str, search: Search, out: Path, as_json: bool) -> str:
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": question.batch // batch,
     }
+    if found[0].slices:
+        keys["activation_checkpointing"] = SLICES
     out.write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
     best, *others = map(_described, found)
     if as_json:
@@ -65,7 +67,7 @@ def plan(source: str, search: Search, out: Path, as_json: bool) -> str:
     checkpointing = " --gradient_checkpointing" if found[0].question.checkpointing else ""
     lines = [
         f"{out}: the fastest that fits, with {question.length:,} tokens a sequence: {best}",
-        "The next ones:" if others else "Nothing else fits.",
+        "The next ones:" if others else "Nothing else needs less memory.",
         *(f"  {each}" for each in others),
         f"With the Trainer: --deepspeed {out} --per_device_train_batch_size {batch} "
         f"--gradient_accumulation_steps {question.batch // batch} --bf16{checkpointing}",
