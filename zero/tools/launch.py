@@ -32,8 +32,6 @@ HERE = "localhost"  # the name of this machine in --include and --exclude, if th
 # Variables that begin like this are sent to the other machines, and those in `.deepspeed_env`.
 EXPORTED = tuple("NCCL GLOO TORCH PYTHON OMP UCX HF_ MLFLOW WANDB DEEPSPEED_TIMEOUT ZERO_".split())
 ENV_FILE = ".deepspeed_env"
-# No machine has this many accelerators: a larger number in a hostfile is a typo.
-MOST_SLOTS = 1024
 _POLL = 0.1
 # Seconds after a failure in which the other machines may fail by themselves: the first to end need
 # not be the cause.
@@ -136,7 +134,7 @@ def _parser() -> Parser:
     add("--enable_each_rank_log", default="None", metavar="FOLDER", help=logs)
     add("--venv_script", metavar="FILE", help="on each host of the hostfile, source it first")
     add("--bind_cores_to_rank", action="store_true", help="an equal part of the cores to each rank")
-    add("--bind_core_list", type=_cores, default=[], help="the cores to bind: 0,2-5; default: all")
+    add("--bind_core_list", type=_numbers, default=[], help="cores to bind: 0,2-5; default: all")
     add("--save_pid", action="store_true", help="write this process's number to /tmp/N.deepspeed")
     levels = "debug", "info", "warning", "error", "critical"
     add("--log_level", choices=levels, default="info", help="from warning on as --quiet")
@@ -157,14 +155,14 @@ def _count_or_all(text: str) -> int | None:
     return None if text == "-1" else count(text)
 
 
-def _cores(text: str) -> list[int]:
-    """The type of an option: numbers and ranges of cores."""
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text, re.ASCII):
-        raise ArgumentTypeError(f"{text} is not a list of cores, such as 0,2-5")
+def _numbers(text: str) -> list[int]:
+    """The type of an option: numbers and ranges of at most four digits."""
+    if not re.fullmatch(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", text, re.ASCII):
+        raise ArgumentTypeError(f"{text[:80]} is not a list of numbers, such as 0,2-5")
     ranges = [[int(number) for number in part.split("-")] for part in text.split(",")]
     if any(each[0] > each[-1] for each in ranges):
         raise ArgumentTypeError(f"{text}: a range ends before it begins")
-    return [core for each in ranges for core in range(each[0], each[-1] + 1)]
+    return [number for each in ranges for number in range(each[0], each[-1] + 1)]
 
 
 # -- hosts
@@ -180,19 +178,14 @@ def parse_hostfile(file: Path) -> dict[str, int]:
         text = line.partition("#")[0].strip()
         if not text:
             continue
-        found = re.fullmatch(r"(\S+)\s+(?:slots=)?0*([1-9]\d*)", text, re.ASCII)
-        name, slots = found.groups() if found else ("", "")
+        # ssh would take a name that begins with a dash for an option.
+        found = re.fullmatch(r"([^-\s]\S*)\s+(?:slots=)?0*([1-9]\d{0,3})", text, re.ASCII)
         if found is None:
-            wrong = f"expected `NAME slots=N`, got {line.strip()!r}"
-        elif len(slots) > len(str(MOST_SLOTS)) or int(slots) > MOST_SLOTS:
-            wrong = f"slots={slots:.20}: a host has at most {MOST_SLOTS} slots"
-        elif name.startswith("-"):
-            wrong = f"{name!r}: ssh takes a name that begins with a dash for an option; write the "
-            wrong += "host's name"
-        elif name in hosts:
-            wrong = f"host {name} is listed twice"
+            wrong = f"expected `NAME slots=N`, got {line.strip()[:80]!r}"
+        elif found[1] in hosts:
+            wrong = f"host {found[1]} is listed twice"
         else:
-            hosts[name] = int(slots)
+            hosts[found[1]] = int(found[2])
             continue
         raise UsageError(f"{file}, line {number}: {wrong}")
     if not hosts:
@@ -250,22 +243,13 @@ def _parse_filter(text: str, hosts: dict[str, int]) -> dict[str, list[int]]:
             raise UsageError(
                 f"launch: host {name!r} is not in the hostfile, which has {', '.join(hosts)}"
             )
-        of_host = named.setdefault(name, set())
-        for word in slots.split(",") if colon else [f"0-{hosts[name] - 1}"]:
-            first, dash, last = word.partition("-")
-            for slot in (first, last if dash else first):
-                # int() raises for thousands of digits
-                is_short = slot.isdecimal() and len(slot) <= len(str(MOST_SLOTS))
-                if not is_short or int(slot) >= hosts[name]:
-                    raise UsageError(
-                        f"launch: {part[:80]!r}: host {name} has slots 0 to {hosts[name] - 1}, "
-                        f"not {slot[:20] or word or 'none'}"
-                    )
-            if last and int(first) > int(last):
-                raise UsageError(
-                    f"launch: {part[:80]!r}: {word} ends before it begins; write {last}-{first}"
-                )
-            of_host.update(range(int(first), int(last or first) + 1))
+        try:
+            chosen = _numbers(slots) if colon else range(hosts[name])
+        except ArgumentTypeError as error:
+            raise UsageError(f"launch: host {name}: {error}") from None
+        if (most := max(chosen)) >= hosts[name]:
+            raise UsageError(f"launch: host {name} has slots 0 to {hosts[name] - 1}, not {most}")
+        named.setdefault(name, set()).update(chosen)
     return {name: sorted(slots) for name, slots in named.items()}
 
 

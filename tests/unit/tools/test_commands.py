@@ -121,7 +121,6 @@ COMMANDS_OF_USERS = {
     "ok.json": "ok.json: neither a Python script nor",
     "x.sh": "x.sh: neither a Python script nor",
     "-m": "-m: name a module",
-    "-m no_module.part": "there is no module no_module",
     "torchrun --nproc_per_node 2 none.py": "none.py: no such file",
     "x.py --deepspeed none.json": "none.json: cannot read",
     "x.py --deepspeed=typo.json": "did you mean zero_optimization",

@@ -91,25 +91,21 @@ def _facts(
         "class": type(search.model).__name__,
         "elements": found.elements,
         "bytes": found.parts,
-        "activations": found.activations,
         "host_memory_of_a_host": found.total(HOST) * question.per_host,
         "traffic": traffic.links,
         "operations": traffic.operations,
         "host_memory_of_updates": traffic.computed[ON_HOST],
         "speeds": asdict(question.speeds),
         "parts_of_a_step": traffic.parts(question.speeds, itemsize),
-        "seconds": found.seconds,
-        "tokens_per_second": found.tokens_per_second,
+        **_facts_of(found),
         "fits": fits,
-        "remedies": [_facts_of(remedy) for remedy in remedies],
-        "not_needed": faster and _facts_of(faster),
+        "remedies": [{"change": each.words} | _facts_of(each.found) for each in remedies],
+        "not_needed": faster and {"change": faster.words} | _facts_of(faster.found),
     }
 
 
-def _facts_of(remedy: Remedy) -> dict[str, Any]:
-    found = remedy.found
+def _facts_of(found: Estimate) -> dict[str, Any]:
     return {
-        "change": remedy.words,
         **{place: found.total(place) for place in found.parts},
         "activations": found.activations,
         "seconds": found.seconds,
