@@ -203,26 +203,23 @@ def choose(
     """The slots to use, by host. `include` and `exclude` are `NAME[:SLOT,SLOT][@NAME...]`."""
     if include and exclude:
         raise UsageError("launch: give --include or --exclude, not both")
-    named = _parse_filter(include or exclude, hosts)
-    chosen = named if include else {name: list(range(slots)) for name, slots in hosts.items()}
-    if exclude:
-        for name, slots in named.items():
-            chosen[name] = [slot for slot in chosen[name] if slot not in slots]
-        chosen = {name: slots for name, slots in chosen.items() if slots}
-    if num_nodes is not None:
-        if num_nodes > len(chosen):
-            raise UsageError(f"launch: --num_nodes {num_nodes}: {len(chosen)} hosts can be used")
-        chosen = dict(list(chosen.items())[:num_nodes])
-    if num_gpus is not None:
-        for name, slots in chosen.items():
-            if len(slots) < num_gpus:
-                raise UsageError(
-                    f"launch: --num_gpus {num_gpus}: host {name} has {len(slots)} slots"
-                )
-        chosen = {name: slots[:num_gpus] for name, slots in chosen.items()}
+    chosen = _parse_filter(include or exclude, hosts)
+    if not include:
+        excluded = chosen
+        chosen = {
+            name: [slot for slot in range(slots) if slot not in excluded.get(name, ())]
+            for name, slots in hosts.items()
+        }
+    chosen = {name: slots for name, slots in chosen.items() if slots}
+    if (num_nodes or 0) > len(chosen):
+        raise UsageError(f"launch: --num_nodes {num_nodes}: {len(chosen)} hosts can be used")
+    chosen = dict(list(chosen.items())[:num_nodes])
+    for name, slots in chosen.items():
+        if len(slots) < (num_gpus or 0):
+            raise UsageError(f"launch: --num_gpus {num_gpus}: host {name} has {len(slots)} slots")
     if not chosen:
         raise UsageError("launch: no slot is left to run on")
-    return chosen
+    return {name: slots[:num_gpus] for name, slots in chosen.items()}
 
 
 def _parse_filter(text: str, hosts: dict[str, int]) -> dict[str, list[int]]:

@@ -181,7 +181,7 @@ def record_a_gpu(rank: int, world_size: int, folder: Path) -> None:
         mock.patch.object(torch.cuda.memory, "_dump_snapshot", dump),
     ):
         train(rank, world_size, folder, "cpu")
-    assert record.call_args_list == [mock.call(), mock.call(enabled=None)]
+    assert record.call_args_list == [mock.call(stacks="python"), mock.call(enabled=None)]
 
 
 def test_the_allocations_of_a_gpu_are_recorded(tmp_path: Path):

@@ -65,7 +65,7 @@ class TraceRun(BoundedRun):
 
     def _begin(self) -> None:
         if _has_history(self.engine.comm.device):
-            torch.cuda.memory._record_memory_history()
+            torch.cuda.memory._record_memory_history(stacks="python")
         self._profile.__enter__()
         self._profile.add_metadata("host", str(os.getpid()))
         atexit.register(self._stop_profile)  # it crashes an interpreter that ends before it
