@@ -195,6 +195,8 @@ def test_the_batch_may_come_from_the_file(ask, capsys):
     seq = ["--seq", "16", "--json"]
     given = ask(llama(), {"stage": 3}, "--batch", "4", *seq)
     assert ask(llama(), {"stage": 3}, *seq, train_micro_batch_size_per_gpu=4) == given
+    options = ["--batch", "4", *seq]
+    assert ask(llama(), {"stage": 3}, *options, train_micro_batch_size_per_gpu=2) == given
     assert ask(llama(), {"stage": 3}, *seq, train_batch_size=8, gradient_accumulation_steps=2)[
         "fits"
     ]

@@ -62,18 +62,12 @@ def model_folder(source: str) -> Path:
 
 
 def with_batch(config: Config, source: str, question: Question) -> tuple[Config, Question]:
-    """Add the batch sizes that follow from the known ones. Raises UsageError if they contradict
-    each other, or if --seq needs one that is missing.
+    """Add the batch sizes that follow from the known ones; --batch counts before that of the file.
+    Raises UsageError if they contradict each other, or if --seq needs one that is missing.
 
     source: the configuration's file, for the message.
     """
-    given = config.train_micro_batch_size_per_gpu
-    if question.batch and given not in (None, question.batch):
-        raise UsageError(
-            f"--batch {question.batch}: {source} has train_micro_batch_size_per_gpu {given}; set "
-            'it to "auto" there'
-        )
-    micro = question.batch or given
+    micro = question.batch or config.train_micro_batch_size_per_gpu
     if micro is not None or config.train_batch_size is not None:
         config = config.model_copy(update={"train_micro_batch_size_per_gpu": micro})
         config = config.resolve(question.world_size)
