@@ -25,14 +25,7 @@ from benchmarks.estimate.__main__ import (
     TWO,
     run,
 )
-from benchmarks.estimate.teacher import measure_distillation, shapes_of
-from tests.processes import run_on
-from zero.config import load_config
 from zero.tools.estimate.machine import DEVICE, DISK, HOST
-from zero.tools.estimate.model import build
-from zero.tools.estimate.question import Question
-from zero.tools.estimate.rank import estimate
-from zero.tools.estimate.teacher import read_teacher
 
 STAGE3 = {
     "stage": 3,
@@ -87,32 +80,3 @@ def test_buffers_between_files_and_memory():
     assert buffers > 0.9 * row[HOST]["predicted"]
     # Copies from the device end earlier or later: that may cost another buffer.
     assert row[HOST]["predicted"] == pytest.approx(row[HOST]["measured"], rel=0.1)
-
-
-SMALL = {"d_model": 64, "d_kv": 32, "d_ff": 160, "num_heads": 2, "vocab_size": 256}
-PAIRS: dict[str, tuple[str, int, tuple[dict[str, int], dict[str, int]]]] = {
-    "the student's backward": ("t5", 0, (SMALL, SMALL | {"num_layers": 6})),
-    "the teacher's forward": ("tiny", 3, ({}, {"num_hidden_layers": 6, "intermediate_size": 8192})),
-}
-
-
-@pytest.mark.parametrize("fullest", PAIRS)
-def test_a_teacher_takes_what_it_takes_in_run_distill(fullest, tmp_path):
-    name, stage, sizes = PAIRS[fullest]
-    settings = BF16 | {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": STAGE3 | {"stage": stage},
-    }
-    shape, their_shape = shapes_of(name, sizes)
-    their_shape.save_pretrained(tmp_path)
-    config = load_config(settings)
-    teacher = read_teacher(str(tmp_path), None, config, shape)
-    question = Question(2, 4, 16, teacher=teacher)
-    found = estimate(build(shape, config.compute_dtype), config, question)
-    measured = run_on(2, measure_distillation, name, sizes, settings, 4, 16, simulated=True)
-    for place in (DEVICE, HOST):
-        taken = max(each[place] for each in measured)
-        assert found.total(place) == pytest.approx(taken, rel=0.03, abs=4096), found.parts
-    in_forward = "gathered parameters of the teacher" in found.parts[DEVICE]
-    assert in_forward == (fullest == "the teacher's forward")

@@ -15,8 +15,6 @@ import time
 from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -44,14 +42,17 @@ class Parser(ArgumentParser):
     Each command has an example under `--help`.
     """
 
-    def __init__(self, command: str, description: str, example: str, json: str):
-        """`json`: what the option `--json` prints as a JSON object."""
+    def __init__(self, command: str, description: str, example: str, json: str = ""):
+        """`json`: what the option `--json` prints as a JSON object; without it, there is no such
+        option.
+        """
         super().__init__(
             prog=f"zero {command}",
             description=description,
             epilog=f"Example: zero {command} {example}",
         )
-        self.add_argument("--json", action="store_true", help=f"print {json} as a JSON object")
+        if json:
+            self.add_argument("--json", action="store_true", help=f"print {json} as a JSON object")
 
     def add_command(self, takes_launchers: bool = True) -> None:
         """The rest of the line is the user's command, kept as `command`."""
@@ -140,7 +141,6 @@ def importing() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()
         gc.enable()
 
 
@@ -155,14 +155,15 @@ def program(target: str) -> str | None:
 
 
 def check_command(name: str, command: list[str]) -> None:
-    """Raise UsageError in one line if the user's command cannot start: no such script, module or
+    """Raise UsageError in one line if the user's command cannot start: no such script or
     configuration.
 
     name: of the command of `zero`, for the message.
     """
     target, *rest = command
     if target == "-m":
-        _check_module(name, *rest[:1])
+        if rest[:1] in ([], [""]):
+            raise UsageError(f"{name}: -m: name a module")
     elif program(target) is None:
         _check_script(name, target)
     elif Path(target).name in LAUNCHERS and not _NO_SCRIPT & {*rest}:
@@ -172,17 +173,6 @@ def check_command(name: str, command: list[str]) -> None:
         from zero.config import load_config  # here: the other commands do without
 
         load_config(config, allow_auto=True)
-
-
-def _check_module(name: str, module: str = "") -> None:
-    if not module:
-        raise UsageError(f"{name}: -m: name a module")
-    top = module.partition(".")[0]
-    if top == "deepspeed":  # the hook gives what is started a module of this name
-        return
-    # For `-m`, Python looks in the working directory as well.
-    if not (find_spec(top) or PathFinder.find_spec(top, [os.getcwd()])):
-        raise UsageError(f"{name}: -m {module}: there is no module {top}")
 
 
 def _check_script(name: str, script: str) -> None:

@@ -5,9 +5,7 @@ A command is imported when it is called, so that the others do not wait for what
 
 from __future__ import annotations
 
-import atexit
 import importlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,8 +33,7 @@ fit a model
 
 look at a run
     report       report.command:report       make a page of losses, times, memory and waits
-    trace        profile.command:trace       record what all ranks do during one step
-    memory       profile.command:memory      draw what takes memory during one step
+    trace        profile.command:trace       record what all ranks do and hold in one step
 
 use checkpoints
     inspect      inspect:command             list checkpoints, or show and verify one
@@ -62,7 +59,7 @@ COMMANDS, _LISTED = _read_table()
 USAGE = f"""usage: zero COMMAND ARGUMENTS...
 {_LISTED}
 
-zero COMMAND --help shows all options and an example. With --json, a command prints a JSON object.
+zero COMMAND --help shows all options and an example. With --json, a report is a JSON object.
 A mistake gives one line and exit code 2, a damaged checkpoint exit code 1. `python -m zero` does
 the same as `zero`.
 """
@@ -79,15 +76,11 @@ def main(arguments: list[str] | None = None) -> None:
         case ["--version", *_]:
             print(f"zero {zero.__version__}")
         case [name, *rest] if name in COMMANDS:
-            codes: list[int] = []
-            if arguments is None:
-                atexit.register(_end_at_once, codes)  # before what the command registers
             with _in_one_line(), _without_torchao():
                 result = command(name)(rest)
             if callable(result):  # `zero run`: the errors of a script are its own
                 result()
                 return
-            codes.append(result or 0)
             if result is not None:
                 sys.exit(result)
         case [name, *_]:
@@ -113,17 +106,6 @@ def command(name: str) -> Callable[[list[str]], Any]:
     """The function of a command."""
     module, _, function = COMMANDS[name].partition(":")
     return getattr(importlib.import_module(f"zero.tools.{module}"), function)
-
-
-def _end_at_once(codes: list[int]) -> None:
-    """As the last function at the interpreter's exit, end the process after a command that has
-    returned its code. Freeing torch's modules one by one takes two seconds, in which triton lists
-    all that `gc.freeze` keeps.
-    """
-    if codes and "torch" in sys.modules:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(*codes)
 
 
 @contextmanager

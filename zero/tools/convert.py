@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ TO = (
     "deepspeed: its stage 3; dcp: FSDP in accelerate's layout; hf: a folder for the Trainer "
     "without any engine"
 )
+REPORTED = "the new folder and what was not carried over"
+
+Read = Callable[[Path], TrainingState]
+Write = Callable[[TrainingState, Path], Any]
 
 
 def adopt(arguments: list[str]) -> None:
@@ -32,18 +37,11 @@ def adopt(arguments: list[str]) -> None:
         "adopt",
         "Make a checkpoint of zero from one of another engine, which is not changed.",
         "output/checkpoint-500 adopted/checkpoint-500",
-        json="the new folder and what was not carried over",
+        json=REPORTED,
     )
     parser.add_argument("folder", help="the checkpoint of another engine")
     parser.add_argument("out", nargs="?", help="the folder to write to; default: FOLDER-zero")
-    options = parser.parse_args(arguments)
-    folder = Path(options.folder).resolve()
-    out = _new(folder, options.out, "zero")
-    with Working(f"adopt: reading {folder}", 5.0) as working:
-        state = read_any(folder)
-        working.show(f"adopt: writing {out}")
-        _write(ours.write, state, out)
-    _report(state, out, options.json)
+    _carry("adopt", parser.parse_args(arguments), "zero", read_any, ours.write)
 
 
 def convert(arguments: list[str]) -> None:
@@ -51,7 +49,7 @@ def convert(arguments: list[str]) -> None:
         "convert",
         "Write a checkpoint of zero as another engine loads it.",
         "output/checkpoint-500 --to hf back/checkpoint-500",
-        json="the new folder and what was not carried over",
+        json=REPORTED,
     )
     parser.add_argument("folder", help="the checkpoint of zero")
     parser.add_argument("--to", choices=WRITERS, required=True, help=TO)
@@ -61,16 +59,32 @@ def convert(arguments: list[str]) -> None:
     options = parser.parse_intermixed_args(arguments)  # OUT may come last
     if options.ranks and options.to != "deepspeed":
         parser.error(f"--ranks is for DeepSpeed; {options.to} loads on any number of processes")
-    folder = Path(options.folder).resolve()
-    out = _new(folder, options.out, options.to)
-    if any(reader.recognizes(folder) for reader in READERS):
-        raise UsageError(f"{folder} is of another engine: turn it into one of zero with adopt")
-    with Working(f"convert: reading {folder}", 5.0) as working:
+
+    def read(folder: Path) -> TrainingState:
+        if any(reader.recognizes(folder) for reader in READERS):
+            raise UsageError(f"{folder} is of another engine: turn it into one of zero with adopt")
         state = ours.read(folder)
         state.ranks = options.ranks or state.ranks
-        working.show(f"convert: writing {out}")
-        _write(WRITERS[options.to], state, out)
-    _report(state, out, options.json)
+        return state
+
+    _carry("convert", options, options.to, read, WRITERS[options.to])
+
+
+def _carry(command: str, options: Namespace, kind: str, read: Read, write: Write) -> None:
+    """Write a checkpoint of this kind from the one in `options.folder`, and say what is missing."""
+    folder = Path(options.folder).resolve()
+    out = _new(folder, options.out, kind)
+    with Working(f"{command}: reading {folder}", 5.0) as working:
+        state = read(folder)
+        working.show(f"{command}: writing {out}")
+        _write(write, state, out)
+    if options.json:
+        found = {"folder": str(out), "source": state.source, "missing": state.missing}
+        print(json.dumps(found))
+        return
+    print(f"{out}: step {state.global_steps} of {state.source}")
+    for each in state.missing:
+        print(f"not carried over: {each}")
 
 
 def read_any(folder: Path) -> TrainingState:
@@ -110,7 +124,7 @@ def _new(folder: Path, given: str | None, kind: str) -> Path:
     return out
 
 
-def _write(write: Callable[[TrainingState, Path], Any], state: TrainingState, out: Path) -> None:
+def _write(write: Write, state: TrainingState, out: Path) -> None:
     """Have `write` make a hidden folder, which is renamed to `out` once it is whole.
 
     What a killed process has left there is removed. Raises OSError if the disk is full.
@@ -134,13 +148,3 @@ def _write(write: Callable[[TrainingState, Path], Any], state: TrainingState, ou
             raise OSError(error.errno, error.strerror, str(out)) from error
         raise
     disk.sync(out.parent)
-
-
-def _report(state: TrainingState, out: Path, as_json: bool) -> None:
-    if as_json:
-        found = {"folder": str(out), "source": state.source, "missing": state.missing}
-        print(json.dumps(found))
-        return
-    print(f"{out}: step {state.global_steps} of {state.source}")
-    for each in state.missing:
-        print(f"not carried over: {each}")

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import resource
 import shlex
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, TextIO
+from typing import IO, NoReturn, TextIO
 
 from zero.errors import UsageError
 from zero.integrations.hf import STARTUP
@@ -33,8 +32,6 @@ HERE = "localhost"  # the name of this machine in --include and --exclude, if th
 # Variables that begin like this are sent to the other machines, and those in `.deepspeed_env`.
 EXPORTED = tuple("NCCL GLOO TORCH PYTHON OMP UCX HF_ MLFLOW WANDB DEEPSPEED_TIMEOUT ZERO_".split())
 ENV_FILE = ".deepspeed_env"
-# No machine has this many accelerators: a larger number in a hostfile is a typo.
-MOST_SLOTS = 1024
 _POLL = 0.1
 # Seconds after a failure in which the other machines may fail by themselves: the first to end need
 # not be the cause.
@@ -86,7 +83,7 @@ def launch(arguments: list[str]) -> int:
     if options.autotuning:
         raise UsageError("launch: --autotuning: zero plan writes the fastest configuration")
     if options.hostfile is None and not Path(DEFAULT_HOSTFILE).is_file():
-        return _run_here(options)
+        _run_here(options)
     hosts = choose(
         parse_hostfile(Path(options.hostfile or DEFAULT_HOSTFILE)),
         options.include,
@@ -100,7 +97,7 @@ def launch(arguments: list[str]) -> int:
             "used"
         )
     if options.no_ssh:
-        return _run_as_host(hosts, options)
+        _run_as_host(hosts, options)
     if options.launcher != "pdsh" or options.launcher_args:
         raise UsageError(
             "launch: --launcher and --launcher_args: ranks are started over ssh, which reads "
@@ -112,10 +109,8 @@ def launch(arguments: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         "launch",
-        "Start a script on all GPUs of this machine, or over ssh on the machines of a hostfile. "
-        "With --json, what the ranks print goes to stderr.",
+        "Start a script on all GPUs of this machine, or over ssh on the machines of a hostfile.",
         '--hostfile hosts --include "node1@node2:0,2" train.py --deepspeed ds_config.json',
-        json="exit codes and seconds at the end",
     )
     add = parser.add_argument
     add("-H", "--hostfile", help=f"lines `NAME slots=N`; default: {DEFAULT_HOSTFILE} if it exists")
@@ -139,7 +134,7 @@ def _parser() -> Parser:
     add("--enable_each_rank_log", default="None", metavar="FOLDER", help=logs)
     add("--venv_script", metavar="FILE", help="on each host of the hostfile, source it first")
     add("--bind_cores_to_rank", action="store_true", help="an equal part of the cores to each rank")
-    add("--bind_core_list", type=_cores, default=[], help="the cores to bind: 0,2-5; default: all")
+    add("--bind_core_list", type=_numbers, default=[], help="cores to bind: 0,2-5; default: all")
     add("--save_pid", action="store_true", help="write this process's number to /tmp/N.deepspeed")
     levels = "debug", "info", "warning", "error", "critical"
     add("--log_level", choices=levels, default="info", help="from warning on as --quiet")
@@ -160,14 +155,14 @@ def _count_or_all(text: str) -> int | None:
     return None if text == "-1" else count(text)
 
 
-def _cores(text: str) -> list[int]:
-    """The type of an option: numbers and ranges of cores."""
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text, re.ASCII):
-        raise ArgumentTypeError(f"{text} is not a list of cores, such as 0,2-5")
+def _numbers(text: str) -> list[int]:
+    """The type of an option: numbers and ranges of at most four digits."""
+    if not re.fullmatch(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", text, re.ASCII):
+        raise ArgumentTypeError(f"{text[:80]} is not a list of numbers, such as 0,2-5")
     ranges = [[int(number) for number in part.split("-")] for part in text.split(",")]
     if any(each[0] > each[-1] for each in ranges):
         raise ArgumentTypeError(f"{text}: a range ends before it begins")
-    return [core for each in ranges for core in range(each[0], each[-1] + 1)]
+    return [number for each in ranges for number in range(each[0], each[-1] + 1)]
 
 
 # -- hosts
@@ -183,19 +178,14 @@ def parse_hostfile(file: Path) -> dict[str, int]:
         text = line.partition("#")[0].strip()
         if not text:
             continue
-        found = re.fullmatch(r"(\S+)\s+(?:slots=)?0*([1-9]\d*)", text, re.ASCII)
-        name, slots = found.groups() if found else ("", "")
+        # ssh would take a name that begins with a dash for an option.
+        found = re.fullmatch(r"([^-\s]\S*)\s+(?:slots=)?0*([1-9]\d{0,3})", text, re.ASCII)
         if found is None:
-            wrong = f"expected `NAME slots=N`, got {line.strip()!r}"
-        elif len(slots) > len(str(MOST_SLOTS)) or int(slots) > MOST_SLOTS:
-            wrong = f"slots={slots:.20}: a host has at most {MOST_SLOTS} slots"
-        elif name.startswith("-"):
-            wrong = f"{name!r}: ssh takes a name that begins with a dash for an option; write the "
-            wrong += "host's name"
-        elif name in hosts:
-            wrong = f"host {name} is listed twice"
+            wrong = f"expected `NAME slots=N`, got {line.strip()[:80]!r}"
+        elif found[1] in hosts:
+            wrong = f"host {found[1]} is listed twice"
         else:
-            hosts[name] = int(slots)
+            hosts[found[1]] = int(found[2])
             continue
         raise UsageError(f"{file}, line {number}: {wrong}")
     if not hosts:
@@ -213,26 +203,23 @@ def choose(
     """The slots to use, by host. `include` and `exclude` are `NAME[:SLOT,SLOT][@NAME...]`."""
     if include and exclude:
         raise UsageError("launch: give --include or --exclude, not both")
-    named = _parse_filter(include or exclude, hosts)
-    chosen = named if include else {name: list(range(slots)) for name, slots in hosts.items()}
-    if exclude:
-        for name, slots in named.items():
-            chosen[name] = [slot for slot in chosen[name] if slot not in slots]
-        chosen = {name: slots for name, slots in chosen.items() if slots}
-    if num_nodes is not None:
-        if num_nodes > len(chosen):
-            raise UsageError(f"launch: --num_nodes {num_nodes}: {len(chosen)} hosts can be used")
-        chosen = dict(list(chosen.items())[:num_nodes])
-    if num_gpus is not None:
-        for name, slots in chosen.items():
-            if len(slots) < num_gpus:
-                raise UsageError(
-                    f"launch: --num_gpus {num_gpus}: host {name} has {len(slots)} slots"
-                )
-        chosen = {name: slots[:num_gpus] for name, slots in chosen.items()}
+    chosen = _parse_filter(include or exclude, hosts)
+    if not include:
+        excluded = chosen
+        chosen = {
+            name: [slot for slot in range(slots) if slot not in excluded.get(name, ())]
+            for name, slots in hosts.items()
+        }
+    chosen = {name: slots for name, slots in chosen.items() if slots}
+    if (num_nodes or 0) > len(chosen):
+        raise UsageError(f"launch: --num_nodes {num_nodes}: {len(chosen)} hosts can be used")
+    chosen = dict(list(chosen.items())[:num_nodes])
+    for name, slots in chosen.items():
+        if len(slots) < (num_gpus or 0):
+            raise UsageError(f"launch: --num_gpus {num_gpus}: host {name} has {len(slots)} slots")
     if not chosen:
         raise UsageError("launch: no slot is left to run on")
-    return chosen
+    return {name: slots[:num_gpus] for name, slots in chosen.items()}
 
 
 def _parse_filter(text: str, hosts: dict[str, int]) -> dict[str, list[int]]:
@@ -253,22 +240,13 @@ def _parse_filter(text: str, hosts: dict[str, int]) -> dict[str, list[int]]:
             raise UsageError(
                 f"launch: host {name!r} is not in the hostfile, which has {', '.join(hosts)}"
             )
-        of_host = named.setdefault(name, set())
-        for word in slots.split(",") if colon else [f"0-{hosts[name] - 1}"]:
-            first, dash, last = word.partition("-")
-            for slot in (first, last if dash else first):
-                # int() raises for thousands of digits
-                is_short = slot.isdecimal() and len(slot) <= len(str(MOST_SLOTS))
-                if not is_short or int(slot) >= hosts[name]:
-                    raise UsageError(
-                        f"launch: {part[:80]!r}: host {name} has slots 0 to {hosts[name] - 1}, "
-                        f"not {slot[:20] or word or 'none'}"
-                    )
-            if last and int(first) > int(last):
-                raise UsageError(
-                    f"launch: {part[:80]!r}: {word} ends before it begins; write {last}-{first}"
-                )
-            of_host.update(range(int(first), int(last or first) + 1))
+        try:
+            chosen = _numbers(slots) if colon else range(hosts[name])
+        except ArgumentTypeError as error:
+            raise UsageError(f"launch: host {name}: {error}") from None
+        if (most := max(chosen)) >= hosts[name]:
+            raise UsageError(f"launch: host {name} has slots 0 to {hosts[name] - 1}, not {most}")
+        named.setdefault(name, set()).update(chosen)
     return {name: sorted(slots) for name, slots in named.items()}
 
 
@@ -371,22 +349,7 @@ def _exit_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def run_aside(command: list[str]) -> dict[str, Any]:
-    """Run a command with its output on stderr, for `--json`. SIGTERM is passed on to it.
-
-    Returns "exit_code", "seconds", and "peak_bytes": the most host memory of one of its processes.
-    """
-    start = time.monotonic()
-    child = subprocess.Popen(command, stdout=sys.stderr)
-    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
-    # A terminal sends it to the child, too, whose end is waited for.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    code, seconds = _exit_code(child.wait()), round(time.monotonic() - start, 3)
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
-    return {"exit_code": code, "seconds": seconds, "peak_bytes": peak}
-
-
-def _run_here(options: Namespace) -> int:
+def _run_here(options: Namespace) -> NoReturn:
     if (options.num_nodes or 1) > 1:
         raise UsageError(f"launch: --num_nodes {options.num_nodes} needs --hostfile")
     for option in ("venv_script", "elastic_training"):
@@ -418,31 +381,24 @@ def _run_here(options: Namespace) -> int:
             ranks = max(1, devices)
     if not chosen:
         os.environ |= _binding(options, [])
-    return _become(options, ["--standalone", "--nproc_per_node", str(ranks)], [], ranks)
+    _become(options, ["--standalone", "--nproc_per_node", str(ranks)])
 
 
-def _run_as_host(hosts: dict[str, list[int]], options: Namespace) -> int:
+def _run_as_host(hosts: dict[str, list[int]], options: Namespace) -> NoReturn:
     """Start the ranks of the host that this machine is."""
     if not 0 <= (index := options.node_rank) < len(hosts):
         raise UsageError(
             f"launch: --no_ssh needs --node_rank, the number of this host: 0 to {len(hosts) - 1}"
         )
-    name = list(hosts)[index]
-    os.environ.update(_binding(options, hosts[name]))
-    placement = _placement(options, hosts, index)
-    return _become(options, placement, [name], sum(map(len, hosts.values())))
+    os.environ.update(_binding(options, list(hosts.values())[index]))
+    _become(options, _placement(options, hosts, index))
 
 
-def _become(options: Namespace, placement: list[str], hosts: list[str], ranks: int) -> int:
-    """Become torchrun, or wait for it if a JSON object is to follow."""
+def _become(options: Namespace, placement: list[str]) -> NoReturn:
+    """Become torchrun."""
     _save_pid(options)
-    command = [sys.executable, *_torchrun(options, placement)]
     os.environ["PYTHONPATH"] = python_path(os.environ.get("PYTHONPATH"))
-    if not options.json:
-        os.execv(sys.executable, command)
-    done = run_aside(command)
-    print(json.dumps(done | {"hosts": hosts, "ranks": ranks}))
-    return done["exit_code"]
+    os.execv(sys.executable, [sys.executable, *_torchrun(options, placement)])
 
 
 def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
@@ -451,12 +407,11 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
     Returns the first failure's code.
     """
     _save_pid(options)
-    start, ranks = time.monotonic(), sum(map(len, hosts.values()))
     of_files = variables_of_files()
     variables = {name: remote_variables(options, slots, of_files) for name, slots in hosts.items()}
     is_quiet = options.quiet or options.log_level not in ("debug", "info")
     if not is_quiet:
-        where = ", ".join(hosts)
+        where, ranks = ", ".join(hosts), sum(map(len, hosts.values()))
         print(f"zero launch: {ranks} ranks on {where}, by ssh", file=sys.stderr, flush=True)
     # A terminal (-tt) so that the remote processes get SIGHUP when the connection ends, whatever
     # ended it.
@@ -473,7 +428,7 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
         )
         for index, name in enumerate(hosts)
     }
-    out, silent = sys.stderr if options.json else sys.stdout, set() if is_quiet else set(jobs)
+    out, silent = sys.stdout, set() if is_quiet else set(jobs)
     if isinstance(out, io.TextIOWrapper):
         out.reconfigure(errors="replace")  # not every terminal can show a progress bar
 
@@ -514,14 +469,6 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
         for thread in threads:
             if thread.ident is not None:  # it was started
                 thread.join(timeout=_GRACE)
-    if options.json:
-        of_hosts = [
-            {"host": name, "slots": hosts[name], "exit_code": _exit_code(job.returncode)}
-            for name, job in jobs.items()
-        ]
-        seconds, first = round(time.monotonic() - start, 3), next(iter(failed), None)
-        result = {"exit_code": code, "seconds": seconds, "ranks": ranks, "hosts": of_hosts}
-        print(json.dumps(result | {"failed_first": first}))
     return code
 
 

@@ -5,20 +5,18 @@ A launcher that `zero run` starts replaces this process, so nothing here imports
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
 import sys
 import traceback
-from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from zero.errors import UsageError, refuse
 from zero.integrations.hf import STARTUP
 from zero.tools.arguments import Parser, check_command, program
-from zero.tools.launch import python_path, run_aside
+from zero.tools.launch import python_path
 
 
 def run(arguments: list[str]) -> Callable[[], None]:
@@ -27,29 +25,22 @@ def run(arguments: list[str]) -> Callable[[], None]:
         "run",
         "Run a script, launcher or module. In it, and in all Python processes that it starts, "
         "`import deepspeed` imports zero. The configuration that its arguments name (--deepspeed, "
-        "--deepspeed_config or --deepspeed_config_file) is checked before anything starts. With "
-        "--json, it prints to stderr.",
+        "--deepspeed_config or --deepspeed_config_file) is checked before anything starts.",
         "torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
-        json="exit code, seconds and memory at the end",
     )
     parser.add_command()
     options = parser.parse(arguments)
     check_command("run", options.command)
-    return partial(_run, options)
+    return partial(_run, *options.command)
 
 
-def _run(options: Namespace) -> None:
+def _run(target: str, *arguments: str) -> None:
     """Run a script in this process, which may be a rank of a launcher.
 
     A command or a module replaces this process.
     """
-    target, *arguments = options.command
     os.environ["PYTHONPATH"] = python_path(os.environ.get("PYTHONPATH"))
-    if options.json:
-        done = run_aside([sys.executable, "-m", "zero", "run", *options.command])
-        print(json.dumps(done | {"command": options.command}))
-        sys.exit(done["exit_code"])
-    elif target == "-m":
+    if target == "-m":
         os.execv(sys.executable, [sys.executable, "-m", *arguments])
     elif (command := program(target)) is not None:
         os.execv(command, [command, *arguments])  # Python finds its packages by this name
@@ -57,7 +48,7 @@ def _run(options: Namespace) -> None:
         _run_script(target, arguments)
 
 
-def _run_script(script: str, arguments: list[str]) -> None:
+def _run_script(script: str, arguments: Sequence[str]) -> None:
     from zero.hf import enable  # here: it imports torch
 
     enable()
@@ -80,6 +71,6 @@ def hook(arguments: list[str]) -> None:
         "hook",
         "Print a folder to put into PYTHONPATH, which has the effect of `zero run`.",
         "",
-        json="it",
     )
-    print(json.dumps({"folder": STARTUP}) if parser.parse_args(arguments).json else STARTUP)
+    parser.parse_args(arguments)
+    print(STARTUP)

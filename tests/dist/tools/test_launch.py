@@ -5,7 +5,6 @@ The hosts are reached over ssh, if there is an sshd, and by a shell that replace
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -164,17 +163,10 @@ def test_ranks_on_two_hosts_work_together(environment: dict[str, str], tmp_path:
 
 
 def test_all_hosts_end_when_one_fails(environment: dict[str, str], tmp_path: Path):
-    done = job(tmp_path, "fail", environment, "--json")
+    done = job(tmp_path, "fail", environment)
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stderr.startswith(f"zero launch: 3 ranks on {HOSTS[0]}, {HOSTS[1]}, by ssh\n")
     assert f"zero launch: {HOSTS[1]} ended with code 1" in done.stderr
-    found = json.loads(done.stdout)
-    assert (found["exit_code"], found["ranks"], found["failed_first"]) == (1, 3, HOSTS[1])
-    assert [(each["host"], each["slots"]) for each in found["hosts"]] == [
-        (HOSTS[0], [1]),
-        (HOSTS[1], [0, 3]),
-    ]
-    assert found["hosts"][1]["exit_code"] == 1
     deadline = time.monotonic() + 30
     while left_over(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -315,14 +307,18 @@ def test_ranks_on_this_machine_alone(tmp_path: Path, options: str, lines: list[s
 
 
 def test_without_ssh_a_host_starts_its_own_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def become(_: str, command: list[str]) -> None:
+        started.append(command)
+        raise SystemExit
+
     monkeypatch.setattr(os, "environ", {**os.environ})
-    monkeypatch.setattr(os, "execv", lambda _, command: started.append(command))
-    monkeypatch.setattr("zero.tools.launch.run_aside", lambda command: {"exit_code": 3})
+    monkeypatch.setattr(os, "execv", become)
     started: list[list[str]] = []
     (tmp_path / "hosts").write_text("a slots=1\nuser@b slots=3\n")
     (tmp_path / "x.py").write_text("")
     words = ["--hostfile", str(tmp_path / "hosts"), "--no_ssh", "--node_rank", "1"]
-    assert launch([*words, "--exclude", "user@b:0", str(tmp_path / "x.py")]) == 3
+    with pytest.raises(SystemExit):
+        launch([*words, "--exclude", "user@b:0", str(tmp_path / "x.py")])
     (command,) = started
     assert command[1:11] == [
         *("-m", "torch.distributed.run", "--nproc_per_node", "2", "--nnodes", "2"),
@@ -371,11 +367,9 @@ def test_hosts_with_a_user_are_chosen_by_their_whole_name():
         ({"include": "d"}, "host 'd' is not in the hostfile, which has a, b"),
         ({"exclude": "b:2"}, "host b has slots 0 to 1, not 2"),
         ({"include": "b:0-2"}, "host b has slots 0 to 1, not 2"),
-        ({"include": "b:1-0"}, "1-0 ends before it begins; write 0-1"),
-        ({"exclude": "a:3-1"}, "3-1 ends before it begins"),
-        ({"include": "a:x"}, "host a has slots 0 to 3, not x"),
-        ({"include": "b:0-99999999999"}, "host b has slots 0 to 1, not 99999999999"),
-        ({"include": f"b:{HUGE}"}, "host b has slots 0 to 1, not 1000"),
+        ({"include": "b:1-0"}, "host b: 1-0: a range ends before it begins"),
+        ({"include": "a:x"}, "host a: x is not a list of numbers"),
+        ({"include": f"b:0-{HUGE}"}, "host b: 0-1000.* is not a list of numbers"),
         ({"include": "a", "exclude": "b"}, "not both"),
         ({"exclude": "a@b"}, "no slot is left"),
         ({"num_nodes": 3}, "2 hosts can be used"),
@@ -393,9 +387,8 @@ def test_wrong_choices_are_refused(options: dict, message: str):
         ("a slots=x", "line 1: expected"),
         ("a slots=1\na slots=2", "line 2: host a is listed twice"),
         ("#", "no host"),
-        ("a slots=1\n-oProxyCommand=x slots=1", "line 2: .*begins with a dash"),
-        ("a slots=99999999999", "line 1: slots=99999999999: a host has at most"),
-        (f"a slots={HUGE}", "line 1: slots=1000.*: a host has at most"),
+        ("a slots=1\n-oProxyCommand=x slots=1", "line 2: expected"),
+        (f"a slots={HUGE}", "line 1: expected .*slots=1000"),
     ],
 )
 def test_wrong_hostfiles_are_refused(tmp_path: Path, text: str, message: str):

@@ -9,6 +9,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tests.processes import REPOSITORY, run_on
 from zero.comm.communicator import communicator
 from zero.comm.observer import Operation, set_observer
 from zero.tools.cli import main
-from zero.tools.profile import command
+from zero.tools.profile import command, trace
 from zero.tools.profile.trace import TraceRun, merge
 
 WIDTH = 800
@@ -155,6 +156,37 @@ def test_the_command(tmp_path: Path, monkeypatch, capsys):
     code, _, stderr = call(capsys, "--step", "4", "--out", str(out), str(script))
     assert code == 2 and not out.exists()
     assert "took fewer than 4 optimizer steps" in stderr and "the script is over" in stderr
+
+
+def test_the_allocations_of_a_gpu_are_copied_beside_the_trace(tmp_path: Path, monkeypatch, capsys):
+    def run(command: list[str], recorder: str, folder: Path, *rest: object) -> None:
+        (folder / "rank0.pickle").write_text("allocations")
+        empty = {"baseTimeNanoseconds": 0, "host": "3", "traceEvents": []}
+        (folder / "rank0.json").write_text(json.dumps(empty))
+
+    monkeypatch.setattr(command, "run", run)
+    (script := tmp_path / "script.py").write_text("")
+    code, stdout, _ = call(capsys, "--out", str(tmp_path / "trace.json"), str(script))
+    assert (code, (tmp_path / "trace.pickle").read_text()) == (0, "allocations")
+    assert f"{tmp_path / 'trace.pickle'}: allocations of rank0" in stdout
+
+
+def record_a_gpu(rank: int, world_size: int, folder: Path) -> None:
+    def dump(file: str) -> None:
+        Path(file).write_text("allocations")
+
+    with (
+        mock.patch.object(trace, "_has_history", lambda device: True),
+        mock.patch.object(torch.cuda.memory, "_record_memory_history") as record,
+        mock.patch.object(torch.cuda.memory, "_dump_snapshot", dump),
+    ):
+        train(rank, world_size, folder, "cpu")
+    assert record.call_args_list == [mock.call(stacks="python"), mock.call(enabled=None)]
+
+
+def test_the_allocations_of_a_gpu_are_recorded(tmp_path: Path):
+    run_on(1, record_a_gpu, tmp_path)
+    assert (tmp_path / "rank0.pickle").read_text() == "allocations"
 
 
 def call(capsys, *arguments: str) -> tuple[int, str, str]:

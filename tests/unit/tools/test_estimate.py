@@ -195,6 +195,8 @@ def test_the_batch_may_come_from_the_file(ask, capsys):
     seq = ["--seq", "16", "--json"]
     given = ask(llama(), {"stage": 3}, "--batch", "4", *seq)
     assert ask(llama(), {"stage": 3}, *seq, train_micro_batch_size_per_gpu=4) == given
+    options = ["--batch", "4", *seq]
+    assert ask(llama(), {"stage": 3}, *options, train_micro_batch_size_per_gpu=2) == given
     assert ask(llama(), {"stage": 3}, *seq, train_batch_size=8, gradient_accumulation_steps=2)[
         "fits"
     ]
@@ -287,23 +289,12 @@ def test_sequences_that_ranks_share_are_refused_with_activations(ask, capsys):
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("num_hidden_layers", -2, "num_hidden_layers is -2"),
-        ("num_hidden_layers", 10**9, "num_hidden_layers is 1e+09"),
-        ("num_attention_heads", 0, "num_attention_heads is 0"),
-        ("num_attention_heads", 7, "expected a divisor of 7"),
-        ("num_key_value_heads", 3, "num_key_value_heads is 3"),
-        ("num_key_value_heads", -(10**9), "num_key_value_heads"),
-        ("vocab_size", 2**31, "vocab_size is 2.15e+09"),
-        ("vocab_size", 2**63, "vocab_size"),
+        ("num_attention_heads", 0, "by zero"),
         ("hidden_size", "64", "hidden_size"),
-        ("intermediate_size", -2, "intermediate_size is -2"),
-        ("head_dim", 2**31, "head_dim"),
-        ("num_labels", 10**9, "num_labels"),
-        ("architectures", 1.5, "architectures is 1.5"),
-        ("architectures", [1, 2], "architectures is 1"),
+        ("architectures", 1.5, "float"),
     ],
 )
-def test_absurd_values_of_a_model_are_refused_in_one_line(key, value, words, tmp_path, capsys):
+def test_what_transformers_refuses_is_one_line(key, value, words, tmp_path, capsys):
     shape = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES, **HEADS}
     (tmp_path / "config.json").write_text(json.dumps(shape | {key: value}))
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
@@ -467,7 +458,8 @@ def test_what_cannot_fit_is_tried_once(monkeypatch):
     asked = Counter[tuple[str, int]]()
 
     def counted_estimate(model: Any, config: Any, question: Question) -> Estimate:
-        asked[repr((config.zero_optimization, config.bf16)), question.batch] += 1
+        slices = config.activation_checkpointing.batch_slices
+        asked[repr((config.zero_optimization, config.bf16, slices)), question.batch] += 1
         return estimate(model, config, question)
 
     monkeypatch.setattr(remedies_of_estimate, "estimate", counted_estimate)
@@ -476,8 +468,9 @@ def test_what_cannot_fit_is_tried_once(monkeypatch):
     config = load_config({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}})
     model = build(shape, torch.bfloat16)
     assert Search(model, config, question, {"device": 1 << 20}).remedies() == []
-    # With the smallest micro-batch alone, and each change once.
-    assert {batch for _, batch in asked} == {1} and max(asked.values()) == 1
+    # With the smallest micro-batch alone, or the whole batch in slices, and each change once.
+    assert {batch for settings, batch in asked if "auto" not in settings} == {1}
+    assert max(asked.values()) == 1
 
 
 def test_tensor_parallelism_shares_weights_and_products():
@@ -542,23 +535,6 @@ def test_an_estimate_does_not_depend_on_those_before():
     assert (again.parts, again.traffic) == (first.parts, first.traffic)
 
 
-def test_a_teacher_is_estimated_beside_its_student(ask, tmp_path, capsys):
-    llama(num_hidden_layers=6).save_pretrained(tmp_path / "teacher")
-    beside = ["--teacher", str(tmp_path / "teacher"), "--batch", "2", "--seq", "8"]
-    alone = ask(llama(), {"stage": 3}, *beside[2:], "--json")
-    whole = ask(llama(), {"stage": 3}, *beside, "--json")
-    coded = ask(llama(), {"stage": 3}, *beside, "--teacher-bits", "4", "--json")
-    on_host = [found["bytes"]["host"] for found in (whole, coded)]
-    assert on_host[0]["parameters of the teacher"] > 1.5 * on_host[1]["parameters of the teacher"]
-    assert whole["operations"] > 1.5 * alone["operations"]
-    text = ask(llama(), {"stage": 3}, *beside)
-    assert f"beside {beside[1]} (" in " ".join(text.split()) and "parameters of the teacher" in text
-    t5 = transformers.T5Config(**T5, decoder_start_token_id=0)
-    assert "name two of one kind" in refusal(capsys, ask, t5, {"stage": 3}, *beside)
-    for options in (["--teacher-bits", "4"], beside[:2]):
-        assert "needs --" in refusal(capsys, ask, llama(), {"stage": 3}, *options)
-
-
 @pytest.fixture
 def plan(tmp_path, capsys) -> Callable[..., str]:
     """Call `zero plan` for a model's configuration. Returns what it prints."""
@@ -588,7 +564,7 @@ def test_a_plan_fits_and_is_the_fastest(plan, ask, tmp_path):
     again = ask(shape, section, "--seq", "16", "--json", *limits, **keys)
     assert again["fits"]
     assert rates(text) == [pytest.approx(again["tokens_per_second"], rel=0.01)]
-    assert "Nothing else fits." in text
+    assert "Nothing else needs less memory." in text
     assert f"zero_optimization.stage = {section['stage']}" in text
     options = "--per_device_train_batch_size 1 --gradient_accumulation_steps 1"
     assert options in " ".join(text.split())
@@ -597,6 +573,16 @@ def test_a_plan_fits_and_is_the_fastest(plan, ask, tmp_path):
     assert found["configuration"] == json.loads((tmp_path / "planned.json").read_text())
     first, second, *_ = rates(" ".join(found["found"]))
     assert first >= second
+
+
+def test_a_plan_runs_a_batch_in_slices_where_nothing_else_fits(plan, tmp_path):
+    shape = llama(hidden_size=1024, intermediate_size=4096, num_hidden_layers=8)
+    text = plan(shape, "--batch", "16", "--seq", "1024", "--device-memory", "1G")
+    keys = json.loads((tmp_path / "planned.json").read_text())
+    assert keys["activation_checkpointing"] == {"batch_slices": "Auto", "cpu_checkpointing": True}
+    assert keys["zero_optimization"]["offload_param"]["device"] == "cpu"
+    assert keys["train_micro_batch_size_per_gpu"] == 16 and "tokens/s" in text
+    assert "--gradient_checkpointing" not in text
 
 
 def test_a_plan_that_is_impossible_is_refused(plan, capsys):

@@ -165,7 +165,6 @@ def test_a_file_of_an_older_version_has_a_page():
         ("{}\n", "line 1: this is not a record"),
         ("[1", "line 1"),
         (json.dumps(record(1) | {"step": "<b>"}) + "\n", "line 1: this is not a record"),
-        (json.dumps(record(1) | {"waits": 3}) + "\n", "a value of another kind"),
     ],
 )
 def test_files_that_are_not_of_a_run_are_refused(

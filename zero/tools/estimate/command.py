@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zero.config import Config, load_config
 from zero.errors import UsageError
@@ -99,53 +94,15 @@ def _searching(options: Namespace, config: Config, source: str) -> Iterator[Sear
     config, question = with_batch(config, source, question)
     given = {"device": options.device_memory, "host": (options.host_memory or 0) / per_host}
     limits = {place: int(amount * 2**30) for place, amount in given.items() if amount}
-    with Working("following steps on fake tensors", _SECONDS) as working, _without_compiler():
+    with Working("following steps on fake tensors", _SECONDS) as working:
         with importing():
             from zero.tools.estimate.model import build, fill_in, read_config
             from zero.tools.estimate.remedies import Search
-            from zero.tools.estimate.teacher import read_teacher
 
             shape = read_config(options.model)  # it imports the model's module
         config = fill_in(config, shape)
-        if options.teacher is not None:
-            teacher = read_teacher(options.teacher, options.teacher_bits, config, shape)
-            question = replace(question, teacher=teacher)
         model = build(shape, config.compute_dtype, options.adapter)
         yield Search(model, config, question, limits, working.show)
-
-
-class _NoCompiler(ModuleType):
-    """Takes the place of `torch._dynamo`. Its `config` and the modules that are imported by name
-    are the real ones; anything else in it is a decorator without effect, or is not true.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return import_module("torch._dynamo.config") if name == "config" else _NoCompiler(name)
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __call__(self, function: Any = None, *_: object, **__: object) -> Any:
-        return self if function is None else function
-
-
-@contextmanager
-def _without_compiler() -> Iterator[None]:
-    """Context in which nothing is compiled. torch and transformers import the whole compiler for
-    the decorators that exclude functions from it, which takes a second, and these slow down calls.
-    """
-    name, torch = "torch._dynamo", find_spec("torch")
-    if name in sys.modules or torch is None or not torch.submodule_search_locations:
-        yield
-        return
-    sys.modules[name] = stand_in = _NoCompiler(name)
-    stand_in.__path__ = [f"{torch.submodule_search_locations[0]}/_dynamo"]
-    try:
-        yield
-    finally:
-        del sys.modules[name]
 
 
 def _parse(parser: Parser, arguments: list[str], batch: int, length: int) -> Namespace:
@@ -159,15 +116,12 @@ def _parse(parser: Parser, arguments: list[str], batch: int, length: int) -> Nam
     sequences = f"sequences per micro-batch; default: {batch or 'as in the file'}"
     tokens = f"tokens per sequence; default: {length or 'none, and activations are left out'}"
     adapter = "train only an adapter: its folder (PEFT), or a rank for LoRA on all linear layers"
-    teacher = "folder of a frozen model that the model learns from, as in run_distill.py"
     add = parser.add_argument
     add("model", help="the model's folder with config.json; weights are not read")
     add("--world", type=count, default=1, metavar="N", help="number of processes (1)")
     add("--batch", type=count, default=batch, help=sequences)
     add("--seq", type=count, default=length, help=tokens)
     add("--adapter", default="", metavar="A", help=adapter)
-    add("--teacher", metavar="MODEL", help=teacher)
-    add("--teacher-bits", type=int, choices=(4, 8), help="its linear layers are quantized")
     add("--checkpointing", action="store_true", help="with gradient checkpointing")
     add("--device-memory", type=gibibytes, metavar="GIB", help=device)
     add("--host-memory", type=gibibytes, metavar="GIB", help=host)
@@ -177,9 +131,4 @@ def _parse(parser: Parser, arguments: list[str], batch: int, length: int) -> Nam
     for name in GIVEN:
         unit = "TFLOP/s" if name == "compute" else "GB/s"
         add(f"--{name}-speed", type=above_zero, metavar=unit, help="of one process")
-    options = parser.parse_args(arguments)
-    if options.teacher_bits and options.teacher is None:
-        parser.error("--teacher-bits needs --teacher")
-    if options.teacher is not None and not options.seq:
-        parser.error("--teacher needs --seq, the tokens of a sequence")
-    return options
+    return parser.parse_args(arguments)

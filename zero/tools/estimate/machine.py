@@ -70,7 +70,6 @@ class Memory(TorchDispatchMode):
         most: the largest number of bytes so far, by (place, part).
         fullest: by place, the parts at the fullest moment so far.
         part: the part to which new memory belongs.
-        whose: the end of each part's name, if the memory is not that of the trained model.
         cause: the cause of current traffic.
         done: what has been moved and computed so far, by (link, cause).
     """
@@ -78,7 +77,6 @@ class Memory(TorchDispatchMode):
     def __init__(self, part: str):
         super().__init__()
         self.part = self.cause = part
-        self.whose = ""
         self.live: Counter[tuple[str, str]] = Counter()
         self.most: Counter[tuple[str, str]] = Counter()
         self.fullest: dict[str, dict[str, int]] = {DEVICE: {}, HOST: {}, DISK: {}}
@@ -120,14 +118,12 @@ class Memory(TorchDispatchMode):
         if (key := storage._cdata) not in self._known:
             place = place or (DEVICE if is_on_device(tensor) else HOST)
             nbytes = 0 if place == IN_BUFFER else storage.nbytes()
-            part = self.part + self.whose
-            self._known[key] = (place, part, nbytes)
-            self.add(place, part, nbytes)
+            self._known[key] = (place, self.part, nbytes)
+            self.add(place, self.part, nbytes)
             self._freed[key] = weakref.ref(storage, lambda _: self._forget(key))
 
     def label(self, tensor: torch.Tensor | None, part: str) -> None:
         """From now on, count the tensor's storage as `part`."""
-        part += self.whose
         if tensor is None or (key := tensor.untyped_storage()._cdata) not in self._known:
             return
         place, before, nbytes = self._known[key]

@@ -5,25 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from zero.config import Config
 from zero.errors import UsageError
 from zero.tools.estimate.speeds import Speeds
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-
 # The configuration that a plan changes until it fits.
 PLAIN: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}
-
-
-class Teacher(NamedTuple):
-    """A frozen model, without values, and the configuration of its engine."""
-
-    model: PreTrainedModel
-    config: Config
 
 
 @dataclass(frozen=True)
@@ -32,7 +21,7 @@ class Question:
 
     `batch` and `length` describe one micro-batch on one rank; with 0, activations are left out.
     `speeds` are those of the machine. `per_host` is the number of ranks that share the memory of a
-    host. `teacher` is a frozen model that runs before the trained one.
+    host.
     """
 
     world_size: int
@@ -41,7 +30,6 @@ class Question:
     checkpointing: bool = False
     speeds: Speeds = Speeds()  # noqa: RUF009 (it is frozen)
     per_host: int = 1
-    teacher: Teacher | None = None
 
 
 def in_a_line(error: Exception) -> str:
@@ -74,18 +62,12 @@ def model_folder(source: str) -> Path:
 
 
 def with_batch(config: Config, source: str, question: Question) -> tuple[Config, Question]:
-    """Add the batch sizes that follow from the known ones. Raises UsageError if they contradict
-    each other, or if --seq needs one that is missing.
+    """Add the batch sizes that follow from the known ones; --batch counts before that of the file.
+    Raises UsageError if they contradict each other, or if --seq needs one that is missing.
 
     source: the configuration's file, for the message.
     """
-    given = config.train_micro_batch_size_per_gpu
-    if question.batch and given not in (None, question.batch):
-        raise UsageError(
-            f"--batch {question.batch}: {source} has train_micro_batch_size_per_gpu {given}; set "
-            'it to "auto" there'
-        )
-    micro = question.batch or given
+    micro = question.batch or config.train_micro_batch_size_per_gpu
     if micro is not None or config.train_batch_size is not None:
         config = config.model_copy(update={"train_micro_batch_size_per_gpu": micro})
         config = config.resolve(question.world_size)

@@ -29,7 +29,6 @@ from zero.tools.estimate.machine import DEVICE, DISK, HOST, Memory, imitated
 from zero.tools.estimate.model import enable_checkpointing, micro_batch, without_values
 from zero.tools.estimate.parts import ACTIVATIONS, GRADIENTS, MASTERS, STATE, labelled
 from zero.tools.estimate.question import Question
-from zero.tools.estimate.teacher import distillation
 from zero.tools.estimate.traffic import (
     COMPUTE,
     FORWARD,
@@ -136,10 +135,7 @@ def _of_rank(model: nn.Module, config: Config, question: Question, rank: int) ->
                 optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
             engine = ZeroEngine(model.train(), run, optimizer, comm=comm)
             engine.comm.clock.shows = False
-            if question.teacher is None:
-                loss = micro_batch(engine, question)
-            else:
-                loss = distillation(engine, question.teacher, question, memory)
+            loss = micro_batch(engine, question)
             if question.batch and question.checkpointing:
                 enable_checkpointing(model)
             moved = _last_step(engine, loss, memory)
@@ -183,7 +179,7 @@ def _without_activations(memory: Memory) -> dict[str, dict[str, int]]:
         place: {
             part: nbytes
             for (where, part), nbytes in memory.most.items()
-            if where == place and not part.startswith(ACTIVATIONS)
+            if where == place and part != ACTIVATIONS
         }
         for place in (DEVICE, HOST, DISK)
     }

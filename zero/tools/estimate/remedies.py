@@ -15,7 +15,7 @@ from typing import Any
 import transformers
 
 from zero.config import Config
-from zero.config.settings import ZeroConfig
+from zero.config.settings import ActivationCheckpointingConfig, ZeroConfig
 from zero.errors import UsageError
 from zero.tools.estimate.machine import DEVICE, HOST
 from zero.tools.estimate.question import Question
@@ -30,18 +30,23 @@ GROWTH = 1.2
 FASTER = 0.95
 NO_OFFLOAD = {"offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}
 FEW_LIVE = {"stage": 3, "stage3_max_live_parameters": 0}
+# Keys of activation_checkpointing. The Trainer would fill in "auto".
+SLICES = {"batch_slices": "Auto", "cpu_checkpointing": True}
 
 Keys = dict[str, Any]  # keys of zero_optimization to set
 
 
 @dataclass
 class Remedy:
-    """The settings that are changed, all of them in words, and the estimate with them."""
+    """The settings that are changed, all of them in words, and the estimate with them. `slices`:
+    whether they include `SLICES`.
+    """
 
     keys: Keys
     question: Question
     changes: list[str]
     found: Estimate
+    slices: bool = False
 
     @property
     def words(self) -> str:
@@ -57,6 +62,8 @@ class Search:
     """Searches stages, offload and micro-batches that fit, with and without gradient checkpointing.
 
     Micro-batches have half the size, a quarter and so on. A step keeps its number of sequences.
+    Where parameters are offloaded, so that each micro-batch fetches them again, the whole batch is
+    also tried in slices.
 
     Args:
         limits: bytes by place ("device", "host").
@@ -76,7 +83,7 @@ class Search:
         self.question = question
         self.limits = limits
         self._show = show
-        self._tried: dict[tuple[str, int, bool], Remedy | None] = {}
+        self._tried: dict[tuple[str, int, bool, bool], Remedy | None] = {}
         self._batches = list(_halves(question.batch))
         asked, can_checkpoint = question.checkpointing, model.supports_gradient_checkpointing
         # The one that needs less memory comes first.
@@ -88,7 +95,7 @@ class Search:
         """The run as asked for. Raises UsageError as `estimate` does."""
         batch, checkpointing = self.question.batch, self.question.checkpointing
         remedy = self._estimated({}, batch, checkpointing)
-        self._tried["{}", batch, checkpointing] = remedy
+        self._tried["{}", batch, checkpointing, False] = remedy
         return remedy.found
 
     def fits(self, found: Estimate) -> bool:
@@ -126,6 +133,16 @@ class Search:
                         if tried and self.fits(tried.found):
                             yield tried
                             break  # with smaller micro-batches it would be slower
+            if self._may_be_sliced(keys):
+                tried = self._try(keys, self._batches[0], False, slices=True)
+                if tried and self.fits(tried.found):
+                    yield tried
+
+    def _may_be_sliced(self, keys: Keys) -> bool:
+        given = self.config.zero_optimization.offload_param
+        place = keys.get("offload_param", {"device": given.device if given else "none"})
+        is_sliced = self.config.activation_checkpointing.batch_slices
+        return place["device"] != "none" and self._batches[0] > 1 and not is_sliced
 
     def _may_fit(self, keys: Keys, batch: int, checkpointing: bool) -> bool:
         """Whether it is worth an estimate, judged by the one with the smallest micro-batch, because
@@ -138,19 +155,23 @@ class Search:
         growth = (batch / smallest - 1) * tried.found.activations if smallest else 0
         return tried.found.total(DEVICE) + growth / GROWTH <= self.limits.get(DEVICE, math.inf)
 
-    def _try(self, keys: Keys, batch: int, checkpointing: bool) -> Remedy | None:
+    def _try(
+        self, keys: Keys, batch: int, checkpointing: bool, slices: bool = False
+    ) -> Remedy | None:
         """Return the change, whether it fits or not. None if the engine refuses it in combination
         with other keys.
         """
-        key = str(keys), batch, checkpointing
+        key = str(keys), batch, checkpointing, slices
         if key not in self._tried:
             try:
-                self._tried[key] = self._estimated(keys, batch, checkpointing)
+                self._tried[key] = self._estimated(keys, batch, checkpointing, slices)
             except UsageError:
                 self._tried[key] = None
         return self._tried[key]
 
-    def _estimated(self, keys: Keys, batch: int, checkpointing: bool) -> Remedy:
+    def _estimated(
+        self, keys: Keys, batch: int, checkpointing: bool, slices: bool = False
+    ) -> Remedy:
         asked, config, changes = self.question, self.config, list(map(_in_words, keys.items()))
         updates: Keys = {}
         if keys:
@@ -162,11 +183,14 @@ class Search:
             changes.append(f"micro-batch {batch}, gradient_accumulation_steps {steps}")
         if checkpointing != asked.checkpointing:
             changes.append(f"{'' if checkpointing else 'no '}gradient checkpointing")
+        if slices:
+            updates["activation_checkpointing"] = ActivationCheckpointingConfig(**SLICES)
+            changes += SLICES
         tried = ", ".join(changes) or "the configuration as it is"
         self._show(f"trying number {len(self._tried) + 1}: {tried}")
         question = replace(asked, batch=batch, checkpointing=checkpointing)
         found = estimate(self.model, config.model_copy(update=updates), question)
-        return Remedy(keys, question, changes, found)
+        return Remedy(keys, question, changes, found, slices)
 
 
 def _halves(batch: int) -> Iterator[int]:

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from zero.errors import UsageError, rounded, size
-from zero.tools.estimate.adapters import elements
 from zero.tools.estimate.machine import DISK, HOST
 from zero.tools.estimate.question import PLAIN
 from zero.tools.estimate.rank import Estimate
-from zero.tools.estimate.remedies import Remedy, Search
+from zero.tools.estimate.remedies import SLICES, Remedy, Search
 from zero.tools.estimate.traffic import ON_HOST
 from zero.tools.explain import explain
 
@@ -58,6 +57,8 @@ def plan(source: str, search: Search, out: Path, as_json: bool) -> str:
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": question.batch // batch,
     }
+    if found[0].slices:
+        keys["activation_checkpointing"] = SLICES
     out.write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
     best, *others = map(_described, found)
     if as_json:
@@ -66,7 +67,7 @@ def plan(source: str, search: Search, out: Path, as_json: bool) -> str:
     checkpointing = " --gradient_checkpointing" if found[0].question.checkpointing else ""
     lines = [
         f"{out}: the fastest that fits, with {question.length:,} tokens a sequence: {best}",
-        "The next ones:" if others else "Nothing else fits.",
+        "The next ones:" if others else "Nothing else needs less memory.",
         *(f"  {each}" for each in others),
         f"With the Trainer: --deepspeed {out} --per_device_train_batch_size {batch} "
         f"--gradient_accumulation_steps {question.batch // batch} --bf16{checkpointing}",
@@ -90,25 +91,21 @@ def _facts(
         "class": type(search.model).__name__,
         "elements": found.elements,
         "bytes": found.parts,
-        "activations": found.activations,
         "host_memory_of_a_host": found.total(HOST) * question.per_host,
         "traffic": traffic.links,
         "operations": traffic.operations,
         "host_memory_of_updates": traffic.computed[ON_HOST],
         "speeds": asdict(question.speeds),
         "parts_of_a_step": traffic.parts(question.speeds, itemsize),
-        "seconds": found.seconds,
-        "tokens_per_second": found.tokens_per_second,
+        **_facts_of(found),
         "fits": fits,
-        "remedies": [_facts_of(remedy) for remedy in remedies],
-        "not_needed": faster and _facts_of(faster),
+        "remedies": [{"change": each.words} | _facts_of(each.found) for each in remedies],
+        "not_needed": faster and {"change": faster.words} | _facts_of(faster.found),
     }
 
 
-def _facts_of(remedy: Remedy) -> dict[str, Any]:
-    found = remedy.found
+def _facts_of(found: Estimate) -> dict[str, Any]:
     return {
-        "change": remedy.words,
         **{place: found.total(place) for place in found.parts},
         "activations": found.activations,
         "seconds": found.seconds,
@@ -155,11 +152,7 @@ def _details(source: str, search: Search) -> list[str]:
         lines.append(
             f"architectures names no class of transformers; by its model_type, this is a {name}"
         )
-    beside = ""
-    if question.teacher is not None:
-        teacher = question.teacher.model
-        beside = f", beside {teacher.config.name_or_path} ({elements(teacher):,} parameters)"
-    lines.append(f"{source}: {found.elements:,} parameters{beside}. Each rank holds at most:")
+    lines.append(f"{source}: {found.elements:,} parameters. Each rank holds at most:")
     lines += _table(found.parts)
     host, ranks = found.total(HOST), question.per_host
     if host and ranks > 1:

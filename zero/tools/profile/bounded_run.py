@@ -73,30 +73,6 @@ class BoundedRun:
         os._exit(0)
 
 
-class RecordedStep(BoundedRun):
-    """Records the step number `step`, from the end of the one before, and ends after it.
-
-    A subclass says how, and writes `file`."""
-
-    def __init__(self, engine: DeepSpeedEngine, folder: Path, step: int):
-        super().__init__(engine, folder, step)
-        self.file = folder / f"rank{engine.comm.job.rank}.json"
-        if step == 1:
-            self.begin_recording()
-
-    def begin_recording(self) -> None:
-        """Called at the end of the step before."""
-
-    def end_recording(self) -> None:
-        """Called at the end of the step."""
-
-    def after_update(self) -> None:
-        if self.step_number == self.steps - 1:
-            self.begin_recording()
-        elif self.step_number == self.steps:
-            self.end_recording()
-
-
 def bound_first_engine(
     start: Callable[[DeepSpeedEngine, Path, int], BoundedRun],
     make: Callable[..., DeepSpeedEngine] = DeepSpeedEngine,

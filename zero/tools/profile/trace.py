@@ -14,11 +14,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile, supported_activities
 
 from zero.integrations.deepspeed.engine import DeepSpeedEngine
-from zero.tools.profile.bounded_run import RecordedStep, bound_first_engine
+from zero.tools.profile.bounded_run import BoundedRun, bound_first_engine
+from zero.tools.profile.command import SNAPSHOT
 
 MAIN, MESSAGES = "main thread", "messages"
 # torch's own spans of what a backend has in flight. One may end later than what began after it.
@@ -30,15 +32,40 @@ _PROCESSES = 100
 Event = dict[str, Any]
 
 
-class TraceRun(RecordedStep):
-    """Writes `rankN.json`, as torch's profiler exports it, with the process that is the host."""
+def _has_history(device: torch.device) -> bool:
+    """Whether torch can write down each allocation on `device`, with the lines that made it."""
+    return device.type == "cuda"
+
+
+class TraceRun(BoundedRun):
+    """Writes `rankN.json`, as torch's profiler exports it, with the process that is the host, and
+    on a GPU `rankN.pickle`, torch's own record of allocations. Both are of the step number `step`,
+    from the end of the one before.
+    """
 
     def __init__(self, engine: DeepSpeedEngine, folder: Path, step: int):
+        super().__init__(engine, folder, step)
         all_threads = _ExperimentalConfig(profile_all_threads=True)
         self._profile = profile(activities=supported_activities(), experimental_config=all_threads)
-        super().__init__(engine, folder, step)
+        self._file = folder / f"rank{engine.comm.job.rank}.json"
+        if step == 1:
+            self._begin()
 
-    def begin_recording(self) -> None:
+    def after_update(self) -> None:
+        if self.step_number == self.steps - 1:
+            self._begin()
+        elif self.step_number == self.steps:
+            self._stop_profile()
+            if _has_history(self.engine.comm.device):
+                torch.cuda.memory._dump_snapshot(str(self._file.with_suffix(SNAPSHOT)))
+                torch.cuda.memory._record_memory_history(enabled=None)
+            partial = self._file.with_suffix(".part")
+            self._profile.export_chrome_trace(str(partial))
+            partial.rename(self._file)
+
+    def _begin(self) -> None:
+        if _has_history(self.engine.comm.device):
+            torch.cuda.memory._record_memory_history(stacks="python")
         self._profile.__enter__()
         self._profile.add_metadata("host", str(os.getpid()))
         atexit.register(self._stop_profile)  # it crashes an interpreter that ends before it
@@ -46,12 +73,6 @@ class TraceRun(RecordedStep):
     def _stop_profile(self) -> None:
         atexit.unregister(self._stop_profile)
         self._profile.__exit__(None, None, None)
-
-    def end_recording(self) -> None:
-        self._stop_profile()
-        partial = self.file.with_suffix(".part")
-        self._profile.export_chrome_trace(str(partial))
-        partial.rename(self.file)
 
 
 def set_up() -> None:
@@ -83,10 +104,9 @@ def merge(files: Iterable[Path]) -> dict[str, Any]:
                 place | {"name": "thread_sort_index", "args": {"sort_index": number}},
             ]
         for event in events:
-            number = tracks.index((event["pid"], event["tid"]))
             place = {
                 "pid": rank * _PROCESSES + event["pid"],
-                "tid": number,
+                "tid": tracks.index((event["pid"], event["tid"])),
                 "ts": event["ts"] + shift,
             }
             if "id" in event:

@@ -18,7 +18,6 @@ KINDS = {
     "gathered parameters": "#60a5fa",
     "gradients": "#f97316",
     "optimizer": "#16a34a",
-    "activations": "#a855f7",
     "buffers": "#94a3b8",
 }
 _STYLE: dict[Any, Any] = {  # the keys are a literal type of matplotlib 3.11, which 3.10 lacks

@@ -2,10 +2,10 @@
 name `deepspeed`.
 
 `zero run` puts the folder there for all processes that its command starts; `zero hook` prints its
-name. A process that never looks for DeepSpeed imports nothing of zero. Where `zero verify`,
-`zero trace` or `zero memory` name a recorder, it is set up as soon as a process imports zero. Where
-`zero launch --bind_cores_to_rank` starts ranks, each is bound to its cores before torch starts
-threads. If this file hides another `sitecustomize`, that one is run as well."""
+name. A process that never looks for DeepSpeed imports nothing of zero. Where `zero verify` or
+`zero trace` names a recorder, it is set up as soon as a process imports zero. Where `zero launch
+--bind_cores_to_rank` starts ranks, each is bound to its cores before torch starts threads. If this
+file hides another `sitecustomize`, that one is run as well."""
 
 import os
 import sys
