@@ -95,6 +95,16 @@ class Parser(ArgumentParser):
         raise UsageError(f"{self.prog.removeprefix('zero ')}: {message}; {remedy}")
 
 
+def judged(text: str, verdict: bool | None) -> str:
+    """`text` in green, red, or, for None, yellow: on a terminal, unless NO_COLOR is set
+    (https://no-color.org).
+    """
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    code = {True: 32, False: 31, None: 33}[verdict]
+    return f"\x1b[{code}m{text}\x1b[0m"
+
+
 class Working:
     """Shows on stderr that a long step is running: on a terminal as a line with the elapsed time,
     otherwise by printing new texts of `show`, at most one in `interval` seconds.

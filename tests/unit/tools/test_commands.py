@@ -13,6 +13,7 @@ import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -22,7 +23,7 @@ from tests.processes import REPOSITORY
 from tests.unit.checkpoints import flip, save
 from tests.unit.integrations.test_hook import assert_refused
 from zero.tools import launch
-from zero.tools.arguments import Parser, Working, check_command, output_file
+from zero.tools.arguments import Parser, Working, check_command, judged, output_file
 from zero.tools.cli import COMMANDS, USAGE, main
 
 
@@ -357,3 +358,17 @@ def test_a_benchmarks_folder_that_is_none_is_refused(given: str, here: Path):
     assert benchmark.existing_folder("folder") == Path("folder") and not list(
         (here / "folder").iterdir()
     )
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "variable", "shown"),
+    [(True, "", "\x1b[31mfails\x1b[0m"), (True, "1", "fails"), (False, "", "fails")],
+    ids=["terminal", "NO_COLOR", "pipe"],
+)
+def test_verdicts_have_colours_on_a_terminal_alone(
+    is_terminal: bool, variable: str, shown: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: is_terminal))
+    monkeypatch.setenv("NO_COLOR", variable)
+    monkeypatch.setenv("TERM", "xterm")
+    assert judged("fails", False) == shown

@@ -24,6 +24,7 @@ from zero.device import CPU, accelerator, is_accelerator, room
 from zero.errors import rounded, size
 from zero.optim import adam_cpu
 from zero.releases import installed, newer_than_tested
+from zero.tools.arguments import judged
 from zero.tools.doctor.speeds import FILE_BYTES, file_speeds
 
 OK, SLOW, FAILS = "ok", "slow", "FAILS"
@@ -52,7 +53,9 @@ class Finding(NamedTuple):
     def __str__(self) -> str:
         remedy = f" -> {self.remedy}" if self.remedy else ""
         line = f"{self.level:<6}{self.check:<16}{self.found}{remedy}"
-        return textwrap.fill(line, 100, subsequent_indent=" " * 22, break_on_hyphens=False)
+        filled = textwrap.fill(line, 100, subsequent_indent=" " * 22, break_on_hyphens=False)
+        verdict = {OK: True, FAILS: False}.get(self.level)
+        return judged(self.level, verdict) + filled.removeprefix(self.level)
 
 
 def _finding(check: str, works: bool, found: str, remedy: str, otherwise: str = FAILS) -> Finding:

@@ -14,7 +14,7 @@ from pathlib import Path
 from zero.comm.communicator import Communicator, communicator
 from zero.comm.world import compute_device, init_distributed
 from zero.errors import UsageError
-from zero.tools.arguments import Parser, Working
+from zero.tools.arguments import Parser, Working, judged
 from zero.tools.doctor import checks, links, speeds
 from zero.tools.doctor.checks import FAILS, SLOW, Finding, device_name
 from zero.tools.estimate.speeds import default_file, read
@@ -126,7 +126,8 @@ def _show(machines: dict[str, list[Finding]], as_json: bool, prints: bool = True
         listed = [{"where": where, **finding._asdict()} for where, finding in everything]
         print(json.dumps({"works": not faults, "findings": listed}, indent=2))
     elif prints:
-        print(f"{faults} fault(s), {slow} thing(s) that slow training down")
+        verdict = False if faults else None if slow else True
+        print(judged(f"{faults} fault(s), {slow} thing(s) that slow training down", verdict))
         for where, found in machines.items():
             print(*filter(None, [where]), *found, sep="\n")
     return int(faults > 0)

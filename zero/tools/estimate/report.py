@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zero.errors import UsageError, rounded, size
+from zero.tools.arguments import judged
 from zero.tools.estimate.machine import DISK, HOST
 from zero.tools.estimate.question import PLAIN
 from zero.tools.estimate.rank import Estimate
@@ -123,7 +124,8 @@ def _verdict(
     """Whether it fits, what it takes, and what to change."""
     lines = []
     if search.limits:
-        lines.append(f"This {'fits' if fits else 'does not fit'}: each rank has {_room(search)}.")
+        verdict = judged(f"This {'fits' if fits else 'does not fit'}", fits)
+        lines.append(f"{verdict}: each rank has {_room(search)}.")
     world, found = search.question.world_size, search.found
     ranks = "The rank" if world == 1 else f"Each of {world} ranks"
     without = "" if search.question.batch else ", without activations and computation"

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from zero.errors import UsageError
-from zero.tools.arguments import Parser, Working, check_command, count
+from zero.tools.arguments import Parser, Working, check_command, count, judged
 from zero.tools.profile.running import run, what_went_wrong
 from zero.tools.verify.compare import Result, compare, steps_in
 
@@ -71,9 +71,9 @@ def _record(folder: Path, steps: int, command: list[str]) -> None:
 def as_text(result: Result) -> str:
     """The verdict, and below it a table of what was compared."""
     steps = result.rows[-1].step if result.rows else 0
-    lines = [f"Equal within rounding for {steps} step(s)."]
+    lines = [judged(f"Equal within rounding for {steps} step(s).", True)]
     if result.difference is not None:
-        lines = [f"DIFFERENT, {result.difference}"]
+        lines = [judged(f"DIFFERENT, {result.difference}", False)]
     if result.skipped:
         skipped = f"Both runs skipped {result.skipped} step(s)"
         lines.append(f"{skipped}, because gradients were not finite.")
