@@ -411,11 +411,6 @@ def load_examples(arguments: Arguments, split: str, encoding: Encoding) -> Examp
         InputError: the data cannot be read, or there is nothing to learn.
     """
     model_args, data_args, args = arguments
-    if encoding.prefix and not encoding.pairs:
-        raise InputError(
-            "--source_prefix is for encoder-decoder models, and the student is a causal one: "
-            "leave it out, and put the words into the data"
-        )
     if split == "train":
         encoding = replace(encoding, first_tokens=data_args.max_train_tokens)
     elif split == "validation":

@@ -19,15 +19,12 @@ class LoadingArguments:
     )
     model_revision: str = option("main", "Branch, tag or commit of the hub model.")
     trust_remote_code: bool = option(False, "Allow code from the hub model to run here.")
-    attn_implementation: str | None = option(None, "Attention: sdpa, flash_attention_2, eager.")
+    attn_implementation: str | None = option(None, "sdpa, flash_attention_2 or eager.")
     dtype: str | None = option(
-        None,
-        "Dtype of the loaded weights. Default: the file's (auto); to train without an engine, "
-        "float32.",
-        choices=DTYPES,
+        None, "Default: the file's (auto), float32 without an engine.", choices=DTYPES
     )
     token: str | None = option(None, "Access token for the hub.")
-    cache_dir: str | None = option(None, "Folder for downloads from the hub, and prepared data.")
+    cache_dir: str | None = option(None, "Folder for downloads and prepared data.")
     dataset_config_name: str | None = option(None, "Configuration of a `datasets` dataset.")
     dataset_revision: str | None = option(None, "Branch, tag or commit of a hub dataset.")
 

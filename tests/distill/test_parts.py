@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from tokenizers.processors import TemplateProcessing
 from transformers import (
+    AutoModelForCausalLM,
     BartConfig,
     GenerationConfig,
     MarianConfig,
@@ -65,12 +66,13 @@ from distill.student import (
     parse_layers,
     stacks,
 )
-from distill.teacher import LiveTeacher
+from distill.teacher import LiveTeacher, load_model
 from distill.trainer import DistillationTrainer
 from distill.vocabulary import VocabularyError, align, align_rows
 from tests.distill import models
 from tests.processes import run_on
 from tests.tolerance import assert_close, rounding
+from translation.model import options_of_model
 from translation.records import InputError, open_records
 
 TEXT = ["def add(a, b):\n    return a + b\n", "class Naïve:\n    pass  # größer\n"]
@@ -783,6 +785,22 @@ def test_arguments_that_cannot_work_are_named(arguments, named, tmp_path):
                 output_dir=str(tmp_path), use_cpu=True, report_to="none", **arguments
             )
         )
+
+
+def test_a_model_is_loaded_in_the_dtype_of_its_file_by_every_transformers(tmp_path, monkeypatch):
+    """transformers 4 loads in float32 unless it is told otherwise."""
+    models.llama(16, 1, seed=0).to(torch.float16).save_pretrained(tmp_path)
+    given, load = [], AutoModelForCausalLM.from_pretrained
+
+    def loaded(*names, **options):
+        given.append(options["dtype"])
+        return load(*names, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
+    for dtype in (None, "auto", "float32"):
+        loads_as = torch.float32 if dtype == "float32" else torch.float16
+        assert load_model(str(tmp_path), **options_of_model(None, dtype)).dtype == loads_as
+    assert given == ["auto", "auto", "float32"]
 
 
 def test_the_temperature_follows_its_schedule(tmp_path):
