@@ -113,13 +113,11 @@ def _check(given: argparse.Namespace) -> None:
             raise InputError(f"--{name} is {value}: give a whole number of at least {smallest}")
     for argument in ("train_file", "validation_file", "test_file"):
         check_name(getattr(given, argument), f"--{argument}")
-    for argument in ("model_name_or_path", "teacher_model_name_or_path"):
-        if getattr(given, argument):
-            shared.check_weights(argument, getattr(given, argument))
-    for argument in ("tokenizer_name", "model_name_or_path", "teacher_model_name_or_path"):
-        if name := getattr(given, argument):
-            shared.check_tokenizer(argument, name)
-            break
+    names = ("tokenizer_name", "model_name_or_path", "teacher_model_name_or_path")
+    for argument in names:
+        shared.check_folder(argument, getattr(given, argument))
+    if argument := next((name for name in names if getattr(given, name)), None):
+        shared.check_tokenizer(argument, getattr(given, argument))
     shared.check_output(given)
 
 

@@ -109,7 +109,7 @@ def _prompt_and_answer(
     prompt, completion = record.get("prompt"), record.get("completion")
     if isinstance(prompt, list) and isinstance(completion, list):
         return _messages(prompt, where), _messages(completion, where)
-    found = ", ".join(map(str, record))
+    found = ", ".join(f"{key} ({type(value).__name__})" for key, value in record.items())
     raise InputError(
         f"{where}: no text, messages or prompt and response in it; its keys are {found}; "
         "--text_column names that of the text"

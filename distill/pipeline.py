@@ -175,11 +175,13 @@ def load_tokenizers(
 
     None for the teacher if no teacher model is named.
     """
-    own = model_args.tokenizer_name or model_args.model_name_or_path
-    name, hub = args.teacher_model_name_or_path, model_args.of_hub()
-    of_teacher = None if name is None else _load_tokenizer(name, **args.of_teachers_hub(hub))
-    if own is not None:
-        return _load_tokenizer(own, **hub), of_teacher
+    hub, of_teacher = model_args.of_hub(), None
+    if name := args.teacher_model_name_or_path:
+        of_hub = args.of_teachers_hub(hub)
+        of_teacher = _load_tokenizer("teacher_model_name_or_path", name, **of_hub)
+    for argument in ("tokenizer_name", "model_name_or_path"):
+        if name := getattr(model_args, argument):
+            return _load_tokenizer(argument, name, **hub), of_teacher
     if of_teacher is None:
         raise InputError(
             "there is no tokenizer: give --tokenizer_name, with the tokenizer of the teacher cache"
@@ -187,11 +189,11 @@ def load_tokenizers(
     return of_teacher, of_teacher
 
 
-def _load_tokenizer(name: str, **hub: object) -> PreTrainedTokenizerBase:
+def _load_tokenizer(argument: str, name: str, **hub: object) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **hub)
     except (OSError, ValueError) as error:
-        raise InputError(f"no tokenizer could be loaded from {name} ({error})") from error
+        raise InputError(f"--{argument} {name}: no tokenizer can be loaded ({error})") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

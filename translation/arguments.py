@@ -198,7 +198,7 @@ def check_arguments(given: argparse.Namespace) -> None:
     _check_numbers(given)
     _check_data(given)
     for argument in ("model_name_or_path", "config_name", "tokenizer_name"):
-        _check_folder(argument, getattr(given, argument))
+        check_folder(argument, getattr(given, argument))
     source = next(
         (a for a in ("tokenizer_name", "model_name_or_path", "config_name") if getattr(given, a)),
         None,
@@ -297,7 +297,7 @@ def _check_data(given: argparse.Namespace) -> None:
                 pass
 
 
-def _check_folder(argument: str, name: str | None) -> None:
+def check_folder(argument: str, name: str | None) -> None:
     """Check that a local folder holds a model, configuration or tokenizer.
 
     Other names belong to the hub.
@@ -319,18 +319,19 @@ def _check_folder(argument: str, name: str | None) -> None:
             f"--{argument} {name}: there is no config.json in this folder; name one that holds a "
             "saved model"
         )
-    if argument == "model_name_or_path" and not any(
+    if argument.endswith("model_name_or_path") and not any(
         file.endswith((".safetensors", ".bin")) for file in files
     ):
         raise InputError(
             f"--{argument} {name}: there are no weights (model.safetensors) in this folder; to "
-            "train this configuration from scratch, name it with --config_name"
+            "train this configuration from scratch, name it with --config_name (run_distill.py: "
+            "--student_config)"
         )
-    if argument == "model_name_or_path":
-        check_weights(argument, name)
+    if argument.endswith("model_name_or_path"):
+        _check_weights(argument, name)
 
 
-def check_weights(argument: str, name: str) -> None:
+def _check_weights(argument: str, name: str) -> None:
     """Check that the safetensors files of a local model are complete.
 
     Only their headers are read.

@@ -128,7 +128,8 @@ def test_no_more_is_read_than_the_first_tokens_need(tokenizer):
     [
         ("", "--train_file .*: there is nothing in it"),
         ('{"text": " "}', "there is nothing in it"),
-        ('{"words": "x"}', r"line 1: no text, messages .*; its keys are words"),
+        ('{"words": "x"}', r"line 1: no text, messages .*; its keys are words \(str\); --text"),
+        ('{"text": 5}', r"line 1: no text, messages .*; its keys are text \(int\)"),
         ('{"text": "fine"}\n{"text": ', "line 2: not valid JSON"),
     ],
 )

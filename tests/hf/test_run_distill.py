@@ -250,6 +250,16 @@ JOBS: dict[str, list[str]] = {
     ],
     "wrong temperature": [*COMMON, "--temperature", "0", "--output_dir", "{}/out_none"],
     "misspelt": [*COMMON, "--temprature", "2", "--output_dir", "{}/out_none"],
+    "misspelt folder": [
+        *COMMON, "--teacher_model_name_or_path", "{}/taecher", "--init_student_from_teacher", "0",
+        "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--output_dir",
+        "{}/out_none",
+    ],
+    "misspelt column": [
+        *COMMON, "--model_name_or_path", "{}/teacher", "--kd_alpha", "0", "--train_file",
+        "{}/text.txt", "--validation_file", "{}/text.txt", "--text_column", "body", "--output_dir",
+        "{}/out_none",
+    ],
 }  # fmt: skip
 
 
@@ -428,6 +438,8 @@ def test_t5_is_scored_with_bleu(finished):
         ("no student", ["there is no student", "--student_config"]),
         ("wrong temperature", ["temperature is 0", "positive"]),
         ("misspelt", ["--temprature", "did you mean --temperature?"]),
+        ("misspelt folder", ["--teacher_model_name_or_path", "taecher: no such folder"]),
+        ("misspelt column", ["--train_file", "'body' for --text_column; the columns are text"]),
     ],
 )
 def test_bad_input_is_one_line_that_says_what_to_do(finished, name, words):
