@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import cast
 
+import torch
 from torch import accelerator
 
 from distill.config import DistillationConfig, needs_teacher
@@ -102,8 +103,14 @@ def _check(given: argparse.Namespace) -> None:
         raise InputError("--use_peft needs PEFT: pip install peft")
     if given.use_peft and not given.model_name_or_path:
         raise InputError("--use_peft needs a trained student: give --model_name_or_path")
-    if given.merge_adapters and not given.use_peft:
-        raise InputError("--merge_adapters needs adapters: give --use_peft")
+    for argument in ("merge_adapters", "lora_target_modules"):
+        if getattr(given, argument) and not given.use_peft:
+            raise InputError(f"--{argument} needs adapters: give --use_peft")
+    if given.teacher_device:
+        try:
+            torch.empty(0, device=given.teacher_device)
+        except (RuntimeError, AssertionError) as error:
+            raise InputError(f"--teacher_device {given.teacher_device}: {error}") from error
     if given.streaming and given.max_steps <= 0:
         raise InputError("--streaming needs --max_steps, because the data has no known length")
     least = {"max_train_tokens": 2, "max_eval_samples": 2, "teacher_steps": 1, "lora_r": 1}

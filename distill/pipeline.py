@@ -108,7 +108,7 @@ def run(arguments: Arguments) -> None:
         raise InputError(str(error)) from error
     figures = {}
     if args.do_train:
-        checkpoint = checkpoint_of(args, data_args.overwrite_output_dir)
+        checkpoint = checkpoint_of(args, data_args.overwrite_output_dir, student.config)
         result = trainer.train(resume_from_checkpoint=checkpoint)
         # An internal call does not push, which happens after conversion.
         trainer.save_model(_internal_call=True)
@@ -184,7 +184,7 @@ def load_tokenizers(
             return _load_tokenizer(argument, name, **hub), of_teacher
     if of_teacher is None:
         raise InputError(
-            "there is no tokenizer: give --tokenizer_name, with the tokenizer of the teacher cache"
+            "there is no tokenizer: give --tokenizer_name (that of the teacher, with a cache)"
         )
     return of_teacher, of_teacher
 

@@ -93,8 +93,8 @@ class Application:
             hint = _nearest(words[0], self.commands) or ": a value needs an argument before it"
             self.fail(f"unexpected {words[0]!r}{hint}")
         for word in words:
-            # argparse takes a word with a space for a value.
-            if re.match(r"--?[A-Za-z][^ ]*$", word):
+            # argparse takes a word with a space for a value, unless it is behind an equals sign.
+            if re.match(r"--?[A-Za-z][^ =]*(=|$)", word):
                 written = word.split("=")[0]
                 name = written.lstrip("-").replace("-", "_")
                 if name not in known and name.removeprefix("no_") not in known:

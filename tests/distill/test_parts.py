@@ -842,6 +842,24 @@ def test_files_of_every_kind_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "line, named",
+    [
+        ("--teacher_device cudda", "--teacher_device cudda: "),
+        ("--lora_target_modules q_proj", "--lora_target_modules needs adapters"),
+        ("--merge_adapters", "--merge_adapters needs adapters"),
+        ("--tokenizer_name ./none", "--tokenizer_name ./none: no such folder"),
+        ("--teacher_model_name_or_path .", "--teacher_model_name_or_path .: there is no config"),
+    ],
+)
+def test_a_command_line_that_cannot_work_is_named(line, named, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = "--do_train --train_file t.txt --student_config s.json --kd_alpha 0 --output_dir out"
+    (tmp_path / "t.txt").write_text("text")
+    with pytest.raises(InputError, match=named):
+        parse_arguments([*job.split(), *line.split()])
+
+
+@pytest.mark.parametrize(
     "line, steps, teacher_steps",
     [
         ("", 300, 1200),
