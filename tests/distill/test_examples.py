@@ -154,7 +154,8 @@ def test_a_column_of_texts_is_read_whatever_else_a_record_has(file, tokenizer):
     [(True, "text_column"), (False, "source_column"), (False, "source_prefix")],
 )
 def test_columns_of_the_other_kind_of_model_are_refused(pairs, argument, tokenizer, tmp_path):
-    args = DistillationConfig(str(tmp_path), use_cpu=True, report_to="none", **{argument: "text"})
+    given: dict[str, Any] = {argument: "text"}
+    args = DistillationConfig(str(tmp_path), use_cpu=True, report_to="none", **given)
     with pytest.raises(InputError, match=f"--{argument} is for .*: leave it out"):
         encoding_of(args, tokenizer, pairs)
 
