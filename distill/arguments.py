@@ -48,7 +48,8 @@ def parse_arguments(argv: Sequence[str] | None = None, caching: bool = False) ->
         InputError: a value, file or configuration cannot work. The message names it and the remedy.
     """
     parser = shared.ArgumentParser(APPLICATION, ModelArguments, DataArguments, DistillationConfig)
-    parser.set_defaults(use_cpu=not accelerator.is_available())
+    # The Trainer would log every 500 steps, which many students do not take.
+    parser.set_defaults(use_cpu=not accelerator.is_available(), logging_steps=10)
     given = parser.parse_args(argv)
     if given.deepspeed is not None:
         parser.set_defaults(**_settings_in(given.deepspeed))

@@ -859,6 +859,14 @@ def test_a_command_line_that_cannot_work_is_named(line, named, tmp_path, monkeyp
         parse_arguments([*job.split(), *line.split()])
 
 
+def test_a_short_run_logs_its_loss(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.txt").write_text("text")
+    job = "--do_train --train_file t.txt --student_config s.json --kd_alpha 0 --output_dir out"
+    assert parse_arguments(job.split())[2].logging_steps == 10
+    assert parse_arguments([*job.split(), "--logging_steps", "7"])[2].logging_steps == 7
+
+
 @pytest.mark.parametrize(
     "line, steps, teacher_steps",
     [

@@ -5,6 +5,7 @@ for bad input.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -344,6 +345,13 @@ def sharded(folder) -> dict[str, Any]:
 def figures(finished, name: str) -> dict[str, float]:
     assert finished["results"][name] == [0, ""]
     return json.loads((finished["folder"] / f"out_{name}" / "eval_results.json").read_text())
+
+
+def test_the_log_says_what_is_packed(finished):
+    assert re.search(
+        r"--train_file: \d+ blocks of \d+ tokens, into which texts are packed", finished["stdout"]
+    )
+    assert re.search(r"--train_file: \d+ examples$", finished["stdout"], re.MULTILINE)
 
 
 def test_a_student_cut_out_of_its_teacher(finished):
