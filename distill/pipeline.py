@@ -421,13 +421,10 @@ def load_examples(arguments: Arguments, split: str, encoding: Encoding) -> Examp
         return stream_examples(_open_split(arguments, split, streaming=True), encoding)
     open_split = partial(_open_split, arguments, split)
     examples = make_examples(open_split, encoding, args, model_args.cache_dir)
-    is_packed = "position_ids" in examples.column_names
-    how = (
-        f"blocks of {encoding.length} tokens, into which texts are packed"
-        if is_packed
-        else "examples"
-    )
-    logger.info("--%s_file: %d %s", split, len(examples), how)
+    kind = "examples"
+    if "position_ids" in examples.column_names:
+        kind = f"blocks of {encoding.length} tokens, into which texts are packed"
+    logger.info("--%s_file: %d %s", split, len(examples), kind)
     return examples
 
 
