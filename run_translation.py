@@ -33,6 +33,7 @@ import transformers
 from datasets import Dataset
 from transformers import (
     EvalPrediction,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     Seq2SeqTrainingArguments,
     set_seed,
@@ -145,7 +146,9 @@ def _scores(
 
 def train(trainer: TranslationTrainer, overwrite: bool) -> None:
     """Train and save."""
-    result = trainer.train(resume_from_checkpoint=checkpoint_of(trainer.args, overwrite))
+    config = cast(PreTrainedModel, trainer.model).config
+    checkpoint = checkpoint_of(trainer.args, overwrite, config)
+    result = trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     trainer.log_metrics("train", result.metrics)
     trainer.save_metrics("train", result.metrics)

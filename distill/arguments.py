@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import cast
 
+import torch
 from torch import accelerator
 
 from distill.config import DistillationConfig, needs_teacher
@@ -47,7 +48,8 @@ def parse_arguments(argv: Sequence[str] | None = None, caching: bool = False) ->
         InputError: a value, file or configuration cannot work. The message names it and the remedy.
     """
     parser = shared.ArgumentParser(APPLICATION, ModelArguments, DataArguments, DistillationConfig)
-    parser.set_defaults(use_cpu=not accelerator.is_available())
+    # The Trainer would log every 500 steps, which many students do not take.
+    parser.set_defaults(use_cpu=not accelerator.is_available(), logging_steps=10)
     given = parser.parse_args(argv)
     if given.deepspeed is not None:
         parser.set_defaults(**_settings_in(given.deepspeed))
@@ -102,8 +104,14 @@ def _check(given: argparse.Namespace) -> None:
         raise InputError("--use_peft needs PEFT: pip install peft")
     if given.use_peft and not given.model_name_or_path:
         raise InputError("--use_peft needs a trained student: give --model_name_or_path")
-    if given.merge_adapters and not given.use_peft:
-        raise InputError("--merge_adapters needs adapters: give --use_peft")
+    for argument in ("merge_adapters", "lora_target_modules"):
+        if getattr(given, argument) and not given.use_peft:
+            raise InputError(f"--{argument} needs adapters: give --use_peft")
+    if given.teacher_device:
+        try:
+            torch.empty(0, device=given.teacher_device)
+        except (RuntimeError, AssertionError) as error:
+            raise InputError(f"--teacher_device {given.teacher_device}: {error}") from error
     if given.streaming and given.max_steps <= 0:
         raise InputError("--streaming needs --max_steps, because the data has no known length")
     least = {"max_train_tokens": 2, "max_eval_samples": 2, "teacher_steps": 1, "lora_r": 1}
@@ -113,13 +121,11 @@ def _check(given: argparse.Namespace) -> None:
             raise InputError(f"--{name} is {value}: give a whole number of at least {smallest}")
     for argument in ("train_file", "validation_file", "test_file"):
         check_name(getattr(given, argument), f"--{argument}")
-    for argument in ("model_name_or_path", "teacher_model_name_or_path"):
-        if getattr(given, argument):
-            shared.check_weights(argument, getattr(given, argument))
-    for argument in ("tokenizer_name", "model_name_or_path", "teacher_model_name_or_path"):
-        if name := getattr(given, argument):
-            shared.check_tokenizer(argument, name)
-            break
+    names = ("tokenizer_name", "model_name_or_path", "teacher_model_name_or_path")
+    for argument in names:
+        shared.check_folder(argument, getattr(given, argument))
+    if argument := next((name for name in names if getattr(given, name)), None):
+        shared.check_tokenizer(argument, getattr(given, argument))
     shared.check_output(given)
 
 

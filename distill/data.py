@@ -10,12 +10,12 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import pairwise, takewhile
+from itertools import islice, pairwise, takewhile
 from typing import Any, NamedTuple
 
 import torch
 from jinja2 import TemplateError
-from transformers import BatchEncoding, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from distill.batch import IGNORED, TARGET_COUNTS, target_mask
 from distill.cache import EXAMPLE_KEYS, example_keys
@@ -30,6 +30,8 @@ _PAIRS = (
 # No characters of any text (Unicode's noncharacters), to mark parts of what a template writes.
 _BEGIN, _END, _READ = "\ufdd0", "\ufdd1", "\ufdd2"
 _GENERATION = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<right>[-+]?)%\}")
+# Enough for the threads of a tokenizer, and few for the memory of long texts.
+TEXTS_AT_A_TIME = 32
 _BEFORE_ANSWER = re.compile(r"\A\s*(<think>\s*)?|</think>\s*")
 # How a dialogue is written for a tokenizer without a chat template.
 _LINES = (
@@ -59,8 +61,11 @@ class Pair(NamedTuple):
 # -- causal models
 
 
-def segments_of(record: object, where: str, tokenizer: PreTrainedTokenizerBase) -> list[Segment]:
-    """Return the segments of one record: text, a prompt with its answer, or a dialogue.
+def segments_of(
+    record: object, where: str, tokenizer: PreTrainedTokenizerBase, column: str | None = None
+) -> list[Segment]:
+    """Return the segments of one record: text, a prompt with its answer, or a dialogue. `column`:
+    the key of its text; others are not read then.
 
     A dialogue is `messages` (or `conversations`) with roles, a list of texts of user and assistant
     in turn, or two lists of messages, `prompt` and `completion`, of which the first is only read.
@@ -69,6 +74,8 @@ def segments_of(record: object, where: str, tokenizer: PreTrainedTokenizerBase) 
     Raises:
         InputError: the record is none of these.
     """
+    if column is not None:
+        record = text_of(record, where, "--text_column", column)
     if isinstance(record, str):
         return [Segment(record, True)]
     if isinstance(record, Sequence) and record:
@@ -102,9 +109,10 @@ def _prompt_and_answer(
     prompt, completion = record.get("prompt"), record.get("completion")
     if isinstance(prompt, list) and isinstance(completion, list):
         return _messages(prompt, where), _messages(completion, where)
-    found = ", ".join(map(str, record))
+    found = ", ".join(f"{key} ({type(value).__name__})" for key, value in record.items())
     raise InputError(
-        f"{where}: no text, messages or prompt and response in it; its keys are {found}"
+        f"{where}: no text, messages or prompt and response in it; its keys are {found}; "
+        "--text_column names that of the text"
     )
 
 
@@ -263,22 +271,43 @@ def encode(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase) -> d
         InputError: a part of the text is only read, and the tokenizer does not say where its tokens
         are.
     """
-    text, is_whole = "".join(part.text for part in segments), all(part.learnt for part in segments)
-    if not is_whole and not tokenizer.is_fast:
-        raise InputError(
-            f"the tokenizer {tokenizer.name_or_path} does not say where its tokens are in the text,"
-            " which dialogues need: use a fast tokenizer"
+    return next(encode_all([segments], tokenizer))
+
+
+def encode_all(
+    texts: Iterable[Sequence[Segment]], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[dict[str, list[int]]]:
+    """Yield what `encode` returns for each. A fast tokenizer reads many at once, on all CPUs."""
+    texts = iter(texts)
+    while batch := [*islice(texts, TEXTS_AT_A_TIME)]:
+        is_whole = all(part.learnt for segments in batch for part in segments)
+        if not is_whole and not tokenizer.is_fast:
+            raise InputError(
+                f"the tokenizer {tokenizer.name_or_path} does not say where its tokens are in the "
+                "text, which dialogues need: use a fast tokenizer"
+            )
+        tokens = tokenizer(
+            ["".join(part.text for part in segments) for segments in batch],
+            add_special_tokens=False,
+            return_offsets_mapping=not is_whole,
         )
+        offsets = tokens.get("offset_mapping", tokens["input_ids"])
+        for each in zip(batch, tokens["input_ids"], offsets, strict=True):
+            yield _example(*each, tokenizer)
+
+
+def _example(
+    segments: Sequence[Segment],
+    tokens: list[int],
+    offsets: list[tuple[int, int]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[str, list[int]]:
     end, start = token_id(tokenizer, "eos"), start_tokens(segments, tokenizer)
-    tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=not is_whole)
-    ids = start + tokens["input_ids"]
-    if is_whole:
-        labels, is_open = start + tokens["input_ids"], ids[-1:] != [end]
-    else:
-        learnt, is_open = _learnt(segments, tokens, tokenizer)
-        pairs = zip(tokens["input_ids"], learnt, strict=True)
-        labels = start + [token if learn else IGNORED for token, learn in pairs]
-    labels[: len(start)] = [IGNORED] * len(start)
+    ids, learnt, is_open = start + tokens, [True] * len(tokens), (start + tokens)[-1:] != [end]
+    if not all(part.learnt for part in segments):
+        learnt, is_open = _learnt(segments, tokens, offsets, tokenizer)
+    pairs = zip(tokens, learnt, strict=True)
+    labels = [IGNORED] * len(start) + [token if learn else IGNORED for token, learn in pairs]
     if end is not None and is_open:
         ids.append(end)
         labels.append(end)
@@ -286,13 +315,15 @@ def encode(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase) -> d
 
 
 def _learnt(
-    segments: Sequence[Segment], tokens: BatchEncoding, tokenizer: PreTrainedTokenizerBase
+    segments: Sequence[Segment],
+    ids: list[int],
+    offsets: list[tuple[int, int]],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[list[bool], bool]:
     """Return which tokens are learnt, and whether the text ends with a learnt segment that no
     special token ends.
     """
     text, special = "".join(segment.text for segment in segments), _special_ids(tokenizer)
-    ids, offsets = tokens["input_ids"], tokens["offset_mapping"]
     begins, ends = zip(*offsets, strict=True)
     seen = [number for number, (begin, end) in enumerate(offsets) if text[begin:end].strip()]
     learnt, at, is_open = [False] * len(ids), 0, False
@@ -322,7 +353,12 @@ def start_tokens(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase
     start = token_id(tokenizer, "bos")
     if start is None or any(segment.templated for segment in segments):
         return []
-    return [start] if tokenizer("a")["input_ids"][:1] == [start] else []
+    return [start] if _first_id(tokenizer) == start else []
+
+
+@lru_cache(maxsize=4)
+def _first_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    return tokenizer("a")["input_ids"][0]
 
 
 def pack(
@@ -409,7 +445,8 @@ class Collator:
             "teacher_input_ids": pad_token_id, "teacher_attention_mask": 0, "teacher_positions": -1,
         }  # fmt: skip
 
-    def __call__(self, examples: Sequence[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
+    def __call__(self, examples: Iterable[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
+        examples = [*examples]
         if "position_ids" in examples[0]:
             return {
                 name: torch.tensor([example[name] for example in examples]) for name in examples[0]

@@ -44,8 +44,9 @@ class Encoding:
     Attributes: tokenizer: the student's. length: the most tokens of an example. packs: whether
     examples of causal models are packed into blocks. teacher_tokenizer: encode by this one, too.
     pairs: whether the model is an encoder-decoder; then `columns` are the keys of its two texts,
-    and `prefix` comes before every source. first_tokens, first_examples: read no more than these.
-    version: examples of another version of this module are made again.
+    and `prefix` comes before every source. text_column: the key of a causal model's texts.
+    first_tokens, first_examples: read no more than these. version: examples of another version of
+    this module are made again.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -55,6 +56,7 @@ class Encoding:
     pairs: bool = False
     columns: tuple[str | None, str | None] = (None, None)
     prefix: str = ""
+    text_column: str | None = None
     first_tokens: int | None = None
     first_examples: int | None = None
     version: int = 1
@@ -76,7 +78,17 @@ def encoding_of(
 ) -> Encoding:
     """Return how records become examples, by the arguments. Where models write answers, examples
     are not packed.
+
+    Raises:
+        InputError: an argument has no meaning for this kind of model.
     """
+    other = "causal models, and the student is an encoder-decoder"
+    names = ["text_column"]
+    if not pairs:
+        other = "encoder-decoder models, and the student is causal"
+        names = ["source_column", "target_column", "source_prefix"]
+    if given := [name for name in names if getattr(args, name)]:
+        raise InputError(f"--{given[0]} is for {other}: leave it out")
     return Encoding(
         tokenizer,
         args.max_length,
@@ -85,6 +97,7 @@ def encoding_of(
         pairs,
         (args.source_column, args.target_column),
         args.source_prefix or "",
+        args.text_column,
     )
 
 
@@ -192,7 +205,7 @@ def _in_files(records: Records, encoding: Encoding, cache_dir: str | None) -> Da
                 f"{records.name}: it cannot be read, or its tokens not be kept in {folder} "
                 f"({cause}); --cache_dir names another folder"
             ) from error
-        raise cause if isinstance(cause, InputError) else error from None
+        raise cause from None
 
 
 def stream_examples(records: Records, encoding: Encoding) -> IterableDataset:
@@ -228,7 +241,7 @@ def _encoded(records: Records, how: Encoding) -> Iterator[Mapping[str, list[int]
             yield data.encode_pair(pair, ours, length, how.prefix)
         return
     texts = _with_words(
-        (data.segments_of(record, where, ours) for where, record in records),
+        (data.segments_of(record, where, ours, how.text_column) for where, record in records),
         lambda segments: "".join(part.text for part in segments if part.learnt),
         name,
     )
@@ -236,7 +249,7 @@ def _encoded(records: Records, how: Encoding) -> Iterator[Mapping[str, list[int]
         for text in texts:
             yield encode_twice(text, ours, how.teacher_tokenizer, length)
         return
-    whole = (data.encode(text, ours) for text in texts)
+    whole = data.encode_all(texts, ours)
     if how.packs:
         yield from data.pack(whole, length, pad_token_id(ours))
         return

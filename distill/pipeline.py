@@ -108,7 +108,7 @@ def run(arguments: Arguments) -> None:
         raise InputError(str(error)) from error
     figures = {}
     if args.do_train:
-        checkpoint = checkpoint_of(args, data_args.overwrite_output_dir)
+        checkpoint = checkpoint_of(args, data_args.overwrite_output_dir, student.config)
         result = trainer.train(resume_from_checkpoint=checkpoint)
         # An internal call does not push, which happens after conversion.
         trainer.save_model(_internal_call=True)
@@ -175,23 +175,25 @@ def load_tokenizers(
 
     None for the teacher if no teacher model is named.
     """
-    own = model_args.tokenizer_name or model_args.model_name_or_path
-    name, hub = args.teacher_model_name_or_path, model_args.of_hub()
-    of_teacher = None if name is None else _load_tokenizer(name, **args.of_teachers_hub(hub))
-    if own is not None:
-        return _load_tokenizer(own, **hub), of_teacher
+    hub, of_teacher = model_args.of_hub(), None
+    if name := args.teacher_model_name_or_path:
+        of_hub = args.of_teachers_hub(hub)
+        of_teacher = _load_tokenizer("teacher_model_name_or_path", name, **of_hub)
+    for argument in ("tokenizer_name", "model_name_or_path"):
+        if name := getattr(model_args, argument):
+            return _load_tokenizer(argument, name, **hub), of_teacher
     if of_teacher is None:
         raise InputError(
-            "there is no tokenizer: give --tokenizer_name, with the tokenizer of the teacher cache"
+            "there is no tokenizer: give --tokenizer_name (that of the teacher, with a cache)"
         )
     return of_teacher, of_teacher
 
 
-def _load_tokenizer(name: str, **hub: object) -> PreTrainedTokenizerBase:
+def _load_tokenizer(argument: str, name: str, **hub: object) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **hub)
     except (OSError, ValueError) as error:
-        raise InputError(f"no tokenizer could be loaded from {name} ({error})") from error
+        raise InputError(f"--{argument} {name}: no tokenizer can be loaded ({error})") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -411,11 +413,6 @@ def load_examples(arguments: Arguments, split: str, encoding: Encoding) -> Examp
         InputError: the data cannot be read, or there is nothing to learn.
     """
     model_args, data_args, args = arguments
-    if encoding.prefix and not encoding.pairs:
-        raise InputError(
-            "--source_prefix is for encoder-decoder models, and the student is a causal one: "
-            "leave it out, and put the words into the data"
-        )
     if split == "train":
         encoding = replace(encoding, first_tokens=data_args.max_train_tokens)
     elif split == "validation":
@@ -423,7 +420,12 @@ def load_examples(arguments: Arguments, split: str, encoding: Encoding) -> Examp
     if data_args.streaming and split == "train":
         return stream_examples(_open_split(arguments, split, streaming=True), encoding)
     open_split = partial(_open_split, arguments, split)
-    return make_examples(open_split, encoding, args, model_args.cache_dir)
+    examples = make_examples(open_split, encoding, args, model_args.cache_dir)
+    kind = "examples"
+    if "position_ids" in examples.column_names:
+        kind = f"blocks of {encoding.length} tokens, into which texts are packed"
+    logger.info("--%s_file: %d %s", split, len(examples), kind)
+    return examples
 
 
 def _open_split(arguments: Arguments, split: str, **options: Any) -> Records:

@@ -47,7 +47,8 @@ def load_model(
     """
     config = AutoConfig.from_pretrained(name, **(hub or {}))
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    return kind.from_pretrained(name, config=config, **(hub or {}), **options)
+    # transformers 4 would load in float32.
+    return kind.from_pretrained(name, config=config, **{"dtype": "auto", **(hub or {}), **options})
 
 
 def load_teacher(

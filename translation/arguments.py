@@ -16,7 +16,12 @@ from typing import NoReturn, cast
 import yaml
 from safetensors import SafetensorError, safe_open
 from torch import accelerator
-from transformers import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
+from transformers import (
+    HfArgumentParser,
+    PretrainedConfig,
+    Seq2SeqTrainingArguments,
+    TrainingArguments,
+)
 from transformers.hf_argparser import DataClassType
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -32,6 +37,7 @@ from zero.config import table
 # How many records of a file are checked before anything is loaded.
 CHECKED_RECORDS = 1000
 Arguments = tuple[ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments]
+_SIZES = ("model_type", "vocab_size", "hidden_size", "d_model", "num_hidden_layers", "num_layers")
 
 
 class ArgumentParser(HfArgumentParser):
@@ -94,12 +100,26 @@ def output_folder(args: TrainingArguments) -> str:
     return required(args.output_dir, "output_dir")
 
 
-def checkpoint_of(args: TrainingArguments, overwrite: bool) -> str | None:
+def checkpoint_of(args: TrainingArguments, overwrite: bool, config: PretrainedConfig) -> str | None:
     """Return the checkpoint from which to train on: the one that is named, or the last one in the
-    output folder, unless it may be overwritten.
+    output folder, unless it may be overwritten. `config`: of the model that is trained.
+
+    Raises:
+        InputError: the checkpoint is of another model.
     """
-    named = args.resume_from_checkpoint
-    return named if named or overwrite else _last_checkpoint(args.output_dir, args.deepspeed)
+    found = args.resume_from_checkpoint
+    if not (found or overwrite):
+        found = _last_checkpoint(args.output_dir, args.deepspeed)
+    file = Path(found or "", "config.json")
+    if found and file.is_file():  # a checkpoint of adapters has none
+        saved, ours = json.loads(file.read_text(encoding="utf-8")), config.to_dict()
+        for key in _SIZES:
+            if key in saved and saved[key] != ours.get(key, saved[key]):
+                raise InputError(
+                    f"{found} is a checkpoint of another model ({key} is {saved[key]}, and here "
+                    f"{ours[key]}): name another --output_dir, or give --overwrite_output_dir"
+                )
+    return found
 
 
 def _last_checkpoint(folder: str | None, engine: object) -> str | None:
@@ -198,7 +218,7 @@ def check_arguments(given: argparse.Namespace) -> None:
     _check_numbers(given)
     _check_data(given)
     for argument in ("model_name_or_path", "config_name", "tokenizer_name"):
-        _check_folder(argument, getattr(given, argument))
+        check_folder(argument, getattr(given, argument))
     source = next(
         (a for a in ("tokenizer_name", "model_name_or_path", "config_name") if getattr(given, a)),
         None,
@@ -297,7 +317,7 @@ def _check_data(given: argparse.Namespace) -> None:
                 pass
 
 
-def _check_folder(argument: str, name: str | None) -> None:
+def check_folder(argument: str, name: str | None) -> None:
     """Check that a local folder holds a model, configuration or tokenizer.
 
     Other names belong to the hub.
@@ -319,18 +339,19 @@ def _check_folder(argument: str, name: str | None) -> None:
             f"--{argument} {name}: there is no config.json in this folder; name one that holds a "
             "saved model"
         )
-    if argument == "model_name_or_path" and not any(
+    if argument.endswith("model_name_or_path") and not any(
         file.endswith((".safetensors", ".bin")) for file in files
     ):
         raise InputError(
             f"--{argument} {name}: there are no weights (model.safetensors) in this folder; to "
-            "train this configuration from scratch, name it with --config_name"
+            "train this configuration from scratch, name it with --config_name (run_distill.py: "
+            "--student_config)"
         )
-    if argument == "model_name_or_path":
-        check_weights(argument, name)
+    if argument.endswith("model_name_or_path"):
+        _check_weights(argument, name)
 
 
-def check_weights(argument: str, name: str) -> None:
+def _check_weights(argument: str, name: str) -> None:
     """Check that the safetensors files of a local model are complete.
 
     Only their headers are read.
@@ -383,10 +404,10 @@ def check_resume(given: argparse.Namespace) -> None:
 
 def check_output_dir(folder: str | None) -> None:
     """Check that this folder can be created and written to. Nothing is left behind."""
-    if not folder:
+    if folder is None:
         return
-    if os.path.isfile(folder):
-        raise InputError(f"--output_dir {folder} is a file: name a folder")
+    if not folder or os.path.isfile(folder):
+        raise InputError(f"--output_dir {folder!r} is no folder: name one")
     try:
         parent = Path(folder).absolute()
         while not _is_there(parent):
@@ -412,8 +433,11 @@ def check_not_finished(given: argparse.Namespace) -> None:
     """
     resumed, output = given.resume_from_checkpoint, given.output_dir
     begins_anew = given.overwrite_output_dir and not resumed
+    if not given.do_train or begins_anew:
+        return
+    is_elsewhere = resumed and Path(resumed).absolute().parent != Path(output or "").absolute()
     # The last file of a run.
-    if not given.do_train or begins_anew or not Path(output or "", "trainer_state.json").is_file():
+    if not is_elsewhere and not Path(output or "", "trainer_state.json").is_file():
         return
     folder = resumed or output
     try:

@@ -93,8 +93,8 @@ class Application:
             hint = _nearest(words[0], self.commands) or ": a value needs an argument before it"
             self.fail(f"unexpected {words[0]!r}{hint}")
         for word in words:
-            # argparse takes a word with a space for a value.
-            if re.match(r"--?[A-Za-z][^ ]*$", word):
+            # argparse takes a word with a space for a value, unless it is behind an equals sign.
+            if re.match(r"--?[A-Za-z][^ =]*(=|$)", word):
                 written = word.split("=")[0]
                 name = written.lstrip("-").replace("-", "_")
                 if name not in known and name.removeprefix("no_") not in known:
@@ -108,9 +108,9 @@ class Application:
         parser = argparse.ArgumentParser(
             usage="\n       ".join(usage),
             description=f"{self.summary}\n\nexample:\n{self.example}\n\n"
-            "Beside an argument stands its default, or its choices with the default first.",
+            "Beside an argument stands its default, and after its help what it can be.",
             formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
-                prog, max_help_position=28
+                prog, max_help_position=30
             ),
             add_help=False,
         )
@@ -173,8 +173,7 @@ def _shown(field: dataclasses.Field) -> dict[str, typing.Any]:
     if field.default is False:
         return {**shown, "action": "store_true"}
     if choices := field.metadata.get("choices"):
-        first = sorted(choices, key=lambda choice: choice != field.default)
-        return {**shown, "choices": first}
+        shown["help"] += f" ({', '.join(choices)})"
     number = {int, float} & {field.type, *typing.get_args(field.type)}
     metavar = "N" if number else "TEXT"
     return {**shown, "metavar": metavar if field.default is None else field.default}

@@ -150,8 +150,8 @@ def of_model(args: LoadingArguments, training_args: TrainingArguments) -> dict[s
 
 
 def options_of_model(attn_implementation: str | None, dtype: str | None) -> dict[str, str]:
-    """Return those that are given. Otherwise transformers takes the file's dtype, and the attention
-    that is fastest.
+    """Return those that are given. Otherwise transformers takes the attention that is fastest, and
+    the dtype of the file or configuration.
     """
     given = {"attn_implementation": attn_implementation, "dtype": dtype}
     return {name: value for name, value in given.items() if value and value != "auto"}
@@ -164,7 +164,8 @@ def _load_model(model_args: ModelArguments, args: Seq2SeqTrainingArguments) -> P
         hub, options = model_args.of_hub(), of_model(model_args, args)
         config = AutoConfig.from_pretrained(model_args.config_name or name, **hub)
         if model_args.model_name_or_path:
-            return AutoModelForSeq2SeqLM.from_pretrained(name, config=config, **hub, **options)
+            given = {"dtype": "auto", **hub, **options}  # transformers 4 would load in float32
+            return AutoModelForSeq2SeqLM.from_pretrained(name, config=config, **given)
         options |= {"trust_remote_code": model_args.trust_remote_code}
         return AutoModelForSeq2SeqLM.from_config(config, **options)
     except (OSError, ValueError, SafetensorError) as error:

@@ -19,15 +19,12 @@ class LoadingArguments:
     )
     model_revision: str = option("main", "Branch, tag or commit of the hub model.")
     trust_remote_code: bool = option(False, "Allow code from the hub model to run here.")
-    attn_implementation: str | None = option(None, "Attention: sdpa, flash_attention_2, eager.")
+    attn_implementation: str | None = option(None, "sdpa, flash_attention_2 or eager.")
     dtype: str | None = option(
-        None,
-        "Dtype of the loaded weights. Default: the file's (auto); to train without an engine, "
-        "float32.",
-        choices=DTYPES,
+        None, "Default: the file's (auto), float32 without an engine.", choices=DTYPES
     )
     token: str | None = option(None, "Access token for the hub.")
-    cache_dir: str | None = option(None, "Folder for downloads from the hub, and prepared data.")
+    cache_dir: str | None = option(None, "Folder for downloads and prepared data.")
     dataset_config_name: str | None = option(None, "Configuration of a `datasets` dataset.")
     dataset_revision: str | None = option(None, "Branch, tag or commit of a hub dataset.")
 
@@ -47,11 +44,7 @@ class LoadingArguments:
 class ModelArguments(LoadingArguments):
     """Which model, configuration and tokenizer to use."""
 
-    config_name: str | None = option(
-        None,
-        "Configuration folder or hub name. Without a model, one with this configuration is "
-        "trained from scratch.",
-    )
+    config_name: str | None = option(None, "Configuration; alone: to train from scratch.")
     tokenizer_name: str | None = option(None, "Tokenizer folder or hub name. Default: the model's.")
 
 
@@ -61,39 +54,24 @@ class DataTrainingArguments:
 
     source_lang: str | None = option(None, "Language to translate from: a key of each record.")
     target_lang: str | None = option(None, "Language to translate to: a key of each record.")
-    dataset_name: str | None = option(
-        None, "Name of a `datasets` dataset, or a folder written by its save_to_disk."
-    )
-    train_file: str | None = option(
-        None, "Training data: .json, .jsonl, .csv, .tsv, .parquet, or a dataset's name."
-    )
+    dataset_name: str | None = option(None, "A `datasets` dataset, or folder of save_to_disk.")
+    train_file: str | None = option(None, "JSON (lines), CSV, TSV, Parquet, or a dataset.")
     validation_file: str | None = option(None, "Validation data, in the same formats.")
     test_file: str | None = option(None, "Test data, in the same formats.")
     overwrite_cache: bool = option(False, "Prepare the data again instead of using the cache.")
-    preprocessing_num_workers: int | None = option(
-        None, "Number of processes that tokenize. Default: no extra process."
-    )
+    preprocessing_num_workers: int | None = option(None, "Processes that tokenize. Default: one.")
     max_source_length: int = option(128, "Longer sources are truncated to this many tokens.")
     max_target_length: int = option(128, "Longer targets are truncated to this many tokens.")
-    val_max_target_length: int | None = option(
-        None,
-        "max_target_length for validation, test and generation. Default: --max_target_length.",
-    )
-    pad_to_max_length: bool = option(
-        False, "Pad sentences to the maximum length, not to the longest of the batch."
-    )
+    val_max_target_length: int | None = option(None, "The same to evaluate and generate.")
+    pad_to_max_length: bool = option(False, "Pad to the maximum, not to the batch's longest.")
     max_train_samples: int | None = option(None, "Use only this many training pairs.")
     max_eval_samples: int | None = option(None, "Use only this many validation pairs.")
     max_predict_samples: int | None = option(None, "Use only this many test pairs.")
     num_beams: int | None = option(None, "Beams in evaluation and prediction.")
     ignore_pad_token_for_loss: bool = option(True, "Leave padding out of the loss.")
     source_prefix: str | None = option(None, "Text to put before every source sentence.")
-    forced_bos_token: str | None = option(
-        None, "First token to generate. For multilingual models, the target language."
-    )
-    overwrite_output_dir: bool = option(
-        False, "Train from the beginning, even if the output folder contains files."
-    )
+    forced_bos_token: str | None = option(None, "First token to generate: the language.")
+    overwrite_output_dir: bool = option(False, "Train anew into a folder with files.")
 
 
 APPLICATION = Application(

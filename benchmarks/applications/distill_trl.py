@@ -5,10 +5,17 @@
 Both trainers get the same student, teacher, tokens and recipe (forward KL or JSD at T 1, no text of
 their own), on one process and on two, without an engine. Each runs alone, in processes of its own.
 "difference" is the largest relative one between the losses of a step. Tokens per second are those
-of the fastest step after the first, by the CPU time of rank 0, which other work on the machine does
-not disturb; on an accelerator by wall time. "MiB" is the most memory that a process has had, less
-what it had before the first step: of the accelerator, or of the host where there is none. TRL's own
-DistillationTrainer is not compared, because it always lets the student write."""
+of the fastest step after the first, by the CPU time of rank 0 and its one thread, which other work
+on the machine hardly disturbs; on an accelerator by wall time. "MiB" is the most memory that a
+process has had, less what it had before the first step: of the accelerator, or of the host where
+there is none. TRL's own DistillationTrainer is not compared, because it always lets the student
+write.
+
+GKDTrainer gets `average_tokens_across_devices=False`. With the Trainer's default, its
+`compute_loss` (TRL 1.16) divides by the tokens of all ranks, and DDP then averages the gradients:
+loss and gradients are divided by the number of ranks once too often. All examples have one length
+here, so that the mean of the ranks' means is the mean over all tokens, which DistillationTrainer
+computes."""
 
 from __future__ import annotations
 
@@ -91,6 +98,7 @@ def train(
         if trainer == "GKDTrainer":
             from trl.experimental.gkd import GKDConfig, GKDTrainer
 
+            common["average_tokens_across_devices"] = False
             config = GKDConfig(**common, lmbda=0.0, beta=beta, temperature=1.0)
             data = Dataset.from_list(examples)
             made = GKDTrainer(student, teacher, config, train_dataset=data, **given)
@@ -122,7 +130,7 @@ def main() -> None:
     task = {name: value for name, value in vars(args).items() if name != "output"}
     rows: list[Row] = []
     for number in (1, 2):
-        env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // number))}
+        env = {"OMP_NUM_THREADS": "1"}
         for recipe in RECIPES:
             first: Row = {}
             for trainer in TRAINERS:

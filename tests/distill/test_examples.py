@@ -20,7 +20,13 @@ from distill import data
 from distill.config import DistillationConfig
 from distill.corpus import train_tokenizer
 from distill.data import Collator
-from distill.examples import Encoding, make_examples, read_examples, stream_examples
+from distill.examples import (
+    Encoding,
+    encoding_of,
+    make_examples,
+    read_examples,
+    stream_examples,
+)
 from distill.trainer import DistillationTrainer
 from tests.distill import models
 from tests.processes import run_on
@@ -112,7 +118,7 @@ def test_no_more_is_read_than_the_first_tokens_need(tokenizer):
     records = Records("here", dataset=IterableDataset.from_generator(endless))
     whole = len(data.encode([data.Segment(LINES[0], True)], tokenizer)["input_ids"])
     found = list(read_examples(records, Encoding(tokenizer, 16, first_tokens=40)))
-    assert len(found) == 3 and read <= 48 // whole + 2
+    assert len(found) == 3 and read <= 48 // whole + data.TEXTS_AT_A_TIME
     alone = list(read_examples(records, Encoding(tokenizer, 99, packs=False, first_examples=4)))
     assert len(alone) == 4
 
@@ -122,13 +128,53 @@ def test_no_more_is_read_than_the_first_tokens_need(tokenizer):
     [
         ("", "--train_file .*: there is nothing in it"),
         ('{"text": " "}', "there is nothing in it"),
-        ('{"words": "x"}', r"line 1: no text, messages .*; its keys are words"),
+        ('{"words": "x"}', r"line 1: no text, messages .*; its keys are words \(str\); --text"),
+        ('{"text": 5}', r"line 1: no text, messages .*; its keys are text \(int\)"),
         ('{"text": "fine"}\n{"text": ', "line 2: not valid JSON"),
     ],
 )
 def test_what_is_wrong_with_records_is_named(file, content, named, tokenizer):
     file.write_text(content)
     with pytest.raises(InputError, match=named):
+        make(file, Encoding(tokenizer, 16))
+
+
+def test_a_column_of_texts_is_read_whatever_else_a_record_has(file, tokenizer):
+    records = [{"body": {"en": LINES[0]}, "text": "title"}, {"body": {"en": LINES[1]}}]
+    file.write_text("\n".join(map(json.dumps, records)))
+    found = list(make(file, Encoding(tokenizer, 99, packs=False, text_column="body.en")))
+    whole = [data.encode([data.Segment(line, True)], tokenizer) for line in LINES[:2]]
+    assert found == whole
+    with pytest.raises(InputError, match="no column 'words' for --text_column; the columns are bo"):
+        make(file, Encoding(tokenizer, 99, text_column="words"))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "argument"),
+    [(True, "text_column"), (False, "source_column"), (False, "source_prefix")],
+)
+def test_columns_of_the_other_kind_of_model_are_refused(pairs, argument, tokenizer, tmp_path):
+    given: dict[str, Any] = {argument: "text"}
+    args = DistillationConfig(str(tmp_path), use_cpu=True, report_to="none", **given)
+    with pytest.raises(InputError, match=f"--{argument} is for .*: leave it out"):
+        encoding_of(args, tokenizer, pairs)
+
+
+def test_texts_are_tokenized_together_as_they_are_alone(tokenizer):
+    """Some are learnt as a whole, of others only the answer is."""
+    records = [{"text": text} if number % 3 else ["q", text] for number, text in enumerate(LINES)]
+    segments = [data.segments_of(record, "", tokenizer) for record in records]
+    assert len(segments) < data.TEXTS_AT_A_TIME
+    together = list(data.encode_all(segments, tokenizer))
+    assert together == [data.encode(each, tokenizer) for each in segments]
+
+
+def test_an_error_that_nobody_foresaw_keeps_its_name(file, tokenizer, monkeypatch):
+    def fail(*given):
+        raise ZeroDivisionError("in a tokenizer")
+
+    monkeypatch.setattr(data, "segments_of", fail)
+    with pytest.raises(RuntimeError, match="rank 0: ZeroDivisionError: in a tokenizer"):
         make(file, Encoding(tokenizer, 16))
 
 

@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from tokenizers.processors import TemplateProcessing
 from transformers import (
+    AutoModelForCausalLM,
     BartConfig,
     GenerationConfig,
     MarianConfig,
@@ -65,12 +66,13 @@ from distill.student import (
     parse_layers,
     stacks,
 )
-from distill.teacher import LiveTeacher
+from distill.teacher import LiveTeacher, load_model
 from distill.trainer import DistillationTrainer
 from distill.vocabulary import VocabularyError, align, align_rows
 from tests.distill import models
 from tests.processes import run_on
 from tests.tolerance import assert_close, rounding
+from translation.model import options_of_model
 from translation.records import InputError, open_records
 
 TEXT = ["def add(a, b):\n    return a + b\n", "class Naïve:\n    pass  # größer\n"]
@@ -785,6 +787,22 @@ def test_arguments_that_cannot_work_are_named(arguments, named, tmp_path):
         )
 
 
+def test_a_model_is_loaded_in_the_dtype_of_its_file_by_every_transformers(tmp_path, monkeypatch):
+    """transformers 4 loads in float32 unless it is told otherwise."""
+    models.llama(16, 1, seed=0).to(torch.float16).save_pretrained(tmp_path)
+    given, load = [], AutoModelForCausalLM.from_pretrained
+
+    def loaded(*names, **options):
+        given.append(options["dtype"])
+        return load(*names, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
+    for dtype in (None, "auto", "float32"):
+        loads_as = torch.float32 if dtype == "float32" else torch.float16
+        assert load_model(str(tmp_path), **options_of_model(None, dtype)).dtype == loads_as
+    assert given == ["auto", "auto", "float32"]
+
+
 def test_the_temperature_follows_its_schedule(tmp_path):
     options = {
         "output_dir": str(tmp_path),
@@ -821,6 +839,32 @@ def test_files_of_every_kind_are_read(tmp_path):
         (tmp_path / "texts" / name).write_text(name)
     texts = open_records(str(tmp_path / "texts"), "--train_file")
     assert [record["text"] for _, record in texts] == ["a.py", "b.md"]
+
+
+@pytest.mark.parametrize(
+    "line, named",
+    [
+        ("--teacher_device cudda", "--teacher_device cudda: "),
+        ("--lora_target_modules q_proj", "--lora_target_modules needs adapters"),
+        ("--merge_adapters", "--merge_adapters needs adapters"),
+        ("--tokenizer_name ./none", "--tokenizer_name ./none: no such folder"),
+        ("--teacher_model_name_or_path .", "--teacher_model_name_or_path .: there is no config"),
+    ],
+)
+def test_a_command_line_that_cannot_work_is_named(line, named, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = "--do_train --train_file t.txt --student_config s.json --kd_alpha 0 --output_dir out"
+    (tmp_path / "t.txt").write_text("text")
+    with pytest.raises(InputError, match=named):
+        parse_arguments([*job.split(), *line.split()])
+
+
+def test_a_short_run_logs_its_loss(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.txt").write_text("text")
+    job = "--do_train --train_file t.txt --student_config s.json --kd_alpha 0 --output_dir out"
+    assert parse_arguments(job.split())[2].logging_steps == 10
+    assert parse_arguments([*job.split(), "--logging_steps", "7"])[2].logging_steps == 7
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ for bad input.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,16 @@ JOBS: dict[str, list[str]] = {
     ],
     "wrong temperature": [*COMMON, "--temperature", "0", "--output_dir", "{}/out_none"],
     "misspelt": [*COMMON, "--temprature", "2", "--output_dir", "{}/out_none"],
+    "misspelt folder": [
+        *COMMON, "--teacher_model_name_or_path", "{}/taecher", "--init_student_from_teacher", "0",
+        "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--output_dir",
+        "{}/out_none",
+    ],
+    "misspelt column": [
+        *COMMON, "--model_name_or_path", "{}/teacher", "--kd_alpha", "0", "--train_file",
+        "{}/text.txt", "--validation_file", "{}/text.txt", "--text_column", "body", "--output_dir",
+        "{}/out_none",
+    ],
 }  # fmt: skip
 
 
@@ -334,6 +345,13 @@ def sharded(folder) -> dict[str, Any]:
 def figures(finished, name: str) -> dict[str, float]:
     assert finished["results"][name] == [0, ""]
     return json.loads((finished["folder"] / f"out_{name}" / "eval_results.json").read_text())
+
+
+def test_the_log_says_what_is_packed(finished):
+    assert re.search(
+        r"--train_file: \d+ blocks of \d+ tokens, into which texts are packed", finished["stdout"]
+    )
+    assert re.search(r"--train_file: \d+ examples$", finished["stdout"], re.MULTILINE)
 
 
 def test_a_student_cut_out_of_its_teacher(finished):
@@ -428,6 +446,8 @@ def test_t5_is_scored_with_bleu(finished):
         ("no student", ["there is no student", "--student_config"]),
         ("wrong temperature", ["temperature is 0", "positive"]),
         ("misspelt", ["--temprature", "did you mean --temperature?"]),
+        ("misspelt folder", ["--teacher_model_name_or_path", "taecher: no such folder"]),
+        ("misspelt column", ["--train_file", "'body' for --text_column; the columns are text"]),
     ],
 )
 def test_bad_input_is_one_line_that_says_what_to_do(finished, name, words):

@@ -66,7 +66,7 @@ def test_help_is_short_and_imports_nothing_heavy(application, start):
     process = start(application, "--help", SHOW_IMPORTED="1")
     *lines, imported = process.stdout.splitlines()
     assert (process.returncode, process.stderr, imported) == (0, "", "imported:")
-    assert len(lines) <= 160 and max(map(len, lines)) <= 80
+    assert len(lines) <= 120 and max(map(len, lines)) <= 80
     for fields in application.groups.values():
         for field in dataclasses.fields(fields):
             assert re.search(rf"^  --{field.name}\b", process.stdout, re.MULTILINE), field.name

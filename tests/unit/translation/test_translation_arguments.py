@@ -6,8 +6,9 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import save_file
+from transformers import BartConfig, T5Config
 
-from translation.arguments import check_output_dir, parse_arguments
+from translation.arguments import check_output_dir, checkpoint_of, parse_arguments
 from translation.records import InputError, open_records, read_pairs
 
 LANGUAGES = {"source": "en", "target": "de"}
@@ -163,6 +164,10 @@ def test_an_output_folder_that_can_be_made_is_not_made_yet(folder):
     ]
     with pytest.raises(InputError, match="cannot be created or written to"):
         check_output_dir("x" * 300)
+    (folder / "a file").touch()
+    for name in ("", "a file"):
+        with pytest.raises(InputError, match=f"--output_dir '{name}' is no folder"):
+            check_output_dir(name)
 
 
 def test_a_full_output_folder_is_left_alone(folder):
@@ -197,6 +202,31 @@ def test_a_run_that_has_ended_does_not_train_on(folder, given, state, is_refused
             parse_arguments(command.split())
     else:
         parse_arguments(command.split())
+
+
+def test_the_checkpoint_of_another_run_that_has_ended_is_refused(folder):
+    (folder / "other").mkdir()
+    (folder / "other" / "trainer_state.json").write_text('{"global_step": 12, "epoch": 3.0}')
+    command = [*TRAIN.split(), "--resume_from_checkpoint", "other", "--max_steps"]
+    with pytest.raises(InputError, match="other: this run has ended after 12 steps"):
+        parse_arguments([*command, "12"])
+    parse_arguments([*command, "13"])
+
+
+def test_a_checkpoint_of_another_model_is_named(folder):
+    checkpoint = folder / "out" / "checkpoint-5"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text("{}")
+    T5Config(d_model=64).save_pretrained(checkpoint)
+    *_, args = parse_arguments(TRAIN.split())
+    assert checkpoint_of(args, False, T5Config(d_model=64)) == "out/checkpoint-5"
+    assert checkpoint_of(args, True, T5Config()) is None
+    for config, named in (
+        (T5Config(), "d_model is 64, and here 512"),
+        (BartConfig(), "model_type"),
+    ):
+        with pytest.raises(InputError, match=f"out/checkpoint-5 is a checkpoint .*{named}"):
+            checkpoint_of(args, False, config)
 
 
 def test_a_checkpoint_may_be_resumed(folder):
@@ -332,8 +362,16 @@ def test_a_bad_file_of_arguments_is_named(folder, text, message):
         parse_arguments(["--config", "run.yaml"])
 
 
-def test_a_misspelt_argument_in_a_file(folder, capsys):
-    (folder / "run.yaml").write_text("max_step: 3\n")
+@pytest.mark.parametrize(
+    "text, name",
+    [
+        ("max_step: 3\n", "--max_step: did you mean --max_steps?"),
+        ("train:\n  max_steps: 3\n  seed: 1\n", "--train"),
+        ("source_prefx: translate it\n", "--source_prefx: did you mean --source_prefix?"),
+    ],
+)
+def test_a_misspelt_argument_in_a_file(folder, capsys, text, name):
+    (folder / "run.yaml").write_text(text)
     with pytest.raises(SystemExit):
         parse_arguments(["--config=run.yaml"])
-    assert "unknown argument --max_step: did you mean --max_steps?" in capsys.readouterr().err
+    assert f"unknown argument {name}" in capsys.readouterr().err
