@@ -142,7 +142,7 @@ def make_groups(
     return [
         make(
             replace(plan, persistent=plan.persistent or zero.stage < 3),
-            comm,
+            _holders(plan, comm),
             residency,
             dtype=torch.float32 if plan.in_fp32 else dtype,
             tier=tier,
@@ -152,6 +152,12 @@ def make_groups(
         )
         for plan, tier in zip(plans, tiers, strict=True)
     ]
+
+
+def _holders(plan: GroupPlan, comm: Communicator) -> Communicator:
+    """The ranks that have the parameters of a group, of the engine's."""
+    cut = cut_of(plan.params[0])
+    return comm if cut is None or cut.holders is None else cut.holders
 
 
 def _sharded_buffers(model: nn.Module, zero: ZeroConfig) -> bool | None:
@@ -264,7 +270,8 @@ def _tiers(plans: Sequence[GroupPlan], settings: Config, comm: Communicator) -> 
     in_memory = offload.max_in_cpu if offload is not None and tier.file is not None else 0
     found = []
     for plan in plans:
-        in_memory -= sum(local(param).numel() for param in plan.params) // comm.shard_group.size
+        ranks = _holders(plan, comm).shard_group.size
+        in_memory -= sum(local(param).numel() for param in plan.params) // ranks
         found.append(tier.in_memory() if in_memory >= 0 or plan.persistent else tier)
     return found
 
@@ -315,9 +322,12 @@ def warn_if_crowded(groups: Sequence[ParamGroup], limit: int) -> None:
         )
 
 
-def make_training_comm(settings: Config, comm: Communicator) -> Communicator:
-    """The communicator that gathers weights for use and reduces gradients: `comm`, or a
-    `CompressedCommunicator`, which passes on to it what it does not compress.
+def make_training_comm(
+    settings: Config, comm: Communicator, groups: Sequence[ParamGroup]
+) -> Communicator:
+    """The communicator that gathers weights for use and reduces gradients of the groups that all
+    ranks have: `comm`, or a `CompressedCommunicator`, which passes on to it what it does not
+    compress.
     """
     zero = settings.zero_optimization
     weights = zero.stage == 3 and zero.zero_quantized_weights
@@ -332,10 +342,13 @@ def make_training_comm(settings: Config, comm: Communicator) -> Communicator:
             "ranks hold all shards; set it to false, or shard over all ranks"
         )
     machine = _machines(comm) if bits else None
-    compressed = CompressedCommunicator(
+    compressed: Any = CompressedCommunicator(  # it has all methods, most of them by `__getattr__`
         comm, weights=weights, frozen_weights=frozen_weights, gradient_bits=bits, machine=machine
     )
-    return cast(Communicator, compressed)  # it has all methods, most of them by `__getattr__`
+    for group in groups:
+        if group.comm is comm:
+            group.training_comm = compressed
+    return compressed
 
 
 def _machines(comm: Communicator) -> Communicator | None:
@@ -363,7 +376,8 @@ def slice_experts(
         raise UsageError(
             f"zero_optimization.stage3_max_live_parameters is {limit}, and {cut} has "
             f"{cut.layout.numel} elements: "
-            "experts that tensor parallelism has sharded cannot run in slices"
+            "experts that tensor parallelism or expert_parallel has sharded cannot run in slices; "
+            f"set it to {2 * cut.layout.numel} or more"
         )
     if not found:
         return []
@@ -469,7 +483,7 @@ def make_optimizer(
     if cut is not None and not elementwise:
         raise UsageError(
             f"optimizer {type(inner).__name__} updates whole tensors, but tensor parallelism "
-            "shards some of them, such as one of "
+            "or expert_parallel shards some of them, such as one of "
             f"shape {tuple(cut.shape)}: use an element-wise optimizer, such as AdamW"
         )
     zero, bf16 = settings.zero_optimization, settings.bf16

@@ -147,7 +147,7 @@ class ZeroEngine(nn.Module):
             build.warn_if_crowded(self.groups, self.schedule.max_live_parameters)
         trains, device = optimizer is not None, self.comm.device
         placement = build.make_placement(self.groups, settings, device, trains)
-        training_comm = build.make_training_comm(settings, self.comm)
+        training_comm = build.make_training_comm(settings, self.comm, self.groups)
         self.reducer = build.make_reducer(settings, training_comm, placement, self.micro_batches)
         show_copies_in_state_dicts(model)
         reductions = ReductionOrder(self.groups, self.reducer, self.comm)
