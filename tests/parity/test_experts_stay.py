@@ -5,6 +5,7 @@ As in `test_expert_parallel`, plain torch computes in float64."""
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -32,11 +33,13 @@ from tests.parity.test_expert_parallel import (
     INNER,
     NOTHING_PERSISTS,
     SIZES,
+    WIDTH,
     in_float64,
     start,
 )
 from tests.processes import run_on
 from zero.checkpoint.models import consolidate
+from zero.comm.traffic import MOVED, NETWORK
 from zero.errors import UsageError
 
 pytest.importorskip(
@@ -203,6 +206,47 @@ def test_checkpoints_resume_with_any_division(tmp_path):
             model = MixtralForCausalLM.from_pretrained(written)
             for name, value in curve.weights.items():
                 assert torch.equal(model.state_dict()[name], value), (folder, name)
+
+
+# -- what is sent
+
+
+def moved(rank: int, world_size: int, stage: int) -> tuple[int, int]:
+    """The bytes that a rank sends in a step, and those that it should."""
+    engine = start(build("mixtral"), configuration(world_size, 2, stage=stage))
+    ids = batches("llama", 1)[0]["input_ids"][rank::world_size]
+    chosen: list[list[int]] = []
+    for layer in engine.module.model.layers:
+        layer.mlp.experts.register_forward_pre_hook(
+            lambda _, given: chosen.append(given[1].flatten().tolist())
+        )
+    for _ in range(2):  # in the first one, ranks agree on an order
+        before = Counter(MOVED)
+        chosen.clear()
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    place, experts = rank % 2, EXPERTS // 2
+    away = sum(index // experts != place for layer in chosen for index in layer)
+    of_ranks = engine.comm.control("tokens").exchange(lambda: away)
+    # Each token goes there and back, and so do the gradients; each rank sends the results of those
+    # of its neighbour. Besides, there are numbers of tokens.
+    expected = 2 * (away + of_ranks[rank ^ 1]) * WIDTH * 4 + len(chosen) * experts * 8
+    for group in engine.groups:
+        ranks = world_size // 2 if "experts" in group.name else world_size
+        assert group.comm.shard_group.size == ranks
+        # Reduced, and gathered for forward and backward, or after the step. The embedding's
+        # backward does without it, and the head's comes right after its forward.
+        is_at_end = group.name in ("model.embed_tokens.weight", "lm_head.weight")
+        times = 2 if group.persistent or is_at_end else 3
+        expected += times * group.layout.shard_numel * 4 * (ranks - 1)
+    assert len(engine.module.model.layers[0].mlp.experts.down_proj.to_local()) == experts
+    return MOVED[NETWORK] - before[NETWORK], expected
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 2), (3, 2), (3, 4)])
+def test_only_tokens_travel(stage, ranks):
+    for found, expected in run_on(ranks, moved, stage):
+        assert found == expected
 
 
 # -- refusals

@@ -179,8 +179,7 @@ class DispatchedExperts:
         chosen = index.reshape(-1)
         order = chosen.argsort(stable=True)
         sent = torch.bincount(chosen, minlength=ranks * experts).view(ranks, experts)
-        received = sent.clone()
-        self.comm.start_all_to_all(received, sent).wait()
+        received = self.exchange(sent, [1] * ranks, [1] * ranks)
         sizes = sent.sum(1).tolist(), received.sum(1).tolist()
         rows = _Exchange.apply(hidden[order // index.size(-1)], self, *sizes)
         numbers = torch.arange(experts, device=index.device).repeat(ranks)
@@ -189,6 +188,20 @@ class DispatchedExperts:
         found = found.new_empty(found.shape).index_copy(0, order, found)
         found = found.view(*weights.shape, -1) * weights.unsqueeze(-1)
         return found.sum(1).to(hidden.dtype)
+
+    def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """Send rows to the ranks of the group, so many to each, and return those that come."""
+        result, width = rows.new_empty(sum(received), rows.size(1)), rows.size(1)
+        pending = self.comm.start_all_to_all_of_parts(
+            result.view(-1),
+            rows.contiguous().view(-1),
+            [number * width for number in received],
+            [number * width for number in sent],
+            f"the all-to-all of tokens of {self.name}",
+        )
+        with self.comm.clock.waiting("tokens"):
+            pending.wait()
+        return result
 
     def _of_own(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """This rank's experts on the rows that it got. `index`: of the expert of each row.
@@ -223,25 +236,10 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, rows: torch.Tensor, of: DispatchedExperts, sent: list[int], received: list[int]
     ) -> torch.Tensor:
         ctx.way = of, received, sent
-        return _exchanged(rows, of, sent, received)
+        return of.exchange(rows, sent, received)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        return _exchanged(grad, *ctx.way), None, None, None
-
-
-def _exchanged(
-    rows: torch.Tensor, of: DispatchedExperts, sent: list[int], received: list[int]
-) -> torch.Tensor:
-    result, width = rows.new_empty(sum(received), rows.size(1)), rows.size(1)
-    pending = of.comm.start_all_to_all_of_parts(
-        result.view(-1),
-        rows.contiguous().view(-1),
-        [number * width for number in received],
-        [number * width for number in sent],
-        f"the all-to-all of tokens of {of.name}",
-    )
-    with of.comm.clock.waiting("experts"):
-        pending.wait()
-    return result
+        of, *sizes = ctx.way
+        return of.exchange(grad, *sizes), None, None, None
