@@ -175,19 +175,27 @@ class DispatchedExperts:
     def _run_experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        ranks, experts = self.comm.shard_group.size, self.module.num_experts
         chosen = index.reshape(-1)
         order = chosen.argsort(stable=True)
-        sent = torch.bincount(chosen, minlength=ranks * experts).view(ranks, experts)
-        received = self.exchange(sent, [1] * ranks, [1] * ranks)
-        sizes = sent.sum(1).tolist(), received.sum(1).tolist()
-        rows = _Exchange.apply(hidden[order // index.size(-1)], self, *sizes)
-        numbers = torch.arange(experts, device=index.device).repeat(ranks)
-        numbers = numbers.repeat_interleave(received.view(-1))
-        found = _Exchange.apply(self._of_own(rows, numbers.unsqueeze(1)), self, *sizes[::-1])
+        sent, received, of_rows = self.agree(chosen)
+        rows = _Exchange.apply(hidden[order // index.size(-1)], self, sent, received)
+        found = _Exchange.apply(self._of_own(rows, of_rows), self, received, sent)
         found = found.new_empty(found.shape).index_copy(0, order, found)
         found = found.view(*weights.shape, -1) * weights.unsqueeze(-1)
         return found.sum(1).to(hidden.dtype)
+
+    def agree(self, chosen: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:
+        """How many rows go to each rank, how many come from each, and which of this rank's experts
+        each of those needs. `chosen`: the expert of each row of this rank, 1-D.
+        """
+        ranks, experts = self.comm.shard_group.size, self.module.num_experts
+        sent = torch.bincount(chosen, minlength=ranks * experts).view(ranks, experts)
+        received = self.exchange(sent, [1] * ranks, [1] * ranks)
+        of_rows = torch.arange(experts, device=chosen.device).repeat(ranks)
+        of_rows = of_rows.repeat_interleave(received.view(-1))
+        # The host waits for these numbers.
+        to, come = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+        return to, come, of_rows
 
     def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """Send rows to the ranks of the group, so many to each, and return those that come."""
@@ -204,16 +212,16 @@ class DispatchedExperts:
         return result
 
     def _of_own(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """This rank's experts on the rows that it got. `index`: of the expert of each row.
+        """This rank's experts on the rows that it got. `index`: the expert of each row, 1-D.
 
         Without rows, they run on one of zeros, so that their parameters are in the graph.
         """
         is_empty = not len(rows)
         if is_empty:
-            rows, index = rows.sum(0, keepdim=True), index.new_zeros(1, 1)
+            rows, index = rows.sum(0, keepdim=True), index.new_zeros(1)
         with self._local_parameters():
             forward = MethodType(type(self.module).forward, self.module)
-            found = forward(rows, index, rows.new_ones(index.shape))
+            found = forward(rows, index.unsqueeze(1), rows.new_ones(len(rows), 1))
         return found[:0] if is_empty else found
 
     @contextmanager
