@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
+from time import sleep
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -252,15 +256,77 @@ def test_only_tokens_travel(stage, ranks):
 # -- refusals
 
 
-def refused(rank: int, world_size: int) -> dict[str, str]:
-    def message(size: int = 2, model: nn.Module | None = None, **keys: Any) -> str:
-        top = {key: keys.pop(key) for key in [*keys] if "_" in key and key in TOP}
-        config = configuration(world_size, size, **keys) | top
+def adapted(model: nn.Module) -> nn.Module:
+    lora = LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
+    return get_peft_model(model, lora)
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    def message(model: nn.Module, size: int = 2, **keys: Any) -> str:
+        config = configuration(world_size, size)
+        for section, value in keys.items():
+            config[section] = config.get(section, {}) | value if isinstance(value, dict) else value
         with pytest.raises(UsageError) as found:
-            start(model or build("mixtral"), config)
+            start(model, config)
         return str(found.value)
 
-    return {"odd": message(3)}
+    divided = build("mixtral")
+    start(divided, configuration(world_size, 2)).destroy()
+    llama = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=8))
+    odd = MixtralForCausalLM(MixtralConfig(intermediate_size=INNER, num_local_experts=5, **SIZES))
+    zero_keys: list[dict[str, Any]] = [
+        {"stage": 3, "mics_shard_size": 1},
+        {"zero_quantized_weights": True},
+        {"zero_quantized_gradients": True},
+    ]
+    muon = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+    with pytest.raises(UsageError) as of_muon:
+        zero.initialize(model=build("mixtral"), config=configuration(world_size, 2) | muon)
+    return [
+        message(build("mixtral"), 3),
+        message(llama),
+        message(odd),
+        message(adapted(build("mixtral"))),
+        message(divided, 1),
+        message(build("mixtral"), sequence_parallel_size=2),
+        message(build("mixtral"), activation_checkpointing={"batch_slices": 2}),
+        message(build("mixtral"), on_out_of_memory="adapt"),
+        *(message(build("mixtral"), zero_optimization=keys) for keys in zero_keys),
+        str(of_muon.value),
+    ]
 
 
-TOP = ("on_out_of_memory", "sequence_parallel_size")
+def test_refusals_name_the_key():
+    expected = [
+        "expert_parallel.autoep_size: 3 does not divide the number of ranks, 2",
+        "LlamaForCausalLM has no ep_plan",
+        "2 ranks do not divide the 5 experts of 'model.layers.0.mlp.experts.gate_up_proj'",
+        "'model.layers.0.mlp.experts' is a ParamWrapper with",
+        "the model's experts are divided over 2 ranks",
+        "sequence_parallel_size",
+        "activation_checkpointing.batch_slices",
+        "on_out_of_memory",
+        "zero_optimization.mics_shard_size",
+        "zero_optimization.zero_quantized_weights",
+        "zero_optimization.zero_quantized_gradients",
+        "updates whole tensors",
+    ]
+    for found in run_on(2, refused):
+        for text, part in zip(found, expected, strict=True):
+            assert part in text
+
+
+# -- a rank that does not come
+
+
+def hangs(rank: int, world_size: int) -> None:
+    config = configuration(world_size, 2) | {"watchdog_timeout": 4}
+    engine = start(build("mixtral"), config)
+    if rank == 1:
+        engine.module.model.layers[1].mlp.experts.register_forward_pre_hook(lambda *_: sleep(60))
+    engine(input_ids=batches("llama", 1)[0]["input_ids"])
+
+
+def test_the_report_of_a_hang_names_the_layer():
+    with pytest.raises(RuntimeError, match=r"all-to-all of tokens of model\.layers\.1\.mlp\.experts"):
+        run_on(2, hangs)
