@@ -38,7 +38,7 @@ from zero.core.quantized_weights import (
 from zero.core.reduction import GradientReducer
 from zero.core.schedule import Residency, Schedule
 from zero.core.secondary_partition import SecondaryPartitionGroup
-from zero.core.sharded_param import cut_of, local
+from zero.core.sharded_param import cut_of, holders_of, local
 from zero.device import is_accelerator
 from zero.errors import UsageError
 from zero.model_checks import IN_FP16, STRICTLY, check_model, kept_in_fp32, refuse_doubles
@@ -142,7 +142,7 @@ def make_groups(
     return [
         make(
             replace(plan, persistent=plan.persistent or zero.stage < 3),
-            _holders(plan, comm),
+            holders_of(plan.params[0]) or comm,
             residency,
             dtype=torch.float32 if plan.in_fp32 else dtype,
             tier=tier,
@@ -154,17 +154,26 @@ def make_groups(
     ]
 
 
-def _holders(plan: GroupPlan, comm: Communicator) -> Communicator:
-    """The ranks that have the parameters of a group, of the engine's."""
-    cut = cut_of(plan.params[0])
-    return comm if cut is None or cut.holders is None else cut.holders
-
-
 def _sharded_buffers(model: nn.Module, zero: ZeroConfig) -> bool | None:
     """Which buffers are sharded, as `quantized_tensors` takes it."""
     if zero.stage < 3 or zero.stage3_shard_buffers is not None:
         return zero.stage == 3 and zero.stage3_shard_buffers
     return None if keeps_codes_in_buffers(model) else False
+
+
+def describe_parts(model: nn.Module) -> str:
+    """A line for the table at the start: which parameters stay on the ranks that have them."""
+    found = {n: param for n, param in model.named_parameters() if holders_of(param) is not None}
+    if not found:
+        return ""
+    name, first = next(iter(found.items()))
+    share, holders = first.numel() // local(first).numel(), holders_of(first)
+    assert holders is not None
+    numel, size = sum(local(param).numel() for param in found.values()), holders.world_size
+    return (
+        f"\n1/{share} of {name!r} and {len(found) - 1} others on each rank, {numel:,} elements; "
+        f"{size} rank{'s have' if size > 1 else ' has'} the same part"
+    )
 
 
 def describe_quantized(model: nn.Module, settings: Config, ranks: int) -> str:
@@ -270,7 +279,7 @@ def _tiers(plans: Sequence[GroupPlan], settings: Config, comm: Communicator) -> 
     in_memory = offload.max_in_cpu if offload is not None and tier.file is not None else 0
     found = []
     for plan in plans:
-        ranks = _holders(plan, comm).shard_group.size
+        ranks = (holders_of(plan.params[0]) or comm).shard_group.size
         in_memory -= sum(local(param).numel() for param in plan.params) // ranks
         found.append(tier.in_memory() if in_memory >= 0 or plan.persistent else tier)
     return found

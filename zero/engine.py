@@ -114,7 +114,7 @@ class ZeroEngine(nn.Module):
         if comm.job.rank == 0:
             ranks = settings.zero_optimization.shards_over(comm.world_size)
             facts = build.describe_optimizer(optimizer, settings)
-            facts += build.describe_quantized(model, settings, ranks)
+            facts += build.describe_parts(model) + build.describe_quantized(model, settings, ranks)
             facts += f"\n{newer}" if (newer := newer_than_tested()) else ""
             announce(settings, facts + build.describe_offload(model, settings, ranks, comm.device))
             for old, new in settings.origin.renamed:

@@ -12,8 +12,8 @@ import torch
 
 from tests.accelerator import device
 from tests.dist.training import ds_config, step
-from tests.parity import test_pipeline as pipeline
 from tests.parity import test_experts_stay as experts
+from tests.parity import test_pipeline as pipeline
 from tests.parity import test_tensor_parallel as tensor
 from tests.processes import run_on
 from zero.offload import activations

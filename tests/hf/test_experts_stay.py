@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 from transformers import MixtralForCausalLM
 
 from tests.hf.trainer_runs import column, run_plain, run_unmodified

@@ -51,6 +51,7 @@ pytest.importorskip(
 )
 
 STEPS, EXPERTS = 3, 8
+CPU = {"device": "cpu"}
 
 
 def build(name: str) -> nn.Module:
@@ -131,11 +132,16 @@ ON_TWO = [
 ON_FOUR = [
     ("mixtral", "eager", 2, {"stage": 0, "accumulation": 3}),
     ("qwen3", "grouped_mm", 2, {"stage": 1, "accumulation": 3, "reentrant": True}),
-    ("olmoe", "eager", 4, {"stage": 2, "accumulation": 3, "offload_optimizer": {"device": "cpu"}}),
+    ("olmoe", "eager", 4, {"stage": 2, "accumulation": 3, "offload_optimizer": CPU}),
     ("deepseek", "eager", 2, {"stage": 3, "accumulation": 3, "reentrant": False}),
     ("gpt-oss", "grouped_mm", 4, {"stage": 3, "accumulation": 3}),
     ("one-sided", "eager", 2, {"stage": 3, "reentrant": False}),
-    ("mixtral", "grouped_mm", 2, {"stage": 3, "reentrant": True, "offload_param": {"device": "cpu"}}),
+    (
+        "mixtral",
+        "grouped_mm",
+        2,
+        {"stage": 3, "reentrant": True, "offload_param": CPU},
+    ),
     ("one-sided", "grouped_mm", 4, {"stage": 0, "reentrant": True}),
 ]
 
@@ -328,5 +334,7 @@ def hangs(rank: int, world_size: int) -> None:
 
 
 def test_the_report_of_a_hang_names_the_layer():
-    with pytest.raises(RuntimeError, match=r"all-to-all of tokens of model\.layers\.1\.mlp\.experts"):
+    with pytest.raises(
+        RuntimeError, match=r"all-to-all of tokens of model\.layers\.1\.mlp\.experts"
+    ):
         run_on(2, hangs)

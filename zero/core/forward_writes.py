@@ -138,8 +138,8 @@ class ForwardWrites:
         if group.comm.model is not None or cut_of(group.params[written[0]]) is not None:
             raise UsageError(
                 f"parameter {group.param_names[written[0]]!r} was changed in place, which cannot "
-                "be kept with tensor, expert or pipeline parallelism: change it between two steps inside "
-                "of zero.GatheredParameters(param, modifier_rank=0)"
+                "be kept with tensor, expert or pipeline parallelism: change it between two steps "
+                "inside of zero.GatheredParameters(param, modifier_rank=0)"
             )
         for i in written:
             if group.param_names[i] not in self.names:

@@ -47,8 +47,8 @@ def set_owner(param: torch.Tensor, owner: Owner | None) -> None:
 
 
 class Cut(Protocol):
-    """How a parameter is split over some ranks. Each of them has one part, and engines see only that
-    part.
+    """How a parameter is split over some ranks. Each of them has one part, and engines see only
+    that.
 
     Attributes:
         holders: the ranks that have the same part; None: all of an engine's.
@@ -73,6 +73,12 @@ class Cut(Protocol):
 def cut_of(param: torch.Tensor) -> Cut | None:
     """How `param` is split over ranks; None if this rank has all of it."""
     return getattr(param, "_zero_cut", None)
+
+
+def holders_of(param: torch.Tensor) -> Communicator | None:
+    """The ranks that have the same part of `param` as this one; None: all of an engine's."""
+    cut = cut_of(param)
+    return None if cut is None else cut.holders
 
 
 def is_copy(param: torch.Tensor) -> bool:

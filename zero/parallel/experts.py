@@ -27,9 +27,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from zero.comm.communicator import Communicator
 from zero.config import Config
-from zero.core.param_group import owning_group
 from zero.core.quantized_weights import is_quantized
-from zero.core.sharded_param import cut_of
+from zero.core.sharded_param import holders_of, local
 from zero.errors import UsageError
 from zero.parallel.tensor import make_mesh, plan_of_experts, prepare_parameter, take_steps
 
@@ -58,8 +57,8 @@ def refuse_others(settings: Config, ranks: int) -> None:
 
 def size_of(model: nn.Module) -> int:
     """Over how many ranks `divide` has divided the experts of a model; 1: it has not."""
-    cuts = (cut_of(param) for param in model.parameters())
-    return max((cut.described[-1] for cut in cuts if cut and cut.holders is not None), default=1)
+    found = (param for param in model.parameters() if holders_of(param) is not None)
+    return max((param.numel() // local(param).numel() for param in found), default=1)
 
 
 @torch.no_grad()
@@ -91,6 +90,7 @@ def divide(
     steps = [(name, _step(planned, name, style, mesh, tokens)) for name, style in plan.items()]
     found = take_steps(planned, steps)
     names = {param: name for name, param in model.named_parameters()}
+    param: Any
     for param in found.values():
         prepare_parameter(names[param], param, comm.device, dtype, holders)
     return found

@@ -162,9 +162,7 @@ def make_mesh(
     must call it.
     """
     if size < 1 or world_size % size:
-        raise UsageError(
-            f"{key}: {size} does not divide the number of ranks, {world_size}"
-        )
+        raise UsageError(f"{key}: {size} does not divide the number of ranks, {world_size}")
     mesh = torch.arange(world_size, device="cpu").view(-1, size)
     return DeviceMesh(device.type, mesh, mesh_dim_names=("dp", "tp"))["tp"]
 

@@ -48,7 +48,11 @@ from transformers import (
 SAMPLES = (
     16  # a multiple of every global batch used here, so that no sample is repeated to fill a batch
 )
-EVALUATION_SAMPLES = {"llama": 8, "mixtral": 8, "t5": 7}  # 7 leaves the ranks with unequal numbers of samples
+EVALUATION_SAMPLES = {
+    "llama": 8,
+    "mixtral": 8,
+    "t5": 7,
+}  # 7 leaves the ranks with unequal numbers of samples
 
 
 class Tokens(torch.utils.data.Dataset):

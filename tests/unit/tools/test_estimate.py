@@ -523,7 +523,8 @@ def test_experts_that_stay_are_never_gathered(stage, ranks):
         for size in (1, 2, ranks)
     }
     experts = sum(
-        param.nbytes for name, param in build(shape, torch.bfloat16).named_parameters()
+        param.nbytes
+        for name, param in build(shape, torch.bfloat16).named_parameters()
         if "experts" in name
     )
     gathered, stay = found[1], found[ranks]
@@ -538,9 +539,10 @@ def test_experts_that_stay_are_never_gathered(stage, ranks):
     # A rank sends the gradients of its experts to the others that have them: to one or none.
     of_experts = experts * (ranks - 1) // ranks
     of_half = experts // 4 if ranks == 4 else 0
-    assert network == [network[0], network[0] - of_experts + of_half, network[0] - of_experts][
-        : len(network)
-    ]
+    assert (
+        network
+        == [network[0], network[0] - of_experts + of_half, network[0] - of_experts][: len(network)]
+    )
 
 
 def test_expert_parallelism_shares_experts_and_their_products():

@@ -135,7 +135,7 @@ def _sizes(
     """The size of each dimension of `zero.comm.mesh`."""
     autotp = settings.tensor_parallel.autotp_size
     if (size := experts.size_of(model)) > settings.expert_parallel.size:
-        raise UsageError(f"{experts.KEY}: the model's experts are divided over {size} ranks: set it")
+        raise UsageError(f"the model's experts are divided over {size} ranks: set {experts.KEY}")
     if mesh is None:
         found = None if size > 1 else tensor_parallel.mesh_in(model)
         tp = autotp if autotp > 1 or found is None else found.size()

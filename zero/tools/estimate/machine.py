@@ -477,6 +477,7 @@ def _substitutes_of_experts() -> list[Substitute]:
     """With expert parallelism, the tokens' values decide how many go to each rank. Here every rank
     gets the same number.
     """
+
     def agree_evenly(
         self: DispatchedExperts, chosen: torch.Tensor
     ) -> tuple[list[int], list[int], torch.Tensor]:
