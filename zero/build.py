@@ -385,7 +385,7 @@ def slice_experts(
         raise UsageError(
             f"zero_optimization.stage3_max_live_parameters is {limit}, and {cut} has "
             f"{cut.layout.numel} elements: "
-            "experts that tensor parallelism or expert_parallel has sharded cannot run in slices; "
+            "experts that are divided over ranks cannot run in slices; "
             f"set it to {2 * cut.layout.numel} or more"
         )
     if not found:
@@ -491,8 +491,8 @@ def make_optimizer(
     elementwise, cut = updates_elements(inner, settings), next(filter(cut_of, known), None)
     if cut is not None and not elementwise:
         raise UsageError(
-            f"optimizer {type(inner).__name__} updates whole tensors, but tensor parallelism "
-            "or expert_parallel shards some of them, such as one of "
+            f"optimizer {type(inner).__name__} updates whole tensors, and some of them are divided "
+            "over ranks (tensor_parallel, expert_parallel), such as one of "
             f"shape {tuple(cut.shape)}: use an element-wise optimizer, such as AdamW"
         )
     zero, bf16 = settings.zero_optimization, settings.bf16

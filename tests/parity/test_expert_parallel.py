@@ -198,7 +198,7 @@ def resumed(rank: int, world_size: int, folder: str) -> dict[str, Curve]:
         return curve
 
     with pytest.raises(
-        UsageError, match="experts that tensor parallelism has sharded cannot run in slices"
+        UsageError, match="experts that are divided over ranks cannot run in slices"
     ):
         start(build("mixtral"), configuration(world_size, stage3_max_live_parameters=0))
     return {
