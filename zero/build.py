@@ -37,7 +37,7 @@ from zero.core.quantized_weights import (
 from zero.core.reduction import GradientReducer
 from zero.core.schedule import Residency, Schedule
 from zero.core.secondary_partition import SecondaryPartitionGroup
-from zero.core.sharded_param import cut_of, local
+from zero.core.sharded_param import cut_of, holders_of, local
 from zero.device import is_accelerator
 from zero.errors import UsageError
 from zero.model_checks import IN_FP16, STRICTLY, check_model, kept_in_fp32, refuse_doubles
@@ -139,7 +139,7 @@ def make_groups(
     return [
         make(
             replace(plan, persistent=plan.persistent or zero.stage < 3),
-            comm,
+            holders_of(plan.params[0]) or comm,
             residency,
             dtype=torch.float32 if plan.in_fp32 else dtype,
             tier=tier,
@@ -156,6 +156,21 @@ def _sharded_buffers(model: nn.Module, zero: ZeroConfig) -> bool | None:
     if zero.stage < 3 or zero.stage3_shard_buffers is not None:
         return zero.stage == 3 and zero.stage3_shard_buffers
     return None if keeps_codes_in_buffers(model) else False
+
+
+def describe_parts(model: nn.Module) -> str:
+    """A line for the table at the start: which parameters stay on the ranks that have them."""
+    found = {n: param for n, param in model.named_parameters() if holders_of(param) is not None}
+    if not found:
+        return ""
+    name, first = next(iter(found.items()))
+    share, holders = first.numel() // local(first).numel(), holders_of(first)
+    assert holders is not None
+    numel, size = sum(local(param).numel() for param in found.values()), holders.world_size
+    return (
+        f"\n1/{share} of {name!r} and {len(found) - 1} others on each rank, {numel:,} elements; "
+        f"{size} rank{'s have' if size > 1 else ' has'} the same part"
+    )
 
 
 def describe_quantized(model: nn.Module, settings: Config, ranks: int) -> str:
@@ -261,7 +276,8 @@ def _tiers(plans: Sequence[GroupPlan], settings: Config, comm: Communicator) -> 
     in_memory = offload.max_in_cpu if offload is not None and tier.file is not None else 0
     found = []
     for plan in plans:
-        in_memory -= sum(local(param).numel() for param in plan.params) // comm.shard_group.size
+        ranks = (holders_of(plan.params[0]) or comm).shard_group.size
+        in_memory -= sum(local(param).numel() for param in plan.params) // ranks
         found.append(tier.in_memory() if in_memory >= 0 or plan.persistent else tier)
     return found
 
@@ -312,9 +328,12 @@ def warn_if_crowded(groups: Sequence[ParamGroup], limit: int) -> None:
         )
 
 
-def make_training_comm(settings: Config, comm: Communicator) -> Communicator:
-    """The communicator that gathers weights for use and reduces gradients: `comm`, or a
-    `CompressedCommunicator`, which passes on to it what it does not compress.
+def make_training_comm(
+    settings: Config, comm: Communicator, groups: Sequence[ParamGroup]
+) -> Communicator:
+    """The communicator that gathers weights for use and reduces gradients of the groups that all
+    ranks have: `comm`, or a `CompressedCommunicator`, which passes on to it what it does not
+    compress.
     """
     zero = settings.zero_optimization
     weights = zero.stage == 3 and zero.zero_quantized_weights
@@ -329,10 +348,13 @@ def make_training_comm(settings: Config, comm: Communicator) -> Communicator:
             "ranks hold all shards; set it to false, or shard over all ranks"
         )
     machine = _machines(comm) if bits else None
-    compressed = CompressedCommunicator(
+    compressed: Any = CompressedCommunicator(  # it has all methods, most of them by `__getattr__`
         comm, weights=weights, frozen_weights=frozen_weights, gradient_bits=bits, machine=machine
     )
-    return cast(Communicator, compressed)  # it has all methods, most of them by `__getattr__`
+    for group in groups:
+        if group.comm is comm:
+            group.training_comm = compressed
+    return compressed
 
 
 def _machines(comm: Communicator) -> Communicator | None:
@@ -360,7 +382,8 @@ def slice_experts(
         raise UsageError(
             f"zero_optimization.stage3_max_live_parameters is {limit}, and {cut} has "
             f"{cut.layout.numel} elements: "
-            "experts that tensor parallelism has sharded cannot run in slices"
+            "experts that are divided over ranks cannot run in slices; "
+            f"set it to {2 * cut.layout.numel} or more"
         )
     if not found:
         return []
@@ -430,8 +453,8 @@ def make_optimizer(
     elementwise, cut = updates_elements(inner, settings), next(filter(cut_of, known), None)
     if cut is not None and not elementwise:
         raise UsageError(
-            f"optimizer {type(inner).__name__} updates whole tensors, but tensor parallelism "
-            "shards some of them, such as one of "
+            f"optimizer {type(inner).__name__} updates whole tensors, and some of them are divided "
+            "over ranks (tensor_parallel, expert_parallel), such as one of "
             f"shape {tuple(cut.shape)}: use an element-wise optimizer, such as AdamW"
         )
     zero, bf16 = settings.zero_optimization, settings.bf16

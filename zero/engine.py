@@ -115,7 +115,7 @@ class ZeroEngine(nn.Module):
         if comm.job.rank == 0:
             ranks = settings.zero_optimization.shards_over(comm.world_size)
             facts = build.describe_optimizer(optimizer, settings)
-            facts += build.describe_quantized(model, settings, ranks)
+            facts += build.describe_parts(model) + build.describe_quantized(model, settings, ranks)
             facts += f"\n{newer}" if (newer := newer_than_tested()) else ""
             announce(settings, facts + build.describe_offload(model, settings, ranks, comm.device))
             for old, new in settings.origin.renamed:
@@ -148,7 +148,7 @@ class ZeroEngine(nn.Module):
             build.warn_if_crowded(self.groups, self.schedule.max_live_parameters)
         trains, device = optimizer is not None, self.comm.device
         placement = build.make_placement(self.groups, settings, device, trains)
-        training_comm = build.make_training_comm(settings, self.comm)
+        training_comm = build.make_training_comm(settings, self.comm, self.groups)
         self.reducer = build.make_reducer(settings, training_comm, placement, self.micro_batches)
         show_copies_in_state_dicts(model)
         reductions = ReductionOrder(self.groups, self.reducer, self.comm)

@@ -1,4 +1,4 @@
-"""Compares `zero estimate` with what ranks really take, on 46 cases.
+"""Compares `zero estimate` with what ranks really take, on 48 cases.
 
     python -m benchmarks.estimate
     python -m benchmarks.estimate --only 3 10
@@ -36,7 +36,8 @@ FILES = NVME | {"max_in_cpu": 0}
 PIPELINE = {"pipeline_read": True, "pipeline_write": True}
 BF16 = {"bf16": {"enabled": True}}
 TENSOR = {"tensor_parallel": {"autotp_size": 2}}
-EXPERTS = TENSOR | {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+STAY = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+EXPERTS = TENSOR | STAY
 SLICES = {"activation_checkpointing": {"batch_slices": 4}}
 TWO = {"gradient_accumulation_steps": 2}
 ON_HOST = {"activation_checkpointing": {"cpu_checkpointing": True}}
@@ -124,6 +125,8 @@ CASES: list[Case] = [
     ("mixtral", {"stage": 3, **SMALL}, BF16, 2, 128, False),
     ("mixtral", {"stage": 2}, {}, 1, 32, False),
     ("mixtral", {"stage": 1}, BF16 | EXPERTS, 2, 128, False),
+    ("mixtral", {"stage": 1}, BF16 | STAY, 2, 128, False),
+    ("mixtral", {"stage": 3, **SMALL}, BF16 | STAY, 2, 128, True),
     (
         "llama",
         {"stage": 3, **SMALL, "offload_optimizer": CPU, "offload_param": CPU},

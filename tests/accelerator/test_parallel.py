@@ -12,6 +12,7 @@ import torch
 
 from tests.accelerator import device
 from tests.dist.training import ds_config, step
+from tests.parity import test_experts_stay as experts
 from tests.parity import test_pipeline as pipeline
 from tests.parity import test_tensor_parallel as tensor
 from tests.processes import run_on
@@ -50,6 +51,14 @@ def waits_of_a_step(rank: int, world_size: int) -> int:
 
 def test_the_host_waits_for_the_norm_only():
     assert run_on(2, waits_of_a_step, simulated=True) == [1, 1]
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2), (4, 4)])
+def test_experts_that_stay(ranks, size):
+    cases = [("mixtral", "eager", size, {"stage": stage}) for stage in (0, 1, 2, 3)]
+    of_ranks = run_on(ranks, on_device, experts.trained, cases, simulated=True)
+    for curves in zip(*of_ranks, strict=True):
+        experts.compare(experts.together(curves), experts.plain("mixtral"))
 
 
 NAMES = ["Llama, tied, 1F1B, stage 3", "GPT, tied, interleaved, stage 3, offload"]

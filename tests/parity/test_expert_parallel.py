@@ -198,7 +198,7 @@ def resumed(rank: int, world_size: int, folder: str) -> dict[str, Curve]:
         return curve
 
     with pytest.raises(
-        UsageError, match="experts that tensor parallelism has sharded cannot run in slices"
+        UsageError, match="experts that are divided over ranks cannot run in slices"
     ):
         start(build("mixtral"), configuration(world_size, stage3_max_live_parameters=0))
     return {
@@ -273,7 +273,7 @@ def refused(rank: int, world_size: int, folder: str) -> list[str]:
         build("mixtral").save_pretrained(folder)
     torch.distributed.barrier()
     return [
-        message(build("mixtral"), tensor_parallel={"autotp_size": 1}),
+        message(build("mixtral"), expert_parallel={"enabled": True, "autoep_size": 3}),
         message(llama),
         message(odd),
         message(in_parts),
@@ -287,7 +287,7 @@ def refused(rank: int, world_size: int, folder: str) -> list[str]:
 
 def test_refusals_name_the_numbers(tmp_path):
     expected = [
-        "set tensor_parallel.autotp_size to 2, or delete the section",
+        "set tensor_parallel.autotp_size to 3, or delete it",
         "LlamaForCausalLM has no ep_plan",
         "2 ranks do not divide the 5 experts of 'model.layers.0.mlp.experts.gate_up_proj'",
         "each process has a part of each expert",

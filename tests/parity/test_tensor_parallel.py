@@ -319,7 +319,7 @@ def resumed(rank: int, world_size: int, folder: str) -> dict[str, Curve]:
 
     config = ds_config(**NOTHING_PERSISTS) | {"tensor_parallel": {"autotp_size": 2}}
     with pytest.raises(
-        UsageError, match="experts that tensor parallelism has sharded cannot run in slices"
+        UsageError, match="experts that are divided over ranks cannot run in slices"
     ):
         start(build("mixtral"), config)
     return {
@@ -411,7 +411,7 @@ def test_refusals_name_the_numbers():
         "2 ranks do not divide the model's num_attention_heads, 3",
         "T5ForConditionalGeneration has no tp_plan",
         "3 does not divide the number of ranks, 2",
-        "Adafactor updates whole tensors, but tensor parallelism shards some of them",
+        "Adafactor updates whole tensors, and some of them are divided over ranks",
         "autotp_size is 2, and the mesh is {'shard': 2}",
         "the dimensions are ('tp', 'shard')",
         "sequence_parallel_size is 2, and the mesh {'shard': 1, 'tp': 2}: give one",

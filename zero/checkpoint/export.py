@@ -225,7 +225,7 @@ class Weights:
             group.tier.load(own, source).wait()
         else:
             own.copy_(source)
-        return into, self.comm.all_gather(into, own)
+        return into, group.comm.all_gather(into, own)
 
 
 def save_16bit_model(

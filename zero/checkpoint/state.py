@@ -113,10 +113,7 @@ def slices_to_store(engine: EngineState, exclude_frozen: bool) -> tuple[list[Sli
     if engine.optimizer is not None:
         of_optimizer, kinds = optimizer_slices(engine.optimizer)
         slices += of_optimizer
-    replicas = engine.comm.replicate_group
-    rank, size = replicas.rank, replicas.size
-    if engine.stage == 0:  # every rank holds everything
-        rank, size = engine.comm.rank, engine.comm.world_size
+    holders = {name: group.comm for name, _, group in named_params(engine)}
     copies = {name for name, param, _ in named_params(engine) if is_copy(param)}
     cuts, stored = cuts_of(engine), []
     for each in slices:
@@ -124,6 +121,11 @@ def slices_to_store(engine: EngineState, exclude_frozen: bool) -> tuple[list[Sli
         if name in cuts:
             each = each._replace(key=f"{each.key}@{cuts[name].index}")
         if name not in copies:  # another rank of the model group saves these copies
+            comm = holders.get(name, engine.comm)
+            replicas = comm.replicate_group
+            rank, size = replicas.rank, replicas.size
+            if engine.stage == 0:  # every rank holds everything
+                rank, size = comm.rank, comm.world_size
             stored.append(each.share(rank, size))
     return stored, kinds
 

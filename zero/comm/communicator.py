@@ -72,6 +72,8 @@ class Communicator(ABC):
         worlds: the ranks of each world in the job.
         order: of the operations since the last step.
         model: the communicator of the model group; None if this rank has the whole model.
+        share: what a gradient that is averaged over this world must be multiplied by to be a term
+            of the mean over all ranks with batches of their own.
         calls, elements, bytes: by operation name, the number of operations, and how much of full
             buffers they moved.
         clock: the time of all engines that use these ranks.
@@ -95,6 +97,7 @@ class Communicator(ABC):
         self.watchdog = Watchdog(rank, size, 0.8 * group_timeout().total_seconds(), mark_device)
         weakref.finalize(self, self.watchdog.stop)
         self.model: Communicator | None = None
+        self.share = 1.0
         self._split: dict[str, Communicator] = {}
         with names_lone_setup(rank):
             self._join([range(size)], None)
@@ -176,6 +179,20 @@ class Communicator(ABC):
             made.replicate_group = Group.of(replicas)
             made._make_groups(shards, replicas)
         return self._within[size]
+
+    def every(self, step: int) -> Communicator:
+        """Every `step`-th rank of each world as a world of its own, for parameters that only these
+        have; `step` must divide the world. All must call it.
+
+        As with `within`, everything but the groups is shared.
+        """
+        if (key := f"every {step}") not in self._split:
+            self._split[key] = made = copy.copy(self)
+            places = [ranks[place::step] for ranks in self.worlds for place in range(step)]
+            made._join(places, self.job)
+            made.serials, made.order = self.serials, self.order
+            made.share = 1.0 / step if self.is_native else 1.0
+        return self._split[key]
 
     def apart(self) -> Communicator:
         """The same ranks, with process groups of their own: neither waits for what the other has
@@ -367,12 +384,17 @@ class Communicator(ABC):
         return Pending(started)
 
     def start_all_to_all_of_parts(
-        self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int]
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_sizes: list[int],
+        sent_sizes: list[int],
+        what: str = "an exchange of whole tensors",
     ) -> Pending:
         """Start to send part i of `sent`, of `sent_sizes[i]` elements, to rank i of the shard
         group; fill `received`.
 
-        Both are 1-D and hold their parts in the order of ranks.
+        Both are 1-D and hold their parts in the order of ranks. `what`: its name in messages.
         """
         used = begin("all_to_all", sent, ranks=self.shard_group.size)
         self._count("all_to_all", 0, sent)  # how much goes where differs between ranks
@@ -383,7 +405,6 @@ class Communicator(ABC):
         work: Work = dist.all_to_all_single(
             received, sent, received_sizes, sent_sizes, group=self._shards, async_op=True
         )
-        what = "an exchange of whole tensors"
         return Pending([work], None, (received, sent), self.watchdog, what).observed_by(used)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", of_shards: bool = False) -> Tensor:

@@ -103,13 +103,14 @@ class TensorParallelConfig(Section):
 
 @with_idle_keys("expert_parallel")
 class ExpertParallelConfig(Section):
-    """Expert parallelism: each of the processes that share layers holds some of the experts, and
-    each token is sent to the processes that hold the experts it needs.
+    """Expert parallelism: each of some neighbouring processes holds a part of the experts, and each
+    token is sent to the processes that hold the experts it needs.
 
     Attributes:
-        enabled: Divide the experts over the processes that share layers. See
-            `docs/mixtures-of-experts.md`.
-        autoep_size: Processes that share the experts. Must equal `tensor_parallel.autotp_size`.
+        enabled: Divide the experts over processes. See `docs/mixtures-of-experts.md`.
+        autoep_size: Neighbouring processes that share the experts. With tensor parallelism, the
+            same as `tensor_parallel.autotp_size`.
+            - N: Each of N neighbouring processes holds 1/N of the experts of each layer.
     """
 
     enabled: bool = False

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from zero.core.param_group import ParamGroup, checksums
+from zero.core.sharded_param import cut_of
 from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
@@ -134,11 +135,11 @@ class ForwardWrites:
                 "zero.GatheredParameters(param, modifier_rank=0), or, if it is a buffer, set "
                 "zero_optimization.stage3_shard_buffers to false"
             )
-        if group.comm.model is not None:
+        if group.comm.model is not None or cut_of(group.params[written[0]]) is not None:
             raise UsageError(
                 f"parameter {group.param_names[written[0]]!r} was changed in place, which cannot "
-                "be kept with tensor or pipeline parallelism: change it between two steps inside "
-                "of zero.GatheredParameters(param, modifier_rank=0)"
+                "be kept with tensor, expert or pipeline parallelism: change it between two steps "
+                "inside of zero.GatheredParameters(param, modifier_rank=0)"
             )
         for i in written:
             if group.param_names[i] not in self.names:

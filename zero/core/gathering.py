@@ -27,7 +27,7 @@ class Gathering:
 
     Args:
         groups: all of the model, by position in the schedule.
-        comm: gathers their values, and may quantize them.
+        comm: of all ranks.
         residency: counts what is gathered.
         before_use: called when a group is about to be used, before any all-gather that this starts.
         writes: keeps what a forward writes to the weights.
@@ -101,7 +101,7 @@ class Gathering:
     def _show(self, group: ParamGroup) -> None:
         if group.state is State.SHARDED:
             self._make_room(group.layout.numel)
-            group.all_gather(self._comm)
+            group.all_gather(group.training_comm)
         self._prefetch()
         group.unshard()
         if self._writes is not None:
@@ -146,7 +146,7 @@ class Gathering:
                 # make the same decision.
                 if not group.is_ready and self._comm.world_size == 1:
                     return
-                group.all_gather(self._comm)
+                group.all_gather(group.training_comm)
             if group.state is State.GATHERING:
                 in_flight += group.layout.numel
             if in_flight >= self._schedule.prefetch_bucket_size:

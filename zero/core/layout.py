@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from zero.core.quantized_weights import LEAST_BYTES, is_quantized, quantized_tensors
-from zero.core.sharded_param import local
+from zero.core.sharded_param import holders_of, local
 from zero.offload.pinned import round_up
 
 # Slots start on multiples of this many elements: 64 bytes of a 16-bit dtype. Matrix kernels and the
@@ -214,10 +214,10 @@ def plan_groups(
     """Assign every floating-point parameter of `model` to exactly one group, and the tensors of
     quantized layers and large `buffers` (see `quantized_tensors`); those only if `packed_too`.
 
-    A group is uniform in dtype, in `requires_grad` and in whether its parameters are `in_fp32`; one
-    of quantized tensors has any dtypes. Parameters without elements are in none. Parameters of at
-    most `persistence_threshold` elements go to the persistent groups, up to
-    `model_persistence_threshold` elements in total, as do PEFT's prompts of any size. Quantized
+    A group is uniform in dtype, in `requires_grad`, in whether its parameters are `in_fp32`, and in
+    which ranks hold them; one of quantized tensors has any dtypes. Parameters without elements are
+    in none. Parameters of at most `persistence_threshold` elements go to the persistent groups, up
+    to `model_persistence_threshold` elements in total, as do PEFT's prompts of any size. Quantized
     tensors do so only if they are tiny, because the all-gather of their layer's codes can carry
     them. Others go to the group of the block that contains all of their owners, or otherwise to a
     stray group of the modules that own them. Experts that are packed into 3-D parameters may be
@@ -259,7 +259,8 @@ def plan_groups(
         if param.numel() == 0 or (is_packed and not packed_too):
             continue
         is_wide = param in in_fp32
-        traits = ("packed",) if is_packed else (param.dtype, param.requires_grad, is_wide)
+        traits = (param.dtype, param.requires_grad, is_wide, holders_of(param))
+        traits = ("packed",) if is_packed else traits
         homes = {block_of.get(module) for module in owned_by}
         home = next(iter(homes)) if len(homes) == 1 else None
         if param in prompts or (

@@ -112,7 +112,8 @@ class ParamGroup(NamedGroup):
         strict: a change of unsharded values that would be lost is an error.
         packed: the parameters are frozen tensors of any dtypes, and elements of the group are their
             bytes. Some are not an `nn.Parameter`.
-        source: the communicator that gathered `full`; it may quantize.
+        training_comm: gathers it for use and reduces its gradients; it may quantize.
+        source: the communicator that gathered `full`.
         initial_master: the slice as given, on `master_tier`, for an optimizer; or None.
     """
 
@@ -136,7 +137,7 @@ class ParamGroup(NamedGroup):
         self.shared = plan.shared
         self.packed = packed = plan.packed
         self.strict = strict
-        self.comm = comm
+        self.comm = self.training_comm = comm
         self.source = comm
         self.residency = residency
         aliases = [plan.aliases.get(param, []) for param in self.params]

@@ -190,7 +190,7 @@ class GradientReducer:
         """Start to reduce the collected gradients of `group` times the factor of the current
         backward. Parameters without a gradient count as zero.
         """
-        factor = self.micro_batches.factor
+        factor = self.micro_batches.factor * group.comm.share
         entry = self.gradients[group]
         flat = self._flatten(group, entry)
         missing = set(range(len(group.params))).difference(entry.parts)
@@ -225,7 +225,8 @@ class GradientReducer:
     def _start(self, group: ParamGroup, flat: torch.Tensor) -> None:
         # the update of the step before reads the buffer that is about to be written
         group.wait_for_update()
-        if self.dtype is not None and self.comm.world_size > 1:
+        comm = group.training_comm
+        if self.dtype is not None and comm.world_size > 1:
             flat = flat.to(self.dtype)  # a sum of micro-batches is rounded once
         shard, accumulate = self._shards[group], self.gradients[group].is_fresh
         dtype = self._kept_dtype(flat.dtype, accumulate)
@@ -236,7 +237,7 @@ class GradientReducer:
             while any(each is shard for each, _ in self._offloading):
                 self._wait_for_offload()
             shard.widen_gradient(dtype)
-        is_result = self.comm.world_size == 1 and flat.dtype == dtype
+        is_result = comm.world_size == 1 and flat.dtype == dtype
         if is_result and not (shard.is_offloaded and accumulate):
             # A world of one has nothing to exchange: the flat buffer is the result.
             if accumulate:
@@ -249,7 +250,7 @@ class GradientReducer:
         while self._in_flight and sum(each.numel for each in self._in_flight) > room:
             self._wait_oldest()
         out = shard.reduction_target(dtype, accumulate)
-        exchange = self.comm.reduce if group.layout.replicated else self.comm.reduce_scatter
+        exchange = comm.reduce if group.layout.replicated else comm.reduce_scatter
         with label(f"reduction of {group.name}"):
             pending = exchange(out, flat, accumulate, self.bucket_size, group)
         self.gradients[group].is_fresh = True
@@ -358,7 +359,7 @@ class GradientReducer:
             dtype = max(group.dtype, dtype, key=lambda dtype: dtype.itemsize)
         self.buffered += group.layout.padded
         last = shard.grad
-        is_result = self.comm.world_size == 1 and is_alone and not entry.is_fresh
+        is_result = group.comm.world_size == 1 and is_alone and not entry.is_fresh
         if is_result and last is not None and last.dtype == dtype and not shard.is_offloaded:
             # In a world of one the buffer becomes the gradient. So the last step's is written over:
             # new memory would cost more than the copy.

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from zero.comm.communicator import Communicator
 from zero.errors import UsageError
 
 # Called with a sharded parameter and the function that is about to read it.
@@ -46,15 +47,17 @@ def set_owner(param: torch.Tensor, owner: Owner | None) -> None:
 
 
 class Cut(Protocol):
-    """How a parameter is split over a model group. Each of its ranks has one part, and engines see
-    only that part.
+    """How a parameter is split over some ranks. Each of them has one part, and engines see only
+    that.
 
     Attributes:
+        holders: the ranks that have the same part; None: all of an engine's.
         index: the number of this rank's part.
         described: along which dimension it is split, into how many blocks, each of which is split,
             and into how many parts. A part consists of its pieces of all blocks.
     """
 
+    holders: Communicator | None
     index: int
     described: list[int]
 
@@ -68,8 +71,14 @@ class Cut(Protocol):
 
 
 def cut_of(param: torch.Tensor) -> Cut | None:
-    """How `param` is split over this rank's model group; None if the rank has all of it."""
+    """How `param` is split over ranks; None if this rank has all of it."""
     return getattr(param, "_zero_cut", None)
+
+
+def holders_of(param: torch.Tensor) -> Communicator | None:
+    """The ranks that have the same part of `param` as this one; None: all of an engine's."""
+    cut = cut_of(param)
+    return None if cut is None else cut.holders
 
 
 def is_copy(param: torch.Tensor) -> bool:

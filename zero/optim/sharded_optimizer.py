@@ -135,7 +135,8 @@ class ZeroOptimizer:
         self.shards = {shard.group: shard for shard in placement.shards}
         summed = comm.world_size if self.reduce_op == "sum" else 1
         self._reduce_factor = comm.mean_factor * summed
-        self._replicated = any(group.layout.replicated for group in self.shards)
+        # Whether each rank can compute the norm itself.
+        self._has_all = all(g.layout.replicated and g.training_comm is comm for g in self.shards)
         self.overflow = False
         self.grad_norm: float | None = None
         self.before_norm: list[Callable[[], None]] = []
@@ -167,7 +168,7 @@ class ZeroOptimizer:
 
     def _number_parameters(self, group_of: dict[nn.Parameter, int]) -> None:
         """Number the trained parameters in the order of the param groups, and find this rank's
-        pieces of them.
+        pieces of them that count for the norm.
         """
         names = {
             param: name
@@ -192,10 +193,17 @@ class ZeroOptimizer:
             (number_of[param], shard, piece.start, piece.start + piece.numel)
             for group, shard in self.shards.items()
             for piece in group.pieces
-            if (param := group.params[piece.slot]) in number_of
+            if (param := group.params[piece.slot]) in number_of and self._counts(group)
         ]
         numbers = [number for number, *_ in self._pieces]
         self._piece_numbers = torch.tensor(numbers, device=self.comm.device)
+
+    def _counts(self, group: ParamGroup) -> bool:
+        """Whether this rank counts its shard for the norm: of the ranks with the same one, one
+        does.
+        """
+        same = group.comm if group.layout.replicated else group.comm.replicate_group
+        return self._has_all or same.rank == 0
 
     @property
     def sub_groups(self) -> Sequence[SubGroup]:
@@ -530,8 +538,7 @@ class ZeroOptimizer:
     def _own_squares(self) -> torch.Tensor:
         """For each parameter, the sum of squares of this rank's part of its gradient."""
         squares = torch.zeros(len(self._names), dtype=torch.float64, device=self.comm.device)
-        # Each shard counts once.
-        if self._pieces and (self._replicated or self.comm.replicate_group.rank == 0):
+        if self._pieces:
             norms = torch.stack(self._norms_of_pieces()).to(torch.float64)
             squares.index_copy_(0, self._piece_numbers, norms**2)
         return squares
@@ -540,7 +547,7 @@ class ZeroOptimizer:
         """2-norm of the reduced, still scaled gradient over all ranks: as in torch, the norm of
         parameters' norms. `squares`: of this rank.
         """
-        if not self._replicated:
+        if not self._has_all:
             squares = self.comm.all_reduce(squares)
         self._param_norms = squares.sqrt().float()
         norm = torch.linalg.vector_norm(self._param_norms).double()

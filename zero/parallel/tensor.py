@@ -7,7 +7,7 @@ The engine knows the attributes that `prepare` sets (see `zero.core.sharded_para
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from zero.comm.communicator import Communicator
 from zero.core.param_group import owning_group
 from zero.core.quantized_weights import is_quantized
 from zero.core.sharded_param import local, set_owner, show
@@ -29,7 +30,8 @@ Plan = Mapping[str, str]
 class TPShard:
     """How the parameter `param` is sharded over its mesh: a `zero.core.sharded_param.Cut`."""
 
-    def __init__(self, param: DTensor):
+    def __init__(self, param: DTensor, holders: Communicator | None = None):
+        self.holders = holders
         self._mesh = param.device_mesh
         self._placements = param.placements
         self._whole = {"shape": param.shape, "stride": param.stride()}
@@ -96,7 +98,7 @@ def prepare(
     for name, param in model.named_parameters():
         is_copy = mesh.get_local_rank() > 0
         if isinstance(param, DTensor):
-            _prepare_dtensor(name, param, device, dtype)
+            prepare_parameter(name, param, device, dtype)
             is_copy = is_copy and param.placements == (Replicate(),)
         vars(param)["_zero_is_copy"] = is_copy
     for tensor in (*model.parameters(), *model.buffers()):
@@ -111,9 +113,17 @@ def prepare(
             module(torch.zeros(1, *weight.shape, dtype=weight.dtype, device=weight.device))
 
 
-def _prepare_dtensor(
-    name: str, param: DTensor, device: torch.device, dtype: torch.dtype | None
+@torch.no_grad()
+def prepare_parameter(
+    name: str,
+    param: DTensor,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    holders: Communicator | None = None,
 ) -> None:
+    """Prepare one sharded parameter. `holders`: the ranks that have the same part, if not all ranks
+    of the engine do.
+    """
     (placement,) = param.placements
     is_whole = isinstance(placement, Replicate)
     if not is_whole and not hasattr(placement, "dim"):
@@ -129,7 +139,7 @@ def _prepare_dtensor(
         moved = nn.Parameter(param.detach().to(device, dtype), param.requires_grad)
         torch.utils.swap_tensors(param, moved)
     if not is_whole:
-        vars(param)["_zero_cut"] = TPShard(param)
+        vars(param)["_zero_cut"] = TPShard(param, holders)
     if param.requires_grad:
         param.register_post_accumulate_grad_hook(partial(_shard_gradient, param.placements))
 
@@ -145,12 +155,14 @@ def _shard_gradient(placements: tuple, param: Any) -> None:
 # -- sharding an ordinary model
 
 
-def make_mesh(size: int, world_size: int, device: torch.device) -> DeviceMesh:
-    """Return the mesh of this rank and its `size` - 1 neighbours. All ranks must call it."""
+def make_mesh(
+    size: int, world_size: int, device: torch.device, key: str = "tensor_parallel.autotp_size"
+) -> DeviceMesh:
+    """Return the mesh of this rank and its `size` - 1 neighbours. `key` sets the size. All ranks
+    must call it.
+    """
     if size < 1 or world_size % size:
-        raise UsageError(
-            f"tensor_parallel.autotp_size: {size} does not divide the number of ranks, {world_size}"
-        )
+        raise UsageError(f"{key}: {size} does not divide the number of ranks, {world_size}")
     mesh = torch.arange(world_size, device="cpu").view(-1, size)
     return DeviceMesh(device.type, mesh, mesh_dim_names=("dp", "tp"))["tp"]
 
@@ -182,7 +194,6 @@ def parallelize(
                 )
     styles = _plan_with_adapters(planned, styles)
     check_heads(planned, mesh.size())
-    found: dict[nn.Parameter, nn.Parameter] = {}
     before = dict(planned.named_parameters(remove_duplicate=False))
     divided = {param for name, param in before.items() if name in styles}
     for name, param in before.items():
@@ -197,7 +208,30 @@ def parallelize(
                 f"tensor parallelism: {name!r} is tied to a weight that the plan names, and the "
                 "plan does not name it: it must name both or neither"
             )
-    for name, shard in _steps(planned, styles, mesh, whole_experts):
+    found = take_steps(planned, _steps(planned, styles, mesh, whole_experts))
+    for module in planned.modules():
+        vectors = getattr(module, "ia3_l", {})
+        if any(isinstance(vector, DTensor) for vector in vectors.values()):
+            module.forward = partial(_with_local_parts, vectors, module.forward)
+        for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
+            if isinstance(module.get_base_layer().weight, DTensor):
+                magnitude.forward = partial(_dora, magnitude)
+    peft_model: Any
+    for peft_model in model.modules():
+        if hasattr(peft_model, "prompt_encoder"):
+            peft_model.get_prompt = partial(_with_own_heads, mesh, peft_model.get_prompt)
+    return found
+
+
+def take_steps(
+    planned: Any, steps: Iterable[tuple[str, Callable[[], object]]]
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Shard the parameters and modules that are named, each by the function beside it. Returns the
+    new parameters, by the ones that they replace.
+    """
+    found: dict[nn.Parameter, nn.Parameter] = {}
+    before = dict(planned.named_parameters(remove_duplicate=False))
+    for name, shard in steps:
         if (old := before.get(name)) is None:
             shard()
             continue
@@ -211,17 +245,6 @@ def parallelize(
                 # otherwise it would keep the whole parameter's memory
                 new._local_tensor = new._local_tensor.clone()
         module._parameters[attribute] = found[old]
-    for module in planned.modules():
-        vectors = getattr(module, "ia3_l", {})
-        if any(isinstance(vector, DTensor) for vector in vectors.values()):
-            module.forward = partial(_with_local_parts, vectors, module.forward)
-        for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
-            if isinstance(module.get_base_layer().weight, DTensor):
-                magnitude.forward = partial(_dora, magnitude)
-    peft_model: Any
-    for peft_model in model.modules():
-        if hasattr(peft_model, "prompt_encoder"):
-            peft_model.get_prompt = partial(_with_own_heads, mesh, peft_model.get_prompt)
     return found
 
 
@@ -384,7 +407,7 @@ def _steps(
 
     experts: dict[str, str] = {}
     if whole_experts:
-        experts = _plan_of_experts(planned, mesh.size())
+        experts = plan_of_experts(planned, mesh.size())
     inside = tuple(f"{name}." for name in experts)
     for name, style in plan.items():
         if style not in ALL_PARALLEL_STYLES:
@@ -401,7 +424,7 @@ def _steps(
         yield name, partial(apply_expert_parallelism, planned, mesh, mesh, {name: style})
 
 
-def _plan_of_experts(planned: Any, size: int) -> dict[str, str]:
+def plan_of_experts(planned: Any, size: int) -> dict[str, str]:
     """Return transformers' plan for expert parallelism."""
     own = getattr(planned, "ep_plan", None)
     plan = planned._expand_parallel_plan(own) if own else {}

@@ -4,7 +4,7 @@ not mention zero.
 `python jobs.py JOBS.json` runs each job in turn. Rank 0 writes the results to the job's `report`
 file. A job:
 
-    model       "llama" or "t5"
+    model       "llama", "mixtral" or "t5"
     arguments   keyword arguments of `Seq2SeqTrainingArguments`
     reference   optional: {"optimizer": "Adam" | "AdamW", "parameters": {...}, "factors": [...]},
                 the optimizer and the learning-rate factor of each step, for a run without DeepSpeed
@@ -33,6 +33,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     StoppingCriteria,
@@ -46,7 +48,11 @@ from transformers import (
 SAMPLES = (
     16  # a multiple of every global batch used here, so that no sample is repeated to fill a batch
 )
-EVALUATION_SAMPLES = {"llama": 8, "t5": 7}  # 7 leaves the ranks with unequal numbers of samples
+EVALUATION_SAMPLES = {
+    "llama": 8,
+    "mixtral": 8,
+    "t5": 7,
+}  # 7 leaves the ranks with unequal numbers of samples
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -95,6 +101,13 @@ def make_model(name: str) -> torch.nn.Module:
             decoder_start_token_id=0,
         )  # fmt: skip
         return T5ForConditionalGeneration(config)
+    if name == "mixtral":
+        config = MixtralConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
+            max_position_embeddings=32, use_cache=False,
+        )  # fmt: skip
+        return MixtralForCausalLM(config)
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4,

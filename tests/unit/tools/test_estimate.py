@@ -497,6 +497,47 @@ def test_tensor_parallelism_shares_weights_and_products():
     assert (whole.tokens, half.tokens) == (2 * BATCH * LENGTH, BATCH * LENGTH)
 
 
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (3, 4)])
+def test_experts_that_stay_are_never_gathered(stage, ranks):
+    sizes = {"num_local_experts": 4, "architectures": ["MixtralForCausalLM"]}
+    shape = transformers.MixtralConfig(**SIZES | HEADS | sizes)
+    found = {
+        size: estimate(
+            build(shape, torch.bfloat16),
+            load_config(
+                {
+                    "bf16": {"enabled": True},
+                    "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+                    "expert_parallel": {"enabled": True, "autoep_size": size},
+                }
+            ),
+            Question(ranks, BATCH, LENGTH),
+        )
+        for size in (1, 2, ranks)
+    }
+    experts = sum(
+        param.nbytes
+        for name, param in build(shape, torch.bfloat16).named_parameters()
+        if "experts" in name
+    )
+    gathered, stay = found[1], found[ranks]
+    assert stay.traffic.operations == gathered.traffic.operations
+    assert stay.tokens == gathered.tokens
+    masters = [each.parts["device"]["masters"] for each in found.values()]
+    assert masters == pytest.approx([masters[0]] * len(masters), rel=0.01)
+    if stage == 1:
+        less = gathered.parts["device"]["parameters"] - stay.parts["device"]["parameters"]
+        assert less == experts // ranks
+    network = [each.traffic.links["network"]["gradients"] for each in found.values()]
+    # A rank sends the gradients of its experts to the others that have them: to one or none.
+    of_experts = experts * (ranks - 1) // ranks
+    of_half = experts // 4 if ranks == 4 else 0
+    assert (
+        network
+        == [network[0], network[0] - of_experts + of_half, network[0] - of_experts][: len(network)]
+    )
+
+
 def test_expert_parallelism_shares_experts_and_their_products():
     sizes = {"num_local_experts": 4, "architectures": ["MixtralForCausalLM"]}
     shape = transformers.MixtralConfig(**SIZES | HEADS | sizes)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +20,7 @@ from zero.config import Config, load_config
 from zero.errors import UsageError
 from zero.integrations.deepspeed import partition
 from zero.integrations.deepspeed.distributed import set_parallel_sizes
+from zero.parallel import experts
 from zero.parallel import tensor as tensor_parallel
 
 Replaced = dict[nn.Parameter, nn.Parameter]
@@ -95,11 +97,15 @@ def share_model(
     if mesh is not None and "shard" in sizes:
         settings = settings.with_shard_size(sizes["shard"])
     tp, ep = sizes.get("tp", 1), settings.expert_parallel.size
+    if ep > 1 and math.prod(sizes.values()) == sizes.get("shard"):
+        experts.refuse_others(settings, job.world_size)
+        set_parallel_sizes(1, 1, job.device)
+        replaced = experts.divide(model, ep, job, settings.sixteen_bit_dtype)
+        return job, replaced, settings
     if ep not in (1, tp):
         raise UsageError(
-            f"expert_parallel.autoep_size is {ep}, and {tp} processes share each layer: only these "
-            f"can share experts; set tensor_parallel.autotp_size to {ep}, or delete the section: "
-            "experts are then sharded like all other parameters"
+            f"expert_parallel.autoep_size is {ep}, and the mesh is {sizes}: processes that share "
+            f"layers can share all experts; set tensor_parallel.autotp_size to {ep}, or delete it"
         )
     plan = _plan(model, settings, tp)
     found, replaced = _parallelize(model, tp, mesh, ep > 1, plan)
@@ -128,8 +134,10 @@ def _sizes(
 ) -> dict[str, int]:
     """The size of each dimension of `zero.comm.mesh`."""
     autotp = settings.tensor_parallel.autotp_size
+    if (size := experts.size_of(model)) > settings.expert_parallel.size:
+        raise UsageError(f"the model's experts are divided over {size} ranks: set {experts.KEY}")
     if mesh is None:
-        found = tensor_parallel.mesh_in(model)
+        found = None if size > 1 else tensor_parallel.mesh_in(model)
         tp = autotp if autotp > 1 or found is None else found.size()
         if ranks % tp:
             raise UsageError(

@@ -38,6 +38,7 @@ from zero.config import AioConfig, table
 from zero.core.forward_writes import ForwardWrites
 from zero.offload import nvme, pinned, tiers
 from zero.optim import adam_cpu, rounding
+from zero.parallel.experts import DispatchedExperts
 from zero.tools.estimate.calls import (
     FILLS,
     META,
@@ -472,10 +473,20 @@ def _substitutes_of_experts() -> list[Substitute]:
     """With expert parallelism, the tokens' values decide how many go to each rank. Here every rank
     gets the same number.
     """
+
+    def agree_evenly(
+        self: DispatchedExperts, chosen: torch.Tensor
+    ) -> tuple[list[int], list[int], torch.Tensor]:
+        ranks = self.comm.shard_group.size
+        sizes = [len(chosen) // ranks + (rank < len(chosen) % ranks) for rank in range(ranks)]
+        received = [sizes[self.comm.shard_group.rank]] * ranks
+        return sizes, received, chosen.new_zeros(sum(received))
+
+    own: list[Substitute] = [(DispatchedExperts, "agree", agree_evenly)]
     try:
         from transformers.distributed.expert_parallel import AllToAllEP
     except ImportError:  # releases without it
-        return []
+        return own
     dispatch = AllToAllEP._dispatch_tokens
 
     def dispatch_evenly(self: Any, hidden: torch.Tensor, index: torch.Tensor, *rest: Any) -> Any:
@@ -486,7 +497,7 @@ def _substitutes_of_experts() -> list[Substitute]:
         with mock.patch.object(torch.Tensor, "tolist", lambda _: sizes):
             return dispatch(self, hidden, index, *rest)
 
-    return [(AllToAllEP, "_dispatch_tokens", dispatch_evenly)]
+    return [*own, (AllToAllEP, "_dispatch_tokens", dispatch_evenly)]
 
 
 def _substitutes_on_host(memory: Memory) -> list[Substitute]:

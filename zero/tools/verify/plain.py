@@ -26,6 +26,7 @@ from zero.integrations.deepspeed.engine import DeepSpeedEngine
 from zero.integrations.deepspeed.labels import label_whole
 from zero.integrations.deepspeed.optimizer import ParameterOffload
 from zero.optim.loss_scaler import LossScaler
+from zero.parallel.experts import size_of
 
 
 def _no_hooks(module: nn.Module) -> Any:
@@ -193,10 +194,10 @@ class PlainEngine(DeepSpeedEngine):
         lr_scheduler: object | None = None,
         comm: Communicator | None = None,
     ):
-        if comm is not None and comm.model is not None:
+        if (comm is not None and comm.model is not None) or size_of(model) > 1:
             raise UsageError(
-                "zero verify: a model that a mesh divides over ranks cannot be compared: run it "
-                "without the mesh"
+                "zero verify: a model that a mesh or expert_parallel divides over ranks cannot be "
+                "compared: run it without that"
             )
         comm = communicator()
         resolved = settings.resolve(comm.world_size)

@@ -1,0 +1,78 @@
+"""Experts that stay on their ranks: the Trainer, unmodified, beside one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import MixtralForCausalLM
+
+from tests.hf.trainer_runs import column, run_plain, run_unmodified
+
+AUTO = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
+# Two epochs of two steps, of two micro-batches; batches are shuffled.
+ARGUMENTS = {
+    "num_train_epochs": 2, "gradient_accumulation_steps": 2, "logging_steps": 1,
+    "max_grad_norm": 0.5,
+    "learning_rate": 1e-3, "save_strategy": "no",
+}  # fmt: skip
+CHECKPOINT = 2
+
+
+def deepspeed(stage: int, size: int) -> dict[str, Any]:
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    experts = {"enabled": size > 1, "autoep_size": size}
+    return {**dict.fromkeys(AUTO, "auto"), "zero_optimization": zero, "expert_parallel": experts}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """One process; two ranks, with one half of the experts each; and runs from a checkpoint of
+    those on.
+    """
+    folder = tmp_path_factory.mktemp("experts")
+
+    def job(name: str, rows: int, **arguments: Any) -> dict[str, Any]:
+        own = {"per_device_train_batch_size": rows, "output_dir": str(folder / name)}
+        return {"model": "mixtral", "arguments": ARGUMENTS | own | arguments, "save": True}
+
+    saving = {"save_strategy": "steps", "save_steps": CHECKPOINT}
+    jobs = {
+        "two": job("two", 2, deepspeed=deepspeed(3, 2), **saving),
+        "resumed": job("resumed", 2, deepspeed=deepspeed(3, 2)),
+        "gathered": job("gathered", 2, deepspeed=deepspeed(3, 1)),
+        "stage 1": job("stage 1", 2, deepspeed=deepspeed(1, 2)),
+    }
+    for name in ("resumed", "gathered"):
+        jobs[name]["resume"] = str(folder / "two" / f"checkpoint-{CHECKPOINT}")
+    (plain,) = run_plain([job("plain", 4, use_cpu=True)], folder / "alone")
+    found = run_unmodified([*jobs.values()], folder / "shared", nproc=2)
+    reports = {"plain": plain} | dict(zip(jobs, found, strict=True))
+    for name, report in reports.items():
+        report["folder"] = folder / name
+    return reports
+
+
+@pytest.mark.parametrize("name", ["two", "resumed", "gathered", "stage 1"])
+def test_the_trainer_has_the_losses_of_one_process(reports, name):
+    plain, report = reports["plain"], reports[name]
+    assert report["engine"] == "DeepSpeedEngine" and report["world_size"] == 2
+    for key in ("loss", "grad_norm"):
+        assert len(column(plain, key)) == 4
+        assert column(report, key) == pytest.approx(column(plain, key), rel=1e-6)
+    assert report["evaluation"]["eval_loss"] == pytest.approx(
+        plain["evaluation"]["eval_loss"], rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", ["two", "resumed", "gathered", "stage 1"])
+def test_the_trainer_saves_the_whole_model(reports, name):
+    expected = MixtralForCausalLM.from_pretrained(reports["plain"]["folder"]).state_dict()
+    model = MixtralForCausalLM.from_pretrained(reports[name]["folder"])
+    for key, value in expected.items():
+        assert (model.state_dict()[key] - value).abs().max() < 1e-5, key

@@ -1,0 +1,253 @@
+"""Expert parallelism over the data-parallel ranks: each rank of an expert group, which are
+neighbours, has some experts of every layer, and works on a batch of its own.
+
+[Note: the way of a token] A rank sends each token once for each expert that its router has chosen,
+to the rank that has this expert. It runs its own experts on what it gets, and sends the results
+back. There they are multiplied by the router's weights and summed. The backward pass goes the same
+ways. These are all-to-alls of the expert group, which all of its ranks must start in the same
+order, also a rank without tokens. In between, the numbers of tokens are exchanged.
+
+transformers' plan says which parameters are experts, and its modules compute them. ZeRO shards a
+rank's experts over the ranks that have the same ones: every `size`-th rank. The engine knows no
+more than that (`zero.core.sharded_param.Cut.holders`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from zero.comm.communicator import Communicator
+from zero.config import Config
+from zero.core.quantized_weights import is_quantized
+from zero.core.sharded_param import holders_of, local
+from zero.errors import UsageError
+from zero.parallel.tensor import make_mesh, plan_of_experts, prepare_parameter, take_steps
+
+_OF_PARAMETERS, _OF_MODULES = "grouped_gemm", "ep_dispatch_experts"
+KEY = "expert_parallel.autoep_size"
+
+
+def refuse_others(settings: Config, ranks: int) -> None:
+    """Raise UsageError for settings with which experts over `ranks` ranks would not be exact."""
+    zero, kept = settings.zero_optimization, settings.activation_checkpointing
+    found = {
+        "sequence_parallel_size": settings.sequence_parallel_size > 1,
+        "zero_optimization.mics_shard_size": zero.shards_over(ranks) != ranks,
+        "zero_optimization.zero_hpz_partition_size": bool(zero.second_shards_over(ranks)),
+        "zero_optimization.zero_quantized_weights": zero.zero_quantized_weights,
+        "zero_optimization.zero_quantized_gradients": zero.zero_quantized_gradients,
+        "activation_checkpointing.batch_slices": kept.batch_slices not in (None, 1),
+        'on_out_of_memory "adapt"': settings.on_out_of_memory == "adapt",
+    }
+    for key, is_set in found.items():
+        if is_set:
+            raise UsageError(
+                f"{KEY} without tensor parallelism does not support {key}: delete one of them"
+            )
+
+
+def size_of(model: nn.Module) -> int:
+    """Over how many ranks `divide` has divided the experts of a model; 1: it has not."""
+    found = (param for param in model.parameters() if holders_of(param) is not None)
+    return max((param.numel() // local(param).numel() for param in found), default=1)
+
+
+@torch.no_grad()
+def divide(
+    model: nn.Module, size: int, comm: Communicator, dtype: torch.dtype | None
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Leave each rank its part of the experts, with rank 0's values, for an engine that computes in
+    `dtype` (None: their own dtypes). Returns the new parameters, by the ones that they replace.
+
+    Raises UsageError for a model without a plan, for experts that are quantized or have adapters,
+    and if `size` does not divide their number or that of the ranks. All ranks must call it."""
+    if (earlier := size_of(model)) > 1:
+        if earlier == size:
+            return {}
+        raise UsageError(f"{KEY} is {size}, and the model is already divided over {earlier} ranks")
+    mesh = make_mesh(size, comm.world_size, comm.device, KEY)
+    planned = _planned(model)
+    plan = plan_of_experts(planned, size)
+    for name, style in plan.items():
+        if style not in (_OF_PARAMETERS, _OF_MODULES):
+            kind = type(planned).__name__
+            raise UsageError(
+                f"{KEY}: {kind}'s ep_plan has the style {style!r} for {name!r}, which needs tensor "
+                f"parallelism: set tensor_parallel.autotp_size to {size}"
+            )
+        _refuse_changed(planned, name, style)
+    tokens = comm.within(size)
+    holders = comm.every(size)
+    steps = [(name, _step(planned, name, style, mesh, tokens)) for name, style in plan.items()]
+    found = take_steps(planned, steps)
+    names = {param: name for name, param in model.named_parameters()}
+    param: Any
+    for param in found.values():
+        prepare_parameter(names[param], param, comm.device, dtype, holders)
+    return found
+
+
+def _planned(model: nn.Module) -> Any:
+    """transformers' model in `model`, which may be wrapped; `model` itself if there is none."""
+    from transformers import PreTrainedModel
+
+    return next((each for each in model.modules() if isinstance(each, PreTrainedModel)), model)
+
+
+def _refuse_changed(planned: Any, name: str, style: str) -> None:
+    """Raise UsageError for experts that are not as transformers made them."""
+    if style == _OF_PARAMETERS:
+        param = planned.get_parameter(name)
+        if is_quantized(param) or not param.is_floating_point():
+            raise UsageError(f"{KEY}: {name!r} is quantized, which is not supported: delete it")
+        return
+    module = planned.get_submodule(name)
+    inside = [key for key, _ in module.named_parameters() if "." in key]
+    if inside or not hasattr(module, "num_experts"):
+        raise UsageError(
+            f"{KEY}: {name!r} is a {type(module).__name__}"
+            + f" with {inside[0]!r}" * bool(inside)
+            + ": only experts without adapters are supported; adapt other layers, or delete the key"
+        )
+
+
+def _step(
+    planned: Any, name: str, style: str, mesh: DeviceMesh, tokens: Communicator
+) -> Callable[[], None]:
+    if style == _OF_MODULES:
+        return partial(_send_tokens, planned.get_submodule(name), name, mesh.size(), tokens)
+    return partial(_take_part, planned, name, mesh, tokens)
+
+
+def _take_part(planned: Any, name: str, mesh: DeviceMesh, tokens: Communicator) -> None:
+    """Replace a parameter by this rank's part of it, with rank 0's values."""
+    path, _, attribute = name.rpartition(".")
+    whole = planned.get_parameter(name)
+    values = whole.detach().to(tokens.device).contiguous()
+    tokens.broadcast(values, src=0)
+    part: Any = distribute_tensor(values, mesh, [Shard(0)], src_data_rank=None)
+    module = planned.get_submodule(path)
+    module._parameters[attribute] = nn.Parameter(part, whole.requires_grad)
+
+
+def _send_tokens(module: Any, name: str, size: int, tokens: Communicator) -> None:
+    module.num_experts //= size
+    module.forward = DispatchedExperts(module, name, tokens)
+
+
+class DispatchedExperts:
+    """Replaces the forward of a module of experts, of which this rank has a part.
+
+    Args:
+        name: of the module, for messages.
+        comm: its shard group is the expert group.
+    """
+
+    def __init__(self, module: Any, name: str, comm: Communicator):
+        self.module = module
+        self.name = name
+        self.comm = comm
+        # Disabled here instead of by a decorator, which would import the compiler together with
+        # this file.
+        self._run: Any = torch.compiler.disable(self._run_experts)
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Run the experts. The arguments have transformers' names: (tokens, width), and the chosen
+        experts of each token and their weights, both (tokens, experts per token).
+        """
+        return self._run(hidden_states, top_k_index, top_k_weights)
+
+    def __deepcopy__(self, memo: dict) -> Callable:
+        """A copy of the module is divided in the same way."""
+        return DispatchedExperts(memo[id(self.module)], self.name, self.comm)
+
+    def _run_experts(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        chosen = index.reshape(-1)
+        order = chosen.argsort(stable=True)
+        sent, received, of_rows = self.agree(chosen)
+        rows = _Exchange.apply(hidden[order // index.size(-1)], self, sent, received)
+        found = _Exchange.apply(self._of_own(rows, of_rows), self, received, sent)
+        found = found.new_empty(found.shape).index_copy(0, order, found)
+        found = found.view(*weights.shape, -1) * weights.unsqueeze(-1)
+        return found.sum(1).to(hidden.dtype)
+
+    def agree(self, chosen: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:
+        """How many rows go to each rank, how many come from each, and which of this rank's experts
+        each of those needs. `chosen`: the expert of each row of this rank, 1-D.
+        """
+        ranks, experts = self.comm.shard_group.size, self.module.num_experts
+        sent = torch.bincount(chosen, minlength=ranks * experts).view(ranks, experts)
+        received = self.exchange(sent, [1] * ranks, [1] * ranks)
+        of_rows = torch.arange(experts, device=chosen.device).repeat(ranks)
+        of_rows = of_rows.repeat_interleave(received.view(-1))
+        # The host waits for these numbers.
+        to, come = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+        return to, come, of_rows
+
+    def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """Send rows to the ranks of the group, so many to each, and return those that come."""
+        result, width = rows.new_empty(sum(received), rows.size(1)), rows.size(1)
+        pending = self.comm.start_all_to_all_of_parts(
+            result.view(-1),
+            rows.contiguous().view(-1),
+            [number * width for number in received],
+            [number * width for number in sent],
+            f"the all-to-all of tokens of {self.name}",
+        )
+        with self.comm.clock.waiting("tokens"):
+            pending.wait()
+        return result
+
+    def _of_own(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """This rank's experts on the rows that it got. `index`: the expert of each row, 1-D.
+
+        Without rows, they run on one of zeros, so that their parameters are in the graph.
+        """
+        is_empty = not len(rows)
+        if is_empty:
+            rows, index = rows.sum(0, keepdim=True), index.new_zeros(1)
+        with self._local_parameters():
+            forward = MethodType(type(self.module).forward, self.module)
+            found = forward(rows, index.unsqueeze(1), rows.new_ones(len(rows), 1))
+        return found[:0] if is_empty else found
+
+    @contextmanager
+    def _local_parameters(self) -> Iterator[None]:
+        """Context in which the module has tensors with this rank's part, as kernels need them."""
+        own = dict(self.module._parameters)
+        local = {k: p.to_local() if isinstance(p, DTensor) else p for k, p in own.items()}
+        self.module._parameters.update(local)
+        try:
+            yield
+        finally:
+            self.module._parameters.update(own)
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows, in the order of the ranks to which they go, for those that come from there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, of: DispatchedExperts, sent: list[int], received: list[int]
+    ) -> torch.Tensor:
+        ctx.way = of, received, sent
+        return of.exchange(rows, sent, received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        of, *sizes = ctx.way
+        return of.exchange(grad, *sizes), None, None, None
