@@ -37,9 +37,9 @@ def forget_peaks() -> None:
     """Reset the peaks of memory. Memory that building needed is first given back to the system."""
     let_go()
     Path("/proc/self/clear_refs").write_text("5")
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
 
 
 class PeakMemory:

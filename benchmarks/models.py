@@ -51,6 +51,8 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama-1b": lambda: llama(
         2048, 8192, 16, 32, 128256, num_key_value_heads=8, head_dim=64, tie_word_embeddings=True
     ),
+    # Half of the next one's blocks, and 32,000 words: 3.75 billion parameters.
+    "llama-4b": lambda: llama(4096, 14336, 16, 32, 32000, num_key_value_heads=8),
     "llama-8b": lambda: llama(4096, 14336, 32, 32, 128256, num_key_value_heads=8),
     "llama-70b": lambda: llama(8192, 28672, 80, 64, 128256, num_key_value_heads=8),
 }

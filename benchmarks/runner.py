@@ -160,7 +160,8 @@ def run_job(
         log.seek(0)
         output = log.read()
     if code is None:
-        raise RuntimeError(f"not finished after {timeout:g} s: {shown}\n{output[-4000:]}")
+        late = f"TimeoutError: not finished after {timeout:.3g} s"
+        raise RuntimeError(f"{shown}\n{output[-4000:]}\n{late}")
     if code:
         raise RuntimeError(f"exit code {code}: {shown}\n{output[-4000:]}")
     return output
@@ -357,16 +358,25 @@ def finish(
     """
     for each in tables:
         print(f"\n{show(each)}")
-    settings = {name: value for name, value in vars(args).items() if "python" not in name}
-    result: dict[str, Any] = {"settings": settings, "machine": machine()}
-    result |= {"tables": [each._asdict() for each in tables], "missing": missing or {}, **others}
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    write(args, *tables, missing=missing or {}, **others)
     print(f"\nwritten: {args.output}")
     for variant, reason in (missing or {}).items():
         print(f"{variant}: {reason}")
     if missing:
         sys.exit(1)
+
+
+def write(args: Namespace, *tables: Table, **others: Any) -> None:
+    """Write the tables and all that is given to `--output`. A run that is killed meanwhile leaves
+    the file as it was.
+    """
+    settings = {name: value for name, value in vars(args).items() if "python" not in name}
+    result: dict[str, Any] = {"settings": settings, "machine": machine()}
+    result |= {"tables": [each._asdict() for each in tables], **others}
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    fresh = args.output.with_name(f"{args.output.name}.new")
+    fresh.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    fresh.replace(args.output)
 
 
 def machine() -> dict[str, Any]:

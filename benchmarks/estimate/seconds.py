@@ -35,7 +35,8 @@ from zero.tools.estimate.rank import Estimate, estimate
 from zero.tools.estimate.speeds import Speeds, of_device, read
 
 CPU = {"device": "cpu"}
-BOTH = {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}
+OPTIMIZER = {"stage": 3, "offload_optimizer": CPU}
+BOTH = OPTIMIZER | {"offload_param": CPU}
 CODED = {"zero_quantized_moments": True}
 FACTORS = {"h100": 1.5, "here": 1.3}
 
@@ -69,16 +70,7 @@ ON_H100 = (
     Run("Llama 1B, stage 1", {"stage": 1}, 4, 2048, False, 0.207, 44.4),
     Run("Llama 1B, stage 3", {"stage": 3}, 4, 2048, False, 0.198, 44.4),
     Run("Llama 1B, all in host memory", BOTH, 4, 2048, False, 0.534, 28.2, 21.2),
-    Run(
-        "Llama 1B, optimizer in host memory",
-        {"stage": 3, "offload_optimizer": CPU},
-        4,
-        2048,
-        False,
-        0.579,
-        29.5,
-        19.5,
-    ),
+    Run("Llama 1B, optimizer in host memory", OPTIMIZER, 4, 2048, False, 0.579, 29.5, 19.5),
     Run("T5-3B, all in host memory", BOTH, 8, 512, False, 1.036, 41.0, 47.2),
     Run("T5-3B, the same, 8-bit moments", BOTH | CODED, 8, 512, False, 1.303, 41.0, 30.2),
     Run(

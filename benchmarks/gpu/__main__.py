@@ -5,6 +5,10 @@ DeepSpeed.
         # Llama-3.2-1B's shape, 4 x 2048 tokens
     python -m benchmarks.gpu --model t5-3b --batch 8 --length 512 --variants zero3-offload
     python -m benchmarks.gpu --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
+    python -m benchmarks.gpu --all --deepspeed-python PATH
+        # on one GPU, in 8 minutes: slices, offload, adapting, QLoRA, compilation, files, tests
+    python -m benchmarks.gpu --all files tests
+        # these rows of it
 
 All variants train the same model in bf16 with fp32 masters on the same batch, each in its own
 processes, one per GPU. With several rounds, they take turns. Ratios to the base are formed within a
@@ -19,10 +23,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from benchmarks.gpu.rows import ROWS, measure
 from benchmarks.models import build
 from benchmarks.runner import Parser, by_variant, finish, summary, table, take_turns
 from benchmarks.step.comparison import add_options, choose, heading, phases, run
 from benchmarks.step.worker import VARIANTS
+from zero.tools.arguments import above_zero
 
 # bf16: the variants round at different places, by up to 2**-8 each. In a short run, losses that do
 # not move are near the base's. On one H100 rounding moved losses by 0.002 of them, where they fell
@@ -67,11 +73,17 @@ def main() -> None:
         parser, model="llama-1b", ranks=max(1, torch.cuda.device_count()), batch=4, length=2048,
         rounds=1, warmup=3, steps=10,
     )  # fmt: skip
+    parser.add_argument("--all", nargs="*", choices=list(ROWS), help="all rows, or these")
+    parser.add_argument("--minutes", type=above_zero, default=8.0, help="for --all")
     args = parser.parse_args()
     args.dtype = "bf16"
     if not torch.cuda.is_available():
         parser.error("no CUDA device: `python -m benchmarks.step` compares the engines on CPUs")
+    args.ranks = args.ranks if args.all is None else 1
     choose(args, DEFAULT)
+    if args.all is not None:
+        measure({name: ROWS[name] for name in args.all or ROWS}, args)
+        return
     rounds, missing = take_turns(
         args.variants, args.rounds, lambda name: run(name, args, one_batch=True)
     )

@@ -50,20 +50,20 @@ def choose(args: Namespace, default: Iterable[str]) -> None:
         print("left out: deepspeed (no --deepspeed-python)", file=sys.stderr)
 
 
-def run(variant: str, args: Namespace, **changed: Any) -> Row:
+def run(variant: str, args: Namespace, timeout: float = 3600, **changed: Any) -> Row:
     """Run one job. Return the slowest rank's seconds, the largest memory, the means of losses over
     the ranks, and what rank 0 reports beside.
 
     changed: of the worker's settings, other than the options have them.
     """
-    task: Row = {"one_batch": False, "micro_batches": 1, "slices": 1, "live": 0}
+    task: Row = {"one_batch": False, "micro_batches": 1, "slices": 1, "live": 0, "keys": {}}
     names = ("model", "dtype", "batch", "length", "warmup", "steps", "checkpointing")
     task |= {name: getattr(args, name) for name in names} | changed
     env = environment(variant, args)
     env["env"] = {**env.get("env", {}), "OMP_NUM_THREADS": str(args.threads)}
     nproc = 1 if VARIANTS[variant].system == "plain" else args.ranks
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        found = ranks(train, nproc, timeout=3600, variant=variant, folder=folder, **env, **task)
+        found = ranks(train, nproc, timeout=timeout, variant=variant, folder=folder, **env, **task)
     largest = ("seconds", "cpu", "issued", "steady", "host", "device", "reserved", "first")
     row = {key: max(each[key] for each in found) for key in largest if key in found[0]}
     losses = [statistics.mean(step) for step in zip(*(r["losses"] for r in found), strict=True)]

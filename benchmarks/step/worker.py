@@ -21,6 +21,7 @@ from torch import nn
 from benchmarks.measuring import forget_peaks, of_this_process, timed
 from benchmarks.models import BLOCKS, build, synthetic_batches
 from benchmarks.runner import medians
+from zero.device import CPU, accelerator, use
 
 CLIP = 1.0
 # A small rate: where one batch is repeated, a steep fall of the loss would enlarge differences of
@@ -58,11 +59,13 @@ VARIANTS = {
     "fsdp2-bf16-reduce": Variant("fsdp2", {"reduce_dtype": torch.bfloat16}),
     "fsdp2-compiled": Variant("fsdp2", compiled=True),
     "fsdp2-offload": Variant("fsdp2", {"offload": True}),
+    "ddp-compiled": Variant("ddp", compiled=True),
     **{f"zero{stage}": Variant("zero", {"stage": stage}) for stage in range(4)},
     "zero3-strict": Variant("zero", STRICT),
     "zero3-compiled": Variant("zero", {"stage": 3}, compiled=True),
     "zero2-optimizer": Variant("zero", {"stage": 2} | OPTIMIZER),
     "zero3-optimizer": Variant("zero", {"stage": 3} | OPTIMIZER),
+    "zero3-parameters": Variant("zero", {"stage": 3, "offload_param": HOST}),
     "zero3-offload": Variant("zero", {"stage": 3} | BOTH),
     "zero3-offload-8bit": Variant("zero", {"stage": 3} | BOTH | CODED),
     "zero3-offload-half": Variant(
@@ -80,9 +83,7 @@ VARIANTS = {
 
 
 def device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    return torch.device("cpu")
+    return accelerator(int(os.environ["LOCAL_RANK"])) or CPU
 
 
 def init_process_group() -> None:
@@ -152,13 +153,17 @@ def shard_by_torch(
     policies["mesh"] = dist.init_device_mesh(device().type, (dist.get_world_size(),))
     if bf16:
         policies["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
-    offloads = offload and torch.cuda.is_available()
+    offloads = offload and torch.accelerator.is_available()
     policies["offload_policy"] = CPUOffloadPolicy() if offloads else OffloadPolicy()
-    for module in [module for module in model.modules() if type(module).__name__ in BLOCKS]:
+    for module in blocks_of(model):
         fully_shard(module, **policies)
         if compiled:
             module.compile()
     fully_shard(model, **policies)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if type(module).__name__ in BLOCKS]
 
 
 def section_of(variant: str, folder: str) -> dict[str, Any]:
@@ -166,7 +171,7 @@ def section_of(variant: str, folder: str) -> dict[str, Any]:
     section = dict(VARIANTS[variant].section)
     for key in ("offload_param", "offload_optimizer"):
         if key in section:
-            pinned = {"pin_memory": torch.cuda.is_available()}
+            pinned = {"pin_memory": torch.accelerator.is_available()}
             section[key] = section[key] | pinned | {"nvme_path": folder}
     return section
 
@@ -179,16 +184,34 @@ def initialize(package: str, model: nn.Module, config: dict[str, Any]) -> Any:
     library.comm.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo")
     if "offload_optimizer" in config["zero_optimization"]:
         config = config | {"optimizer": {"type": "AdamW", "params": ADAMW}}
-        return library.initialize(model=model, model_parameters=model.parameters(), config=config)[
-            0
-        ]
+        params = model.parameters()
+        return library.initialize(model=model, model_parameters=params, config=config)[0]
     # torch's fused AdamW is not in DeepSpeed's list of tested optimizers.
     config = config | {"zero_allow_untested_optimizer": True}
     return library.initialize(model=model, optimizer=adamw(model), config=config)[0]
 
 
 def adamw(model: nn.Module, **changed: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), **ADAMW | changed, fused=True)
+    params = [param for param in model.parameters() if param.requires_grad]
+    return torch.optim.AdamW(params, **ADAMW | changed, fused=True)
+
+
+def with_adapters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return the model with the linear layers of its blocks in NF4, and PEFT's LoRA on them."""
+    from peft import LoraConfig, get_peft_model
+
+    quantized: Any = importlib.import_module("bitsandbytes.nn")
+    model.to(dtype)
+    model.is_loaded_in_4bit = True  # where it is not, PEFT would wrap the layers as common ones
+    for owner in [module for block in blocks_of(model) for module in block.modules()]:
+        for name, linear in list(owner.named_children()):
+            if isinstance(linear, nn.Linear):
+                shape = linear.in_features, linear.out_features
+                layer = quantized.Linear4bit(*shape, False, dtype, quant_type="nf4", device="meta")
+                weight = quantized.Params4bit(linear.weight.data, quant_type="nf4")
+                layer.weight = weight.to(device())
+                setattr(owner, name, layer)
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
 
 
 def prepare(variant: str, model: nn.Module, task: dict[str, Any]) -> tuple[TrainStep, Any]:
@@ -199,7 +222,10 @@ def prepare(variant: str, model: nn.Module, task: dict[str, Any]) -> tuple[Train
         return by_torch(model, adamw(model), number, autocast=bf16), None
     if system == "ddp":
         init_process_group()
-        places = [device().index] if torch.cuda.is_available() else None
+        if compiled:
+            for block in blocks_of(model):
+                block.compile()
+        places = [device().index] if torch.accelerator.is_available() else None
         wrapped = nn.parallel.DistributedDataParallel(
             model, device_ids=places, gradient_as_bucket_view=True
         )
@@ -219,6 +245,7 @@ def prepare(variant: str, model: nn.Module, task: dict[str, Any]) -> tuple[Train
     if system == "zero":
         config["activation_checkpointing"] = {"batch_slices": task["slices"]}
         config["compile"] = {"enabled": compiled}
+        config |= task["keys"]
     engine = initialize(system, model, config)
     return by_engine(engine, number), engine if system == "zero" else None
 
@@ -260,18 +287,25 @@ def train(variant: str, model: str, checkpointing: bool, **task: Any) -> dict[st
     """Train, and return what a counted step takes: wall and CPU seconds, peaks of memory, and for
     this engine its phases and waits and what it moved. Losses are those of all steps.
 
+    `keys` are added to this engine's configuration. `quantized`: adapters on a base in NF4.
+    `most`: bytes of the device's memory that may be used.
+
     On a GPU, the counted steps are waited for at their end only, as in a run that does not log each
     loss: `issued` are the seconds until the host has given all work to the GPU. On a CPU, seconds
     are the median over the steps."""
-    on_gpu, steps = torch.cuda.is_available(), task["steps"]
-    if on_gpu:
-        torch.cuda.set_device(device())
+    on_gpu, steps = torch.accelerator.is_available(), task["steps"]
+    use(device())
     with device():
         built = build(model)
     parameters = sum(param.numel() for param in built.parameters())
     if checkpointing:
         built.gradient_checkpointing_enable({"use_reentrant": False})
+    if task.get("quantized"):
+        built = with_adapters(built, torch.bfloat16 if task["dtype"] == "bf16" else torch.float32)
     train_step, engine = prepare(variant, built, task)
+    if "most" in task:
+        fraction = task["most"] / torch.accelerator.get_memory_info()[1]
+        torch.get_device_module().set_per_process_memory_fraction(fraction)
     seed = dist.get_rank() if dist.is_initialized() else 0
     batches = batches_of(built, task["batch"], task["length"], task["one_batch"], seed)
 
@@ -285,11 +319,11 @@ def train(variant: str, model: str, checkpointing: bool, **task: Any) -> dict[st
         before = moved(engine)
         engine.comm.clock.reset()
     if on_gpu:
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         start, cpu = time.perf_counter(), time.process_time()
         found = [train_step(batch).detach() for batch in islice(batches, steps)]
         issued = time.perf_counter() - start
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         costs = {"seconds": time.perf_counter() - start, "cpu": time.process_time() - cpu}
         costs = {name: value / steps for name, value in (costs | {"issued": issued}).items()}
         losses += [loss.item() for loss in found]
@@ -301,18 +335,18 @@ def train(variant: str, model: str, checkpointing: bool, **task: Any) -> dict[st
     if VARIANTS[variant].compiled and graphs() != compiled:
         raise RuntimeError("graphs were compiled in counted steps")
     result = costs | {
-        "name": torch.cuda.get_device_name() if on_gpu else "CPU",
+        "name": torch.cuda.get_device_name() if torch.cuda.is_available() else device().type,
         "parameters": parameters,
         "losses": losses,
         "first": first,
         "steady": memory["VmRSS"],
         "host": memory["VmHWM"],
-        "device": torch.cuda.max_memory_allocated() if on_gpu else 0,
-        "reserved": torch.cuda.max_memory_reserved() if on_gpu else 0,
+        "device": torch.accelerator.max_memory_allocated() if on_gpu else 0,
+        "reserved": torch.accelerator.max_memory_reserved() if on_gpu else 0,
     }
     if engine is None:
         return result
-    clock = engine.comm.clock
+    clock, result["slices"] = engine.comm.clock, engine.slices.number
     result["phases"] = {name: spent / steps for name, spent in clock.phases.items()}
     result["waits"] = {": ".join(name): spent / steps for name, spent in clock.waits.items()}
     return result | {name: (now - before[name]) / steps for name, now in moved(engine).items()}

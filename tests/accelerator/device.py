@@ -155,6 +155,10 @@ def set_limit(nbytes: int) -> None:
     _simulated().set_limit(nbytes)
 
 
+def set_per_process_memory_fraction(fraction: float) -> None:
+    set_limit(int(fraction * torch.accelerator.get_memory_info()[1]))
+
+
 def fail_collective(after: int) -> None:
     """Let this rank's next `after` collectives succeed, and the one after them raise an error."""
     _simulated().fail_collective(after)
