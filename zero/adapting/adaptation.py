@@ -332,7 +332,8 @@ class Adaptation:
         engine, slices = self._engine, self._engine.slices
         schedule, stage = engine.schedule, engine.settings.zero_optimization.stage
         refusal = self._of_all(self._why_not_repeated(calls, error))
-        why_whole = self._of_all(slices.why_not())
+        is_compiled = engine.is_compiled and slices.number == 1
+        why_whole = self._of_all("blocks are compiled" if is_compiled else slices.why_not())
         counts = self._of_ranks((slices.number, slices.samples))
         number, samples = map(max, zip(*counts, strict=True))
         can_recompute = any(self._of_ranks(self._can_recompute))

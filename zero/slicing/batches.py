@@ -67,8 +67,6 @@ class BatchSlices:
         for block in called_blocks(self._model):
             if why := "" if self._kept.trust_slices else why_not_sliced(block):
                 return f"a block {why}"
-            if block._compiled_call_impl is not None:
-                return "blocks are compiled"
         return self._why_no_blocks()
 
     def remove(self) -> None:
