@@ -113,8 +113,8 @@ dist.ProcessGroup._get_backend                     tests/unit/comm/test_world.py
 dist.ProcessGroupGloo._Options()._timeout         tests/unit/comm/test_world.py
 dist.distributed_c10d._world.pg_map                tests/accelerator/test_engine.py
 dist.distributed_c10d._get_default_store           tests/dist/comm/test_python_group.py
-torch.cuda.memory._record_memory_history           tests/dist/tools/test_memory.py
-torch.cuda.memory._dump_snapshot                   tests/dist/tools/test_memory.py
+torch.cuda.memory._record_memory_history           tests/dist/tools/test_trace.py
+torch.cuda.memory._dump_snapshot                   tests/dist/tools/test_trace.py
 optimizers._get_foreach_kernels_supported_devices  tests/dist/tools/test_estimate.py
 ATEN._grouped_mm                                   tests/dist/tools/test_estimate.py
 ATEN._local_scalar_dense                           tests/dist/tools/test_estimate.py
