@@ -14,7 +14,8 @@ model group      the ranks that hold one copy of the model together, and work on
 
 The world and the shard group are the job, and each rank is alone in its replicate group, unless
 `within` has made smaller groups. Each rank has the whole model, unless `split` has made smaller
-worlds and model groups."""
+worlds and model groups. Parameters that only every n-th rank has, such as experts that stay on
+their ranks, have a world of these ranks (`every`)."""
 
 from __future__ import annotations
 

@@ -20,10 +20,11 @@ from benchmarks.estimate.seconds import ON_H100
 from zero.config import load_config
 from zero.tools.cli import main
 from zero.tools.estimate import remedies as remedies_of_estimate
+from zero.tools.estimate import report as report_of_estimate
 from zero.tools.estimate.calls import known_calls
 from zero.tools.estimate.machine import _on_host
 from zero.tools.estimate.model import build, class_of
-from zero.tools.estimate.question import Question
+from zero.tools.estimate.question import PLAIN, Question
 from zero.tools.estimate.rank import Estimate, estimate
 from zero.tools.estimate.remedies import Remedy, Search, _undominated
 from zero.tools.estimate.speeds import default_file, of_device, read
@@ -452,6 +453,27 @@ def test_remedies_are_ordered_by_time(ask):
     assert all(each["device"] <= 40 << 20 for each in enough)
     seconds = [float(f"{each['seconds']:.1e}") for each in enough]
     assert len(seconds) > 1 and seconds == sorted(seconds)
+
+
+def test_a_plan_divides_experts_where_that_is_faster(monkeypatch, tmp_path):
+    def faster_in_parts(model: Any, config: Any, question: Question) -> Estimate:
+        found = estimate(model, config, question)
+        found.seconds /= 10 if config.expert_parallel.size == 2 else 1
+        return found
+
+    monkeypatch.setattr(remedies_of_estimate, "estimate", faster_in_parts)
+    sizes = {"num_local_experts": 6, "architectures": ["MixtralForCausalLM"]}
+    shape, out = transformers.MixtralConfig(**SIZES | HEADS | sizes), tmp_path / "ds_config.json"
+    model = build(shape, torch.bfloat16)
+    search = Search(
+        model, load_config(PLAIN), Question(4, 1, LENGTH, per_host=4), {"device": 3000000}
+    )
+    report_of_estimate.plan("model", search, out, as_json=True)
+    written = json.loads(out.read_text())
+    assert written["expert_parallel"] == {"enabled": True, "autoep_size": 2}
+    assert written["zero_optimization"]["stage"] > 0
+    assert "autoep_size" not in written["zero_optimization"]
+    load_config(written)
 
 
 def test_what_cannot_fit_is_tried_once(monkeypatch):

@@ -15,7 +15,9 @@ from typing import Any
 import transformers
 
 from zero.config import Config
+from zero.config.parallel import ExpertParallelConfig
 from zero.config.settings import ActivationCheckpointingConfig, ZeroConfig
+from zero.core.layout import packs_experts
 from zero.errors import UsageError
 from zero.tools.estimate.machine import DEVICE, HOST
 from zero.tools.estimate.question import Question
@@ -33,7 +35,9 @@ FEW_LIVE = {"stage": 3, "stage3_max_live_parameters": 0}
 # Keys of activation_checkpointing. The Trainer would fill in "auto".
 SLICES = {"batch_slices": "Auto", "cpu_checkpointing": True}
 
-Keys = dict[str, Any]  # keys of zero_optimization to set
+# In how many parts experts are divided, among keys of another section.
+PARTS = "autoep_size"
+Keys = dict[str, Any]  # keys of zero_optimization to set, and `PARTS`
 
 
 @dataclass
@@ -104,7 +108,19 @@ class Search:
     def remedies(self) -> list[Remedy]:
         """Return the changes with which it fits, ordered by the predicted time of a step."""
         changes = _new(_smaller(self.config.zero_optimization, HOST in self.limits), self.config)
+        divided = _new(({"stage": stage} for stage in (1, 2, 3)), self.config)
+        changes += [keys | {PARTS: parts} for parts in self._parts() for keys in divided]
         return _undominated(self._enough(changes), self.limits)
+
+    def _parts(self) -> list[int]:
+        """In how many parts experts may be divided, over processes of one machine."""
+        model: Any = self.model
+        others = self.config.tensor_parallel.autotp_size > 1 or self.config.expert_parallel.enabled
+        if others or not getattr(model, "ep_plan", None):
+            return []
+        found = [module.num_experts for module in model.modules() if packs_experts(module)]
+        most = math.gcd(self.question.world_size, self.question.per_host, *found)
+        return [parts for parts in range(2, most + 1) if most % parts == 0]
 
     def faster(self) -> Remedy | None:
         """Return the fastest change to less offload, sharding or recomputation that fits and makes
@@ -170,10 +186,12 @@ class Search:
         return self._tried[key]
 
     def _estimated(
-        self, keys: Keys, batch: int, checkpointing: bool, slices: bool = False
+        self, all_keys: Keys, batch: int, checkpointing: bool, slices: bool = False
     ) -> Remedy:
-        asked, config, changes = self.question, self.config, list(map(_in_words, keys.items()))
-        updates: Keys = {}
+        asked, config, changes = self.question, self.config, list(map(_in_words, all_keys.items()))
+        updates, keys = dict[str, Any](), dict(all_keys)
+        if parts := keys.pop(PARTS, None):
+            updates["expert_parallel"] = ExpertParallelConfig(enabled=True, autoep_size=parts)
         if keys:
             given = config.zero_optimization.model_dump(exclude_unset=True)
             updates["zero_optimization"] = ZeroConfig.model_validate(given | keys)
@@ -190,7 +208,7 @@ class Search:
         self._show(f"trying number {len(self._tried) + 1}: {tried}")
         question = replace(asked, batch=batch, checkpointing=checkpointing)
         found = estimate(self.model, config.model_copy(update=updates), question)
-        return Remedy(keys, question, changes, found, slices)
+        return Remedy(all_keys, question, changes, found, slices)
 
 
 def _halves(batch: int) -> Iterator[int]:

@@ -16,7 +16,7 @@ from zero.tools.arguments import judged
 from zero.tools.estimate.machine import DISK, HOST
 from zero.tools.estimate.question import PLAIN
 from zero.tools.estimate.rank import Estimate
-from zero.tools.estimate.remedies import SLICES, Remedy, Search
+from zero.tools.estimate.remedies import PARTS, SLICES, Remedy, Search
 from zero.tools.estimate.traffic import ON_HOST
 from zero.tools.explain import explain
 
@@ -50,7 +50,9 @@ def plan(source: str, search: Search, out: Path, as_json: bool) -> str:
             "process(es): take more of them, shorter sequences, or an adapter"
         )
     batch = found[0].question.batch
-    section = PLAIN["zero_optimization"] | found[0].keys
+    chosen = dict(found[0].keys)
+    parts = chosen.pop(PARTS, None)
+    section = PLAIN["zero_optimization"] | chosen
     if section["stage"] == 3 and all(each.requires_grad for each in search.model.parameters()):
         section["stage3_gather_16bit_weights_on_model_save"] = True  # adapters do not need it
     keys = PLAIN | {
@@ -60,6 +62,8 @@ def plan(source: str, search: Search, out: Path, as_json: bool) -> str:
     }
     if found[0].slices:
         keys["activation_checkpointing"] = SLICES
+    if parts is not None:
+        keys["expert_parallel"] = {"enabled": True, "autoep_size": parts}
     out.write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
     best, *others = map(_described, found)
     if as_json:
