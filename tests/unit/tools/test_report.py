@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -122,9 +123,30 @@ def test_the_page_of_two_runs_needs_no_network(tmp_path: Path, capsys):
     for drawing in re.findall("<svg.*?</svg>", text, flags=re.DOTALL):
         ElementTree.fromstring(drawing)
     assert text.count("<svg") == 6
-    assert re.findall(r'(?:src|href)="(?!#|data:)[^"]*"|@import|<script', text) == []
+    assert re.findall(r'(?:src|href)="(?!#|data:)[^"]*"|@import|<script .', text) == []
+    assert text.count("<script") == 1
     assert "&lt;script&gt;alert(1)" in text and "b&lt;i&gt;" in text and "b<i>" not in text
     assert '<tr class="differs"><td>zero_optimization.stage</td><td>3</td><td>1</td></tr>' in text
+
+
+def test_evaluations_and_starts_from_a_checkpoint_are_shown(tmp_path: Path):
+    """A Trainer's output folder has the records of json_monitor in it."""
+    history = [
+        {"step": 1, "loss": 3.0},
+        {"step": 2, "eval_loss": 2.5, "eval_runtime": 1.0, "eval_steps_per_second": 2.0},
+        {"step": 4, "eval_loss": 1.5},
+    ]
+    checkpoint = tmp_path / "checkpoint-4"
+    checkpoint.mkdir()
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    records = [first(), record(2), first() | {"step": 3}, record(4)]
+    run = read(write(tmp_path / "logs", records))
+    assert run.metrics() == ["eval_loss"] and run.curve("eval_loss") == ([2, 4], [2.5, 1.5])
+    assert run.resumed == [3] and run.summary()["last eval_loss"] == "1.5"
+    text = page([run])
+    curves = [json.loads(html.unescape(each)) for each in re.findall('data-values="(.*?)"', text)]
+    assert [curve["lines"][0]["steps"] for curve in curves].count([2, 4]) == 1
+    assert all(0 < curve["left"] < curve["right"] < 1 for curve in curves)
 
 
 def test_all_that_a_run_says_is_escaped():

@@ -24,13 +24,11 @@ def page(runs: Sequence[Run]) -> str:
     milliseconds = [
         {part: f"{rounded(1e3 * spent)} ms" for part, spent in of.items()} for of in times
     ]
+    titles = {"loss": "Loss", "lr": "Learning rate", "grad_norm": "Norm of the gradient"}
+    titles |= {name: name for run in runs for name in run.metrics()}
     curves = [
         pictures.curves(runs, title, [run.curve(key) for run in runs])
-        for key, title in (
-            ("loss", "Loss"),
-            ("lr", "Learning rate"),
-            ("grad_norm", "Norm of the gradient"),
-        )
+        for key, title in titles.items()
     ]
     durations = [run.step_seconds() for run in runs]
     ranks = [

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zero.errors import UsageError
+from zero.errors import UsageError, rounded
 from zero.tools.report.runs import REST, Run
 
 COLOURS = ("#2563eb", "#ea580c")
@@ -62,18 +63,29 @@ def curves(
     title: str,
     points: Sequence[tuple[list[int], list[float]]],
     unit: str = "",
-) -> str:
-    """A line for each run; `points`: steps and values of each."""
+) -> tuple[str, str]:
+    """A line for each run; `points`: steps and values of each. Returns the picture, and as JSON
+    where its axes are in it and what they show, with which the page names values.
+    """
     figure, axes = pyplot().subplots(figsize=(5.2, 2.6), layout="constrained")
     for run, colour, line, (steps, values) in zip(runs, COLOURS, ("-", "--"), points, strict=False):
         marker = "o" if len(steps) < 3 else None
         axes.plot(steps, values, line, color=colour, linewidth=1.4, marker=marker, label=run.name)
+        for step in run.resumed:
+            axes.axvline(step, color=colour, linewidth=0.8, linestyle=":")
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set(xlabel="step", ylabel=unit)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
     if not any(values for _, values in points):
         axes.text(0.5, 0.5, "not known", transform=axes.transAxes, ha="center", color="#6b7280")
-    return _svg(figure)
+    picture = _svg(figure)  # this lays the axes out
+    place = axes.get_position()
+    lines = [
+        {"name": run.name, "steps": steps, "values": [rounded(value, 5) for value in values]}
+        for run, (steps, values) in zip(runs, points, strict=False)
+    ]
+    shown = {"left": place.x0, "right": place.x1, "steps": axes.get_xlim(), "lines": lines}
+    return picture, json.dumps(shown)
 
 
 def _stacked(

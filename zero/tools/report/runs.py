@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean, median
@@ -15,6 +16,8 @@ from typing import Any
 from zero.errors import UsageError, rounded, size
 
 FILE = "steps.jsonl"
+# Of transformers' Trainer: its record, and how the names of an evaluation's metrics begin.
+_STATE, _EVALUATION = "trainer_state.json", "eval_"
 # What a record of a step must have.
 _KEYS = {"step", "samples", "lr", "seconds", "waits", "memory", "ranks", "samples_per_second"}
 REST = "data and script"
@@ -28,24 +31,40 @@ class Run:
     Attributes:
         name: the run's name.
         records: the records of the steps, in order.
+        evaluations: what the Trainer has logged of evaluations.
         facts: what `zero.monitor.run_info` wrote at the last start, or {}.
+        resumed: the first step of each start but the first.
         warnings: (step, text).
     """
 
-    def __init__(self, name: str, records: list[dict[str, Any]]):
+    def __init__(
+        self,
+        name: str,
+        records: list[dict[str, Any]],
+        evaluations: Sequence[dict[str, Any]] = (),
+    ):
         self.name = name
+        self.evaluations = [{"step": 0, **each} for each in evaluations]
         last = {record["step"]: record for record in records}
         self.records = [last[step] for step in sorted(last)]
         starts = [record["run"] for record in records if "run" in record]
         self.facts = starts[-1] if starts else {}
+        self.resumed = [record["step"] for record in records if "run" in record][1:]
         self.warnings = [
             (record["step"], text) for record in records for text in record.get("warnings", ())
         ]
 
     def curve(self, key: str) -> tuple[list[int], list[float]]:
         """Steps and values of a number of the records; steps without it are left out."""
-        points = [(each["step"], each[key]) for each in self.records if each.get(key) is not None]
+        source = self.evaluations if key.startswith(_EVALUATION) else self.records
+        points = [(each["step"], each[key]) for each in source if each.get(key) is not None]
         return [step for step, _ in points], [value for _, value in points]
+
+    def metrics(self) -> list[str]:
+        """The names of the evaluations' metrics, without their speed."""
+        names = dict.fromkeys(name for each in self.evaluations for name in each)
+        kept = [name for name in names if name.startswith(_EVALUATION)]
+        return [name for name in kept if not name.endswith(("_runtime", "_per_second"))]
 
     @property
     def _usual(self) -> list[dict[str, Any]]:
@@ -105,8 +124,8 @@ class Run:
             "steps": f"{self.records[0]['step']} to {self.records[-1]['step']}",
             "skipped steps": str(sum(bool(each.get("skipped")) for each in self.records)),
             "last loss": f"{losses[-1]:.5g}" if losses else "not known",
-            "samples a second (slowest rank)": rounded(samples, 4),
-            "seconds a step (rank 0)": rounded(median(map(_duration, self._usual)), 4),
+            "samples a second (slowest rank), median": rounded(samples, 4),
+            "seconds a step (rank 0), median": rounded(median(map(_duration, self._usual)), 4),
             "exposed waits": f"{waited / max(sum(seconds.values()), 1e-12):.1%}",
             "peak host memory": size(memory["host_bytes_peak"]),
         }
@@ -118,6 +137,9 @@ class Run:
                 found[f"disk, {name} a second"] = size(median(rates))
         if memory["device_bytes_peak"]:
             found["peak device memory"] = size(memory["device_bytes_peak"])
+        for name in self.metrics():
+            if values := self.curve(name)[1]:
+                found[f"last {name}"] = f"{values[-1]:.5g}"
         if "parameters" in self.facts:
             found["parameters"] = f"{self.facts['parameters']:,}"
         return found
@@ -154,4 +176,16 @@ def read(path: Path) -> Run:
         records.append(record)
     if not records:
         raise UsageError(f"report: {file}: it contains no steps")
-    return Run(file.resolve().parent.name if file.name == FILE else file.stem, records)
+    name = file.resolve().parent.name if file.name == FILE else file.stem
+    return Run(name, records, _evaluations(file.resolve().parent))
+
+
+def _evaluations(folder: Path) -> list[dict[str, Any]]:
+    """What a Trainer has logged whose output folder has `folder` in it, or is it."""
+    for place in (folder, *list(folder.parents)[:3]):
+        states = [*place.glob(_STATE), *place.glob(f"checkpoint-*/{_STATE}")]
+        if states:
+            newest = max(states, key=lambda file: file.stat().st_mtime)
+            logged = json.loads(newest.read_text(encoding="utf-8")).get("log_history", [])
+            return [each for each in logged if any(key.startswith(_EVALUATION) for key in each)]
+    return []
