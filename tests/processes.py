@@ -95,8 +95,10 @@ def child_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     """
     env = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), env.get("PYTHONPATH")]))
+    # Without the second, inductor starts a process for each core, which imports torch.
+    threads = {"OMP_NUM_THREADS": THREADS, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    return env | {"OMP_NUM_THREADS": THREADS, "CUDA_VISIBLE_DEVICES": ""} | offline | (extra or {})
+    return env | threads | {"CUDA_VISIBLE_DEVICES": ""} | offline | (extra or {})
 
 
 # -- commands
