@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
 import json
@@ -49,6 +50,8 @@ STARTING = 200.0  # seconds for a server's imports
 SERVERS = {
     "transformers on zero": [
         "zero.hf",
+        "zero.integrations.deepspeed.engine",
+        "zero.tools.run",
         "transformers",
         "peft",
         "trl",
@@ -56,13 +59,14 @@ SERVERS = {
         "translation.trainer",
     ],
     "transformers": ["transformers", "peft", "trl"],
-    "zero": ["zero", "torch._dynamo"],
+    "zero": ["zero.integrations.deepspeed.engine", "torch._dynamo"],
     "tests": [
         "pytest",
         "torch._dynamo",
         "peft",
         "bitsandbytes",
         "torchao.quantization",
+        "zero.integrations.deepspeed.engine",
         "tests.dist.training",
         "tests.parity.models",
     ],
@@ -91,8 +95,10 @@ def child_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     """
     env = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), env.get("PYTHONPATH")]))
+    # Without the second, inductor starts a process for each core, which imports torch.
+    threads = {"OMP_NUM_THREADS": THREADS, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    return env | {"OMP_NUM_THREADS": THREADS, "CUDA_VISIBLE_DEVICES": ""} | offline | (extra or {})
+    return env | threads | {"CUDA_VISIBLE_DEVICES": ""} | offline | (extra or {})
 
 
 # -- commands
@@ -339,15 +345,19 @@ def make_what_forks_inherit() -> None:
     short test.
     """
     if "zero" in sys.modules:
+        from zero import releases
         from zero.comm.consistency import versions
         from zero.config import load_config
         from zero.config.table import report
         from zero.optim import adam_cpu
 
         adam_cpu.is_compiled()  # asks the compiler
-        report(config := load_config({}))
-        config.model_dump()
+        report(config := load_config({"train_batch_size": 1}))
+        for each in (config, config.resolve(1)):
+            each.model_dump()
         versions()
+        releases.version = functools.cache(releases.version)  # reads a package's whole description
+        releases.newer_than_tested()
     if conversions := sys.modules.get("transformers.conversion_mapping"):
         conversions.get_checkpoint_conversion_mapping("llama")
 

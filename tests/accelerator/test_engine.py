@@ -126,9 +126,14 @@ def found(
     )
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_stage_3_trains_as_plain_torch_does(tmp_path, world_size):
-    assert_same_training(found(world_size, tmp_path), expected(world_size, 1, None))
+@pytest.mark.parametrize(
+    ("world_size", "accumulation", "dtype", "stage"),
+    [(1, 1, None, 3), (2, 1, None, 3), (2, 1, None, 2), (1, 2, torch.bfloat16, 3)],
+)
+def test_training_is_that_of_plain_torch(tmp_path, world_size, accumulation, dtype, stage):
+    sections = SECTIONS.get(dtype, {}) | {"stage": stage}
+    curve = found(world_size, tmp_path, accumulation, **sections)
+    assert_same_training(curve, expected(world_size, accumulation, dtype))
 
 
 def beside_gloo(rank: int, world_size: int) -> Curve:
@@ -189,13 +194,6 @@ def assert_close_to_plain(curve: Curve, plain: Curve) -> None:
         torch.float32, VOCABULARY, STEPS
     )
     assert relative(curve.norms, plain.norms) <= rounding(torch.float32, longest, STEPS)
-
-
-def test_bf16_with_accumulation_trains_as_plain_torch_does(tmp_path):
-    sections = SECTIONS[torch.bfloat16]
-    assert_same_training(
-        found(1, tmp_path, accumulation=2, **sections), expected(1, 2, torch.bfloat16)
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -284,10 +282,6 @@ def host_memory(rank: int, world_size: int) -> None:
 
 def test_registered_memory_is_this_processes_alone_and_outlives_copies():
     run_on(1, host_memory, simulated=True)
-
-
-def test_stage_2_trains_as_plain_torch_does(tmp_path):
-    assert_same_training(found(2, tmp_path, stage=2), expected(2, 1, None))
 
 
 def whole(rank: int, world_size: int, folder: str, name: str, sections: dict) -> Curve:

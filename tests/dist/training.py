@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional
 
 import zero
 from tests.processes import run_on
-from tests.tolerance import rounding
+from tests.tolerance import assert_close, rounding
 
 LR = 1e-3
 WEIGHT_DECAY = 0.1
@@ -248,6 +249,22 @@ def start(
     return engine, optimizer
 
 
+def sgd_engine(
+    model: nn.Module, lr: float = 0.1, momentum: float = 0.0, **section: Any
+) -> zero.ZeroEngine:
+    """An engine with SGD, of whose parameters none persists unless `section` says so.
+
+    `section`: as for `ds_config`.
+    """
+    config = ds_config(**{"stage3_param_persistence_threshold": 0} | section)
+    return start(model, config, make=partial(torch.optim.SGD, lr=lr, momentum=momentum))[0]
+
+
+def noise(step: int, rank: int, rows: int, width: int) -> torch.Tensor:
+    """The input of one rank in one step, which every process can make."""
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
 def step(engine: zero.ZeroEngine, parts: Sequence[Batch]) -> list[float]:
     """Take one optimizer step over this rank's micro-batches, and return their losses."""
     losses = []
@@ -311,6 +328,19 @@ def assert_same_training(found: Curve, expected: Curve) -> None:
     assert_same_weights(found.weights, expected.weights)
     longest = max(value.numel() for value in expected.weights.values())
     assert relative(found.norms, expected.norms) <= rounding(torch.float32, longest)
+
+
+def assert_close_to(
+    model: nn.Module, reference: nn.Module, terms: int, steps: int, what: object = ""
+) -> None:
+    """Assert that a sharded model has the values of `reference` within rounding, as
+    `tests.tolerance.assert_close` does.
+    """
+    with zero.GatheredParameters(model.parameters()):
+        for (name, param), expected in zip(
+            model.named_parameters(), reference.parameters(), strict=True
+        ):
+            assert_close(param.detach(), expected.detach(), terms, steps, f"{what} {name}")
 
 
 def assert_same_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -24,8 +24,6 @@ from tests.tolerance import rounding
 STEPS = 2
 # About the sum of the inner lengths in forward and backward of these models.
 TERMS = 1000
-# With one thread, inductor starts no pool of compiling processes.
-ONE_THREAD = {"compile_threads": 1}
 
 
 def section(backend: str | None, **kwargs: Any) -> dict[str, Any]:
@@ -156,7 +154,7 @@ def inductor(rank: int, world_size: int) -> None:
         train(
             toy(),
             toy_batches(STEPS),
-            ds_config() | section(backend, fullgraph=True, options=ONE_THREAD),
+            ds_config() | section(backend, fullgraph=True),
         )
         for backend in (None, "inductor")
     )

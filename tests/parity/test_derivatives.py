@@ -10,10 +10,8 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-import zero
-from tests.dist.training import ds_config
+from tests.dist.training import assert_close_to, noise, sgd_engine
 from tests.processes import run_on
-from tests.tolerance import assert_close
 from zero.errors import UsageError
 
 WIDTH, ROWS, STEPS, LR = 8, 4, 3, 0.05
@@ -142,7 +140,7 @@ FUNCTIONAL_SHARDED = ("functional_calls", 3)
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+    return noise(step, rank, ROWS, WIDTH)
 
 
 def train_plain(recipe: Callable, ranks: int) -> nn.Module:
@@ -172,23 +170,12 @@ def follows(rank: int, world_size: int, name: str, stage: int, ignores_unused: b
     logging.getLogger("zero").addHandler(messages)
     torch.manual_seed(1)
     model = Net()
-    config = ds_config(
-        stage=stage,
-        stage3_param_persistence_threshold=0,
-        stage3_max_live_parameters=0,
-        ignore_unused_parameters=ignores_unused,
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    engine = zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    keys = {"stage3_max_live_parameters": 0, "ignore_unused_parameters": ignores_unused}
+    engine = sgd_engine(model, LR, stage=stage, **keys)
     for step in range(STEPS):
         recipe(engine, model, batch(step, rank), engine.backward)
         engine.step()
-    reference = train_plain(recipe, world_size)
-    with zero.GatheredParameters(model.parameters()):
-        for (key, value), expected in zip(
-            model.named_parameters(), reference.parameters(), strict=True
-        ):
-            assert_close(value, expected, TERMS, STEPS, key)
+    assert_close_to(model, train_plain(recipe, world_size), TERMS, STEPS)
     assert engine.residency.live == 0
     engine.destroy()
     return [text for text in messages.texts if "gradient" in text]
@@ -231,9 +218,7 @@ REFUSED = {
 
 def refuses(rank: int, world_size: int) -> None:
     model = Net()
-    config = ds_config(stage3_param_persistence_threshold=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    engine = zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine = sgd_engine(model, LR)
     for recipe, message in REFUSED.items():
         with pytest.raises(UsageError, match=message):
             recipe(engine, model, batch(0, rank))

@@ -1,5 +1,4 @@
-"""fp32: the engine against plain torch in one process, 20 steps of AdamW on the same global
-batches.
+"""fp32: the engine against plain torch in one process, steps of AdamW on the same global batches.
 
 The reference runs the same micro-batches, one after another, and adds their gradients in the same
 order. So losses and weights are equal bit for bit on any CPU. With clipping the reference divides
@@ -32,7 +31,7 @@ from tests.parity.models import VOCABULARY, batches, build
 from tests.processes import run_on
 from tests.tolerance import rounding
 
-STEPS = 20
+STEPS = 10
 # Limits so small that each one is reached by models of 20 to 40 thousand elements.
 SMALL = {
     "stage3_param_persistence_threshold": 40,

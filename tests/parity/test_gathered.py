@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import zero
-from tests.dist.training import ds_config
+from tests.dist.training import assert_close_to, noise, sgd_engine
 from tests.processes import run_on
 from tests.tolerance import assert_close
 
@@ -24,21 +24,15 @@ def net() -> nn.Sequential:
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+    return noise(step, rank, ROWS, WIDTH)
 
 
-def engine_of(stage: int, **keys: object) -> zero.ZeroEngine:
-    model = net()
-    config = ds_config(stage=stage, **({"stage3_param_persistence_threshold": 0} | keys))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+def engine_of(stage: int, **section: object) -> zero.ZeroEngine:
+    return sgd_engine(net(), stage=stage, **section)
 
 
 def same(engine: zero.ZeroEngine, reference: nn.Module, what: object) -> None:
-    with zero.GatheredParameters(engine.module.parameters()):
-        named = zip(engine.module.parameters(), reference.parameters(), strict=True)
-        for param, expected in named:
-            assert_close(param, expected, TERMS, 10 * STEPS, str(what))
+    assert_close_to(engine.module, reference, TERMS, 10 * STEPS, what)
 
 
 def add(params: Iterable[nn.Parameter]) -> None:
@@ -156,15 +150,13 @@ def shown_by_views(rank: int, world_size: int) -> None:
         return nn.Sequential(KeepsView(WIDTH, WIDTH), nn.Tanh(), KeepsView(WIDTH, WIDTH))
 
     reference, model = views(), views()
-    config = ds_config(stage3_param_persistence_threshold=0)
-    made = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
-    engine = zero.initialize(model=model, optimizer=made[0], config=config)[0]
+    engine, optimizer = sgd_engine(model), torch.optim.SGD(reference.parameters(), lr=0.1)
     for step in range(STEPS):
         engine.backward(engine(batch(step, 0)).square().mean())
         engine.step()
         reference(batch(step, 0)).square().mean().backward()
-        made[1].step()
-        made[1].zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         with torch.no_grad():
             with zero.GatheredParameters(model[0].weight, modifier_rank=world_size - 1):
                 if rank == world_size - 1:

@@ -40,8 +40,9 @@ def sharded(rank: int, world_size: int, name: str, accumulation: int) -> Curve:
     return train_zero(engine, batches(name, STEPS))
 
 
-@pytest.mark.parametrize("name", ["t5", "gpt2", "llama"])
-@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 2), (2, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("name", "world_size", "accumulation"), [("t5", 1, 2), ("gpt2", 2, 1), ("llama", 3, 2)]
+)
 def test_the_engine_computes_what_the_naive_one_does(name: str, world_size: int, accumulation: int):
     found = curve_on(world_size, sharded, name, accumulation)
     assert_same_training(found, curve_on(world_size, naive, name, accumulation))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import zero
-from tests.dist.training import ds_config
+from tests.dist.training import assert_close_to, noise, sgd_engine
 from tests.processes import run_on
 from tests.tolerance import assert_close
 from zero.errors import UsageError
@@ -110,16 +110,13 @@ def build(kind: str) -> Model:
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(4, WIDTH, generator=generator)
+    return noise(step, rank, 4, WIDTH)
 
 
 def follows_plain_torch(rank: int, world_size: int) -> None:
     for kind in KINDS:
         model, reference = build(kind), build(kind)
-        config = ds_config(stage3_param_persistence_threshold=0, stage3_max_live_parameters=0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-        engine = zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+        engine = sgd_engine(model, RATE, stage3_max_live_parameters=0)
         plain = torch.optim.SGD(reference.parameters(), lr=RATE)
         for step in range(3):
             engine.backward(engine(batch(step, rank)))
@@ -129,11 +126,7 @@ def follows_plain_torch(rank: int, world_size: int) -> None:
             plain.step()
             plain.zero_grad()
             assert engine.residency.live == 0, kind
-        with zero.GatheredParameters(model.parameters()):
-            for (name, param), expected in zip(
-                model.named_parameters(), reference.parameters(), strict=True
-            ):
-                assert_close(param.detach(), expected.detach(), 100, 3, f"{kind}, {name}")
+        assert_close_to(model, reference, 100, 3, kind)
         engine.destroy()
 
 
@@ -158,9 +151,7 @@ class Aside(nn.Module):
 
 def is_refused(rank: int, world_size: int) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Aside(), nn.Linear(WIDTH, WIDTH))
-    config = ds_config(stage3_param_persistence_threshold=0, stage3_max_live_parameters=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    engine = zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine = sgd_engine(model, RATE, stage3_max_live_parameters=0)
     loss = engine(batch(0, rank)).square().mean() + model[1].aside.square().mean()
     with pytest.raises(UsageError, match=r"'1.second'.*result of Aside.*Return it"):
         engine.backward(loss)
@@ -203,9 +194,7 @@ def embedding_with_a_product(rank: int, world_size: int) -> None:
     model = Looked()
     reference = Looked()
     reference.load_state_dict(model.state_dict())
-    config = ds_config(stage3_param_persistence_threshold=0, stage3_max_live_parameters=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    engine = zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine = sgd_engine(model, stage3_max_live_parameters=0)
     engine.backward(engine(batch(0, rank)))
     for part in range(world_size):
         (reference(batch(0, part)) / world_size).backward()
@@ -219,10 +208,7 @@ def test_an_embedding_that_multiplies_by_its_weight():
 
 def hooks_end(rank: int, world_size: int) -> None:
     model = Prompted()
-    config = ds_config(stage3_param_persistence_threshold=0)
-    trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=RATE)
-    engine = zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine = sgd_engine(model, RATE)
     counts = []
     for step in range(4):
         engine.backward(engine(batch(step, rank)))
@@ -264,10 +250,7 @@ class Circle(nn.Module):
 
 
 def odd_structures(rank: int, world_size: int) -> None:
-    config = ds_config(stage3_param_persistence_threshold=0)
-    model = Circle()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    engine = zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine = sgd_engine(Circle(), RATE)
     engine.backward(engine(batch(0, rank)))
     engine.step()
     assert engine.get_global_grad_norm() > 0

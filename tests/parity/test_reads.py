@@ -19,7 +19,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import zero
-from tests.dist.training import ds_config
+from tests.dist.training import sgd_engine
 from tests.processes import run_on
 from tests.tolerance import assert_close
 from zero import fragments
@@ -304,12 +304,9 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def follows_plain_torch(rank: int, world_size: int, stage: int) -> None:
     for name, (kind, loss_of) in CASES.items():
-        config = ds_config(stage=stage, stage3_param_persistence_threshold=0)
         model, reference = build(kind), build(kind)
         rate = 0.1
-        engine = zero.initialize(
-            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=rate), config=config
-        )[0]
+        engine = sgd_engine(model, rate, stage=stage)
         for step in range(3):
             found = loss_of(engine, *batch(step, rank))
             expected = [loss_of(reference, *batch(step, part)) for part in range(world_size)]
@@ -350,11 +347,7 @@ def warnings_of(rank: int, world_size: int) -> list[str]:
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("zero").addHandler(handler)
     try:
-        model = build(Detached)
-        config = ds_config(stage3_param_persistence_threshold=0)
-        engine = zero.initialize(
-            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config
-        )[0]
+        engine = sgd_engine(build(Detached))
         for step in range(3):
             engine.backward(engine(*batch(step, rank)))
             engine.step()
@@ -375,10 +368,7 @@ def shows(rank: int, world_size: int) -> None:
     """
     model = build(Hidden)
     weight = model.head.weight
-    config = ds_config(stage3_param_persistence_threshold=0)
-    engine = zero.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config
-    )[0]
+    engine = sgd_engine(model)
     assert model.head.weight is weight and isinstance(weight, nn.Parameter) and weight.is_leaf
     assert (
         weight.shape == (WIDTH, WIDTH)

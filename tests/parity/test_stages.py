@@ -25,7 +25,7 @@ from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.parity.test_mixed_precision import SCALE, SECTIONS
 
-STEPS, RANKS = 4, 2
+STEPS, RANKS = 3, 2
 # Below the norm of every step, so that each one is clipped.
 CLIP = 0.5
 

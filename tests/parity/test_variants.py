@@ -28,7 +28,7 @@ from tests.dist.training import (
 from tests.parity.models import VOCABULARY, batches, build
 from tests.parity.test_fp32 import SMALL
 
-STEPS = 4
+STEPS = 3
 
 
 class SeveralDtypes(nn.Module):

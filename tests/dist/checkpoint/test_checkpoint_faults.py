@@ -208,7 +208,7 @@ def test_a_rank_that_saves_alone_says_so_after_seconds(tmp_path):
 # -- killed in the middle of a save
 
 
-KILLS = int(os.environ.get("ZERO_TEST_KILLS", "12"))
+KILLS = int(os.environ.get("ZERO_TEST_KILLS", "8"))
 
 
 def fill(engine: zero.ZeroEngine, step: int) -> None:

@@ -12,7 +12,7 @@ import torch
 import zero
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import ds_config, loss_of
-from tests.processes import fork_ranks, run_on, torchrun
+from tests.processes import fork_ranks, run_on
 
 SGD, ADAM = torch.optim.SGD, torch.optim.AdamW
 Options = dict[str, object]
@@ -176,7 +176,7 @@ engine.save_checkpoint(sys.argv[1])
 def test_a_rank_that_died_before_the_first_save_is_noticed(tmp_path):
     script = tmp_path / "dying.py"
     script.write_text(DYING)
-    done = torchrun(script, str(tmp_path / "saved"), nproc=2, timeout=120)
+    done = fork_ranks(script, tmp_path / "saved", nproc=2, timeout=60, imported="zero")
     assert done.returncode == 1
     assert "rank 0 lost the connection while it waited at saving a checkpoint" in done.stderr
     assert "another rank has died" in done.stderr, done.stderr

@@ -41,8 +41,6 @@ def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.Lambda
 def make(way: str, model: Toy) -> zero.ZeroEngine:
     """Make an engine with AdamW at the learning rate `LR`, in one of several ways."""
     params = list(model.parameters())
-    if way == "optimizer":
-        return zero.initialize(model=model, optimizer=adamw([{"params": params}]), config=CONFIG)[0]
     if way == "function":
         return zero.initialize(
             model=model, optimizer=lambda given: adamw(list(given)), config_params=CONFIG
@@ -66,7 +64,7 @@ def plain(rank: int, world_size: int, slices: int) -> Curve:
     return train_in_slices(toy(), toy_batches(STEPS), slices)
 
 
-@pytest.mark.parametrize("way", ["optimizer", "function", "section", "model parameters"])
+@pytest.mark.parametrize("way", ["function", "section", "model parameters"])
 def test_ways_to_give_the_optimizer(way):
     expected = curve_on(1, plain, 2)
     found = curve_on(2, made, way)
@@ -94,25 +92,6 @@ def test_a_users_scheduler_acts_on_the_steps(given_as):
     assert run_on(2, scheduled, given_as) == [[LR, LR / 2, LR / 4]] * 2
 
 
-def by_hand(rank: int, world_size: int) -> bool:
-    """Whether `loss.backward()` gives the bits of `engine.backward(loss)`."""
-    curves = []
-    for hand in (False, True):
-        engine, _ = start(toy(), CONFIG)
-        curve = []
-        for batch in toy_batches(STEPS):
-            loss = engine(**batch)
-            loss.backward() if hand else engine.backward(loss)
-            engine.step()
-            curve.append((loss.item(), engine.get_global_grad_norm()))
-        curves.append(curve)
-    return curves[0] == curves[1]
-
-
-def test_backward_may_be_called_on_the_loss_itself():
-    assert run_on(2, by_hand) == [True, True]
-
-
 def boundaries(rank: int, world_size: int) -> tuple[list[int], list[int]]:
     """Return the steps so far after each micro-batch: as the configuration says, and by hand as
     accelerate does.
@@ -130,25 +109,6 @@ def boundaries(rank: int, world_size: int) -> tuple[list[int], list[int]]:
 
 def test_accumulation_boundaries():
     assert run_on(2, boundaries)[0] == ([0, 1, 1, 2, 2, 3], [0, 0, 1, 1, 1, 2])
-
-
-def forgotten(rank: int, world_size: int) -> bool:
-    """Whether gradients that `zero_grad` dropped in the middle of an accumulation have no effect on
-    the next step.
-    """
-    norms = []
-    for before in (False, True):
-        engine, _ = start(toy(), CONFIG)
-        if before:
-            engine.backward(engine(**toy_batches(2)[1]))
-            engine.zero_grad()
-        step(engine, toy_batches(1))
-        norms.append(engine.get_global_grad_norm())
-    return norms[0] == norms[1]
-
-
-def test_zero_grad_forgets_what_was_accumulated():
-    assert run_on(2, forgotten) == [True, True]
 
 
 def two_engines(rank: int, world_size: int) -> tuple[list, list, int]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zero
-from tests.dist.training import ds_config
+from tests.dist.training import ds_config, sgd_engine
 from tests.processes import run_on
 
 
@@ -69,10 +69,7 @@ def train(
     messages = Messages()
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    config = ds_config(stage=stage, stage3_param_persistence_threshold=0)
-    config["gradient_accumulation_steps"] = 2
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine = sgd_engine(model, stage=stage, accumulation=2)
     generator = torch.Generator().manual_seed(rank)
     for micro in range(2 * 3):
         engine.backward(engine(torch.randn(3, 4, generator=generator)).square().mean())
@@ -85,14 +82,18 @@ def train(
     return weights, [text for text in messages.texts if "has no effect" in text]
 
 
+def without_and_with(rank: int, world_size: int, stage: int, work: Callable) -> list[tuple]:
+    return [train(rank, world_size, stage, each) for each in (nothing, work)]
+
+
+# Each in a process of its own, which is told once.
 @pytest.mark.parametrize(
     "work", [clips_norm, scales, reads_norms, clamps_the_largest, replaces, clears]
 )
 @pytest.mark.parametrize("stage", [1, 3])
 def test_work_on_gradients_is_told_once_and_has_no_effect(stage, work):
-    expected = [weights for weights, _ in run_on(2, train, stage, nothing)]
-    for (weights, texts), same in zip(run_on(2, train, stage, work), expected, strict=True):
-        assert all(torch.equal(*pair) for pair in zip(weights, same, strict=True))
+    for (expected, nothing_said), (weights, texts) in run_on(2, without_and_with, stage, work):
+        assert all(map(torch.equal, weights, expected)) and nothing_said == []
         if work is clears:
             assert texts == []
         else:

@@ -1,4 +1,6 @@
-"""Gradients that come after their group's reduction has started, on one rank alone."""
+"""Gradients that come after their group's reduction has started, on one rank alone, and those that
+come twice.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero
-from tests.dist.training import ds_config
+from tests.dist.toys import toy, toy_batches
+from tests.dist.training import ds_config, loss_of, sgd_engine
 from tests.processes import run_on
 from tests.tolerance import assert_close
+from zero.fragments import safe_get_full_grad
 
 WIDTH = 4
 
@@ -80,3 +84,22 @@ def gradients(rank: int, world_size: int, stage: int, reentrant: list[bool]) -> 
 )
 def test_all_ranks_join_in_the_reduction(stage, reentrant):
     run_on(2, gradients, stage, reentrant, timeout=60.0)
+
+
+def shared_blocks(rank: int, world_size: int) -> None:
+    """Each of two checkpointed blocks runs a backward of its own, which gives the layer that they
+    share a gradient.
+    """
+    models = [toy(checkpointing="reentrant") for _ in range(2)]
+    for model in models:
+        model.blocks[2].up = model.blocks[0].up
+    (batch,) = toy_batches(1)
+    engine, plain = sgd_engine(models[0]), models[1]
+    engine.backward(engine(**batch))
+    loss_of(plain(**batch)).backward()
+    found = safe_get_full_grad(engine.module.blocks[0].up.weight)
+    assert_close(found, plain.blocks[0].up.weight.grad, 100)
+
+
+def test_a_layer_that_checkpointed_blocks_share_gets_both_gradients():
+    run_on(2, shared_blocks)

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-import zero
 from tests.dist.toys import BLOCK, after_each, toy, toy_batches
-from tests.dist.training import assert_same_weights, ds_config, start, step, train_zero, weights_of
+from tests.dist.training import assert_same_weights, ds_config, start, step, train_zero
 from tests.processes import run_on
 from zero.comm.communicator import Communicator
 from zero.comm.work import Pending
@@ -210,73 +209,6 @@ def test_the_optimizer_never_sees_more_than_a_sub_group():
     calls, own, _ = results[10**9]
     assert calls == [[numel] for numel in own], "a group at a time"
     assert len(results[100][0]) >= 2 * BLOCK // 100
-
-
-def clipped(rank: int, world_size: int, clip: float) -> tuple[float, float]:
-    """Take one step of SGD at learning rate 1.
-
-    Return the norm of the change, and the gradient norm reported.
-    """
-    model = toy()
-    before = weights_of(model)
-    engine, *_ = zero.initialize(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        config=ds_config(clip=clip),
-    )
-    step(engine, toy_batches(1))
-    after = engine._zero3_consolidated_16bit_state_dict()
-    change = (
-        0.0
-        if after is None
-        else torch.nn.utils.get_total_norm([after[n] - before[n] for n in after]).item()
-    )
-    return change, engine.get_global_grad_norm()
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_clipping_bounds_the_update_and_not_the_reported_norm(world_size):
-    unclipped, norm = run_on(world_size, clipped, 0.0)[0]
-    weights = torch.nn.utils.get_total_norm(list(toy().parameters())).item()
-    close = {
-        "rel": 0.0,
-        "abs": torch.finfo(torch.float32).eps * (weights + norm),
-    }  # each new weight is rounded
-    assert unclipped == pytest.approx(norm, **close)
-    change, reported = run_on(world_size, clipped, norm / 10)[0]
-    assert change == pytest.approx(norm / 10, **close) and reported == norm
-    assert run_on(world_size, clipped, norm * 10)[0] == (unclipped, norm)
-
-
-def accumulated(rank: int, world_size: int) -> list[tuple[int, bool, bool]]:
-    """Return after each micro-batch: steps so far, whether it was the last of a step, whether
-    weights changed.
-    """
-    engine, _ = start(toy(), ds_config(accumulation=3, stage3_param_persistence_threshold=10**6))
-    found = []
-    for batch in toy_batches(6):
-        before, boundary = weights_of(engine.module), engine.is_gradient_accumulation_boundary()
-        step(engine, [batch])
-        same = all(
-            torch.equal(before[name], value) for name, value in engine.module.state_dict().items()
-        )
-        found.append((engine.global_steps, boundary, not same))
-    return found
-
-
-def test_parameters_change_once_in_as_many_micro_batches_as_configured():
-    within, boundary = (False, False), (True, True)
-    assert run_on(2, accumulated)[0] == [
-        (steps, *kind)
-        for steps, kind in [
-            (0, within),
-            (0, within),
-            (1, boundary),
-            (1, within),
-            (1, within),
-            (2, boundary),
-        ]
-    ]
 
 
 class Weighted(nn.Module):

@@ -70,10 +70,11 @@ def peaks(rank: int, world_size: int, kind: str, accumulation: int) -> list[dict
         ("untied", 1),
     ],
 )
-def test_live_elements_stay_within_the_limit_and_one_group(kind, accumulation):
+def test_live_elements_stay_within_the_limit_or_one_group(kind, accumulation):
     for peak in run_on(2, peaks, kind, accumulation)[0]:
-        assert peak["counted"] <= peak["limit"] + peak["group"], peak
-        assert peak["measured"] <= peak["limit"] + peak["group"] + peak["padding"], peak
+        most = max(peak["limit"], peak["group"])
+        assert peak["counted"] <= most, peak
+        assert peak["measured"] <= most + peak["padding"], peak
         assert peak["live at rest"] == 0, peak
         assert peak["gathered at rest"] == 0, peak
     assert peak["counted"] > peak["all"] // 2, (

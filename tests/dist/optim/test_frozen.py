@@ -57,12 +57,13 @@ def trained(
     changes.
     """
     engine, _ = start(toy(), ds_config(**sections), make=make)
+    after: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     for number, batch in enumerate(toy_batches(STEPS)):
         freeze(engine.module, number)
-        before = values_of(engine.module, key) if number else {}
-        weights = dict(engine._zero3_consolidated_16bit_state_dict() or {})
         step(engine, split(batch, world_size)[rank : rank + 1])
-        after = values_of(engine.module, key)
+        before, after = after, values_of(engine.module, key)
+        former, weights = weights, engine._zero3_consolidated_16bit_state_dict() or {}
         frozen = FROZEN if FREEZE <= number < THAW else ()
         same = {name for name, value in before.items() if torch.equal(value, after[name])}
         if "zero_quantized_moments" in sections:  # codes share their scale with their neighbours
@@ -74,10 +75,9 @@ def trained(
             }
         assert {name for name in before if name.split(",")[0] in frozen} <= same, number
         assert len(same) <= 2 * len(frozen) + 6, "others move (without masters, most of them)"
-        for name, value in (engine._zero3_consolidated_16bit_state_dict() or {}).items():
-            if name in frozen:
-                assert torch.equal(value, weights[name]), (number, name)
-    return engine._zero3_consolidated_16bit_state_dict() or {}
+        for name in former.keys() & {*frozen}:
+            assert torch.equal(weights[name], former[name]), (number, name)
+    return weights
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -11,7 +11,6 @@ file. A job:
     report      path of the JSON file to write
     predict     optional: generate for the evaluation set; rank 0 ends its sequences earlier than
                 the others
-    fail_at     optional: rank 1 raises in that step, and has a thread that never ends
     save        optional: call `save_model` at the end
     sequence    optional: how many ranks share a sequence
     tensor      optional: how many ranks share each layer, as accelerate says it; the others are
@@ -24,7 +23,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 from pathlib import Path
 
 import torch
@@ -41,7 +39,6 @@ from transformers import (
     StoppingCriteriaList,
     T5Config,
     T5ForConditionalGeneration,
-    TrainerCallback,
     set_seed,
 )
 
@@ -127,16 +124,6 @@ class StopEarlierOnRankZero(StoppingCriteria):
         return torch.full((input_ids.shape[0],), input_ids.shape[1] > limit)
 
 
-class FailOnRankOne(TrainerCallback):
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if state.global_step == self.step and os.environ["RANK"] == "1":
-            threading.Thread(target=threading.Event().wait).start()
-            raise RuntimeError("the batch was cursed")
-
-
 def reference_optimizers(model: torch.nn.Module, reference: dict) -> tuple:
     kind = getattr(torch.optim, reference["optimizer"])
     optimizer = kind(model.parameters(), **reference["parameters"])
@@ -179,7 +166,6 @@ def run(job: dict) -> None:
         optimizers=reference_optimizers(model, job["reference"])
         if "reference" in job
         else (None, None),
-        callbacks=[FailOnRankOne(job["fail_at"])] if "fail_at" in job else None,
     )
     graphs = counters["stats"]["unique_graphs"]
     trainer.train(resume_from_checkpoint=job.get("resume"))

@@ -364,6 +364,6 @@ def test_every_row_is_true():
 
 
 def test_damaged_configurations_are_accepted_or_refused():
-    outcomes = mutate(120, seed=1, configs=known_configurations())
-    assert outcomes.keys() <= GOOD and sum(outcomes.values()) >= 100, outcomes
-    assert outcomes["accepted"] > 0 and outcomes["refused"] > 20
+    outcomes = mutate(60, seed=1, configs=known_configurations())
+    assert outcomes.keys() <= GOOD and sum(outcomes.values()) >= 50, outcomes
+    assert outcomes["accepted"] > 0 and outcomes["refused"] > 10

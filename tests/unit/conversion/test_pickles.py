@@ -244,9 +244,7 @@ def tensors_in(value: object) -> list[Stored]:
     return [tensor for inside in pickles._inside(value) for tensor in tensors_in(inside)]
 
 
-def test_a_thousand_mutated_files_execute_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mutated_files_execute_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file is read or ends in one line, in no more memory than its size explains."""
     global watched
     for encoding in ("cp437", "raw_unicode_escape"):  # Python imports them for zip and pickle
@@ -260,7 +258,7 @@ def test_a_thousand_mutated_files_execute_nothing(
     path, refused = tmp_path / "file.pt", 0
     tracemalloc.start()
     try:
-        for number in range(1000):
+        for number in range(400):
             if number % 4:
                 path.write_bytes(archive_of(mutated(pickled, chance), entries))
             else:
@@ -280,4 +278,4 @@ def test_a_thousand_mutated_files_execute_nothing(
     finally:
         tracemalloc.stop()
     assert not seen and not (tmp_path / "executed").exists()
-    assert 500 < refused < 1000  # some mutations change only a value
+    assert 200 < refused < 400  # some mutations change only a value

@@ -4,12 +4,11 @@ say what to use instead. `deepspeed_names.txt` has them, by framework and its ve
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import run
+from tests.processes import fork_ranks
 from zero.integrations.deepspeed.names import instead_of
 
 LIST = Path(__file__).with_name("deepspeed_names.txt")
@@ -46,10 +45,12 @@ def names_of() -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def missing() -> dict[str, str]:
+def missing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The error of each name that is not there."""
+    script = tmp_path_factory.mktemp("names") / "find.py"
+    script.write_text(FIND, encoding="utf-8")
     names = sorted({name for names in names_of().values() for name in names})
-    done = run([sys.executable, "-c", FIND, *names], timeout=120)
+    done = fork_ranks(script, *names, nproc=0, timeout=120, imported="zero")
     assert done.returncode == 0, done.stderr
     return dict(line.split(": ", 1) for line in done.stdout.splitlines())
 

@@ -307,7 +307,11 @@ def afresh(monkeypatch):
     Afterwards the shared kernel is there again.
     """
     monkeypatch.setattr(adam_cpu, "_kernel", adam_cpu._kernel.__wrapped__)
-    monkeypatch.setattr(build, "FLAGS", [flag.replace("-O3", "-O0") for flag in build.FLAGS])
+    monkeypatch.setattr(build, "FLAGS", quickly(build.FLAGS))
+
+
+def quickly(flags):
+    return [flag.replace("-O3", "-O0") for flag in flags]
 
 
 @needs_compiler
@@ -338,14 +342,34 @@ def libraries() -> list[Path]:
     return sorted(Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/*.so"))
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """A folder of extensions with a kernel that is built as `afresh` does."""
+    folder = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
+        patch.setattr(build, "FLAGS", quickly(build.FLAGS))
+        build.load_library()
+    return folder
+
+
+@pytest.fixture
+def library(afresh, compiled, tmp_path, monkeypatch):
+    """The kernel in the folder that is in use, one for each test."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(shutil.copytree(compiled, tmp_path / "mine")))
+    (found,) = libraries()
+    assert found.parent.stat().st_mode & 0o777 == 0o700
+    return found
+
+
 @needs_compiler
-def test_libraries_of_other_cpus_have_other_names(monkeypatch):
-    before = libraries()
-    monkeypatch.setattr(
-        build, "FLAGS", tuple(flag for flag in build.FLAGS if flag != "-march=native")
-    )
+def test_libraries_of_other_cpus_have_other_names(library, monkeypatch):
     build.load_library()
-    assert len(libraries()) == len(before) + 1
+    assert libraries() == [library]
+    flags = tuple(flag for flag in build.FLAGS if flag != "-march=native")
+    monkeypatch.setattr(build, "FLAGS", flags)
+    build.load_library()
+    assert len(libraries()) == 2
 
 
 PLANTED = (
@@ -362,12 +386,7 @@ def plant(tmp_path: Path, library: Path) -> None:
 
 
 @needs_compiler
-def test_a_library_that_is_not_what_was_compiled_is_not_loaded(afresh, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert adam_cpu._kernel() is not None
-    (library,) = libraries()
-    folder = library.parent
-    assert folder.stat().st_mode & 0o777 == 0o700
+def test_a_library_that_is_not_what_was_compiled_is_not_loaded(library, tmp_path):
     library.unlink()
     plant(tmp_path, library)
     assert adam_cpu._kernel() is not None and libraries() == [library]
@@ -395,10 +414,7 @@ def change(path: Path, how: str, tmp_path: Path) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("how", ["writable", "link", "not ours"])
-def test_a_folder_that_others_can_write_to_is_not_used(how, afresh, tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "mine"))
-    assert adam_cpu._kernel() is not None
-    (library,) = libraries()
+def test_a_folder_that_others_can_write_to_is_not_used(how, library, tmp_path, caplog):
     content = library.read_bytes()
     planted = planted_for(library, tmp_path)
     change(planted.parent, how, tmp_path)
@@ -411,11 +427,8 @@ def test_a_folder_that_others_can_write_to_is_not_used(how, afresh, tmp_path, mo
 
 @needs_compiler
 @pytest.mark.parametrize("how", ["writable", "link", "not ours"])
-def test_a_library_that_others_can_write_to_is_not_loaded(how, afresh, tmp_path, monkeypatch):
+def test_a_library_that_others_can_write_to_is_not_loaded(how, library, tmp_path):
     """It may be older than the folder's present mode, or come from a backup or another machine."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "mine"))
-    assert adam_cpu._kernel() is not None
-    (library,) = libraries()
     planted = planted_for(library, tmp_path)
     change(planted, how, tmp_path)
     assert adam_cpu._kernel() is not None
