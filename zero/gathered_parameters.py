@@ -17,6 +17,7 @@ from torch import nn
 from zero.comm.control import Record
 from zero.comm.work import Pending
 from zero.core.param_group import ParamGroup, State, checksums, owning_group, unsharded
+from zero.core.sharded_param import holders_of
 from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
@@ -80,7 +81,15 @@ class GatheredParameters:
             group: sorted(asked[group]) for group in sorted(asked, key=lambda group: group.serial)
         }
         self.modifier_rank = modifier_rank
-        for group in self.asked:
+        for group, indices in self.asked.items():
+            divided = [i for i in indices if holders_of(group.params[i]) is not None]
+            if modifier_rank is not None and divided:
+                raise UsageError(
+                    f"GatheredParameters: each rank has a part of "
+                    f"{group.param_names[divided[0]]!r} (expert_parallel), so no rank can write "
+                    "all of it: use zero.fragments.safe_set_full_fp32_param instead of "
+                    "modifier_rank"
+                )
             ranks = range(group.comm.world_size)
             if modifier_rank is not None and modifier_rank not in ranks:
                 raise UsageError(

@@ -50,7 +50,6 @@ from zero.slicing.known import why_not_known
 
 logger = logging.getLogger("zero")
 
-_WRITTEN = "the inputs of the micro-batch or the model's buffers were written to"
 _BESIDE = "the script computes gradients beside those of the forward's outputs"
 _FORWARD, _BACKWARD = "forward", "backward"
 _NOT_THERE = "the memory of the host is full, and activations are on the device"
@@ -192,8 +191,10 @@ class Adaptation:
             return
         if recomputes := self._can_recompute:  # starts the same gathers, in less memory
             self._recompute()
-        outputs = self._together(_FORWARD, lambda: tree_flatten(call.run_one())[0])[:1]
-        if _begins_with_loss(outputs):
+        leaves = self._together(_FORWARD, lambda: tree_flatten(call.run_one())[0])
+        outputs = [each for each in leaves if isinstance(each, torch.Tensor) and each.requires_grad]
+        del leaves, outputs[1:]
+        if outputs:
             self._run_backward(outputs, [torch.ones_like(outputs[0])])
         if recomputes:
             engine.module.gradient_checkpointing_disable()  # pyright: ignore[reportCallIssue]
@@ -212,10 +213,7 @@ class Adaptation:
 
     def _shown(self, call: Call) -> Any:
         """The outputs of a forward, without their graphs."""
-        output = self._together(_FORWARD, call.run_all)
-        leaves, structure = tree_flatten(output)
-        if not _begins_with_loss(leaves):
-            return output
+        leaves, structure = tree_flatten(self._together(_FORWARD, call.run_all))
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 call.outputs[place] = leaf
@@ -336,7 +334,8 @@ class Adaptation:
         why_whole = self._of_all("blocks are compiled" if is_compiled else slices.why_not())
         counts = self._of_ranks((slices.number, slices.samples))
         number, samples = map(max, zip(*counts, strict=True))
-        can_recompute = any(self._of_ranks(self._can_recompute))
+        keeps_cache = any(call.depends_on_cache for call in calls)
+        can_recompute = all(self._of_ranks(self._can_recompute and not keeps_cache))
         if refusal:
             raise _final(error, refusal)
         if can_recompute:
@@ -361,14 +360,13 @@ class Adaptation:
 
     def _require_unwritten(self, calls: Sequence[Call]) -> None:
         """Raise UsageError if a rank's calls would not get what they have got at first."""
-        is_written = any(call.is_written for call in calls)
-        if why := self._of_all(_WRITTEN if is_written else ""):
+        if why := self._of_all(_first(call.why_final for call in calls)):
             raise UsageError(f'{KEY} "adapt": {why}; set it to "explain"')
 
     def _why_not_repeated(self, calls: Sequence[Call], error: Exception | None) -> str:
         engine = self._engine
-        if any(call.is_written for call in calls):
-            return _WRITTEN
+        if why := _first(call.why_final for call in calls):
+            return why
         elsewhere = error is not None and full_memory(error) != place_of(engine.comm.device)
         if elsewhere and engine.activations is None:
             return _NOT_THERE
@@ -416,11 +414,6 @@ def _hindrances(engine: ZeroEngine) -> Iterator[str]:
         yield "leaf modules"
     if any(isinstance(vars(module).get("forward"), SlicedExperts) for module in modules):
         yield "experts that are gathered in slices"
-
-
-def _begins_with_loss(leaves: Sequence[Any]) -> bool:
-    loss = leaves[0] if leaves else None
-    return isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.is_floating_point()
 
 
 def _final(error: Exception | None, why: str) -> Exception:

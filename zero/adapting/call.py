@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,19 +38,36 @@ class Call:
         self._seen = self._versions()
 
     @property
-    def is_written(self) -> bool:
-        """Whether a buffer of the model, or a tensor among the arguments, has been written to since
-        the call.
+    def why_final(self) -> str:
+        """Why the call cannot be repeated; empty if it can."""
+        if self._seen != self._versions():
+            return "the inputs of the micro-batch or the model's buffers were written to"
+        if any(each.requires_grad for each in self._tensors()):
+            return "an input requires a gradient, to which each repetition would add"
+        return ""
+
+    @property
+    def depends_on_cache(self) -> bool:
+        """Whether the model may compute something else if it makes no cache of keys and values, as
+        when it recomputes activations: transformers then finds packed sequences by their positions.
         """
-        return self._seen != self._versions()
+        config = getattr(self.module, "config", None)
+        cache = self._named().get("use_cache")
+        makes_cache = getattr(config, "use_cache", False) if cache is None else cache
+        return bool(makes_cache) and self._named().get("position_ids") is not None
+
+    def _named(self) -> dict[str, Any]:
+        """The arguments by their names."""
+        bound = inspect.signature(self.module.forward).bind(*self.args, **self.kwargs)
+        return {**bound.arguments, **self.kwargs}
 
     def _versions(self) -> list[tuple[int, int]]:
-        tensors = [*self.module.buffers(), *tree_leaves((self.args, self.kwargs))]
-        return [
-            (id(each), 0 if each.is_inference() else each._version)
-            for each in tensors
-            if isinstance(each, torch.Tensor)
-        ]
+        tensors = [*self.module.buffers(), *self._tensors()]
+        return [(id(each), 0 if each.is_inference() else each._version) for each in tensors]
+
+    def _tensors(self) -> list[torch.Tensor]:
+        given = tree_leaves((self.args, self.kwargs))
+        return [each for each in given if isinstance(each, torch.Tensor)]
 
     def gradients(self) -> dict[int, torch.Tensor]:
         """The gradients of the outputs, by their places."""
@@ -62,8 +80,7 @@ class Call:
 
     def run_one(self) -> Any:
         """The same for one sample: the first row of each tensor that has as many as the batch."""
-        leaves = tree_leaves((self.args, self.kwargs))
-        batches = [each for each in leaves if isinstance(each, torch.Tensor) and each.dim() >= 2]
+        batches = [each for each in self._tensors() if each.dim() >= 2]
 
         def one(tensor: torch.Tensor) -> torch.Tensor:
             is_batch = batches and tensor.dim() and len(tensor) == len(batches[0])

@@ -116,6 +116,14 @@ def _call_outside_of_transforms(function: Callable[..., Any], *args: Any, **kwar
         return function(*args, **kwargs)
 
 
+def _is_of_script(hook: Any) -> bool:
+    """Not one of this package's: of a parameter that is divided over ranks, the hook takes this
+    rank's part of the gradient.
+    """
+    module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    return not module.startswith("zero.")
+
+
 def _do_nothing(*args: object, **kwargs: object) -> None: ...
 
 
@@ -274,7 +282,7 @@ class ModuleHooks:
                 name
                 for group in self.groups
                 for name, param in zip(group.param_names, group.params, strict=True)
-                if param._post_accumulate_grad_hooks
+                if any(map(_is_of_script, (param._post_accumulate_grad_hooks or {}).values()))
             ]
         if hooked and (self._micro_batches.steps > 1 or not self._micro_batches.managed):
             logger.warning(

@@ -40,6 +40,10 @@ class TPShard:
         self.index = self._mesh.get_local_rank()
         self.described = [placement.dim % param.dim(), blocks, self._mesh.size()]
 
+    def __deepcopy__(self, memo: dict) -> TPShard:
+        """A copy of the parameter is split in the same way."""
+        return self
+
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Join all ranks' parts to the whole. All ranks of the mesh must call it."""
         how = {"run_check": False, **self._whole}
