@@ -82,7 +82,15 @@ def build(name: str) -> nn.Module:
     if name == "one-sided":
         for layer in model.model.layers:
             nn.init.zeros_(layer.mlp.gate.weight).requires_grad_(False)
+    if name == "lora":
+        names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        return adapted(model, *names, init_lora_weights=False, lora_alpha=64)
     return model
+
+
+def adapted(model: nn.Module, *parameters: str, **keys: Any) -> nn.Module:
+    lora = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=list(parameters), **keys)
+    return get_peft_model(model, lora)
 
 
 def configuration(world_size: int, size: int, accumulation: int = 1, **keys: Any) -> dict[str, Any]:
@@ -128,6 +136,8 @@ ON_TWO = [
     ("olmoe", "eager", 2, {"stage": 3}),
     ("deepseek", "batched_mm", 2, {"stage": 2}),
     ("gpt-oss", "eager", 2, {"stage": 3}),
+    ("lora", "eager", 2, {"stage": 1}),
+    ("lora", "grouped_mm", 2, {"stage": 3, "reentrant": False}),
 ]
 ON_FOUR = [
     ("mixtral", "eager", 2, {"stage": 0, "accumulation": 3}),
@@ -262,11 +272,6 @@ def test_only_tokens_travel(stage, ranks):
 # -- refusals
 
 
-def adapted(model: nn.Module) -> nn.Module:
-    lora = LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
-    return get_peft_model(model, lora)
-
-
 def refused(rank: int, world_size: int) -> list[str]:
     def message(model: nn.Module, size: int = 2, **keys: Any) -> str:
         config = configuration(world_size, size)
@@ -292,7 +297,7 @@ def refused(rank: int, world_size: int) -> list[str]:
         message(build("mixtral"), 3),
         message(llama),
         message(odd),
-        message(adapted(build("mixtral"))),
+        message(adapted(build("gpt-oss"), "mlp.experts.down_proj_bias")),
         message(divided, 1),
         message(build("mixtral"), sequence_parallel_size=2),
         message(build("mixtral"), activation_checkpointing={"batch_slices": 2}),
