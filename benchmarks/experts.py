@@ -27,7 +27,7 @@ from benchmarks.measuring import PeakMemory, of_this_process, timed
 from benchmarks.step.worker import CLIP, batches_of, by_engine, initialize
 from zero.tools.arguments import count
 
-ROWS, LENGTH = 2, 64
+ROWS, LENGTH, STEPS = 2, 64, 3
 KEYS = ("sent", "seconds", "peak")
 COLUMNS = {"variant": "variant", "MB sent": ("sent", 1e6), "s": "seconds", "peak MB": ("peak", 1e6)}
 RATIOS = {f"{key} / zero 1": f"{key} ratio" for key in KEYS} | {"loss diff": "loss diff"}
@@ -36,8 +36,10 @@ SHARDED = {"stage": 3, "stage3_max_reuse_distance": 0, "stage3_max_live_paramete
 LIMITED = 'ip link set lo up && tc qdisc add dev lo root tbf rate $0 burst 1mb limit 16mb && "$@"'
 
 
-def measure(package: str, size: int, steps: int) -> dict[str, Any]:
+def measure(variant: str) -> dict[str, Any]:
     """On a process: the mean seconds of the steps, and what the network carried in each."""
+    package, number = variant.split()
+    size = int(number)
     shape = MixtralConfig(
         vocab_size=2048, hidden_size=256, intermediate_size=512, num_hidden_layers=4,
         num_attention_heads=8, num_key_value_heads=4, num_local_experts=8, use_cache=False,
@@ -50,24 +52,25 @@ def measure(package: str, size: int, steps: int) -> dict[str, Any]:
         "zero_optimization": SHARDED,
         "expert_parallel": {"enabled": size > 1, "autoep_size": size},
     }
-    if package == "deepspeed" and size == 1:
-        leaf = importlib.import_module("deepspeed.utils").set_z3_leaf_modules
-        leaf(model, [type(model.model.layers[0].mlp)])
+    if package == "deepspeed":
+        library = importlib.import_module(package)
+        # All-reduces in shared memory would be neither limited nor counted.
+        library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if size == 1:
+            library.utils.set_z3_leaf_modules(model, [type(model.model.layers[0].mlp)])
     step = by_engine(initialize(package, model, config))
     batches = batches_of(model, ROWS, LENGTH, one=False, seed=int(os.environ["RANK"]))
     step(next(batches))
     before = of_this_process("net/dev")["lo"]
     with PeakMemory() as peak:
-        costs, losses = timed(lambda: [step(next(batches)).item() for _ in range(steps)])
+        costs, losses = timed(lambda: [step(next(batches)).item() for _ in range(STEPS)])
     sent = of_this_process("net/dev")["lo"] - before
-    found = {"sent": sent / steps, "seconds": costs["seconds"] / steps, "peak": peak.most}
+    found = {"sent": sent / STEPS, "seconds": costs["seconds"] / STEPS, "peak": peak.most}
     return found | {"losses": losses}
 
 
-def run(variant: str, nproc: int, args: Any) -> runner.Row:
-    package, size = variant.split()
-    task = {"package": package, "size": int(size), "steps": args.steps, "timeout": 300}
-    found = runner.ranks(measure, nproc, **task, **runner.environment(package, args))
+def run(nproc: int, args: Any, variant: str) -> runner.Row:
+    found = runner.ranks(measure, nproc, variant=variant, **runner.environment(variant, args))
     row: runner.Row = {key: max(each[key] for each in found) for key in KEYS}
     losses = [mean(step) for step in zip(*(each["losses"] for each in found), strict=True)]
     return row | {"sent": row["sent"] / nproc, "losses": losses}
@@ -77,7 +80,6 @@ def main() -> None:
     parser = runner.Parser(__doc__)
     parser.add_argument("--rate", default="800mbit", help="of the network, as tc has it")
     parser.add_argument("--rounds", type=count, default=3)
-    parser.add_argument("--steps", type=count, default=3, help="counted steps, per round")
     parser.add_deepspeed()
     parser.add_output()
     args = parser.parse_args()
@@ -89,8 +91,7 @@ def main() -> None:
     tables, missing, rows = [], {}, {}
     for nproc, sizes in {2: (1, 2), 4: (1, 2, 4)}.items():
         variants = [f"{package} {size}" for package in packages for size in sizes]
-        job = partial(run, nproc=nproc, args=args)
-        rounds, failed = runner.take_turns(variants, args.rounds, job)
+        rounds, failed = runner.take_turns(variants, args.rounds, partial(run, nproc, args))
         _, rows[nproc] = runner.summary(rounds, variants, failed, {"loss diff": 1e-4}, KEYS)
         caption, found = f"{nproc} processes, {args.rate} together", runner.by_variant(rows[nproc])
         tables.append(runner.table(caption, COLUMNS | RATIOS, found))

@@ -31,6 +31,7 @@ from zero.core.quantized_weights import is_quantized
 from zero.core.sharded_param import holders_of, local
 from zero.errors import UsageError
 from zero.parallel.tensor import make_mesh, plan_of_experts, prepare_parameter, take_steps
+from zero.slicing.blocks import Agree
 
 _OF_PARAMETERS, _OF_MODULES = "grouped_gemm", "ep_dispatch_experts"
 KEY = "expert_parallel.autoep_size"
@@ -38,14 +39,13 @@ KEY = "expert_parallel.autoep_size"
 
 def refuse_others(settings: Config, ranks: int) -> None:
     """Raise UsageError for settings with which experts over `ranks` ranks would not be exact."""
-    zero, kept = settings.zero_optimization, settings.activation_checkpointing
+    zero = settings.zero_optimization
     found = {
         "sequence_parallel_size": settings.sequence_parallel_size > 1,
         "zero_optimization.mics_shard_size": zero.shards_over(ranks) != ranks,
         "zero_optimization.zero_hpz_partition_size": bool(zero.second_shards_over(ranks)),
         "zero_optimization.zero_quantized_weights": zero.zero_quantized_weights,
         "zero_optimization.zero_quantized_gradients": zero.zero_quantized_gradients,
-        "activation_checkpointing.batch_slices": kept.batch_slices not in (None, 1),
         'on_out_of_memory "adapt"': settings.on_out_of_memory == "adapt",
     }
     for key, is_set in found.items():
@@ -59,6 +59,19 @@ def size_of(model: nn.Module) -> int:
     """Over how many ranks `divide` has divided the experts of a model; 1: it has not."""
     found = (param for param in model.parameters() if holders_of(param) is not None)
     return max((param.numel() // local(param).numel() for param in found), default=1)
+
+
+def agree_on_slices(model: nn.Module, comm: Communicator) -> Agree | None:
+    """How ranks agree on the slices of a block's batch; None if they need not. Each slice has its
+    all-to-alls, so that their number must be the same on all ranks."""
+    if size_of(model) == 1:
+        return None
+
+    def agree(wanted: int, batch: int, checks: bool) -> tuple[int, int, bool]:
+        of_all = comm.all_reduce(torch.tensor([-wanted, batch, -int(checks)]), "min").tolist()
+        return -of_all[0], of_all[1], bool(of_all[2])
+
+    return agree
 
 
 @torch.no_grad()
