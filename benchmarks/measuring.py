@@ -17,10 +17,10 @@ import torch.distributed as dist
 def of_this_process(file: str = "status") -> dict[str, int]:
     """Read lines `name: number`: /proc/self/status, in bytes, or another file of the folder."""
     unit = 1024 if file == "status" else 1
-    lines = (line.split(":", 1) for line in Path("/proc/self", file).read_text().splitlines())
+    lines = (line.partition(":") for line in Path("/proc/self", file).read_text().splitlines())
     return {
-        name: unit * int(words[0])
-        for name, text in lines
+        name.strip(): unit * int(words[0])
+        for name, _, text in lines
         if (words := text.split()) and words[0].isdigit()
     }
 

@@ -43,6 +43,7 @@ from zero.offload.tiers import Tier, scratch_file, trim
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import WEIGHTS, states_named
 from zero.optim.sharded_optimizer import NonFiniteGradientError, ZeroOptimizer, param_group_of
+from zero.parallel.experts import agree_on_slices
 from zero.releases import newer_than_tested
 from zero.slicing.batches import BatchSlices
 from zero.slicing.blocks import SlicedBlock
@@ -159,7 +160,8 @@ class ZeroEngine(nn.Module):
         self._sliced = build.slice_experts(self.groups, self.schedule, gathering)
         for each in self._sliced:
             self._installed.callback(each.remove)
-        self.slices = BatchSlices(model, settings, lambda: self.global_steps)
+        agree = agree_on_slices(model, self.comm)
+        self.slices = BatchSlices(model, settings, lambda: self.global_steps, agree)
         self._installed.callback(self.slices.remove)
         self.hooks = ModuleHooks(
             model,

@@ -45,6 +45,7 @@ from tests.processes import run_on
 from zero.checkpoint.models import consolidate
 from zero.comm.traffic import MOVED, NETWORK
 from zero.errors import UsageError
+from zero.slicing import blocks
 
 pytest.importorskip(
     "transformers.distributed.expert_parallel", reason="transformers has it since 5.22"
@@ -52,6 +53,7 @@ pytest.importorskip(
 
 STEPS, EXPERTS = 3, 8
 CPU = {"device": "cpu"}
+SLICES = {"batch_slices": 3}
 
 
 def build(name: str) -> nn.Module:
@@ -82,7 +84,15 @@ def build(name: str) -> nn.Module:
     if name == "one-sided":
         for layer in model.model.layers:
             nn.init.zeros_(layer.mlp.gate.weight).requires_grad_(False)
+    if name == "lora":
+        names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        return adapted(model, *names, init_lora_weights=False, lora_alpha=64)
     return model
+
+
+def adapted(model: nn.Module, *parameters: str, **keys: Any) -> nn.Module:
+    lora = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=list(parameters), **keys)
+    return get_peft_model(model, lora)
 
 
 def configuration(world_size: int, size: int, accumulation: int = 1, **keys: Any) -> dict[str, Any]:
@@ -128,6 +138,10 @@ ON_TWO = [
     ("olmoe", "eager", 2, {"stage": 3}),
     ("deepseek", "batched_mm", 2, {"stage": 2}),
     ("gpt-oss", "eager", 2, {"stage": 3}),
+    ("qwen3", "grouped_mm", 2, {"stage": 3, "activation_checkpointing": SLICES}),
+    ("mixtral", "eager", 2, {"stage": 1, "activation_checkpointing": SLICES}),
+    ("lora", "eager", 2, {"stage": 1}),
+    ("lora", "grouped_mm", 2, {"stage": 3, "reentrant": False}),
 ]
 ON_FOUR = [
     ("mixtral", "eager", 2, {"stage": 0, "accumulation": 3}),
@@ -151,6 +165,34 @@ def test_losses_norms_and_weights_are_those_of_plain_torch(ranks, cases):
     of_ranks = run_on(ranks, trained, cases)
     for number, (name, *_) in enumerate(cases):
         compare(together([curves[number] for curves in of_ranks]), plain(name))
+
+
+# -- slices of batches that differ
+
+
+def uneven(rank: int, world_size: int, slices: Any) -> list[float]:
+    """The norms of steps in which ranks have different numbers of rows, and one of them a mask."""
+    blocks.TOKENS = 16  # so that "auto" makes slices of these small batches
+    keys = {"activation_checkpointing": {"batch_slices": slices}} if slices else {}
+    engine = start(build("mixtral"), configuration(world_size, 2, stage=3, **keys))
+    norms = []
+    for ids, others in zip(
+        (batch["input_ids"] for batch in batches("llama", 3)), ((3, 5), (1, 4), (6, 2)), strict=True
+    ):
+        ids = ids[: others[rank]]
+        mask = torch.ones_like(ids)
+        mask[:1, -2:] = rank
+        engine.backward(engine(input_ids=ids, labels=ids, attention_mask=mask).loss)
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return norms
+
+
+def test_ranks_agree_on_the_number_of_slices():
+    expected = run_on(2, uneven, None)[0]
+    for slices in (4, "auto"):
+        for norms in run_on(2, uneven, slices):
+            assert relative(norms, expected) < 1e-6
 
 
 # -- checkpoints
@@ -262,11 +304,6 @@ def test_only_tokens_travel(stage, ranks):
 # -- refusals
 
 
-def adapted(model: nn.Module) -> nn.Module:
-    lora = LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
-    return get_peft_model(model, lora)
-
-
 def refused(rank: int, world_size: int) -> list[str]:
     def message(model: nn.Module, size: int = 2, **keys: Any) -> str:
         config = configuration(world_size, size)
@@ -292,10 +329,9 @@ def refused(rank: int, world_size: int) -> list[str]:
         message(build("mixtral"), 3),
         message(llama),
         message(odd),
-        message(adapted(build("mixtral"))),
+        message(adapted(build("gpt-oss"), "mlp.experts.down_proj_bias")),
         message(divided, 1),
         message(build("mixtral"), sequence_parallel_size=2),
-        message(build("mixtral"), activation_checkpointing={"batch_slices": 2}),
         message(build("mixtral"), on_out_of_memory="adapt"),
         *(message(build("mixtral"), zero_optimization=keys) for keys in zero_keys),
         str(of_muon.value),
@@ -310,7 +346,6 @@ def test_refusals_name_the_key():
         "'model.layers.0.mlp.experts' is a ParamWrapper with",
         "the model's experts are divided over 2 ranks",
         "sequence_parallel_size",
-        "activation_checkpointing.batch_slices",
         "on_out_of_memory",
         "zero_optimization.mics_shard_size",
         "zero_optimization.zero_quantized_weights",

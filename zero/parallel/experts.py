@@ -31,6 +31,7 @@ from zero.core.quantized_weights import is_quantized
 from zero.core.sharded_param import holders_of, local
 from zero.errors import UsageError
 from zero.parallel.tensor import make_mesh, plan_of_experts, prepare_parameter, take_steps
+from zero.slicing.blocks import Agree
 
 _OF_PARAMETERS, _OF_MODULES = "grouped_gemm", "ep_dispatch_experts"
 KEY = "expert_parallel.autoep_size"
@@ -38,14 +39,13 @@ KEY = "expert_parallel.autoep_size"
 
 def refuse_others(settings: Config, ranks: int) -> None:
     """Raise UsageError for settings with which experts over `ranks` ranks would not be exact."""
-    zero, kept = settings.zero_optimization, settings.activation_checkpointing
+    zero = settings.zero_optimization
     found = {
         "sequence_parallel_size": settings.sequence_parallel_size > 1,
         "zero_optimization.mics_shard_size": zero.shards_over(ranks) != ranks,
         "zero_optimization.zero_hpz_partition_size": bool(zero.second_shards_over(ranks)),
         "zero_optimization.zero_quantized_weights": zero.zero_quantized_weights,
         "zero_optimization.zero_quantized_gradients": zero.zero_quantized_gradients,
-        "activation_checkpointing.batch_slices": kept.batch_slices not in (None, 1),
         'on_out_of_memory "adapt"': settings.on_out_of_memory == "adapt",
     }
     for key, is_set in found.items():
@@ -61,6 +61,19 @@ def size_of(model: nn.Module) -> int:
     return max((param.numel() // local(param).numel() for param in found), default=1)
 
 
+def agree_on_slices(model: nn.Module, comm: Communicator) -> Agree | None:
+    """How ranks agree on the slices of a block's batch; None if they need not. Each slice has its
+    all-to-alls, so that their number must be the same on all ranks."""
+    if size_of(model) == 1:
+        return None
+
+    def agree(wanted: int, batch: int, checks: bool) -> tuple[int, int, bool]:
+        of_all = comm.all_reduce(torch.tensor([-wanted, batch, -int(checks)]), "min").tolist()
+        return -of_all[0], of_all[1], bool(of_all[2])
+
+    return agree
+
+
 @torch.no_grad()
 def divide(
     model: nn.Module, size: int, comm: Communicator, dtype: torch.dtype | None
@@ -68,32 +81,66 @@ def divide(
     """Leave each rank its part of the experts, with rank 0's values, for an engine that computes in
     `dtype` (None: their own dtypes). Returns the new parameters, by the ones that they replace.
 
-    Raises UsageError for a model without a plan, for experts that are quantized or have adapters,
-    and if `size` does not divide their number or that of the ranks. All ranks must call it."""
+    Raises UsageError for a model without a plan, for experts that are quantized or have adapters
+    other than LoRA of their weights, and if `size` does not divide their number or that of the
+    ranks. All ranks must call it."""
     if (earlier := size_of(model)) > 1:
         if earlier == size:
             return {}
         raise UsageError(f"{KEY} is {size}, and the model is already divided over {earlier} ranks")
     mesh = make_mesh(size, comm.world_size, comm.device, KEY)
     planned = _planned(model)
-    plan = plan_of_experts(planned, size)
-    for name, style in plan.items():
-        if style not in (_OF_PARAMETERS, _OF_MODULES):
-            kind = type(planned).__name__
-            raise UsageError(
-                f"{KEY}: {kind}'s ep_plan has the style {style!r} for {name!r}, which needs tensor "
-                f"parallelism: set tensor_parallel.autotp_size to {size}"
-            )
-        _refuse_changed(planned, name, style)
     tokens = comm.within(size)
     holders = comm.every(size)
-    steps = [(name, _step(planned, name, style, mesh, tokens)) for name, style in plan.items()]
-    found = take_steps(planned, steps)
+    with _without_adapters(model) as adapters:
+        plan = plan_of_experts(planned, size)
+        for name, style in plan.items():
+            if style not in (_OF_PARAMETERS, _OF_MODULES):
+                kind = type(planned).__name__
+                raise UsageError(
+                    f"{KEY}: {kind}'s ep_plan has the style {style!r} for {name!r}, which needs "
+                    f"tensor parallelism: set tensor_parallel.autotp_size to {size}"
+                )
+            _refuse_changed(planned, name, style)
+        steps = [
+            (name, _step(planned, name, style, mesh, tokens, adapters))
+            for name, style in plan.items()
+        ]
+        found = take_steps(planned, steps)
     names = {param: name for name, param in model.named_parameters()}
     param: Any
     for param in found.values():
         prepare_parameter(names[param], param, comm.device, dtype, holders)
     return found
+
+
+@contextmanager
+def _without_adapters(model: nn.Module) -> Iterator[dict[nn.Module, list[Any]]]:
+    """Context in which PEFT's LoRA of experts' parameters is left out of the model, so that names
+    are those of the plan. Yields the wrappers of each module of experts."""
+
+    def adapts(module: Any) -> bool:
+        # Not for a bias, which PEFT takes for a single matrix.
+        return hasattr(module, "get_delta_factors") and module.num_experts > 1
+
+    owners = [module for module in model.modules() if not adapts(module)]
+    found = [
+        (owner, name, child)
+        for owner in owners
+        for name, child in owner.named_children()
+        if adapts(child)
+    ]
+    adapters = {}
+    for owner, name, child in found:
+        module: Any = child
+        wrappers = [each for each in child.modules() if adapts(each)]
+        adapters[module.get_base_layer()] = wrappers
+        owner._modules[name] = module.get_base_layer()
+    try:
+        yield adapters
+    finally:
+        for owner, name, child in found:
+            owner._modules[name] = child
 
 
 def _planned(model: nn.Module) -> Any:
@@ -116,15 +163,23 @@ def _refuse_changed(planned: Any, name: str, style: str) -> None:
         raise UsageError(
             f"{KEY}: {name!r} is a {type(module).__name__}"
             + f" with {inside[0]!r}" * bool(inside)
-            + ": only experts without adapters are supported; adapt other layers, or delete the key"
+            + ": of adapters, only LoRA of weights by target_parameters is supported; adapt other "
+            "layers, or delete the key"
         )
 
 
 def _step(
-    planned: Any, name: str, style: str, mesh: DeviceMesh, tokens: Communicator
+    planned: Any,
+    name: str,
+    style: str,
+    mesh: DeviceMesh,
+    tokens: Communicator,
+    adapters: dict[nn.Module, list[Any]],
 ) -> Callable[[], None]:
     if style == _OF_MODULES:
-        return partial(_send_tokens, planned.get_submodule(name), name, mesh.size(), tokens)
+        module = planned.get_submodule(name)
+        wrappers = adapters.get(module, [])
+        return partial(_send_tokens, module, name, mesh.size(), tokens, wrappers)
     return partial(_take_part, planned, name, mesh, tokens)
 
 
@@ -139,9 +194,18 @@ def _take_part(planned: Any, name: str, mesh: DeviceMesh, tokens: Communicator) 
     module._parameters[attribute] = nn.Parameter(part, whole.requires_grad)
 
 
-def _send_tokens(module: Any, name: str, size: int, tokens: Communicator) -> None:
+def _send_tokens(
+    module: Any, name: str, size: int, tokens: Communicator, adapters: list[Any]
+) -> None:
     module.num_experts //= size
-    module.forward = DispatchedExperts(module, name, tokens)
+    module.forward = DispatchedExperts(module, name, tokens, adapters)
+    for wrapper in adapters:
+        wrapper.forward = partial(_run_base, wrapper)
+
+
+def _run_base(wrapper: Any, *args: Any) -> Any:
+    """The forward of a wrapper, whose adapter is added where the experts run."""
+    return wrapper.base_layer(*args)
 
 
 class DispatchedExperts:
@@ -150,12 +214,15 @@ class DispatchedExperts:
     Args:
         name: of the module, for messages.
         comm: its shard group is the expert group.
+        adapters: PEFT's wrappers of its parameters. They have factors for all experts, on each
+            rank, which gives a gradient to those of its own: the sum over all ranks is whole.
     """
 
-    def __init__(self, module: Any, name: str, comm: Communicator):
+    def __init__(self, module: Any, name: str, comm: Communicator, adapters: list[Any]):
         self.module = module
         self.name = name
         self.comm = comm
+        self.adapters = adapters
         # Disabled here instead of by a decorator, which would import the compiler together with
         # this file.
         self._run: Any = torch.compiler.disable(self._run_experts)
@@ -170,7 +237,8 @@ class DispatchedExperts:
 
     def __deepcopy__(self, memo: dict) -> Callable:
         """A copy of the module is divided in the same way."""
-        return DispatchedExperts(memo[id(self.module)], self.name, self.comm)
+        adapters = [memo[id(each)] for each in self.adapters]
+        return DispatchedExperts(memo[id(self.module)], self.name, self.comm, adapters)
 
     def _run_experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
@@ -226,9 +294,19 @@ class DispatchedExperts:
 
     @contextmanager
     def _local_parameters(self) -> Iterator[None]:
-        """Context in which the module has tensors with this rank's part, as kernels need them."""
+        """Context in which the module has tensors with this rank's part, as kernels need them, and
+        with what adapters add."""
         own = dict(self.module._parameters)
         local = {k: p.to_local() if isinstance(p, DTensor) else p for k, p in own.items()}
+        first = self.comm.shard_group.rank * self.module.num_experts
+        part = slice(first, first + self.module.num_experts)
+        for wrapper in self.adapters:
+            names = [] if wrapper.disable_adapters or wrapper.merged else wrapper.active_adapters
+            for name in filter(wrapper.lora_A.__contains__, names):
+                left, right, scale = wrapper.get_delta_factors(name)
+                weights = local[wrapper.parameter_name]
+                changed = torch.baddbmm(weights, left[part], right[part], alpha=scale)
+                local[wrapper.parameter_name] = changed
         self.module._parameters.update(local)
         try:
             yield

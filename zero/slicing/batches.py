@@ -11,7 +11,7 @@ from torch import nn
 from zero.config import Config
 from zero.core.layout import called_blocks
 from zero.errors import UsageError
-from zero.slicing.blocks import RECORDER, SlicedBlock
+from zero.slicing.blocks import RECORDER, Agree, SlicedBlock
 from zero.slicing.head import sliced_head
 from zero.slicing.known import why_not_sliced
 
@@ -21,13 +21,21 @@ class BatchSlices:
 
     Args:
         steps: counts the steps of the optimizer.
+        agree: see `SlicedBlock`.
 
     Raises UsageError if the configuration asks for slices, and the model has no blocks that can run
     in them.
     """
 
-    def __init__(self, model: nn.Module, settings: Config, steps: Callable[[], int]):
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Config,
+        steps: Callable[[], int],
+        agree: Agree | None = None,
+    ):
         self._model = model
+        self._agree = agree
         self._kept = settings.activation_checkpointing
         self._blocks: list[SlicedBlock] = []
         wanted = self._kept.batch_slices
@@ -82,8 +90,8 @@ class BatchSlices:
         blocks = called_blocks(self._model)
         for block in blocks:
             of = 0 if self._blocks or is_away else len(blocks)  # the first block speaks for all
-            made = SlicedBlock(block, names[block], slices, self._kept.trust_slices, of)
-            self._blocks.append(made)
+            trusted = self._kept.trust_slices
+            self._blocks.append(SlicedBlock(block, names[block], slices, trusted, of, self._agree))
 
     def _why_no_blocks(self) -> str:
         if not called_blocks(self._model):

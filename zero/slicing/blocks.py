@@ -46,6 +46,9 @@ _PROMISE = (
 RECORDER = "transformers.utils.output_capturing"
 
 
+Agree = Callable[[int, int, bool], tuple[int, int, bool]]
+
+
 class SlicedBlock:
     """Replaces the forward of one block, and runs its batch in slices while gradients are recorded.
 
@@ -58,6 +61,9 @@ class SlicedBlock:
             depends on itself alone, in backward too, and nothing but what is returned is kept.
         of: how many blocks keep their inputs on the device: this one warns in its first call if
             they will not fit. 0: it does not.
+        agree: for a block in which ranks wait for each other: given the wanted number of slices,
+            the size of the batch and whether values are examined, it returns the largest number
+            and the smallest size of all ranks, and whether one examines.
 
     Attributes:
         least: the least number of slices.
@@ -74,6 +80,7 @@ class SlicedBlock:
         slices: int | Literal["auto"],
         is_trusted: bool = False,
         of: int = 0,
+        agree: Agree | None = None,
     ):
         why = why_not_sliced(module)
         if why and not is_trusted:
@@ -84,6 +91,7 @@ class SlicedBlock:
         self._slices = slices
         self.least = self.number = self.samples = 1
         self._of = of
+        self._agree = agree
         self._calls = 0
         # For each kind of input seen so far, which outputs have the batch as their first
         # dimension. This cannot be told from a slice of a single example.
@@ -126,18 +134,21 @@ class SlicedBlock:
             )
         wanted = -(-batch * tokens // TOKENS) if isinstance(self._slices, str) else self._slices
         wanted = max(wanted, self.least)
-        self.samples, self.number = batch, (number := min(wanted, batch))
+        of_batch = [_has_batch(leaf, batch) for leaf in leaves]
+        kind = (spec, *(_kind(leaf, batch) for leaf in leaves))
+        # Again in calls 2, 4, 8...: a branch that starts at zero hides its values at first.
+        checks = kind not in self._batched or self._calls & (self._calls + 1) == 0
+        least = batch
+        if self._agree is not None:
+            wanted, least, checks = self._agree(wanted, batch, checks)
+        self.samples, self.number = batch, (number := min(wanted, least))
         if batch == 1 < wanted:
             _warn_of_one_example()
         if number < 2:
             return checkpoint(self._run, spec, *leaves, use_reentrant=False)
-        of_batch = [_has_batch(leaf, batch) for leaf in leaves]
-        kind = (spec, *(_kind(leaf, batch) for leaf in leaves))
-        # Again in calls 2, 4, 8...: a branch that starts at zero hides its values at first.
         self._calls += 1
         if self._calls == 1 and self._of:
             _warn_of_inputs(leaves, of_batch, self._of)
-        checks = kind not in self._batched or self._calls & (self._calls - 1) == 0
         if checks:
             # A fresh context: transformers' recorders of outputs do not see these calls.
             run = partial(self._run, spec)
