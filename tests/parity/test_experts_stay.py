@@ -6,6 +6,7 @@ As in `test_expert_parallel`, plain torch computes in float64."""
 from __future__ import annotations
 
 from collections import Counter
+from copy import deepcopy
 from functools import cache
 from time import sleep
 from typing import Any
@@ -323,6 +324,13 @@ def refused(rank: int, world_size: int) -> list[str]:
         {"zero_quantized_gradients": True},
     ]
     muon = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+    engine = start(build("mixtral"), configuration(world_size, 2, stage=3))
+    copied = deepcopy(engine.module)  # an average of weights begins with one
+    assert [each.shape for each in copied.parameters()] != []
+    experts = engine.module.model.layers[0].mlp.experts.down_proj
+    with pytest.raises(UsageError) as of_writer, zero.GatheredParameters(experts, modifier_rank=0):
+        pass
+    engine.destroy()
     with pytest.raises(UsageError) as of_muon:
         zero.initialize(model=build("mixtral"), config=configuration(world_size, 2) | muon)
     return [
@@ -335,6 +343,7 @@ def refused(rank: int, world_size: int) -> list[str]:
         message(build("mixtral"), on_out_of_memory="adapt"),
         *(message(build("mixtral"), zero_optimization=keys) for keys in zero_keys),
         str(of_muon.value),
+        str(of_writer.value),
     ]
 
 
@@ -351,6 +360,7 @@ def test_refusals_name_the_key():
         "zero_optimization.zero_quantized_weights",
         "zero_optimization.zero_quantized_gradients",
         "updates whole tensors",
+        "each rank has a part of 'model.layers.0.mlp.experts.down_proj'",
     ]
     for found in run_on(2, refused):
         for text, part in zip(found, expected, strict=True):

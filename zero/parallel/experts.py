@@ -68,7 +68,8 @@ def agree_on_slices(model: nn.Module, comm: Communicator) -> Agree | None:
         return None
 
     def agree(wanted: int, batch: int, checks: bool) -> tuple[int, int, bool]:
-        of_all = comm.all_reduce(torch.tensor([-wanted, batch, -int(checks)]), "min").tolist()
+        asked = torch.tensor([-wanted, batch, -int(checks)], device=comm.device)
+        of_all = comm.all_reduce(asked, "min").tolist()
         return -of_all[0], of_all[1], bool(of_all[2])
 
     return agree
