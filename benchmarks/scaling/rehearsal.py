@@ -100,6 +100,7 @@ class RehearsedGroup(CountedGroup):
         self.param_names = plan.param_names
         self.shared = plan.shared
         self.has_aliases = False
+        self.training_comm = None
         self.trainable = plan.params[0].requires_grad
         self.full = torch.empty(1)
         self.program: Program | None = None

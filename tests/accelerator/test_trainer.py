@@ -65,7 +65,7 @@ def test_the_trainer_goes_on_if_memory_is_not_enough(tmp_path):
         reports.append(Path(job["report"]))
     done = fork_ranks(SCRIPT, "jobs", paths[0], "0.7", paths[1], nproc=2, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "split into 2 parts" in done.stderr
+    assert "runs its batch in 2 slices" in done.stderr
     whole, cut = (json.loads(report.read_text(encoding="utf-8")) for report in reports)
     assert column(cut, "loss") == pytest.approx(column(whole, "loss"), rel=1e-5)
 

@@ -145,6 +145,7 @@ def model():
     """A Llama with a sliced head."""
     made = model_of("llama")
     sliced = sliced_head(made, int)
+    sliced.refine(1)
     with CHUNK:
         yield made
     sliced.remove()
@@ -239,6 +240,7 @@ def test_a_head_that_may_not_be_cut_is_left_alone():
     hooked = model_of("llama")
     sliced = sliced_head(hooked, int)
     assert sliced is not None
+    sliced.refine(1)
     seen: list[torch.Tensor] = []
     hooked.lm_head.register_forward_hook(lambda module, args, output: seen.append(output))
     with CHUNK:

@@ -24,7 +24,6 @@ TAKE_ANY = {
     },
     "zero/parallel/pipeline.py": {"forward"},  # takes the place of any layer
     "zero/tools/estimate/calls.py": {"lambda"},  # operations of a known number, of any options
-    "zero/tools/estimate/command.py": {"__call__"},  # in place of any decorator
     "zero/tools/estimate/machine.py": {"lambda"},
     "zero/tools/profile/bounded_run.py": {"_end"},
     # The engine's own run, which is compared with this one, refuses wrong arguments.

@@ -288,7 +288,7 @@ def reduced_by_machines(
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     section = {**GRADIENTS, "stage": 2, "zero_quantized_gradient_bits": bits}
     config = load_config({"train_micro_batch_size_per_gpu": 1, "zero_optimization": section})
-    comm = make_training_comm(config, communicator())
+    comm = make_training_comm(config, communicator(), [])
     full, out = gradient_of(rank, size * world_size), torch.empty(size)
     with counted_messages() as sent:
         comm.reduce_scatter(out, full.clone(), False, world_size * 2 * BLOCK).wait()
