@@ -10,10 +10,9 @@ from pathlib import Path
 
 from zero.errors import UsageError
 from zero.tools.arguments import Parser, check_command, count, output_file
-from zero.tools.profile.running import run, what_went_wrong
+from zero.tools.profile.running import SNAPSHOT, run, what_went_wrong
 
-# The suffix of torch's own record of a GPU's allocations, and what shows it.
-SNAPSHOT, MEMORY_VIZ = ".pickle", "https://pytorch.org/memory_viz"
+MEMORY_VIZ = "https://pytorch.org/memory_viz"
 
 
 def trace(arguments: list[str]) -> int:

@@ -20,6 +20,8 @@ from zero.tools.launch import end, python_path
 FOLDER, STEPS = "ZERO_RECORDER_FOLDER", "ZERO_RECORDER_STEPS"
 # Files in that folder: the number of the last step, and what the command has printed.
 PROGRESS, LOG = "step", "log"
+# The suffix of torch's own record of a GPU's allocations.
+SNAPSHOT = ".pickle"
 _POLL = 0.2  # seconds between two looks for new steps
 _GRACE = 10.0  # seconds that a launcher has to end its ranks
 

@@ -20,7 +20,7 @@ from torch.profiler import profile, supported_activities
 
 from zero.integrations.deepspeed.engine import DeepSpeedEngine
 from zero.tools.profile.bounded_run import BoundedRun, bound_first_engine
-from zero.tools.profile.command import SNAPSHOT
+from zero.tools.profile.running import SNAPSHOT
 
 MAIN, MESSAGES = "main thread", "messages"
 # torch's own spans of what a backend has in flight. One may end later than what began after it.
