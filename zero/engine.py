@@ -163,6 +163,7 @@ class ZeroEngine(nn.Module):
         agree = agree_on_slices(model, self.comm)
         self.slices = BatchSlices(model, settings, lambda: self.global_steps, agree)
         self._installed.callback(self.slices.remove)
+        self.slices.begin()
         self.hooks = ModuleHooks(
             model,
             self.groups,

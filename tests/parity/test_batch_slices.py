@@ -425,6 +425,12 @@ def unknown(rank: int, world_size: int) -> list[str]:
         with pytest.raises(UsageError) as caught:
             start(model, ds_config(**section))
         found.append(str(caught.value))
+    model = build("llama")
+    model.model.layers[1].mlp.up_proj.__class__ = Clipped
+    with pytest.raises(UsageError, match=r"layers\.1"):
+        start(model, ds_config(**section))
+    # The layer before it is as it was.
+    assert not any("forward" in vars(module) for module in model.modules())
     with pytest.raises(UsageError) as caught:
         start(Model(Plain), ds_config(**section))
     found.append(str(caught.value))

@@ -22,9 +22,6 @@ class BatchSlices:
     Args:
         steps: counts the steps of the optimizer.
         agree: see `SlicedBlock`.
-
-    Raises UsageError if the configuration asks for slices, and the model has no blocks that can run
-    in them.
     """
 
     def __init__(
@@ -38,16 +35,22 @@ class BatchSlices:
         self._agree = agree
         self._kept = settings.activation_checkpointing
         self._blocks: list[SlicedBlock] = []
-        wanted = self._kept.batch_slices
-        is_wanted = wanted not in (None, 1)
+        is_wanted = self._kept.batch_slices not in (None, 1)
         # What is gathered when must stay the same when slices are asked for later.
         adapts = settings.on_out_of_memory == "adapt"
         self._head = sliced_head(model, steps) if is_wanted or adapts else None
-        if is_wanted:
-            if why := self._why_no_blocks():
-                raise UsageError(f"activation_checkpointing.batch_slices: {why}")
-            self._slice(wanted)
-            self.refine(1)
+
+    def begin(self) -> None:
+        """Run the slices that the configuration asks for, if it does. Raises UsageError if the
+        model has no blocks that can run in them; `remove` must follow in any case.
+        """
+        wanted = self._kept.batch_slices
+        if wanted is None or wanted == 1:
+            return
+        if why := self._why_no_blocks():
+            raise UsageError(f"activation_checkpointing.batch_slices: {why}")
+        self._slice(wanted)
+        self.refine(1)
 
     @property
     def samples(self) -> int:
