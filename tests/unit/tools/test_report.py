@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import os
 import re
 import shutil
@@ -134,7 +135,7 @@ def test_evaluations_and_starts_from_a_checkpoint_are_shown(tmp_path: Path):
     history = [
         {"step": 1, "loss": 3.0},
         {"step": 2, "eval_loss": 2.5, "eval_runtime": 1.0, "eval_steps_per_second": 2.0},
-        {"step": 4, "eval_loss": 1.5},
+        {"step": 4, "eval_loss": 1.5, "eval_note": "kept apart"},
     ]
     checkpoint = tmp_path / "checkpoint-4"
     checkpoint.mkdir()
@@ -147,6 +148,20 @@ def test_evaluations_and_starts_from_a_checkpoint_are_shown(tmp_path: Path):
     curves = [json.loads(html.unescape(each)) for each in re.findall('data-values="(.*?)"', text)]
     assert [curve["lines"][0]["steps"] for curve in curves].count([2, 4]) == 1
     assert all(0 < curve["left"] < curve["right"] < 1 for curve in curves)
+
+
+def test_a_run_that_diverged_has_a_page():
+    records = [first(), record(2, loss=math.nan), record(3, loss=math.inf)]
+    text = page([Run("a", records, [{"step": 2, "eval_loss": math.nan}])])
+    curves = [json.loads(html.unescape(each)) for each in re.findall('data-values="(.*?)"', text)]
+    assert curves[0]["lines"][0]["values"] == ["3", "nan", "inf"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"log_history": [1]}'])
+def test_a_damaged_record_of_the_trainer_is_named(content: str, tmp_path: Path, capsys):
+    (tmp_path / "trainer_state.json").write_text(content)
+    folder = write(tmp_path / "logs", [first()])
+    assert_refused(["report", str(folder)], "trainer_state.json: this is no record", capsys)
 
 
 def test_all_that_a_run_says_is_escaped():

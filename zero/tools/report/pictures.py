@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zero.errors import UsageError, rounded
+from zero.errors import UsageError
 from zero.tools.report.runs import REST, Run
 
 COLOURS = ("#2563eb", "#ea580c")
@@ -81,7 +81,7 @@ def curves(
     picture = _svg(figure)  # this lays the axes out
     place = axes.get_position()
     lines = [
-        {"name": run.name, "steps": steps, "values": [rounded(value, 5) for value in values]}
+        {"name": run.name, "steps": steps, "values": [f"{value:.5g}" for value in values]}
         for run, (steps, values) in zip(runs, points, strict=False)
     ]
     shown = {"left": place.x0, "right": place.x1, "steps": axes.get_xlim(), "lines": lines}

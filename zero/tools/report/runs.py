@@ -180,12 +180,24 @@ def read(path: Path) -> Run:
     return Run(name, records, _evaluations(file.resolve().parent))
 
 
+def _metrics(logged: dict[str, Any]) -> dict[str, Any]:
+    """The step and the numbers of an evaluation, of what a Trainer has logged at one time."""
+    return {
+        key: value
+        for key, value in logged.items()
+        if key == "step" or (key.startswith(_EVALUATION) and isinstance(value, int | float))
+    }
+
+
 def _evaluations(folder: Path) -> list[dict[str, Any]]:
     """What a Trainer has logged whose output folder has `folder` in it, or is it."""
     for place in (folder, *list(folder.parents)[:3]):
         states = [*place.glob(_STATE), *place.glob(f"checkpoint-*/{_STATE}")]
         if states:
             newest = max(states, key=lambda file: file.stat().st_mtime)
-            logged = json.loads(newest.read_text(encoding="utf-8")).get("log_history", [])
-            return [each for each in logged if any(key.startswith(_EVALUATION) for key in each)]
+            try:
+                logged = json.loads(newest.read_text(encoding="utf-8"))["log_history"]
+                return [_metrics(each) for each in logged]
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise UsageError(f"report: {newest}: this is no record of a Trainer") from error
     return []
