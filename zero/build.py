@@ -403,7 +403,8 @@ def make_placement(
     if not trains:
         return Placement(trainable, here, here, ratio=0.0)
     offload = settings.zero_optimization.offload_optimizer or OffloadOptimizerConfig()
-    return Placement(trainable, here, Tier.of(offload, settings.aio, device), offload.ratio)
+    there = Tier.of(offload, settings.aio, device)
+    return Placement(trainable, here, there, offload.ratio, offload.max_in_cpu)
 
 
 def make_reducer(
@@ -471,7 +472,7 @@ def make_optimizer(
         reduce_op=settings.gradient_allreduce_op,
         checks_overflow=bf16.check_grad_overflow or not bf16.enabled,
         overlap=overlaps_step(offload, reducer.comm.device),
-        read_ahead=offload.pipeline_read,
+        buffers=4 * offload.buffer_count * offload.buffer_size if offload.pipeline_read else 0,
         write_behind=offload.pipeline_write,
         forward_order=lambda: [groups[i] for i in schedule.recorded(("train", True, None))],
         rounding=StochasticRounding(bf16.rounding_seed, steps) if bf16.without_masters else None,

@@ -30,11 +30,18 @@ class OffloadConfig(Section):
               them.
         nvme_path: A folder on a fast disk, which may differ between machines. It is created if it
             does not exist.
+        buffer_count: This number x `buffer_size` elements are read from files before they are used.
+            - N: N x `buffer_size` elements are read before they are used.
+        buffer_size: See `buffer_count`.
+            - N: `buffer_count` times this many elements are read before they are used.
     """
 
     device: Device = key("none", auto=_ACCELERATE)
     pin_memory: bool = True
     nvme_path: Folder | None = key(None, needs=_FILES, auto=_ACCELERATE)
+    buffer_count: Positive = key(5, needs=_FILES)
+    buffer_size: Positive = key(int(1e8), needs=_FILES, unit="elements")
+    max_in_cpu: Count = key(int(1e9), needs=_FILES, unit="elements")
 
     def why_idle(self, name: str) -> str | None:
         if self.device == "none" and name != "device":
@@ -53,17 +60,10 @@ class OffloadParamConfig(OffloadConfig):
             - none: The shards of the weights stay on the device.
             - cpu: On a GPU, the shards of the weights are kept in host memory.
             - nvme: The shards of the weights are kept in files in the folder `nvme_path`.
-        buffer_count: This number x `buffer_size` elements are read from files before they are used.
-            - N: N x `buffer_size` elements are read before they are used.
-        buffer_size: See `buffer_count`.
-            - N: `buffer_count` times this many elements are read before they are used.
         max_in_cpu: Elements of its weights that each process keeps in host memory instead of files.
     """
 
     device: Device = key("none", auto=_ACCELERATE)
-    buffer_count: Positive = key(5, needs=_FILES)
-    buffer_size: Positive = key(int(1e8), needs=_FILES, unit="elements")
-    max_in_cpu: Count = key(int(1e9), needs=_FILES, unit="elements")
 
 
 @with_idle_keys("zero_optimization.offload_optimizer")
@@ -78,8 +78,15 @@ class OffloadOptimizerConfig(OffloadConfig):
               memory.
             - nvme: Gradients, fp32 master weights and optimizer state are kept in files in the
               folder `nvme_path`.
-        pipeline_read: Read the next sub-group while the current one is updated.
-        pipeline_write: Write the previous sub-group while the current one is updated.
+        buffer_count: This number x `buffer_size` elements are in host memory before their update, and
+            until they are written.
+        max_in_cpu: Elements of its gradients that each process keeps in host memory instead of
+            files. Not in DeepSpeed.
+        pipeline_read: Read the next sub-groups while the current one is updated, and the first ones
+            during backward.
+            - false: Nothing is read before it is used.
+        pipeline_write: Write the previous sub-groups while the current one is updated.
+            - false: A sub-group is written before the next one is updated.
         ratio: The fraction that is offloaded. `"auto"`, which DeepSpeed does not have: just enough
             to keep a tenth of device memory (at least 1 GiB) free.
             - 1: All of the optimizer state is offloaded.
@@ -91,8 +98,9 @@ class OffloadOptimizerConfig(OffloadConfig):
     """
 
     device: Device = key("none", auto=_ACCELERATE)
-    pipeline_read: bool = key(False, needs=_FILES)
-    pipeline_write: bool = key(False, needs=_FILES)
+    buffer_count: Positive = key(4, needs=_FILES)
+    pipeline_read: bool = key(True, needs=_FILES)
+    pipeline_write: bool = key(True, needs=_FILES)
     ratio: Fraction | Annotated[Literal["auto"], AnyCase()] = 1.0
     overlap_step: bool | None = None
 

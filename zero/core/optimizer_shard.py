@@ -36,11 +36,16 @@ class OptimizerShard:
         norms: 2-norms (scalars) of the pieces of an offloaded gradient, by the piece's start. They
             are computed on the compute device before the gradient leaves it.
         writes: the last update is complete when these are.
+        handed_out: how often somebody has got the values, perhaps to change them.
+        new_weights: pieces of the updated weights that are still in host memory, by their start, for
+            the next all-gather.
     """
 
-    def __init__(self, group: ParamGroup, tier: Tier):
+    def __init__(self, group: ParamGroup, tier: Tier, gradient_in_memory: bool = False):
         self.group = group
         self.tier = tier
+        # Whether the gradient is in host memory where the rest is in a file.
+        self._gradient_in_memory = gradient_in_memory
         # Nobody asks for it before `make_master`, nor after `free`.
         self.master: torch.Tensor = None  # pyright: ignore[reportAttributeAccessIssue]
         self.grad: torch.Tensor | None = None
@@ -49,11 +54,22 @@ class OptimizerShard:
         self.update_end: torch.Event | None = None
         self._wait_for_update: Callable[[OptimizerShard], None] | None = None
         self.writes: list[Pending] = []
+        self.new_weights: dict[int, torch.Tensor] = {}
+        self.handed_out = 0
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether master, gradient and state live on another tier than the compute device."""
+        """Whether master and state live on another tier than the compute device."""
         return self.tier != Tier(self.group.comm.device)
+
+    @property
+    def gradient_tier(self) -> Tier:
+        return self.tier.in_memory() if self._gradient_in_memory else self.tier
+
+    @property
+    def offloads_gradient(self) -> bool:
+        """Whether the gradient lives on another tier than the compute device."""
+        return self.gradient_tier != Tier(self.group.comm.device)
 
     @property
     def shares_weights(self) -> bool:
@@ -90,7 +106,7 @@ class OptimizerShard:
         self.group.optimizer_shard = None
         self.master = None  # pyright: ignore[reportAttributeAccessIssue]
         self.grad = None
-        self.writes.clear()
+        self.forget_writes()
 
     @torch.no_grad()
     def round_into_shard(self, start: int, values: torch.Tensor) -> Pending:
@@ -108,6 +124,7 @@ class OptimizerShard:
 
         Every rank must call.
         """
+        self.new_weights = {}
         if not self.shares_weights:
             self.group.write_shard(0, self.master).wait()
         self.group.refresh()
@@ -118,6 +135,7 @@ class OptimizerShard:
 
         Elements that are the master's rounded ones were not changed, and stay as precise as they
         were."""
+        self.new_weights = {}
         if self.master is None or self.shares_weights:
             return
         given = self.group.shard.to(self.master.device)
@@ -132,13 +150,13 @@ class OptimizerShard:
 
         If `accumulate`, it holds the gradient so far. The caller has waited for the write of that
         gradient."""
-        if self.grad is not None and self.grad.dtype == dtype and not self.is_offloaded:
+        if self.grad is not None and self.grad.dtype == dtype and not self.offloads_gradient:
             return self.grad
         out = torch.empty(self.group.layout.shard_numel, dtype=dtype, device=self.group.comm.device)
         if accumulate:
             assert self.grad is not None
-            self.tier.load(out, self.grad).wait()
-        elif not self.is_offloaded:
+            self.gradient_tier.load(out, self.grad).wait()
+        elif not self.offloads_gradient:
             self.grad = out
         return out
 
@@ -147,7 +165,8 @@ class OptimizerShard:
 
         If offloaded, start to write it out.
         """
-        if not self.is_offloaded:
+        tier = self.gradient_tier
+        if not self.offloads_gradient:
             self.grad = values
             return Pending()
         if starts := [piece.start for piece in self.group.pieces]:
@@ -155,25 +174,55 @@ class OptimizerShard:
             norms = torch._foreach_norm(parts, dtype=torch.float32)
             self.norms.update(zip(starts, norms, strict=True))
         if self.grad is None or self.grad.dtype != values.dtype:
-            self.grad = self.tier.empty(values.numel(), values.dtype)
-        return self.tier.store(self.grad, values)
+            self.grad = tier.empty(values.numel(), values.dtype)
+        return tier.store(self.grad, values)
 
     def widen_gradient(self, dtype: torch.dtype) -> None:
         """Keep the gradient in `dtype`, because something is about to be added to it or written
         into it.
         """
         if self.grad is not None and self.grad.dtype != dtype:
-            self.grad = self.tier.keep(self.grad, dtype)
+            self.grad = self.gradient_tier.keep(self.grad, dtype)
 
     # -- late updates
 
-    def wait(self) -> None:
-        """Block until the last step's update is computed and written."""
+    def wait_until_computed(self) -> None:
+        """Block until the last step's update is computed. It may not be in its files yet."""
         if self._wait_for_update is not None:
             self._wait_for_update(self)
+
+    def wait_until_written(self) -> None:
+        """Block until the last step's update is computed and written."""
+        self.wait_until_computed()
         writes, self.writes = self.writes, []
         for each in writes:
             each.wait()
+
+    def wait(self) -> None:
+        """`wait_until_written`. The caller may then change the values."""
+        self.wait_until_written()
+        self.handed_out += 1
+        self.new_weights = {}
+
+    def keep_new_weights(self, start: int, values: torch.Tensor) -> None:
+        """The weights are in a file: keep the updated `values`, from element `start` on, in host
+        memory until the next all-gather.
+        """
+        if self.group.tier.holds_in_file(self.group.shard):
+            self.new_weights[start] = values
+
+    def take_new_weights(self) -> dict[int, torch.Tensor]:
+        """All pieces of the updated weights, by their start, if they are still in host memory; else
+        nothing.
+        """
+        found, self.new_weights = self.new_weights, {}
+        is_whole = sum(map(torch.numel, found.values())) == self.group.layout.shard_numel
+        return found if is_whole else {}
+
+    def forget_writes(self) -> None:
+        """What the last update has written is of no use any more."""
+        self.writes.clear()
+        self.new_weights = {}
 
     # -- moves
 
@@ -184,12 +233,12 @@ class OptimizerShard:
         The weights go there too if it is the compute device, else to `home`.
         """
         shared, master = self.shares_weights, self.master
-        self.move_gradient(tier)
+        self.tier = tier
+        self.move_gradient(self.gradient_tier)
         if not self.group.persistent:
             is_device = tier == Tier(self.group.comm.device)
             self.group.move_weights(tier if is_device else self.group.home)
         self.master = self.group.shard if shared and self.group.tier == tier else tier.keep(master)
-        self.tier = tier
 
     def move_gradient(self, tier: Tier) -> None:
         if self.grad is not None:

@@ -83,7 +83,13 @@ class Optimized(Protocol):
     @property
     def shares_weights(self) -> bool: ...
 
+    def wait_until_computed(self) -> None: ...
+
+    def wait_until_written(self) -> None: ...
+
     def wait(self) -> None: ...
+
+    def take_new_weights(self) -> dict[int, torch.Tensor]: ...
 
     def shard_was_replaced(self) -> None: ...
 
@@ -305,10 +311,18 @@ class ParamGroup(NamedGroup):
         return self.optimizer_shard is None or self.optimizer_shard.sub_groups_left <= 0
 
     def wait_for_update(self) -> None:
-        """Block until the shard has the values of the last step."""
+        """Block until the shard has the values of the last step. The caller may then change it."""
         if self.optimizer_shard is not None:
             with self.comm.clock.waiting("optimizer"):
                 self.optimizer_shard.wait()
+
+    def wait_until_computed(self) -> None:
+        """Block until the values of the last step are computed. They may not be in the shard's file
+        yet.
+        """
+        if self.optimizer_shard is not None:
+            with self.comm.clock.waiting("optimizer"):
+                self.optimizer_shard.wait_until_computed()
 
     @torch.no_grad()
     def write_shard(self, start: int, values: torch.Tensor) -> Pending:
@@ -460,7 +474,7 @@ class ParamGroup(NamedGroup):
         """
         assert self.state is State.SHARDED, self.describe()
         self.source = by or self.comm
-        self.wait_for_update()
+        self.wait_until_computed()
         storage, nbytes = self.full.untyped_storage(), self.layout.padded * self.full.element_size()
         if storage.nbytes() != nbytes:
             storage.resize_(nbytes)
@@ -475,11 +489,16 @@ class ParamGroup(NamedGroup):
         If the shard is in a file, only the read starts now, and `wait` starts the all-gather. Reads
         end at different times on different ranks, but all ranks must start their all-gathers in the
         same order."""
+        shard = self.optimizer_shard
+        new = {} if shard is None else shard.take_new_weights()
+        if shard is not None and not new:
+            shard.wait_until_written()
         if not self.tier.holds_in_file(self.shard):
             return self.source.all_gather(self.full, self.shard, self)
         own = self._own_slice(self.full)
-        read = self.tier.load(own, self.shard)
-        return Pending([read], lambda: self.source.all_gather(self.full, own, self).wait())
+        parts = [(own[start : start + each.numel()], each) for start, each in new.items()]
+        reads = [self.tier.load(*part, lasts=not new) for part in parts or [(own, self.shard)]]
+        return Pending(reads, lambda: self.source.all_gather(self.full, own, self).wait())
 
     def gather_range(self, into: torch.Tensor, start: int, source: torch.Tensor) -> Pending:
         """Start to fill `into` (1-D) with the elements of `full` from `start` on; the group stays

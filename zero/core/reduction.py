@@ -209,7 +209,7 @@ class GradientReducer:
             if self.keeps_on_rank:
                 entry.carried = flat.to(self.sum_dtype)
                 if not entry.is_fresh:
-                    group.wait_for_update()  # which reads the gradient of the step before
+                    group.wait_until_computed()  # which reads the gradient of the step before
                     self._shards[group].grad = None
                 return
         self._start(group, flat)
@@ -224,7 +224,7 @@ class GradientReducer:
 
     def _start(self, group: ParamGroup, flat: torch.Tensor) -> None:
         # the update of the step before reads the buffer that is about to be written
-        group.wait_for_update()
+        group.wait_until_computed()
         comm = group.training_comm
         if self.dtype is not None and comm.world_size > 1:
             flat = flat.to(self.dtype)  # a sum of micro-batches is rounded once
@@ -238,7 +238,7 @@ class GradientReducer:
                 self._wait_for_offload()
             shard.widen_gradient(dtype)
         is_result = comm.world_size == 1 and flat.dtype == dtype
-        if is_result and not (shard.is_offloaded and accumulate):
+        if is_result and not (shard.offloads_gradient and accumulate):
             # A world of one has nothing to exchange: the flat buffer is the result.
             if accumulate:
                 assert shard.grad is not None
@@ -277,7 +277,7 @@ class GradientReducer:
             self._wait_for_offload()
         with label("gradients out"):
             written = reduction.shard.put_gradient(reduction.out)
-        if reduction.shard.is_offloaded:
+        if reduction.shard.offloads_gradient:
             self._offloading.append((reduction.shard, written))
 
     @property
@@ -360,10 +360,10 @@ class GradientReducer:
         self.buffered += group.layout.padded
         last = shard.grad
         is_result = group.comm.world_size == 1 and is_alone and not entry.is_fresh
-        if is_result and last is not None and last.dtype == dtype and not shard.is_offloaded:
+        if is_result and last is not None and last.dtype == dtype and not shard.offloads_gradient:
             # In a world of one the buffer becomes the gradient. So the last step's is written over:
             # new memory would cost more than the copy.
-            group.wait_for_update()
+            group.wait_until_computed()
             return last
         return torch.empty(group.layout.padded, dtype=dtype, device=self.comm.device)
 

@@ -123,11 +123,17 @@ class Tier:
         values = values.to(target.dtype)
         return Pending([file.write(target, values)], keep=(values,))
 
-    def load(self, target: torch.Tensor, source: torch.Tensor) -> Pending:
+    def load(self, target: torch.Tensor, source: torch.Tensor, lasts: bool = True) -> Pending:
         """Start to read `source`, a tensor of this tier, into `target`, which is on the host or the
         compute device.
+
+        `lasts`: `source` stays as it is; else it is a buffer of `HostMemory`, which is not used
+        again before the end.
         """
         file = self._file_of(source)
+        if not lasts and is_accelerator(target.device):
+            _copy_in(target, source, compute_stream(target.device).record_event())
+            return Pending()
         if file is None:
             used = begin("load", source)
             note_copy(target, source)

@@ -9,9 +9,12 @@ are then updated first. Results equal those of a synchronous step. On an acceler
 a stream of its own: on the default one its copies would delay the forward's kernels.
 
 [Note: files] Tensors of a sub-group that are in a file are read into host buffers, updated there,
-and written back. While one sub-group is updated the next one is read (`pipeline_read`) and the last
-one is written (`pipeline_write`). Weights that go from host memory to an accelerator are always
-copied while the next sub-group is updated."""
+and written back. While one sub-group is updated the next ones are read (`pipeline_read`) and the
+last ones are written (`pipeline_write`). After the last update the first ones are read for the
+next step, all but their gradients, so that the disk is busy during backward, too. Updated weights stay in host
+memory until the next all-gather has taken them. All this is limited by the bytes of the buffers.
+Weights that go from host memory to an accelerator are always copied while the next sub-group is
+updated."""
 
 from __future__ import annotations
 
@@ -38,11 +41,13 @@ class Updates:
 
     Args:
         device: that computes.
-        read_ahead, write_behind: see the note on files.
+        most: bytes of host memory for reads ahead, writes, and weights that are not gathered yet;
+            each may exceed it by a sub-group. 0: nothing is read ahead.
+        write_behind: see the note on files.
         shows: print the progress of slow updates.
     """
 
-    def __init__(self, device: torch.device, read_ahead: bool, write_behind: bool, shows: bool):
+    def __init__(self, device: torch.device, most: int, write_behind: bool, shows: bool):
         self._device = device
         self._shows = shows
         self._buffers = HostMemory()
@@ -52,7 +57,9 @@ class Updates:
         self._stream: torch.Stream | None = None
         # The shards of the last `run` or `start`.
         self._shards: set[OptimizerShard] = set()
-        self._read_ahead = read_ahead
+        self._most = most
+        self._ahead: dict[SubGroup, SubGroupInMemory] = {}
+        self._writes: deque[tuple[Pending, int]] = deque()
         self._write_behind = write_behind
         self._todo: deque[SubGroup] = deque()
         self._thread: EngineThread | None = None
@@ -105,7 +112,14 @@ class Updates:
         """Skip the remaining updates, and forget a failure: the values are not needed any more."""
         self._skip_rest()
         self._join()
+        self.forget_ahead()
         self._failure = None
+
+    def forget_ahead(self) -> None:
+        """Forget what was read for the next step, because the state may change. The caller has
+        waited for the updates.
+        """
+        self._ahead.clear()
 
     def _join(self) -> None:
         """Wait for the thread, which after its last update lets go of events and of memory."""
@@ -136,6 +150,8 @@ class Updates:
             shard.update_end = None
         self._todo = deque(sub_groups)
         self._shards = {sub_group.shard for sub_group in self._todo}
+        for shard in self._shards:
+            shard.new_weights = {}
         for sub_group in self._todo:
             sub_group.shard.sub_groups_left += 1
 
@@ -147,36 +163,66 @@ class Updates:
             self.fail(error)
 
     def _work(self, update: Update, stream: torch.Stream | None = None) -> None:
-        ahead: SubGroupInMemory | None = None
-        writing = Pending()
-        progress, total = Progress(self._shows, "optimizer"), len(self._todo)
-        sub_group, following = self._next()
-        while sub_group is not None:
-            if ahead is not None and ahead.sub_group is sub_group:
-                values, ahead = ahead, None
-            else:
-                values = SubGroupInMemory(sub_group, self._buffers, self._for_weights)
+        progress, order = Progress(self._shows, "optimizer"), list(self._todo)
+        self._writes.clear()  # of a step that failed
+        while (sub_group := self._next()) is not None:
+            values = self._ahead.pop(sub_group, None)
+            if values is None or not values.is_current:
+                values = self._read(sub_group)
+            values.read_gradient()
             values.wait()
-            if self._read_ahead and following is not None and ahead is None:
-                ahead = SubGroupInMemory(following, self._buffers, self._for_weights)
+            self._read_ahead()
+            shard = sub_group.shard
             with label(f"update of {sub_group.group.name}"):
                 weights = update(values)
-                rounded = sub_group.shard.round_into_shard(sub_group.start, weights)
-            writing.wait()
-            writing = values.write(rounded)
-            if values.is_in_files and not self._write_behind:
-                writing.wait()
+                rounded = shard.round_into_shard(sub_group.start, weights)
+            if self._in_buffers() < self._most:
+                shard.keep_new_weights(sub_group.start, weights)
+            self._write(values, rounded)
             del values, weights, rounded  # they would keep the buffers from being used again
             self._done(sub_group, stream)
-            progress.advance(total)
-            sub_group, following = self._next()
-        writing.wait()
+            progress.advance(len(order))
+        for written, _ in self._writes:
+            written.wait()
+        self._writes.clear()
+        for sub_group in order:
+            if self._in_buffers() < self._most and sub_group.shard.tier.file is not None:
+                self._ahead[sub_group] = self._read(sub_group)
 
-    def _next(self) -> tuple[SubGroup | None, SubGroup | None]:
-        """The next sub-group and the one that will probably follow."""
+    def _read(self, sub_group: SubGroup) -> SubGroupInMemory:
+        return SubGroupInMemory(sub_group, self._buffers, self._for_weights)
+
+    def _read_ahead(self) -> None:
         with self._changed:
-            sub_group = self._todo.popleft() if self._todo else None
-            return sub_group, self._todo[0] if self._todo else None
+            upcoming = list(self._todo)
+        for sub_group in upcoming:
+            if sub_group not in self._ahead:
+                if self._in_buffers() >= self._most:
+                    return
+                self._ahead[sub_group] = self._read(sub_group)
+            self._ahead[sub_group].read_gradient()
+
+    def _in_buffers(self) -> int:
+        """Bytes of what is read ahead, is being written, or waits for an all-gather."""
+        weights = (each for shard in self._shards for each in shard.new_weights.values())
+        return (
+            sum(values.nbytes for values in self._ahead.values())
+            + sum(nbytes for _, nbytes in self._writes)
+            + sum(each.nbytes for each in weights)
+        )
+
+    def _write(self, values: SubGroupInMemory, rounded: Pending) -> None:
+        """Start to store updated values; wait for earlier ones that have no room beside them."""
+        self._writes.append((values.write(rounded), values.nbytes))
+        in_files = values.is_in_files
+        while len(self._writes) > (not in_files or self._write_behind):
+            if in_files and self._write_behind and self._in_buffers() < self._most:
+                return
+            self._writes.popleft()[0].wait()
+
+    def _next(self) -> SubGroup | None:
+        with self._changed:
+            return self._todo.popleft() if self._todo else None
 
     def _done(self, sub_group: SubGroup, stream: torch.Stream | None) -> None:
         with self._changed:

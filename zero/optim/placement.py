@@ -50,6 +50,7 @@ class Placement:
         device_tier: the compute device.
         offload_tier: the place to which state is offloaded.
         ratio: the fraction to offload, from 0 to 1, or "auto".
+        in_memory: elements of gradients that stay in host memory if `offload_tier` is a file.
 
     Groups stay on the device from the first one on, as long as they fit: nothing can hide the
     update of the first ones.
@@ -65,6 +66,7 @@ class Placement:
         device_tier: Tier,
         offload_tier: Tier,
         ratio: float | str,
+        in_memory: int = 0,
     ):
         self._device_tier = device_tier
         self._offload_tier = offload_tier
@@ -78,9 +80,12 @@ class Placement:
         total = sum(group.layout.shard_numel for group in groups)
         stays = 0 if isinstance(ratio, str) else (1 - ratio) * total
         for group in groups:
-            fits = group.layout.shard_numel <= stays
-            stays -= group.layout.shard_numel if fits else 0
-            self.shards.append(OptimizerShard(group, device_tier if fits else offload_tier))
+            numel = group.layout.shard_numel
+            fits = numel <= stays
+            stays -= numel if fits else 0
+            in_memory -= 0 if fits else numel
+            tier = device_tier if fits else offload_tier
+            self.shards.append(OptimizerShard(group, tier, gradient_in_memory=in_memory >= 0))
 
     def changes(
         self, comm: Communicator, bytes_of: Callable[[OptimizerShard], int]

@@ -98,7 +98,7 @@ class ZeroOptimizer:
         reduce_op: "mean" or "sum" over ranks.
         checks_overflow: a step with non-finite gradients is skipped.
         overlap: groups on the host are updated during the next forward, unless they are persistent.
-        read_ahead, write_behind: as for `Updates`.
+        buffers, write_behind: `most` and `write_behind` of `Updates`.
         forward_order: gives the groups in the order of a forward, as far as known.
         rounding: rounds bf16 masters, None for fp32 ones.
         state_dtype: see `SubGroupUpdate`.
@@ -124,7 +124,7 @@ class ZeroOptimizer:
     reduce_op: str = "mean"
     checks_overflow: bool = True
     overlap: bool = False
-    read_ahead: bool = False
+    buffers: int = 0
     write_behind: bool = False
     forward_order: Callable[[], Sequence[ParamGroup]] = tuple
     rounding: StochasticRounding | None = None
@@ -153,7 +153,7 @@ class ZeroOptimizer:
         lacks_kernel = self._is_adam_on_host and not adam_cpu.is_compiled()
         any_lacks_kernel = comm.control("compiling the optimizer's kernel").any(lacks_kernel)
         self._has_kernel = self._is_adam_on_host and not any_lacks_kernel
-        self._updates = Updates(comm.device, self.read_ahead, self.write_behind, comm.clock.shows)
+        self._updates = Updates(comm.device, self.buffers, self.write_behind, comm.clock.shows)
         master_dtype = torch.float32 if self.rounding is None else torch.bfloat16
         for group, shard in self.shards.items():
             shard.make_master(self._updates.wait, master_dtype)
@@ -301,6 +301,10 @@ class ZeroOptimizer:
 
         The caller may change the state afterwards. So this also waits for a save that still has to
         read it."""
+        self._wait_for_updates()
+        self._updates.forget_ahead()
+
+    def _wait_for_updates(self) -> None:
         self.read_by_saves.wait()
         self._updates.wait()
 
@@ -314,7 +318,7 @@ class ZeroOptimizer:
             logger.warning("the last update was not finished: %s", error)
         self._updates.drop()
         for shard in self.shards.values():
-            shard.writes.clear()
+            shard.forget_writes()
 
     def free(self) -> None:
         """Free masters and gradients: the groups have no optimizer any more."""
@@ -369,6 +373,7 @@ class ZeroOptimizer:
         """Split sub-groups so that `kind`, a function of a parameter's name, has one value for all
         parameters of each.
         """
+        self._updates.forget_ahead()
         if isinstance(self._state, SubGroupState):
             coded = self.state_dtype == torch.uint8
             self._state.split_by(kind, adam8bit.BLOCK if coded else 1)
@@ -501,7 +506,7 @@ class ZeroOptimizer:
                 "make all groups before, with a learning rate of 0 if they are to train later"
             )
         with self.comm.clock.waiting("optimizer"):
-            self.wait()
+            self._wait_for_updates()
         if self.writes is not None:
             self.writes.between_passes()
         self.reducer.drain()

@@ -65,6 +65,15 @@ class SubGroup:
         """The optimizer's state of it, possibly empty, by the optimizer's names."""
         return self.optimizer.state.get(self.master, {})
 
+    @property
+    def version(self) -> list[tuple[int, int]]:
+        """Changes when somebody gets the master or the state to change them, or has changed them
+        in place.
+        """
+        tensors = (each for each in self.state.values() if isinstance(each, torch.Tensor))
+        counts = [(id(each), each._version) for each in (self.master, *tensors)]
+        return [*counts, (id(self.shard), self.shard.handed_out)]
+
     def put_state(self, state: dict) -> None:
         """Replace the state."""
         self.optimizer.state[self.master] = state
@@ -149,12 +158,18 @@ class SubGroupInMemory:
     """One sub-group with everything in memory that its update needs.
 
     An update reads `grad` and changes or replaces `master` and `state` (values by the optimizer's
-    names). `write` stores them. `is_in_files`: some of it may be in a file.
+    names). `write` stores them. The gradient is not read before `read_gradient`.
 
     Args:
         buffers: host memory for what is read from files.
         for_weights: host memory for new values in the weights' dtype.
+
+    Attributes:
+        is_in_files: some of it may be in a file.
+        nbytes: of the buffers that it holds.
     """
+
+    grad: torch.Tensor
 
     def __init__(self, sub_group: SubGroup, buffers: HostMemory, for_weights: HostMemory):
         self.sub_group = sub_group
@@ -163,21 +178,34 @@ class SubGroupInMemory:
         self._tier = sub_group.shard.tier
         self.is_in_files = self._tier.file is not None or sub_group.group.tier.file is not None
         self._reads: list[Pending] = []
-        self._stored = sub_group.state
-        grad = sub_group.shard.grad
-        assert grad is not None, "in a step each shard has a gradient"
-        self.grad = self._read(grad[sub_group.start : sub_group.end])
+        self._has_grad = False
+        self.nbytes = 0
+        self._stored = dict(sub_group.state)
+        self._version = sub_group.version
         self.master = self._read(sub_group.master)
         self.state = {
             key: self._read(value) if is_state_tensor(value) else value
             for key, value in self._stored.items()
         }
 
+    def read_gradient(self) -> None:
+        """Start to read the gradient, unless that is done."""
+        if not self._has_grad:
+            self._has_grad, grad = True, self.sub_group.shard.grad
+            assert grad is not None, "in a step each shard has a gradient"
+            self.grad = self._read(grad[self.sub_group.start : self.sub_group.end])
+
+    @property
+    def is_current(self) -> bool:
+        """Whether nobody has changed master and state since they were read."""
+        return self._version == self.sub_group.version
+
     def _read(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or a buffer to which it is being read."""
         if not self._tier.holds_in_file(tensor):
             return tensor
         buffer = self._buffers.like(tensor)
+        self.nbytes += buffer.nbytes
         self._reads.append(self._tier.load(buffer, tensor))
         return buffer
 
