@@ -124,7 +124,7 @@ class OptimizerShard:
 
         Every rank must call.
         """
-        self.new_weights = {}
+        self.wait()
         if not self.shares_weights:
             self.group.write_shard(0, self.master).wait()
         self.group.refresh()
@@ -135,12 +135,13 @@ class OptimizerShard:
 
         Elements that are the master's rounded ones were not changed, and stay as precise as they
         were."""
-        self.new_weights = {}
+        self.wait()
         if self.master is None or self.shares_weights:
             return
         given = self.group.shard.to(self.master.device)
         values = torch.where(self.master.to(given.dtype) == given, self.master, given)
         self.tier.store(self.master, values).wait()
+        self.handed_out += 1  # a read may have begun in between
 
     # -- gradient
 

@@ -375,6 +375,7 @@ class ParamGroup(NamedGroup):
 
     def _store_own_slice(self) -> None:
         """Make this rank's slice of `full` the values of the shard and of the optimizer."""
+        self.wait_for_update()
         self._values_change()
         self._note_versions()
         own = self._own_slice(self.full)

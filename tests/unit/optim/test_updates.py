@@ -27,6 +27,11 @@ class Shard:
         self.sub_groups_left = 0
         self.update_end = None
         self.writes = []
+        self.handed_out = 0
+        self.new_weights = {}
+
+    def keep_new_weights(self, start, values):
+        self.new_weights[start] = values
 
     def round_into_shard(self, start, values):
         return Pending()
@@ -34,7 +39,7 @@ class Shard:
 
 @pytest.fixture
 def updates():
-    return Updates(torch.device("cpu"), read_ahead=True, write_behind=True, shows=False)
+    return Updates(torch.device("cpu"), most=1 << 30, write_behind=True, shows=False)
 
 
 def sub_groups_of(shards, each=1):

@@ -44,6 +44,7 @@ def _shard(param: nn.Parameter, group: ParamGroup | None) -> torch.Tensor:
     must stay one."""
     if group is None or group.shard is None:
         return param.detach().view(-1)
+    group.wait_for_update()
     if len(group.params) == 1:
         return group.shard[:] if group.persistent else group.shard
     for piece in group.pieces:
