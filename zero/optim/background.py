@@ -197,7 +197,7 @@ class Updates:
             upcoming = list(self._todo)
         for sub_group in upcoming:
             if sub_group not in self._ahead:
-                if self._in_buffers() >= self._most:
+                if self._in_buffers() >= self._most // 2:  # the rest is for writes and new weights
                     return
                 self._ahead[sub_group] = self._read(sub_group)
             self._ahead[sub_group].read_gradient()
