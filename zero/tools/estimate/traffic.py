@@ -118,13 +118,18 @@ class Traffic:
         }
 
     def _hidden(self, parts: dict[str, float], speeds: Speeds) -> float:
-        """Return the seconds of the update that overlap with something else. Without an
-        accelerator, forward and update share the cores, so that only file traffic overlaps.
+        """Return the seconds that overlap with something else. Without an accelerator, forward and
+        update share the cores. Files that are read ahead, behind backward, and written during the
+        next forward wait for nothing but the disk.
         """
-        update, files = parts["update on the host"], parts.get("files of the update", 0.0)
-        hidden = min(update, files) if self.is_pipelined else 0.0
+        update, of_update = parts["update on the host"], parts.get("files of the update", 0.0)
         names = "matrix products", "other operations", "starting operations"
         compute = sum(parts[name] for name in names)
         forward = compute * self.computed[FORWARD] / max(1, self.operations)
-        rest = (update if speeds.has_accelerator else 0.0) + files - hidden
-        return hidden + min(forward, self.late * max(0.0, rest))
+        rest = update if speeds.has_accelerator else 0.0
+        if not self.is_pipelined:
+            return min(forward, self.late * (rest + of_update))
+        hidden = min(forward, self.late * rest)
+        files = of_update + parts.get(READ, 0.0) + parts.get(WRITTEN, 0.0)
+        others = sum(parts.values()) - files - hidden
+        return hidden + max(min(update - hidden, of_update), self.late * min(files, others))
