@@ -88,8 +88,9 @@ def half_trained(rank: int, world_size: int, folder: str, checkpoint: str) -> Cu
 def full_disk(
     rank: int, world_size: int, folder: str, checkpoint: str, call: str, numbers: list[int]
 ) -> tuple[list[str], Curve]:
-    """Go on until the disk is full, and then once more, which is no step either. At last, with room on the disk, load the
-    checkpoint, and train.
+    """Go on until the disk is full, and then once more, which is no step either.
+
+    At last, with room on the disk, load the checkpoint, and train.
     """
     errors = []
     for optimizer in (PIPELINED, IN_STEP):

@@ -45,7 +45,7 @@ class Traffic:
         computed: the numbers of `COMPUTE`.
         has_8_bit_moments: whether the CPU decodes and encodes moments.
         late: the fraction of updates by the CPU that may run during the next forward, 0 to 1.
-        is_pipelined: whether an update reads and writes files at the same time.
+        is_pipelined: whether files are read ahead, and written behind.
     """
 
     links: dict[str, Counter[str]] = field(
@@ -81,7 +81,7 @@ class Traffic:
             self.links[link] |= causes
 
     def seconds(self, speeds: Speeds, itemsize: int) -> float:
-        """Return the seconds of the step. Only the updates that may overlap do so.
+        """Return the seconds of the step. Only updates and files that may overlap do so.
 
         Args:
             itemsize: bytes of an element in the model's dtype.
