@@ -121,6 +121,9 @@ def environment(system: str, args: Namespace) -> dict[str, Any]:
         return {}
     # Without a GPU, its launcher would look for one.
     env = {} if Path("/dev/nvidia0").exists() else {"DS_ACCELERATOR": "cpu"}
+    # It builds its operations at first use, with the ninja of its environment.
+    folder = Path(shutil.which(args.deepspeed_python) or args.deepspeed_python).absolute().parent
+    env["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
     return {"python": args.deepspeed_python, "env": env}
 
 

@@ -39,7 +39,7 @@ from zero.core.schedule import Residency, Schedule
 from zero.core.secondary_partition import SecondaryPartitionGroup
 from zero.core.sharded_param import cut_of, holders_of, local
 from zero.device import is_accelerator
-from zero.errors import UsageError
+from zero.errors import UsageError, rounded
 from zero.model_checks import IN_FP16, STRICTLY, check_model, kept_in_fp32, refuse_doubles
 from zero.offload.tiers import Tier
 from zero.optim.adam_cpu import has_adams_moments
@@ -51,6 +51,9 @@ from zero.optim.sharded_optimizer import ZeroOptimizer, param_group_of
 from zero.slicing.experts import SlicedExperts, can_be_sliced, numel_of_one
 
 logger = logging.getLogger("zero")
+
+# Files that move fewer bytes in a step are not worth a line.
+LEAST_BYTES_TOLD = 10**9
 
 
 def require_agreement(
@@ -325,6 +328,42 @@ def warn_if_crowded(groups: Sequence[ParamGroup], limit: int) -> None:
             "largest blocks, so most all-gathers overlap with no computation. %s would be enough",
             f"{limit:,}",
             f"{needed:,}",
+        )
+
+
+def tell_time_of_files(groups: Sequence[ParamGroup], settings: Config, comm: Communicator) -> None:
+    """Log how long files take in a step, if they move much and take more than twice as long as host
+    memory would. Every rank must call. Two moments are assumed, as Adam has them.
+    """
+    zero = settings.zero_optimization
+    offloads = zero.offload_param, zero.offload_optimizer
+    if not any(each is not None and each.device == "nvme" for each in offloads):
+        return
+    moments = 2 if zero.zero_quantized_moments else 8
+    uses = 2 * (settings.gradient_accumulation_steps or 1)  # in forward and backward
+    nbytes, file = 0, None
+    for group in groups:
+        shard = group.optimizer_shard
+        if group.tier.holds_in_file(group.shard):
+            is_written = shard is not None and not shard.shares_weights
+            file, nbytes = group.tier.file, nbytes + group.shard.nbytes * (uses + is_written)
+        if shard is not None and shard.tier.puts_in_file(shard.master.nbytes):
+            master = shard.master.nbytes * shard.tier.holds_in_file(shard.master)
+            file, nbytes = shard.tier.file, nbytes + 2 * (master + moments * shard.master.numel())
+
+    def measure() -> tuple[float, float, float]:
+        if file is None or nbytes < LEAST_BYTES_TOLD:
+            return 0.0, 0.0, 0.0
+        speed, of_memory = file.measure(32 << 20, 0.2)
+        return nbytes / speed, nbytes / of_memory, speed
+
+    # At the same time on all ranks, because they may share disks.
+    in_files, in_memory, speed = max(comm.control("files of a step").exchange(measure))
+    if comm.job.rank == 0 and in_files > 2 * in_memory:
+        logger.warning(
+            "files: about %s GB a step on each rank, %s s at this disk's %s GB/s; "
+            "in host memory %s s",
+            *map(rounded, (in_files * speed / 1e9, in_files, speed / 1e9, in_memory)),
         )
 
 

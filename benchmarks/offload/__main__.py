@@ -12,19 +12,21 @@ Variants of this engine at stage 3: without offload; everything in host memory; 
 of the optimizer state on the device; everything in files, with the update inside the step;
 everything in files, with early reads, late writes and the update during the next forward
 ("behind"). "8bit": with `zero_quantized_moments`. Peers: FSDP2 with `CPUOffloadPolicy`, and
-DeepSpeed with everything in host memory. Without a GPU, FSDP2 runs without offload, and this engine
-in host memory is the same as without offload. DeepSpeed's offload to files is not run, because it
-needs async_io, which has to be built.
+DeepSpeed with everything in host memory, or in files. It builds async_io for the latter at first
+use (libaio-dev); where that fails, the variant is left out with the reason. Without a GPU, FSDP2
+runs without offload, and this engine in host memory is the same as without offload.
 
 All variants train the same model on the same batches, in turns and in new processes. Ratios are
 formed within a round. The losses must agree with those of this engine without offload. Peaks of
-memory are those of the counted steps; MB are those of a step.
+memory are those of the counted steps; MB are those of a step. `first s`: the first step, which
+creates the state.
 
 `floor` is the lower bound, the largest of these times:
 - plain torch's forward and backward, measured;
 - 28 bytes per parameter (16 with 8-bit moments) for the part of Adam in host memory, divided by the
   bandwidth of a triad;
-- bytes to and from files, divided by the file's bandwidths;
+- bytes to and from files, divided by the file's bandwidths: of reads, of writes, and of both beside
+  each other;
 - on a GPU, gathered and reduced bytes, divided by the bandwidths to and from the GPU (for a peer,
   the bytes of this engine).
 
@@ -57,6 +59,7 @@ from benchmarks.step.comparison import add_options, choose, heading, phases, run
 REFERENCE, IN_MEMORY = "zero3", "zero3-offload"
 DEFAULT = [REFERENCE, IN_MEMORY, "zero3-offload-8bit", "zero3-offload-half", "zero3-files"]
 DEFAULT += ["zero3-files-behind", "zero3-files-8bit", "fsdp2-offload", "deepspeed3-offload"]
+DEFAULT += ["deepspeed3-files"]
 # Bytes of Adam for a parameter. Read: gradient (16-bit or fp32), master, moments. Written: master,
 # moments, parameter.
 ADAM_BYTES, ADAM_BYTES_8_BIT = 28, 16
@@ -68,6 +71,7 @@ LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}
 MOVED = ("gathered", "reduced", "read", "written")
 COLUMNS: dict[str, Any] = {
     "variant": "variant",
+    "first s": "first",
     "step s": "seconds",
     "tokens/s": "tokens",
     "floor s": "floor",
@@ -90,7 +94,7 @@ def in_bytes(row: Row, args: Namespace) -> Row:
         row["to_device"] = row["gathered"] * item / args.ranks
         row["from_device"] = row["reduced"] * GRADIENT_BYTES / args.ranks
         row |= {name: row[name] * item for name in ("gathered", "reduced")}
-        row |= {name: row[name] * args.ranks for name in ("read", "written")}
+    row |= {name: row[name] * args.ranks for name in ("read", "written")}
     row["tokens"] = args.ranks * args.batch * 2 * args.length / row["seconds"]
     return row
 
@@ -108,8 +112,8 @@ def add_floors(rows: dict[str, Row], limits: Row) -> None:
         adam = ADAM_BYTES_8_BIT if "8bit" in variant else ADAM_BYTES
         nbytes = host_share(variant) * adam * row["parameters"]
         bounds = {"compute": limits["compute"], "adam": nbytes / limits["triad"]}
-        if "read" in row:
-            bounds["files"] = row["read"] / limits["read"] + row["written"] / limits["written"]
+        bounds["files"] = max(row[way] / limits[way] for way in ("read", "written"))
+        bounds["files"] = max(bounds["files"], (row["read"] + row["written"]) / limits["both"])
         ways = row if "to_device" in row else rows.get(IN_MEMORY, {})
         if "to_device" in limits and variant != REFERENCE and "to_device" in ways:
             # Both directions run at the same time.

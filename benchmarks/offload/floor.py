@@ -67,21 +67,26 @@ def triad() -> float:
 
 
 def disk(folder: Path) -> dict[str, float]:
-    """Measure reads and writes through `ScratchFile`, with all pieces in flight."""
+    """Measure reads and writes through `ScratchFile`, with all pieces in flight: each alone, and
+    both beside each other.
+    """
     from zero.offload.nvme import ScratchFile
     from zero.offload.pinned import HostMemory
 
     file, memory = ScratchFile(folder), HostMemory()
-    tensors = [file.empty(PIECE // 4, torch.float32) for _ in range(PIECES)]
+    tensors = [file.empty(PIECE // 4, torch.float32) for _ in range(2 * PIECES)]
     buffers = [memory.like(tensor).fill_(1.0) for tensor in tensors]
 
-    def move(start: Callable) -> None:
-        pairs = zip(tensors, buffers, strict=True)
-        for transfer in [start(tensor, buffer) for tensor, buffer in pairs]:
+    def move(*starts: Callable) -> None:
+        pairs = zip(PIECES * starts, tensors, buffers, strict=False)
+        for transfer in [start(tensor, buffer) for start, tensor, buffer in pairs]:
             transfer.wait()
 
-    written = fastest(lambda: move(file.write), PIECES * PIECE)
-    return {"read": fastest(lambda: move(file.read), PIECES * PIECE), "written": written}
+    nbytes = PIECES * PIECE
+    written = fastest(lambda: move(file.write), nbytes)
+    read = fastest(lambda: move(file.read), nbytes)
+    both = fastest(lambda: move(file.read, file.write), 2 * nbytes)
+    return {"read": read, "written": written, "both": both}
 
 
 def pcie() -> dict[str, float]:

@@ -243,9 +243,8 @@ class HostActivations:
     def context(self, weights: Iterable[torch.Tensor] = ()) -> Iterator[None]:
         """For one forward; backward may come after it. `weights`: buffers that are not copied."""
         self._weights = {buffer.untyped_storage()._cdata for buffer in weights}
-        self._kept = (
-            WeakValueDictionary()
-        )  # between forwards memory may change without a new version
+        # Between forwards memory may change without a new version.
+        self._kept = WeakValueDictionary()
         try:
             with saved_tensors_hooks(self._pack, self._unpack):
                 yield
@@ -259,7 +258,9 @@ class HostActivations:
         if hasattr(tensor, "trigger_wait"):  # the result of a functional collective
             tensor = tensor.trigger_wait()
         is_wrapper = bool(is_traceable_wrapper_subclass(tensor))
-        if tensor.device != self.device or not (is_wrapper or _is_plain(tensor)):
+        # Else not all values are in one storage: of sparse and nested tensors.
+        is_plain = tensor.layout == torch.strided and not tensor.is_nested
+        if tensor.device != self.device or not (is_wrapper or is_plain):
             return tensor
         if tensor.nbytes < MIN_BYTES or self._is_weight(tensor):
             return tensor
@@ -275,9 +276,8 @@ class HostActivations:
                 for n, p in parts.items()
             }
             return _PackedParts(type(tensor), packed, rest, tensor.shape, tensor.stride())
-        extent = 1 + sum(
-            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        )
+        strides = zip(tensor.shape, tensor.stride(), strict=True)
+        extent = 1 + sum((size - 1) * stride for size, stride in strides)
         # Others: an expanded tensor, or a lazy conjugate, whose values are not those of the region.
         lazy = tensor.is_conj(), tensor.is_neg()
         is_dense = extent <= tensor.numel() and not any(lazy)
@@ -286,12 +286,8 @@ class HostActivations:
         # stream orders its own copies only; autograd runs an operation's backward on the stream of
         # its forward.
         stream = compute_stream(self.device) if is_accelerator(self.device) else None
-        key = (
-            StorageWeakRef(region.untyped_storage()),
-            region.storage_offset(),
-            region.shape,
-            region.stride(),
-        )
+        storage = StorageWeakRef(region.untyped_storage())
+        key = storage, region.storage_offset(), region.shape, region.stride()
         key = *key, region.dtype, lazy, versions, stream
         if (kept := self._kept.get(key)) is None:
             self._kept[key] = kept = self._keep(region, self._memory[stream])
@@ -318,9 +314,8 @@ class HostActivations:
                     "by an inplace operation after it was saved, which plain torch forbids, too"
                 )
             values = packed.kept.back()
-            return (
-                values if packed.stride is None else values.as_strided(packed.shape, packed.stride)
-            )
+            stride = packed.stride
+            return values if stride is None else values.as_strided(packed.shape, stride)
         if isinstance(packed, _PackedParts):
             parts = {name: self._unpack(part) for name, part in packed.parts.items()}
             return packed.kind.__tensor_unflatten__(parts, packed.rest, packed.shape, packed.stride)
@@ -329,8 +324,3 @@ class HostActivations:
     def _is_weight(self, tensor: torch.Tensor) -> bool:
         is_shown = tensor.untyped_storage()._cdata in self._weights
         return is_shown or isinstance(tensor, torch.nn.Parameter)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether all values are in one storage: not so for sparse and nested tensors."""
-    return tensor.layout == torch.strided and not tensor.is_nested

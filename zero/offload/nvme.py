@@ -22,6 +22,7 @@ import re
 import shutil
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -140,6 +141,26 @@ class ScratchFile:
         the transfer's."""
         return self._start(target, source, is_read=False, after=after)
 
+    def measure(self, nbytes: int, seconds: float) -> tuple[float, float]:
+        """Bytes a second that the file moves while it is read and written at the same time, as in a
+        step, and that a copy in memory moves.
+
+        At most seven times `nbytes` are moved, and nothing is begun after `seconds`.
+        """
+        places = [self.empty(nbytes, torch.uint8) for _ in range(2)]
+        hosts = [HostMemory().like(place).zero_() for place in places]
+        moved, begin = 0, time.perf_counter()
+        while moved < 7 * nbytes and time.perf_counter() - begin < seconds:
+            transfers = [self.write(places[0], hosts[0])]
+            transfers += [self.read(places[1], hosts[1])] if moved else []  # what was written
+            for each in transfers:
+                each.wait()
+            moved += len(transfers) * nbytes
+            places.reverse()
+        end = time.perf_counter()
+        hosts[0].copy_(hosts[1])
+        return moved / (end - begin), 2 * nbytes / (time.perf_counter() - end)
+
     def trim(self) -> None:
         """Free the space on disk that tensors have left, and the memory of buffers, which would
         otherwise serve the next ones. The disk may not be able to.
@@ -243,7 +264,8 @@ class ScratchFile:
         except OSError as error:
             action = "reading from" if is_read else "writing to"
             text = f"{action} {self.folder}, {nbytes} bytes: {error.strerror}; is that disk in "
-            raise OSError(error.errno, f"{text}order? It is the one of {_NVME_PATH}") from error
+            text += f"order, and not full? It is the one of {_NVME_PATH}"
+            raise OSError(error.errno, text) from error
 
     def _move(self, file: int, position: int, address: int, nbytes: int, is_read: bool) -> None:
         memory = memoryview((ctypes.c_char * nbytes).from_address(address))
@@ -391,7 +413,13 @@ class _Regions:
         start, _, memory = next(before)
         view = memory[position - start : position - start + nbytes]
         weakref.finalize(view, self._give_back, first, count).atexit = False
-        os.posix_fallocate(self._file, position, round_up(nbytes, PAGE))
+        reserved = position, round_up(nbytes, PAGE)
+        try:
+            os.posix_fallocate(self._file, *reserved)
+        except OSError:
+            # ext4 would keep what it has reserved: all that was left on the disk.
+            _fallocate(self._file, _PUNCH_HOLE | _KEEP_SIZE, *reserved)
+            raise
         return view, fresh
 
     def position(self, address: int) -> int | None:

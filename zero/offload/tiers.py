@@ -77,9 +77,6 @@ class Tier:
         """This tier, with host memory in place of its file."""
         return Tier(self.device, self.pinned)
 
-    def _file_of(self, tensor: torch.Tensor) -> ScratchFile | None:
-        return self.file if self.holds_in_file(tensor) else None
-
     def holds_in_file(self, tensor: torch.Tensor) -> bool:
         return self.file is not None and self.file.holds(tensor)
 
@@ -112,7 +109,7 @@ class Tier:
 
         Do not change `values` before the end.
         """
-        file = self._file_of(target)
+        file = self.file if self.holds_in_file(target) else None
         if file is None:
             used = begin("store", values)
             return _copy(target, values).observed_by(used)
@@ -130,7 +127,7 @@ class Tier:
         `lasts`: `source` stays as it is; else it is a buffer of `HostMemory`, which is not used
         again before the end.
         """
-        file = self._file_of(source)
+        file = self.file if self.holds_in_file(source) else None
         if not lasts and is_accelerator(target.device):
             _copy_in(target, source, compute_stream(target.device).record_event())
             return Pending()

@@ -11,12 +11,17 @@ import itertools
 import os
 import random
 import resource
+import shutil
+import sys
+import textwrap
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from tests.processes import run
 from zero.config import AioConfig
 from zero.errors import UsageError
 from zero.offload import nvme
@@ -293,6 +298,65 @@ def test_no_space_is_an_error_when_a_tensor_is_made(tmp_path, monkeypatch):
     assert file.zeros(1000, torch.float32).sum() == 0
 
 
+def test_a_place_that_could_not_be_reserved_takes_no_space(tmp_path, monkeypatch):
+    """On ext4 the failed call keeps all that was left on the disk."""
+    file, reserve = ScratchFile(tmp_path), os.posix_fallocate
+
+    def half(descriptor, start, nbytes):
+        reserve(descriptor, start, nbytes // 2)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", half)
+        with pytest.raises(OSError, match="make room"):
+            file.empty(8 << 20, torch.uint8)
+    assert os.fstat(file._file).st_blocks == 0
+
+
+FULL = """
+    import errno, os, sys, torch
+    from zero.offload.nvme import ScratchFile
+    file, held, size = ScratchFile(sys.argv[1]), [], 1 << 20
+    try:
+        while len(held) < 100:
+            held.append(file.zeros(size, torch.uint8))
+            file.write(held[-1], torch.full_like(held[-1], len(held))).wait()
+    except OSError as error:
+        assert error.errno == errno.ENOSPC and "make room there" in str(error), error
+    def check():
+        for number, tensor in enumerate(held, start=1):
+            read = torch.empty_like(tensor)
+            file.read(tensor, read).wait()
+            assert (read == number).all() and (tensor == number).all(), number
+    check()
+    for number, tensor in enumerate(held, start=1):  # what was reserved can be written
+        file.write(tensor, torch.full_like(tensor, number)).wait()
+        tensor.fill_(number)
+    check()
+    number = len(held)
+    tensor = held.pop()
+    del tensor
+    held.append(file.zeros(size, torch.uint8).fill_(number))
+    check()
+    print(number)
+"""
+
+
+def test_a_disk_that_is_full_keeps_what_it_holds(tmp_path):
+    """A real file system, of 8 MB."""
+    script, mount = tmp_path / "script.py", 'mount -t tmpfs -o size=8m none "$1"'
+    script.write_text(textwrap.dedent(FULL))
+    alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if not shutil.which("unshare") or run([*alone, mount, "", tmp_path], timeout=60).returncode:
+        pytest.skip("this user may not mount a file system")
+    command = f'{mount} && exec "$2" "$3" "$1"'
+    places = [tmp_path / "small", sys.executable, script]
+    places[0].mkdir()
+    ended = run([*alone, command, "", *places], timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert 4 <= int(ended.stdout) <= 8
+
+
 def test_a_limit_of_the_size_of_files_is_an_error_too(tmp_path):
     file = ScratchFile(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -332,6 +396,29 @@ def test_an_error_of_the_disk_is_raised_by_wait(tmp_path, monkeypatch, call):
     assert caught.value.errno == errno.EIO
     file.write(tensor, host).wait()
     assert torch.equal(tensor, host), "the threads still work"
+
+
+def test_the_disk_is_measured_for_a_short_time(tmp_path, monkeypatch):
+    file, calls = ScratchFile(tmp_path), []
+
+    def slow(real):
+        def call(*args):
+            calls.append(real)
+            time.sleep(0.3)
+            return real(*args)
+
+        return call
+
+    assert min(file.measure(1 << 20, 60.0)) > 0
+    assert not calls
+    with monkeypatch.context() as patch:
+        for name in ("preadv", "pwritev"):
+            patch.setattr(os, name, slow(getattr(os, name)))
+        speed, _ = file.measure(32 << 20, 0.2)
+    assert 0 < speed < (32 << 20) / 0.3
+    # The first write has taken all of the time, in one request for each thread.
+    assert len(calls) == 4
+    assert not file._regions._taken[1:].count(1), "the places are free again"
 
 
 def test_settings_give_the_bytes_of_a_request():

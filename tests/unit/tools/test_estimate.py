@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from benchmarks.estimate.seconds import ON_H100
+from zero.comm.traffic import READ, WRITTEN
 from zero.config import load_config
 from zero.tools.cli import main
 from zero.tools.estimate import remedies as remedies_of_estimate
@@ -27,7 +28,8 @@ from zero.tools.estimate.model import build, class_of
 from zero.tools.estimate.question import PLAIN, Question
 from zero.tools.estimate.rank import Estimate, estimate
 from zero.tools.estimate.remedies import Remedy, Search, _undominated
-from zero.tools.estimate.speeds import default_file, of_device, read
+from zero.tools.estimate.speeds import Speeds, default_file, of_device, read
+from zero.tools.estimate.traffic import FORWARD, ON_HOST, OPERATIONS, UPDATES, Traffic
 
 
 @pytest.fixture(autouse=True)
@@ -354,6 +356,30 @@ def test_what_the_configuration_lets_overlap_is_not_added(ask):
 
     in_step, late = seconds(overlap_step=False), seconds(overlap_step=True)
     assert seconds(overlap_step=True, pipeline_read=True) < late < in_step
+
+
+@pytest.mark.parametrize(
+    "disk, late, has_accelerator, expected",
+    [
+        (2.0, 1.0, False, 8.0),  # the files, which hide all else
+        (16.0, 1.0, False, 3.0),  # all else, which hides the files
+        (2.0, 1.0, True, 8.0),
+        (16.0, 1.0, True, 2.7),  # the update is behind the forward, which takes 0.3 s
+        (2.0, 0.0, False, 9.0),  # in the step: the files, which hide the update
+    ],
+)
+def test_a_step_takes_as_long_as_its_files_or_as_all_else(disk, late, has_accelerator, expected):
+    links = {
+        READ: Counter({UPDATES: 8 * 10**9, "weights": 4 * 10**9}),
+        WRITTEN: Counter({UPDATES: 4 * 10**9}),
+    }
+    computed = Counter({OPERATIONS: 10**12, FORWARD: 3 * 10**11, ON_HOST: 2 * 10**9})
+    traffic = Traffic(defaultdict(Counter, links), computed, late=late, is_pipelined=True)
+    speeds = Speeds(
+        compute_fp32=1.0, memory=1.0, disk_read=disk, disk_written=disk,
+        has_accelerator=has_accelerator,
+    )  # fmt: skip
+    assert traffic.seconds(speeds, 4) == pytest.approx(expected)
 
 
 def test_speeds_come_from_a_file_a_device_or_the_usual_place(ask, tmp_path, monkeypatch, capsys):

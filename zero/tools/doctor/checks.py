@@ -25,7 +25,7 @@ from zero.errors import rounded, size
 from zero.optim import adam_cpu
 from zero.releases import installed, newer_than_tested
 from zero.tools.arguments import judged
-from zero.tools.doctor.speeds import FILE_BYTES, file_speeds
+from zero.tools.doctor.speeds import FILE_BYTES, file_speed
 
 OK, SLOW, FAILS = "ok", "slow", "FAILS"
 # The oldest versions that the package accepts.
@@ -190,13 +190,12 @@ def _host_name() -> Finding:
 
 def disk(folder: Path) -> Finding:
     free, remedy = shutil.disk_usage(folder).free, "name a folder on another disk"
-    if free < 2 * FILE_BYTES:
+    if free < 3 * FILE_BYTES:
         return Finding("disk", FAILS, f"{size(free)} free in {folder}", remedy)
     try:
-        rates = dict(file_speeds(folder, limit=0))
+        speed = file_speed(folder)
     except OSError as error:
         return Finding("disk", FAILS, str(error), remedy)
-    written, read = rates["disk_written"], rates["disk_read"]
-    found = f"writes {rounded(written)} GB/s, reads {rounded(read)} GB/s in {folder}"
+    found = f"reads and writes {rounded(speed)} GB/s in {folder}"
     remedy = "for offload to files name a folder on an NVMe drive"
-    return _finding("disk", min(written, read) >= SLOW_DISK, found, remedy, SLOW)
+    return _finding("disk", speed >= SLOW_DISK, found, remedy, SLOW)

@@ -28,7 +28,7 @@ SECONDS, LEAST_TRIES = 1.5, 3
 # few rows more slowly than a large square.
 MATRICES, MATRICES_ON_HOST = (4096, 4096, 4096), (128, 512, 2048)
 VALUES = 64 << 20  # bytes of a tensor that is copied or sent
-FILE_BYTES = 256 << 20  # that are written to the folder and read back
+FILE_BYTES = 128 << 20  # of each of two tensors in a file
 ELEMENTS = 16 << 20  # of a sub-group that is updated
 # Bytes that an update of one element moves: a 16-bit gradient is read, master and moments are read
 # and written, 16-bit weights are written. Moments are fp32, or codes with a scale for each block.
@@ -59,7 +59,7 @@ def _measured(device: torch.device, folder: Path) -> Iterator[tuple[str, float]]
         for name, target, source in (("to_device", there, host), ("from_device", host, there)):
             copy = partial(target.copy_, source, non_blocking=True)
             yield name, VALUES / fastest(copy, device) / GIGA
-    yield from file_speeds(folder)
+    yield from dict.fromkeys(("disk_read", "disk_written"), file_speed(folder)).items()
     yield "memory", UPDATED * ELEMENTS / _update(coded=False) / GIGA
     yield "memory_8_bit", UPDATED_8_BIT * ELEMENTS / _update(coded=True) / GIGA
     if dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
@@ -127,18 +127,16 @@ def _calls(device: torch.device) -> float:
     return calls.count / fastest(run, device) / KILO
 
 
-def file_speeds(folder: Path, limit: float | None = None) -> Iterator[tuple[str, float]]:
-    """GB/s at which a file in the folder is written and read as the engine does it: past the page
-    cache, in requests of several threads.
+def file_speed(folder: Path) -> float:
+    """GB/s at which a file in the folder is read and written as in a step: by the engine's
+    requests, past the page cache, and beside each other, because many disks serve both from one
+    rate.
 
-    limit: as of `fastest`. Raises OSError if it cannot be written.
+    Raises OSError if it cannot be written.
     """
     file = ScratchFile(folder)
     try:
-        place, host = file.empty(FILE_BYTES, torch.uint8), torch.ones(FILE_BYTES, dtype=torch.uint8)
-        for name, move in (("disk_written", file.write), ("disk_read", file.read)):
-            seconds = fastest(lambda move=move: move(place, host).wait(), CPU, limit)
-            yield name, FILE_BYTES / seconds / GIGA
+        return file.measure(FILE_BYTES, SECONDS)[0] / GIGA
     finally:
         file.close()
 

@@ -29,6 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from zero import build
 from zero import device as zero_device
 from zero.comm import communicator, traffic, watchdog, world
 from zero.comm.communicator import Communicator
@@ -392,6 +393,7 @@ def _substitutes_of_ranks(of_machine: int) -> list[Substitute]:
         (watchdog, "end_with_launcher", lambda: None),
         (zero_device, "use", lambda device: None),
         (table, "announce", lambda *_: None),
+        (build, "tell_time_of_files", lambda *_: None),
         # Only the first step looks for weights that a forward writes to, and here none does.
         (ForwardWrites, "shown", lambda *_: None),
         (ForwardWrites, "_rest", lambda *_: None),

@@ -29,7 +29,7 @@ class Speeds:
         device_memory: the device's memory, which all other operations read and write.
         network: messages to other ranks.
         to_device: copies from host memory. `from_device`: copies back.
-        disk_read: reads of the rank's file. `disk_written`: writes.
+        disk_read: reads of the rank's file, beside writes. `disk_written`: writes, beside reads.
         memory: the speed at which updates by the CPU read and write states. The default is what
             sixteen cores of a server with DDR5 reach.
         memory_8_bit: the same for 8-bit moments, which are decoded and encoded.

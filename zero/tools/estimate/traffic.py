@@ -45,7 +45,7 @@ class Traffic:
         computed: the numbers of `COMPUTE`.
         has_8_bit_moments: whether the CPU decodes and encodes moments.
         late: the fraction of updates by the CPU that may run during the next forward, 0 to 1.
-        is_pipelined: whether an update reads and writes files at the same time.
+        is_pipelined: whether files are read ahead, and written behind.
     """
 
     links: dict[str, Counter[str]] = field(
@@ -81,7 +81,7 @@ class Traffic:
             self.links[link] |= causes
 
     def seconds(self, speeds: Speeds, itemsize: int) -> float:
-        """Return the seconds of the step. Only the updates that may overlap do so.
+        """Return the seconds of the step. Only updates and files that may overlap do so.
 
         Args:
             itemsize: bytes of an element in the model's dtype.
@@ -118,13 +118,18 @@ class Traffic:
         }
 
     def _hidden(self, parts: dict[str, float], speeds: Speeds) -> float:
-        """Return the seconds of the update that overlap with something else. Without an
-        accelerator, forward and update share the cores, so that only file traffic overlaps.
+        """Return the seconds that overlap with something else. Without an accelerator, forward and
+        update share the cores. Files that are read ahead, behind backward, and written during the
+        next forward wait for nothing but the disk.
         """
-        update, files = parts["update on the host"], parts.get("files of the update", 0.0)
-        hidden = min(update, files) if self.is_pipelined else 0.0
+        update, of_update = parts["update on the host"], parts.get("files of the update", 0.0)
         names = "matrix products", "other operations", "starting operations"
         compute = sum(parts[name] for name in names)
         forward = compute * self.computed[FORWARD] / max(1, self.operations)
-        rest = (update if speeds.has_accelerator else 0.0) + files - hidden
-        return hidden + min(forward, self.late * max(0.0, rest))
+        rest = update if speeds.has_accelerator else 0.0
+        if not self.is_pipelined:
+            return min(forward, self.late * (rest + of_update))
+        hidden = min(forward, self.late * rest)
+        files = of_update + parts.get(READ, 0.0) + parts.get(WRITTEN, 0.0)
+        others = sum(parts.values()) - files - hidden
+        return hidden + max(min(update - hidden, of_update), self.late * min(files, others))
