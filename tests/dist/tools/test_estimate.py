@@ -247,6 +247,14 @@ def moved(
         }
 
 
+def end_reads(engine: zero.ZeroEngine) -> None:
+    """Wait for what is read for the next step."""
+    updates = engine.optimizer._updates
+    updates.wait()
+    for values in updates._ahead.values():
+        values.wait()
+
+
 def _moved_by(
     rank: int, world_size: int, sent: Counter, name: str, settings: dict[str, Any]
 ) -> dict[str, int]:
@@ -256,6 +264,7 @@ def _moved_by(
     data = [{"input": inputs}] * 2 * steps if name == "large" else batches(name, 2 * steps)
     for number, batch in enumerate(data):
         if number == steps:
+            end_reads(engine)
             sent.clear()
             blocking, before = Counter(engine.comm.bytes), Counter(traffic.MOVED)
         rows = {key: value.chunk(world_size)[rank] for key, value in batch.items()}
@@ -272,6 +281,7 @@ def _moved_by(
     found[GRADIENTS] = sum(
         sent.pop(name, 0) for name in ("reduce_scatter", "reduce_replicas", "all_to_all")
     )
+    end_reads(engine)
     engine.destroy()
     # The monitor's numbers are those of the messages and requests.
     counted = traffic.MOVED - before

@@ -239,12 +239,13 @@ def _smaller(zero: ZeroConfig, host_is_limited: bool) -> Iterator[Keys]:
     known = [each.nvme_path for each in (zero.offload_optimizer, zero.offload_param) if each]
     cpu = {"device": "cpu", "pin_memory": True}
     nvme = {"device": "nvme", "pin_memory": True, "nvme_path": next(filter(None, known), ".")}
-    for place in (cpu, nvme) if host_is_limited else (cpu,):
+    least = nvme | {"max_in_cpu": 0, "pipeline_read": False}
+    for place in (cpu, nvme, least) if host_is_limited else (cpu,):
         optimizer = {"offload_optimizer": place}
         yield {"stage": zero.stage or 2} | optimizer
         yield {"stage": 3} | optimizer
         yield FEW_LIVE | optimizer | {"offload_param": cpu}
-        if place is nvme:
+        if place is not cpu:
             yield FEW_LIVE | optimizer | {"offload_param": nvme | {"max_in_cpu": 0}}
 
 
@@ -255,7 +256,9 @@ def _new(changes: Iterable[Keys], config: Config) -> list[Keys]:
     def is_given(key: str, value: Any) -> bool:
         given = getattr(zero, key)
         if isinstance(value, dict):
-            return value["device"] == (given.device if given else "none")
+            now = given.model_dump() if given else {"device": "none"}
+            where = "nvme_path", "pin_memory"
+            return all(now.get(name) == each for name, each in value.items() if name not in where)
         return value == given
 
     for keys in changes:
