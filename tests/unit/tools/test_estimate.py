@@ -21,7 +21,6 @@ from zero.config import load_config
 from zero.tools.cli import main
 from zero.tools.estimate import remedies as remedies_of_estimate
 from zero.tools.estimate import report as report_of_estimate
-from zero.tools.estimate.calls import known_calls
 from zero.tools.estimate.machine import _on_host
 from zero.tools.estimate.model import build, class_of
 from zero.tools.estimate.question import PLAIN, Question
@@ -590,9 +589,7 @@ def test_an_estimate_does_not_depend_on_those_before():
     def found(checkpointing: bool, dtype: torch.dtype = torch.float32) -> Estimate:
         return estimate(build(shape, dtype), config, Question(2, 2, 8, checkpointing))
 
-    known_calls.clear()
     first = found(False)
-    known_calls.clear()
     found(True, torch.bfloat16)
     again = found(False)
     assert (again.parts, again.traffic) == (first.parts, first.traffic)
