@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from zero.errors import UsageError
 from zero.tools.verify.compare import Result, compare
 
+EPS = torch.finfo(torch.float32).eps
 START = {"a": torch.ones(8), "b": torch.ones(4)}
 
 
@@ -20,14 +20,14 @@ def write(
 ) -> Path:
     """One step of SGD with a learning rate of 0.1."""
     folder.mkdir()
-    facts = {"dtype": "float32", "names": list(START), "elementwise": True}
-    (folder / "facts.json").write_text(json.dumps(facts))
     norm = torch.cat(list(gradients.values())).norm().item()
     done = {"loss": {"a loss": loss}, "setting": {"lr": 0.1}, "norm": {"all gradients": norm}}
-    (folder / "1.json").write_text(json.dumps(done | {"applied": applied}))
+    done |= {"eps": EPS, "eps_of_update": EPS}
+    for step in (0, 1):
+        (folder / f"{step}.json").write_text(json.dumps(done | {"applied": applied}))
     values = {name: START[name] - 0.1 * gradient for name, gradient in gradients.items()}
-    for name, tensors in (("start", START), ("1.gradients", gradients), ("1.values", values)):
-        save_file(tensors, folder / f"{name}.safetensors")
+    for name, tensors in (("0.value", START), ("1.gradient", gradients), ("1.value", values)):
+        torch.save(tensors, folder / f"{name}.pt")
     return folder
 
 

@@ -9,6 +9,7 @@ names."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import math
@@ -17,7 +18,7 @@ import os
 import platform
 import sys
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 from unittest import mock
@@ -85,8 +86,8 @@ class Memory(TorchDispatchMode):
     """Counts the bytes of all storages, from the operation that creates them until they are freed.
 
     Attributes:
-        live: the current bytes, by (place, part).
-        most: the largest number of bytes so far, by (place, part).
+        live: the current bytes, by place and part.
+        most: the largest number of bytes so far, by place and part.
         fullest: by place, the parts at the fullest moment so far.
         part: the part to which new memory belongs.
         cause: the cause of current traffic.
@@ -96,11 +97,10 @@ class Memory(TorchDispatchMode):
     def __init__(self, part: str):
         super().__init__()
         self.part = self.cause = part
-        self.live: Counter[tuple[str, str]] = Counter()
-        self.most: Counter[tuple[str, str]] = Counter()
+        self.live: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.most: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.fullest: dict[str, dict[str, int]] = {DEVICE: {}, HOST: {}, DISK: {}}
         self.done: Counter[tuple[str, str]] = Counter()
-        self._totals: Counter[str] = Counter()
         self._peaks: Counter[str] = Counter()
         # Place, part and bytes, by storage, and what calls `_forget` when the storage is freed.
         self._known: dict[int, tuple[str, str, int]] = {}
@@ -115,21 +115,19 @@ class Memory(TorchDispatchMode):
         self._peaks.clear()
         for place in self.fullest:
             self.add(place, self.part, 0)
-        self.most = Counter(self.live)
+        self.most = copy.deepcopy(self.live)
 
     def add(self, place: str, part: str, nbytes: int) -> None:
         """Count bytes of a tensor, or bytes that belong to no tensor and are never freed.
 
         They are negative when they are freed.
         """
-        self.live[place, part] += nbytes
-        self._totals[place] += nbytes
-        self.most[place, part] = max(self.most[place, part], self.live[place, part])
-        if self._totals[place] >= self._peaks[place] and nbytes >= 0:
-            self._peaks[place] = self._totals[place]
-            self.fullest[place] = {
-                part: count for (where, part), count in self.live.items() if where == place
-            }
+        parts = self.live[place]
+        parts[part] += nbytes
+        self.most[place][part] = max(self.most[place][part], parts[part])
+        if (total := parts.total()) >= self._peaks[place] and nbytes >= 0:
+            self._peaks[place] = total
+            self.fullest[place] = dict(parts)
 
     def note(self, tensor: torch.Tensor, place: str | None = None) -> None:
         """Count the tensor's storage unless it is known. `place` defaults to its device."""
@@ -363,7 +361,6 @@ def imitated(memory: Memory, rank: int, ranks: int, of_machine: int) -> Iterator
         substitutes = [
             *_substitutes_of_ranks(of_machine),
             *_substitutes_of_tensors(memory),
-            *_substitutes_of_experts(),
             *_substitutes_on_host(memory),
         ]
         modules = [module for key, module in sys.modules.items() if key.startswith("zero.")]
@@ -395,7 +392,17 @@ def _substitutes_of_ranks(of_machine: int) -> list[Substitute]:
             return [(platform.node(), each // of_machine) for each in range(control.world_size)]
         return [value] * control.world_size
 
+    def agree_evenly(
+        self: DispatchedExperts, chosen: torch.Tensor
+    ) -> tuple[list[int], list[int], torch.Tensor]:
+        """The tokens' values decide how many go to each rank. Here all get the same number."""
+        ranks = self.comm.shard_group.size
+        sizes = [len(chosen) // ranks + (rank < len(chosen) % ranks) for rank in range(ranks)]
+        received = [sizes[self.comm.shard_group.rank]] * ranks
+        return sizes, received, chosen.new_zeros(sum(received))
+
     return [
+        (DispatchedExperts, "agree", agree_evenly),
         (Communicator, "_new_group", lambda comm, groups, *_: new_group(comm, groups, "fake")),
         (Control, "exchange", exchange),
         (Channel, "_connect", lambda *_: None),
@@ -482,37 +489,6 @@ def _substitutes_of_tensors(memory: Memory) -> list[Substitute]:
         (functional, "scaled_dot_product_attention", attention),
         (optimizer, foreach.__name__, lambda: [*foreach(), META.type]),
     ]
-
-
-def _substitutes_of_experts() -> list[Substitute]:
-    """With expert parallelism, the tokens' values decide how many go to each rank. Here every rank
-    gets the same number.
-    """
-
-    def agree_evenly(
-        self: DispatchedExperts, chosen: torch.Tensor
-    ) -> tuple[list[int], list[int], torch.Tensor]:
-        ranks = self.comm.shard_group.size
-        sizes = [len(chosen) // ranks + (rank < len(chosen) % ranks) for rank in range(ranks)]
-        received = [sizes[self.comm.shard_group.rank]] * ranks
-        return sizes, received, chosen.new_zeros(sum(received))
-
-    own: list[Substitute] = [(DispatchedExperts, "agree", agree_evenly)]
-    try:
-        from transformers.distributed.expert_parallel import AllToAllEP
-    except ImportError:  # releases without it
-        return own
-    dispatch = AllToAllEP._dispatch_tokens
-
-    def dispatch_evenly(self: Any, hidden: torch.Tensor, index: torch.Tensor, *rest: Any) -> Any:
-        ranks = self.ep_mesh.size()
-        pairs = math.ceil(len(hidden) / self.tp_mesh.size()) * index.shape[-1]
-        sent = [pairs // ranks + (rank < pairs % ranks) for rank in range(ranks)]
-        sizes = sent, [sent[0]] * ranks
-        with mock.patch.object(torch.Tensor, "tolist", lambda _: sizes):
-            return dispatch(self, hidden, index, *rest)
-
-    return [*own, (AllToAllEP, "_dispatch_tokens", dispatch_evenly)]
 
 
 def _substitutes_on_host(memory: Memory) -> list[Substitute]:

@@ -143,11 +143,16 @@ def _of_rank(model: nn.Module, config: Config, question: Question, rank: int) ->
             steps = config.gradient_accumulation_steps or 1
             found.tokens = engine.comm.world_size * question.batch * question.length * steps
             found.has_owners = engine.optimizer is not None and engine.optimizer.whole is not None
-            found.activations = memory.most[DEVICE, ACTIVATIONS] if question.batch else 0
-            parts = memory.fullest if question.batch else _without_activations(memory)
+            found.activations = memory.most[DEVICE][ACTIVATIONS] if question.batch else 0
+            # Without activations there is no fullest moment, but the largest size of each part.
+            parts = memory.fullest if question.batch else memory.most
             found.parts = {
-                place: {part: nbytes for part, nbytes in of_place.items() if nbytes >= LEAST}
-                for place, of_place in parts.items()
+                place: {
+                    part: nbytes
+                    for part, nbytes in parts[place].items()
+                    if nbytes >= LEAST and (question.batch or part != ACTIVATIONS)
+                }
+                for place in (DEVICE, HOST, DISK)
             }
             engine.destroy()
             return found
@@ -171,18 +176,6 @@ def _last_step(
         if orders == before:
             return moved
         before = orders
-
-
-def _without_activations(memory: Memory) -> dict[str, dict[str, int]]:
-    """The largest size of each part: without activations there is no fullest moment."""
-    return {
-        place: {
-            part: nbytes
-            for (where, part), nbytes in memory.most.items()
-            if where == place and part != ACTIVATIONS
-        }
-        for place in (DEVICE, HOST, DISK)
-    }
 
 
 def _traffic(
@@ -212,8 +205,8 @@ def _traffic(
         times = 2 if shard.shares_weights else 1
         traffic.computed[where] += shard.group.layout.shard_numel * item * times
     for part, times in ((GRADIENTS, 1), (MASTERS, 2), (STATE, 2)):
-        traffic.computed[ON_DEVICE] += times * memory.most[DEVICE, part]
-        traffic.computed[ON_HOST] += times * (memory.most[HOST, part] + memory.most[DISK, part])
+        traffic.computed[ON_DEVICE] += times * memory.most[DEVICE][part]
+        traffic.computed[ON_HOST] += times * (memory.most[HOST][part] + memory.most[DISK][part])
     if overlaps_step(offload, torch.device("cuda")):
         # A persistent group is updated inside the step.
         late: Counter[bool] = Counter()

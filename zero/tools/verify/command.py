@@ -5,7 +5,6 @@ was found.
 from __future__ import annotations
 
 import json
-import math
 import sys
 import tempfile
 from pathlib import Path
@@ -80,21 +79,17 @@ def as_text(result: Result) -> str:
     columns = f"{'step':>4}  {'compared':<10}{'tensors':>8}{'noise':>7}{'largest difference':>20}"
     lines += ["", f"{columns}  in"]
     for step, kind, tensors, noise, relative, name in result.rows:
-        largest = f"{relative:.1e}" if relative else "0"
+        largest = "inf" if relative is None else f"{relative:.1e}" if relative else "0"
         lines.append(f"{step:>4}  {kind:<10}{tensors:>8}{noise:>7}{largest:>20}  {name}")
     return "\n".join(lines)
 
 
 def as_json(result: Result) -> str:
     """JSON has no infinity: null stands for it, and for a difference that has no size."""
-
-    def finite(number: float) -> float | None:
-        return number if math.isfinite(number) else None
-
-    difference = None
-    if result.difference is not None:
-        relative = finite(result.difference.relative)
-        difference = vars(result.difference) | {"relative": relative}
-    rows = [row._asdict() | {"largest": finite(row.largest)} for row in result.rows]
-    found = {"equal": difference is None, "difference": difference}
-    return json.dumps(found | {"skipped": result.skipped, "rows": rows}, indent=2)
+    found = {
+        "equal": result.difference is None,
+        "difference": result.difference and vars(result.difference),
+        "skipped": result.skipped,
+        "rows": [row._asdict() for row in result.rows],
+    }
+    return json.dumps(found, indent=2)

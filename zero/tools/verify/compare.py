@@ -32,23 +32,24 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 
 from zero.errors import UsageError
 
 _MARGIN = 10
+# Kinds of recorded tensors, beside gradients; those of the optimizer's states begin with `STATE`.
+VALUE, STATE = "value", "state."
 
 
 @dataclass
 class Difference:
     """What differs beyond rounding: a tensor, a loss or a setting; relative: norm of the difference
-    over the norm.
+    over the norm, None if it is not finite.
     """
 
     step: int
     kind: str
     name: str
-    relative: float
+    relative: float | None
     others: int
     cause: str
 
@@ -56,20 +57,20 @@ class Difference:
         more = f", and {self.others} more" if self.others else ""
         where = "before the first step" if self.step == 0 else f"step {self.step}"
         what = self.name if self.kind == "setting" else f"{self.kind} of {self.name}"
-        by = f" (relative difference {self.relative:.2g})" if math.isfinite(self.relative) else ""
+        by = f" (relative difference {self.relative:.2g})" if self.relative is not None else ""
         return f"{where}: {what} differs{by}{more}.\n  {self.cause}"
 
 
 class Row(NamedTuple):
     """What was compared: how many tensors, how many were left out as noise, and the largest
-    relative difference, which is that of `tensor`.
+    relative difference, which is that of `tensor`; None if it is not finite.
     """
 
     step: int
     kind: str
     tensors: int
     noise: int
-    largest: float
+    largest: float | None
     tensor: str
 
 
@@ -135,28 +136,33 @@ def compare(engine: Path, plain: Path, disturbed: Path) -> Result:
     Raises UsageError if they cannot be compared: the script draws batches at random, or overflows
     decide.
     """
-    recordings = Recordings((engine, plain, disturbed))
-    result, steps = Result(), steps_in(engine, plain, disturbed)
+    folders, result = (engine, plain, disturbed), Result()
+    steps = steps_in(*folders)
     for step in range(steps + 1):
-        for compared in recordings.compared(step):
+        done = [json.loads((folder / f"{step}.json").read_text()) for folder in folders]
+        for compared in _compared(folders, step, done):
             if not compared.tensors:
                 continue
             worst = max(compared.tensors, key=lambda tensor: tensor.relative)
             count, noise = len(compared.tensors), compared.noise or 0
-            row = Row(step, compared.kind, count, noise, worst.relative, worst.name)
-            result.rows.append(row)
+            largest = _finite(worst.relative)
+            result.rows.append(Row(step, compared.kind, count, noise, largest, worst.name))
             if beyond := compared.beyond_rounding():
-                name, relative, others = beyond[0].name, beyond[0].relative, len(beyond) - 1
-                cause = _cause(compared.kind, beyond, compared.tensors)
-                result.difference = Difference(step, compared.kind, name, relative, others, cause)
+                first, cause = beyond[0], _cause(compared.kind, beyond, compared.tensors)
+                place = step, compared.kind, first.name, _finite(first.relative)
+                result.difference = Difference(*place, len(beyond) - 1, cause)
                 return result
-        result.skipped += step > 0 and not any(each["applied"] for each in recordings.done[:2])
+        result.skipped += step > 0 and not any(each["applied"] for each in done[:2])
     if result.skipped == steps:
         raise UsageError(
             f"verify: no update was compared, because gradients were not finite in any of {steps} "
             "step(s): lower fp16.initial_scale_power, or raise --steps"
         )
     return result
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
 
 
 def steps_in(*folders: Path) -> int:
@@ -189,81 +195,65 @@ class Compared(NamedTuple):
         return beyond
 
 
-class Recordings:
-    """The recordings in `folders`: of the run on the engine, on plain torch, and on plain torch
-    with disturbed weights. `done`: what `N.json` says of the last step that was compared.
+def _compared(
+    folders: Sequence[Path], step: int, done: Sequence[dict[str, Any]]
+) -> Iterator[Compared]:
+    """What of a step is compared, one after the other. Step 0 is before the first one.
+
+    folders: the recordings of the runs on the engine, on plain torch, and on plain torch with
+    disturbed weights. done: what their `N.json` say.
     """
+    if step == 0:
+        start = list(starmap(Tensor.of, _tensors(folders, "0.value")))
+        _require_equal(not any(tensor.rounding for tensor in start))
+        yield Compared(VALUE, start)
+        return
+    if done[1]["applied"] != done[2]["applied"]:
+        raise UsageError(
+            f"verify: rounding alone decides whether step {step} overflows: lower "
+            "fp16.initial_scale_power"
+        )
+    gradients = list(starmap(Tensor.of, _tensors(folders, f"{step}.gradient")))
+    loud = {tensor.name: tensor for tensor in gradients if not tensor.is_noise}
+    noise, eps = len(gradients) - len(loud), torch.finfo(torch.float32).eps
+    _require_equal(2 * noise <= len(gradients))
+    yield Compared("loss", _numbers(done, "loss"), done[0]["eps"])
+    yield Compared("gradient", list(loud.values()), done[0]["eps"], noise)
+    yield Compared("setting", _numbers(done, "setting"))
+    # Each side adds up millions of squares in fp32, in its own order.
+    yield Compared("norm", _numbers(done, "norm"), math.sqrt(eps) / _MARGIN)
+    for file in sorted(folders[0].glob(f"{step}.{STATE}*")):
+        if (folders[1] / file.name).exists():
+            recorded = _tensors(folders, file.stem)
+            states = [Tensor.of(name, each) for name, each in recorded if name in loud]
+            yield Compared(file.stem.partition(STATE)[2], states, eps, noise)
+    pairs = zip(
+        _tensors(folders, f"{step}.value"), _tensors(folders, f"{step - 1}.value"), strict=True
+    )
+    updates = [
+        Tensor.of(name, [new - old for new, old in zip(values, before, strict=True)])
+        for (name, values), (_, before) in pairs
+        if name in loud
+    ]
+    yield Compared("update", updates, done[0]["eps_of_update"], noise)
 
-    def __init__(self, folders: Sequence[Path]):
-        self.folders = folders
-        self.done: list[dict[str, Any]] = []
-        facts = json.loads((folders[0] / "facts.json").read_text())
-        self.eps = torch.finfo(getattr(torch, facts["dtype"])).eps
-        # Optimizers of whole tensors, such as Muon, compute in bf16.
-        of_update = torch.float32 if facts["elementwise"] else torch.bfloat16
-        self.eps_of_update = torch.finfo(of_update).eps
-        self.names = json.loads((folders[1] / "facts.json").read_text())["names"]
 
-    def compared(self, step: int) -> Iterator[Compared]:
-        """What of a step is compared, one after the other. Step 0 is before the first one."""
-        if step == 0:
-            start = list(starmap(Tensor.of, self._tensors("start")))
-            _require_equal(not any(tensor.rounding for tensor in start))
-            yield Compared("value", start)
-            return
-        self.done = [json.loads((folder / f"{step}.json").read_text()) for folder in self.folders]
-        if self.done[1]["applied"] != self.done[2]["applied"]:
-            raise UsageError(
-                f"verify: rounding alone decides whether step {step} overflows: lower "
-                "fp16.initial_scale_power"
-            )
-        gradients = list(starmap(Tensor.of, self._tensors(f"{step}.gradients")))
-        loud = {tensor.name: tensor for tensor in gradients if not tensor.is_noise}
-        noise, eps = len(gradients) - len(loud), torch.finfo(torch.float32).eps
-        _require_equal(2 * noise <= len(gradients))
-        yield Compared("loss", self._numbers("loss"), self.eps)
-        yield Compared("gradient", list(loud.values()), self.eps, noise)
-        yield Compared("setting", self._numbers("setting"))
-        # Each side adds up millions of squares in fp32, in its own order.
-        yield Compared("norm", self._numbers("norm"), math.sqrt(eps) / _MARGIN)
-        for file in sorted(self.folders[0].glob(f"{step}.state.*")):
-            if (self.folders[1] / file.name).exists():
-                recorded = self._tensors(file.stem)
-                states = [Tensor.of(name, each) for name, each in recorded if name in loud]
-                yield Compared(file.stem.split(".", 2)[2], states, eps, noise)
-        before = self._tensors("start" if step == 1 else f"{step - 1}.values")
-        pairs = zip(self._tensors(f"{step}.values"), before, strict=True)
-        updates = [
-            Tensor.of(name, [new - old for new, old in zip(values, old_values, strict=True)])
-            for (name, values), (_, old_values) in pairs
-            if name in loud
-        ]
-        yield Compared("update", updates, self.eps_of_update, noise)
+def _numbers(done: Sequence[dict[str, Any]], kind: str) -> list[Tensor]:
+    """The numbers of this kind that all recordings have."""
+    each = [of_run[kind] for of_run in done]
+    return [
+        Tensor.of(name, [torch.tensor(float(numbers[name])) for numbers in each])
+        for name in each[1]
+        if all(name in numbers for numbers in each)
+    ]
 
-    def _numbers(self, kind: str) -> list[Tensor]:
-        """The numbers of this kind that all recordings have."""
-        each = [done[kind] for done in self.done]
-        return [
-            Tensor.of(name, [torch.tensor(float(numbers[name])) for numbers in each])
-            for name in each[1]
-            if all(name in numbers for numbers in each)
-        ]
 
-    def _tensors(self, name: str) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """Names and the three recordings' tensors, in the model's order.
-
-        What only some have is compared with zeros.
-        """
-        files = [safe_open(folder / f"{name}.safetensors", "pt") for folder in self.folders]
-        known = [set(file.keys()) for file in files]
-        for key in self.names:
-            values = [
-                file.get_tensor(key) if key in names else None
-                for file, names in zip(files, known, strict=True)
-            ]
-            if (some := next((each for each in values if each is not None), None)) is not None:
-                zeros = torch.zeros_like(some)
-                yield key, [zeros if value is None else value for value in values]
+def _tensors(folders: Sequence[Path], name: str) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Names and the three recordings' tensors. What only some have is compared with zeros."""
+    files = [torch.load(folder / f"{name}.pt", mmap=True) for folder in folders]
+    for key in files[1] | files[0] | files[2]:
+        some = next(file[key] for file in files if key in file)
+        yield key, [file.get(key, torch.zeros_like(some)) for file in files]
 
 
 def _require_equal(are_equal: bool) -> None:
