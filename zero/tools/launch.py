@@ -135,7 +135,6 @@ def _parser() -> Parser:
     add("--venv_script", metavar="FILE", help="on each host of the hostfile, source it first")
     add("--bind_cores_to_rank", action="store_true", help="an equal part of the cores to each rank")
     add("--bind_core_list", type=_numbers, default=[], help="cores to bind: 0,2-5; default: all")
-    add("--save_pid", action="store_true", help="write this process's number to /tmp/N.deepspeed")
     levels = "debug", "info", "warning", "error", "critical"
     add("--log_level", choices=levels, default="info", help="from warning on as --quiet")
     add("-q", "--quiet", action="store_true", help="print only what fails")
@@ -324,15 +323,6 @@ def remote_variables(
     return variables
 
 
-def _save_pid(options: Namespace) -> None:
-    """As DeepSpeed: named after this process, which stays the one that starts the job."""
-    if options.save_pid:
-        how = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        descriptor = os.open(f"/tmp/{os.getpid()}.deepspeed", how, 0o644)
-        os.write(descriptor, str(os.getpid()).encode())
-        os.close(descriptor)
-
-
 def _binding(options: Namespace, slots: list[int]) -> dict[str, str]:
     """The variables that bind the ranks of a host to GPUs and cores."""
     variables = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slots))} if slots else {}
@@ -366,21 +356,17 @@ def _run_here(options: Namespace) -> NoReturn:
     if chosen and os.environ.pop("CUDA_VISIBLE_DEVICES", None) is not None:
         text = "is ignored, because --include or --exclude chooses the GPUs"
         print(f"zero launch: CUDA_VISIBLE_DEVICES {text}", file=sys.stderr)
-    ranks = options.num_gpus
+    ranks, slots = options.num_gpus, list[int]()
     if chosen or ranks is None:
         import torch  # here: it takes seconds
 
         devices = torch.accelerator.device_count()
         if chosen:
             # Without a GPU, a slot is a core.
-            slots = devices or os.cpu_count() or 1
-            by_host = choose({HERE: slots}, options.include, options.exclude, None, ranks)
-            os.environ.update(_binding(options, by_host[HERE]))
-            ranks = len(by_host[HERE])
-        else:
-            ranks = max(1, devices)
-    if not chosen:
-        os.environ |= _binding(options, [])
+            here = {HERE: devices or os.cpu_count() or 1}
+            slots = choose(here, options.include, options.exclude, None, ranks)[HERE]
+        ranks = len(slots) or max(1, devices)
+    os.environ |= _binding(options, slots)
     _become(options, ["--standalone", "--nproc_per_node", str(ranks)])
 
 
@@ -396,7 +382,6 @@ def _run_as_host(hosts: dict[str, list[int]], options: Namespace) -> NoReturn:
 
 def _become(options: Namespace, placement: list[str]) -> NoReturn:
     """Become torchrun."""
-    _save_pid(options)
     os.environ["PYTHONPATH"] = python_path(os.environ.get("PYTHONPATH"))
     os.execv(sys.executable, [sys.executable, *_torchrun(options, placement)])
 
@@ -406,7 +391,6 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
 
     Returns the first failure's code.
     """
-    _save_pid(options)
     of_files = variables_of_files()
     variables = {name: remote_variables(options, slots, of_files) for name, slots in hosts.items()}
     is_quiet = options.quiet or options.log_level not in ("debug", "info")

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import logging
 import math
 import mmap
 import os
@@ -353,8 +354,10 @@ def imitated(memory: Memory, rank: int, ranks: int, of_machine: int) -> Iterator
 
     Raises RuntimeError if the process already has a process group.
     """
-    new_block = pinned.new_block
+    new_block, logger = pinned.new_block, logging.getLogger("zero")
     with contextlib.ExitStack() as stack:
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.ERROR)
         stack.enter_context(mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(of_machine)}))
         dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
         stack.callback(dist.destroy_process_group)

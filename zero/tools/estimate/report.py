@@ -146,13 +146,8 @@ def _verdict(
 
 
 def _details(source: str, search: Search) -> list[str]:
-    lines, found, question = [], search.found, search.question
-    name = type(search.model).__name__
-    if name not in (search.model.config.architectures or ()):
-        lines.append(
-            f"architectures names no class of transformers; by its model_type, this is a {name}"
-        )
-    lines.append(f"{source}: {found.elements:,} parameters. Each rank holds at most:")
+    found, question = search.found, search.question
+    lines = [f"{source}: {found.elements:,} parameters. Each rank holds at most:"]
     lines += _table(found.parts)
     host, ranks = found.total(HOST), question.per_host
     if host and ranks > 1:
