@@ -135,6 +135,7 @@ def _parser() -> Parser:
     add("--venv_script", metavar="FILE", help="on each host of the hostfile, source it first")
     add("--bind_cores_to_rank", action="store_true", help="an equal part of the cores to each rank")
     add("--bind_core_list", type=_numbers, default=[], help="cores to bind: 0,2-5; default: all")
+    add("--save_pid", action="store_true", help="write this process's number to /tmp/N.deepspeed")
     levels = "debug", "info", "warning", "error", "critical"
     add("--log_level", choices=levels, default="info", help="from warning on as --quiet")
     add("-q", "--quiet", action="store_true", help="print only what fails")
@@ -323,6 +324,14 @@ def remote_variables(
     return variables
 
 
+def _save_pid(options: Namespace) -> None:
+    """As DeepSpeed: named after this process, which stays the one that starts the job."""
+    if options.save_pid:
+        how = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        with open(os.open(f"/tmp/{os.getpid()}.deepspeed", how, 0o644), "w") as file:
+            file.write(str(os.getpid()))
+
+
 def _binding(options: Namespace, slots: list[int]) -> dict[str, str]:
     """The variables that bind the ranks of a host to GPUs and cores."""
     variables = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slots))} if slots else {}
@@ -382,6 +391,7 @@ def _run_as_host(hosts: dict[str, list[int]], options: Namespace) -> NoReturn:
 
 def _become(options: Namespace, placement: list[str]) -> NoReturn:
     """Become torchrun."""
+    _save_pid(options)
     os.environ["PYTHONPATH"] = python_path(os.environ.get("PYTHONPATH"))
     os.execv(sys.executable, [sys.executable, *_torchrun(options, placement)])
 
@@ -391,6 +401,7 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
 
     Returns the first failure's code.
     """
+    _save_pid(options)
     of_files = variables_of_files()
     variables = {name: remote_variables(options, slots, of_files) for name, slots in hosts.items()}
     is_quiet = options.quiet or options.log_level not in ("debug", "info")

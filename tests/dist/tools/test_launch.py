@@ -254,7 +254,7 @@ OF_DEEPSPEED = """
 -H hosts --hostfile hosts -i localhost --include localhost -e x --exclude x --num_nodes 2
 --num_nodes -1 --num_gpus 2 --num_gpus -1 --num_accelerators 2 --master_port 29501 --master_addr x
 --node_rank 0 --launcher PDSH --launcher_args=-v --module --no_python --no_local_rank --no_ssh
---no_ssh_check --force_multi --enable_each_rank_log logs --autotuning tune
+--no_ssh_check --force_multi --save_pid --enable_each_rank_log logs --autotuning tune
 --bind_cores_to_rank --bind_core_list 0,2-5 --ssh_port 22 --venv_script activate --log_level debug
 -q --quiet
 """

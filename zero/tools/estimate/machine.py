@@ -263,8 +263,6 @@ def _shape_on_device(tensor: torch.Tensor) -> torch.Tensor:
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     # Flags and indices are read, and decide what the engine does next.
-    if tensor.is_floating_point() and tensor.numel() > COMPUTED:
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
     if tensor.nbytes <= COMPUTED:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     # Zeros that take no memory until they are written to: torch.zeros would write them, and the

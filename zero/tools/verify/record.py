@@ -55,9 +55,9 @@ class Recorder(BoundedRun):
     `steps` of them.
 
     Files of step n: `n.KIND.pt` has fp32 tensors by parameter name: gradients (the mean over ranks,
-    before clipping), and after the step values and each of the optimizer's states. `n.json` has
-    each rank's losses, what the step has done, and relative rounding errors. Of step 0, which is
-    before the first one, there are the values."""
+    before clipping), and after the step values and each of the optimizer's states; and numbers:
+    each rank's losses, settings, and the norm. `n.json` says whether the step was applied, and
+    relative rounding errors. Of step 0, which is before the first one, there are the values."""
 
     def __init__(self, engine: DeepSpeedEngine, folder: Path, steps: int, mode: str = ENGINE):
         super().__init__(engine, folder, steps)
@@ -68,7 +68,7 @@ class Recorder(BoundedRun):
         vars(engine)["load_checkpoint"] = self._refuse_load
         folder.mkdir(parents=True, exist_ok=True)
         self._save(VALUE, FP32)
-        self._write({})
+        self._write_facts(False)
         if mode == DISTURBED:
             self.optimizer.disturb()
 
@@ -87,7 +87,7 @@ class Recorder(BoundedRun):
             self._save(f"{STATE}{key}", key)
         skipped = {"whether the step was skipped": not engine.was_step_applied()}
         losses = engine.comm.control("losses").exchange(lambda: self.losses)
-        done = {
+        numbers = {
             "loss": {
                 f"micro-batch {number} on rank {rank}": loss
                 for rank, of_rank in enumerate(losses)
@@ -95,12 +95,17 @@ class Recorder(BoundedRun):
             },
             "setting": skipped | {"the loss scale": engine.loss_scale()} | self._settings,
             "norm": {"all gradients": engine.get_global_grad_norm()},
-            "applied": engine.was_step_applied(),
         }
         self.losses = []
-        self._write(done)
+        for kind, found in numbers.items():
+            self._write(kind, {name: torch.tensor(float(value)) for name, value in found.items()})
+        self._write_facts(engine.was_step_applied())
 
-    def _write(self, done: dict[str, Any]) -> None:
+    def _write(self, kind: str, tensors: dict[str, torch.Tensor]) -> None:
+        if self.engine.comm.rank == 0:
+            torch.save(tensors, self.folder / f"{self.step_number}.{kind}.pt")
+
+    def _write_facts(self, applied: bool) -> None:
         """`n.json`, with the eps of the dtypes in which forward and update compute."""
         settings, optimizer = self.engine.settings, self.optimizer
         dtypes = settings.compute_dtype, settings.message_dtype or settings.compute_dtype
@@ -110,8 +115,8 @@ class Recorder(BoundedRun):
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
         of_update = torch.finfo(torch.bfloat16 if narrow else torch.float32).eps
         if self.engine.comm.rank == 0:
-            text = json.dumps(done | {"eps": eps, "eps_of_update": of_update})
-            (self.folder / f"{self.step_number}.json").write_text(text)
+            facts = {"applied": applied, "eps": eps, "eps_of_update": of_update}
+            (self.folder / f"{self.step_number}.json").write_text(json.dumps(facts))
 
     def _refuse_load(self, *_: object, **__: object) -> None:
         raise UsageError(
@@ -139,8 +144,7 @@ class Recorder(BoundedRun):
                 value = ParameterState(param, kind).read_full()
             if value is not None and engine.comm.rank == 0:
                 tensors[key] = value.to("cpu", copy=True).contiguous()
-        if engine.comm.rank == 0:
-            torch.save(tensors, self.folder / f"{self.step_number}.{name}.pt")
+        self._write(name, tensors)
 
 
 def _settings(param_groups: list[dict[str, Any]]) -> dict[str, float]:
