@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from zero.comm.communicator import Communicator, communicator
-from zero.comm.world import init_distributed
+from zero.comm.world import compute_device, init_distributed
 from zero.errors import UsageError
 from zero.tools.arguments import Parser, Working, judged
 from zero.tools.doctor import checks, links, speeds
@@ -52,9 +52,10 @@ def doctor(arguments: list[str]) -> int:
             read(options.speeds)
         except UsageError as error:
             raise UsageError(f"doctor: {error}; name a new file, or remove this one") from error
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     if options.speeds is not None:
-        return _speeds(options)
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return _speeds(options, is_alone)
+    if is_alone:
         with Working("doctor: checking this machine"):
             machines = {"": list(checks.findings(options.folder))}
         return _show(machines, options.json)
@@ -80,17 +81,20 @@ def doctor(arguments: list[str]) -> int:
     return code
 
 
-def _speeds(options: Namespace) -> int:
+def _speeds(options: Namespace, is_alone: bool) -> int:
     """Measure the speeds of this machine, write and print them."""
-    init_distributed(timeout=CONNECTING)
-    comm = communicator()
+    folder = options.folder or Path.cwd()
+    if not is_alone:
+        init_distributed(timeout=CONNECTING)
+    comm = None if is_alone else communicator()
+    device = compute_device() if comm is None else comm.device
     with Working("") as working:
-        if comm.rank == 0:
+        if comm is None or comm.rank == 0:
             working.show("doctor: measuring matrix products, copies, disk and updates, about 20 s")
-        here = speeds.measure(comm.device, options.folder or Path.cwd())
-    measured = comm.control("measured speeds").exchange(lambda: here)
-    if comm.rank == 0:
-        speeds.write(options.speeds, measured, device_name(comm.device))
+        here = speeds.measure(device, folder)
+    measured = [here] if comm is None else comm.control("measured speeds").exchange(lambda: here)
+    if comm is None or comm.rank == 0:
+        speeds.write(options.speeds, measured, device_name(device))
         found = read(options.speeds)
         if options.json:
             print(json.dumps({"file": str(options.speeds), "speeds": vars(found)}, indent=2))
@@ -99,7 +103,8 @@ def _speeds(options: Namespace) -> int:
             print(f"Written to {options.speeds}.", found, sep="\n")
             if assumed:
                 print(f"Not measured, but assumed: {', '.join(assumed)}.")
-    comm.control("ending").wait_for_all()  # rank 0 holds the store
+    if comm is not None:
+        comm.control("ending").wait_for_all()  # rank 0 holds the store
     return 0
 
 
