@@ -66,7 +66,8 @@ class Recorder(BoundedRun):
         self._backward = engine.backward
         engine.backward = self.backward
         vars(engine)["load_checkpoint"] = self._refuse_load
-        folder.mkdir(parents=True, exist_ok=True)
+        if engine.comm.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
         self._save(VALUE, FP32)
         self._write_facts(False)
         if mode == DISTURBED:
