@@ -127,11 +127,10 @@ class Search:
             return None
         asked = self.question
         changes = _new(_larger(self.config.zero_optimization), self.config)
-        tried = [self._try(each, asked.batch, asked.checkpointing) for each in changes]
+        tried = [self._fitting(each, asked.batch, asked.checkpointing) for each in changes]
         if asked.checkpointing:
-            tried.append(self._try({}, asked.batch, False))
-        found = [remedy for remedy in tried if remedy and self.fits(remedy.found)]
-        best = min(found, key=lambda remedy: remedy.seconds, default=None)
+            tried.append(self._fitting({}, asked.batch, False))
+        best = min(filter(None, tried), key=lambda remedy: remedy.seconds, default=None)
         return best if best and best.found.seconds < FASTER * self.found.seconds else None
 
     def _enough(self, changes: Iterable[Sections]) -> Iterator[Remedy]:
@@ -141,15 +140,13 @@ class Search:
                 if not self._may_fit(sections, self._batches[-1], checkpointing):
                     break  # without checkpointing it would need more
                 for batch in self._batches:
-                    if self._may_fit(sections, batch, checkpointing):
-                        tried = self._try(sections, batch, checkpointing)
-                        if tried and self.fits(tried.found):
-                            yield tried
-                            break  # with smaller micro-batches it would be slower
+                    may_fit = self._may_fit(sections, batch, checkpointing)
+                    if may_fit and (found := self._fitting(sections, batch, checkpointing)):
+                        yield found
+                        break  # with smaller micro-batches it would be slower
             if self._may_be_sliced(sections):
-                tried = self._try(sections | SLICES, self._batches[0], False)
-                if tried and self.fits(tried.found):
-                    yield tried
+                if found := self._fitting(sections | SLICES, self._batches[0], False):
+                    yield found
 
     def _may_be_sliced(self, sections: Sections) -> bool:
         given = self.config.zero_optimization.offload_param
@@ -168,6 +165,11 @@ class Search:
             return False
         growth = (batch / smallest - 1) * tried.found.activations if smallest else 0
         return tried.found.total(DEVICE) + growth / GROWTH <= self.limits.get(DEVICE, math.inf)
+
+    def _fitting(self, sections: Sections, batch: int, checkpointing: bool) -> Remedy | None:
+        """Return the change if it fits."""
+        tried = self._try(sections, batch, checkpointing)
+        return tried if tried and self.fits(tried.found) else None
 
     def _try(self, sections: Sections, batch: int, checkpointing: bool) -> Remedy | None:
         """Return the change, whether it fits or not. None if the engine refuses it in combination
