@@ -89,7 +89,7 @@ def test_what_the_page_computes():
     )
     # A step of rank 0 takes 0.65 s of work and 0.35 s of waits; the phases take 0.9 s of that, one
     # wait is outside.
-    assert run.step_seconds() == ([1, 2, 3], [pytest.approx(1.0)] * 3)
+    assert run.curve("duration") == ([1, 2, 3], [pytest.approx(1.0)] * 3)
     assert parts[REST] == pytest.approx(0.05) and sum(parts.values()) == pytest.approx(1.0)
     assert run.mean_of("bytes") == {"all_gather": 4096, "reduce_scatter": 2 << 20}
     assert run.mean_of("links") == {"network": 1 << 20, "disk read": 512 * 2.5}
