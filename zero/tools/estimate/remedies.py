@@ -263,7 +263,9 @@ def _in_words(key_and_value: tuple[str, Any]) -> str:
     key, value = key_and_value
     if isinstance(value, dict):
         return f"no {key}" if value["device"] == "none" else f"{key} to {value['device']}"
-    return "" if key == "enabled" else key if value in (True, "Auto") else f"{key} {value}"
+    if key == "enabled":
+        return ""
+    return key if value is True or value == "Auto" else f"{key} {value}"
 
 
 def _undominated(found: Iterable[Remedy], limits: Mapping[str, int]) -> list[Remedy]:
