@@ -63,9 +63,9 @@ Trainer(Model(), arguments, train_dataset=rows).train()
 """
 
 
-def ranks_in(path: str) -> set[str]:
+def ranks_in(path: Path) -> set[str]:
     """The ranks of a trace in which something lasted."""
-    events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     names = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
     return {names[each["pid"]] for each in events if each.get("dur", 0) > 0}
 
@@ -73,12 +73,12 @@ def ranks_in(path: str) -> set[str]:
 def test_ranks_of_one_model_have_tracks_of_their_own(tmp_path: Path):
     script = tmp_path / "cut.py"
     script.write_text(CUT)
-    words = ("trace", "--step", "2", "--json", "--out", tmp_path / "trace.json")
+    words = ("trace", "--step", "2", "--out", tmp_path / "trace.json")
     words += ("torchrun", "--standalone", "--nproc_per_node", "2", script)
     others = {"nproc": 0, "timeout": 180, "imported": "zero", "cwd": REPOSITORY}
     done = fork_ranks("-m", "zero", *words, **others)
     assert done.returncode == 0, done.stderr
-    assert ranks_in(json.loads(done.stdout)["file"]) == {"rank 0", "rank 1"}
+    assert ranks_in(tmp_path / "trace.json") == {"rank 0", "rank 1"}
 
 
 def test_the_trainer_saves_nothing_and_all_ranks_end(
@@ -90,11 +90,11 @@ def test_the_trainer_saves_nothing_and_all_ranks_end(
     script, out = tmp_path / "saves.py", tmp_path / "trace.json"
     script.write_text(SAVES)
     for step, code in ((4, 2), (2, 0)):
-        words = ("--step", str(step), "--json", "--out", str(out), str(script), str(tmp_path))
+        words = ("--step", str(step), "--out", str(out), str(script), str(tmp_path))
         with pytest.raises(SystemExit) as ended:
             main(["trace", *words])
-        stdout, stderr = capsys.readouterr()
+        _, stderr = capsys.readouterr()
         assert ended.value.code == code, stderr
         assert (code == 2) == ("took fewer than 4 optimizer steps" in stderr)
         assert not list(tmp_path.glob("output/checkpoint-*"))
-    assert ranks_in(json.loads(stdout)["file"]) == {"rank 0", "rank 1"}
+    assert ranks_in(out) == {"rank 0", "rank 1"}

@@ -37,7 +37,7 @@ class MicroBatches:
 
     # How many engines are running `backward` now: the loss of one engine may depend on outputs of
     # others.
-    _backwards_of_engines: ClassVar[int] = 0
+    backwards_of_engines: ClassVar[int] = 0
 
     def __init__(self, steps: int, managed: bool = True, scales_loss: bool = False):
         self.steps = steps
@@ -84,14 +84,14 @@ class MicroBatches:
         """Context of a backward that the engine runs. `is_divided`: its loss, by `steps`.
         `is_scaled`: the loss scale is in the gradients with which it begins.
         """
-        MicroBatches._backwards_of_engines += 1
+        MicroBatches.backwards_of_engines += 1
         self.loss_was_scaled |= is_scaled
         if is_divided and self.steps > 1 and self._divided is not None:
             self._divided = self.count
         try:
             yield
         finally:
-            MicroBatches._backwards_of_engines -= 1
+            MicroBatches.backwards_of_engines -= 1
             self.loss_was_scaled = False
 
     def gradients_begin(self) -> None:
@@ -105,7 +105,7 @@ class MicroBatches:
                 "Loss scaling is required with fp16, and the loss was not scaled: call "
                 "engine.backward(loss), or engine.scale(loss).backward()"
             )
-        by_engine = MicroBatches._backwards_of_engines > 0
+        by_engine = MicroBatches.backwards_of_engines > 0
         self.factor = 1.0 if by_engine else 1.0 / self.steps
         if not by_engine and self._divided == self.count:
             self._divided = None

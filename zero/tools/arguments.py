@@ -4,7 +4,6 @@ and exits with code 2.
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import re
@@ -14,7 +13,6 @@ import tempfile
 import time
 from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -137,21 +135,6 @@ class Working:
 
     def __exit__(self, *_: object) -> None:
         self._line.stop()
-
-
-@contextmanager
-def importing() -> Iterator[None]:
-    """Context for the first import of torch. Without the garbage collector, which would visit the
-    new modules again and again, it takes two thirds of the time.
-    """
-    if "torch" in sys.modules:
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def program(target: str) -> str | None:

@@ -59,9 +59,9 @@ COMMANDS, _LISTED = _read_table()
 USAGE = f"""usage: zero COMMAND ARGUMENTS...
 {_LISTED}
 
-zero COMMAND --help shows all options and an example. With --json, a report is a JSON object.
-A mistake gives one line and exit code 2, a damaged checkpoint exit code 1. `python -m zero` does
-the same as `zero`.
+zero COMMAND --help shows all options and an example. With --json, estimate, plan, explain, doctor
+and inspect print a JSON object. A mistake gives one line and exit code 2, a damaged checkpoint exit
+code 1. `python -m zero` does the same as `zero`.
 """
 
 

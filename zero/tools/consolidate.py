@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from argparse import SUPPRESS, ArgumentTypeError
 from pathlib import Path
@@ -22,7 +21,6 @@ def command(arguments: list[str]) -> None:
         "consolidate",
         "Turn a checkpoint into a model folder for from_pretrained, or into PEFT's adapters.",
         "output/checkpoint-500 model --dtype bf16",
-        json="the written files",
     )
     dtypes = "dtype of the weights; default: the one in which they are trained"
     most = MAX_FILE_BYTES / 1e9
@@ -43,9 +41,7 @@ def command(arguments: list[str]) -> None:
         )
     options.checkpoint = Path(options.checkpoint, options.tag)
     how = DTYPES.get(options.dtype), int(options.max_file_size * 1e9), True
-    written = consolidate(options.checkpoint, options.out, *how)
-    files = list(map(str, written))
-    print(json.dumps({"files": files}) if options.json else "\n".join(files))
+    print(*consolidate(options.checkpoint, options.out, *how), sep="\n")
 
 
 def _size(text: str) -> float:

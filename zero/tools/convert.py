@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from argparse import Namespace
 from collections.abc import Callable
@@ -26,7 +25,6 @@ TO = (
     "deepspeed: its stage 3; dcp: FSDP in accelerate's layout; hf: a folder for the Trainer "
     "without any engine"
 )
-REPORTED = "the new folder and what was not carried over"
 
 Read = Callable[[Path], TrainingState]
 Write = Callable[[TrainingState, Path], Any]
@@ -37,7 +35,6 @@ def adopt(arguments: list[str]) -> None:
         "adopt",
         "Make a checkpoint of zero from one of another engine, which is not changed.",
         "output/checkpoint-500 adopted/checkpoint-500",
-        json=REPORTED,
     )
     parser.add_argument("folder", help="the checkpoint of another engine")
     parser.add_argument("out", nargs="?", help="the folder to write to; default: FOLDER-zero")
@@ -49,7 +46,6 @@ def convert(arguments: list[str]) -> None:
         "convert",
         "Write a checkpoint of zero as another engine loads it.",
         "output/checkpoint-500 --to hf back/checkpoint-500",
-        json=REPORTED,
     )
     parser.add_argument("folder", help="the checkpoint of zero")
     parser.add_argument("--to", choices=WRITERS, required=True, help=TO)
@@ -78,10 +74,6 @@ def _carry(command: str, options: Namespace, kind: str, read: Read, write: Write
         state = read(folder)
         working.show(f"{command}: writing {out}")
         _write(write, state, out)
-    if options.json:
-        found = {"folder": str(out), "source": state.source, "missing": state.missing}
-        print(json.dumps(found))
-        return
     print(f"{out}: step {state.global_steps} of {state.source}")
     for each in state.missing:
         print(f"not carried over: {each}")

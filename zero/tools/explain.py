@@ -46,13 +46,19 @@ def command(arguments: list[str]) -> None:
     )
     parser.add_argument("config", help="ds_config.json, or the YAML file of accelerate")
     options = parser.parse_args(arguments)
-    print(explain_as_json(options.config) if options.json else explain(options.config))
+    print(explain(options.config, options.json))
 
 
-def explain(source: str) -> str:
-    """The explanation of a configuration as text; ValueError as `load_config` raises it."""
+def explain(source: str, as_json: bool = False) -> str:
+    """The explanation of a configuration as text, or as a JSON object: "summary", "keys" (a list)
+    and "unknown" (names). Raises ValueError as `load_config` does.
+    """
     config = load(source)
     keys = list(_explained(config))
+    if as_json:
+        listed = [entry._asdict() for entry in keys]
+        parts = {"summary": _summary(config), "keys": listed, "unknown": config.origin.ignored}
+        return json.dumps(parts, indent=2)
     lines = [f"{source}:", *map(_indented, [_summary(config), *_advice(config)])]
     for group in (ACTING, FILLED_IN, IDLE):
         members = [entry for entry in keys if entry.group == group]
@@ -77,14 +83,6 @@ def _advice(config: Config) -> Iterator[str]:
             "Offload makes each step slower, and is needed only if the GPUs are too small for the "
             "model. To find out: zero estimate MODEL --ds-config FILE --device-memory 24G"
         )
-
-
-def explain_as_json(source: str) -> str:
-    """The same as a JSON object: "summary", "keys" (a list) and "unknown" (names)."""
-    config = load(source)
-    keys = [entry._asdict() for entry in _explained(config)]
-    parts = {"summary": _summary(config), "keys": keys, "unknown": config.origin.ignored}
-    return json.dumps(parts, indent=2)
 
 
 def load(source: str) -> Config:

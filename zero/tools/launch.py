@@ -328,9 +328,8 @@ def _save_pid(options: Namespace) -> None:
     """As DeepSpeed: named after this process, which stays the one that starts the job."""
     if options.save_pid:
         how = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        descriptor = os.open(f"/tmp/{os.getpid()}.deepspeed", how, 0o644)
-        os.write(descriptor, str(os.getpid()).encode())
-        os.close(descriptor)
+        with open(os.open(f"/tmp/{os.getpid()}.deepspeed", how, 0o644), "w") as file:
+            file.write(str(os.getpid()))
 
 
 def _binding(options: Namespace, slots: list[int]) -> dict[str, str]:
@@ -366,21 +365,17 @@ def _run_here(options: Namespace) -> NoReturn:
     if chosen and os.environ.pop("CUDA_VISIBLE_DEVICES", None) is not None:
         text = "is ignored, because --include or --exclude chooses the GPUs"
         print(f"zero launch: CUDA_VISIBLE_DEVICES {text}", file=sys.stderr)
-    ranks = options.num_gpus
+    ranks, slots = options.num_gpus, list[int]()
     if chosen or ranks is None:
         import torch  # here: it takes seconds
 
         devices = torch.accelerator.device_count()
         if chosen:
             # Without a GPU, a slot is a core.
-            slots = devices or os.cpu_count() or 1
-            by_host = choose({HERE: slots}, options.include, options.exclude, None, ranks)
-            os.environ.update(_binding(options, by_host[HERE]))
-            ranks = len(by_host[HERE])
-        else:
-            ranks = max(1, devices)
-    if not chosen:
-        os.environ |= _binding(options, [])
+            here = {HERE: devices or os.cpu_count() or 1}
+            slots = choose(here, options.include, options.exclude, None, ranks)[HERE]
+        ranks = len(slots) or max(1, devices)
+    os.environ |= _binding(options, slots)
     _become(options, ["--standalone", "--nproc_per_node", str(ranks)])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import subprocess
@@ -32,7 +31,7 @@ from zero.optim.subgroups import SubGroupInMemory
 from zero.optim.update import SubGroupUpdate
 from zero.tools.cli import main
 from zero.tools.verify import command
-from zero.tools.verify.command import DISTURBED, ENGINE, PLAIN, as_json, as_text
+from zero.tools.verify.command import DISTURBED, ENGINE, PLAIN, as_text
 from zero.tools.verify.compare import Result, Tensor, compare
 from zero.tools.verify.plain import PlainEngine, hold_whole_models
 from zero.tools.verify.record import Recorder
@@ -161,11 +160,11 @@ def test_a_right_engine_is_equal(tmp_path: Path, dtype: str):
     result = found(tmp_path, ["none"], dtype)["none"]
     assert result.difference is None, as_text(result)
     kinds = ("loss", "gradient", "setting", "norm", "exp_avg", "exp_avg_sq", "update")
-    assert [row[:2] for row in result.rows] == [
+    assert [(row.step, row.kind) for row in result.rows] == [
         (0, "value"), *((step, kind) for step in range(1, STEPS + 1) for kind in kinds)
     ]  # fmt: skip
-    losses = [row for row in result.rows if row[1] == "loss"]
-    assert [row[2] for row in losses] == [RANKS * ACCUMULATION] * STEPS
+    losses = [row for row in result.rows if row.kind == "loss"]
+    assert [len(row.tensors) for row in losses] == [RANKS * ACCUMULATION] * STEPS
 
 
 @pytest.mark.parametrize("init", [{}, {"dtype": torch.bfloat16}], ids=str)
@@ -190,8 +189,7 @@ def test_planted_faults_are_found_and_explained(tmp_path: Path):
         assert difference is not None, name
         assert (difference.step, difference.kind) == (1, kind), name
         assert difference.cause.startswith(cause), difference.cause
-        assert difference.name == tensor, name
-        assert f'"name": "{difference.name}"' in as_json(results[name])
+        assert difference.beyond[0].name == tensor, name
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -222,11 +220,9 @@ def test_faults_that_adam_hides_are_found(tmp_path: Path, dtype: str):
         difference = results[name].difference
         assert difference is not None, name
         assert (difference.step, difference.kind) == (step, kind), f"{name}: {difference}"
-        assert tensor in (None, difference.name), f"{name}: {difference}"
+        assert tensor in (None, difference.beyond[0].name), f"{name}: {difference}"
         assert difference.cause.startswith(cause), f"{name}: {difference}"
-        json.loads(
-            as_json(results[name]), parse_constant=lambda text: pytest.fail(f"{text} is not JSON")
-        )
+        assert f"{difference.kind}" in as_text(results[name])
 
 
 def skips(rank: int, world_size: int, make: type[DeepSpeedEngine]) -> bool:

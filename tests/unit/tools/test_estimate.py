@@ -22,9 +22,8 @@ from zero.config import load_config
 from zero.tools.cli import main
 from zero.tools.estimate import remedies as remedies_of_estimate
 from zero.tools.estimate import report as report_of_estimate
-from zero.tools.estimate.calls import known_calls
 from zero.tools.estimate.machine import _on_host
-from zero.tools.estimate.model import build, class_of
+from zero.tools.estimate.model import build
 from zero.tools.estimate.question import PLAIN, Question
 from zero.tools.estimate.rank import Estimate, estimate
 from zero.tools.estimate.remedies import Remedy, Search, _undominated
@@ -140,21 +139,6 @@ def refusal(capsys: pytest.CaptureFixture[str], call: Callable[..., Any], *argum
     error = capsys.readouterr().err
     assert ended.value.code == 2 and error.count("\n") == 1
     return error
-
-
-@pytest.mark.parametrize(
-    ("shape", "name"),
-    [
-        (transformers.LlamaConfig(**SIZES), "LlamaForCausalLM"),
-        (transformers.T5Config(**T5, decoder_start_token_id=0), "T5ForConditionalGeneration"),
-        (transformers.ViTConfig(), "ViTModel"),
-        (transformers.LlamaConfig(**SIZES, architectures=["MyModel"]), "LlamaForCausalLM"),
-    ],
-)
-def test_without_a_known_class_the_type_decides(shape, name, ask):
-    assert class_of(shape).__name__ == name
-    assert f"this is a {name}" in " ".join(ask(shape, {"stage": 3}).split())
-    assert ask(shape, {"stage": 3}, "--json")["class"] == name
 
 
 def test_an_encoder_decoder_has_activations(ask):
@@ -295,6 +279,8 @@ def test_sequences_that_ranks_share_are_refused_with_activations(ask, capsys):
         ("num_attention_heads", 0, "by zero"),
         ("hidden_size", "64", "hidden_size"),
         ("architectures", 1.5, "float"),
+        ("architectures", ["MyModel"], "such as LlamaForCausalLM"),
+        ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000"),
     ],
 )
 def test_what_transformers_refuses_is_one_line(key, value, words, tmp_path, capsys):
@@ -616,9 +602,7 @@ def test_an_estimate_does_not_depend_on_those_before():
     def found(checkpointing: bool, dtype: torch.dtype = torch.float32) -> Estimate:
         return estimate(build(shape, dtype), config, Question(2, 2, 8, checkpointing))
 
-    known_calls.clear()
     first = found(False)
-    known_calls.clear()
     found(True, torch.bfloat16)
     again = found(False)
     assert (again.parts, again.traffic) == (first.parts, first.traffic)

@@ -12,7 +12,7 @@ from tests.unit.configurations import zero3
 from zero.config.load import section_of
 from zero.config.settings import Config
 from zero.tools.cli import main
-from zero.tools.explain import explain, explain_as_json
+from zero.tools.explain import explain
 
 SHIPPED = Path(__file__).parents[3] / "configs" / "ds_config_zero3.json"
 
@@ -42,7 +42,7 @@ def test_every_key_of_a_shipped_file_is_explained_once(file):
 def explained(config, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(config))
-    found = json.loads(explain_as_json(str(file)))
+    found = json.loads(explain(str(file), as_json=True))
     return found, {entry["key"]: entry for entry in found["keys"]}
 
 

@@ -16,7 +16,6 @@ from zero.tools.arguments import (
     above_zero,
     count,
     gibibytes,
-    importing,
     output_file,
 )
 from zero.tools.estimate.question import PLAIN, Question, model_folder, with_batch
@@ -95,11 +94,10 @@ def _searching(options: Namespace, config: Config, source: str) -> Iterator[Sear
     given = {"device": options.device_memory, "host": (options.host_memory or 0) / per_host}
     limits = {place: int(amount * 2**30) for place, amount in given.items() if amount}
     with Working("following steps on fake tensors", _SECONDS) as working:
-        with importing():
-            from zero.tools.estimate.model import build, fill_in, read_config
-            from zero.tools.estimate.remedies import Search
+        from zero.tools.estimate.model import build, fill_in, read_config
+        from zero.tools.estimate.remedies import Search
 
-            shape = read_config(options.model)  # it imports the model's module
+        shape = read_config(options.model)
         config = fill_in(config, shape)
         model = build(shape, config.compute_dtype, options.adapter)
         yield Search(model, config, question, limits, working.show)

@@ -9,15 +9,17 @@ names."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
+import logging
 import math
 import mmap
 import os
 import platform
 import sys
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 from unittest import mock
@@ -27,7 +29,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
 
 from zero import build
 from zero import device as zero_device
@@ -40,16 +43,6 @@ from zero.core.forward_writes import ForwardWrites
 from zero.offload import nvme, pinned, tiers
 from zero.optim import adam_cpu, rounding
 from zero.parallel.experts import DispatchedExperts
-from zero.tools.estimate.calls import (
-    FILLS,
-    META,
-    Call,
-    is_on_device,
-    key_of,
-    known_calls,
-    like,
-    tensors_in,
-)
 from zero.tools.estimate.traffic import CALLS, COMPUTE, FED, OPERATIONS, TOUCHED
 
 DEVICE, HOST, DISK = "device", "host", "disk"
@@ -61,15 +54,42 @@ IN_BUFFER = "in a buffer"
 # checksum of each parameter.
 COMPUTED = 1 << 16
 
+META = torch.device("meta")
+# Whether a tensor is on the imitated device. The context `imitated` replaces `Tensor.is_meta`.
+is_on_device: Callable[[torch.Tensor], bool] = vars(torch._C.TensorBase)["is_meta"].__get__
+
 _aten = torch.ops.aten
+_FILLS = (_aten.zeros.default, _aten.ones.default, _aten.full.default)
+# torch's formulas, and those that it lacks: fused attention on CPUs, where a causal mask saves
+# nothing, and experts.
+_FORMULAS = flop_registry | {
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_, **__: (
+        4 * q.numel() * k.shape[-2]
+    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, *_, **__: (
+        10 * q.numel() * k.shape[-2]
+    ),
+    _aten._grouped_mm: lambda a, b, *_, **__: 2 * a.numel() * b.shape[-1],
+}
+
+
+def operations(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
+    """Return the floating-point operations of one call. Only matrix products count."""
+    formula = _FORMULAS.get(getattr(func, "overloadpacket", func))
+    return 0 if formula is None else formula(*args, **kwargs, out_val=out)
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in the arguments or results of a call."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 class Memory(TorchDispatchMode):
     """Counts the bytes of all storages, from the operation that creates them until they are freed.
 
     Attributes:
-        live: the current bytes, by (place, part).
-        most: the largest number of bytes so far, by (place, part).
+        live: the current bytes, by place and part.
+        most: the largest number of bytes so far, by place and part.
         fullest: by place, the parts at the fullest moment so far.
         part: the part to which new memory belongs.
         cause: the cause of current traffic.
@@ -79,11 +99,10 @@ class Memory(TorchDispatchMode):
     def __init__(self, part: str):
         super().__init__()
         self.part = self.cause = part
-        self.live: Counter[tuple[str, str]] = Counter()
-        self.most: Counter[tuple[str, str]] = Counter()
+        self.live: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.most: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.fullest: dict[str, dict[str, int]] = {DEVICE: {}, HOST: {}, DISK: {}}
         self.done: Counter[tuple[str, str]] = Counter()
-        self._totals: Counter[str] = Counter()
         self._peaks: Counter[str] = Counter()
         # Place, part and bytes, by storage, and what calls `_forget` when the storage is freed.
         self._known: dict[int, tuple[str, str, int]] = {}
@@ -98,21 +117,19 @@ class Memory(TorchDispatchMode):
         self._peaks.clear()
         for place in self.fullest:
             self.add(place, self.part, 0)
-        self.most = Counter(self.live)
+        self.most = copy.deepcopy(self.live)
 
     def add(self, place: str, part: str, nbytes: int) -> None:
         """Count bytes of a tensor, or bytes that belong to no tensor and are never freed.
 
         They are negative when they are freed.
         """
-        self.live[place, part] += nbytes
-        self._totals[place] += nbytes
-        self.most[place, part] = max(self.most[place, part], self.live[place, part])
-        if self._totals[place] >= self._peaks[place] and nbytes >= 0:
-            self._peaks[place] = self._totals[place]
-            self.fullest[place] = {
-                part: count for (where, part), count in self.live.items() if where == place
-            }
+        parts = self.live[place]
+        parts[part] += nbytes
+        self.most[place][part] = max(self.most[place][part], parts[part])
+        if (total := parts.total()) >= self._peaks[place] and nbytes >= 0:
+            self._peaks[place] = total
+            self.fullest[place] = dict(parts)
 
     def note(self, tensor: torch.Tensor, place: str | None = None) -> None:
         """Count the tensor's storage unless it is known. `place` defaults to its device."""
@@ -165,28 +182,25 @@ class Memory(TorchDispatchMode):
         self.done[COMPUTE, CALLS] += 1
         if func.is_view:
             out = func(*args, **kwargs)
-            for leaf in tensors_in(out):
+            for leaf in _tensors_in(out):
                 self.note(leaf)
             return out
         is_pinned = kwargs.pop("pin_memory", False)
-        key = key_of(func, args, kwargs)
-        if (call := known_calls.get(key)) is not None:
-            out = like(call.outputs)
-        else:
-            out = self._call(func, args, kwargs)
-            call = Call.of(func, args, kwargs, out)
-            if key is not None and call.outputs is not None:
-                known_calls[key] = call
-        self.done[COMPUTE, OPERATIONS] += call.operations
-        self.done[COMPUTE, FED if call.operations else TOUCHED] += call.touched
+        out = self._call(func, args, kwargs)
+        inputs, made = _tensors_in((args, kwargs)), _tensors_in(out)
+        done = operations(func, args, kwargs, out)
+        self.done[COMPUTE, OPERATIONS] += done
+        if func.namespace in ("aten", "bitsandbytes") and (inputs or func in _FILLS):
+            touched = sum(each.nbytes for each in inputs + made if is_on_device(each))
+            self.done[COMPUTE, FED if done else TOUCHED] += touched
         before, self.part = self.part, "activations" if is_pinned else self.part
-        for leaf in tensors_in(out):
+        for leaf in made:
             self.note(leaf)
         self.part = before
         return out
 
     def _call(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        tensors = tensors_in((args, kwargs))
+        tensors = _tensors_in((args, kwargs))
         if func is _aten._local_scalar_dense.default and is_on_device(args[0]):
             return 0.0 if args[0].is_floating_point() else 0
         if func is _aten._to_copy.default and args[0].numel() <= COMPUTED:
@@ -195,7 +209,7 @@ class Memory(TorchDispatchMode):
             # torch's formula for shapes only accepts bf16
             narrow = (each.bfloat16() for each in args[:2])
             return func(*narrow, *args[2:], **kwargs).to(args[0].dtype)
-        if func in FILLS and torch.device(kwargs.get("device") or "cpu").type == "cpu":
+        if func in _FILLS and torch.device(kwargs.get("device") or "cpu").type == "cpu":
             shape = func(*args, **kwargs | {"device": META})
             return func(*args, **kwargs) if shape.numel() <= COMPUTED else _on_host(shape)
         on_device = any(map(is_on_device, tensors))
@@ -217,7 +231,7 @@ class Memory(TorchDispatchMode):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     return value
             return kwargs["out"]
-        given = tensors_in((args, kwargs))
+        given = _tensors_in((args, kwargs))
         target = target or next((each.device for each in given if each.dim()), given[0].device)
         args, kwargs = tree_map_only(torch.Tensor, _shape_on_device, (args, kwargs))
         if kwargs.get("device") is not None:
@@ -250,8 +264,6 @@ def _shape_on_device(tensor: torch.Tensor) -> torch.Tensor:
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     # Flags and indices are read, and decide what the engine does next.
-    if tensor.is_floating_point() and tensor.numel() > COMPUTED:
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
     if tensor.nbytes <= COMPUTED:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     # Zeros that take no memory until they are written to: torch.zeros would write them, and the
@@ -341,15 +353,16 @@ def imitated(memory: Memory, rank: int, ranks: int, of_machine: int) -> Iterator
 
     Raises RuntimeError if the process already has a process group.
     """
-    new_block = pinned.new_block
+    new_block, logger = pinned.new_block, logging.getLogger("zero")
     with contextlib.ExitStack() as stack:
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.ERROR)
         stack.enter_context(mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(of_machine)}))
         dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
         stack.callback(dist.destroy_process_group)
         substitutes = [
             *_substitutes_of_ranks(of_machine),
             *_substitutes_of_tensors(memory),
-            *_substitutes_of_experts(),
             *_substitutes_on_host(memory),
         ]
         modules = [module for key, module in sys.modules.items() if key.startswith("zero.")]
@@ -381,7 +394,17 @@ def _substitutes_of_ranks(of_machine: int) -> list[Substitute]:
             return [(platform.node(), each // of_machine) for each in range(control.world_size)]
         return [value] * control.world_size
 
+    def agree_evenly(
+        self: DispatchedExperts, chosen: torch.Tensor
+    ) -> tuple[list[int], list[int], torch.Tensor]:
+        """The tokens' values decide how many go to each rank. Here all get the same number."""
+        ranks = self.comm.shard_group.size
+        sizes = [len(chosen) // ranks + (rank < len(chosen) % ranks) for rank in range(ranks)]
+        received = [sizes[self.comm.shard_group.rank]] * ranks
+        return sizes, received, chosen.new_zeros(sum(received))
+
     return [
+        (DispatchedExperts, "agree", agree_evenly),
         (Communicator, "_new_group", lambda comm, groups, *_: new_group(comm, groups, "fake")),
         (Control, "exchange", exchange),
         (Channel, "_connect", lambda *_: None),
@@ -469,37 +492,6 @@ def _substitutes_of_tensors(memory: Memory) -> list[Substitute]:
         (functional, "scaled_dot_product_attention", attention),
         (optimizer, foreach.__name__, lambda: [*foreach(), META.type]),
     ]
-
-
-def _substitutes_of_experts() -> list[Substitute]:
-    """With expert parallelism, the tokens' values decide how many go to each rank. Here every rank
-    gets the same number.
-    """
-
-    def agree_evenly(
-        self: DispatchedExperts, chosen: torch.Tensor
-    ) -> tuple[list[int], list[int], torch.Tensor]:
-        ranks = self.comm.shard_group.size
-        sizes = [len(chosen) // ranks + (rank < len(chosen) % ranks) for rank in range(ranks)]
-        received = [sizes[self.comm.shard_group.rank]] * ranks
-        return sizes, received, chosen.new_zeros(sum(received))
-
-    own: list[Substitute] = [(DispatchedExperts, "agree", agree_evenly)]
-    try:
-        from transformers.distributed.expert_parallel import AllToAllEP
-    except ImportError:  # releases without it
-        return own
-    dispatch = AllToAllEP._dispatch_tokens
-
-    def dispatch_evenly(self: Any, hidden: torch.Tensor, index: torch.Tensor, *rest: Any) -> Any:
-        ranks = self.ep_mesh.size()
-        pairs = math.ceil(len(hidden) / self.tp_mesh.size()) * index.shape[-1]
-        sent = [pairs // ranks + (rank < pairs % ranks) for rank in range(ranks)]
-        sizes = sent, [sent[0]] * ranks
-        with mock.patch.object(torch.Tensor, "tolist", lambda _: sizes):
-            return dispatch(self, hidden, index, *rest)
-
-    return [*own, (AllToAllEP, "_dispatch_tokens", dispatch_evenly)]
 
 
 def _substitutes_on_host(memory: Memory) -> list[Substitute]:

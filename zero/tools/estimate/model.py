@@ -20,10 +20,10 @@ from zero.config import Config
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
 from zero.tools.estimate.adapters import add_adapter, quantization_of, quantize
-from zero.tools.estimate.calls import META
-from zero.tools.estimate.machine import Memory
+from zero.tools.estimate.machine import META, Memory
 from zero.tools.estimate.question import Question, in_a_line, model_folder
 
+MOST_LAYERS = 10_000
 _REMEDY = "leave --batch and --seq out, then activations are not counted"
 
 
@@ -37,6 +37,9 @@ def read_config(source: str) -> transformers.PretrainedConfig:
         json.loads((folder / "config.json").read_text())
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         class_of(config)
+        layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+        if not 0 <= layers <= MOST_LAYERS:
+            raise UsageError(f"num_hidden_layers is {layers}, expected at most {MOST_LAYERS:,}")
     except json.JSONDecodeError as error:
         raise UsageError(f"{folder / 'config.json'}: not valid JSON: {error}") from error
     except Exception as error:  # of any kind: the file is not ours
@@ -45,27 +48,17 @@ def read_config(source: str) -> transformers.PretrainedConfig:
 
 
 def class_of(config: transformers.PretrainedConfig) -> type[transformers.PreTrainedModel]:
-    """Return the model's class. If `architectures` does not name it, it is the language model of
-    this model_type, or else the base model.
+    """Return the class that `architectures` names.
 
-    Raises UsageError for a type for which transformers has no model.
+    Raises UsageError if transformers has none of this name.
     """
     for name in config.architectures or ():
         kind = getattr(transformers, name, None)
         if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
             return kind
-    head = (
-        transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-        if config.is_encoder_decoder
-        else transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    )
-    for mapping in (head, transformers.MODEL_MAPPING):
-        if type(config) in mapping:
-            kinds: Any = mapping[type(config)]  # one class, or several
-            return kinds[0] if isinstance(kinds, tuple) else kinds
     raise UsageError(
-        f"config.json: model_type {config.model_type} has no model in transformers: name one in "
-        "architectures"
+        f"config.json: architectures is {config.architectures}, expected the name of a model in "
+        "transformers, such as LlamaForCausalLM"
     )
 
 
@@ -146,7 +139,9 @@ def enable_checkpointing(model: Any) -> None:
 
 
 def micro_batch(engine: ZeroEngine, question: Question) -> Callable[[], torch.Tensor]:
-    """Return a function that runs the forward of a micro-batch and returns the loss."""
+    """Return a function that runs the forward of a micro-batch and returns the loss. It raises
+    UsageError if the model's forward fails.
+    """
     if not (question.batch and question.length):
         replace_forwards(engine)
         return lambda: engine(torch.zeros(1, device=META, requires_grad=True)).sum()
@@ -154,17 +149,17 @@ def micro_batch(engine: ZeroEngine, question: Question) -> Callable[[], torch.Te
     require_tokens(model, question.length)
     ids = torch.zeros(question.batch, question.length, dtype=torch.long, device=META)
     labels = ids[:, 0] if type(model).__name__.endswith("ForSequenceClassification") else ids
-    return lambda: forward(engine, input_ids=ids, labels=labels).loss
 
+    def loss() -> torch.Tensor:
+        try:
+            return engine(input_ids=ids, labels=labels, use_cache=False).loss
+        except Exception as error:  # of any kind: the forward is not ours
+            name, why = type(model).__name__, in_a_line(error)
+            raise UsageError(
+                f"{name} does not take input_ids and labels ({why}): {_REMEDY}"
+            ) from error
 
-def forward(engine: ZeroEngine, **inputs: torch.Tensor) -> Any:
-    """Return the output of the model. Raises UsageError if its forward fails."""
-    try:
-        return engine(**inputs, use_cache=False)
-    except Exception as error:  # of any kind: the forward is not ours
-        name, given = type(engine.module).__name__, " and ".join(inputs)
-        why = in_a_line(error)
-        raise UsageError(f"{name} does not take {given} ({why}): {_REMEDY}") from error
+    return loss
 
 
 def require_tokens(model: nn.Module, length: int) -> None:

@@ -9,10 +9,9 @@ if a kernel would not need one."""
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -61,12 +60,12 @@ class Estimate:
     """
 
     elements: int
-    tokens: int = 0
+    tokens: int
+    activations: int
+    has_owners: bool
+    traffic: Traffic
+    parts: dict[str, dict[str, int]]
     seconds: float = 0.0
-    activations: int = 0
-    has_owners: bool = False
-    traffic: Traffic = field(default_factory=Traffic)
-    parts: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:
@@ -121,38 +120,41 @@ def _of_rank(model: nn.Module, config: Config, question: Question, rank: int) ->
     memory, run = Memory(ACTIVATIONS), _as_run(config, question)
     second = config.zero_optimization.zero_hpz_partition_size
     of_machine = second if second and second > 1 else question.world_size
-    logger, level = logging.getLogger("zero"), logging.getLogger("zero").level
     model = without_values(model)
     count = elements(model)
-    logger.setLevel(logging.ERROR)
-    try:
-        with imitated(memory, rank, question.world_size, of_machine), labelled(memory):
-            hold_quantized(model, config, memory)
-            comm, whole, run = share_model(model, run, None)
-            whole.clear()  # the parameters as they were
-            optimizer = build_optimizer(run, None, None, model)
-            if optimizer is None:
-                optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
-            engine = ZeroEngine(model.train(), run, optimizer, comm=comm)
-            engine.comm.clock.shows = False
-            loss = micro_batch(engine, question)
-            if question.batch and question.checkpointing:
-                enable_checkpointing(model)
-            moved = _last_step(engine, loss, memory)
-            found = Estimate(count, traffic=_traffic(moved, engine, config, memory))
-            steps = config.gradient_accumulation_steps or 1
-            found.tokens = engine.comm.world_size * question.batch * question.length * steps
-            found.has_owners = engine.optimizer is not None and engine.optimizer.whole is not None
-            found.activations = memory.most[DEVICE, ACTIVATIONS] if question.batch else 0
-            parts = memory.fullest if question.batch else _without_activations(memory)
-            found.parts = {
-                place: {part: nbytes for part, nbytes in of_place.items() if nbytes >= LEAST}
-                for place, of_place in parts.items()
-            }
-            engine.destroy()
-            return found
-    finally:
-        logger.setLevel(level)
+    with imitated(memory, rank, question.world_size, of_machine), labelled(memory):
+        hold_quantized(model, config, memory)
+        comm, whole, run = share_model(model, run, None)
+        whole.clear()  # the parameters as they were
+        optimizer = build_optimizer(run, None, None, model)
+        if optimizer is None:
+            optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+        engine = ZeroEngine(model.train(), run, optimizer, comm=comm)
+        engine.comm.clock.shows = False
+        loss = micro_batch(engine, question)
+        if question.batch and question.checkpointing:
+            enable_checkpointing(model)
+        moved = _last_step(engine, loss, memory)
+        steps = config.gradient_accumulation_steps or 1
+        # Without activations there is no fullest moment, but the largest size of each part.
+        parts = memory.fullest if question.batch else memory.most
+        found = Estimate(
+            count,
+            tokens=engine.comm.world_size * question.batch * question.length * steps,
+            activations=memory.most[DEVICE][ACTIVATIONS] if question.batch else 0,
+            has_owners=engine.optimizer is not None and engine.optimizer.whole is not None,
+            traffic=_traffic(moved, engine, config, memory),
+            parts={
+                place: {
+                    part: nbytes
+                    for part, nbytes in parts[place].items()
+                    if nbytes >= LEAST and (question.batch or part != ACTIVATIONS)
+                }
+                for place in (DEVICE, HOST, DISK)
+            },
+        )
+        engine.destroy()
+        return found
 
 
 def _last_step(
@@ -171,18 +173,6 @@ def _last_step(
         if orders == before:
             return moved
         before = orders
-
-
-def _without_activations(memory: Memory) -> dict[str, dict[str, int]]:
-    """The largest size of each part: without activations there is no fullest moment."""
-    return {
-        place: {
-            part: nbytes
-            for (where, part), nbytes in memory.most.items()
-            if where == place and part != ACTIVATIONS
-        }
-        for place in (DEVICE, HOST, DISK)
-    }
 
 
 def _traffic(
@@ -212,8 +202,8 @@ def _traffic(
         times = 2 if shard.shares_weights else 1
         traffic.computed[where] += shard.group.layout.shard_numel * item * times
     for part, times in ((GRADIENTS, 1), (MASTERS, 2), (STATE, 2)):
-        traffic.computed[ON_DEVICE] += times * memory.most[DEVICE, part]
-        traffic.computed[ON_HOST] += times * (memory.most[HOST, part] + memory.most[DISK, part])
+        traffic.computed[ON_DEVICE] += times * memory.most[DEVICE][part]
+        traffic.computed[ON_HOST] += times * (memory.most[HOST][part] + memory.most[DISK][part])
     if overlaps_step(offload, torch.device("cuda")):
         # A persistent group is updated inside the step.
         late: Counter[bool] = Counter()

@@ -15,8 +15,7 @@ from typing import Any
 import transformers
 
 from zero.config import Config
-from zero.config.parallel import ExpertParallelConfig
-from zero.config.settings import ActivationCheckpointingConfig, ZeroConfig
+from zero.config.settings import ZeroConfig
 from zero.core.layout import packs_experts
 from zero.errors import UsageError
 from zero.tools.estimate.machine import DEVICE, HOST
@@ -32,25 +31,21 @@ GROWTH = 1.2
 FASTER = 0.95
 NO_OFFLOAD = {"offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}
 FEW_LIVE = {"stage": 3, "stage3_max_live_parameters": 0}
-# Keys of activation_checkpointing. The Trainer would fill in "auto".
-SLICES = {"batch_slices": "Auto", "cpu_checkpointing": True}
+# The Trainer would fill in "auto".
+SLICES = {"activation_checkpointing": {"batch_slices": "Auto", "cpu_checkpointing": True}}
 
-# In how many parts experts are divided, among keys of another section.
-PARTS = "autoep_size"
-Keys = dict[str, Any]  # keys of zero_optimization to set, and `PARTS`
+Keys = dict[str, Any]  # of a section
+Sections = dict[str, Keys]  # the keys to set in each section
 
 
 @dataclass
 class Remedy:
-    """The settings that are changed, all of them in words, and the estimate with them. `slices`:
-    whether they include `SLICES`.
-    """
+    """The keys that are changed, all changes in words, and the estimate with them."""
 
-    keys: Keys
+    sections: Sections
     question: Question
     changes: list[str]
     found: Estimate
-    slices: bool = False
 
     @property
     def words(self) -> str:
@@ -87,7 +82,7 @@ class Search:
         self.question = question
         self.limits = limits
         self._show = show
-        self._tried: dict[tuple[str, int, bool, bool], Remedy | None] = {}
+        self._tried: dict[tuple[str, int, bool], Remedy | None] = {}
         self._batches = list(_halves(question.batch))
         asked, can_checkpoint = question.checkpointing, model.supports_gradient_checkpointing
         # The one that needs less memory comes first.
@@ -99,7 +94,7 @@ class Search:
         """The run as asked for. Raises UsageError as `estimate` does."""
         batch, checkpointing = self.question.batch, self.question.checkpointing
         remedy = self._estimated({}, batch, checkpointing)
-        self._tried["{}", batch, checkpointing, False] = remedy
+        self._tried["{}", batch, checkpointing] = remedy
         return remedy.found
 
     def fits(self, found: Estimate) -> bool:
@@ -109,7 +104,9 @@ class Search:
         """Return the changes with which it fits, ordered by the predicted time of a step."""
         changes = _new(_smaller(self.config.zero_optimization, HOST in self.limits), self.config)
         divided = _new(({"stage": stage} for stage in (1, 2, 3)), self.config)
-        changes += [keys | {PARTS: parts} for parts in self._parts() for keys in divided]
+        for parts in self._parts():
+            experts = {"expert_parallel": {"enabled": True, "autoep_size": parts}}
+            changes += [sections | experts for sections in divided]
         return _undominated(self._enough(changes), self.limits)
 
     def _parts(self) -> list[int]:
@@ -130,85 +127,81 @@ class Search:
             return None
         asked = self.question
         changes = _new(_larger(self.config.zero_optimization), self.config)
-        tried = [self._try(keys, asked.batch, asked.checkpointing) for keys in changes]
+        tried = [self._fitting(each, asked.batch, asked.checkpointing) for each in changes]
         if asked.checkpointing:
-            tried.append(self._try({}, asked.batch, False))
-        found = [remedy for remedy in tried if remedy and self.fits(remedy.found)]
-        best = min(found, key=lambda remedy: remedy.seconds, default=None)
+            tried.append(self._fitting({}, asked.batch, False))
+        best = min(filter(None, tried), key=lambda remedy: remedy.seconds, default=None)
         return best if best and best.found.seconds < FASTER * self.found.seconds else None
 
-    def _enough(self, changes: Iterable[Keys]) -> Iterator[Remedy]:
+    def _enough(self, changes: Iterable[Sections]) -> Iterator[Remedy]:
         """Return the changes that fit, each with the largest micro-batch that fits."""
-        for keys in changes:
+        for sections in changes:
             for checkpointing in self._checkpointing:
-                if not self._may_fit(keys, self._batches[-1], checkpointing):
+                if not self._may_fit(sections, self._batches[-1], checkpointing):
                     break  # without checkpointing it would need more
                 for batch in self._batches:
-                    if self._may_fit(keys, batch, checkpointing):
-                        tried = self._try(keys, batch, checkpointing)
-                        if tried and self.fits(tried.found):
-                            yield tried
-                            break  # with smaller micro-batches it would be slower
-            if self._may_be_sliced(keys):
-                tried = self._try(keys, self._batches[0], False, slices=True)
-                if tried and self.fits(tried.found):
-                    yield tried
+                    may_fit = self._may_fit(sections, batch, checkpointing)
+                    if may_fit and (found := self._fitting(sections, batch, checkpointing)):
+                        yield found
+                        break  # with smaller micro-batches it would be slower
+            if self._may_be_sliced(sections):
+                if found := self._fitting(sections | SLICES, self._batches[0], False):
+                    yield found
 
-    def _may_be_sliced(self, keys: Keys) -> bool:
+    def _may_be_sliced(self, sections: Sections) -> bool:
         given = self.config.zero_optimization.offload_param
-        place = keys.get("offload_param", {"device": given.device if given else "none"})
+        unchanged = {"device": given.device if given else "none"}
+        place = sections.get("zero_optimization", {}).get("offload_param", unchanged)
         is_sliced = self.config.activation_checkpointing.batch_slices
         return place["device"] != "none" and self._batches[0] > 1 and not is_sliced
 
-    def _may_fit(self, keys: Keys, batch: int, checkpointing: bool) -> bool:
+    def _may_fit(self, sections: Sections, batch: int, checkpointing: bool) -> bool:
         """Whether it is worth an estimate, judged by the one with the smallest micro-batch, because
         activations grow with the micro-batch.
         """
         smallest = self._batches[-1]
-        tried = self._try(keys, smallest, checkpointing)
+        tried = self._try(sections, smallest, checkpointing)
         if tried is None or tried.found.total(HOST) > self.limits.get(HOST, math.inf):
             return False
         growth = (batch / smallest - 1) * tried.found.activations if smallest else 0
         return tried.found.total(DEVICE) + growth / GROWTH <= self.limits.get(DEVICE, math.inf)
 
-    def _try(
-        self, keys: Keys, batch: int, checkpointing: bool, slices: bool = False
-    ) -> Remedy | None:
+    def _fitting(self, sections: Sections, batch: int, checkpointing: bool) -> Remedy | None:
+        """Return the change if it fits."""
+        tried = self._try(sections, batch, checkpointing)
+        return tried if tried and self.fits(tried.found) else None
+
+    def _try(self, sections: Sections, batch: int, checkpointing: bool) -> Remedy | None:
         """Return the change, whether it fits or not. None if the engine refuses it in combination
         with other keys.
         """
-        key = str(keys), batch, checkpointing, slices
+        key = str(sections), batch, checkpointing
         if key not in self._tried:
             try:
-                self._tried[key] = self._estimated(keys, batch, checkpointing, slices)
+                self._tried[key] = self._estimated(sections, batch, checkpointing)
             except UsageError:
                 self._tried[key] = None
         return self._tried[key]
 
-    def _estimated(
-        self, all_keys: Keys, batch: int, checkpointing: bool, slices: bool = False
-    ) -> Remedy:
-        asked, config, changes = self.question, self.config, list(map(_in_words, all_keys.items()))
-        updates, keys = dict[str, Any](), dict(all_keys)
-        if parts := keys.pop(PARTS, None):
-            updates["expert_parallel"] = ExpertParallelConfig(enabled=True, autoep_size=parts)
-        if keys:
-            given = config.zero_optimization.model_dump(exclude_unset=True)
-            updates["zero_optimization"] = ZeroConfig.model_validate(given | keys)
+    def _estimated(self, sections: Sections, batch: int, checkpointing: bool) -> Remedy:
+        asked, config, updates = self.question, self.config, dict[str, Any]()
+        changes = [words for keys in sections.values() for words in map(_in_words, keys.items())]
+        for name, keys in sections.items():
+            section = getattr(config, name)
+            given = section.model_dump(exclude_unset=True)
+            updates[name] = type(section).model_validate(given | keys)
         if batch != asked.batch:
             steps = asked.batch * (config.gradient_accumulation_steps or 1) // batch
             updates["gradient_accumulation_steps"] = steps
             changes.append(f"micro-batch {batch}, gradient_accumulation_steps {steps}")
         if checkpointing != asked.checkpointing:
             changes.append(f"{'' if checkpointing else 'no '}gradient checkpointing")
-        if slices:
-            updates["activation_checkpointing"] = ActivationCheckpointingConfig(**SLICES)
-            changes += SLICES
+        changes = list(filter(None, changes))
         tried = ", ".join(changes) or "the configuration as it is"
         self._show(f"trying number {len(self._tried) + 1}: {tried}")
         question = replace(asked, batch=batch, checkpointing=checkpointing)
         found = estimate(self.model, config.model_copy(update=updates), question)
-        return Remedy(all_keys, question, changes, found, slices)
+        return Remedy(sections, question, changes, found)
 
 
 def _halves(batch: int) -> Iterator[int]:
@@ -249,8 +242,8 @@ def _smaller(zero: ZeroConfig, host_is_limited: bool) -> Iterator[Keys]:
             yield FEW_LIVE | optimizer | {"offload_param": nvme | {"max_in_cpu": 0}}
 
 
-def _new(changes: Iterable[Keys], config: Config) -> list[Keys]:
-    """Return the different changes, without what the configuration has already."""
+def _new(changes: Iterable[Keys], config: Config) -> list[Sections]:
+    """Return the different changes of zero_optimization, without what it has already."""
     zero, found = config.zero_optimization, []
 
     def is_given(key: str, value: Any) -> bool:
@@ -262,7 +255,8 @@ def _new(changes: Iterable[Keys], config: Config) -> list[Keys]:
         return value == given
 
     for keys in changes:
-        new = {key: value for key, value in keys.items() if not is_given(key, value)}
+        left = {key: value for key, value in keys.items() if not is_given(key, value)}
+        new = {"zero_optimization": left} if left else {}
         if new not in found:
             found.append(new)
     return found
@@ -270,9 +264,11 @@ def _new(changes: Iterable[Keys], config: Config) -> list[Keys]:
 
 def _in_words(key_and_value: tuple[str, Any]) -> str:
     key, value = key_and_value
-    if not isinstance(value, dict):
-        return f"{key} {value}"
-    return f"no {key}" if value["device"] == "none" else f"{key} to {value['device']}"
+    if isinstance(value, dict):
+        return f"no {key}" if value["device"] == "none" else f"{key} to {value['device']}"
+    if key == "enabled":
+        return ""
+    return key if value is True or value == "Auto" else f"{key} {value}"
 
 
 def _undominated(found: Iterable[Remedy], limits: Mapping[str, int]) -> list[Remedy]:

@@ -16,7 +16,7 @@ from zero.tools.arguments import judged
 from zero.tools.estimate.machine import DISK, HOST
 from zero.tools.estimate.question import PLAIN
 from zero.tools.estimate.rank import Estimate
-from zero.tools.estimate.remedies import PARTS, SLICES, Remedy, Search
+from zero.tools.estimate.remedies import Remedy, Search
 from zero.tools.estimate.traffic import ON_HOST
 from zero.tools.explain import explain
 
@@ -49,27 +49,21 @@ def plan(source: str, search: Search, out: Path, as_json: bool) -> str:
             f"plan: {source} does not fit with {_room(search)} for each of {question.world_size} "
             "process(es): take more of them, shorter sequences, or an adapter"
         )
-    batch = found[0].question.batch
-    chosen = dict(found[0].keys)
-    parts = chosen.pop(PARTS, None)
-    section = PLAIN["zero_optimization"] | chosen
+    chosen, batch = found[0], found[0].question.batch
+    section = PLAIN["zero_optimization"] | chosen.sections.get("zero_optimization", {})
     if section["stage"] == 3 and all(each.requires_grad for each in search.model.parameters()):
         section["stage3_gather_16bit_weights_on_model_save"] = True  # adapters do not need it
-    keys = PLAIN | {
-        "zero_optimization": section,
+    sizes = {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": question.batch // batch,
     }
-    if found[0].slices:
-        keys["activation_checkpointing"] = SLICES
-    if parts is not None:
-        keys["expert_parallel"] = {"enabled": True, "autoep_size": parts}
+    keys = PLAIN | sizes | chosen.sections | {"zero_optimization": section}
     out.write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
     best, *others = map(_described, found)
     if as_json:
         facts = {"file": str(out), "configuration": keys, "found": [best, *others]}
         return json.dumps(facts, indent=2)
-    checkpointing = " --gradient_checkpointing" if found[0].question.checkpointing else ""
+    checkpointing = " --gradient_checkpointing" if chosen.question.checkpointing else ""
     lines = [
         f"{out}: the fastest that fits, with {question.length:,} tokens a sequence: {best}",
         "The next ones:" if others else "Nothing else needs less memory.",
@@ -152,13 +146,8 @@ def _verdict(
 
 
 def _details(source: str, search: Search) -> list[str]:
-    lines, found, question = [], search.found, search.question
-    name = type(search.model).__name__
-    if name not in (search.model.config.architectures or ()):
-        lines.append(
-            f"architectures names no class of transformers; by its model_type, this is a {name}"
-        )
-    lines.append(f"{source}: {found.elements:,} parameters. Each rank holds at most:")
+    found, question = search.found, search.question
+    lines = [f"{source}: {found.elements:,} parameters. Each rank holds at most:"]
     lines += _table(found.parts)
     host, ranks = found.total(HOST), question.per_host
     if host and ranks > 1:

@@ -26,7 +26,6 @@ def trace(arguments: list[str]) -> int:
         "Nothing is saved. One file has all ranks of this machine, and those of other machines if "
         "TMPDIR is a folder that all machines share.",
         "--step 5 --out trace.json torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
-        json="the written file",
     )
     step, out = "the optimizer step to record, counted from 1 (5)", "trace.json"
     about = f"the trace; .gz is compressed ({out})"
@@ -54,6 +53,5 @@ def trace(arguments: list[str]) -> int:
             copy = Path(shutil.copy(snapshot, options.out.with_suffix(SNAPSHOT)))
             written[copy] = f"allocations of {files[0].stem}; open it in {MEMORY_VIZ}"
     options.out.write_bytes(gzip.compress(content) if options.out.suffix == ".gz" else content)
-    shown = "\n".join(f"{file}: {text}" for file, text in written.items())
-    print(json.dumps({"file": str(options.out)}) if options.json else shown)
+    print("\n".join(f"{file}: {text}" for file, text in written.items()))
     return 0

@@ -92,26 +92,26 @@ def merge(files: Iterable[Path]) -> dict[str, Any]:
     merged: list[Event] = []
     for rank, recorded in sorted(ranks.items()):
         shift = (recorded["baseTimeNanoseconds"] - first) / 1000
-        events = list(_in_tracks(recorded["traceEvents"], int(recorded["host"])))
-        tracks = sorted({(event["pid"], event["tid"]) for event in events})
-        for number, (process, track) in enumerate(tracks):
-            title = f"rank {rank}" + (f", device {process - 1}" if process else "")
-            place = {"ph": "M", "pid": rank * _PROCESSES + process, "tid": number}
-            merged += [
-                place | {"name": "process_name", "args": {"name": title}},
-                place | {"name": "process_sort_index", "args": {"sort_index": place["pid"]}},
-                place | {"name": "thread_name", "args": {"name": track}},
-                place | {"name": "thread_sort_index", "args": {"sort_index": number}},
-            ]
+        events = sorted(
+            _in_tracks(recorded["traceEvents"], int(recorded["host"])),
+            key=lambda event: (event["pid"], event["tid"]),
+        )
+        tracks: dict[tuple[int, str], Event] = {}
         for event in events:
-            place = {
-                "pid": rank * _PROCESSES + event["pid"],
-                "tid": tracks.index((event["pid"], event["tid"])),
-                "ts": event["ts"] + shift,
-            }
-            if "id" in event:
-                place["id"] = f"{rank}.{event['id']}"
-            merged.append(event | place)
+            process, track = event["pid"], event["tid"]
+            place = {"pid": rank * _PROCESSES + process, "tid": len(tracks)}
+            place = tracks.setdefault((process, track), place)
+            own_id = {"id": f"{rank}.{event['id']}"} if "id" in event else {}
+            merged.append(event | place | own_id | {"ts": event["ts"] + shift})
+        for (process, track), place in tracks.items():
+            title = f"rank {rank}" + (f", device {process - 1}" if process else "")
+            name = place | {"ph": "M"}
+            merged += [
+                name | {"name": "process_name", "args": {"name": title}},
+                name | {"name": "process_sort_index", "args": {"sort_index": place["pid"]}},
+                name | {"name": "thread_name", "args": {"name": track}},
+                name | {"name": "thread_sort_index", "args": {"sort_index": place["tid"]}},
+            ]
     return {"traceEvents": merged, "displayTimeUnit": "ms"}
 
 

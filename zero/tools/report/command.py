@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -12,14 +11,13 @@ from zero.tools.report.page import page
 from zero.tools.report.runs import file_of, read
 
 
-def report(arguments: list[str]) -> int:
-    """Run `zero report ARGUMENTS`. Returns the exit code."""
+def report(arguments: list[str]) -> None:
+    """Run `zero report ARGUMENTS`."""
     parser = Parser(
         "report",
         "Make an HTML page, which needs no network, from the records of json_monitor about one "
         "run, or about two runs side by side.",
         "output/run1 output/run2 --out report.html",
-        json="the summaries",
     )
     is_run = "folder of json_monitor, or its file steps.jsonl"
     parser.add_argument("run", type=Path, help=is_run)
@@ -40,9 +38,4 @@ def report(arguments: list[str]) -> int:
             for number, run in enumerate(runs, start=1):
                 run.name += f" ({number})"
         options.out.write_text(page(runs), encoding="utf-8")
-    if options.json:
-        summaries = {run.name: run.summary() for run in runs}
-        print(json.dumps({"file": str(options.out), "runs": summaries}, indent=2))
-    else:
-        print(f"{options.out}: open it in a browser")
-    return 0
+    print(f"{options.out}: open it in a browser")

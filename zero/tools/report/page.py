@@ -30,7 +30,7 @@ def page(runs: Sequence[Run]) -> str:
         pictures.curves(runs, title, [run.curve(key) for run in runs])
         for key, title in titles.items()
     ]
-    durations = [run.step_seconds() for run in runs]
+    durations = [run.curve("duration") for run in runs]
     ranks = [
         {f"rank {rank}": f"{rounded(spent)} s" for rank, spent in run.seconds_by_rank()}
         for run in runs

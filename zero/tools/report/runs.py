@@ -45,6 +45,10 @@ class Run:
     ):
         self.name = name
         self.evaluations = [{"step": 0, **each} for each in evaluations]
+        # Rank 0's seconds from the end of the step before to the end of this one.
+        for record in records:
+            working, waits = record["ranks"]["working_seconds"][0], record["waits"].values()
+            record["duration"] = working + sum(waits)
         last = {record["step"]: record for record in records}
         self.records = [last[step] for step in sorted(last)]
         starts = [record["run"] for record in records if "run" in record]
@@ -73,10 +77,6 @@ class Run:
         """
         return self.records[1:] or self.records
 
-    def step_seconds(self) -> tuple[list[int], list[float]]:
-        """Steps, and rank 0's seconds from the end of the step before to the end of this one."""
-        return [each["step"] for each in self.records], [_duration(each) for each in self.records]
-
     def time_by_part(self) -> dict[str, float]:
         """Mean seconds of a step on rank 0: what each phase computes, what is waited for, and the
         rest.
@@ -84,7 +84,7 @@ class Run:
         total: Counter[str] = Counter(dict.fromkeys((*_PHASES, REST), 0))
         for record in self._usual:
             phases = {phase: record["seconds"].get(phase, 0.0) for phase in _PHASES}
-            rest = _duration(record) - sum(phases.values())
+            rest = record["duration"] - sum(phases.values())
             for name, spent in record["waits"].items():
                 phase, _, cause = name.partition("_")
                 total[f"wait: {cause.replace('_', ' ')}"] += spent
@@ -120,12 +120,13 @@ class Run:
         waited = sum(spent for part, spent in seconds.items() if part.startswith("wait"))
         memory = self.records[-1]["memory"]
         samples = median(each["samples_per_second"] for each in self._usual)
+        seconds_a_step = median(each["duration"] for each in self._usual)
         found = {
             "steps": f"{self.records[0]['step']} to {self.records[-1]['step']}",
             "skipped steps": str(sum(bool(each.get("skipped")) for each in self.records)),
             "last loss": f"{losses[-1]:.5g}" if losses else "not known",
             "samples a second (slowest rank), median": rounded(samples, 4),
-            "seconds a step (rank 0), median": rounded(median(map(_duration, self._usual)), 4),
+            "seconds a step (rank 0), median": rounded(seconds_a_step, 4),
             "exposed waits": f"{waited / max(sum(seconds.values()), 1e-12):.1%}",
             "peak host memory": size(memory["host_bytes_peak"]),
         }
@@ -143,10 +144,6 @@ class Run:
         if "parameters" in self.facts:
             found["parameters"] = f"{self.facts['parameters']:,}"
         return found
-
-
-def _duration(record: dict[str, Any]) -> float:
-    return record["ranks"]["working_seconds"][0] + sum(record["waits"].values())
 
 
 def file_of(path: Path) -> Path:

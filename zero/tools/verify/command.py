@@ -4,8 +4,6 @@ was found.
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 import tempfile
 from pathlib import Path
@@ -35,7 +33,6 @@ def verify(arguments: list[str]) -> int:
         "gradients, settings, optimizer states and updated parameters. A third run measures "
         "rounding. In the runs on plain torch, each process holds the whole model.",
         "--steps 3 torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
-        json="the result",
     )
     parser.add_argument(
         "--steps", type=count, default=3, help="number of optimizer steps to compare (3)"
@@ -51,7 +48,7 @@ def verify(arguments: list[str]) -> int:
             working.show("verify: comparing")
             result = compare(*folders)
             steps = steps_in(*folders)
-    print(as_json(result) if options.json else as_text(result))
+    print(as_text(result))
     if steps < options.steps and result.difference is None:
         print(f"verify: --steps {options.steps}: the script took only {steps}", file=sys.stderr)
     return int(result.difference is not None)
@@ -79,22 +76,10 @@ def as_text(result: Result) -> str:
         lines.append(f"{skipped}, because gradients were not finite.")
     columns = f"{'step':>4}  {'compared':<10}{'tensors':>8}{'noise':>7}{'largest difference':>20}"
     lines += ["", f"{columns}  in"]
-    for step, kind, tensors, noise, relative, name in result.rows:
-        largest = f"{relative:.1e}" if relative else "0"
-        lines.append(f"{step:>4}  {kind:<10}{tensors:>8}{noise:>7}{largest:>20}  {name}")
+    for row in result.rows:
+        worst = row.worst
+        largest = f"{worst.relative:.1e}" if worst.relative else "0"
+        tensors, noise = len(row.tensors), row.noise or 0
+        counts = f"{row.step:>4}  {row.kind:<10}{tensors:>8}{noise:>7}"
+        lines.append(f"{counts}{largest:>20}  {worst.name}")
     return "\n".join(lines)
-
-
-def as_json(result: Result) -> str:
-    """JSON has no infinity: null stands for it, and for a difference that has no size."""
-
-    def finite(number: float) -> float | None:
-        return number if math.isfinite(number) else None
-
-    difference = None
-    if result.difference is not None:
-        relative = finite(result.difference.relative)
-        difference = vars(result.difference) | {"relative": relative}
-    rows = [row._asdict() | {"largest": finite(row.largest)} for row in result.rows]
-    found = {"equal": difference is None, "difference": difference}
-    return json.dumps(found | {"skipped": result.skipped, "rows": rows}, indent=2)

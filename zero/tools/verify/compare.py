@@ -26,60 +26,19 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import starmap
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from zero.errors import UsageError
 
 _MARGIN = 10
-
-
-@dataclass
-class Difference:
-    """What differs beyond rounding: a tensor, a loss or a setting; relative: norm of the difference
-    over the norm.
-    """
-
-    step: int
-    kind: str
-    name: str
-    relative: float
-    others: int
-    cause: str
-
-    def __str__(self) -> str:
-        more = f", and {self.others} more" if self.others else ""
-        where = "before the first step" if self.step == 0 else f"step {self.step}"
-        what = self.name if self.kind == "setting" else f"{self.kind} of {self.name}"
-        by = f" (relative difference {self.relative:.2g})" if math.isfinite(self.relative) else ""
-        return f"{where}: {what} differs{by}{more}.\n  {self.cause}"
-
-
-class Row(NamedTuple):
-    """What was compared: how many tensors, how many were left out as noise, and the largest
-    relative difference, which is that of `tensor`.
-    """
-
-    step: int
-    kind: str
-    tensors: int
-    noise: int
-    largest: float
-    tensor: str
-
-
-@dataclass
-class Result:
-    """`skipped`: how many steps both runs skipped, because gradients were not finite."""
-
-    rows: list[Row] = field(default_factory=list)
-    difference: Difference | None = None
-    skipped: int = 0
+# Kinds of recorded tensors, beside gradients; those of the optimizer's states begin with `STATE`.
+VALUE, STATE = "value", "state."
 
 
 @dataclass
@@ -128,6 +87,84 @@ class Tensor:
         return self.is_lost or self.apart > limit or math.isnan(self.engine)
 
 
+@dataclass
+class Compared:
+    """Tensors of one kind, or losses or settings, of one step.
+
+    Attributes:
+        eps: the least relative rounding, 0 if they must be equal.
+        noise: how many were left out as noise, None if this kind has none.
+    """
+
+    step: int
+    kind: str
+    tensors: list[Tensor]
+    eps: float = 0.0
+    noise: int | None = None
+
+    @property
+    def worst(self) -> Tensor:
+        """The one with the largest relative difference."""
+        return max(self.tensors, key=lambda tensor: tensor.relative)
+
+    @cached_property
+    def beyond(self) -> list[Tensor]:
+        """Those that differ by more than rounding."""
+        known = [tensor for tensor in self.tensors if math.isfinite(tensor.relative_rounding)]
+        usual = max(self.eps, median([tensor.relative_rounding for tensor in known] or [0.0]))
+        beyond = [
+            each for each in self.tensors if (each.differs(usual) if self.eps else each.relative)
+        ]
+        if not beyond and self.noise is not None and self.kind != "gradient":
+            if apart := _apart_together(known, self.eps):
+                return [Tensor("all tensors together", 0, 1, 0, apart, 0)]
+        return beyond
+
+    def __str__(self) -> str:
+        """What differs, by how much (the norm of the difference over the norm), and why."""
+        first, others = self.beyond[0], len(self.beyond) - 1
+        more = f", and {others} more" if others else ""
+        where = "before the first step" if self.step == 0 else f"step {self.step}"
+        what = first.name if self.kind == "setting" else f"{self.kind} of {first.name}"
+        relative = first.relative
+        by = f" (relative difference {relative:.2g})" if math.isfinite(relative) else ""
+        return f"{where}: {what} differs{by}{more}.\n  {self.cause}"
+
+    @property
+    def cause(self) -> str:
+        """What is known for certain about the difference."""
+        kind, tensors = self.kind, self.tensors
+        if kind == "value":
+            return "The engine has changed them."
+        if kind == "setting":
+            first = self.beyond[0]
+            return f"It is {first.engine:g} on the engine and {first.plain:g} on plain torch."
+        if lost := [tensor.name for tensor in tensors if tensor.is_lost]:
+            names = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+            if kind == "update":
+                return f"The step has not changed {names}."
+            return f"The engine has no {kind} for {names}."
+        pairs = [tensor for tensor in tensors if tensor.plain > 0]
+        ratios = [each.engine / each.plain for each in pairs]
+        explained = all(abs(each.engine - each.plain) >= 0.98 * each.apart for each in pairs)
+        if len(pairs) > 1 and explained and max(ratios) - min(ratios) <= 0.01 * max(ratios):
+            return f"All tensors of this kind are {median(ratios):.4g} times the plain ones."
+        return "Everything compared before it, in the rows above, is equal within rounding."
+
+
+@dataclass
+class Result:
+    """`skipped`: how many steps both runs skipped, because gradients were not finite."""
+
+    rows: list[Compared] = field(default_factory=list)
+    skipped: int = 0
+
+    @property
+    def difference(self) -> Compared | None:
+        """The last row, if it differs."""
+        return self.rows[-1] if self.rows and self.rows[-1].beyond else None
+
+
 def compare(engine: Path, plain: Path, disturbed: Path) -> Result:
     """Compare the recordings in these folders, step by step, up to the first difference beyond
     rounding.
@@ -135,22 +172,15 @@ def compare(engine: Path, plain: Path, disturbed: Path) -> Result:
     Raises UsageError if they cannot be compared: the script draws batches at random, or overflows
     decide.
     """
-    recordings = Recordings((engine, plain, disturbed))
-    result, steps = Result(), steps_in(engine, plain, disturbed)
+    folders, result = (engine, plain, disturbed), Result()
+    steps = steps_in(*folders)
     for step in range(steps + 1):
-        for compared in recordings.compared(step):
-            if not compared.tensors:
-                continue
-            worst = max(compared.tensors, key=lambda tensor: tensor.relative)
-            count, noise = len(compared.tensors), compared.noise or 0
-            row = Row(step, compared.kind, count, noise, worst.relative, worst.name)
-            result.rows.append(row)
-            if beyond := compared.beyond_rounding():
-                name, relative, others = beyond[0].name, beyond[0].relative, len(beyond) - 1
-                cause = _cause(compared.kind, beyond, compared.tensors)
-                result.difference = Difference(step, compared.kind, name, relative, others, cause)
+        done = [json.loads((folder / f"{step}.json").read_text()) for folder in folders]
+        for compared in filter(lambda each: each.tensors, _compared(folders, step, done)):
+            result.rows.append(compared)
+            if compared.beyond:
                 return result
-        result.skipped += step > 0 and not any(each["applied"] for each in recordings.done[:2])
+        result.skipped += step > 0 and not any(each["applied"] for each in done[:2])
     if result.skipped == steps:
         raise UsageError(
             f"verify: no update was compared, because gradients were not finite in any of {steps} "
@@ -167,103 +197,61 @@ def steps_in(*folders: Path) -> int:
     return count
 
 
-class Compared(NamedTuple):
-    """Tensors of one kind. `eps`: the least relative rounding, 0 if they must be equal. `noise`:
-    how many were left out as noise, None if this kind has none.
+def _compared(
+    folders: Sequence[Path], step: int, done: Sequence[dict[str, Any]]
+) -> Iterator[Compared]:
+    """What of a step is compared, one after the other. Step 0 is before the first one.
+
+    folders: the recordings of the runs on the engine, on plain torch, and on plain torch with
+    disturbed weights. done: what their `N.json` say.
     """
 
-    kind: str
-    tensors: list[Tensor]
-    eps: float = 0.0
-    noise: int | None = None
+    def of(kind: str) -> list[Tensor]:
+        return list(starmap(Tensor.of, _tensors(folders, f"{step}.{kind}")))
 
-    def beyond_rounding(self) -> list[Tensor]:
-        known = [tensor for tensor in self.tensors if math.isfinite(tensor.relative_rounding)]
-        usual = max(self.eps, median([tensor.relative_rounding for tensor in known] or [0.0]))
-        beyond = [
-            each for each in self.tensors if (each.differs(usual) if self.eps else each.relative)
-        ]
-        if not beyond and self.noise is not None and self.kind != "gradient":
-            if apart := _apart_together(known, self.eps):
-                return [Tensor("all tensors together", 0, 1, 0, apart, 0)]
-        return beyond
+    if step == 0:
+        start = of(VALUE)
+        _require_equal(not any(tensor.rounding for tensor in start))
+        yield Compared(step, VALUE, start)
+        return
+    if done[1]["applied"] != done[2]["applied"]:
+        raise UsageError(
+            f"verify: rounding alone decides whether step {step} overflows: lower "
+            "fp16.initial_scale_power"
+        )
+    gradients, eps = of("gradient"), done[0]["eps"]
+    loud = {tensor.name: tensor for tensor in gradients if not tensor.is_noise}
+    noise = len(gradients) - len(loud)
+    _require_equal(2 * noise <= len(gradients))
+    yield Compared(step, "loss", of("loss"), eps)
+    yield Compared(step, "gradient", list(loud.values()), eps, noise)
+    yield Compared(step, "setting", of("setting"))
+    # Each side adds up millions of squares in fp32, in its own order.
+    of_sum = math.sqrt(torch.finfo(torch.float32).eps) / _MARGIN
+    yield Compared(step, "norm", of("norm"), of_sum)
+    for file in sorted(folders[0].glob(f"{step}.{STATE}*")):
+        if (folders[1] / file.name).exists():
+            key = file.stem.partition(STATE)[2]
+            states = [tensor for tensor in of(f"{STATE}{key}") if tensor.name in loud]
+            yield Compared(step, key, states, eps, noise)
+    old = dict(_tensors(folders, f"{step - 1}.{VALUE}"))
+    updates = [
+        Tensor.of(name, [new - before for new, before in zip(values, old[name], strict=True)])
+        for name, values in _tensors(folders, f"{step}.{VALUE}")
+        if name in loud
+    ]
+    yield Compared(step, "update", updates, done[0]["eps_of_update"], noise)
 
 
-class Recordings:
-    """The recordings in `folders`: of the run on the engine, on plain torch, and on plain torch
-    with disturbed weights. `done`: what `N.json` says of the last step that was compared.
+def _tensors(folders: Sequence[Path], name: str) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Names and the three recordings' tensors. What only some have is compared with zeros, but for
+    numbers, which are left out.
     """
-
-    def __init__(self, folders: Sequence[Path]):
-        self.folders = folders
-        self.done: list[dict[str, Any]] = []
-        facts = json.loads((folders[0] / "facts.json").read_text())
-        self.eps = torch.finfo(getattr(torch, facts["dtype"])).eps
-        # Optimizers of whole tensors, such as Muon, compute in bf16.
-        of_update = torch.float32 if facts["elementwise"] else torch.bfloat16
-        self.eps_of_update = torch.finfo(of_update).eps
-        self.names = json.loads((folders[1] / "facts.json").read_text())["names"]
-
-    def compared(self, step: int) -> Iterator[Compared]:
-        """What of a step is compared, one after the other. Step 0 is before the first one."""
-        if step == 0:
-            start = list(starmap(Tensor.of, self._tensors("start")))
-            _require_equal(not any(tensor.rounding for tensor in start))
-            yield Compared("value", start)
-            return
-        self.done = [json.loads((folder / f"{step}.json").read_text()) for folder in self.folders]
-        if self.done[1]["applied"] != self.done[2]["applied"]:
-            raise UsageError(
-                f"verify: rounding alone decides whether step {step} overflows: lower "
-                "fp16.initial_scale_power"
-            )
-        gradients = list(starmap(Tensor.of, self._tensors(f"{step}.gradients")))
-        loud = {tensor.name: tensor for tensor in gradients if not tensor.is_noise}
-        noise, eps = len(gradients) - len(loud), torch.finfo(torch.float32).eps
-        _require_equal(2 * noise <= len(gradients))
-        yield Compared("loss", self._numbers("loss"), self.eps)
-        yield Compared("gradient", list(loud.values()), self.eps, noise)
-        yield Compared("setting", self._numbers("setting"))
-        # Each side adds up millions of squares in fp32, in its own order.
-        yield Compared("norm", self._numbers("norm"), math.sqrt(eps) / _MARGIN)
-        for file in sorted(self.folders[0].glob(f"{step}.state.*")):
-            if (self.folders[1] / file.name).exists():
-                recorded = self._tensors(file.stem)
-                states = [Tensor.of(name, each) for name, each in recorded if name in loud]
-                yield Compared(file.stem.split(".", 2)[2], states, eps, noise)
-        before = self._tensors("start" if step == 1 else f"{step - 1}.values")
-        pairs = zip(self._tensors(f"{step}.values"), before, strict=True)
-        updates = [
-            Tensor.of(name, [new - old for new, old in zip(values, old_values, strict=True)])
-            for (name, values), (_, old_values) in pairs
-            if name in loud
-        ]
-        yield Compared("update", updates, self.eps_of_update, noise)
-
-    def _numbers(self, kind: str) -> list[Tensor]:
-        """The numbers of this kind that all recordings have."""
-        each = [done[kind] for done in self.done]
-        return [
-            Tensor.of(name, [torch.tensor(float(numbers[name])) for numbers in each])
-            for name in each[1]
-            if all(name in numbers for numbers in each)
-        ]
-
-    def _tensors(self, name: str) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """Names and the three recordings' tensors, in the model's order.
-
-        What only some have is compared with zeros.
-        """
-        files = [safe_open(folder / f"{name}.safetensors", "pt") for folder in self.folders]
-        known = [set(file.keys()) for file in files]
-        for key in self.names:
-            values = [
-                file.get_tensor(key) if key in names else None
-                for file, names in zip(files, known, strict=True)
-            ]
-            if (some := next((each for each in values if each is not None), None)) is not None:
-                zeros = torch.zeros_like(some)
-                yield key, [zeros if value is None else value for value in values]
+    files = [torch.load(folder / f"{name}.pt", mmap=True) for folder in folders]
+    for key in files[1] | files[0] | files[2]:
+        some = next(file[key] for file in files if key in file)
+        if some.dim() or all(key in file for file in files):
+            yield key, [file[key] if key in file else torch.zeros_like(some) for file in files]
 
 
 def _require_equal(are_equal: bool) -> None:
@@ -288,23 +276,3 @@ def _apart_together(tensors: list[Tensor], eps: float) -> float:
     rounding = max(abs(disturbed / plain - 1), median(single), eps)
     apart = abs(engine / plain - 1)
     return apart if apart > _MARGIN * rounding else 0.0
-
-
-def _cause(kind: str, beyond: list[Tensor], tensors: list[Tensor]) -> str:
-    """What is known for certain about a difference."""
-    if kind == "value":
-        return "The engine has changed them."
-    if kind == "setting":
-        first = beyond[0]
-        return f"It is {first.engine:g} on the engine and {first.plain:g} on plain torch."
-    if lost := [tensor.name for tensor in tensors if tensor.is_lost]:
-        names = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
-        if kind == "update":
-            return f"The step has not changed {names}."
-        return f"The engine has no {kind} for {names}."
-    pairs = [tensor for tensor in tensors if tensor.plain > 0]
-    ratios = [tensor.engine / tensor.plain for tensor in pairs]
-    explained = all(abs(tensor.engine - tensor.plain) >= 0.98 * tensor.apart for tensor in pairs)
-    if len(pairs) > 1 and explained and max(ratios) - min(ratios) <= 0.01 * max(ratios):
-        return f"All tensors of this kind are {median(ratios):.4g} times the plain ones."
-    return "Everything compared before it, in the rows above, is equal within rounding."

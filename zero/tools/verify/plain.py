@@ -19,6 +19,7 @@ from torch import nn
 from zero.build import make_scheduler, place_buffers
 from zero.comm.communicator import Communicator, communicator
 from zero.config import Config, ResolvedConfig
+from zero.core.micro_batches import MicroBatches
 from zero.errors import UsageError
 from zero.fragments import FP32, GRADIENT
 from zero.init import Init
@@ -60,8 +61,7 @@ class PlainOptimizer:
     runs the script's optimizer on whole fp32 tensors.
 
     A parameter that has got no gradient on any rank is left alone, as by the engine. `masters`: the
-    fp32 values of the parameters, which are the parameters themselves in fp32. `factor`: by which
-    the gradients of a backward are multiplied.
+    fp32 values of the parameters, which are the parameters themselves in fp32.
     """
 
     deferring = nullcontext
@@ -79,13 +79,12 @@ class PlainOptimizer:
         self.comm = comm
         self.settings = settings
         self.scaler = scaler
-        self.factor = 1.0 / settings.gradient_accumulation_steps
         self.overflow = False  # accelerate does not step the schedule after an overflow
         self.grad_norm: float | None = None
         # Sums over micro-batches; parameters without a gradient have none.
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
-        self._means: dict[nn.Parameter, torch.Tensor] = {}
-        self._idle: set[nn.Parameter] = set()  # those without a gradient on any rank
+        # Means over micro-batches and ranks; None if no rank has a gradient.
+        self._means: dict[nn.Parameter, torch.Tensor | None] = {}
         self._disturbance: torch.Generator | None = None
         for group in optimizer.param_groups:
             group["params"] = [masters.get(param, param) for param in group["params"]]
@@ -97,43 +96,42 @@ class PlainOptimizer:
 
     def _collect(self, param: nn.Parameter) -> None:
         assert param.grad is not None  # autograd has just set it
-        grad = param.grad.float() * self.factor
+        grad = param.grad.float()
+        if not MicroBatches.backwards_of_engines:  # an engine divides the loss itself
+            grad = grad / self.settings.gradient_accumulation_steps
         param.grad = None
         self._sums[param] = self._sums[param] + grad if param in self._sums else grad
 
     @torch.no_grad()
-    def gradients(self) -> dict[nn.Parameter, torch.Tensor]:
+    def gradients(self) -> dict[nn.Parameter, torch.Tensor | None]:
         """Means over micro-batches and ranks in fp32, unclipped, without the loss scale.
 
         All ranks must ask.
         """
         if self._means:
             return self._means
-        is_sum = self.settings.gradient_allreduce_op == "sum"
+        count = 1 if self.settings.gradient_allreduce_op == "sum" else self.comm.world_size
         scale = 1.0 if self.scaler is None else self.scaler.scale
-        got = [float(param in self._sums) for param in self.masters]
-        counts = self.comm.all_reduce(torch.tensor(got, device=self.comm.device)).tolist()
-        self._idle = {param for param, n in zip(self.masters, counts, strict=True) if not n}
         for param in self.masters:
             total = self._sums.get(param, torch.zeros_like(param, dtype=torch.float32))
-            reduced = self.comm.all_reduce(total.contiguous())
-            self._means[param] = reduced / ((1 if is_sum else self.comm.world_size) * scale)
+            holders = torch.tensor(float(param in self._sums), device=self.comm.device)
+            mean = self.comm.all_reduce(total.contiguous()) / (count * scale)
+            self._means[param] = mean if self.comm.all_reduce(holders) else None
         return self._means
 
     @torch.no_grad()
     def step(self) -> bool:
         """Whether the values were updated, which they are not after an overflow."""
         for param, gradient in self.gradients().items():
-            self.masters[param].grad = None if param in self._idle else gradient
-        masters, settings = list(self.masters.values()), self.settings
-        self.grad_norm = nn.utils.get_total_norm(self._means.values()).item()
+            self.masters[param].grad = gradient
+        masters, settings = self.masters.values(), self.settings
+        most = settings.gradient_clipping or math.inf
+        self.grad_norm = nn.utils.clip_grad_norm_(masters, most).item()
         checks = settings.bf16.check_grad_overflow or not settings.bf16.enabled
         self.overflow = checks and not math.isfinite(self.grad_norm)
         if self.scaler is not None:
             self.scaler.update(self.overflow)
         if not self.overflow:
-            if settings.gradient_clipping:
-                nn.utils.clip_grad_norm_(masters, settings.gradient_clipping)
             self.optimizer.step()
             for param, master in self.masters.items():
                 if param is not master:
@@ -222,14 +220,6 @@ class PlainEngine(DeepSpeedEngine):
             self.optimizer.parameter_offload = ParameterOffload(self.hooks)
             self.reducer = self.optimizer
         self.lr_scheduler = make_scheduler(lr_scheduler, optimizer)
-
-    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        optimizer = self.optimizer
-        factor, optimizer.factor = optimizer.factor, 1.0  # the loss is divided instead
-        try:
-            return super().backward(loss, *args, **kwargs)
-        finally:
-            optimizer.factor = factor
 
     @torch.no_grad()
     def _place_parameters(self, settings: ResolvedConfig) -> dict[nn.Parameter, torch.Tensor]:

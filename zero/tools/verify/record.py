@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import nn
 
 from zero.config import Config
 from zero.errors import UsageError
@@ -25,6 +22,7 @@ from zero.optim.subgroups import is_state_tensor
 from zero.tools.profile.bounded_run import BoundedRun, bound_first_engine
 from zero.tools.profile.running import FOLDER
 from zero.tools.verify.command import DISTURBED, ENGINE
+from zero.tools.verify.compare import STATE, VALUE
 from zero.tools.verify.plain import PlainEngine, hold_whole_models
 
 # Keys of a param group that name parameters, or say how to compute, which the engine decides.
@@ -56,10 +54,10 @@ class Recorder(BoundedRun):
     """Records the steps of one engine in `folder`, by rank 0, and ends all ranks' processes after
     `steps` of them.
 
-    Files: `start.safetensors` with the first values; for step n `n.gradients.safetensors` (the mean
-    over ranks, before clipping), `n.values.safetensors` and for each optimizer state
-    `n.state.KEY.safetensors` (after the step), all fp32 by parameter name. `n.json` has each rank's
-    losses, and what the step has done. `facts.json` has what the comparison must know."""
+    Files of step n: `n.KIND.pt` has fp32 tensors by parameter name: gradients (the mean over ranks,
+    before clipping), and after the step values and each of the optimizer's states; and numbers:
+    each rank's losses, settings, and the norm. `n.json` says whether the step was applied, and
+    relative rounding errors. Of step 0, which is before the first one, there are the values."""
 
     def __init__(self, engine: DeepSpeedEngine, folder: Path, steps: int, mode: str = ENGINE):
         super().__init__(engine, folder, steps)
@@ -68,20 +66,10 @@ class Recorder(BoundedRun):
         self._backward = engine.backward
         engine.backward = self.backward
         vars(engine)["load_checkpoint"] = self._refuse_load
-        settings = engine.settings
-        dtypes = settings.compute_dtype, settings.message_dtype or settings.compute_dtype
-        coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-        facts = {
-            "dtype": str(coarsest).removeprefix("torch."),
-            "names": [name for name, _ in self._trained()],
-        }
-        if not isinstance(engine, PlainEngine):  # a class that is made from Adam is taken for one
-            is_adam = isinstance(self.optimizer.optimizer, torch.optim.Adam)
-            facts["elementwise"] = self.optimizer.whole is None or is_adam
         if engine.comm.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "facts.json").write_text(json.dumps(facts))
-        self._save("start", FP32)
+        self._save(VALUE, FP32)
+        self._write_facts(False)
         if mode == DISTURBED:
             self.optimizer.disturb()
 
@@ -90,17 +78,17 @@ class Recorder(BoundedRun):
         return self._backward(loss, *args, **kwargs)
 
     def before_update(self) -> None:
-        self._save(f"{self.step_number}.gradients", GRADIENT)
+        self._save(GRADIENT, GRADIENT)
         self._settings = _settings(self.optimizer.param_groups)
 
     def after_update(self) -> None:
         engine = self.engine
-        self._save(f"{self.step_number}.values", FP32)
+        self._save(VALUE, FP32)
         for key in self._state_keys():
-            self._save(f"{self.step_number}.state.{key}", key)
+            self._save(f"{STATE}{key}", key)
         skipped = {"whether the step was skipped": not engine.was_step_applied()}
         losses = engine.comm.control("losses").exchange(lambda: self.losses)
-        done = {
+        numbers = {
             "loss": {
                 f"micro-batch {number} on rank {rank}": loss
                 for rank, of_rank in enumerate(losses)
@@ -108,11 +96,28 @@ class Recorder(BoundedRun):
             },
             "setting": skipped | {"the loss scale": engine.loss_scale()} | self._settings,
             "norm": {"all gradients": engine.get_global_grad_norm()},
-            "applied": engine.was_step_applied(),
         }
         self.losses = []
-        if engine.comm.rank == 0:
-            (self.folder / f"{self.step_number}.json").write_text(json.dumps(done))
+        for kind, found in numbers.items():
+            self._write(kind, {name: torch.tensor(float(value)) for name, value in found.items()})
+        self._write_facts(engine.was_step_applied())
+
+    def _write(self, kind: str, tensors: dict[str, torch.Tensor]) -> None:
+        if self.engine.comm.rank == 0:
+            torch.save(tensors, self.folder / f"{self.step_number}.{kind}.pt")
+
+    def _write_facts(self, applied: bool) -> None:
+        """`n.json`, with the eps of the dtypes in which forward and update compute."""
+        settings, optimizer = self.engine.settings, self.optimizer
+        dtypes = settings.compute_dtype, settings.message_dtype or settings.compute_dtype
+        # Optimizers of whole tensors, such as Muon, compute in bf16; Adam's subclasses do not.
+        is_whole = not isinstance(self.engine, PlainEngine) and optimizer.whole is not None
+        narrow = is_whole and not isinstance(optimizer.optimizer, torch.optim.Adam)
+        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        of_update = torch.finfo(torch.bfloat16 if narrow else torch.float32).eps
+        if self.engine.comm.rank == 0:
+            facts = {"applied": applied, "eps": eps, "eps_of_update": of_update}
+            (self.folder / f"{self.step_number}.json").write_text(json.dumps(facts))
 
     def _refuse_load(self, *_: object, **__: object) -> None:
         raise UsageError(
@@ -128,24 +133,19 @@ class Recorder(BoundedRun):
         everywhere = self.engine.comm.control("names of states").exchange(lambda: here)
         return sorted(set().union(*everywhere))
 
-    def _read(self, param: nn.Parameter, kind: str) -> torch.Tensor | None:
-        """A collective: every rank reads."""
-        if isinstance(self.engine, PlainEngine):
-            return self.optimizer.read(param, kind)
-        return ParameterState(param, kind).read_full()
-
     def _save(self, name: str, kind: str) -> None:
-        tensors = {}
-        for key, param in self._trained():
-            value = self._read(param, kind)
-            if value is not None and self.engine.comm.rank == 0:
+        """A collective: every rank reads."""
+        tensors, engine = {}, self.engine
+        for key, param in engine.module.named_parameters():
+            if not param.requires_grad:
+                continue
+            if isinstance(engine, PlainEngine):
+                value = self.optimizer.read(param, kind)
+            else:
+                value = ParameterState(param, kind).read_full()
+            if value is not None and engine.comm.rank == 0:
                 tensors[key] = value.to("cpu", copy=True).contiguous()
-        if self.engine.comm.rank == 0:
-            save_file(tensors, self.folder / f"{name}.safetensors")
-
-    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        named = self.engine.module.named_parameters()
-        return ((name, param) for name, param in named if param.requires_grad)
+        self._write(name, tensors)
 
 
 def _settings(param_groups: list[dict[str, Any]]) -> dict[str, float]:
