@@ -163,7 +163,8 @@ def share_sequences(
     samples. These are more than one where the model itself shares sequences: it is not one of
     transformers', or has a `DistributedAttention`.
     """
-    sizes = {"sequence_parallel_size": settings.sequence_parallel_size}
+    given = settings.sequence_parallel_size
+    sizes = {"sequence_parallel_size": given} if given > 1 else {}
     shares_itself = any(isinstance(module, DistributedAttention) for module in model.modules())
     if mesh_param is not None:
         sizes["the second number of mesh_param"] = _size_in(mesh_param)
@@ -173,10 +174,10 @@ def share_sequences(
         sizes["that of the mpu"] = mpu.get_sequence_parallel_world_size()
     elif mpu is not None:
         _check_tensor_parallel(mpu, settings)
-    size, *others = {size for size in sizes.values() if size > 1} or {1}
+    size, *others = set(sizes.values()) or {1}
     if others:
-        given = ", ".join(f"{name} is {size}" for name, size in sizes.items())
-        raise UsageError(f"{given}: delete sequence_parallel_size, or give the same numbers")
+        text = " and ".join(f"{name} is {size}" for name, size in sizes.items())
+        raise UsageError(f"{text}: give only one of them")
     detach(model)
     if size > 1:
         _warn_of_replicas()
