@@ -18,7 +18,7 @@ import math
 from typing import Any, cast
 
 from zero.config import load_config
-from zero.config.optim import SCHEDULE_KEYS, SchedulerConfig
+from zero.config.optim import SCHEDULE_KEYS, SchedulerConfig, SchedulerParams
 from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
@@ -42,7 +42,8 @@ class Schedule:
             raise TypeError(f"{kind}: its arguments are optimizer, {', '.join(names)}")
         settings |= zip(names, args, strict=False)
         config = load_config({"scheduler": {"type": kind, "params": settings}})
-        self.optimizer, self.params = optimizer, cast(SchedulerConfig, config.scheduler).params
+        self.optimizer = optimizer
+        self.params: SchedulerParams = cast(SchedulerConfig, config.scheduler).params
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         for name, value in settings.items():
             if isinstance(value, list) and len(value) != len(self.base_lrs):

@@ -68,6 +68,11 @@ class DeepSpeedOptimizer(ZeroOptimizer):
         cast(ZeroEngine, self.engine()).reload_states(non_blocking)
 
     @property
+    def cur_scale(self) -> float:
+        """The present loss scale; 1 without fp16."""
+        return self.loss_scale
+
+    @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale changes during training."""
         return self.scaler is not None and self.scaler.dynamic
@@ -75,10 +80,9 @@ class DeepSpeedOptimizer(ZeroOptimizer):
     @property
     def loss_scaler(self) -> SimpleNamespace:
         """The loss scale as DeepSpeed's scripts log it."""
-        scale = self.loss_scale
-        return SimpleNamespace(cur_scale=scale, loss_scale=scale, dynamic=self.dynamic_loss_scale)
+        names = {"cur_scale": self.cur_scale, "loss_scale": self.cur_scale}
+        return SimpleNamespace(**names, dynamic=self.dynamic_loss_scale)
 
-    cur_scale = ZeroOptimizer.loss_scale
     loss_scale_config = loss_scaler
 
     @property
