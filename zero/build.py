@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -48,6 +48,7 @@ from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import Placement
 from zero.optim.rounding import StochasticRounding
 from zero.optim.sharded_optimizer import ZeroOptimizer, param_group_of
+from zero.releases import newer_than_tested
 from zero.slicing.experts import SlicedExperts, can_be_sliced, numel_of_one
 
 logger = logging.getLogger("zero")
@@ -159,113 +160,6 @@ def _sharded_buffers(model: nn.Module, zero: ZeroConfig) -> bool | None:
     if zero.stage < 3 or zero.stage3_shard_buffers is not None:
         return zero.stage == 3 and zero.stage3_shard_buffers
     return None if keeps_codes_in_buffers(model) else False
-
-
-def describe_parts(model: nn.Module) -> str:
-    """A line for the table at the start: which parameters stay on the ranks that have them."""
-    found = {n: param for n, param in model.named_parameters() if holders_of(param) is not None}
-    if not found:
-        return ""
-    name, first = next(iter(found.items()))
-    share, holders = first.numel() // local(first).numel(), holders_of(first)
-    assert holders is not None
-    numel, size = sum(local(param).numel() for param in found.values()), holders.world_size
-    return (
-        f"\n1/{share} of {name!r} and {len(found) - 1} others on each rank, {numel:,} elements; "
-        f"{size} rank{'s have' if size > 1 else ' has'} the same part"
-    )
-
-
-def describe_quantized(model: nn.Module, settings: Config, ranks: int) -> str:
-    """Lines for the table at the start: what quantized weights take on each rank, and what of them
-    is not sharded. `ranks`: over how many they are cut.
-    """
-    zero = settings.zero_optimization
-    buffers = _sharded_buffers(model, zero)
-    sharded: dict[torch.Tensor, int] = {}
-    whole: dict[torch.Tensor, str] = {}
-    experts: dict[torch.Tensor, str] = {}
-    of_experts = in_fp32 = 0
-    for prefix, module in model.named_modules():
-        params = dict(module.named_parameters(recurse=False))
-        own_buffers = dict(module.named_buffers(recurse=False))
-        found = quantized_tensors(module, buffers)
-        known = {tensor for each in found for tensor in (each.tensor, *each.aliases)}
-        nbytes = {each.tensor: local(each.tensor).nbytes for each in found}
-        sharded |= nbytes
-        in_fp32 += bool(found) and getattr(module, "compute_dtype", None) == torch.float32
-        if packs_experts(module):
-            of_experts += sum(nbytes.values())
-            experts |= {
-                param: f"{prefix}.{name}"
-                for name, param in params.items()
-                if param.dim() == 3 and not (param.requires_grad or is_quantized(param))
-            }
-        for name, value in (vars(module) | params | own_buffers).items():
-            if isinstance(value, torch.ScriptObject) and cast(Any, value)._has_method(
-                "__getstate__"
-            ):
-                value = value.__getstate__()
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
-            for path, tensor in reachable(value, f"{prefix}.{name}".lstrip(".")):
-                is_sharded = tensor in known or (name in params and tensor.is_floating_point())
-                is_code = bool(found) or is_quantized(tensor) or name in params
-                if is_code and not is_sharded and local(tensor).nbytes >= LEAST_BYTES:
-                    whole[tensor] = path
-
-    def share(nbytes: int) -> str:
-        if zero.stage < 3:
-            return "all of them on every rank, because only stage 3 shards weights"
-        return f"{-(-nbytes // ranks):,} on each of {ranks} ranks"
-
-    def named(tensors: Mapping[torch.Tensor, str]) -> str:
-        names, cost = list(tensors.values()), sum(local(tensor).nbytes for tensor in tensors)
-        more = f" and {len(names) - 1} more" * (len(names) > 1)
-        return f"{names[0]!r}{more}, {cost:,} bytes"
-
-    lines = []
-    if sharded:
-        total = sum(sharded.values())
-        part = f" ({of_experts:,} of them for fused experts)" * (of_experts > 0)
-        lines.append(f"quantized weights take {total:,} bytes{part}, {share(total)}")
-    if sharded and experts:
-        cost = sum(local(tensor).nbytes for tensor in experts)
-        lines.append(f"experts that are not quantized: {named(experts)}, {share(cost)}")
-    if in_fp32 and settings.compute_dtype != torch.float32:
-        dtype = str(settings.compute_dtype)
-        lines.append(
-            f"{in_fp32} quantized layers compute in fp32, which is slow: set "
-            f"bnb_4bit_compute_dtype={dtype} in BitsAndBytesConfig (with TRL's scripts, --dtype "
-            f"{dtype.removeprefix('torch.')})"
-        )
-    if whole and zero.stage == 3:
-        lines.append(f"not sharded: {named(whole)} on every rank")
-    return "".join(f"\n{line}" for line in lines)
-
-
-def describe_offload(model: nn.Module, settings: Config, ranks: int, device: torch.device) -> str:
-    """A line for the table at the start where all that is offloaded would take less than half of
-    the device. `ranks`: over how many it is cut.
-    """
-    zero = settings.zero_optimization
-    if not is_accelerator(device) or not (zero.offloads_params or zero.offloads_optimizer):
-        return ""
-    item, masters = settings.compute_dtype.itemsize, 0 if settings.bf16.without_masters else 4
-    params = [(param, local(param)) for param in model.parameters()]
-    weights = sum(p.numel() * item if p.is_floating_point() else p.nbytes for _, p in params)
-    trained = sum(shown.numel() for param, shown in params if param.requires_grad)
-    state = trained * (settings.sum_dtype.itemsize + 8 + (masters if item < 4 else 0)) // ranks
-    nbytes = state + (weights // ranks if zero.stage == 3 else weights)
-    capacity = torch.accelerator.get_memory_info(device)[1]
-    if 2 * nbytes > capacity:
-        return ""
-    return (
-        "\noffload may not be needed: weights, gradients and two moments take "
-        f"{nbytes / 2**30:.2f} GiB of the {capacity / 2**30:.1f} of each device. How much faster a "
-        f"step is without it: zero estimate MODEL --ds-config FILE --device-memory "
-        f"{capacity / 2**30:.0f}G"
-    )
 
 
 def _tiers(plans: Sequence[GroupPlan], settings: Config, comm: Communicator) -> list[Tier]:
@@ -553,17 +447,6 @@ def updates_elements(optimizer: torch.optim.Optimizer, settings: Config) -> bool
     return is_elementwise(optimizer) if told is None else told
 
 
-def describe_optimizer(optimizer: torch.optim.Optimizer | None, settings: Config) -> str:
-    """A line for the table at the start: how the optimizer's state is sharded."""
-    if optimizer is None:
-        return ""
-    cut = "element by element, in the shards of the weights"
-    is_whole = settings.zero_optimization.stage == 0
-    owner = "on every rank" if is_whole else "each on the rank that owns it"
-    how = cut if updates_elements(optimizer, settings) else f"whole tensors, {owner}"
-    return f"\noptimizer {type(optimizer).__name__} updates {how}"
-
-
 def overlaps_step(offload: OffloadOptimizerConfig, device: torch.device) -> bool:
     """Whether updates run after `step` has returned: by default with files, and if other cores
     compute the forward.
@@ -583,3 +466,136 @@ def make_scheduler(given: Any, optimizer: torch.optim.Optimizer | None) -> Any:
             "function that makes the scheduler of the configured optimizer"
         )
     return given(optimizer) if callable(given) and not hasattr(given, "get_last_lr") else given
+
+
+# -- lines for the table at the start of a run
+
+
+def describe(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Config, comm: Communicator
+) -> str:
+    """What the configuration does not say: how the optimizer's state is sharded, which parameters
+    stay on the ranks that have them, what quantized weights take, which libraries are newer than
+    tested, and whether offload is needed.
+    """
+    ranks = settings.zero_optimization.shards_over(comm.world_size)
+    lines = [
+        *_describe_optimizer(optimizer, settings),
+        *_describe_parts(model),
+        *describe_quantized(model, settings, ranks),
+        newer_than_tested(),
+        *_describe_offload(model, settings, ranks, comm.device),
+    ]
+    return "".join(f"\n{line}" for line in lines if line)
+
+
+def _describe_optimizer(optimizer: torch.optim.Optimizer | None, settings: Config) -> Iterator[str]:
+    if optimizer is not None:
+        is_whole = settings.zero_optimization.stage == 0
+        owner = "on every rank" if is_whole else "each on the rank that owns it"
+        cut = "element by element, in the shards of the weights"
+        how = cut if updates_elements(optimizer, settings) else f"whole tensors, {owner}"
+        yield f"optimizer {type(optimizer).__name__} updates {how}"
+
+
+def _describe_parts(model: nn.Module) -> Iterator[str]:
+    named = model.named_parameters()
+    found = [(n, param, held) for n, param in named if (held := holders_of(param)) is not None]
+    if found:
+        name, first, holders = found[0]
+        size = holders.world_size
+        yield (
+            f"1/{first.numel() // local(first).numel()} of {name!r} and {len(found) - 1} others on "
+            f"each rank, {sum(local(param).numel() for _, param, _ in found):,} elements; "
+            f"{size} rank{'s have' if size > 1 else ' has'} the same part"
+        )
+
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of a module with their own names
+
+
+def describe_quantized(model: nn.Module, settings: Config, ranks: int) -> Iterator[str]:
+    """What quantized weights take on each rank, and what of them is not sharded. `ranks`: over how
+    many they are cut.
+    """
+    zero = settings.zero_optimization
+    sharded: dict[torch.Tensor, str] = {}
+    whole: dict[torch.Tensor, str] = {}
+    experts: dict[torch.Tensor, str] = {}
+    of_experts = in_fp32 = 0
+    for prefix, module in model.named_modules():
+        params = dict(module.named_parameters(recurse=False))
+        found = quantized_tensors(module, _sharded_buffers(model, zero))
+        own = {each.tensor: each.name for each in found}
+        sharded |= own
+        in_fp32 += bool(found) and getattr(module, "compute_dtype", None) == torch.float32
+        if packs_experts(module):
+            of_experts += _nbytes(own)
+            experts |= {
+                param: f"{prefix}.{name}"
+                for name, param in params.items()
+                if param.dim() == 3 and not (param.requires_grad or is_quantized(param))
+            }
+        kept = own.keys() | {alias for each in found for alias in each.aliases}
+        kept |= {param for param in params.values() if param.is_floating_point()}
+        plain = {key: value for key, value in vars(module).items() if key not in _REGISTERED}
+        for name, value in (plain | module._parameters | module._buffers).items():
+            for path, tensor in reachable(value, f"{prefix}.{name}".lstrip(".")):
+                is_code = bool(found) or is_quantized(tensor) or name in params
+                if is_code and tensor not in kept and local(tensor).nbytes >= LEAST_BYTES:
+                    whole[tensor] = path
+
+    def share(nbytes: int) -> str:
+        if zero.stage < 3:
+            return "all of them on every rank, because only stage 3 shards weights"
+        return f"{-(-nbytes // ranks):,} on each of {ranks} ranks"
+
+    def named(tensors: Mapping[torch.Tensor, str]) -> str:
+        first, *others = tensors.values()
+        more = f" and {len(others)} more" if others else ""
+        return f"{first!r}{more}, {_nbytes(tensors):,} bytes"
+
+    if sharded:
+        part = f" ({of_experts:,} of them for fused experts)" if of_experts else ""
+        total = _nbytes(sharded)
+        yield f"quantized weights take {total:,} bytes{part}, {share(total)}"
+    if sharded and experts:
+        yield f"experts that are not quantized: {named(experts)}, {share(_nbytes(experts))}"
+    if in_fp32 and settings.compute_dtype != torch.float32:
+        dtype = str(settings.compute_dtype)
+        yield (
+            f"{in_fp32} quantized layers compute in fp32, which is slow: set "
+            f"bnb_4bit_compute_dtype={dtype} in BitsAndBytesConfig (with TRL's scripts, --dtype "
+            f"{dtype.removeprefix('torch.')})"
+        )
+    if whole and zero.stage == 3:
+        yield f"not sharded: {named(whole)} on every rank"
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(local(tensor).nbytes for tensor in tensors)
+
+
+def _describe_offload(
+    model: nn.Module, settings: Config, ranks: int, device: torch.device
+) -> Iterator[str]:
+    """A line where all that is offloaded would take less than half of the device. `ranks`: over how
+    many it is cut.
+    """
+    zero = settings.zero_optimization
+    if not is_accelerator(device) or not (zero.offloads_params or zero.offloads_optimizer):
+        return
+    item, masters = settings.compute_dtype.itemsize, 0 if settings.bf16.without_masters else 4
+    params = [(param, local(param)) for param in model.parameters()]
+    weights = sum(p.numel() * item if p.is_floating_point() else p.nbytes for _, p in params)
+    trained = sum(shown.numel() for param, shown in params if param.requires_grad)
+    state = trained * (settings.sum_dtype.itemsize + 8 + (masters if item < 4 else 0)) // ranks
+    nbytes = state + (weights // ranks if zero.stage == 3 else weights)
+    capacity = torch.accelerator.get_memory_info(device)[1]
+    if 2 * nbytes <= capacity:
+        yield (
+            "offload may not be needed: weights, gradients and two moments take "
+            f"{nbytes / 2**30:.2f} GiB of the {capacity / 2**30:.1f} of each device. How much "
+            f"faster a step is without it: zero estimate MODEL --ds-config FILE --device-memory "
+            f"{capacity / 2**30:.0f}G"
+        )

@@ -44,7 +44,6 @@ from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import WEIGHTS, states_named
 from zero.optim.sharded_optimizer import NonFiniteGradientError, ZeroOptimizer, param_group_of
 from zero.parallel.experts import agree_on_slices
-from zero.releases import newer_than_tested
 from zero.slicing.batches import BatchSlices
 from zero.slicing.blocks import SlicedBlock
 
@@ -114,11 +113,7 @@ class ZeroEngine(nn.Module):
         settings = settings.resolve(comm.world_size)
         self._begin(model, settings, comm)
         if comm.job.rank == 0:
-            ranks = settings.zero_optimization.shards_over(comm.world_size)
-            facts = build.describe_optimizer(optimizer, settings)
-            facts += build.describe_parts(model) + build.describe_quantized(model, settings, ranks)
-            facts += f"\n{newer}" if (newer := newer_than_tested()) else ""
-            announce(settings, facts + build.describe_offload(model, settings, ranks, comm.device))
+            announce(settings, build.describe(model, optimizer, settings, comm))
             for old, new in settings.origin.renamed:
                 logger.warning("%s is an old name of %s", old, new)
         if settings.watchdog_timeout is not None:
@@ -284,10 +279,7 @@ class ZeroEngine(nn.Module):
             raise UsageError(
                 f"the loss must be a scalar tensor with a gradient function, got {loss!r:.80}"
             )
-        if self.optimizer is None:
-            raise UsageError(
-                "this engine has no optimizer; pass one to initialize() or configure 'optimizer'"
-            )
+        self._required_optimizer("backward")
         self.micro_batches.loss_was_scaled = True
         # In fp32: the product overflows fp16 long before the gradients do.
         return loss if self.scaler is None else loss.float() * self.scaler.scale
@@ -296,11 +288,7 @@ class ZeroEngine(nn.Module):
         """End a micro-batch. After the last one of a step, update the parameters and advance the
         learning-rate schedule.
         """
-        if self.optimizer is None:
-            raise UsageError(
-                "step: this engine has no optimizer; pass one to initialize() or configure "
-                "'optimizer'"
-            )
+        optimizer = self._required_optimizer("step")
         if self.micro_batches.holds_back:
             raise UsageError(
                 "It is illegal to call Engine.step() inside no_sync context manager: leave it first"
@@ -319,7 +307,7 @@ class ZeroEngine(nn.Module):
             self._saves.check()
         samples = self._samples_of_step()
         with self.comm.clock.phase("step"):
-            self._step_applied = self.optimizer.step()
+            self._step_applied = optimizer.step()
         # A step that has raised an error does not count, and can be called again.
         self.micro_steps += 1
         self.global_steps += 1
@@ -344,6 +332,14 @@ class ZeroEngine(nn.Module):
                 "is learned: look for non-finite inputs, a learning rate that is too high, or a "
                 "weight that became infinite (the warnings above name the first parameter)"
             )
+
+    def _required_optimizer(self, what: str) -> ZeroOptimizer:
+        if self.optimizer is None:
+            raise UsageError(
+                f"{what}: this engine has no optimizer; pass one to initialize() or configure "
+                "'optimizer'"
+            )
+        return self.optimizer
 
     def _refuse_use(self, before: str) -> None:
         """Raise UsageError if unsharded values are in use: they cannot be updated or moved then."""
@@ -480,16 +476,8 @@ class ZeroEngine(nn.Module):
                 "this ZeRO stage no "
                 "rank keeps whole gradients; use stage 1, or coalesce_grad_reduction()"
             )
-        if self.micro_batches.holds_back:
-            raise UsageError(
-                "no_sync context manager reentry is unsupported: leave the first one before the "
-                "second"
-            )
-        self.micro_batches.holds_back = True
-        try:
+        with self.micro_batches.holding_back("no_sync context manager reentry is unsupported"):
             yield
-        finally:
-            self.micro_batches.holds_back = False
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
@@ -507,19 +495,15 @@ class ZeroEngine(nn.Module):
             raise NotImplementedError(
                 "coalesce_grad_reduction acts at zero_optimization.stage 1 to 3; use no_sync()"
             )
-        if self.micro_batches.holds_back:
-            raise UsageError(
-                "coalesce_grad_reduction cannot be nested inside another one or inside no_sync"
-            )
+        nested = "coalesce_grad_reduction cannot be nested inside another one or inside no_sync"
         boundary = self.micro_batches.boundary
-        self.micro_batches.holds_back = True
-        try:
-            with self.reducer.deferring():
-                yield
-            self.hooks.leave_stand_ins()
-        finally:
-            self.micro_batches.holds_back = False
-            self.micro_batches.boundary = boundary
+        with self.micro_batches.holding_back(nested):
+            try:
+                with self.reducer.deferring():
+                    yield
+                self.hooks.leave_stand_ins()
+            finally:
+                self.micro_batches.boundary = boundary
 
     # -- weights out
 

@@ -19,12 +19,14 @@ optimizer state is torch's name for it, such as "exp_avg"."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import nn
 
 from zero.core.layout import Piece
 from zero.core.param_group import owning_group
+from zero.core.reduction import GroupGradients
 from zero.core.sharded_param import cut_of, local
 from zero.errors import UsageError
 from zero.optim.adam8bit import CodedSlice, replace
@@ -76,11 +78,13 @@ class ParameterState:
             if len(layout.slots) == 1:
                 self.piece = Piece(0, 0, min(low, layout.numel), layout.shard_numel)
 
+    @property
+    def _gradients(self) -> GroupGradients:
+        return self.optimizer.reducer.gradients[self.group]
+
     def _has_values(self) -> bool:
         if self.kind == GRADIENT:
-            reducer = self.optimizer.reducer
-            gradients = reducer.gradients[self.group]
-            return gradients.is_fresh or gradients.carried is not None
+            return self._gradients.is_fresh or self._gradients.carried is not None
         if self._whole is not None:
             return self._owned is not None
         return self.kind == FP32 or any(
@@ -108,7 +112,7 @@ class ParameterState:
         If it still waits for its last micro-batch: a copy that is reduced now.
         """
         group = self.group
-        waiting = self.optimizer.reducer.gradients[group].carried
+        waiting = self._gradients.carried
         reduced = self._shard.grad
         if waiting is None:
             assert reduced is not None, "this rank has a gradient if `exists`"
@@ -116,17 +120,17 @@ class ParameterState:
         out = torch.empty(group.layout.shard_numel, dtype=torch.float32, device=waiting.device)
         exchange = group.comm.reduce if group.layout.replicated else group.comm.reduce_scatter
         exchange(out, waiting.clone(), accumulate=False, max_numel=waiting.numel()).wait()
-        if self.optimizer.reducer.gradients[group].is_fresh and reduced is not None:
+        if self._gradients.is_fresh and reduced is not None:
             # Micro-batches of `coalesce_grad_reduction` are reduced already.
             out.add_(reduced.to(out.device))
         return out
 
-    def _places(self, piece: Piece, writes: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
+    def _places(self, writes: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
         """(position in the piece, stored tensor) in order; state is kept by sub-groups.
 
         Values of coded moments are a copy, which is stored before the next one comes if the caller
         `writes`."""
-        start, end = piece.start, piece.start + piece.numel
+        start, end = self.piece.start, self.piece.start + self.piece.numel
         if self.kind in (FP32, GRADIENT):
             yield 0, (self._shard.master if self.kind == FP32 else self._reduced())[start:end]
             return
@@ -152,7 +156,7 @@ class ParameterState:
         if not self.exists:
             return None
         device = self.group.comm.device
-        values = torch.cat([part for _, part in self._places(self.piece)])
+        values = torch.cat([part for _, part in self._places()])
         if values.numel() != self.piece.numel:
             return None
         return values.to(device, torch.float32).mul_(self._factor)
@@ -196,10 +200,7 @@ class ParameterState:
         self._refuse_local()
         if not self.exists:
             return self._refuse_unknown()
-        if (
-            self.kind == GRADIENT
-            and self.optimizer.reducer.gradients[self.group].carried is not None
-        ):
+        if self.kind == GRADIENT and self._gradients.carried is not None:
             raise UsageError(
                 "at stages 0 and 1, gradients can be set only after the last micro-batch of a step"
             )
@@ -211,7 +212,7 @@ class ParameterState:
             self._shard.norms.pop(self.piece.start, None)
             self._shard.widen_gradient(self.optimizer.reducer.sum_dtype)
         left = self.piece.numel
-        for start, place in self._places(self.piece, writes=True):
+        for start, place in self._places(writes=True):
             place.copy_(value.reshape(-1)[start : start + place.numel()].float() / self._factor)
             left -= place.numel()
         if left:
@@ -220,7 +221,7 @@ class ParameterState:
                 f"{name!r} has no optimizer state {self.kind!r} yet: it has got no gradient so far"
             )
         if self.kind == GRADIENT:
-            self.optimizer.reducer.gradients[self.group].received.add(self.group.index[self.param])
+            self._gradients.received.add(self.group.index[self.param])
         if self.kind == FP32:
             self._shard.master_was_replaced()
 
@@ -244,27 +245,6 @@ class ParameterState:
             self.piece.inside : self.piece.inside + self.piece.numel
         ]
         self.write_local(nn.functional.pad(part, (0, self.piece.numel - part.numel())))
-
-
-def _functions(kind: str) -> tuple[Callable, Callable, Callable, Callable]:
-    """(get full, get local, set full, set local) of one kind of value."""
-    return (
-        lambda param: ParameterState(param, kind).read_full(),
-        lambda param: ParameterState(param, kind).read_local(),
-        lambda param, value: ParameterState(param, kind).write_full(value),
-        lambda param, value: ParameterState(param, kind).write_local(value),
-    )
-
-
-(
-    safe_get_full_fp32_param,
-    safe_get_local_fp32_param,
-    safe_set_full_fp32_param,
-    safe_set_local_fp32_param,
-) = _functions(FP32)
-safe_get_full_grad, safe_get_local_grad, safe_set_full_grad, safe_set_local_grad = _functions(
-    GRADIENT
-)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -291,6 +271,16 @@ def safe_set_local_optimizer_state(
 ) -> None:
     """Write this rank's part of the state named `optim_state_key`."""
     ParameterState(param, optim_state_key).write_local(value)
+
+
+safe_get_full_fp32_param = partial(safe_get_full_optimizer_state, optim_state_key=FP32)
+safe_get_local_fp32_param = partial(safe_get_local_optimizer_state, optim_state_key=FP32)
+safe_set_full_fp32_param = partial(safe_set_full_optimizer_state, optim_state_key=FP32)
+safe_set_local_fp32_param = partial(safe_set_local_optimizer_state, optim_state_key=FP32)
+safe_get_full_grad = partial(safe_get_full_optimizer_state, optim_state_key=GRADIENT)
+safe_get_local_grad = partial(safe_get_local_optimizer_state, optim_state_key=GRADIENT)
+safe_set_full_grad = partial(safe_set_full_optimizer_state, optim_state_key=GRADIENT)
+safe_set_local_grad = partial(safe_set_local_optimizer_state, optim_state_key=GRADIENT)
 
 
 def safe_update_full_grad_vectorized(

@@ -104,45 +104,19 @@ def _refuse_formats(model: nn.Module) -> None:
 
 
 def _refuse_aliases(model: nn.Module) -> None:
-    """Raise UsageError if a trainable parameter shares memory with another parameter, with a
-    buffer, or with a tensor kept on a module.
+    """Raise UsageError if the memory of a trainable parameter overlaps that of another parameter,
+    of a buffer, or of a tensor kept on a module.
 
-    Frozen parameters may: their values stay equal."""
+    That of frozen parameters may: their values stay equal."""
     reaching: list[_Span] = []
     for span in sorted(_spans(model), key=lambda span: span[:3]):
         # Those before it that end behind its start. Mostly there are none.
         reaching = [e for e in reaching if e.device == span.device and e.end > span.start]
         for earlier in reaching:
-            params = [each for each in (earlier, span) if each.kind == "parameter"]
-            trained = [each for each in params if each.tensor.requires_grad]
-            if trained and _share_an_element(earlier.tensor, span.tensor):
-                _refuse(trained[0], span if trained[0] is earlier else earlier)
+            for param, other in ((earlier, span), (span, earlier)):
+                if param.kind == "parameter" and param.tensor.requires_grad:
+                    _refuse(param, other)
         reaching.append(span)
-
-
-def _share_an_element(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors whose memory overlaps have an element in common. Columns of one matrix
-    have none. Tensors of different strides or dtypes are taken to have one.
-    """
-    if one.stride() != other.stride() or one.dtype != other.dtype:
-        return True
-    distance = (other.data_ptr() - one.data_ptr()) // one.element_size()
-    dims = sorted(zip(one.stride(), one.shape, other.shape, strict=True), reverse=True)
-
-    def can_reach(distance: int, dims: list[tuple[int, int, int]]) -> bool:
-        """Whether indices into both tensors exist that differ by this many elements."""
-        if not dims or distance == 0:
-            return distance == 0
-        (stride, size, other_size), *rest = dims
-        if stride == 0:
-            return can_reach(distance, rest)
-        steps = (distance // stride, distance // stride + 1)
-        return any(
-            -other_size < step < size and can_reach(distance - step * stride, rest)
-            for step in steps
-        )
-
-    return can_reach(distance, dims)
 
 
 def _refuse(param: _Span, other: _Span) -> None:

@@ -15,7 +15,7 @@ from zero.model_checks import check_model
 def described(model, stage=3, shard_buffers=None, ranks=2, dtype=torch.float32):
     section = SimpleNamespace(stage=stage, stage3_shard_buffers=shard_buffers)
     settings = SimpleNamespace(zero_optimization=section, compute_dtype=dtype)
-    return describe_quantized(model, settings, ranks)
+    return "".join(f"\n{line}" for line in describe_quantized(model, settings, ranks))
 
 
 def frozen(*shape, dtype=torch.uint8):
@@ -55,19 +55,6 @@ def test_the_table_names_what_is_not_sharded():
     model = nn.Linear(2, 2)
     model.indices = frozen(1024, dtype=torch.int64)
     assert described(model) == "\nnot sharded: 'indices', 8,192 bytes on every rank"
-
-
-@pytest.mark.skipif(not hasattr(torch, "quantize_per_tensor"), reason="torch has it no more")
-@pytest.mark.filterwarnings("ignore:.*deprecated")
-def test_the_table_names_torchs_own_quantized_tensors():
-    """Their bytes do not say all: their scale is elsewhere."""
-    codes = torch.quantize_per_tensor(torch.randn(64, 64), 0.1, 0, torch.qint8)
-    model = quantized()
-    model.register_buffer("codes", codes)
-    model.packed = torch.ops.quantized.linear_prepack(codes, None)
-    table = described(model, shard_buffers=True)
-    assert "\nnot sharded: 'packed.0" in table and " and 1 more, 8,192 bytes on every rank" in table
-    assert "quantized weights take 4,096 bytes, 2,048 on each of 2 ranks" in table
 
 
 def test_the_table_says_what_experts_take():

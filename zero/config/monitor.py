@@ -84,7 +84,7 @@ class FlopsProfilerConfig(Measured):
         enabled: Count the operations of one step, by module.
         profile_step: The optimizer step to count.
         module_depth: How deep the table goes. -1: all modules.
-        output_file: The file for the table. Default: stderr.
+        output_file: The file for the table. Default: stdout.
     """
 
     enabled: bool = False

@@ -67,6 +67,20 @@ class MicroBatches:
         return self.is_last and not self.holds_back
 
     @contextmanager
+    def holding_back(self, nested: str) -> Iterator[None]:
+        """Context in which no gradient is reduced.
+
+        Raises UsageError with the words `nested` inside of another one.
+        """
+        if self.holds_back:
+            raise UsageError(f"{nested}: leave the first one before the second")
+        self.holds_back = True
+        try:
+            yield
+        finally:
+            self.holds_back = False
+
+    @contextmanager
     def repeating(self, is_last: bool) -> Iterator[None]:
         """Context of the repetition of one of the step's micro-batches so far: `reduces_now` is
         false before the last one, which is the current one.

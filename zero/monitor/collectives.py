@@ -17,7 +17,7 @@ from zero.comm.communicator import Communicator
 from zero.comm.observer import Operation, set_observer
 from zero.config.monitor import CommsLoggerConfig
 from zero.device import compute_stream, is_accelerator
-from zero.errors import UsageError
+from zero.errors import UsageError, size
 
 # The bus bandwidth by the algorithm's, times (n - 1) / n for n ranks:
 # https://github.com/NVIDIA/nccl-tests.
@@ -83,7 +83,7 @@ class CollectiveLog:
             rate, bus = kind.rates(seconds)
             print(
                 f"comm op: {kind.name} | time (ms): {1000 * seconds:.2f} | msg size: "
-                f"{_size(kind.nbytes)} | algbw (Gbps): {rate:.2f} | busbw (Gbps): {bus:.2f}",
+                f"{size(kind.nbytes)} | algbw (Gbps): {rate:.2f} | busbw (Gbps): {bus:.2f}",
                 file=sys.stderr,
             )
 
@@ -99,8 +99,8 @@ class CollectiveLog:
             numbers = [1000 * total.seconds, 1000 * average, *kind.rates(average)]
             if least is not None:
                 numbers.append(1000 * (total.seconds - least.get(kind, total.seconds)))
-            size, calls = _size(kind.nbytes), str(total.calls)
-            yield _row(["", size, calls, *(f"{number:.2f}" for number in numbers)])
+            first = ["", size(kind.nbytes), str(total.calls)]
+            yield _row([*first, *(f"{number:.2f}" for number in numbers)])
 
     def show(self, with_stragglers: bool = False) -> None:
         """Print the table on rank 0. `with_stragglers`: all ranks must call."""
@@ -153,10 +153,3 @@ def log_summary(show_straggler: bool = False) -> None:
 
 def _row(cells: list[str]) -> str:
     return "".join(f"{cell:<20}" for cell in cells).rstrip()
-
-
-def _size(nbytes: int) -> str:
-    value, groups = float(nbytes), ["B", "KB", "MB", "GB", "TB"]
-    while value >= 1024 and len(groups) > 1:
-        value, groups = value / 1024, groups[1:]
-    return f"{value:.4g} {groups[0]}"

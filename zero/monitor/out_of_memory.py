@@ -7,8 +7,8 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
+import psutil
 import torch
 
 from zero.engine import ZeroEngine
@@ -115,12 +115,10 @@ def _host_memory() -> tuple[int, int]:
     """The most bytes that this process may use, and those that it uses: of addresses, if their
     number is limited (`ulimit -v`).
     """
-    page = resource.getpagesize()
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    used, limit = psutil.Process().memory_info(), resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
-        return limit, int(pages[0]) * page
-    return os.sysconf("SC_PHYS_PAGES") * page, int(pages[1]) * page
+        return limit, used.vms
+    return psutil.virtual_memory().total, used.rss
 
 
 def _remedy(engine: ZeroEngine, kind: str, place: str) -> str:

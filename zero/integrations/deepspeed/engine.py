@@ -64,6 +64,19 @@ _SETTINGS = {
     "zero_optimization_stage": "zero_optimization.stage",
 }
 
+# DeepSpeed's attributes. The groups are for scripts: the engine has its own.
+_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
+    "basic_optimizer": lambda engine: engine.optimizer and engine.optimizer.optimizer,
+    "communication_data_type": attrgetter("reducer.sum_dtype"),  # gradients are summed in it
+    "data_parallel_group": lambda engine: distributed._get_data_parallel_group(),
+    "device": attrgetter("comm.device"),
+    "dp_world_size": lambda engine: distributed._get_data_parallel_world_size(),
+    "global_rank": attrgetter("comm.job.rank"),
+    "local_rank": lambda engine: distributed.get_local_rank(),
+    "mp_world_size": lambda engine: distributed._get_model_parallel_world_size(),
+    "world_size": attrgetter("comm.job.world_size"),
+}
+
 
 class DeepSpeedEngine(ZeroEngine):
     """`ZeroEngine` with DeepSpeed's names for its settings and its place. Made by `initialize`."""
@@ -119,56 +132,16 @@ class DeepSpeedEngine(ZeroEngine):
             self._profile.between_steps(self.global_steps)
 
     @property
-    def device(self) -> torch.device:
-        """Where the engine computes, and expects its inputs."""
-        return self.comm.device
-
-    @property
-    def global_rank(self) -> int:
-        """This rank's number."""
-        return self.comm.job.rank
-
-    @property
-    def local_rank(self) -> int:
-        """This rank's number on its host."""
-        return distributed.get_local_rank()
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self.comm.job.world_size
-
-    # The kinds of ranks, and the groups that scripts may use: the engine has its own.
-
-    @property
-    def mp_world_size(self) -> int:
-        """The number of ranks that share each layer."""
-        return distributed._get_model_parallel_world_size()
-
-    @property
-    def dp_world_size(self) -> int:
-        """The number of ranks with batches of their own."""
-        return distributed._get_data_parallel_world_size()
-
-    @property
-    def data_parallel_group(self) -> Any:
-        """The ranks that have the same part of the model as this one, and other batches."""
-        return distributed._get_data_parallel_group()
-
-    @property
     def seq_parallel_group(self) -> Any:
         """The ranks that share sequences with this one; None if there are none."""
         shared = self.settings.sequence_parallel_size > 1
         return distributed._get_sequence_parallel_group() if shared else None
 
-    @property
-    def basic_optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer that the engine shards."""
-        return None if self.optimizer is None else self.optimizer.optimizer
-
     def __getattr__(self, name: str) -> Any:
         if name in _SETTINGS and "settings" in vars(self):
             return lambda: attrgetter(_SETTINGS[name])(self.settings)
+        if name in _ATTRIBUTES and "comm" in vars(self):
+            return _ATTRIBUTES[name](self)
         try:
             return super().__getattr__(name)
         except AttributeError as error:
@@ -240,11 +213,6 @@ class DeepSpeedEngine(ZeroEngine):
         """Whether the loss scale changes during training."""
         return self.scaler is not None and self.scaler.dynamic
 
-    @property
-    def communication_data_type(self) -> torch.dtype:
-        """The dtype in which gradients are summed over ranks."""
-        return self.reducer.sum_dtype
-
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of all the optimizer's `param_groups`."""
         for group in self.optimizer.param_groups if self.optimizer else ():
@@ -285,10 +253,6 @@ class DeepSpeedEngine(ZeroEngine):
             return self.optimizer
         return self.optimizer.optimizer
 
-    def empty_partition_cache(self) -> None:
-        """Free all gathered parameters that are not in use."""
-        self.reshard()
-
     def loss_scale(self) -> float:
         """The current loss scale, or 1 without fp16."""
         return 1.0 if self.scaler is None else self.scaler.scale
@@ -308,6 +272,7 @@ class DeepSpeedEngine(ZeroEngine):
 
     # accelerate calls this one where tensor parallelism is configured.
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+    empty_partition_cache = ZeroEngine.reshard
     save_fp16_model = ZeroEngine.save_16bit_model
 
 

@@ -69,13 +69,6 @@ def label_whole(param: nn.Parameter) -> None:
     vars(param)["_ds_whole"] = True
 
 
-def _read(name: str, param: nn.Parameter) -> Any:
-    group = owning_group(param)
-    if group is None and not hasattr(param, "_ds_whole"):
-        raise AttributeError(f"{type(param).__name__!r} object has no attribute {name!r}")
-    return _LABELS[name](param, group)
-
-
 def _label(name: str) -> property:
     """An attribute that is computed, unless a script has set one of this name on the tensor.
 
@@ -83,8 +76,12 @@ def _label(name: str) -> property:
     """
 
     def read(param: nn.Parameter) -> Any:
-        own = vars(param)
-        return own[name] if name in own else _read(name, param)
+        if name in (own := vars(param)):
+            return own[name]
+        group = owning_group(param)
+        if group is None and "_ds_whole" not in own:
+            raise AttributeError(f"{type(param).__name__!r} object has no attribute {name!r}")
+        return _LABELS[name](param, group)
 
     def write(param: nn.Parameter, value: object) -> None:
         vars(param)[name] = value

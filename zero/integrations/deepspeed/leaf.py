@@ -12,6 +12,7 @@ what a module reads. This file knows nothing else about how groups are formed.""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -28,16 +29,14 @@ def set_z3_leaf_modules(
     Returns the marked modules. Raises ValueError if there are none, unless `raise_if_not_found` is
     false.
     """
-    found = _of_classes(model, leaf_module_classes, raise_if_not_found)
-    return _flagged(found, True)
+    return _mark(model, "of class", leaf_module_classes, True, raise_if_not_found)[0]
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Undo `set_z3_leaf_modules`."""
-    found = _of_classes(model, leaf_module_classes, raise_if_not_found)
-    return _flagged(found, False)
+    return _mark(model, "of class", leaf_module_classes, False, raise_if_not_found)[0]
 
 
 def set_z3_leaf_modules_by_name(
@@ -50,7 +49,7 @@ def set_z3_leaf_modules_by_name(
 
     Raises ValueError if there are none, unless `raise_if_not_found` is false.
     """
-    return _mark_named(model, module_names, str.__eq__, "named", flag, raise_if_not_found)
+    return _mark(model, "named", module_names, flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
@@ -60,8 +59,7 @@ def set_z3_leaf_modules_by_suffix(
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
     """As `set_z3_leaf_modules_by_name`, for modules whose names end so."""
-    what = "whose name ends in"
-    return _mark_named(model, module_name_suffixes, str.endswith, what, flag, raise_if_not_found)
+    return _mark(model, "whose name ends in", module_name_suffixes, flag, raise_if_not_found)
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
@@ -83,58 +81,46 @@ def mark_configured(model: nn.Module, leaves: LeafModuleConfig | None) -> None:
     """Mark the modules that `zero_optimization.leaf_module` names, by class, name or suffix of the
     name.
 
-    Raises ValueError for a module that does not exist.
+    Raises ValueError for a name that no module has, and if no module is of one of the classes.
     """
     if leaves is None:
         return
     if leaves.classes:
         set_z3_leaf_modules(model, leaves.classes)
-    by_name = set_z3_leaf_modules_by_name(model, leaves.names, raise_if_not_found=False)
-    by_end = set_z3_leaf_modules_by_suffix(model, leaves.name_suffixes, raise_if_not_found=False)
-    for what, (_, missing) in (("named", by_name), ("whose name ends in", by_end)):
-        if missing:
+    for what, wanted in (("named", leaves.names), ("whose name ends in", leaves.name_suffixes)):
+        if missing := _mark(model, what, wanted, True, False)[1]:
             _refuse(what, missing)
 
 
-def _of_classes(
-    model: nn.Module, classes: Sequence[type | str], raise_if_not_found: bool
-) -> list[nn.Module]:
-    def is_one(module: nn.Module) -> bool:
-        own = type(module)
-        names = (own.__name__, f"{own.__module__}.{own.__qualname__}")
-        return any(
-            kind in names if isinstance(kind, str) else isinstance(module, kind) for kind in classes
-        )
-
-    found = [module for module in model.modules() if is_one(module)]
-    if not found and raise_if_not_found:
-        _refuse("of class", classes)
-    return found
+def _is_of_class(name: str, module: nn.Module, wanted: type | str) -> bool:
+    if not isinstance(wanted, str):
+        return isinstance(module, wanted)
+    own = type(module)
+    return wanted in (own.__name__, f"{own.__module__}.{own.__qualname__}")
 
 
-def _flagged(modules: list[nn.Module], flag: bool) -> list[nn.Module]:
-    for module in modules:
-        set_z3_leaf_module(module, flag)
-    return modules
+# By what modules are chosen, as messages say it: whether a name and a module are what is wanted.
+_MATCHES: dict[str, Callable[[str, nn.Module, Any], bool]] = {
+    "of class": _is_of_class,
+    "named": lambda name, module, wanted: name == wanted,
+    "whose name ends in": lambda name, module, wanted: name.endswith(wanted),
+}
 
 
-def _mark_named(
-    model: nn.Module,
-    wanted: Sequence[str],
-    matches: Callable[[str, str], bool],
-    what: str,
-    flag: bool,
-    raise_if_not_found: bool,
-) -> tuple[list[nn.Module], list[str]]:
-    named = [
-        (module, [each for each in wanted if matches(name, each)])
-        for name, module in model.named_modules()
-    ]
-    found = [module for module, names in named if names]
-    missing = [each for each in wanted if not any(each in names for _, names in named)]
+def _mark(
+    model: nn.Module, what: str, wanted: Sequence[Any], flag: bool, raise_if_not_found: bool
+) -> tuple[list[nn.Module], list[Any]]:
+    """Mark or unmark the modules that match. Returns them, and what of `wanted` matches none."""
+    found: list[nn.Module] = []
+    missing = list(wanted)
+    for name, module in model.named_modules():
+        if matching := [each for each in wanted if _MATCHES[what](name, module, each)]:
+            set_z3_leaf_module(module, flag)
+            found.append(module)
+            missing = [each for each in missing if each not in matching]
     if raise_if_not_found and not found:
         _refuse(what, missing)
-    return _flagged(found, flag), missing
+    return found, missing
 
 
 def _refuse(what: str, missing: Sequence[object]) -> None:

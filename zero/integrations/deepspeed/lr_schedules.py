@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
-
-from pydantic import ValidationError
+from typing import Any, cast
 
 from zero.config import load_config
-from zero.config.optim import REQUIRED, SCHEDULE_KEYS, SchedulerConfig, SchedulerParams
+from zero.config.optim import SCHEDULE_KEYS, SchedulerConfig, SchedulerParams
 from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
@@ -43,14 +41,9 @@ class Schedule:
         if len(args) > len(names) or not settings.keys() <= set(names[len(args) :]):
             raise TypeError(f"{kind}: its arguments are optimizer, {', '.join(names)}")
         settings |= zip(names, args, strict=False)
-        if missing := [name for name in REQUIRED.get(kind, ()) if settings.get(name) is None]:
-            raise UsageError(f"scheduler.params.{missing[0]}: is required by {kind}")
+        config = load_config({"scheduler": {"type": kind, "params": settings}})
         self.optimizer = optimizer
-        try:
-            self.params = SchedulerParams(**settings)
-        except ValidationError:
-            load_config({"scheduler": {"type": kind, "params": settings}})  # names key and values
-            raise
+        self.params: SchedulerParams = cast(SchedulerConfig, config.scheduler).params
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         for name, value in settings.items():
             if isinstance(value, list) and len(value) != len(self.base_lrs):
@@ -200,11 +193,9 @@ class OneCycle(Schedule):
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """`betas` of each parameter group by the formula, None if the momentum is left alone."""
-        moves = self.params.cycle_momentum and self._has_betas
-        return self._betas(self.last_batch_iteration) if moves else None
-
-    def _betas(self, n: int) -> list[tuple[float, float]]:
-        params = self.params
+        params, n = self.params, self.last_batch_iteration
+        if not (params.cycle_momentum and self._has_betas):
+            return None
         decay = self._decay(n, params.decay_mom_rate)
         highs = [high * decay for high in self._per_group(params.cycle_max_mom)]
         return [(mom, 0.99) for mom in self._between(highs, params.cycle_min_mom, self._height(n))]

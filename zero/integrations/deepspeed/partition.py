@@ -32,20 +32,22 @@ def plan_of(model: nn.Module, config: PartitionConfig, size: int) -> Plan:
     """transformers' style for each module and parameter that `config` divides over `size` ranks.
 
     Raises UsageError if no weight matches, and for a layer that cannot be divided so."""
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    model_type = str(getattr(getattr(model, "config", None), "model_type", None)).lower()
+    patterns = [
+        (pattern, spec)
+        for spec in config.layer_specs
+        if not spec.model_types or model_type in map(str.lower, spec.model_types)
+        for pattern in spec.patterns
+    ]
     plan: dict[str, str] = {}
     matched = False
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
-        spec = _spec_of(f"{name}.weight", config, model_type)
-        if weight is None or spec is None:
+        found = (spec for pattern, spec in patterns if re.match(pattern, f"{name}.weight"))
+        if weight is None or (spec := next(found, None)) is None:
             continue
         matched = True
-        if spec.partition_type == "skip":
-            style = "replicated_with_grad_allreduce" if spec.grad_allreduce else None
-        else:
-            style = _style(name, module, spec, size) if weight.dim() == 2 else None
-        if style is not None:
+        if (style := _style(name, module, spec, size)) is not None:
             # the parameters before the module, as in transformers' own plans
             plan |= {f"{name}.{own}": style for own, _ in module.named_parameters(recurse=False)}
             plan[name] = style
@@ -58,17 +60,12 @@ def plan_of(model: nn.Module, config: PartitionConfig, size: int) -> Plan:
     return plan
 
 
-def _spec_of(weight: str, config: PartitionConfig, model_type: str | None) -> LayerSpec | None:
-    """The first spec that matches the name of a weight."""
-    for spec in config.layer_specs:
-        types = [each.lower() for each in spec.model_types]
-        is_for_model = not types or str(model_type).lower() in types
-        if is_for_model and any(re.match(pattern, weight) for pattern in spec.patterns):
-            return spec
-    return None
-
-
-def _style(name: str, module: nn.Module, spec: LayerSpec, size: int) -> str:
+def _style(name: str, module: Any, spec: LayerSpec, size: int) -> str | None:
+    """None: the module's parameters stay as they are."""
+    if spec.partition_type == "skip":
+        return "replicated_with_grad_allreduce" if spec.grad_allreduce else None
+    if module.weight.dim() != 2:
+        return None
     if not isinstance(module, nn.Linear):
         raise UsageError(
             f"{_KEY}: {name!r} is of class {type(module).__name__}, and only torch.nn.Linear can "

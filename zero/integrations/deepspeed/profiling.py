@@ -6,7 +6,6 @@ runs backward while a profile is open counts as well."""
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,16 @@ from torch import nn
 from zero.config.monitor import FlopsProfilerConfig
 from zero.errors import UsageError
 
-_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"))
 
-
-def number_to_string(number: float, unit: str = "") -> str:
-    """Such as "1.25 G" and the unit."""
-    for size, name in _UNITS:
-        if number >= size:
-            return f"{number / size:.2f} {name}{unit}"
-    return f"{number:.2f} {unit}".rstrip()
+def _shown(number: float, unit: str, as_string: bool) -> Any:
+    """The number, or a text such as "1.25 G" and the unit."""
+    if not as_string:
+        return number
+    size, prefix = next(
+        (each for each in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")) if number >= each[0]),
+        (1, ""),
+    )
+    return f"{number / size:.2f} {prefix}{unit}".rstrip()
 
 
 def _refuse(ignored: Any) -> None:
@@ -74,26 +74,19 @@ class FlopsProfiler:
 
     def get_total_flops(self, as_string: bool = False) -> Any:
         """Floating-point operations."""
-        total = self._counter.get_total_flops()
-        return number_to_string(total, "FLOPS") if as_string else total
+        return _shown(self._counter.get_total_flops(), "FLOPS", as_string)
 
     def get_total_macs(self, as_string: bool = False) -> Any:
         """Multiplications with an addition: half as many."""
-        total = self._counter.get_total_flops() // 2
-        return number_to_string(total, "MACs") if as_string else total
+        return _shown(self._counter.get_total_flops() // 2, "MACs", as_string)
 
     def get_total_duration(self, as_string: bool = False) -> Any:
         """Seconds from `start_profile` to `stop_profile`."""
-        return f"{self._seconds:.4g} s" if as_string else self._seconds
+        return _shown(self._seconds, "s", as_string)
 
     def get_total_params(self, as_string: bool = False) -> Any:
         """The model's parameters, whole ones if they are sharded."""
-        total = sum(param.numel() for param in self.model.parameters())
-        return number_to_string(total) if as_string else total
-
-    def table(self, depth: int) -> str:
-        """The operations of each module down to `depth`."""
-        return self._counter.get_table(depth)
+        return _shown(sum(param.numel() for param in self.model.parameters()), "", as_string)
 
     def print_model_profile(
         self,
@@ -106,20 +99,19 @@ class FlopsProfiler:
         """Print the totals, and with `detailed` a table of the modules down to `module_depth`.
 
         `top_modules` has no effect."""
-        parts = [
-            f"floating-point operations at step {profile_step}: {self.get_total_flops(True)}",
-            f"multiplications with an addition: {self.get_total_macs(True)}",
-            f"parameters: {self.get_total_params(True)}",
-            f"seconds: {self.get_total_duration():.4g}",
-        ]
+        flops, seconds = self.get_total_flops(), self._seconds
+        text = (
+            f"floating-point operations at step {profile_step}: {self.get_total_flops(True)} in "
+            f"{seconds:.3g} s, {flops / seconds / 1e12:.4g} TFLOP/s; "
+            f"multiplications with an addition: {self.get_total_macs(True)}; "
+            f"parameters: {self.get_total_params(True)}\n"
+        )
         if detailed:
-            parts.append(self.table(999 if module_depth < 0 else module_depth))
-        text = "\n".join(parts)
+            text += self._counter.get_table(module_depth if module_depth > 0 else 999) + "\n"
         if output_file is None:
-            print(text, file=sys.stdout, flush=True)
+            print(text, end="", flush=True)
         else:
-            with open(output_file, "w", encoding="utf-8") as out:
-                out.write(text + "\n")
+            Path(output_file).write_text(text, encoding="utf-8")
 
 
 class StepProfile:
@@ -138,21 +130,13 @@ class StepProfile:
 
     def between_steps(self, number: int) -> None:
         """Step `number` is over, or none is if it is 0."""
-        profiler, section = self._profiler, self._section
+        profiler, depth = self._profiler, self._section.module_depth
         if profiler.started:
             profiler.stop_profile()
-            total, seconds = profiler.get_total_flops(), profiler.get_total_duration()
             # The engine and its `module` are two levels of their own.
-            depth = 2 + (section.module_depth if section.module_depth > 0 else 999)
-            text = (
-                f"floating-point operations of step {number} on rank 0: {total:.4g} in "
-                f"{seconds:.3g} s, {total / seconds / 1e12:.4g} TFLOP/s\n{profiler.table(depth)}\n"
-            )
-            if section.output_file is None:
-                print(text, file=sys.stderr)
-            else:
-                Path(section.output_file).write_text(text, encoding="utf-8")
-        if number + 1 == section.profile_step:
+            depth = depth + 2 if depth > 0 else -1
+            profiler.print_model_profile(number, depth, output_file=self._section.output_file)
+        if number + 1 == self._section.profile_step:
             profiler.start_profile()
 
 
@@ -180,7 +164,6 @@ def get_model_profile(
 
     The model is in evaluation mode afterwards. Raises UsageError without inputs.
     """
-    _refuse(ignore_modules)
     args, kwargs = tuple(args or ()), dict(kwargs or {})
     if input_shape is not None:
         param = next(model.parameters(), torch.empty(0))
@@ -192,15 +175,16 @@ def get_model_profile(
     for _ in range(warm_up):
         call(*args, **kwargs)
     profiler = FlopsProfiler(model)
-    profiler.start_profile()
+    profiler.start_profile(ignore_modules)
     try:
         call(*args, **kwargs)
     finally:
         profiler.stop_profile()
     if print_profile:
         profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
-    flops, macs = profiler.get_total_flops(), profiler.get_total_macs()
-    params = profiler.get_total_params()
-    if not as_string:
-        return flops, macs, params
-    return number_to_string(flops), number_to_string(macs, "MACs"), number_to_string(params)
+    flops = profiler.get_total_flops()
+    return (
+        _shown(flops, "", as_string),
+        _shown(flops // 2, "MACs", as_string),
+        profiler.get_total_params(as_string),
+    )

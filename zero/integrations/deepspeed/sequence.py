@@ -16,10 +16,8 @@ from zero.config import Config
 from zero.errors import UsageError
 from zero.integrations.deepspeed import distributed
 from zero.parallel.sequence import (
-    SequenceGroup,
     all_to_all,
     attach,
-    current_group,
     detach,
     is_shared_already,
     make_group,
@@ -29,32 +27,15 @@ from zero.parallel.sequence import (
 logger = logging.getLogger("zero")
 
 
-def sequence_group() -> SequenceGroup:
-    """The group that was made last. Raises UsageError if there is none."""
-    if (ranks := current_group()) is None:
-        call = "UlyssesSPAttentionHF.register_with_transformers"
-        raise UsageError(f"there is no sequence-parallel group: call {call}")
-    return ranks
-
-
 class Mpu:
     """What `register_with_transformers` returns, and `initialize` takes to know of other dimensions
     than data.
     """
 
     in_eval = True
-
-    def get_sequence_parallel_world_size(self) -> int:
-        """How many ranks share a sequence."""
-        return sequence_group().size
-
-    def get_sequence_parallel_rank(self) -> int:
-        """This rank's number among them."""
-        return distributed._get_sequence_parallel_rank()
-
-    def get_sequence_parallel_group(self) -> Any:
-        """The ranks that share sequences with this one."""
-        return distributed._get_sequence_parallel_group()
+    get_sequence_parallel_world_size = staticmethod(distributed._get_sequence_parallel_world_size)
+    get_sequence_parallel_rank = staticmethod(distributed._get_sequence_parallel_rank)
+    get_sequence_parallel_group = staticmethod(distributed._get_sequence_parallel_group)
 
 
 class UlyssesSPAttentionHF:
@@ -182,20 +163,21 @@ def share_sequences(
     samples. These are more than one where the model itself shares sequences: it is not one of
     transformers', or has a `DistributedAttention`.
     """
-    size = settings.sequence_parallel_size
+    given = settings.sequence_parallel_size
+    sizes = {"sequence_parallel_size": given} if given > 1 else {}
     shares_itself = any(isinstance(module, DistributedAttention) for module in model.modules())
     if mesh_param is not None:
-        size = _size_in(mesh_param, settings)
+        sizes["the second number of mesh_param"] = _size_in(mesh_param)
         of_transformers = hasattr(getattr(model, "config", None), "get_text_config")
         shares_itself = shares_itself or not of_transformers
-    if mpu is not None and not hasattr(mpu, "get_sequence_parallel_world_size"):
-        _check_tensor_parallel(mpu, settings)
+    if hasattr(mpu, "get_sequence_parallel_world_size"):
+        sizes["that of the mpu"] = mpu.get_sequence_parallel_world_size()
     elif mpu is not None:
-        of_mpu = mpu.get_sequence_parallel_world_size()
-        if size not in (1, of_mpu):
-            message = f"is {size}, and the mpu's is {of_mpu}; delete it"
-            raise UsageError(f"sequence_parallel_size: {message}")
-        size = of_mpu
+        _check_tensor_parallel(mpu, settings)
+    size, *others = set(sizes.values()) or {1}
+    if others:
+        text = " and ".join(f"{name} is {size}" for name, size in sizes.items())
+        raise UsageError(f"{text}: give only one of them")
     detach(model)
     if size > 1:
         _warn_of_replicas()
@@ -222,9 +204,9 @@ def _check_tensor_parallel(mpu: Any, settings: Config) -> None:
         )
 
 
-def _size_in(mesh_param: Any, settings: Config) -> int:
+def _size_in(mesh_param: Any) -> int:
     """The number of ranks that share a sequence in DeepSpeed's `mesh_param`."""
-    ranks, given = world.get_world_size(), settings.sequence_parallel_size
+    ranks = world.get_world_size()
     try:
         data, size = map(int, mesh_param)
     except (TypeError, ValueError):
@@ -233,10 +215,6 @@ def _size_in(mesh_param: Any, settings: Config) -> int:
         raise UsageError(
             f"initialize: mesh_param is {mesh_param}; it must be (data, sequence), two numbers "
             f"whose product is the number of ranks, {ranks}"
-        )
-    if given not in (1, size):
-        raise UsageError(
-            f"sequence_parallel_size is {given}, and mesh_param {mesh_param}: delete one of them"
         )
     return size
 

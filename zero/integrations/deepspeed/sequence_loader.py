@@ -9,8 +9,8 @@ from typing import Any
 
 from accelerate.data_loader import DataLoaderShard
 
-from zero.integrations.deepspeed.sequence import sequence_group
-from zero.parallel.sequence import MicroBatches
+from zero.errors import UsageError
+from zero.parallel.sequence import MicroBatches, current_group
 
 
 class UlyssesSPDataLoaderAdapter(DataLoaderShard):
@@ -20,4 +20,7 @@ class UlyssesSPDataLoaderAdapter(DataLoaderShard):
     is. The arguments after the first have no effect: the group that was made last is used."""
 
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any):
-        super().__init__(MicroBatches(dl, sequence_group()), batch_size=None)
+        if (ranks := current_group()) is None:
+            call = "UlyssesSPAttentionHF.register_with_transformers"
+            raise UsageError(f"there is no sequence-parallel group: call {call}")
+        super().__init__(MicroBatches(dl, ranks), batch_size=None)

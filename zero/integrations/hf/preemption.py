@@ -33,21 +33,15 @@ class SaveOnSigterm(TrainerCallback):
         """Whether any rank has received SIGTERM; all ranks must call this."""
         return self.watch is not None and self.watch.seen()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, *_: Any, **others: Any) -> None:
         self.watch = SigtermWatch()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **others: Any) -> None:
         if self._seen():
             self._stopping = control.should_save = control.should_training_stop = True
             control.should_evaluate = False
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **others: Any) -> None:
         if not self._stopping:
             return
         wait_for_background_saves()
@@ -64,8 +58,6 @@ class SaveOnSigterm(TrainerCallback):
             )
         sys.exit(EXIT_CODE)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **others: Any) -> None:
         if self.watch is not None:
             self.watch.close()

@@ -9,7 +9,7 @@ file hides another `sitecustomize`, that one is run as well."""
 
 import os
 import sys
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 
 FOLDER = os.path.dirname(os.path.realpath(__file__))
 PARENT = FOLDER.rsplit(os.sep, 4)[0]  # of the package `zero`
@@ -21,9 +21,7 @@ class LazyFinder:
     When DeepSpeed is looked for, it has zero's own finder put before itself.
     """
 
-    def find_spec(
-        self, fullname: str, path: object = None, target: object = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname, path=None, target=None):
         if fullname == "zero":  # a checkout need not be in `sys.path`
             return with_recorder(PathFinder.find_spec(fullname, [PARENT]))
         if fullname == "deepspeed" and (facade := self._facade()):
