@@ -78,8 +78,8 @@ class OffloadOptimizerConfig(OffloadConfig):
               memory.
             - nvme: Gradients, fp32 master weights and optimizer state are kept in files in the
               folder `nvme_path`.
-        buffer_count: This number x `buffer_size` elements are in host memory before their update, and
-            until they are written.
+        buffer_count: This number x `buffer_size` elements are in host memory before their update,
+            and until they are written.
         max_in_cpu: Elements of its gradients that each process keeps in host memory instead of
             files. Not in DeepSpeed.
         pipeline_read: Read the next sub-groups while the current one is updated, and the first ones

@@ -37,8 +37,8 @@ class OptimizerShard:
             are computed on the compute device before the gradient leaves it.
         writes: the last update is complete when these are.
         handed_out: how often somebody has got the values, perhaps to change them.
-        new_weights: pieces of the updated weights that are still in host memory, by their start, for
-            the next all-gather.
+        new_weights: pieces of the updated weights that are still in host memory, by their start,
+            for the next all-gather.
     """
 
     def __init__(self, group: ParamGroup, tier: Tier, gradient_in_memory: bool = False):

@@ -11,10 +11,10 @@ a stream of its own: on the default one its copies would delay the forward's ker
 [Note: files] Tensors of a sub-group that are in a file are read into host buffers, updated there,
 and written back. While one sub-group is updated the next ones are read (`pipeline_read`) and the
 last ones are written (`pipeline_write`). After the last update the first ones are read for the
-next step, all but their gradients, so that the disk is busy during backward, too. Updated weights stay in host
-memory until the next all-gather has taken them. All this is limited by the bytes of the buffers.
-Weights that go from host memory to an accelerator are always copied while the next sub-group is
-updated."""
+next step, all but their gradients, so that the disk is busy during backward, too. Updated weights
+stay in host memory until the next all-gather has taken them. All this is limited by the bytes of
+the buffers. Weights that go from host memory to an accelerator are always copied while the next
+sub-group is updated."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def test_tokens_files_and_memory_of_ranks(tmp_path: Path):
     assert sum(each["links"]["network"] for each in records) == found["sent"] > 0
     assert record["links"]["network between machines"] == record["links"]["network"]
     assert record["links"]["host to device"] == record["links"]["device to host"] == 0
-    # Masters share memory with fp32 weights here, and gradients are in memory, so files have two moments.
+    # Masters share memory with fp32 weights here, and gradients are in memory: files have moments.
     shard = 4 * found["elements"] / 2
     assert min(record["links"][name] for name in ("disk read", "disk written")) > 2 * shard
     assert min(record["disk_bytes_per_second"][name] for name in ("read", "written")) > 0

@@ -363,6 +363,7 @@ def imitated(memory: Memory, rank: int, ranks: int, of_machine: int) -> Iterator
         substitutes = [
             *_substitutes_of_ranks(of_machine),
             *_substitutes_of_tensors(memory),
+            *_substitutes_of_experts(),
             *_substitutes_on_host(memory),
         ]
         modules = [module for key, module in sys.modules.items() if key.startswith("zero.")]
@@ -394,17 +395,7 @@ def _substitutes_of_ranks(of_machine: int) -> list[Substitute]:
             return [(platform.node(), each // of_machine) for each in range(control.world_size)]
         return [value] * control.world_size
 
-    def agree_evenly(
-        self: DispatchedExperts, chosen: torch.Tensor
-    ) -> tuple[list[int], list[int], torch.Tensor]:
-        """The tokens' values decide how many go to each rank. Here all get the same number."""
-        ranks = self.comm.shard_group.size
-        sizes = [len(chosen) // ranks + (rank < len(chosen) % ranks) for rank in range(ranks)]
-        received = [sizes[self.comm.shard_group.rank]] * ranks
-        return sizes, received, chosen.new_zeros(sum(received))
-
     return [
-        (DispatchedExperts, "agree", agree_evenly),
         (Communicator, "_new_group", lambda comm, groups, *_: new_group(comm, groups, "fake")),
         (Control, "exchange", exchange),
         (Channel, "_connect", lambda *_: None),
@@ -492,6 +483,37 @@ def _substitutes_of_tensors(memory: Memory) -> list[Substitute]:
         (functional, "scaled_dot_product_attention", attention),
         (optimizer, foreach.__name__, lambda: [*foreach(), META.type]),
     ]
+
+
+def _substitutes_of_experts() -> list[Substitute]:
+    """With expert parallelism, the tokens' values decide how many go to each rank. Here every rank
+    gets the same number.
+    """
+
+    def agree_evenly(
+        self: DispatchedExperts, chosen: torch.Tensor
+    ) -> tuple[list[int], list[int], torch.Tensor]:
+        ranks = self.comm.shard_group.size
+        sizes = [len(chosen) // ranks + (rank < len(chosen) % ranks) for rank in range(ranks)]
+        received = [sizes[self.comm.shard_group.rank]] * ranks
+        return sizes, received, chosen.new_zeros(sum(received))
+
+    own: list[Substitute] = [(DispatchedExperts, "agree", agree_evenly)]
+    try:
+        from transformers.distributed.expert_parallel import AllToAllEP
+    except ImportError:  # releases without it
+        return own
+    dispatch = AllToAllEP._dispatch_tokens
+
+    def dispatch_evenly(self: Any, hidden: torch.Tensor, index: torch.Tensor, *rest: Any) -> Any:
+        ranks = self.ep_mesh.size()
+        pairs = math.ceil(len(hidden) / self.tp_mesh.size()) * index.shape[-1]
+        sent = [pairs // ranks + (rank < pairs % ranks) for rank in range(ranks)]
+        sizes = sent, [sent[0]] * ranks
+        with mock.patch.object(torch.Tensor, "tolist", lambda _: sizes):
+            return dispatch(self, hidden, index, *rest)
+
+    return [*own, (AllToAllEP, "_dispatch_tokens", dispatch_evenly)]
 
 
 def _substitutes_on_host(memory: Memory) -> list[Substitute]:
