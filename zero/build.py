@@ -225,7 +225,9 @@ def warn_if_crowded(groups: Sequence[ParamGroup], limit: int) -> None:
         )
 
 
-def tell_time_of_files(groups: Sequence[ParamGroup], settings: Config, comm: Communicator) -> None:
+def tell_time_of_files(
+    groups: Sequence[ParamGroup], optimizer: ZeroOptimizer, settings: Config, comm: Communicator
+) -> None:
     """Log how long files take in a step, if they move much and take more than twice as long as host
     memory would. Every rank must call. Two moments are assumed, as Adam has them.
     """
@@ -237,7 +239,7 @@ def tell_time_of_files(groups: Sequence[ParamGroup], settings: Config, comm: Com
     uses = 2 * (settings.gradient_accumulation_steps or 1)  # in forward and backward
     nbytes, file = 0, None
     for group in groups:
-        shard = group.optimizer_shard
+        shard = optimizer.shards.get(group)
         if group.tier.holds_in_file(group.shard):
             is_written = shard is not None and not shard.shares_weights
             file, nbytes = group.tier.file, nbytes + group.shard.nbytes * (uses + is_written)

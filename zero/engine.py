@@ -188,7 +188,7 @@ class ZeroEngine(nn.Module):
             )
             self.optimizer.writes = writes
             writes.end_of_step()
-        build.tell_time_of_files(self.groups, settings, comm)
+            build.tell_time_of_files(self.groups, self.optimizer, settings, comm)
         if settings.checkpoint.async_save:
             self._saves = BackgroundSaves(self.comm, self.optimizer)
 

@@ -150,7 +150,7 @@ class ScratchFile:
         places = [self.empty(nbytes, torch.uint8) for _ in range(2)]
         hosts = [HostMemory().like(place).zero_() for place in places]
         moved, begin = 0, time.perf_counter()
-        while moved < 7 * nbytes and time.perf_counter() - begin < seconds:
+        while not moved or (moved < 7 * nbytes and time.perf_counter() - begin < seconds):
             transfers = [self.write(places[0], hosts[0])]
             transfers += [self.read(places[1], hosts[1])] if moved else []  # what was written
             for each in transfers:
