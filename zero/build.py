@@ -37,7 +37,7 @@ from zero.core.quantized_weights import (
 from zero.core.reduction import GradientReducer
 from zero.core.schedule import Residency, Schedule
 from zero.core.secondary_partition import SecondaryPartitionGroup
-from zero.core.sharded_param import cut_of, holders_of, local
+from zero.core.sharded_param import cut_of, holders_of, local, parts_of
 from zero.device import is_accelerator
 from zero.errors import UsageError
 from zero.model_checks import IN_FP16, STRICTLY, check_model, kept_in_fp32, refuse_doubles
@@ -164,7 +164,7 @@ def describe_parts(model: nn.Module) -> str:
     if not found:
         return ""
     name, first = next(iter(found.items()))
-    share, holders = first.numel() // local(first).numel(), holders_of(first)
+    share, holders = parts_of(first), holders_of(first)
     assert holders is not None
     numel, size = sum(local(param).numel() for param in found.values()), holders.world_size
     return (
@@ -188,7 +188,7 @@ def describe_quantized(model: nn.Module, settings: Config, ranks: int) -> str:
         own_buffers = dict(module.named_buffers(recurse=False))
         found = quantized_tensors(module, buffers)
         known = {tensor for each in found for tensor in (each.tensor, *each.aliases)}
-        nbytes = {each.tensor: local(each.tensor).nbytes for each in found}
+        nbytes = {each.tensor: local(each.tensor).nbytes * parts_of(each.tensor) for each in found}
         sharded |= nbytes
         in_fp32 += bool(found) and getattr(module, "compute_dtype", None) == torch.float32
         if packs_experts(module):

@@ -367,6 +367,34 @@ def test_refusals_name_the_key():
             assert part in text
 
 
+def refused_codes(rank: int, world_size: int) -> list[str]:
+    from zero.integrations.hf.quantized_experts import QuantizedExperts
+
+    def of_eight_bits(param: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(param.to(torch.float8_e4m3fn), requires_grad=False)
+
+    def in_four_bits(param: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(QuantizedExperts.of(param, "nf4", False), requires_grad=False)
+
+    messages, sizes = [], SIZES | {"intermediate_size": 1, "num_local_experts": 2}
+    for change in (of_eight_bits, in_four_bits):
+        model = MixtralForCausalLM(MixtralConfig(**sizes))
+        experts = model.model.layers[1].mlp.experts
+        experts.down_proj = change(experts.down_proj)
+        with pytest.raises(UsageError) as found:
+            start(model, configuration(world_size, 2))
+        messages.append(str(found.value))
+    return messages
+
+
+def test_codes_that_cannot_be_divided_are_named():
+    pytest.importorskip("bitsandbytes")
+    for of_eight_bits, in_four_bits in run_on(2, refused_codes):
+        name = "expert_parallel.autoep_size: 'model.layers.1.mlp.experts.down_proj' is quantized"
+        assert f"{name} (Parameter of torch.float8_e4m3fn)" in of_eight_bits
+        assert f"{name}, and weights of two of 2 parts share a scale" in in_four_bits
+
+
 # -- a rank that does not come
 
 
