@@ -1,13 +1,19 @@
-"""Experts that stay on their ranks: the Trainer, unmodified, beside one process."""
+"""Experts that stay on their ranks: the Trainer, unmodified, beside one process; under accelerate's
+launcher also TRL and an own loop, beside gathered experts.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import MixtralForCausalLM
 
-from tests.hf.trainer_runs import column, run_plain, run_unmodified
+from tests.hf.trainer_runs import SCRIPTS, column, run_plain, run_unmodified
+from tests.processes import REPOSITORY, run
 
 AUTO = (
     "train_batch_size",
@@ -76,3 +82,22 @@ def test_the_trainer_saves_the_whole_model(reports, name):
     model = MixtralForCausalLM.from_pretrained(reports[name]["folder"])
     for key, value in expected.items():
         assert (model.state_dict()[key] - value).abs().max() < 1e-5, key
+
+
+def test_accelerate_launch_trl_and_a_loop_have_the_losses_of_gathered_experts(tmp_path: Path):
+    pytest.importorskip("trl")
+    files = {size: tmp_path / f"{size}.json" for size in (1, 2)}
+    for size, file in files.items():
+        file.write_text(json.dumps(deepspeed(3, size)))
+    command = [
+        sys.executable, "-m", "zero", "run", "accelerate", "launch", "--use_deepspeed",
+        "--deepspeed_config_file", files[2], "--num_processes", 2, "--main_process_port", 0,
+        SCRIPTS / "experts.py", files[1], tmp_path,
+    ]  # fmt: skip
+    done = run([str(word) for word in command], timeout=280, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.count("mlp.experts.gate_up_proj' and 3 others on each rank") == 3
+    for name, (divided, gathered) in json.loads((tmp_path / "report.json").read_text()).items():
+        assert len(divided) == len(gathered) >= 3, name
+        for found, expected in zip(divided, gathered, strict=True):
+            assert found == pytest.approx(expected, rel=1e-6), name
