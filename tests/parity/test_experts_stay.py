@@ -15,6 +15,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -259,6 +260,72 @@ def test_checkpoints_resume_with_any_division(tmp_path):
             model = MixtralForCausalLM.from_pretrained(written)
             for name, value in curve.weights.items():
                 assert torch.equal(model.state_dict()[name], value), (folder, name)
+
+
+# -- adapters that are merged
+
+
+Weights = dict[str, torch.Tensor]
+
+
+def merged(rank: int, world_size: int, stage: int) -> dict[str, tuple[Weights, Weights]]:
+    """Weights in which adapters are merged, and what PEFT makes of the whole model."""
+    batch = {name: value[rank::world_size] for name, value in batches("llama", 1)[0].items()}
+    engine = start(build("lora"), configuration(world_size, 2, stage=stage))
+    model: Any = engine.module
+    engine.backward(engine(**batch).loss)
+    engine.step()
+    state, alone = engine._zero3_consolidated_16bit_state_dict(), build("lora")
+    everything = [state]
+    torch.distributed.broadcast_object_list(everything)
+    alone.load_state_dict(everything[0])
+    whole: Any = alone.merge_and_unload()
+    expected = {name: value.detach() for name, value in whole.named_parameters()}
+    found = {
+        "streamed": {k: v.clone() for k, v in zero.stream_weights(engine, merge_adapters=True)}
+    }
+
+    def shown() -> Weights:
+        inside = ((name, param.data) for name, param in model.named_parameters())
+        return {
+            name.removeprefix("base_model.model.").replace(".base_layer", ""): (
+                value.full_tensor() if isinstance(value, DTensor) else value.clone()
+            )
+            for name, value in inside
+            if "lora_" not in name
+        }
+
+    with torch.no_grad():
+        loss = engine(**batch).loss.item()
+        for name, context in (
+            ("read", zero.GatheredWhenRead(model)),
+            ("gathered", zero.GatheredParameters(model.parameters())),
+        ):
+            with context:
+                model.merge_adapter()
+                found[name] = shown()
+                model.unmerge_adapter()
+        assert engine(**batch).loss.item() == pytest.approx(loss, rel=1e-6)
+        with pytest.raises(UsageError, match="safe_merge=True"):
+            model.base_model.model.model.layers[0].mlp.experts.merge(safe_merge=True)
+        if stage < 3:
+            model.merge_adapter()
+            assert engine(**batch).loss.item() == pytest.approx(loss, rel=1e-6)
+            unloaded = model.merge_and_unload()
+            assert unloaded(**batch).loss.item() == pytest.approx(loss, rel=1e-6)
+            found["unloaded"] = shown()
+    engine.destroy()
+    return {name: (weights, expected) for name, weights in found.items()}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_merge_has_the_bits_of_one_in_the_whole_model(stage):
+    for found in run_on(2, merged, stage):
+        assert len(found) == (4 if stage < 3 else 3)
+        for kind, (weights, expected) in found.items():
+            assert weights.keys() == expected.keys(), kind
+            for name, value in expected.items():
+                assert torch.equal(weights[name], value), (kind, name)
 
 
 # -- what is sent

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -250,15 +250,43 @@ class CodesCut:
 def _send_tokens(
     module: Any, name: str, size: int, tokens: Communicator, adapters: list[Any]
 ) -> None:
-    module.num_experts //= size
+    module.num_experts = own = module.num_experts // size
+    first = tokens.shard_group.rank * own
     module.forward = DispatchedExperts(module, name, tokens, adapters)
     for wrapper in adapters:
-        wrapper.forward = partial(_run_base, wrapper)
+        wrapper.__class__ = _divided_class(type(wrapper))
+        wrapper.own_experts = slice(first, first + own)
 
 
-def _run_base(wrapper: Any, *args: Any) -> Any:
-    """The forward of a wrapper, whose adapter is added where the experts run."""
-    return wrapper.base_layer(*args)
+class _DividedWrapper:
+    """The first base class of PEFT's wrapper of a parameter of which this rank has a part, that of
+    `own_experts`.
+    """
+
+    def forward(self: Any, *args: Any) -> Any:
+        """The adapter is added where the experts run."""
+        return self.base_layer(*args)
+
+    def get_delta_weight(self: Any, adapter_name: str) -> torch.Tensor:
+        """What a merge adds to the part."""
+        whole: torch.Tensor = cast(Any, super()).get_delta_weight(adapter_name)
+        part, param = whole[self.own_experts], self.get_param()
+        if not isinstance(param, DTensor):
+            return part
+        return DTensor.from_local(part, param.device_mesh, param.placements, run_check=False)
+
+    def merge(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        if safe_merge:  # assigns to the `data` of a DTensor, which would change nothing
+            raise UsageError(
+                f"{KEY}: a merge into {self.parameter_name!r}, of which each rank has a part, does "
+                "not support safe_merge=True: leave it out"
+            )
+        cast(Any, super()).merge(adapter_names=adapter_names)
+
+
+@cache
+def _divided_class(plain: type) -> type:
+    return type(plain.__name__, (_DividedWrapper, plain), {})
 
 
 class DispatchedExperts:
@@ -351,13 +379,12 @@ class DispatchedExperts:
         with what adapters add."""
         own = dict(self.module._parameters)
         local = {k: p.to_local() if isinstance(p, DTensor) else p for k, p in own.items()}
-        first = self.comm.shard_group.rank * self.module.num_experts
-        part = slice(first, first + self.module.num_experts)
         for wrapper in self.adapters:
             names = [] if wrapper.disable_adapters or wrapper.merged else wrapper.active_adapters
             for name in filter(wrapper.lora_A.__contains__, names):
                 left, right, scale = wrapper.get_delta_factors(name)
                 weights = local[wrapper.parameter_name]
+                part = wrapper.own_experts
                 changed = torch.baddbmm(weights, left[part], right[part], alpha=scale)
                 local[wrapper.parameter_name] = changed
         self.module._parameters.update(local)
