@@ -115,9 +115,8 @@ def _merged(layers: Sequence[Any], param: nn.Parameter, value: torch.Tensor) -> 
     cut = cut_of(param)
     value = value if cut is None else cut.of(value)
     for other in base:
-        show(
-            other, value if other is param else torch.zeros_like(local(other), device=value.device)
-        )
+        zeros = torch.zeros_like(local(other), device=value.device)
+        show(other, value if other is param else zeros)
     try:
         for layer in layers:
             if not getattr(layer, "disable_adapters", False):
