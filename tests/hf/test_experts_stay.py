@@ -12,28 +12,16 @@ from typing import Any
 import pytest
 from transformers import MixtralForCausalLM
 
-from tests.hf.trainer_runs import SCRIPTS, column, run_plain, run_unmodified
+from tests.hf.trainer_runs import AUTO, SCRIPTS, TWO_EPOCHS, column, run_plain, run_unmodified
 from tests.processes import REPOSITORY, run
 
-AUTO = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-)
-# Two epochs of two steps, of two micro-batches; batches are shuffled.
-ARGUMENTS = {
-    "num_train_epochs": 2, "gradient_accumulation_steps": 2, "logging_steps": 1,
-    "max_grad_norm": 0.5,
-    "learning_rate": 1e-3, "save_strategy": "no",
-}  # fmt: skip
 CHECKPOINT = 2
 
 
 def deepspeed(stage: int, size: int) -> dict[str, Any]:
     zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
     experts = {"enabled": size > 1, "autoep_size": size}
-    return {**dict.fromkeys(AUTO, "auto"), "zero_optimization": zero, "expert_parallel": experts}
+    return {**AUTO, "zero_optimization": zero, "expert_parallel": experts}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +33,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
     def job(name: str, rows: int, **arguments: Any) -> dict[str, Any]:
         own = {"per_device_train_batch_size": rows, "output_dir": str(folder / name)}
-        return {"model": "mixtral", "arguments": ARGUMENTS | own | arguments, "save": True}
+        return {"model": "mixtral", "arguments": TWO_EPOCHS | own | arguments, "save": True}
 
     saving = {"save_strategy": "steps", "save_steps": CHECKPOINT}
     jobs = {

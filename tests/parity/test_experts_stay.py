@@ -27,20 +27,20 @@ from transformers import (
     MixtralForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 import zero
 from tests.dist.training import Curve, ds_config, relative, together, train_zero
-from tests.parity.models import ROWS, batches
-from tests.parity.test_expert_parallel import (
+from tests.parity.models import (
     CLIP,
     INNER,
+    MIXTURE,
     NOTHING_PERSISTS,
-    SIZES,
+    ROWS,
     WIDTH,
+    batches,
     in_float64,
+    mixture,
     start,
 )
 from tests.processes import run_on
@@ -59,37 +59,26 @@ SLICES = {"batch_slices": 3}
 
 
 def build(name: str) -> nn.Module:
-    """A small model. In "one-sided" all tokens choose the same two experts, so that some ranks get
-    no tokens, and most experts have none.
-    """
     torch.manual_seed(7)
-    if name == "qwen3":  # the second layer has no experts
-        experts = {"moe_intermediate_size": INNER, "num_experts": EXPERTS, "mlp_only_layers": [1]}
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(intermediate_size=32, **experts, **SIZES)).train()
     if name == "olmoe":
         experts = {"intermediate_size": INNER, "num_experts": EXPERTS}
-        return OlmoeForCausalLM(OlmoeConfig(**SIZES | experts | {"head_dim": 6})).train()
+        return OlmoeForCausalLM(OlmoeConfig(**MIXTURE | experts | {"head_dim": 6})).train()
     if name == "gpt-oss":
         experts = {"intermediate_size": INNER, "num_local_experts": EXPERTS}
-        return GptOssForCausalLM(GptOssConfig(**experts, **SIZES)).train()
+        return GptOssForCausalLM(GptOssConfig(**experts, **MIXTURE)).train()
     if name == "deepseek":
         experts = {"moe_intermediate_size": INNER, "n_routed_experts": EXPERTS, "n_group": 2}
         ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
-        sizes = SIZES | ranks | {"v_head_dim": 8, "num_key_value_heads": 4, "head_dim": 4}
+        sizes = MIXTURE | ranks | {"v_head_dim": 8, "num_key_value_heads": 4, "head_dim": 4}
         config = DeepseekV3Config(
             intermediate_size=32, first_k_dense_replace=1, topk_group=1, **experts, **sizes
         )
         return DeepseekV3ForCausalLM(config).train()
-    model = MixtralForCausalLM(
-        MixtralConfig(intermediate_size=INNER, num_local_experts=EXPERTS, **SIZES)
-    ).train()
-    if name == "one-sided":
-        for layer in model.model.layers:
-            nn.init.zeros_(layer.mlp.gate.weight).requires_grad_(False)
     if name == "lora":
         names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        model = mixture("mixtral", EXPERTS)
         return adapted(model, *names, init_lora_weights=False, lora_alpha=64)
-    return model
+    return mixture(name, EXPERTS)
 
 
 def adapted(model: nn.Module, *parameters: str, **keys: Any) -> nn.Module:
@@ -384,7 +373,7 @@ def refused(rank: int, world_size: int) -> list[str]:
     divided = build("mixtral")
     start(divided, configuration(world_size, 2)).destroy()
     llama = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=8))
-    odd = MixtralForCausalLM(MixtralConfig(intermediate_size=INNER, num_local_experts=5, **SIZES))
+    odd = MixtralForCausalLM(MixtralConfig(intermediate_size=INNER, num_local_experts=5, **MIXTURE))
     zero_keys: list[dict[str, Any]] = [
         {"stage": 3, "mics_shard_size": 1},
         {"zero_quantized_weights": True},
@@ -443,7 +432,7 @@ def refused_codes(rank: int, world_size: int) -> list[str]:
     def in_four_bits(param: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(QuantizedExperts.of(param, "nf4", False), requires_grad=False)
 
-    messages, sizes = [], SIZES | {"intermediate_size": 1, "num_local_experts": 2}
+    messages, sizes = [], MIXTURE | {"intermediate_size": 1, "num_local_experts": 2}
     for change in (of_eight_bits, in_four_bits):
         model = MixtralForCausalLM(MixtralConfig(**sizes))
         experts = model.model.layers[1].mlp.experts
