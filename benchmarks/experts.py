@@ -2,6 +2,7 @@
 tokens travel to them (`docs/mixtures-of-experts.md`).
 
     python -m benchmarks.experts
+    python -m benchmarks.experts --processes 2 --rounds 1
     python -m benchmarks.experts --deepspeed-python ../venv-deepspeed/bin/python --rate 400mbit
 
 A small Mixtral trains at stage 3, by zero and, if its interpreter is named, by DeepSpeed. "zero 2":
@@ -80,6 +81,7 @@ def main() -> None:
     parser = runner.Parser(__doc__)
     parser.add_argument("--rate", default="800mbit", help="of the network, as tc has it")
     parser.add_argument("--rounds", type=count, default=3)
+    parser.add_argument("--processes", type=count, nargs="+", default=[2, 4])
     parser.add_deepspeed()
     parser.add_output()
     args = parser.parse_args()
@@ -89,7 +91,8 @@ def main() -> None:
         os.execvp("unshare", ["unshare", "-rn", "sh", "-c", LIMITED, args.rate, *command])
     packages = ["zero"] + ["deepspeed"] * bool(args.deepspeed_python)
     tables, missing, rows = [], {}, {}
-    for nproc, sizes in {2: (1, 2), 4: (1, 2, 4)}.items():
+    for nproc in args.processes:
+        sizes = [size for size in (1, 2, 4, 8) if nproc % size == 0]
         variants = [f"{package} {size}" for package in packages for size in sizes]
         rounds, failed = runner.take_turns(variants, args.rounds, partial(run, nproc, args))
         _, rows[nproc] = runner.summary(rounds, variants, failed, {"loss diff": 1e-4}, KEYS)

@@ -18,7 +18,15 @@ from torch import nn
 from zero.checkpoint.export import Weights
 from zero.core.param_group import ParamGroup, owning_group, unsharded
 from zero.core.quantized_weights import is_quantized, public_attributes
-from zero.core.sharded_param import ReadHook, ShardedParameter, hide, placeholder, show
+from zero.core.sharded_param import (
+    ReadHook,
+    ShardedParameter,
+    cut_of,
+    hide,
+    local,
+    placeholder,
+    show,
+)
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
 from zero.gathered_parameters import GatheredParameters
@@ -101,9 +109,14 @@ def _merged(layers: Sequence[Any], param: nn.Parameter, value: torch.Tensor) -> 
     merged into `param` by way of them.
     """
     base = list(dict.fromkeys(p for layer in layers for p in layer.get_base_layer().parameters()))
-    former = {other: None if isinstance(other, ShardedParameter) else other.data for other in base}
+    former = {
+        other: None if isinstance(other, ShardedParameter) else local(other).data for other in base
+    }
+    cut = cut_of(param)
+    value = value if cut is None else cut.of(value)
     for other in base:
-        show(other, value if other is param else torch.zeros_like(other, device=value.device))
+        zeros = torch.zeros_like(local(other), device=value.device)
+        show(other, value if other is param else zeros)
     try:
         for layer in layers:
             if not getattr(layer, "disable_adapters", False):
@@ -115,13 +128,14 @@ def _merged(layers: Sequence[Any], param: nn.Parameter, value: torch.Tensor) -> 
                         f"PEFT's {type(layer).__name__} replaces a layer when it merges: load the "
                         "whole model, and merge the adapter with merge_and_unload"
                     )
-        return param.data
+        merged = local(param).data
+        return merged if cut is None else cut.gather(merged)
     finally:
         for other, data in former.items():
             if data is None:
-                hide(other, placeholder(other.shape, other.dtype, value.device))
+                hide(other, placeholder(local(other).shape, other.dtype, value.device))
             else:
-                other.data = data
+                show(other, data)
 
 
 @contextmanager

@@ -1,33 +1,27 @@
-"""Experts that stay on their ranks: the Trainer, unmodified, beside one process."""
+"""Experts that stay on their ranks: the Trainer, unmodified, beside one process; under accelerate's
+launcher also TRL and an own loop, beside gathered experts.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import MixtralForCausalLM
 
-from tests.hf.trainer_runs import column, run_plain, run_unmodified
+from tests.hf.trainer_runs import AUTO, SCRIPTS, TWO_EPOCHS, column, run_plain, run_unmodified
+from tests.processes import REPOSITORY, run
 
-AUTO = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-)
-# Two epochs of two steps, of two micro-batches; batches are shuffled.
-ARGUMENTS = {
-    "num_train_epochs": 2, "gradient_accumulation_steps": 2, "logging_steps": 1,
-    "max_grad_norm": 0.5,
-    "learning_rate": 1e-3, "save_strategy": "no",
-}  # fmt: skip
 CHECKPOINT = 2
 
 
 def deepspeed(stage: int, size: int) -> dict[str, Any]:
     zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
     experts = {"enabled": size > 1, "autoep_size": size}
-    return {**dict.fromkeys(AUTO, "auto"), "zero_optimization": zero, "expert_parallel": experts}
+    return {**AUTO, "zero_optimization": zero, "expert_parallel": experts}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +33,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
     def job(name: str, rows: int, **arguments: Any) -> dict[str, Any]:
         own = {"per_device_train_batch_size": rows, "output_dir": str(folder / name)}
-        return {"model": "mixtral", "arguments": ARGUMENTS | own | arguments, "save": True}
+        return {"model": "mixtral", "arguments": TWO_EPOCHS | own | arguments, "save": True}
 
     saving = {"save_strategy": "steps", "save_steps": CHECKPOINT}
     jobs = {
@@ -76,3 +70,22 @@ def test_the_trainer_saves_the_whole_model(reports, name):
     model = MixtralForCausalLM.from_pretrained(reports[name]["folder"])
     for key, value in expected.items():
         assert (model.state_dict()[key] - value).abs().max() < 1e-5, key
+
+
+def test_accelerate_launch_trl_and_a_loop_have_the_losses_of_gathered_experts(tmp_path: Path):
+    pytest.importorskip("trl")
+    files = {size: tmp_path / f"{size}.json" for size in (1, 2)}
+    for size, file in files.items():
+        file.write_text(json.dumps(deepspeed(3, size)))
+    command = [
+        sys.executable, "-m", "zero", "run", "accelerate", "launch", "--use_deepspeed",
+        "--deepspeed_config_file", files[2], "--num_processes", 2, "--main_process_port", 0,
+        SCRIPTS / "experts.py", files[1], tmp_path,
+    ]  # fmt: skip
+    done = run([str(word) for word in command], timeout=280, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.count("mlp.experts.gate_up_proj' and 3 others on each rank") == 3
+    for name, (divided, gathered) in json.loads((tmp_path / "report.json").read_text()).items():
+        assert len(divided) == len(gathered) >= 3, name
+        for found, expected in zip(divided, gathered, strict=True):
+            assert found == pytest.approx(expected, rel=1e-6), name

@@ -51,6 +51,14 @@ def test_losses_are_those_of_a_model_that_was_loaded_whole(
         assert len(report[kind]["whole"]["losses"]) == 3
 
 
+def test_experts_that_were_sharded_can_be_divided(reports: list[dict[str, Any]]) -> None:
+    pytest.importorskip("transformers.distributed.expert_parallel")
+    for report in reports:
+        expected = report["NF4 experts"]["sharded"]["losses"]
+        for found, values in zip(report["NF4 experts"]["divided"], expected, strict=True):
+            assert found == pytest.approx(values, rel=1e-6)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_scripts_see_no_difference_before_training(
     reports: list[dict[str, Any]], kind: str

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.compatibility.__main__ import SCRIPTS, command, find, read_log, write_inputs
-from tests.hf.trainer_runs import column, run_plain, run_unmodified
+from tests.hf.trainer_runs import AUTO, column, run_plain, run_unmodified
 from tests.processes import fork_ranks
 from tests.releases import needs
 
@@ -19,13 +19,7 @@ pytestmark = [
     needs("transformers", "5.6", "zero's sequence parallelism needs it"),
 ]
 
-AUTO = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-)
-DEEPSPEED = {**dict.fromkeys(AUTO, "auto"), "zero_optimization": {"stage": 3}}
+DEEPSPEED = {**AUTO, "zero_optimization": {"stage": 3}}
 # Two epochs of four steps, of two micro-batches of two samples; batches are shuffled.
 ARGUMENTS = {
     "num_train_epochs": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,

@@ -11,28 +11,16 @@ import pytest
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from tests.hf.trainer_runs import column, run_plain, run_unmodified
+from tests.hf.trainer_runs import AUTO, TWO_EPOCHS, column, run_plain, run_unmodified
 from tests.releases import needs
 
 pytestmark = needs("transformers", "5.23", "it does not shard a model that exists by its plan")
 
-AUTO = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-)
 DEEPSPEED = {
-    **dict.fromkeys(AUTO, "auto"),
+    **AUTO,
     "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
     "tensor_parallel": {"autotp_size": 2},
 }
-# Two epochs of two steps, of two micro-batches; batches are shuffled.
-ARGUMENTS = {
-    "num_train_epochs": 2, "gradient_accumulation_steps": 2, "logging_steps": 1,
-    "max_grad_norm": 0.5,
-    "learning_rate": 1e-3, "save_strategy": "no",
-}  # fmt: skip
 CHECKPOINT = 2
 
 
@@ -42,13 +30,13 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     accelerate's mesh.
     """
     folder = tmp_path_factory.mktemp("tensor")
-    of_plain = ARGUMENTS | {
+    of_plain = TWO_EPOCHS | {
         "per_device_train_batch_size": 4,
         "use_cpu": True,
         "output_dir": str(folder / "one"),
     }
     plain = run_plain([{"model": "llama", "arguments": of_plain, "save": True}], folder / "plain")
-    of_ranks = ARGUMENTS | {"per_device_train_batch_size": 2, "deepspeed": DEEPSPEED}
+    of_ranks = TWO_EPOCHS | {"per_device_train_batch_size": 2, "deepspeed": DEEPSPEED}
     saving = {
         "output_dir": str(folder / "saved"),
         "save_strategy": "steps",
@@ -60,7 +48,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "arguments": dict(of_ranks),
         "resume": str(folder / "saved" / f"checkpoint-{CHECKPOINT}"),
     }
-    stage2 = {**dict.fromkeys(AUTO, "auto"), "zero_optimization": {"stage": 2}}
+    stage2 = {**AUTO, "zero_optimization": {"stage": 2}}
     second = {"output_dir": str(folder / "second"), "deepspeed": stage2}
     jobs = [
         first,

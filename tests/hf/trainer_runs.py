@@ -13,6 +13,21 @@ from tests.processes import REPOSITORY, fork_ranks, run
 SCRIPTS = Path(__file__).parent / "scripts"
 SHIPPED_CONFIG = REPOSITORY / "configs" / "ds_config_zero3.json"
 TIMEOUT = 240.0
+# What the Trainer fills in.
+AUTO = dict.fromkeys(
+    (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    ),
+    "auto",
+)
+# Two epochs of two steps, of two micro-batches; batches are shuffled.
+TWO_EPOCHS = {
+    "num_train_epochs": 2, "gradient_accumulation_steps": 2, "logging_steps": 1,
+    "max_grad_norm": 0.5, "learning_rate": 1e-3, "save_strategy": "no",
+}  # fmt: skip
 
 Job = dict[str, Any]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import (
@@ -13,9 +15,15 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
+
+import zero
+from tests.dist import training
+from tests.dist.training import Batch, Curve, train_plain
 
 VOCABULARY = 97
 # Divisible by 1, 2, 3 and 4 ranks.
@@ -92,3 +100,43 @@ def batches(name: str, steps: int) -> list[dict[str, torch.Tensor]]:
         )
         made.append({"input_ids": ids, "labels": labels})
     return made
+
+
+# -- mixtures whose experts are divided over ranks
+
+CLIP, WIDTH, INNER = 0.2, 24, 16
+MIXTURE = {
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "head_dim": 8,
+    "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 16,
+    "initializer_range": 0.06,
+    "loss_type": "ForCausalLM",
+}  # fmt: skip
+NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+
+
+def mixture(name: str, experts: int) -> nn.Module:
+    """A small model. In "one-sided" all tokens choose the same two experts, so that some ranks get
+    no tokens, and most experts have none.
+    """
+    torch.manual_seed(7)
+    if name == "qwen3":  # the second layer has no experts
+        sizes = {"moe_intermediate_size": INNER, "num_experts": experts, "mlp_only_layers": [1]}
+        config = Qwen3MoeConfig(intermediate_size=32, **sizes, **MIXTURE)
+        return Qwen3MoeForCausalLM(config).train()
+    config = MixtralConfig(intermediate_size=INNER, num_local_experts=experts, **MIXTURE)
+    model = MixtralForCausalLM(config).train()
+    if name == "one-sided":
+        for layer in model.model.layers:
+            nn.init.zeros_(layer.mlp.gate.weight).requires_grad_(False)
+    return model
+
+
+def start(model: nn.Module, config: dict[str, Any]) -> zero.ZeroEngine:
+    return training.start(model, config)[0]
+
+
+def in_float64(model: nn.Module, batches: list[Batch]) -> Curve:
+    """Train in plain torch. In fp32, norms of these models alone are rounded by up to 1.1e-6."""
+    model.double().set_experts_implementation("eager")
+    return train_plain(model, batches, CLIP)

@@ -1,7 +1,6 @@
 """Expert parallelism against plain torch in one process on the same global batches.
 
-Plain torch computes in float64 here: in fp32, the norms of these models alone are rounded by up to
-1.1e-6."""
+Plain torch computes in float64 here (see `tests.parity.models.in_float64`)."""
 
 from __future__ import annotations
 
@@ -18,8 +17,6 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 from transformers.distributed import DistributedConfig
 
@@ -27,16 +24,23 @@ import zero
 from tests.dist.training import (
     Batch,
     Curve,
-    adamw,
     ds_config,
-    one_group,
     relative,
     together,
-    train_plain,
     train_zero,
-    trainable,
 )
-from tests.parity.models import ROWS, VOCABULARY, batches
+from tests.parity.models import (
+    CLIP,
+    INNER,
+    MIXTURE,
+    NOTHING_PERSISTS,
+    ROWS,
+    WIDTH,
+    batches,
+    in_float64,
+    mixture,
+    start,
+)
 from tests.processes import run_on
 from zero.checkpoint.models import consolidate
 from zero.errors import UsageError
@@ -46,34 +50,11 @@ pytest.importorskip(
     "transformers.distributed.expert_parallel", reason="transformers has it since 5.22"
 )
 
-STEPS, ACCUMULATION, CLIP = 3, 3, 0.2
-EXPERTS, WIDTH, INNER = 6, 24, 16
-SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "head_dim": 8,
-    "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 16,
-    "initializer_range": 0.06,
-    "loss_type": "ForCausalLM",
-}  # fmt: skip
-NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+STEPS, ACCUMULATION, EXPERTS = 3, 3, 6
 
 
 def build(name: str) -> nn.Module:
-    """A small model.
-
-    In "one-sided" all tokens choose the same two experts, so that some ranks have no work.
-    """
-    torch.manual_seed(7)
-    if name == "qwen3":  # the second layer has no experts
-        experts = {"moe_intermediate_size": INNER, "num_experts": EXPERTS, "mlp_only_layers": [1]}
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(intermediate_size=32, **experts, **SIZES)).train()
-    model = MixtralForCausalLM(
-        MixtralConfig(intermediate_size=INNER, num_local_experts=EXPERTS, **SIZES)
-    ).train()
-    if name == "one-sided":
-        for layer in model.model.layers:
-            nn.init.zeros_(layer.mlp.gate.weight).requires_grad_(False)
-    return model
+    return mixture(name, EXPERTS)
 
 
 def data() -> list[Batch]:
@@ -89,12 +70,6 @@ def configuration(world_size: int, tp: int = 2, **keys: Any) -> dict[str, Any]:
     }
 
 
-def start(model: nn.Module, config: dict[str, Any]) -> zero.ZeroEngine:
-    return zero.initialize(
-        model=model, optimizer=adamw(one_group(trainable(model))), config=config
-    )[0]
-
-
 @cache
 def plain(name: str) -> Curve:
     return run_on(1, _plain, name)[0]
@@ -102,11 +77,6 @@ def plain(name: str) -> Curve:
 
 def _plain(rank: int, world_size: int, name: str) -> Curve:
     return in_float64(build(name), data())
-
-
-def in_float64(model: nn.Module, batches: list[Batch]) -> Curve:
-    model.double().set_experts_implementation("eager")
-    return train_plain(model, batches, CLIP)
 
 
 def trained(rank: int, world_size: int, cases: list[tuple[str, str, int, dict]]) -> list[Curve]:
@@ -266,7 +236,7 @@ def refused(rank: int, world_size: int, folder: str) -> list[str]:
     llama = LlamaForCausalLM(
         LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, **heads)
     )
-    odd = MixtralForCausalLM(MixtralConfig(intermediate_size=INNER, num_local_experts=5, **SIZES))
+    odd = MixtralForCausalLM(MixtralConfig(intermediate_size=INNER, num_local_experts=5, **MIXTURE))
     in_parts = tp_model_init(build("mixtral"), 2)
     over_data = {"fsdp_size": 2, "ep_size": 2}
     if rank == 0:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -26,20 +27,20 @@ from transformers import (
     MixtralForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 import zero
 from tests.dist.training import Curve, ds_config, relative, together, train_zero
-from tests.parity.models import ROWS, batches
-from tests.parity.test_expert_parallel import (
+from tests.parity.models import (
     CLIP,
     INNER,
+    MIXTURE,
     NOTHING_PERSISTS,
-    SIZES,
+    ROWS,
     WIDTH,
+    batches,
     in_float64,
+    mixture,
     start,
 )
 from tests.processes import run_on
@@ -58,37 +59,26 @@ SLICES = {"batch_slices": 3}
 
 
 def build(name: str) -> nn.Module:
-    """A small model. In "one-sided" all tokens choose the same two experts, so that some ranks get
-    no tokens, and most experts have none.
-    """
     torch.manual_seed(7)
-    if name == "qwen3":  # the second layer has no experts
-        experts = {"moe_intermediate_size": INNER, "num_experts": EXPERTS, "mlp_only_layers": [1]}
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(intermediate_size=32, **experts, **SIZES)).train()
     if name == "olmoe":
         experts = {"intermediate_size": INNER, "num_experts": EXPERTS}
-        return OlmoeForCausalLM(OlmoeConfig(**SIZES | experts | {"head_dim": 6})).train()
+        return OlmoeForCausalLM(OlmoeConfig(**MIXTURE | experts | {"head_dim": 6})).train()
     if name == "gpt-oss":
         experts = {"intermediate_size": INNER, "num_local_experts": EXPERTS}
-        return GptOssForCausalLM(GptOssConfig(**experts, **SIZES)).train()
+        return GptOssForCausalLM(GptOssConfig(**experts, **MIXTURE)).train()
     if name == "deepseek":
         experts = {"moe_intermediate_size": INNER, "n_routed_experts": EXPERTS, "n_group": 2}
         ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
-        sizes = SIZES | ranks | {"v_head_dim": 8, "num_key_value_heads": 4, "head_dim": 4}
+        sizes = MIXTURE | ranks | {"v_head_dim": 8, "num_key_value_heads": 4, "head_dim": 4}
         config = DeepseekV3Config(
             intermediate_size=32, first_k_dense_replace=1, topk_group=1, **experts, **sizes
         )
         return DeepseekV3ForCausalLM(config).train()
-    model = MixtralForCausalLM(
-        MixtralConfig(intermediate_size=INNER, num_local_experts=EXPERTS, **SIZES)
-    ).train()
-    if name == "one-sided":
-        for layer in model.model.layers:
-            nn.init.zeros_(layer.mlp.gate.weight).requires_grad_(False)
     if name == "lora":
         names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        model = mixture("mixtral", EXPERTS)
         return adapted(model, *names, init_lora_weights=False, lora_alpha=64)
-    return model
+    return mixture(name, EXPERTS)
 
 
 def adapted(model: nn.Module, *parameters: str, **keys: Any) -> nn.Module:
@@ -261,6 +251,72 @@ def test_checkpoints_resume_with_any_division(tmp_path):
                 assert torch.equal(model.state_dict()[name], value), (folder, name)
 
 
+# -- adapters that are merged
+
+
+Weights = dict[str, torch.Tensor]
+
+
+def merged(rank: int, world_size: int, stage: int) -> dict[str, tuple[Weights, Weights]]:
+    """Weights in which adapters are merged, and what PEFT makes of the whole model."""
+    batch = {name: value[rank::world_size] for name, value in batches("llama", 1)[0].items()}
+    engine = start(build("lora"), configuration(world_size, 2, stage=stage))
+    model: Any = engine.module
+    engine.backward(engine(**batch).loss)
+    engine.step()
+    state, alone = engine._zero3_consolidated_16bit_state_dict(), build("lora")
+    everything = [state]
+    torch.distributed.broadcast_object_list(everything)
+    alone.load_state_dict(everything[0])
+    whole: Any = alone.merge_and_unload()
+    expected = {name: value.detach() for name, value in whole.named_parameters()}
+    found = {
+        "streamed": {k: v.clone() for k, v in zero.stream_weights(engine, merge_adapters=True)}
+    }
+
+    def shown() -> Weights:
+        inside = ((name, param.data) for name, param in model.named_parameters())
+        return {
+            name.removeprefix("base_model.model.").replace(".base_layer", ""): (
+                value.full_tensor() if isinstance(value, DTensor) else value.clone()
+            )
+            for name, value in inside
+            if "lora_" not in name
+        }
+
+    with torch.no_grad():
+        loss = engine(**batch).loss.item()
+        for name, context in (
+            ("read", zero.GatheredWhenRead(model)),
+            ("gathered", zero.GatheredParameters(model.parameters())),
+        ):
+            with context:
+                model.merge_adapter()
+                found[name] = shown()
+                model.unmerge_adapter()
+        assert engine(**batch).loss.item() == pytest.approx(loss, rel=1e-6)
+        with pytest.raises(UsageError, match="safe_merge=True"):
+            model.base_model.model.model.layers[0].mlp.experts.merge(safe_merge=True)
+        if stage < 3:
+            model.merge_adapter()
+            assert engine(**batch).loss.item() == pytest.approx(loss, rel=1e-6)
+            unloaded = model.merge_and_unload()
+            assert unloaded(**batch).loss.item() == pytest.approx(loss, rel=1e-6)
+            found["unloaded"] = shown()
+    engine.destroy()
+    return {name: (weights, expected) for name, weights in found.items()}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_merge_has_the_bits_of_one_in_the_whole_model(stage):
+    for found in run_on(2, merged, stage):
+        assert len(found) == (4 if stage < 3 else 3)
+        for kind, (weights, expected) in found.items():
+            assert weights.keys() == expected.keys(), kind
+            for name, value in expected.items():
+                assert torch.equal(weights[name], value), (kind, name)
+
+
 # -- what is sent
 
 
@@ -317,7 +373,7 @@ def refused(rank: int, world_size: int) -> list[str]:
     divided = build("mixtral")
     start(divided, configuration(world_size, 2)).destroy()
     llama = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=8))
-    odd = MixtralForCausalLM(MixtralConfig(intermediate_size=INNER, num_local_experts=5, **SIZES))
+    odd = MixtralForCausalLM(MixtralConfig(intermediate_size=INNER, num_local_experts=5, **MIXTURE))
     zero_keys: list[dict[str, Any]] = [
         {"stage": 3, "mics_shard_size": 1},
         {"zero_quantized_weights": True},
@@ -365,6 +421,34 @@ def test_refusals_name_the_key():
     for found in run_on(2, refused):
         for text, part in zip(found, expected, strict=True):
             assert part in text
+
+
+def refused_codes(rank: int, world_size: int) -> list[str]:
+    from zero.integrations.hf.quantized_experts import QuantizedExperts
+
+    def of_eight_bits(param: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(param.to(torch.float8_e4m3fn), requires_grad=False)
+
+    def in_four_bits(param: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(QuantizedExperts.of(param, "nf4", False), requires_grad=False)
+
+    messages, sizes = [], MIXTURE | {"intermediate_size": 1, "num_local_experts": 2}
+    for change in (of_eight_bits, in_four_bits):
+        model = MixtralForCausalLM(MixtralConfig(**sizes))
+        experts = model.model.layers[1].mlp.experts
+        experts.down_proj = change(experts.down_proj)
+        with pytest.raises(UsageError) as found:
+            start(model, configuration(world_size, 2))
+        messages.append(str(found.value))
+    return messages
+
+
+def test_codes_that_cannot_be_divided_are_named():
+    pytest.importorskip("bitsandbytes")
+    for of_eight_bits, in_four_bits in run_on(2, refused_codes):
+        name = "expert_parallel.autoep_size: 'model.layers.1.mlp.experts.down_proj' is quantized"
+        assert f"{name} (Parameter of torch.float8_e4m3fn)" in of_eight_bits
+        assert f"{name}, and weights of two of 2 parts share a scale" in in_four_bits
 
 
 # -- a rank that does not come

@@ -260,7 +260,7 @@ def plan_groups(
             continue
         is_wide = param in in_fp32
         traits = (param.dtype, param.requires_grad, is_wide, holders_of(param))
-        traits = ("packed",) if is_packed else traits
+        traits = ("packed", holders_of(param)) if is_packed else traits
         homes = {block_of.get(module) for module in owned_by}
         home = next(iter(homes)) if len(homes) == 1 else None
         if param in prompts or (

@@ -81,6 +81,12 @@ def holders_of(param: torch.Tensor) -> Communicator | None:
     return None if cut is None else cut.holders
 
 
+def parts_of(param: torch.Tensor) -> int:
+    """Into how many parts `param` is split over ranks."""
+    cut = cut_of(param)
+    return 1 if cut is None else cut.described[-1]
+
+
 def is_copy(param: torch.Tensor) -> bool:
     """Whether another rank of the model group has the same parameter, and counts and saves it."""
     return getattr(param, "_zero_is_copy", False)

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -27,8 +28,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from zero.comm.communicator import Communicator
 from zero.config import Config
-from zero.core.quantized_weights import is_quantized
-from zero.core.sharded_param import holders_of, local
+from zero.core.quantized_weights import is_quantized, reachable
+from zero.core.sharded_param import holders_of, parts_of
 from zero.errors import UsageError
 from zero.parallel.tensor import make_mesh, plan_of_experts, prepare_parameter, take_steps
 from zero.slicing.blocks import Agree
@@ -58,7 +59,7 @@ def refuse_others(settings: Config, ranks: int) -> None:
 def size_of(model: nn.Module) -> int:
     """Over how many ranks `divide` has divided the experts of a model; 1: it has not."""
     found = (param for param in model.parameters() if holders_of(param) is not None)
-    return max((param.numel() // local(param).numel() for param in found), default=1)
+    return max(map(parts_of, found), default=1)
 
 
 def agree_on_slices(model: nn.Module, comm: Communicator) -> Agree | None:
@@ -82,9 +83,9 @@ def divide(
     """Leave each rank its part of the experts, with rank 0's values, for an engine that computes in
     `dtype` (None: their own dtypes). Returns the new parameters, by the ones that they replace.
 
-    Raises UsageError for a model without a plan, for experts that are quantized or have adapters
-    other than LoRA of their weights, and if `size` does not divide their number or that of the
-    ranks. All ranks must call it."""
+    Raises UsageError for a model without a plan, for experts that are quantized otherwise than by
+    `zero.hf.quantize_experts` or have adapters other than LoRA of their weights, and if `size` does
+    not divide their number or that of the ranks. All ranks must call it."""
     if (earlier := size_of(model)) > 1:
         if earlier == size:
             return {}
@@ -102,16 +103,17 @@ def divide(
                     f"{KEY}: {kind}'s ep_plan has the style {style!r} for {name!r}, which needs "
                     f"tensor parallelism: set tensor_parallel.autotp_size to {size}"
                 )
-            _refuse_changed(planned, name, style)
+            _refuse_changed(planned, name, style, size)
         steps = [
-            (name, _step(planned, name, style, mesh, tokens, adapters))
+            (name, _step(planned, name, style, mesh, tokens, holders, adapters))
             for name, style in plan.items()
         ]
         found = take_steps(planned, steps)
     names = {param: name for name, param in model.named_parameters()}
     param: Any
     for param in found.values():
-        prepare_parameter(names[param], param, comm.device, dtype, holders)
+        if holders_of(param) is None:
+            prepare_parameter(names[param], param, comm.device, dtype, holders)
     return found
 
 
@@ -151,12 +153,22 @@ def _planned(model: nn.Module) -> Any:
     return next((each for each in model.modules() if isinstance(each, PreTrainedModel)), model)
 
 
-def _refuse_changed(planned: Any, name: str, style: str) -> None:
+def _refuse_changed(planned: Any, name: str, style: str, size: int) -> None:
     """Raise UsageError for experts that are not as transformers made them."""
     if style == _OF_PARAMETERS:
         param = planned.get_parameter(name)
-        if is_quantized(param) or not param.is_floating_point():
-            raise UsageError(f"{KEY}: {name!r} is quantized, which is not supported: delete it")
+        if not (is_quantized(param) or not param.is_floating_point()):
+            return
+        if not hasattr(param, "has_parts"):
+            raise UsageError(
+                f"{KEY}: {name!r} is quantized ({type(param).__name__} of {param.dtype}), and only "
+                "codes of zero.hf.quantize_experts can be divided: delete the key, or use those"
+            )
+        if not param.has_parts(size):
+            raise UsageError(
+                f"{KEY}: {name!r} is quantized, and weights of two of {size} parts share a scale: "
+                "divide it into fewer parts, or name it in llm_int8_skip_modules"
+            )
         return
     module = planned.get_submodule(name)
     inside = [key for key, _ in module.named_parameters() if "." in key]
@@ -175,38 +187,106 @@ def _step(
     style: str,
     mesh: DeviceMesh,
     tokens: Communicator,
+    holders: Communicator,
     adapters: dict[nn.Module, list[Any]],
 ) -> Callable[[], None]:
     if style == _OF_MODULES:
         module = planned.get_submodule(name)
         wrappers = adapters.get(module, [])
         return partial(_send_tokens, module, name, mesh.size(), tokens, wrappers)
-    return partial(_take_part, planned, name, mesh, tokens)
+    return partial(_take_part, planned, name, mesh, tokens, holders)
 
 
-def _take_part(planned: Any, name: str, mesh: DeviceMesh, tokens: Communicator) -> None:
+def _take_part(
+    planned: Any, name: str, mesh: DeviceMesh, tokens: Communicator, holders: Communicator
+) -> None:
     """Replace a parameter by this rank's part of it, with rank 0's values."""
     path, _, attribute = name.rpartition(".")
     whole = planned.get_parameter(name)
-    values = whole.detach().to(tokens.device).contiguous()
-    tokens.broadcast(values, src=0)
-    part: Any = distribute_tensor(values, mesh, [Shard(0)], src_data_rank=None)
-    module = planned.get_submodule(path)
-    module._parameters[attribute] = nn.Parameter(part, whole.requires_grad)
+    values: Any = whole.detach().to(tokens.device)
+    if is_quantized(whole):
+        part = _part_of_codes(values, name, mesh, tokens, holders)
+    else:
+        values = values.contiguous()
+        tokens.broadcast(values, src=0)
+        part = distribute_tensor(values, mesh, [Shard(0)], src_data_rank=None)
+        part = nn.Parameter(part, whole.requires_grad)
+    planned.get_submodule(path)._parameters[attribute] = part
+
+
+def _part_of_codes(
+    whole: Any, name: str, mesh: DeviceMesh, tokens: Communicator, holders: Communicator
+) -> Any:
+    """This rank's part of a quantized parameter, no DTensor, since its class can read experts."""
+    for _, tensor in reachable(whole):
+        tokens.broadcast(tensor, src=0)
+    part = nn.Parameter(whole.part(mesh.get_local_rank(), mesh.size()), requires_grad=False)
+    cut = CodesCut(name, holders, mesh.get_local_rank(), [0, 1, mesh.size()])
+    for tensor in (part, *(tensor for _, tensor in reachable(part))):
+        vars(tensor)["_zero_cut"] = cut
+    return part
+
+
+@dataclass(frozen=True)
+class CodesCut:
+    """How the quantized parameter `name`, and what is in it, is split over ranks: a
+    `zero.core.sharded_param.Cut` that nothing puts together again.
+    """
+
+    name: str
+    holders: Communicator
+    index: int
+    described: list[int]
+
+    def gather(self, part: torch.Tensor) -> NoReturn:
+        raise UsageError(
+            f"{self.name!r} is quantized, and each rank has a part of it ({KEY}), so that it "
+            "cannot be read as a whole: save the adapter"
+        )
+
+    of = gather
 
 
 def _send_tokens(
     module: Any, name: str, size: int, tokens: Communicator, adapters: list[Any]
 ) -> None:
-    module.num_experts //= size
+    module.num_experts = own = module.num_experts // size
+    first = tokens.shard_group.rank * own
     module.forward = DispatchedExperts(module, name, tokens, adapters)
     for wrapper in adapters:
-        wrapper.forward = partial(_run_base, wrapper)
+        wrapper.__class__ = _divided_class(type(wrapper))
+        wrapper.own_experts = slice(first, first + own)
 
 
-def _run_base(wrapper: Any, *args: Any) -> Any:
-    """The forward of a wrapper, whose adapter is added where the experts run."""
-    return wrapper.base_layer(*args)
+class _DividedWrapper:
+    """The first base class of PEFT's wrapper of a parameter of which this rank has a part, that of
+    `own_experts`.
+    """
+
+    def forward(self: Any, *args: Any) -> Any:
+        """The adapter is added where the experts run."""
+        return self.base_layer(*args)
+
+    def get_delta_weight(self: Any, adapter_name: str) -> torch.Tensor:
+        """What a merge adds to the part."""
+        whole: torch.Tensor = cast(Any, super()).get_delta_weight(adapter_name)
+        part, param = whole[self.own_experts], self.get_param()
+        if not isinstance(param, DTensor):
+            return part
+        return DTensor.from_local(part, param.device_mesh, param.placements, run_check=False)
+
+    def merge(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        if safe_merge:  # assigns to the `data` of a DTensor, which would change nothing
+            raise UsageError(
+                f"{KEY}: a merge into {self.parameter_name!r}, of which each rank has a part, does "
+                "not support safe_merge=True: leave it out"
+            )
+        cast(Any, super()).merge(adapter_names=adapter_names)
+
+
+@cache
+def _divided_class(plain: type) -> type:
+    return type(plain.__name__, (_DividedWrapper, plain), {})
 
 
 class DispatchedExperts:
@@ -299,13 +379,12 @@ class DispatchedExperts:
         with what adapters add."""
         own = dict(self.module._parameters)
         local = {k: p.to_local() if isinstance(p, DTensor) else p for k, p in own.items()}
-        first = self.comm.shard_group.rank * self.module.num_experts
-        part = slice(first, first + self.module.num_experts)
         for wrapper in self.adapters:
             names = [] if wrapper.disable_adapters or wrapper.merged else wrapper.active_adapters
             for name in filter(wrapper.lora_A.__contains__, names):
                 left, right, scale = wrapper.get_delta_factors(name)
                 weights = local[wrapper.parameter_name]
+                part = wrapper.own_experts
                 changed = torch.baddbmm(weights, left[part], right[part], alpha=scale)
                 local[wrapper.parameter_name] = changed
         self.module._parameters.update(local)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from zero.comm.communicator import Communicator
 from zero.core.param_group import owning_group
-from zero.core.quantized_weights import is_quantized
+from zero.core.quantized_weights import is_quantized, reachable
 from zero.core.sharded_param import local, set_owner, show
 from zero.errors import UsageError
 
@@ -460,11 +460,14 @@ def _take_back(param: nn.Parameter) -> None:
     """Turn a parameter that was sharded under `zero.Init` into an ordinary one, with all values on
     every rank.
     """
-    if (group := owning_group(param)) is None:
-        return
-    values = torch.empty(param.numel(), dtype=param.dtype, device=group.comm.device)
-    group.hand_over(param, values)
-    show(param, values.view(param.shape))
+    # Of a tensor that wraps others, these have been sharded.
+    for _, tensor in reachable(param):
+        if (group := owning_group(tensor)) is None:
+            continue
+        values = torch.empty(tensor.shape, dtype=tensor.dtype, device=group.comm.device)
+        group.hand_over(tensor, values)
+        show(tensor, values)
+        set_owner(tensor, None)
     set_owner(param, None)
 
 

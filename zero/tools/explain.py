@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import textwrap
 from collections.abc import Iterator
@@ -76,8 +77,16 @@ def _indented(text: str, indent: str = "  ") -> str:
 
 
 def _advice(config: Config) -> Iterator[str]:
-    """A line about what costs time."""
-    zero = config.zero_optimization
+    """Lines about what costs time, and about settings that an engine refuses."""
+    zero, experts = config.zero_optimization, config.expert_parallel.size
+    if experts > 1 and config.tensor_parallel.autotp_size == 1:
+        from zero.parallel.experts import refuse_others  # here: torch takes seconds
+
+        shards = zero.mics_shard_size, zero.zero_hpz_partition_size
+        try:  # on as few processes as all of these sizes divide
+            refuse_others(config, math.lcm(experts, *(max(1, size) for size in shards)))
+        except UsageError as error:
+            yield f"An engine refuses this: {error}."
     if zero.offloads_optimizer or zero.offloads_params:
         yield (
             "Offload makes each step slower, and is needed only if the GPUs are too small for the "

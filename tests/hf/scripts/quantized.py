@@ -203,7 +203,7 @@ def adapt(model: Any, use_dora: bool = False) -> Any:
     return get_peft_model(model, config)
 
 
-def make_arguments(folder: Path) -> TrainingArguments:
+def make_arguments(folder: Path, **sections: Any) -> TrainingArguments:
     return TrainingArguments(
         str(folder / "out"),
         per_device_train_batch_size=2,
@@ -211,7 +211,7 @@ def make_arguments(folder: Path) -> TrainingArguments:
         logging_steps=1,
         report_to=[],
         save_strategy="no",
-        deepspeed=ZERO3,
+        deepspeed=ZERO3 | sections,
         learning_rate=1e-2,
         seed=1,
         disable_tqdm=True,
@@ -264,6 +264,8 @@ def main() -> None:
                 "uses": used_whole[kind],
             },
         }
+    args = make_arguments(folder, expert_parallel={"enabled": True, "autoep_size": 2})
+    report["NF4 experts"]["divided"] = train(adapt(load("NF4 experts", folder)[0]), args)
     for kind, (model, memory) in others_whole.items():
         loaded = measured(kind, folder)[1]
         report[kind] = sizes(model) | {"sharded": loaded, "whole": {"memory": memory}}

@@ -76,6 +76,20 @@ def test_each_key_is_in_the_group_where_it_belongs(tmp_path):
     assert found["summary"].startswith("optimizer state and gradients are sharded (stage 2)")
 
 
+def test_settings_without_which_experts_cannot_stay_are_named(tmp_path):
+    file, experts = tmp_path / "ds.json", {"enabled": True, "autoep_size": 4}
+    for more, key in (
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "mics_shard_size"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}, ""),  # fits 8 processes
+        ({"zero_optimization": {"stage": 3}}, ""),
+    ):
+        file.write_text(json.dumps({"expert_parallel": experts} | more))
+        refusal = re.search(r"An engine refuses this: (.*?): delete one of them\.", in_a_line(file))
+        assert (refusal is not None) == bool(key)
+        assert refusal is None or key in refusal[1]
+
+
 def test_the_price_of_offload_is_said(tmp_path):
     file = tmp_path / "ds.json"
     for offload, is_said in ({"device": "none"}, False), ({"device": "cpu"}, True):

@@ -92,24 +92,47 @@ class QuantizedExperts(torch.Tensor):
             "experts again when you load the base"
         )
 
+    def has_parts(self, number: int) -> bool:
+        """Whether so many equal parts of the experts consist of whole blocks of codes."""
+        return self.numel() % (number * self.BLOCK) == 0
+
+    def part(self, index: int, number: int) -> QuantizedExperts:
+        """Copy the experts of one of `number` equal parts, which read as the same values."""
+        tensors = {name: getattr(self, name) for name in self.__tensor_flatten__()[0]}
+        divided = ["packed", "absmax"]
+        if self.has_parts(number * self.NESTED_BLOCK):
+            divided.append("nested_absmax")
+        else:  # two parts would share a block of scales
+            tensors = {"packed": self.packed, "absmax": self._scales()}
+        for name in filter(tensors.__contains__, divided):
+            tensors[name] = tensors[name].chunk(number)[index].clone()
+        shape = torch.Size([len(self) // number, *self.shape[1:]])
+        return type(self)(tensors, self.quant_type, shape, self.dtype)
+
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> Any:
         tensors = {name: change(getattr(self, name)) for name in self.__tensor_flatten__()[0]}
         return type(self)(tensors, self.quant_type, self.shape, dtype)
 
+    def _scales(self) -> torch.Tensor:
+        """Return a scale in fp32 for each block of codes."""
+        from bitsandbytes.functional import QuantState, dequantize_blockwise
+
+        if "offset" not in vars(self):
+            return self.absmax
+        nested: Any = self
+        scales = QuantState(
+            nested.nested_absmax,
+            code=nested.nested_code,
+            blocksize=self.NESTED_BLOCK,
+            dtype=torch.float32,
+        )
+        return dequantize_blockwise(self.absmax, scales) + nested.offset
+
     def _values(self, expert: int | None = None) -> torch.Tensor:
         """Return the values of one expert, or of all experts."""
-        from bitsandbytes.functional import QuantState, dequantize_4bit, dequantize_blockwise
+        from bitsandbytes.functional import QuantState, dequantize_4bit
 
-        shape, packed, absmax = self.shape, self.packed, self.absmax
-        if "offset" in vars(self):
-            nested: Any = self
-            scales = QuantState(
-                nested.nested_absmax,
-                code=nested.nested_code,
-                blocksize=self.NESTED_BLOCK,
-                dtype=torch.float32,
-            )
-            absmax = dequantize_blockwise(absmax, scales) + nested.offset
+        shape, packed, absmax = self.shape, self.packed, self._scales()
         if expert is not None:
             shape = shape[1:]
             numel = shape.numel()

@@ -1,0 +1,90 @@
+"""A mixture of experts under accelerate's launcher: by the Trainer, by TRL's SFTTrainer, and in an
+own loop. This script does not mention zero.
+
+`accelerate launch ... experts.py CONFIG FOLDER`: the launcher's configuration divides the experts
+over ranks, and CONFIG is the same one without that. Rank 0 writes the losses and norms of both to
+FOLDER/report.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DeepSpeedPlugin
+from datasets import Dataset
+from jobs import SAMPLES, Tokens, collate, make_model
+from transformers import ByT5Tokenizer, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+COMMON = {
+    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3,
+    "logging_steps": 1, "learning_rate": 1e-3, "max_grad_norm": 0.5, "save_strategy": "no",
+    "report_to": [], "disable_tqdm": True, "bf16": False,
+}  # fmt: skip
+
+
+def by_the_trainer(folder: Path, config: dict | None) -> list[list[float]]:
+    args = TrainingArguments(str(folder), deepspeed=config, **COMMON)
+    data = Tokens(SAMPLES, seq2seq=False)
+    return logged(Trainer(make_model("mixtral"), args, train_dataset=data, data_collator=collate))
+
+
+def by_trl(folder: Path, config: dict | None) -> list[list[float]]:
+    """Samples differ in length, and the router's loss is added."""
+    args = SFTConfig(str(folder), deepspeed=config, **COMMON)
+    data = Dataset.from_list([{"input_ids": list(range(3, 8 + i))} for i in range(SAMPLES)])
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    model = make_model("mixtral")
+    return logged(SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer))
+
+
+def logged(trainer: Trainer) -> list[list[float]]:
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    return [[entry["loss"], entry["grad_norm"]] for entry in steps]
+
+
+def by_a_loop(folder: Path, config: dict | None) -> list[list[float]]:
+    plugin = None if config is None else DeepSpeedPlugin(hf_ds_config=config)
+    accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2)
+    model: Any = make_model("mixtral")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data: Any = Tokens(SAMPLES, seq2seq=False)
+    loader = torch.utils.data.DataLoader(data, batch_size=2, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    found = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([accelerator.reduce(loss.detach(), "mean").item()])
+        if accelerator.sync_gradients:
+            found[-1].append(model.get_global_grad_norm())
+    return found
+
+
+def main() -> None:
+    config, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    runs: list[Callable[..., list[list[float]]]] = [by_the_trainer, by_trl, by_a_loop]
+    report = {}
+    for run in runs:
+        report[run.__name__] = []
+        for given in (None, config):
+            report[run.__name__].append(run(folder, given))
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+    if os.environ["RANK"] == "0":
+        (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
