@@ -115,7 +115,7 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def model_of(name: str) -> nn.Module:
+def model_of(name: str) -> Any:
     torch.manual_seed(7)
     return BUILDERS[name]().train() if name in BUILDERS else build(name)
 
@@ -259,6 +259,35 @@ def test_ranks_need_not_have_as_many_chunks(stage):
         assert all("call logits.whole(), before backward" in each for each in said)
 
 
+def test_one_loss_of_two_backwards_and_of_other_scales(model):
+    batch = batches("llama", 1)[0]
+    loss = model(**batch).loss
+    loss.backward(retain_graph=True)
+    once = model.lm_head.weight.grad.clone()
+    (3 * loss**2).backward()
+    assert_close(model.lm_head.weight.grad, once * (1 + 6 * loss.item()), terms=TERMS)
+    model.zero_grad()
+    handle = model.lm_head.weight.register_hook(lambda grad: 2 * grad)  # called once
+    model(**batch).loss.backward()
+    handle.remove()
+    assert_close(model.lm_head.weight.grad, 2 * once, terms=TERMS)
+    with pytest.raises(UsageError, match="has no second derivative"):
+        loss = torch.nn.functional.cross_entropy(
+            model(**batch).logits.flatten(0, 1), batch["labels"].flatten()
+        )
+        torch.autograd.grad(loss, [*model.parameters()][:1], create_graph=True)
+
+
+def test_a_loss_in_fp16_gets_its_gradient_with_the_scale_of_the_loss(model):
+    batch = batches("llama", 1)[0]
+    with mock.patch.object(head._Summed, "apply", wraps=head._Summed.apply) as in_forward:
+        for dtype in (torch.float16, torch.bfloat16):
+            with torch.autocast("cpu", dtype):
+                loss = model(**batch).loss
+            loss.backward()
+            assert in_forward.call_count == (dtype == torch.bfloat16)
+
+
 @pytest.mark.filterwarnings(IN_PEFT)
 def test_adapters_that_are_switched_before_the_logits_are_used_are_named():
     model = model_of("adapted")
@@ -271,7 +300,7 @@ def test_adapters_that_are_switched_before_the_logits_are_used_are_named():
             logits = model(**batch).logits
             assert type(logits) is Logits
             logits.logsumexp(-1)
-        with pytest.raises(UsageError, match="the head's adapters were switched"):
+        with pytest.raises(UsageError, match="or adapters switched, after the head"):
             logits.logsumexp(-1)
         model.requires_grad_(False)
         model.lm_head.requires_grad_(True)  # the head alone is trained

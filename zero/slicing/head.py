@@ -5,7 +5,8 @@ several tensors of their size. Here the head returns `Logits` instead, which kno
 and what a model or script has done with the logits so far: a cast, a scale, a soft cap, a shift, a
 `view`. Only what leaves one value, or a few, for each token is computed: a cross-entropy, a
 `gather` of log-probabilities, a sum, a maximum. It is computed chunk by chunk, and each chunk again
-in backward. (Cut Cross-Entropy, arXiv 2411.09009, and Liger, arXiv 2410.10989, compute one loss in
+in backward, unless it is the sum or mean of a cross-entropy: its gradients are known up to a factor
+when it is computed. (Cut Cross-Entropy, arXiv 2411.09009, and Liger, arXiv 2410.10989, compute one loss in
 this way.)
 
 Anything else needs the logits as a whole, and gets them; to write to them is an error. Each row of
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -242,24 +244,22 @@ class _Rows:
                 "the weights of their step are gone: take what you need of them, or call "
                 "logits.whole(), before backward"
             )
-        if self.adapters != self.head.adapters():
+        if self.hidden._version != self.version or self.adapters != self.head.adapters():
             raise UsageError(
-                "the head's adapters were switched after it had been called, and logits are "
-                "computed from them (activation_checkpointing.batch_slices): compute the loss and "
-                "its backward before, or use logits.whole() in place of the logits"
-            )
-        if self.hidden._version != self.version:
-            raise UsageError(
-                "the hidden states were written to after the head had been called, and logits are "
-                "computed from them (activation_checkpointing.batch_slices): write to a clone"
+                "the hidden states were written to, or adapters switched, after the head had been "
+                "called, and logits are computed from them (activation_checkpointing.batch_slices):"
+                " write to a clone, and compute the loss and its backward before the switch"
             )
         for function in self.functions:
             hidden = function(hidden)
         return hidden.detach() if self.is_constant else hidden
 
-    def reduced(self, function: Callable[..., torch.Tensor], *of_rows: torch.Tensor) -> Any:
+    def reduced(
+        self, function: Callable[..., torch.Tensor], *of_rows: torch.Tensor, is_sum: bool = False
+    ) -> torch.Tensor:
         """`function`(logits (n, vocabulary), n rows of each of `of_rows`) gives (n, ...): return
-        the results for all tokens, (..., ...). `of_rows` have the leading dimensions of the logits.
+        the results for all tokens, (..., ...), or their sum, for which no chunk is computed twice.
+        `of_rows` have the leading dimensions of the logits.
         """
         lead = self.hidden.shape[:-1]
         given = (self.hidden, *of_rows)
@@ -270,10 +270,57 @@ class _Rows:
         def of_chunk(hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
             return _under(autocast, function, self._of(hidden), *others)
 
-        keep: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         chunks = zip(*(each.split(size) for each in flat), strict=True)
+        if is_sum and not self.is_constant and torch.is_grad_enabled():
+            params = (*self.head.module.parameters(),)
+            # In fp16, gradients are too small without the loss scale, which a backward brings.
+            is_narrow = self.functions[0](flat[0][:0]).dtype == torch.float16
+            if not is_narrow and not any(param._backward_hooks for param in params):
+                return _Summed.apply(of_chunk, chunks, self.hidden, *params)
+        keep: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         found = torch.cat([checkpoint(of_chunk, *chunk, **keep) for chunk in chunks])
-        return found.unflatten(0, lead)
+        return found.sum() if is_sum else found.unflatten(0, lead)
+
+
+class _Summed(torch.autograd.Function):
+    """The sum of a function of each row. Forward computes its gradients, too, and backward
+    multiplies them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, of_chunk: Callable, chunks: Iterable[tuple], *inputs: torch.Tensor
+    ) -> torch.Tensor:
+        total, of_hidden = torch.zeros(()), []
+        trained = [each for each in inputs[1:] if each.requires_grad]
+        sums: dict[torch.Tensor, torch.Tensor] = {}
+        for hidden, *others in chunks:
+            # Hooks that move saved tensors, such as those for activations, do not see this graph.
+            with torch.enable_grad(), saved_tensors_hooks(lambda each: each, lambda each: each):
+                leaf = hidden.detach().requires_grad_()
+                value = of_chunk(leaf, *others).sum()
+                found = torch.autograd.grad(value, [leaf, *trained], allow_unused=True)
+            total = total.to(value).add(value.detach())
+            of_hidden.append(found[0])
+            for param, part in zip(trained, found[1:], strict=True):
+                if param in sums:
+                    sums[param].add_(part)
+                elif part is not None:
+                    wide = torch.promote_types(part.dtype, torch.float32)
+                    sums[param] = part.to(wide, copy=True)
+        of_inputs = torch.cat(of_hidden).view_as(inputs[0]), *map(sums.get, inputs[1:])
+        ctx.save_for_backward(*of_inputs)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "the loss of logits that are computed in chunks (activation_checkpointing."
+                "batch_slices) has no second derivative: compute it from logits.whole()"
+            )
+        found = (each if each is None else each * grad for each in ctx.saved_tensors)
+        return None, None, *found
 
 
 class _InGraph(torch.autograd.Function):
@@ -527,11 +574,11 @@ def _cross_entropy(logits: Logits, *args: Any, **kwargs: Any) -> Any:
         scale = None if weight is None else weight.to(chunk.dtype)
         return functional.cross_entropy(chunk, target, scale, **options)
 
-    losses = logits.rows.reduced(of_chunk, target)
     if reduction == "none":
-        return losses.to(dtype)
+        return logits.rows.reduced(of_chunk, target).to(dtype)
+    total = logits.rows.reduced(of_chunk, target, is_sum=True)
     if reduction == "sum":
-        return losses.sum().to(dtype)
+        return total.to(dtype)
     valid = target != ignored
     count = valid.sum() if weight is None else weight[target[valid]].sum()
-    return (losses.sum() / count).to(dtype)
+    return (total / count).to(dtype)
