@@ -6,8 +6,8 @@ and what a model or script has done with the logits so far: a cast, a scale, a s
 `view`. Only what leaves one value, or a few, for each token is computed: a cross-entropy, a
 `gather` of log-probabilities, a sum, a maximum. It is computed chunk by chunk, and each chunk again
 in backward, unless it is the sum or mean of a cross-entropy: its gradients are known up to a factor
-when it is computed. (Cut Cross-Entropy, arXiv 2411.09009, and Liger, arXiv 2410.10989, compute one loss in
-this way.)
+when it is computed. (Cut Cross-Entropy, arXiv 2411.09009, and Liger, arXiv 2410.10989, compute one
+loss in this way.)
 
 Anything else needs the logits as a whole, and gets them; to write to them is an error. Each row of
 the logits must depend on the same row of the hidden states alone, so the head must consist of known
