@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
@@ -302,25 +303,26 @@ class _Summed(torch.autograd.Function):
                 found = torch.autograd.grad(value, [leaf, *trained], allow_unused=True)
             total = total.to(value).add(value.detach())
             of_hidden.append(found[0])
+            part = None
             for param, part in zip(trained, found[1:], strict=True):
                 if param in sums:
                     sums[param].add_(part)
                 elif part is not None:
-                    wide = torch.promote_types(part.dtype, torch.float32)
-                    sums[param] = part.to(wide, copy=True)
-        of_inputs = torch.cat(of_hidden).view_as(inputs[0]), *map(sums.get, inputs[1:])
-        ctx.save_for_backward(*of_inputs)
+                    sums[param] = part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
+            del found, part  # as large as the weights
+        # Not among the saved tensors, which may be moved to the host, and may not be changed.
+        ctx.found = [torch.cat(of_hidden).view_as(inputs[0]), *map(sums.get, inputs[1:])]
+        ctx.save_for_backward(total)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        _ = ctx.saved_tensors  # an error if the graph is gone
         if torch.is_grad_enabled():
-            raise UsageError(
-                "the loss of logits that are computed in chunks (activation_checkpointing."
-                "batch_slices) has no second derivative: compute it from logits.whole()"
-            )
-        found = (each if each is None else each * grad for each in ctx.saved_tensors)
-        return None, None, *found
+            raise UsageError("a loss in chunks has no second derivative: use logits.whole()")
+        scale, found = (torch.mul if keeps_graph() else torch.Tensor.mul_), ctx.found
+        ctx.found = found if keeps_graph() else None
+        return None, None, *(each if each is None else scale(each, grad) for each in found)
 
 
 class _InGraph(torch.autograd.Function):
