@@ -278,6 +278,34 @@ def test_one_loss_of_two_backwards_and_of_other_scales(model):
         torch.autograd.grad(loss, [*model.parameters()][:1], create_graph=True)
 
 
+class WithValues(nn.Module):
+    """A model with a value for each token, of whose head the wrapper says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pretrained_model = model_of("llama")
+        self.v_head = nn.Linear(30, 1)
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        out = self.pretrained_model(output_hidden_states=True, **batch)
+        assert type(out.logits) is (Logits if torch.is_grad_enabled() else torch.Tensor)
+        chosen = out.logits.float().log_softmax(-1).gather(-1, batch["labels"].unsqueeze(-1))
+        return out.loss + (self.v_head(out.hidden_states[-1]) * chosen).mean()
+
+
+def test_the_head_of_a_model_inside():
+    torch.manual_seed(0)
+    model, (batch,) = WithValues(), batches("llama", 1)
+    with torch.no_grad():
+        expected = model(**batch)
+    sliced = sliced_head(model, int)
+    assert sliced is not None
+    sliced.refine(1)
+    with CHUNK:
+        assert_close(model(**batch).detach(), expected, terms=TERMS)
+    sliced.remove()
+
+
 def test_a_loss_in_fp16_gets_its_gradient_with_the_scale_of_the_loss(model):
     batch = batches("llama", 1)[0]
     with mock.patch.object(head._Summed, "apply", wraps=head._Summed.apply) as in_forward:
