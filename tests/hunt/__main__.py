@@ -40,10 +40,11 @@ def others(ranks: int, seeds: int) -> Iterator[str]:
     for refused, different in run_on(ranks, splits.judge, drawn, timeout=TIMEOUT)[0]:
         yield _outcome("split", refused, different)
     drawn = list(range(10 * seeds))
-    different = run_on(ranks, logits.judge, 3, drawn, timeout=TIMEOUT)[0]
-    for each in different:
-        yield _outcome("logits", "", each)
-    yield from ["logits, " + EQUAL] * (len(drawn) - len(different))
+    for is_adapted in (False, True):
+        different = run_on(ranks, logits.judge, 3, drawn, is_adapted, timeout=TIMEOUT)[0]
+        for each in different:
+            yield _outcome("logits", "", each)
+        yield from ["logits, " + EQUAL] * (len(drawn) - len(different))
     tasks = [(name, stage) for name in saves.MAKERS for stage in range(4)]
     with tempfile.TemporaryDirectory() as folder:
         for refused, different in run_on(ranks, saves.judge, folder, tasks, timeout=TIMEOUT)[0]:

@@ -12,6 +12,7 @@ from copy import deepcopy
 from unittest import mock
 
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.nn import functional
 
@@ -168,17 +169,26 @@ def loss_of(seed: int, logits: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
     return (logits * torch.linspace(0.5, 1.5, logits.shape[-1] if logits.dim() else 1)).sum(), names
 
 
-def judge(rank: int, world_size: int, stage: int, seeds: list[int]) -> list[str]:
-    """What differs from plain torch. Recipes that plain torch cannot run are left out."""
+def judge(
+    rank: int, world_size: int, stage: int, seeds: list[int], is_adapted: bool = False
+) -> list[str]:
+    """What differs from plain torch. Recipes that plain torch cannot run are left out.
+
+    `is_adapted`: only the block and LoRA on the head are trained."""
     torch.manual_seed(0)
-    plain = Model()
+    plain: nn.Module = Model()
+    if is_adapted:
+        lora = LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+        inject_adapter_in_model(lora, plain)
+        plain.layers.requires_grad_(True)
     config = ds_config(
         stage=stage,
         stage3_param_persistence_threshold=0,
         activation_checkpointing={"batch_slices": 2, "trust_slices": True},
     )
     model = deepcopy(plain)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    optimizer = torch.optim.SGD(trained.values(), lr=0.0)
     engine = zero.initialize(model=model, optimizer=optimizer, config=config)[0]
     found = []
     for seed in seeds:
@@ -196,7 +206,7 @@ def judge(rank: int, world_size: int, stage: int, seeds: list[int]) -> list[str]
             assert type(logits) is Logits
             loss, _ = loss_of(seed, logits)
             engine.backward(loss)
-        for name, param in model.named_parameters():
+        for name, param in trained.items():
             gradient, other = safe_get_full_grad(param), plain.get_parameter(name).grad
             assert gradient is not None and other is not None
             if not _close(gradient, other):

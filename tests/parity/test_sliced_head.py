@@ -19,6 +19,8 @@ from transformers import (
     CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
 )
 
 from tests.dist.training import (
@@ -32,6 +34,7 @@ from tests.dist.training import (
     train_zero,
 )
 from tests.parity.models import VOCABULARY, batches, build
+from tests.parity.test_adapters import IN_PEFT, quantized
 from tests.processes import run_on
 from tests.tolerance import assert_close, rounding
 from zero.errors import UsageError
@@ -77,21 +80,42 @@ def bart() -> nn.Module:
     return model
 
 
-def adapted() -> nn.Module:
-    """Build a Llama with a trained adapter on its frozen head."""
-    config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
-    return get_peft_model(build("llama"), config)
+def adapted(base: nn.Module | None = None, *more: str, **options: Any) -> nn.Module:
+    """Build a Llama, or take `base`, with a trained adapter on its frozen head."""
+    targets = ["q_proj", "lm_head", *more]
+    config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **options)
+    return get_peft_model(base or build("llama"), config)
 
 
+def saved() -> nn.Module:
+    """Build a model whose adapter has a head of its own, and the former one is not used."""
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    return get_peft_model(gemma2(), config)
+
+
+def packed() -> nn.Module:
+    """Build a model with an adapter on a head in NF4."""
+    base = LlamaForCausalLM(LlamaConfig(**SIZES, **DECODER))
+    quantized(base, ["lm_head"])
+    return adapted(base)
+
+
+ADAPTED: dict[str, Callable[[], nn.Module]] = {
+    "adapted": adapted,
+    "adapted and tied": lambda: adapted(gemma2(), "embed_tokens"),
+    "adapted by DoRA": lambda: adapted(use_dora=True),
+    "saved": saved,
+    "packed": packed,
+}
 BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "gemma2": gemma2,
     "cohere": cohere,
     "bart": bart,
-    "adapted": adapted,
+    **ADAPTED,
 }
 
 
-def model_of(name: str) -> nn.Module:
+def model_of(name: str) -> Any:
     torch.manual_seed(7)
     return BUILDERS[name]().train() if name in BUILDERS else build(name)
 
@@ -108,21 +132,23 @@ CHUNK = mock.patch.dict(head.CHUNK_ELEMENTS, cpu=3 * VOCABULARY)
 
 
 def in_chunks(rank: int, world_size: int, name: str, stages: list[int]) -> list[Curve]:
-    """Train with chunks of three tokens."""
+    """Train with chunks of three tokens; adapters at stage 3 with micro-batches and offload."""
     curves = []
     for stage in stages:
+        away = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+        accumulates = name in ADAPTED and stage == 3
         config = ds_config(
             activation_checkpointing={"batch_slices": 2},
             stage=stage,
+            accumulation=3 if accumulates else 1,
             stage3_param_persistence_threshold=40,
+            **(away if accumulates else {}),
         )
         with CHUNK, mock.patch.object(head, "_tell") as told:
             engine, _ = start(model_of(name), config)
-            # An adapted head calls modules that gather at stage 3.
-            own_forward = engine.module.get_output_embeddings().forward
-            is_sliced = name != "adapted" or stage < 3 or world_size == 1
-            assert isinstance(own_forward, head.SlicedHead) == is_sliced
-            curves.append(train_zero(engine, data(name)))
+            with mock.patch.object(head, "_cross_entropy", wraps=head._cross_entropy) as computed:
+                curves.append(train_zero(engine, data(name)))
+        assert computed.call_count == STEPS * (3 if accumulates else 1)
         told.assert_not_called()
         engine.destroy()
     return curves
@@ -233,10 +259,94 @@ def test_ranks_need_not_have_as_many_chunks(stage):
         assert all("call logits.whole(), before backward" in each for each in said)
 
 
-def test_a_head_that_may_not_be_cut_is_left_alone():
-    dropping = model_of("llama")
-    dropping.lm_head = nn.Sequential(nn.Dropout(0.1), dropping.lm_head)
+def test_one_loss_of_two_backwards_and_of_other_scales(model):
+    batch = batches("llama", 1)[0]
+    loss = model(**batch).loss
+    loss.backward(retain_graph=True)
+    once = model.lm_head.weight.grad.clone()
+    (3 * loss**2).backward()
+    assert_close(model.lm_head.weight.grad, once * (1 + 6 * loss.item()), terms=TERMS)
+    model.zero_grad()
+    handle = model.lm_head.weight.register_hook(lambda grad: 2 * grad)  # called once
+    model(**batch).loss.backward()
+    handle.remove()
+    assert_close(model.lm_head.weight.grad, 2 * once, terms=TERMS)
+    with pytest.raises(UsageError, match="has no second derivative"):
+        loss = torch.nn.functional.cross_entropy(
+            model(**batch).logits.flatten(0, 1), batch["labels"].flatten()
+        )
+        torch.autograd.grad(loss, [*model.parameters()][:1], create_graph=True)
+
+
+class WithValues(nn.Module):
+    """A model with a value for each token, of whose head the wrapper says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pretrained_model = model_of("llama")
+        self.v_head = nn.Linear(30, 1)
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        out = self.pretrained_model(output_hidden_states=True, **batch)
+        assert type(out.logits) is (Logits if torch.is_grad_enabled() else torch.Tensor)
+        chosen = out.logits.float().log_softmax(-1).gather(-1, batch["labels"].unsqueeze(-1))
+        return out.loss + (self.v_head(out.hidden_states[-1]) * chosen).mean()
+
+
+def test_the_head_of_a_model_inside():
+    torch.manual_seed(0)
+    model, (batch,) = WithValues(), batches("llama", 1)
+    with torch.no_grad():
+        expected = model(**batch)
+    sliced = sliced_head(model, int)
+    assert sliced is not None
+    sliced.refine(1)
+    with CHUNK:
+        assert_close(model(**batch).detach(), expected, terms=TERMS)
+    sliced.remove()
+
+
+def test_a_loss_in_fp16_gets_its_gradient_with_the_scale_of_the_loss(model):
+    batch = batches("llama", 1)[0]
+    with mock.patch.object(head._Summed, "apply", wraps=head._Summed.apply) as in_forward:
+        for dtype in (torch.float16, torch.bfloat16):
+            with torch.autocast("cpu", dtype):
+                loss = model(**batch).loss
+            loss.backward()
+            assert in_forward.call_count == (dtype == torch.bfloat16)
+
+
+@pytest.mark.filterwarnings(IN_PEFT)
+def test_adapters_that_are_switched_before_the_logits_are_used_are_named():
+    model = model_of("adapted")
+    sliced = sliced_head(model, int)
+    sliced.refine(1)
+    batch = batches("llama", 1)[0]
+    with CHUNK:
+        model.enable_input_require_grads()
+        with model.disable_adapter():
+            logits = model(**batch).logits
+            assert type(logits) is Logits
+            logits.logsumexp(-1)
+        with pytest.raises(UsageError, match="or adapters switched, after the head"):
+            logits.logsumexp(-1)
+        model.requires_grad_(False)
+        model.lm_head.requires_grad_(True)  # the head alone is trained
+        model.disable_input_require_grads()
+        assert type(model(**batch).logits) is Logits
+    sliced.remove()
+
+
+@pytest.mark.filterwarnings(IN_PEFT)
+def test_a_head_that_may_not_be_cut_is_left_alone(caplog):
+    dropping = adapted(lora_dropout=0.1)
     assert sliced_head(dropping, int) is None
+    with caplog.at_level(logging.WARNING, "zero"):
+        head.warn_of_whole_logits(dropping)
+        head.warn_of_whole_logits(model_of("adapted"))
+    (said,) = caplog.messages
+    assert "the logits are whole, because the head has dropout" in said
+    assert "1,000 tokens take 0.000388 GB in fp32" in said
     hooked = model_of("llama")
     sliced = sliced_head(hooked, int)
     assert sliced is not None

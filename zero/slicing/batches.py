@@ -12,7 +12,7 @@ from zero.config import Config
 from zero.core.layout import called_blocks
 from zero.errors import UsageError
 from zero.slicing.blocks import RECORDER, Agree, SlicedBlock
-from zero.slicing.head import sliced_head
+from zero.slicing.head import sliced_head, warn_of_whole_logits
 from zero.slicing.known import why_not_sliced
 
 
@@ -51,6 +51,8 @@ class BatchSlices:
             raise UsageError(f"activation_checkpointing.batch_slices: {why}")
         self._slice(wanted)
         self.refine(1)
+        if self._head is None:
+            warn_of_whole_logits(self._model)
 
     @property
     def samples(self) -> int:

@@ -5,8 +5,9 @@ several tensors of their size. Here the head returns `Logits` instead, which kno
 and what a model or script has done with the logits so far: a cast, a scale, a soft cap, a shift, a
 `view`. Only what leaves one value, or a few, for each token is computed: a cross-entropy, a
 `gather` of log-probabilities, a sum, a maximum. It is computed chunk by chunk, and each chunk again
-in backward. (Cut Cross-Entropy, arXiv 2411.09009, and Liger, arXiv 2410.10989, compute one loss in
-this way.)
+in backward, unless it is the sum or mean of a cross-entropy: its gradients are known up to a factor
+when it is computed. (Cut Cross-Entropy, arXiv 2411.09009, and Liger, arXiv 2410.10989, compute one
+loss in this way.)
 
 Anything else needs the logits as a whole, and gets them; to write to them is an error. Each row of
 the logits must depend on the same row of the hidden states alone, so the head must consist of known
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,14 +27,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from zero.core.param_group import owning_group
+from zero.core.param_group import ParamGroup, owning_group
 from zero.core.sharded_param import ShardedParameter, cut_of, needs_values, written_by
-from zero.errors import UsageError
+from zero.errors import UsageError, rounded
 from zero.slicing.blocks import sum_in_fp32, sum_in_own_dtype
 from zero.slicing.known import why_hooked, why_not_known
 
@@ -57,22 +60,59 @@ _KEEP_ROWS = frozenset("view reshape flatten squeeze unsqueeze".split())
 
 
 def sliced_head(model: nn.Module, steps: Callable[[], int]) -> SlicedHead | None:
-    """Prepare the head of one of transformers' models for chunks; None if it has none, or an
-    unknown one.
+    """Prepare the head of one of transformers' models, or of one in `model`, for chunks; None if it
+    has none, or one whose logits must be a whole: `warn_of_whole_logits` says why.
 
     `steps`: counts the steps of the optimizer, after each of which the weights are others.
     """
-    find = getattr(model, "get_output_embeddings", None)
-    head = None if find is None else find()
-    if not isinstance(head, nn.Module) or not any(True for _ in head.parameters()):
+    head = _head_of(model)
+    if head is None or _why_whole(head):
         return None
-    drops = any(isinstance(each, nn.Dropout) and each.p for each in head.modules())
-    is_cut = any(cut_of(param) is not None for param in head.parameters())
-    # Each chunk calls the modules inside, so they must have nothing to gather.
-    own = {*head.parameters(recurse=False)}
-    inner = (owning_group(param) for param in head.parameters() if param not in own)
-    gathers = any(group is not None and not group.persistent for group in inner)
-    return None if drops or is_cut or gathers or why_not_known(head) else SlicedHead(head, steps)
+    # Each chunk calls the modules inside, such as adapters, so they must have nothing to gather.
+    inner = {*head.modules()}
+    for group in _groups_of(head):
+        group.modules[:] = dict.fromkeys(head if each in inner else each for each in group.modules)
+    return SlicedHead(head, steps)
+
+
+def warn_of_whole_logits(model: nn.Module) -> None:
+    """Say it if the model has a head whose logits cannot be computed in chunks."""
+    head = _head_of(model)
+    if head is not None and (why := _why_whole(head)):
+        logger.warning(
+            "activation_checkpointing.batch_slices: the logits are whole, because the head %s: "
+            "1,000 tokens take %s GB in fp32, and a loss makes several such tensors",
+            why,
+            rounded(4e3 * getattr(head, "out_features", 0) / 1e9),
+        )
+
+
+def _head_of(model: nn.Module) -> Any:
+    found = (getattr(module, "get_output_embeddings", None) for module in model.modules())
+    heads = (find() for find in found if find is not None)
+    head: Any = next((each for each in heads if isinstance(each, nn.Module)), None)
+    saved = getattr(head, "modules_to_save", None)
+    if isinstance(saved, nn.ModuleDict) and len(saved) == 1:
+        (head,) = saved.values()  # the copy that PEFT trains in place of the head
+    return head if head is not None and any(True for _ in head.parameters()) else None
+
+
+def _groups_of(head: nn.Module) -> set[ParamGroup]:
+    return {group for param in head.parameters() if (group := owning_group(param)) is not None}
+
+
+def _why_whole(head: nn.Module) -> str:
+    """Say why its logits cannot be computed in chunks; empty if they can."""
+    modules = {*head.modules()}
+    if any(isinstance(each, nn.Dropout) and each.p for each in modules):
+        return "has dropout, which draws other numbers for each chunk"
+    if any(cut_of(param) is not None for param in head.parameters()):
+        return "is cut by tensor parallelism"
+    if any(getattr(getattr(each, "state", None), "threshold", 0) for each in modules):
+        return "is quantized by LLM.int8(), which looks for outliers in all tokens"
+    if any(modules.isdisjoint(each.modules) for each in _groups_of(head) if not each.persistent):
+        return "is in a block, which is gathered for its own call alone"
+    return why_not_known(head)
 
 
 class SlicedHead:
@@ -113,18 +153,26 @@ class SlicedHead:
                 sample = self.forward(hidden.flatten(0, -2)[:0])
             if (tokens := hidden.shape[:-1].numel()) > self.rows_of_chunk(sample, tokens):
                 first = partial(_under, _autocast(hidden.device.type), self.forward)
-                return _Rows(self, hidden, (first,), sample, hidden._version, self.steps()).logits()
+                of_call = hidden._version, self.steps(), self.adapters()
+                return _Rows(self, hidden, (first,), sample, *of_call).logits()
         return self.forward(*args, **kwargs)
 
     def _is_sliced(self, hidden: torch.Tensor) -> bool:
         if not self.chunks or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
-        if hidden.dim() < 2 or not hidden.requires_grad:
+        trained = any(param.requires_grad for param in self.module.parameters())
+        if hidden.dim() < 2 or not (hidden.requires_grad or trained):
             return False
         # Not in a transform of torch.func, nor with another library's kernel for the loss.
         in_transform = peek_interpreter_stack() is not None
         is_torch = functional.cross_entropy.__module__ == functional.__name__
         return is_torch and not in_transform and not why_hooked(self.module, with_own=True)
+
+    def adapters(self) -> list[str]:
+        """Which of PEFT's adapters are in use, and how."""
+        kept = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+        layers = (each for each in self.module.modules() if hasattr(each, kept[0]))
+        return [str([getattr(each, name, None) for name in kept]) for each in layers]
 
     def rows_of_chunk(self, sample: torch.Tensor, tokens: int) -> int:
         """The number of tokens in a chunk of `tokens`, for logits like `sample` (any,
@@ -156,7 +204,8 @@ class _Rows:
         functions: the head's forward, and what is done with its result: of (n, vocabulary) for any
             n, each under the autocast of its call.
         sample: (0, vocabulary), no rows: of the dtype and on the device that the logits have.
-        version: of the hidden states, and step: of the optimizer, when the head was called.
+        version: of the hidden states, step: of the optimizer, and adapters: the head's, when it
+            was called.
         is_constant: the logits get no gradient.
     """
 
@@ -166,6 +215,7 @@ class _Rows:
     sample: torch.Tensor
     version: int
     step: int
+    adapters: list[str]
     is_constant: bool = False
 
     def logits(self) -> Logits:
@@ -187,7 +237,7 @@ class _Rows:
         return self._of(self.hidden)
 
     def _of(self, hidden: torch.Tensor) -> torch.Tensor:
-        weights = self.head.module.parameters(recurse=False)
+        weights = self.head.module.parameters()
         is_gone = any(isinstance(weight, ShardedParameter) for weight in weights)
         if is_gone or self.step != self.head.steps():
             raise UsageError(
@@ -195,18 +245,22 @@ class _Rows:
                 "the weights of their step are gone: take what you need of them, or call "
                 "logits.whole(), before backward"
             )
-        if self.hidden._version != self.version:
+        if self.hidden._version != self.version or self.adapters != self.head.adapters():
             raise UsageError(
-                "the hidden states were written to after the head had been called, and logits are "
-                "computed from them (activation_checkpointing.batch_slices): write to a clone"
+                "the hidden states were written to, or adapters switched, after the head had been "
+                "called, and logits are computed from them (activation_checkpointing.batch_slices):"
+                " write to a clone, and compute the loss and its backward before the switch"
             )
         for function in self.functions:
             hidden = function(hidden)
         return hidden.detach() if self.is_constant else hidden
 
-    def reduced(self, function: Callable[..., torch.Tensor], *of_rows: torch.Tensor) -> Any:
+    def reduced(
+        self, function: Callable[..., torch.Tensor], *of_rows: torch.Tensor, is_sum: bool = False
+    ) -> torch.Tensor:
         """`function`(logits (n, vocabulary), n rows of each of `of_rows`) gives (n, ...): return
-        the results for all tokens, (..., ...). `of_rows` have the leading dimensions of the logits.
+        the results for all tokens, (..., ...), or their sum, for which no chunk is computed twice.
+        `of_rows` have the leading dimensions of the logits.
         """
         lead = self.hidden.shape[:-1]
         given = (self.hidden, *of_rows)
@@ -217,10 +271,58 @@ class _Rows:
         def of_chunk(hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
             return _under(autocast, function, self._of(hidden), *others)
 
-        keep: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         chunks = zip(*(each.split(size) for each in flat), strict=True)
+        if is_sum and not self.is_constant and torch.is_grad_enabled():
+            params = (*self.head.module.parameters(),)
+            # In fp16, gradients are too small without the loss scale, which a backward brings.
+            is_narrow = self.functions[0](flat[0][:0]).dtype == torch.float16
+            if not is_narrow and not any(param._backward_hooks for param in params):
+                return _Summed.apply(of_chunk, chunks, self.hidden, *params)
+        keep: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         found = torch.cat([checkpoint(of_chunk, *chunk, **keep) for chunk in chunks])
-        return found.unflatten(0, lead)
+        return found.sum() if is_sum else found.unflatten(0, lead)
+
+
+class _Summed(torch.autograd.Function):
+    """The sum of a function of each row. Forward computes its gradients, too, and backward
+    multiplies them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, of_chunk: Callable, chunks: Iterable[tuple], *inputs: torch.Tensor
+    ) -> torch.Tensor:
+        total, of_hidden = torch.zeros(()), []
+        trained = [each for each in inputs[1:] if each.requires_grad]
+        sums: dict[torch.Tensor, torch.Tensor] = {}
+        for hidden, *others in chunks:
+            # Hooks that move saved tensors, such as those for activations, do not see this graph.
+            with torch.enable_grad(), saved_tensors_hooks(lambda each: each, lambda each: each):
+                leaf = hidden.detach().requires_grad_()
+                value = of_chunk(leaf, *others).sum()
+                found = torch.autograd.grad(value, [leaf, *trained], allow_unused=True)
+            total = total.to(value).add(value.detach())
+            of_hidden.append(found[0])
+            part = None
+            for param, part in zip(trained, found[1:], strict=True):
+                if param in sums:
+                    sums[param].add_(part)
+                elif part is not None:
+                    sums[param] = part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
+            del found, part  # as large as the weights
+        # Not among the saved tensors, which may be moved to the host, and may not be changed.
+        ctx.found = [torch.cat(of_hidden).view_as(inputs[0]), *map(sums.get, inputs[1:])]
+        ctx.save_for_backward(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        _ = ctx.saved_tensors  # an error if the graph is gone
+        if torch.is_grad_enabled():
+            raise UsageError("a loss in chunks has no second derivative: use logits.whole()")
+        scale, found = (torch.mul if keeps_graph() else torch.Tensor.mul_), ctx.found
+        ctx.found = found if keeps_graph() else None
+        return None, None, *(each if each is None else scale(each, grad) for each in found)
 
 
 class _InGraph(torch.autograd.Function):
@@ -474,11 +576,11 @@ def _cross_entropy(logits: Logits, *args: Any, **kwargs: Any) -> Any:
         scale = None if weight is None else weight.to(chunk.dtype)
         return functional.cross_entropy(chunk, target, scale, **options)
 
-    losses = logits.rows.reduced(of_chunk, target)
     if reduction == "none":
-        return losses.to(dtype)
+        return logits.rows.reduced(of_chunk, target).to(dtype)
+    total = logits.rows.reduced(of_chunk, target, is_sum=True)
     if reduction == "sum":
-        return losses.sum().to(dtype)
+        return total.to(dtype)
     valid = target != ignored
     count = valid.sum() if weight is None else weight[target[valid]].sum()
-    return (losses.sum() / count).to(dtype)
+    return (total / count).to(dtype)
