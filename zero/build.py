@@ -162,116 +162,6 @@ def _sharded_buffers(model: nn.Module, zero: ZeroConfig) -> bool | None:
     return None if keeps_codes_in_buffers(model) else False
 
 
-<<<<<<< HEAD
-=======
-def describe_parts(model: nn.Module) -> str:
-    """A line for the table at the start: which parameters stay on the ranks that have them."""
-    found = {n: param for n, param in model.named_parameters() if holders_of(param) is not None}
-    if not found:
-        return ""
-    name, first = next(iter(found.items()))
-    share, holders = parts_of(first), holders_of(first)
-    assert holders is not None
-    numel, size = sum(local(param).numel() for param in found.values()), holders.world_size
-    return (
-        f"\n1/{share} of {name!r} and {len(found) - 1} others on each rank, {numel:,} elements; "
-        f"{size} rank{'s have' if size > 1 else ' has'} the same part"
-    )
-
-
-def describe_quantized(model: nn.Module, settings: Config, ranks: int) -> str:
-    """Lines for the table at the start: what quantized weights take on each rank, and what of them
-    is not sharded. `ranks`: over how many they are cut.
-    """
-    zero = settings.zero_optimization
-    buffers = _sharded_buffers(model, zero)
-    sharded: dict[torch.Tensor, int] = {}
-    whole: dict[torch.Tensor, str] = {}
-    experts: dict[torch.Tensor, str] = {}
-    of_experts = in_fp32 = 0
-    for prefix, module in model.named_modules():
-        params = dict(module.named_parameters(recurse=False))
-        own_buffers = dict(module.named_buffers(recurse=False))
-        found = quantized_tensors(module, buffers)
-        known = {tensor for each in found for tensor in (each.tensor, *each.aliases)}
-        nbytes = {each.tensor: local(each.tensor).nbytes * parts_of(each.tensor) for each in found}
-        sharded |= nbytes
-        in_fp32 += bool(found) and getattr(module, "compute_dtype", None) == torch.float32
-        if packs_experts(module):
-            of_experts += sum(nbytes.values())
-            experts |= {
-                param: f"{prefix}.{name}"
-                for name, param in params.items()
-                if param.dim() == 3 and not (param.requires_grad or is_quantized(param))
-            }
-        for name, value in (vars(module) | params | own_buffers).items():
-            if isinstance(value, torch.ScriptObject) and cast(Any, value)._has_method(
-                "__getstate__"
-            ):
-                value = value.__getstate__()
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
-            for path, tensor in reachable(value, f"{prefix}.{name}".lstrip(".")):
-                is_sharded = tensor in known or (name in params and tensor.is_floating_point())
-                is_code = bool(found) or is_quantized(tensor) or name in params
-                if is_code and not is_sharded and local(tensor).nbytes >= LEAST_BYTES:
-                    whole[tensor] = path
-
-    def share(nbytes: int) -> str:
-        if zero.stage < 3:
-            return "all of them on every rank, because only stage 3 shards weights"
-        return f"{-(-nbytes // ranks):,} on each of {ranks} ranks"
-
-    def named(tensors: Mapping[torch.Tensor, str]) -> str:
-        names, cost = list(tensors.values()), sum(local(tensor).nbytes for tensor in tensors)
-        more = f" and {len(names) - 1} more" * (len(names) > 1)
-        return f"{names[0]!r}{more}, {cost:,} bytes"
-
-    lines = []
-    if sharded:
-        total = sum(sharded.values())
-        part = f" ({of_experts:,} of them for fused experts)" * (of_experts > 0)
-        lines.append(f"quantized weights take {total:,} bytes{part}, {share(total)}")
-    if sharded and experts:
-        cost = sum(local(tensor).nbytes for tensor in experts)
-        lines.append(f"experts that are not quantized: {named(experts)}, {share(cost)}")
-    if in_fp32 and settings.compute_dtype != torch.float32:
-        dtype = str(settings.compute_dtype)
-        lines.append(
-            f"{in_fp32} quantized layers compute in fp32, which is slow: set "
-            f"bnb_4bit_compute_dtype={dtype} in BitsAndBytesConfig (with TRL's scripts, --dtype "
-            f"{dtype.removeprefix('torch.')})"
-        )
-    if whole and zero.stage == 3:
-        lines.append(f"not sharded: {named(whole)} on every rank")
-    return "".join(f"\n{line}" for line in lines)
-
-
-def describe_offload(model: nn.Module, settings: Config, ranks: int, device: torch.device) -> str:
-    """A line for the table at the start where all that is offloaded would take less than half of
-    the device. `ranks`: over how many it is cut.
-    """
-    zero = settings.zero_optimization
-    if not is_accelerator(device) or not (zero.offloads_params or zero.offloads_optimizer):
-        return ""
-    item, masters = settings.compute_dtype.itemsize, 0 if settings.bf16.without_masters else 4
-    params = [(param, local(param)) for param in model.parameters()]
-    weights = sum(p.numel() * item if p.is_floating_point() else p.nbytes for _, p in params)
-    trained = sum(shown.numel() for param, shown in params if param.requires_grad)
-    state = trained * (settings.sum_dtype.itemsize + 8 + (masters if item < 4 else 0)) // ranks
-    nbytes = state + (weights // ranks if zero.stage == 3 else weights)
-    capacity = torch.accelerator.get_memory_info(device)[1]
-    if 2 * nbytes > capacity:
-        return ""
-    return (
-        "\noffload may not be needed: weights, gradients and two moments take "
-        f"{nbytes / 2**30:.2f} GiB of the {capacity / 2**30:.1f} of each device. How much faster a "
-        f"step is without it: zero estimate MODEL --ds-config FILE --device-memory "
-        f"{capacity / 2**30:.0f}G"
-    )
-
-
->>>>>>> w-experts
 def _tiers(plans: Sequence[GroupPlan], settings: Config, comm: Communicator) -> list[Tier]:
     """Where the shard of each group lives.
 
@@ -617,7 +507,7 @@ def _describe_parts(model: nn.Module) -> Iterator[str]:
         name, first, holders = found[0]
         size = holders.world_size
         yield (
-            f"1/{first.numel() // local(first).numel()} of {name!r} and {len(found) - 1} others on "
+            f"1/{parts_of(first)} of {name!r} and {len(found) - 1} others on "
             f"each rank, {sum(local(param).numel() for _, param, _ in found):,} elements; "
             f"{size} rank{'s have' if size > 1 else ' has'} the same part"
         )

@@ -7,7 +7,6 @@ import pytest
 
 from docs import generate, slices
 from zero.config import load_config
-from zero.tools.cli import COMMANDS, command
 
 ROOT = Path(__file__).parents[2]
 REMEDY = "run: python -m docs.generate"
@@ -74,25 +73,6 @@ def test_every_name_that_the_pages_find_in_a_file_is_there():
     assert len(named) > 10
     for name, path in named:
         assert re.search(rf"\b{name.split('.')[-1]}\b", read(path)), f"{name} is not in {path}"
-
-
-def test_the_commands_in_the_pages_have_these_options(capsys):
-    """Options of a script or launcher that a command starts are theirs."""
-    lines = "\n".join(re.findall(r"```bash\n(.*?)```", pages(), flags=re.DOTALL))
-    lines = lines.replace("\\\n", " ")
-    used = {name: set() for name in COMMANDS if name != "run"}
-    for name, rest in re.findall(r"\bzero (\w+)(.*)", lines):
-        own = re.split(r"\s(?:#|torchrun|zero|\S+\.py)(?:\s|$)", rest)[0]
-        if name in used:
-            used[name] |= set(re.findall(r"\s(--[\w-]+)", own))
-        else:
-            assert name in {"run", "SCRIPT"}, f"zero {name} is no command"
-    assert sum(map(len, used.values())) > 15
-    for name, options in used.items():
-        with pytest.raises(SystemExit):
-            command(name)(["--help"])
-        known = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
-        assert options <= known, f"zero {name} has no {options - known}"
 
 
 def test_every_configuration_in_the_pages_is_accepted():

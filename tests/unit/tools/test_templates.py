@@ -1,6 +1,4 @@
-"""The templates for clusters start what exists, with options that torchrun, `zero launch` and the
-script know.
-"""
+"""The templates for clusters start what exists, with options that torchrun and the script know."""
 
 from __future__ import annotations
 
@@ -8,14 +6,12 @@ import re
 import shlex
 from argparse import Namespace
 
-import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
 from tests.processes import REPOSITORY, run
 from translation.arguments import ArgumentParser, Seq2SeqTrainingArguments
 from translation.options import APPLICATION, DataTrainingArguments, ModelArguments
-from zero.tools.launch import _parser
 
 LAUNCHING = (REPOSITORY / "docs" / "launching.md").read_text(encoding="utf-8")
 
@@ -69,9 +65,3 @@ def test_slurm(tmp_path):
     assert f"--gpus-per-node={command.nproc_per_node}" in script and "--ntasks-per-node=1" in script
     (seconds,) = re.findall(r"--signal=TERM@(\d+)", script)
     assert command.shutdown_timeout < int(seconds)
-
-
-@pytest.mark.parametrize("line", re.findall(r"^zero launch (.*)$", LAUNCHING, flags=re.MULTILINE))
-def test_commands_of_zero_launch(line: str):
-    options = _parser().parse(shlex.split(line, comments=True))
-    assert options.hostfile == "hosts" and options.command
