@@ -16,6 +16,7 @@ from torch import nn
 from zero.core.hooks import ModuleHooks
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
+from zero.fragments import safe_get_local_grad
 from zero.optim.sharded_optimizer import ZeroOptimizer
 
 
@@ -96,6 +97,18 @@ class DeepSpeedOptimizer(ZeroOptimizer):
         return [shard.master for shard in self.shards.values()]
 
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat
+
+    @property
+    def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
+        """This rank's part of each trained parameter's gradient, in fp32, under the key 0; empty
+        while there are none."""
+        params = [param for group in self.shards for param in group.params]
+        parts = [safe_get_local_grad(param) for param in params]
+        return {} if any(part is None for part in parts) else {0: parts}
+
+    def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
+        """`averaged_gradients`, by the number of the parameter."""
+        return {0: dict(enumerate(parts)) for parts in self.averaged_gradients.values()}
 
     @property
     def gradient_factor(self) -> float:
