@@ -19,6 +19,8 @@ GIT_HASH = "unknown"
 TORCH_INFO = dict.fromkeys(("version", "cuda_version", "nccl_version", "hip_version"), "0.0") | {
     "bf16_support": True
 }
+# The types of optimizers as DeepSpeed spells them.
+ADAGRAD, ADAM, ADAMW, LAMB, LION, MUON = "adagrad", "adam", "adamw", "lamb", "lion", "muon"
 
 # A line without indentation has DeepSpeed's module, the module here, and the names. `new=old`: the
 # name is `new` in DeepSpeed's module and `old` in the module here. A module that begins with a dot
@@ -29,7 +31,9 @@ _TABLE = """
 deepspeed .names __version__=REPORTED_VERSION version=REPORTED_VERSION
     __version_major__=MAJOR __version_minor__=MINOR __version_patch__=PATCH
     __git_hash__=GIT_HASH git_hash=GIT_HASH __git_branch__=GIT_HASH git_branch=GIT_HASH
+deepspeed .names MUON_OPTIMIZER=MUON
 deepspeed torch dist=distributed
+deepspeed typing DeepSpeedOptimizerCallable=Callable DeepSpeedSchedulerCallable=Callable
 deepspeed zero.errors DeepSpeedConfigError=UsageError
 deepspeed .engine initialize DeepSpeedEngine
 deepspeed .distributed init_distributed
@@ -68,6 +72,8 @@ deepspeed.runtime.base_optimizer .optimizer DeepSpeedOptimizer
 deepspeed.runtime.checkpoint_engine ! TorchCheckpointEngine
 deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine ! TorchCheckpointEngine
 deepspeed.runtime.config .monitoring DeepSpeedConfig
+deepspeed.runtime.config .names ADAGRAD_OPTIMIZER=ADAGRAD ADAM_OPTIMIZER=ADAM ADAMW_OPTIMIZER=ADAMW
+    LAMB_OPTIMIZER=LAMB LION_OPTIMIZER=LION MUON_OPTIMIZER=MUON
 deepspeed.runtime.config zero.errors DeepSpeedConfigError=UsageError
 deepspeed.runtime.dataloader .utilities RepeatingLoader
 deepspeed.runtime.engine .engine DeepSpeedEngine
@@ -172,14 +178,32 @@ _INSTEAD = {
     "fp16": "the engine has masters and loss scaling itself: enable fp16 in the configuration",
     "autocast": "enable bf16 in the configuration",
     "compile": "enable compile in the configuration",
+    "triton": "call importlib.util.find_spec('triton')",
+    "default_port": "the launcher sets MASTER_PORT",
+    "ds_config": "call deepspeed.DeepSpeedConfig",
+    "tp_model_init_": "set tensor_parallel.autotp_size in the configuration",
+    # methods of the engine
+    "allreduce": "backward has summed the gradients over the ranks",
+    "all_gather": "call torch.distributed",
+    "parallel_rank": "call the functions of deepspeed.utils.groups",
+    "clip_": "set gradient_clipping in the configuration",
+    "breakdown": "see docs/monitoring.md",
+    "wall_clock": "see docs/monitoring.md",
+    "curriculum": "batches come from the data loader of the script",
+    "data_post": "batches come from the data loader of the script",
+    "deepspeed_io": "pass training_data to initialize",
+    "_style_dataset": "batches come from the data loader of the script",
+    "python_gc": "call gc.collect",
+    "muon": "the optimizer of type Muon decides by itself which weights it updates so",
+    "set_optimizer_flags": "the optimizer of type Muon finds its weights itself",
 }
 _ELSEWHERE = "see docs/compatibility.md, Names, and docs/migration.md, Not available"
 
 
-def instead_of(full_name: str) -> str:
+def instead_of(full_name: str, otherwise: str = _ELSEWHERE) -> str:
     """What to use in place of a name that zero does not have, to follow a message."""
     name = full_name.lower()
-    return next((text for part, text in _INSTEAD.items() if part in name), _ELSEWHERE)
+    return next((text for part, text in _INSTEAD.items() if part in name), otherwise)
 
 
 def _read_table() -> dict[str, dict[str, str]]:

@@ -81,8 +81,12 @@ class DeepSpeedOptimizer(ZeroOptimizer):
     @property
     def loss_scaler(self) -> SimpleNamespace:
         """The loss scale as DeepSpeed's scripts log it."""
-        names = {"cur_scale": self.cur_scale, "loss_scale": self.cur_scale}
-        return SimpleNamespace(**names, dynamic=self.dynamic_loss_scale)
+        found: dict[str, Any] = dict.fromkeys(("cur_scale", "loss_scale"), self.cur_scale)
+        found |= dict.fromkeys(("dynamic", "dynamic_loss_scale"), self.dynamic_loss_scale)
+        if (scaler := self.scaler) is not None:
+            found |= {"cur_iter": scaler.steps, "last_overflow_iter": scaler.last_overflow}
+            found |= {"scale_window": scaler.fp16.loss_scale_window}
+        return SimpleNamespace(**found)
 
     loss_scale_config = loss_scaler
 
