@@ -472,7 +472,7 @@ def diffusers(stage: int, folder: Path) -> Done:
     config = config_of(stage) | {"gradient_clipping": CLIP, "gradient_accumulation_steps": 1}
     config |= sizes | {"zero_allow_untested_optimizer": True}
     plugin = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=True)
-    accelerator = Accelerator(deepspeed_plugin=plugin, cpu=True)
+    accelerator = Accelerator(deepspeed_plugin=plugin)
     with plugin.zero3_init_context_manager(enable=False):  # it is sharded all the same
         encoder = LlamaForCausalLM.from_pretrained(base(folder)).requires_grad_(False)
     encoder, *_ = deepspeed.initialize(model=encoder, config=config)
@@ -483,6 +483,7 @@ def diffusers(stage: int, folder: Path) -> Done:
     loader = torch.utils.data.DataLoader(Tokens(ROWS, False), ROWS // RANKS, collate_fn=collate)
     schedule = get_scheduler("constant", optimizer)
     unet, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    assert isinstance(unet, deepspeed.DeepSpeedEngine)
     losses = []
     for _ in range(STEPS):
         for batch in loader:

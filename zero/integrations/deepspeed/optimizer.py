@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import torch
@@ -17,6 +16,7 @@ from zero.core.hooks import ModuleHooks
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
 from zero.fragments import safe_get_local_grad
+from zero.optim.loss_scaler import LossScaler
 from zero.optim.sharded_optimizer import ZeroOptimizer
 
 
@@ -45,6 +45,27 @@ class ParameterOffload:
         self._hooks.install()
         self.forward_hooks = self._hooks.forward_hooks
         self.backward_hooks = self._hooks.backward_hooks
+
+
+class LossScaleNames:
+    """The numbers of a loss scaler under DeepSpeed's names, as they are when they are read."""
+
+    _NAMES = {
+        **dict.fromkeys(("cur_scale", "loss_scale"), "scale"),
+        **dict.fromkeys(("dynamic", "dynamic_loss_scale"), "dynamic"),
+        "cur_iter": "steps",
+        "last_overflow_iter": "last_overflow",
+        "scale_window": "window",
+    }
+
+    def __init__(self, scaler: LossScaler | None):
+        self._scaler = scaler
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._NAMES:
+            raise AttributeError(f"the loss scaler has no attribute {name!r}", name=name)
+        own = self._NAMES[name]
+        return (1.0 if own == "scale" else 0) if self._scaler is None else getattr(self._scaler, own)
 
 
 class DeepSpeedOptimizer(ZeroOptimizer):
@@ -79,14 +100,9 @@ class DeepSpeedOptimizer(ZeroOptimizer):
         return self.scaler is not None and self.scaler.dynamic
 
     @property
-    def loss_scaler(self) -> SimpleNamespace:
+    def loss_scaler(self) -> LossScaleNames:
         """The loss scale as DeepSpeed's scripts log it."""
-        found: dict[str, Any] = dict.fromkeys(("cur_scale", "loss_scale"), self.cur_scale)
-        found |= dict.fromkeys(("dynamic", "dynamic_loss_scale"), self.dynamic_loss_scale)
-        if (scaler := self.scaler) is not None:
-            found |= {"cur_iter": scaler.steps, "last_overflow_iter": scaler.last_overflow}
-            found |= {"scale_window": scaler.fp16.loss_scale_window}
-        return SimpleNamespace(**found)
+        return LossScaleNames(self.scaler)
 
     loss_scale_config = loss_scaler
 
