@@ -1,6 +1,7 @@
-"""Frameworks that these tests do not install, by the calls that their loops make: losses beside plain
-torch, and the weights that they save, by name and value. TRL's scripts are in `test_trl.py`.
-"""
+"""Frameworks that these tests do not install, by the calls that their loops make.
+
+Losses are compared with plain torch's, and the weights that they save by name and value. TRL's
+scripts, which are all that alignment-handbook runs, are in `test_trl.py`."""
 
 from __future__ import annotations
 

@@ -137,9 +137,9 @@ def openrlhf(stage: int, folder: Path) -> Done:
     model = LlamaForCausalLM.from_pretrained(base(folder))
     named = list(model.named_parameters())
     groups = [
-        {"params": [each for name, each in named if ("norm" in name) == is_norm], "weight_decay": 0.0}
-        for is_norm in (False, True)
-    ]  # fmt: skip
+        {"params": [each for name, each in named if ("norm" in name) == norms], "weight_decay": 0.0}
+        for norms in (False, True)
+    ]
     schedule = partial(
         get_scheduler, "constant", num_warmup_steps=0, num_training_steps=STEPS,
         scheduler_specific_kwargs={},
@@ -369,10 +369,10 @@ def axolotl(stage: int, folder: Path) -> Done:
         if isinstance(module, LlamaMLP):
             params = [each for each in module.parameters() if each.requires_grad]
             assert any(hasattr(each, "ds_id") for each in params)
-            whole = type(module).forward
-            module.forward = lambda x, own=module, params=params: TiledMLP.apply(
-                whole, own, x, 4, params
-            )
+            module.forward = partial(
+                lambda whole, own, params, x: TiledMLP.apply(whole, own, x, 4, params),
+                type(module).forward, module, params,
+            )  # fmt: skip
     trainer = Sequential(model, settings, train_dataset=Tokens(ROWS, False), data_collator=collate)
     return trained(trainer, folder)
 
@@ -415,11 +415,9 @@ def llama_factory(stage: int, folder: Path) -> Done:
     embedding = pretrained.get_input_embeddings()
     with deepspeed.zero.GatheredParameters([embedding.weight]):
         assert embedding.weight.size(0) == 64
-    with deepspeed.zero.Init(config_dict_or_path=settings.hf_deepspeed_config.config, enabled=False):
-        model = ValueHead(pretrained)
-    trainer = PairwiseTrainer(
-        model, settings, train_dataset=Tokens(ROWS, False), data_collator=collate
-    )
+    model = ValueHead(pretrained)
+    data = Tokens(ROWS, False)
+    trainer = PairwiseTrainer(model, settings, train_dataset=data, data_collator=collate)
     losses, saved = trained(trainer, folder)
     head = model.v_head["summary"]
     with deepspeed.zero.GatheredParameters([head.weight, head.bias], modifier_rank=0):
@@ -535,8 +533,9 @@ def lightning_fabric(stage: int, folder: Path) -> Done:
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": stage, "contiguous_gradients": True, "overlap_comm": True,
-            "allgather_partitions": True, "reduce_scatter": True, "allgather_bucket_size": 200000000,
-            "reduce_bucket_size": 200000000, "sub_group_size": 1000000000000,
+            "allgather_partitions": True, "reduce_scatter": True,
+            "allgather_bucket_size": 200000000, "reduce_bucket_size": 200000000,
+            "sub_group_size": 1000000000000,
         },
         "gradient_clipping": CLIP,
         "train_micro_batch_size_per_gpu": ROWS // RANKS,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+import zero
 from tests.processes import run_on
 from tests.unit.integrations.test_names import METHODS, names_of
-import zero
 from zero import fragments, initialize
 from zero.errors import UsageError
 from zero.integrations.deepspeed import finder, leaf

@@ -27,7 +27,7 @@ _ON_CPU: dict[str, Any] = {
     "initial_seed": torch.initial_seed,
     "available_memory": lambda *_: psutil.virtual_memory().available,
 }
-# DeepSpeed's questions whose answer is whether the device is the CPU, which waits for each operation.
+# DeepSpeed's questions that ask whether the device finishes each operation at once, as a CPU does.
 _WAITS = {
     "handles_memory_backpressure",
     "is_synchronized_device",

@@ -1,7 +1,6 @@
 """DeepSpeed's builders of kernels, for scripts that ask for a kernel or compile it before a run.
 
-zero has one kernel, Adam's on host memory; the other optimizers are torch's operations, with nothing
-to compile."""
+zero has one kernel, Adam's on host memory. The other optimizers are torch's operations."""
 
 from __future__ import annotations
 

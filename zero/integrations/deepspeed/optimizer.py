@@ -65,7 +65,9 @@ class LossScaleNames:
         if name not in self._NAMES:
             raise AttributeError(f"the loss scaler has no attribute {name!r}", name=name)
         own = self._NAMES[name]
-        return (1.0 if own == "scale" else 0) if self._scaler is None else getattr(self._scaler, own)
+        if self._scaler is None:  # not fp16
+            return 1.0 if own == "scale" else 0
+        return getattr(self._scaler, own)
 
 
 class DeepSpeedOptimizer(ZeroOptimizer):
@@ -128,7 +130,8 @@ class DeepSpeedOptimizer(ZeroOptimizer):
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
         """`averaged_gradients`, by the number of the parameter."""
-        return {0: dict(enumerate(parts)) for parts in self.averaged_gradients.values()}
+        found = self.averaged_gradients
+        return {key: dict(enumerate(parts)) for key, parts in found.items()}
 
     @property
     def gradient_factor(self) -> float:
