@@ -74,6 +74,7 @@ class DeepSpeedEngine(ZeroEngine):
     training_dataloader: DataLoader | None = None
     adaptation: Adaptation | None = None
     mpu: object | None = None  # as `initialize` was given it
+    sparse_tensor_module_names: frozenset[str] = frozenset()  # gradients are never sparse
     _profile: StepProfile | None = None
 
     def __init__(self, model: nn.Module, settings: Config, *args: Any, **kwargs: Any):

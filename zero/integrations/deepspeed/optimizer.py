@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
+from operator import attrgetter
 from typing import Any, NoReturn, cast
 
 import torch
@@ -55,7 +56,8 @@ class LossScaleNames:
         **dict.fromkeys(("dynamic", "dynamic_loss_scale"), "dynamic"),
         "cur_iter": "steps",
         "last_overflow_iter": "last_overflow",
-        "scale_window": "window",
+        "scale_window": "fp16.loss_scale_window",
+        "min_loss_scale": "fp16.min_loss_scale",
     }
 
     def __init__(self, scaler: LossScaler | None):
@@ -67,7 +69,7 @@ class LossScaleNames:
         own = self._NAMES[name]
         if self._scaler is None:  # not fp16
             return 1.0 if own == "scale" else 0
-        return getattr(self._scaler, own)
+        return attrgetter(own)(self._scaler)
 
 
 class DeepSpeedOptimizer(ZeroOptimizer):
