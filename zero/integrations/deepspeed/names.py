@@ -190,10 +190,7 @@ _INSTEAD = {
     "breakdown": "see docs/monitoring.md",
     "wall_clock": "see docs/monitoring.md",
     "curriculum": "batches come from the data loader of the script",
-    "data_post": "batches come from the data loader of the script",
     "deepspeed_io": "pass training_data to initialize",
-    "_style_dataset": "batches come from the data loader of the script",
-    "python_gc": "call gc.collect",
     "muon": "the optimizer of type Muon decides by itself which weights it updates so",
     "set_optimizer_flags": "the optimizer of type Muon finds its weights itself",
 }
