@@ -40,7 +40,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), [("trl/sft", "full"), ("trl/sft", "LoRA"), ("trl/grpo", "full")]
+    ("name", "method"),
+    [
+        ("trl/sft", "full"),
+        ("trl/sft", "LoRA"),
+        ("trl/reward", "full"),
+        ("trl/grpo", "full"),
+    ],
 )
 def test_a_script_has_the_losses_and_weights_of_ddp(data: Path, name: str, method: str) -> None:
     """Train, evaluate, save and load. GRPO generates, and has a reference model (beta 0.1). Blocks
@@ -73,6 +79,16 @@ def test_log_probabilities_of_the_reference_can_be_computed_first(
         script, arguments=arguments.replace(f"/{dataset}", f"/{copied.name}")
     )
     row = compare(data, script, method, "precomputed", on_zero)
+    assert row["result"] == "equal" and row["weights"] < 1e-5, row
+
+
+def test_a_reference_model_follows_the_model(data: Path) -> None:
+    """TR-DPO: after each step TRL mixes the weights of two sharded models."""
+    script = SCRIPTS["trl/dpo"]
+    follows = "--sync_ref_model --ref_model_sync_steps 1 --ref_model_mixup_alpha 0.5"
+    arguments = f"{script.arguments} {follows}"
+    script = dataclasses.replace(script, arguments=arguments, resumes=False)
+    row = compare(data, script, "full", "follows")
     assert row["result"] == "equal" and row["weights"] < 1e-5, row
 
 

@@ -20,7 +20,7 @@ class LossScaler:
     """
 
     def __init__(self, fp16: FP16Config):
-        self._fp16 = fp16
+        self.fp16 = fp16
         self.dynamic = fp16.loss_scale == 0
         self.scale = _FACTOR**fp16.initial_scale_power if self.dynamic else float(fp16.loss_scale)
         self.overflows_left = fp16.hysteresis
@@ -30,7 +30,7 @@ class LossScaler:
     @property
     def at_minimum(self) -> bool:
         """True if a dynamic scale cannot fall further."""
-        return self.dynamic and self.scale <= self._fp16.min_loss_scale
+        return self.dynamic and self.scale <= self.fp16.min_loss_scale
 
     @property
     def exhausted(self) -> bool:
@@ -48,17 +48,17 @@ class LossScaler:
             return
         if overflow:
             if self.overflows_left == 1:
-                self.scale = max(self.scale / _FACTOR, self._fp16.min_loss_scale)
+                self.scale = max(self.scale / _FACTOR, self.fp16.min_loss_scale)
             else:
                 self.overflows_left -= 1
             self.last_overflow = self.steps
         else:
             stable = self.steps - self.last_overflow - 1
-            doubles = stable > 0 and stable % self._fp16.loss_scale_window == 0
+            doubles = stable > 0 and stable % self.fp16.loss_scale_window == 0
             if doubles:
                 self.scale *= _FACTOR
-            if doubles or self._fp16.consecutive_hysteresis:
-                self.overflows_left = self._fp16.hysteresis
+            if doubles or self.fp16.consecutive_hysteresis:
+                self.overflows_left = self.fp16.hysteresis
         self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:

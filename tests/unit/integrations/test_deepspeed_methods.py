@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+import zero
 from tests.processes import run_on
+from tests.unit.integrations.test_names import METHODS, names_of
 from zero import fragments, initialize
 from zero.errors import UsageError
 from zero.integrations.deepspeed import finder, leaf
@@ -51,6 +53,26 @@ def settings_are_methods(rank: int, world_size: int) -> None:
         engine.no_such_setting()
 
 
+def methods_work_or_say_what_to_use(rank: int, world_size: int) -> None:
+    engine, _ = make()
+    missing = {}
+    for name in names_of()[METHODS]:
+        try:
+            getattr(engine, name)
+        except AttributeError as error:
+            missing[name] = str(error).partition(f"attribute {name!r}; ")[2]
+    assert all(missing.values()) and len(missing) < 100, missing
+    for name, instead in (
+        ("allreduce_bucket", "backward has summed the gradients"),
+        ("autotuning_metric", "zero plan"),
+        ("get_model_parallel_rank", "deepspeed.utils.groups"),
+        ("zenflow_config", "engine.config"),
+    ):
+        assert instead in missing[name]
+    assert engine.zero_reduce_bucket_size() == 500_000_000 and engine.flops_profiler_detailed()
+    assert engine.zero_hpz_partition_size() == 1 and engine.mpu is None
+
+
 def the_batch_changes_between_steps(rank: int, world_size: int) -> None:
     engine, _ = make()
     assert steps(engine, 3) == [0, 1, 1]
@@ -80,10 +102,22 @@ def weights_are_loaded_into_an_engine(rank: int, world_size: int, stage: int) ->
         assert engine.module_state_dict()["0.weight"].eq(0.5).all()
 
 
+def gradients_by_parameter(rank: int, world_size: int) -> None:
+    engine, optimizer = make(gradient_accumulation_steps=1)
+    assert optimizer.averaged_gradients == optimizer.get_fp32_grad_partitions() == {}
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    (parts,) = optimizer.averaged_gradients.values()
+    expected = [fragments.safe_get_full_grad(param).view(-1) for param in engine.parameters()]
+    assert [part.numel() for part in parts] == [16, 4, 4, 1]
+    assert all(map(torch.equal, parts, expected)) and parts[3].item() == 2.0
+    assert [*optimizer.get_fp32_grad_partitions()[0]] == [0, 1, 2, 3]
+
+
 def what_scripts_read_of_the_optimizer(rank: int, world_size: int) -> None:
     engine, optimizer = make(fp16={"enabled": True, "initial_scale_power": 3})
     assert optimizer.cur_scale == optimizer.loss_scaler.cur_scale == 8
     assert optimizer.dynamic_loss_scale and optimizer._global_grad_norm is None
+    assert optimizer.loss_scale_config.scale_window == 1000 and not optimizer.loss_scaler.cur_iter
     (master,) = {each.dtype for each in optimizer.single_partition_of_fp32_groups}
     assert master == torch.float32
     engine.set_lr(0.5)
@@ -98,6 +132,8 @@ def what_scripts_read_of_the_optimizer(rank: int, world_size: int) -> None:
     "check",
     [
         settings_are_methods,
+        methods_work_or_say_what_to_use,
+        gradients_by_parameter,
         the_batch_changes_between_steps,
         *(partial(weights_are_loaded_into_an_engine, stage=stage) for stage in (0, 2, 3)),
         what_scripts_read_of_the_optimizer,
@@ -123,10 +159,22 @@ def test_names_that_frameworks_import():
     assert (schedules.WARMUP_LR, schedules.WARMUP_NUM_STEPS) == ("WarmupLR", "warmup_num_steps")
     facade = finder.FacadeModule("deepspeed")
     assert issubclass(facade.DeepSpeedConfigError, ValueError) and facade.__git_hash__
+    assert finder.FacadeModule("deepspeed.runtime.config").ADAMW_OPTIMIZER == "adamw"
+    assert finder.FacadeModule("deepspeed.zero").MiCS_Init is zero.Init
+    sections = finder.FacadeModule("deepspeed.runtime.zero.config")
+    made = sections.DeepSpeedZeroConfig(stage=2, offload_optimizer={})
+    assert isinstance(made.offload_optimizer, sections.DeepSpeedZeroOffloadOptimizerConfig)
     with pytest.raises(facade.DeepSpeedConfigError):
         facade.DeepSpeedConfig({"train_batch_size": 3, "train_micro_batch_size_per_gpu": 2})
     assert facade.DeepSpeedConfig({"train_batch_size": 3}).train_micro_batch_size_per_gpu == 3
     assert facade.DeepSpeedConfig({}).train_batch_size is None
+
+
+def test_kernels_are_builders():
+    builders = finder.FacadeModule("deepspeed.ops.op_builder")
+    assert finder.FacadeModule("deepspeed.ops").__compatible_ops__[builders.FusedLambBuilder.NAME]
+    builders.CPUAdamBuilder().load()
+    assert builders.CPUAdagradBuilder().is_compatible()
 
 
 def test_names_that_are_imported_and_not_used_are_errors_when_they_are_called():

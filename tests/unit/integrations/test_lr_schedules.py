@@ -100,7 +100,9 @@ def test_a_cosine_without_room_after_the_warmup_stays_at_its_end():
 
 def test_cosine_scales_the_rate_of_each_group():
     scheduler = WarmupCosineLR(optimizer(0.5, 0.25), 100, warmup_num_steps=2)
+    assert (scheduler.get_lr_ratio(), scheduler.warmup_num_steps) == (0.0, 2)
     scheduler.step(1)
+    assert scheduler.get_lr_ratio() == 1.0 and scheduler.max_lrs == [0.5, 0.25]
     assert scheduler.get_last_lr() == pytest.approx([0.5, 0.25])
 
 

@@ -20,7 +20,19 @@ _ON_CPU: dict[str, Any] = {
     **dict.fromkeys(("memory_allocated", "memory_reserved"), lambda *_: memory_in_use(CPU)),
     **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), lambda *_: peak_memory(CPU)),
     **dict.fromkeys(("empty_cache", "reset_peak_memory_stats"), lambda *_: None),
-    "manual_seed_all": torch.manual_seed,
+    **dict.fromkeys(("range_push", "range_pop"), lambda *_: None),
+    **dict.fromkeys(("manual_seed", "manual_seed_all"), torch.manual_seed),
+    "get_rng_state": lambda *_: torch.get_rng_state(),
+    "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+    "initial_seed": torch.initial_seed,
+    "available_memory": lambda *_: psutil.virtual_memory().available,
+}
+# DeepSpeed's questions that ask whether the device finishes each operation at once, as a CPU does.
+_WAITS = {
+    "handles_memory_backpressure",
+    "is_synchronized_device",
+    "resolves_data_dependency",
+    "use_host_timers",
 }
 
 
@@ -54,6 +66,18 @@ class Accelerator:
     # A model can be trained in either, on every device.
     is_bf16_supported = is_fp16_supported = staticmethod(lambda *_: True)
 
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """The dtypes in which a model can be trained."""
+        return [torch.float, torch.half, torch.bfloat16]
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is on this kind of device."""
+        return tensor.device.type == self.device_name()
+
+    def pin_memory(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The tensor in host memory that the device can read; on a CPU the tensor itself."""
+        return tensor if self.device_name() == "cpu" else tensor.pin_memory()
+
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes of the device's memory."""
         if self.device_name() == "cpu":
@@ -62,8 +86,11 @@ class Accelerator:
 
     def __getattr__(self, name: str) -> Any:
         """torch's function of this name for the kind of device, such as `synchronize`."""
-        if self.device_name() == "cpu" and name in _ON_CPU:
-            return _ON_CPU[name]
+        is_cpu = self.device_name() == "cpu"
+        if name in _WAITS:
+            return lambda: is_cpu
+        if is_cpu and (name in _ON_CPU or name.endswith("Tensor")):  # such as FloatTensor
+            return _ON_CPU.get(name) or getattr(torch, name)
         module = torch.get_device_module(self.device_name())
         if name.startswith("_") or not hasattr(module, name):
             raise AttributeError(f"get_accelerator().{name} is not provided by zero")

@@ -23,13 +23,15 @@ from zero import monitor
 from zero.adapting import KEY, Adaptation
 from zero.checkpoint.export import Weights, consolidated_state_dict
 from zero.comm import world
-from zero.config import Config, load_config
+from zero.config import Config, ZeroConfig, load_config
+from zero.config.monitor import FlopsProfilerConfig
 from zero.engine import ZeroEngine
 from zero.errors import FOLLOWED_RELEASE, UsageError
 from zero.gathered_parameters import GatheredParameters
 from zero.integrations.deepspeed import distributed
 from zero.integrations.deepspeed.leaf import mark_configured
 from zero.integrations.deepspeed.lr_schedules import build_scheduler
+from zero.integrations.deepspeed.names import instead_of
 from zero.integrations.deepspeed.optimizer import DeepSpeedOptimizer, ParameterOffload
 from zero.integrations.deepspeed.optimizers import build_optimizer
 from zero.integrations.deepspeed.profiling import StepProfile
@@ -46,6 +48,10 @@ logger = logging.getLogger("zero")
 
 # DeepSpeed's methods that return a setting, completed where it was left out, and its key.
 _SETTINGS = {
+    "zero_" + key.removeprefix("stage3_").removeprefix("zero_"): f"zero_optimization.{key}"
+    for key in ZeroConfig.model_fields
+} | {f"flops_profiler_{key}": f"flops_profiler.{key}" for key in FlopsProfilerConfig.model_fields}
+_SETTINGS |= {
     "autotp_size": "tensor_parallel.autotp_size",
     "bfloat16_enabled": "bf16.enabled",
     "fp16_enabled": "fp16.enabled",
@@ -55,11 +61,6 @@ _SETTINGS = {
     "train_batch_size": "train_batch_size",
     "train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
     "wall_clock_breakdown": "wall_clock_breakdown",
-    "zero_gather_16bit_weights_on_model_save": (
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    ),
-    "zero_offload_optimizer": "zero_optimization.offload_optimizer",
-    "zero_offload_param": "zero_optimization.offload_param",
     "zero_optimization": "zero_optimization.stage",
     "zero_optimization_stage": "zero_optimization.stage",
 }
@@ -85,6 +86,8 @@ class DeepSpeedEngine(ZeroEngine):
     # Of the dataset that `initialize` was given.
     training_dataloader: DataLoader | None = None
     adaptation: Adaptation | None = None
+    mpu: object | None = None  # as `initialize` was given it
+    sparse_tensor_module_names: frozenset[str] = frozenset()  # gradients are never sparse
     _profile: StepProfile | None = None
 
     def __init__(self, model: nn.Module, settings: Config, *args: Any, **kwargs: Any):
@@ -149,7 +152,8 @@ class DeepSpeedEngine(ZeroEngine):
                 raise  # from a property of this class, or before there is a model
             raise AttributeError(
                 f"neither zero's engine, which takes DeepSpeed's place, nor the model "
-                f"({type(self.module).__name__}) has an attribute {name!r}",
+                f"({type(self.module).__name__}) has an attribute {name!r}; "
+                + instead_of(name, "settings are in engine.config"),
                 name=name,
                 obj=self,
             ) from error
@@ -366,6 +370,7 @@ def initialize(
     if lr_scheduler is None and settings.scheduler is not None and optimizer is not None:
         lr_scheduler = partial(build_scheduler, settings.scheduler)
     engine = make_engine(model, settings, optimizer, lr_scheduler, comm)
+    engine.mpu = mpu
     averages = settings.gradient_allreduce_op == "mean"
     if averages and isinstance(engine.optimizer, DeepSpeedOptimizer):
         engine.optimizer.ranks_summed = ranks_of_sample

@@ -53,6 +53,12 @@ class Schedule:
                 )
         self._move_to(self.params.last_batch_iteration)
 
+    def __getattr__(self, name: str) -> Any:
+        """A setting by its key, such as `warmup_num_steps`."""
+        if name == "params" or name not in SchedulerParams.model_fields:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}", name=name)
+        return getattr(self.params, name)
+
     def _rates(self, n: int) -> list[float]:
         """The rate of each parameter group."""
         raise NotImplementedError
@@ -109,11 +115,21 @@ class WarmupLR(Schedule):
 
     default_max_lr: float | None = None
 
-    def _rates(self, n: int) -> list[float]:
+    @property
+    def max_lrs(self) -> list[float]:
+        """The rate after the warm-up, of each parameter group."""
         highest = self.params.warmup_max_lr
         if highest is None:
             highest = self.base_lrs if self.default_max_lr is None else self.default_max_lr
-        return self._between(self.params.warmup_min_lr, highest, self._height(n))
+        return self._per_group(highest)
+
+    @property
+    def min_lrs(self) -> list[float]:
+        """The rate before the warm-up, of each parameter group."""
+        return self._per_group(self.params.warmup_min_lr)
+
+    def _rates(self, n: int) -> list[float]:
+        return self._between(self.min_lrs, self.max_lrs, self._height(n))
 
     def _height(self, n: int) -> float:
         """Where between the smallest and the largest rate, from 0 to 1."""
@@ -146,6 +162,10 @@ class WarmupCosineLR(WarmupLR):
 
     The cosine ends at step `total_num_steps`; the ratio stays there. With n = -1 the rate is 0.
     """
+
+    def get_lr_ratio(self) -> float:
+        """The present ratio, from 0 to 1."""
+        return self._height(self.last_batch_iteration)
 
     def _after_warmup(self, done: int, length: int) -> float:
         cosine = math.cos(math.pi * min(1.0, (done + 1) / max(1, length)))

@@ -15,6 +15,12 @@ from zero.errors import FOLLOWED_RELEASE
 REPORTED_VERSION = FOLLOWED_RELEASE
 MAJOR, MINOR, PATCH = map(int, REPORTED_VERSION.split("."))
 GIT_HASH = "unknown"
+# What a build of DeepSpeed was made for: "0.0" is a build without a device.
+TORCH_INFO = dict.fromkeys(("version", "cuda_version", "nccl_version", "hip_version"), "0.0") | {
+    "bf16_support": True
+}
+# The types of optimizers as DeepSpeed spells them.
+ADAGRAD, ADAM, ADAMW, LAMB, LION, MUON = "adagrad", "adam", "adamw", "lamb", "lion", "muon"
 
 # A line without indentation has DeepSpeed's module, the module here, and the names. `new=old`: the
 # name is `new` in DeepSpeed's module and `old` in the module here. A module that begins with a dot
@@ -25,7 +31,9 @@ _TABLE = """
 deepspeed .names __version__=REPORTED_VERSION version=REPORTED_VERSION
     __version_major__=MAJOR __version_minor__=MINOR __version_patch__=PATCH
     __git_hash__=GIT_HASH git_hash=GIT_HASH __git_branch__=GIT_HASH git_branch=GIT_HASH
+deepspeed .names MUON_OPTIMIZER=MUON
 deepspeed torch dist=distributed
+deepspeed typing DeepSpeedOptimizerCallable=Callable DeepSpeedSchedulerCallable=Callable
 deepspeed zero.errors DeepSpeedConfigError=UsageError
 deepspeed .engine initialize DeepSpeedEngine
 deepspeed .distributed init_distributed
@@ -44,22 +52,28 @@ deepspeed.comm torch.distributed * allgather_fn=all_gather_into_tensor
     get_all_ranks_from_group=get_process_group_ranks reduce_scatter_fn=reduce_scatter_tensor
 deepspeed.elasticity ! compute_elastic_config
 deepspeed.env_report zero.tools.cli cli_main=ds_report main=ds_report
-deepspeed.git_version_info .names version=REPORTED_VERSION
+deepspeed.git_version_info .names version=REPORTED_VERSION torch_info=TORCH_INFO
+    git_hash=GIT_HASH git_branch=GIT_HASH
 deepspeed.launcher.runner .utilities DEEPSPEED_ENVIRONMENT_NAME
 deepspeed.launcher.runner zero.tools.cli main=deepspeed
 deepspeed.moe.utils .utilities split_params_into_different_moe_groups_for_optimizer
 deepspeed.module_inject.layers ! GatherReplacedLayerParams
 deepspeed.monitor.monitor .monitoring MonitorMaster
+deepspeed.ops .kernels __compatible_ops__=COMPATIBLE
 deepspeed.ops.adagrad .optimizers DeepSpeedCPUAdagrad
 deepspeed.ops.adam .optimizers DeepSpeedCPUAdam FusedAdam
 deepspeed.ops.lamb zero.optim.lamb FusedLamb=Lamb
 deepspeed.ops.lion .optimizers DeepSpeedCPULion FusedLion
+deepspeed.ops.op_builder .kernels OpBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder
+    FusedAdamBuilder FusedLambBuilder FusedLionBuilder
 deepspeed.profiling.flops_profiler .profiling FlopsProfiler get_model_profile
 deepspeed.profiling.flops_profiler.profiler .profiling FlopsProfiler get_model_profile
 deepspeed.runtime.base_optimizer .optimizer DeepSpeedOptimizer
 deepspeed.runtime.checkpoint_engine ! TorchCheckpointEngine
 deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine ! TorchCheckpointEngine
 deepspeed.runtime.config .monitoring DeepSpeedConfig
+deepspeed.runtime.config .names ADAGRAD_OPTIMIZER=ADAGRAD ADAM_OPTIMIZER=ADAM ADAMW_OPTIMIZER=ADAMW
+    LAMB_OPTIMIZER=LAMB LION_OPTIMIZER=LION MUON_OPTIMIZER=MUON
 deepspeed.runtime.config zero.errors DeepSpeedConfigError=UsageError
 deepspeed.runtime.dataloader .utilities RepeatingLoader
 deepspeed.runtime.engine .engine DeepSpeedEngine
@@ -72,10 +86,18 @@ deepspeed.runtime.sequence_parallel.ulysses_sp ! SequenceTiledCompute TiledFused
 deepspeed.runtime.utils .utilities move_to_device see_memory_usage set_random_seed
 deepspeed.runtime.utils .gradients clip_grad_norm_
 deepspeed.runtime.utils ! CheckOverflow
-deepspeed.runtime.zero zero Init register_external_parameter unregister_external_parameter
+deepspeed.runtime.zero zero Init MiCS_Init=Init register_external_parameter
+    unregister_external_parameter
 deepspeed.runtime.zero .labels ZeroParamStatus
 deepspeed.runtime.zero .weight_sync GatheredParameters
+deepspeed.runtime.zero.config zero.config DeepSpeedZeroConfig=ZeroConfig
+    DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerConfig
+    DeepSpeedZeroOffloadParamConfig=OffloadParamConfig
+deepspeed.runtime.zero.mics zero MiCS_Init=Init
 deepspeed.runtime.zero.offload_config .utilities OffloadDeviceEnum OffloadStateTypeEnum
+deepspeed.runtime.zero.offload_config zero.config
+    DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerConfig
+    DeepSpeedZeroOffloadParamConfig=OffloadParamConfig
 deepspeed.runtime.zero.partition_parameters .weight_sync GatheredParameters
 deepspeed.runtime.zero.partition_parameters zero Init
 deepspeed.runtime.zero.partition_parameters .labels ZeroParamStatus
@@ -84,6 +106,7 @@ deepspeed.runtime.zero.partition_parameters .utilities zero_wrapper_for_fp_tenso
 deepspeed.runtime.zero.partition_parameters torch _orig_torch_arange=arange
 deepspeed.runtime.zero.stage3 .optimizer DeepSpeedZeroOptimizer_Stage3=DeepSpeedOptimizer
 deepspeed.runtime.zero.stage_1_and_2 .optimizer DeepSpeedZeroOptimizer=DeepSpeedOptimizer
+deepspeed.runtime.zero.utils zero.errors ZeRORuntimeException=UsageError
 deepspeed.sequence.layer .sequence DistributedAttention
 deepspeed.utils .gradients safe_get_full_grad
 deepspeed.utils zero.fragments safe_get_full_fp32_param safe_get_full_optimizer_state
@@ -113,7 +136,8 @@ deepspeed.utils.zero_to_fp32 zero.checkpoint.models get_fp32_state_dict_from_zer
     load_state_dict_from_zero_checkpoint
 deepspeed.zero .labels ZeroParamStatus
 deepspeed.zero .weight_sync GatheredParameters
-deepspeed.zero zero Init register_external_parameter unregister_external_parameter
+deepspeed.zero zero Init MiCS_Init=Init register_external_parameter
+    unregister_external_parameter
 """
 
 # What to use in place of names that zero does not have. The first entry counts that is a part of
@@ -123,7 +147,6 @@ _INSTEAD = {
     "leaf": "call z3_leaf_module with the module",
     "overflow": "read engine.optimizer.overflow after step()",
     "mem_needs": "zero estimate predicts the memory of a configuration",
-    "mics_init": "call zero.Init, and set zero_optimization.mics_shard_size",
     "unwrap_model": "call generate on all ranks, which gathers block by block",
     "ondevice": 'use torch.device("meta") as a context',
     "gatherreplaced": "call param.full_tensor() on all ranks",
@@ -139,7 +162,7 @@ _INSTEAD = {
     "pipe": "pipelines are in zero.parallel.pipeline, see docs/pipeline-parallelism.md",
     "sequence": "see docs/sequence-parallelism.md",
     "sparse_attention": "use torch.nn.attention.flex_attention",
-    "op_builder": "kernels are compiled when they are first used",
+    "op_builder": "zero has one kernel, which is compiled when it is first used",
     "onebit": "take AdamW, and zero_quantized_gradients for smaller messages",
     "zeroone": "take AdamW, and zero_quantized_gradients for smaller messages",
     "transformer": "use torch.nn.TransformerEncoderLayer, or a model of transformers",
@@ -155,14 +178,29 @@ _INSTEAD = {
     "fp16": "the engine has masters and loss scaling itself: enable fp16 in the configuration",
     "autocast": "enable bf16 in the configuration",
     "compile": "enable compile in the configuration",
+    "triton": "call importlib.util.find_spec('triton')",
+    "default_port": "the launcher sets MASTER_PORT",
+    "ds_config": "call deepspeed.DeepSpeedConfig",
+    "tp_model_init_": "set tensor_parallel.autotp_size in the configuration",
+    # methods of the engine
+    "allreduce": "backward has summed the gradients over the ranks",
+    "all_gather": "call torch.distributed",
+    "parallel_rank": "call the functions of deepspeed.utils.groups",
+    "clip_": "set gradient_clipping in the configuration",
+    "breakdown": "see docs/monitoring.md",
+    "wall_clock": "see docs/monitoring.md",
+    "curriculum": "batches come from the data loader of the script",
+    "deepspeed_io": "pass training_data to initialize",
+    "muon": "the optimizer of type Muon decides by itself which weights it updates so",
+    "set_optimizer_flags": "the optimizer of type Muon finds its weights itself",
 }
 _ELSEWHERE = "see docs/compatibility.md, Names, and docs/migration.md, Not available"
 
 
-def instead_of(full_name: str) -> str:
+def instead_of(full_name: str, otherwise: str = _ELSEWHERE) -> str:
     """What to use in place of a name that zero does not have, to follow a message."""
     name = full_name.lower()
-    return next((text for part, text in _INSTEAD.items() if part in name), _ELSEWHERE)
+    return next((text for part, text in _INSTEAD.items() if part in name), otherwise)
 
 
 def _read_table() -> dict[str, dict[str, str]]:

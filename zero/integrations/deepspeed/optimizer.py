@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from types import SimpleNamespace
+from operator import attrgetter
 from typing import Any, NoReturn, cast
 
 import torch
@@ -16,6 +16,8 @@ from torch import nn
 from zero.core.hooks import ModuleHooks
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
+from zero.fragments import safe_get_local_grad
+from zero.optim.loss_scaler import LossScaler
 from zero.optim.sharded_optimizer import ZeroOptimizer
 
 
@@ -44,6 +46,30 @@ class ParameterOffload:
         self._hooks.install()
         self.forward_hooks = self._hooks.forward_hooks
         self.backward_hooks = self._hooks.backward_hooks
+
+
+class LossScaleNames:
+    """The numbers of a loss scaler under DeepSpeed's names, as they are when they are read."""
+
+    _NAMES = {
+        **dict.fromkeys(("cur_scale", "loss_scale"), "scale"),
+        **dict.fromkeys(("dynamic", "dynamic_loss_scale"), "dynamic"),
+        "cur_iter": "steps",
+        "last_overflow_iter": "last_overflow",
+        "scale_window": "fp16.loss_scale_window",
+        "min_loss_scale": "fp16.min_loss_scale",
+    }
+
+    def __init__(self, scaler: LossScaler | None):
+        self._scaler = scaler
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._NAMES:
+            raise AttributeError(f"the loss scaler has no attribute {name!r}", name=name)
+        own = self._NAMES[name]
+        if self._scaler is None:  # not fp16
+            return 1.0 if own == "scale" else 0
+        return attrgetter(own)(self._scaler)
 
 
 class DeepSpeedOptimizer(ZeroOptimizer):
@@ -78,10 +104,9 @@ class DeepSpeedOptimizer(ZeroOptimizer):
         return self.scaler is not None and self.scaler.dynamic
 
     @property
-    def loss_scaler(self) -> SimpleNamespace:
+    def loss_scaler(self) -> LossScaleNames:
         """The loss scale as DeepSpeed's scripts log it."""
-        names = {"cur_scale": self.cur_scale, "loss_scale": self.cur_scale}
-        return SimpleNamespace(**names, dynamic=self.dynamic_loss_scale)
+        return LossScaleNames(self.scaler)
 
     loss_scale_config = loss_scaler
 
@@ -96,6 +121,19 @@ class DeepSpeedOptimizer(ZeroOptimizer):
         return [shard.master for shard in self.shards.values()]
 
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat
+
+    @property
+    def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
+        """This rank's part of each trained parameter's gradient, in fp32, under the key 0; empty
+        while there are none."""
+        params = [param for group in self.shards for param in group.params]
+        parts = [safe_get_local_grad(param) for param in params]
+        return {} if any(part is None for part in parts) else {0: parts}
+
+    def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
+        """`averaged_gradients`, by the number of the parameter."""
+        found = self.averaged_gradients
+        return {key: dict(enumerate(parts)) for key, parts in found.items()}
 
     @property
     def gradient_factor(self) -> float:
