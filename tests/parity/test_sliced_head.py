@@ -171,6 +171,7 @@ def model():
     """A Llama with a sliced head."""
     made = model_of("llama")
     sliced = sliced_head(made, int)
+    assert sliced is not None
     sliced.refine(1)
     with CHUNK:
         yield made
@@ -320,6 +321,7 @@ def test_a_loss_in_fp16_gets_its_gradient_with_the_scale_of_the_loss(model):
 def test_adapters_that_are_switched_before_the_logits_are_used_are_named():
     model = model_of("adapted")
     sliced = sliced_head(model, int)
+    assert sliced is not None
     sliced.refine(1)
     batch = batches("llama", 1)[0]
     with CHUNK:
