@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from zero.comm.communicator import Communicator
-from zero.comm.consistency import flat, hyper_parameters, versions
-from zero.comm.control import Record
+from zero.comm.control import Record, flat, hyper_parameters, versions
 from zero.comm.quantized import CompressedCommunicator, machine_size
 from zero.comm.world import ranks_of_machine
 from zero.config import Config, OffloadOptimizerConfig, ZeroConfig

@@ -155,7 +155,7 @@ class ZeroEngine(nn.Module):
         reductions = ReductionOrder(self.groups, self.reducer, self.comm)
         writes = ForwardWrites(self.groups)
         gathering = Gathering(
-            self.groups, self.schedule, training_comm, self.residency, reductions.before_use, writes
+            self.groups, self.schedule, training_comm, self.residency, reductions, writes
         )
         self._sliced = build.slice_experts(self.groups, self.schedule, gathering)
         for each in self._sliced:

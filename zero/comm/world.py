@@ -69,6 +69,7 @@ class Group:
         own = self.ranks[self.rank] // size
         return [place for place, rank in enumerate(self.ranks) if rank // size != own]
 
+    @cached_property
     def others(self) -> list[int]:
         """The places of all others, from the next one on, so that no two ranks send to the same one
         first.

@@ -1,10 +1,7 @@
-"""Module and autograd hooks: they follow a training step and call the three policies.
+"""Module and autograd hooks: they follow a training step and call the two policies.
 
     zero/core/gathering.py   what to unshard, and when to reshard
     zero/core/reduction.py   which reduction may start
-    zero/core/external_access.py       parameters that are read outside of their modules
-
-This file knows nothing about transfers, memory or the optimizer.
 
 [Note: life of a group in a training step]
     forward of a module    unshard its groups -> the module runs -> release them
@@ -28,7 +25,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,22 +34,15 @@ import torch
 from torch import nn
 from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 from torch.autograd import forward_ad
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from zero.core.derivatives import asks_for_other_gradients
-from zero.core.external_access import (
-    MissingGradients,
-    OutsideReads,
-    groups_shown_by,
-    tensors_in,
-    tensors_with_grad,
-)
-from zero.core.gathering import Gathering
+from zero.core.gathering import Gathering, OutsideReads
+from zero.core.gradient_warnings import MissingGradients, StandIns
 from zero.core.micro_batches import MicroBatches
+from zero.core.nests import groups_shown_by, kept_by, tensors_in, tensors_with_grad, with_base
 from zero.core.param_group import ParamGroup, State, owning_group
 from zero.core.reduction import ReductionOrder
-from zero.core.taken_gradients import StandIns
 from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
@@ -60,24 +50,6 @@ logger = logging.getLogger("zero")
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _with_base(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor and, if it is a view, its base: a write to a view gives the view another node."""
-    yield tensor
-    if tensor._base is not None:
-        yield tensor._base
-
-
-def _kept_by(module: nn.Module) -> list[object]:
-    """What scripts have put on the module and on those inside of it: attributes and buffers."""
-    usual = vars(nn.Module())
-    return [
-        value
-        for part in module.modules()
-        for name, value in (*vars(part).items(), *part._buffers.items())
-        if name not in usual
-    ]
 
 
 def _gradient_ready(
@@ -414,13 +386,13 @@ class ModuleHooks:
         if keeps or not torch.is_grad_enabled() or type(module).forward is nn.Embedding.forward:
             return
         passed_through = {
-            id(each) for tensor in tensors_with_grad((args, kwargs)) for each in _with_base(tensor)
+            id(each) for tensor in tensors_with_grad((args, kwargs)) for each in with_base(tensor)
         }
         # A cache of all blocks goes through each of them.
         objects = {id(value) for value in (*args, *kwargs.values())}
         is_hooked = False
         for tensor in tensors_with_grad(output, in_objects=True, known=objects):
-            for each in _with_base(tensor):
+            for each in with_base(tensor):
                 if each.grad_fn is None or id(each) in passed_through:
                     continue
                 # The hook is on the node, not on the tensor. The tensor is also the next module's
@@ -447,7 +419,7 @@ class ModuleHooks:
         self._searched.add((module, whole_model))
         # Parameters that are also in a list, like those of an LSTM, and codes in buffers are not
         # views. Looking at the storage of codes would leave them gathered.
-        views = [each for each in tensors_in(_kept_by(module)) if owning_group(each) is None]
+        views = [each for each in tensors_in(kept_by(module)) if owning_group(each) is None]
         for group in groups_shown_by(views, groups):
             group.has_aliases = True
 
@@ -461,7 +433,7 @@ class ModuleHooks:
             return
         self._backward_is_open = True
         self._reads.begin_backward()
-        self._is_derivative = asks_for_other_gradients(self._trained_params())
+        self._is_derivative = _asks_for_other_gradients(self._trained_params())
         if self._is_derivative:
             finish = partial(self._finish_derivative, self._in_pass, keeps_graph())
             self._in_pass = True
@@ -484,7 +456,7 @@ class ModuleHooks:
             self._gathering.end_pass()
             self._record("backward")
         self._reductions.begin(self.absent)
-        self.recorder.record(self._gradients_begin)
+        self.recorder.done.append((self._gradients_begin, ()))
 
     def _pre_backward(self, groups: list[ParamGroup], grads: tuple) -> None:
         self._backward_begins()
@@ -538,7 +510,7 @@ class ModuleHooks:
             if not group.shared and not any(group in used for used in self._nested.values()):
                 self._release_from_backward(group)
             self._reductions.complete(group)
-            self.recorder.record(self._reductions.complete, group)
+            self.recorder.done.append((self._reductions.complete, (group,)))
 
     def leave_stand_ins(self) -> None:
         """Notice work on the gradients of the last backward, if it is one of those to watch."""
@@ -590,8 +562,49 @@ class ModuleHooks:
             self.leave_stand_ins()
         self._is_first = False
         self._reductions.finish()
-        self.recorder.record(self._reductions.finish)
+        self.recorder.done.append((self._reductions.finish, ()))
         self._awaited = max(0, self._awaited - 1)
         if not self._awaited:
             self._missing.warn()
         self._end_pass(has_trained=True)
+
+
+# -- what autograd is asked for: `torch.autograd.grad(out, x)` and `out.backward(inputs=[x])` run
+# the same hooks as `loss.backward()`, but give the model's parameters no gradient to reduce.
+
+
+def _asks_for_other_gradients(params: Iterable[torch.Tensor]) -> bool:
+    """Whether the backward that calls this from a hook gives no gradient to any of `params`,
+    because its caller has named other tensors.
+
+    A backward of a loss that does not depend on `params` is not one of these, because other ranks,
+    whose loss does depend on them, rely on this one."""
+    is_reached = torch._C._will_engine_execute_node
+    try:
+        return not (
+            any(is_reached(_accumulator(param)) for param in params if param.requires_grad)
+            or all(map(is_reached, _leaves(torch._C._current_autograd_node())))
+        )
+    except RuntimeError:
+        # torch does not answer for a leaf whose gradient `torch.autograd.grad` returns.
+        return True
+
+
+def _accumulator(param: torch.Tensor) -> Node:
+    """The node that adds to `param.grad`."""
+    # Nothing reads the values, and this is not part of what torch.func differentiates.
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableFuncTorch():
+        return get_gradient_edge(param).node
+
+
+def _leaves(root: Node) -> Iterator[Node]:
+    """The nodes under `root` that add to the gradients of leaves."""
+    seen, waiting = {root}, [root]
+    while waiting:
+        node = waiting.pop()
+        if node.name() == "torch::autograd::AccumulateGrad":
+            yield node
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                waiting.append(below)

@@ -1,9 +1,6 @@
 """What the optimizer keeps of one group on this rank: the master, the reduced gradient, and where
 they live.
 
-This file knows nothing about the arithmetic of optimizers, about backward, or about how ranks
-exchange gradients.
-
     gradient  in:  `reduction_target` -> a reduction fills it -> `put_gradient`      (by
                    `zero.core.reduction`)
     master    out: `group.refresh`, and `round_into_shard` for each updated piece     (by
@@ -12,12 +9,10 @@ exchange gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from zero.comm.work import Pending
-from zero.core.param_group import ParamGroup
+from zero.core.param_group import LateUpdates, ParamGroup
 from zero.offload.tiers import Tier
 
 
@@ -36,18 +31,20 @@ class OptimizerShard:
         norms: 2-norms (scalars) of the pieces of an offloaded gradient, by the piece's start. They
             are computed on the compute device before the gradient leaves it.
         writes: the last update is complete when these are.
+        settled: the number of the last updates of all masters that were complete for this shard.
     """
 
     def __init__(self, group: ParamGroup, tier: Tier):
         self.group = group
         self.tier = tier
-        # Nobody asks for it before `make_master`, nor after `free`.
+        # Nobody asks for these two before `make_master`, nor after `free`.
         self.master: torch.Tensor = None  # pyright: ignore[reportAttributeAccessIssue]
+        self.updates: LateUpdates = None  # pyright: ignore[reportAttributeAccessIssue]
         self.grad: torch.Tensor | None = None
         self.norms: dict[int, torch.Tensor] = {}
         self.sub_groups_left = 0
         self.update_end: torch.Event | None = None
-        self._wait_for_update: Callable[[OptimizerShard], None] | None = None
+        self.settled = 0
         self.writes: list[Pending] = []
 
     @property
@@ -63,11 +60,9 @@ class OptimizerShard:
     # -- master
 
     @torch.no_grad()
-    def make_master(
-        self, wait_for_update: Callable[[OptimizerShard], None], dtype: torch.dtype = torch.float32
-    ) -> None:
-        """Make the master. From now on each all-gather of the group calls `wait_for_update`, which
-        blocks until a late update of this shard is computed, and raises what went wrong.
+    def make_master(self, updates: LateUpdates, dtype: torch.dtype = torch.float32) -> None:
+        """Make the master. From now on each all-gather of the group waits for its update by
+        `updates`.
 
         A shard of this dtype in the same place is its own master. So is one in host memory if the
         tier is a file: the weights are in memory anyway. A model in fp32 that is trained in 16 bits
@@ -82,7 +77,7 @@ class OptimizerShard:
             self.master = initial
         else:
             self.master = self.tier.keep(shard if initial is None else initial, dtype)
-        self._wait_for_update = wait_for_update
+        self.updates = updates
         self.group.optimizer_shard = self
 
     def free(self) -> None:
@@ -169,11 +164,15 @@ class OptimizerShard:
 
     def wait(self) -> None:
         """Block until the last step's update is computed and written."""
-        if self._wait_for_update is not None:
-            self._wait_for_update(self)
+        # Read first: if a thread fails meanwhile, the next wait raises its error.
+        number = self.updates.number
+        self.updates.wait(self)
         writes, self.writes = self.writes, []
         for each in writes:
             each.wait()
+        # The current stream waits for this event. The next wait may be on another one.
+        if self.update_end is None:
+            self.settled = number
 
     # -- moves
 

@@ -25,7 +25,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import Enum
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -74,11 +74,27 @@ class _Form(NamedTuple):
     stride: tuple[int, ...] | None = None
 
 
+class LateUpdates(Protocol):
+    """Updates masters, perhaps after the step; see `zero.optim.background`.
+
+    Attributes:
+        number: grows with each step, and when an update fails.
+    """
+
+    number: int
+
+    def wait(self, shard: Any) -> None:
+        """Block until the shard's update is computed, and raise what went wrong."""
+        ...
+
+
 class Optimized(Protocol):
     """The optimizer's part of a group, as the group knows it; see `OptimizerShard`."""
 
     master: torch.Tensor
     sub_groups_left: int
+    updates: LateUpdates
+    settled: int
 
     @property
     def shares_weights(self) -> bool: ...
@@ -306,9 +322,10 @@ class ParamGroup(NamedGroup):
 
     def wait_for_update(self) -> None:
         """Block until the shard has the values of the last step."""
-        if self.optimizer_shard is not None:
+        shard = self.optimizer_shard
+        if shard is not None and shard.settled != shard.updates.number:
             with self.comm.clock.waiting("optimizer"):
-                self.optimizer_shard.wait()
+                shard.wait()
 
     @torch.no_grad()
     def write_shard(self, start: int, values: torch.Tensor) -> Pending:

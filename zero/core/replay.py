@@ -5,13 +5,12 @@ the recording of an earlier pass of the same kind it can replay the rest without
 policies make the same decisions as those of the other ranks, and start the same collectives.
 
 An action that fails half-way, for example because there is no memory for a buffer, must be
-repeatable. A policy therefore records what it has done only once nothing can fail any more. This
-file does not depend on the policies or on the kind of failure."""
+repeatable. A policy therefore records what it has done only once nothing can fail any more."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableSequence
 from contextlib import contextmanager
 
 from zero.core.param_group import ParamGroup
@@ -20,21 +19,25 @@ Action = tuple[Callable[..., None], tuple[object, ...]]
 
 
 class PassRecorder:
-    """Records what `recording` surrounds, and keeps the last complete recording of each kind."""
+    """Keeps the last complete recording of each kind.
+
+    Attributes:
+        done: to which policies append what they have done. Outside of `recording`, nothing is kept.
+    """
 
     def __init__(self) -> None:
         self._recordings: dict[Hashable, list[Action]] = {}
         self._kind: Hashable = None
-        self._done: list[Action] = []
+        self.done: MutableSequence[Action] = deque(maxlen=0)
 
     @contextmanager
     def recording(self, kind: Hashable) -> Iterator[None]:
         """Context of a forward or backward of `kind`."""
-        self._kind, self._done = kind, []
+        self._kind, self.done = kind, []
         try:
             yield
         finally:
-            self._kind = None
+            self._kind, self.done = None, deque(maxlen=0)
 
     @property
     def is_recording(self) -> bool:
@@ -45,14 +48,9 @@ class PassRecorder:
         """Whether a pass of the same kind has completed."""
         return self._kind in self._recordings
 
-    def record(self, action: Callable[..., None], *args: object) -> None:
-        """Note that `action(*args)` has been done."""
-        if self.is_recording:
-            self._done.append((action, args))
-
     def complete(self) -> None:
         """The forward or backward has ended without an error: keep its recording."""
-        self._recordings[self._kind] = self._done
+        self._recordings[self._kind] = list(self.done)
 
     def replay_rest(self) -> None:
         """Do what this pass has not done yet, as in the last one of the same kind.
@@ -62,15 +60,15 @@ class PassRecorder:
         reductions have connections of their own. Raises RuntimeError if this pass has done
         something else so far.
         """
-        recorded = self._recordings.get(self._kind, self._done)
-        of_recorded, of_done = _by_owner(recorded), _by_owner(self._done)
+        recorded = self._recordings.get(self._kind, self.done)
+        of_recorded, of_done = _by_owner(recorded), _by_owner(self.done)
         if any(of_recorded[each][: len(done)] != done for each, done in of_done.items()):
             raise RuntimeError(
                 "this rank ran out of memory, and others may wait for it forever, because this "
                 f"{self._kind} runs other modules than the last one"
             )
         rest = list(recorded)
-        for done in self._done:
+        for done in self.done:
             rest.remove(done)
         for action, args in rest:
             action(*args)
@@ -89,7 +87,7 @@ class PassRecorder:
         }
 
 
-def _by_owner(actions: list[Action]) -> dict[str, list[Action]]:
+def _by_owner(actions: Iterable[Action]) -> dict[str, list[Action]]:
     """The actions by the class of the object whose methods they are; an engine has one of each."""
     found: dict[str, list[Action]] = defaultdict(list)
     for each in actions:

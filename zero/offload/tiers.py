@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zero.comm.observer import begin
-from zero.comm.traffic import note_copy
+from zero.comm.traffic import begin, note_copy
 from zero.comm.work import Pending
 from zero.config import AioConfig, OffloadConfig
 from zero.device import compute_stream, is_accelerator, new_stream

@@ -40,6 +40,9 @@ class Updates:
         device: that computes.
         read_ahead, write_behind: see the note on files.
         shows: print the progress of slow updates.
+
+    Attributes:
+        number: of the present updates; grows with each `run`, each `start` and each failure.
     """
 
     def __init__(self, device: torch.device, read_ahead: bool, write_behind: bool, shows: bool):
@@ -58,6 +61,7 @@ class Updates:
         self._thread: EngineThread | None = None
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
+        self.number = 1
 
     def run(self, sub_groups: Iterable[SubGroup], update: Update) -> None:
         """Update `sub_groups` before returning."""
@@ -121,6 +125,7 @@ class Updates:
             text = "an optimizer step was interrupted; load a checkpoint before going on"
             error = RuntimeError(text)
         self._failure = error
+        self.number += 1
         self._skip_rest()
 
     def _skip_rest(self) -> None:
@@ -132,6 +137,7 @@ class Updates:
 
     def _plan(self, sub_groups: Iterable[SubGroup]) -> None:
         self._skip_rest()
+        self.number += 1
         for shard in self._shards:
             shard.update_end = None
         self._todo = deque(sub_groups)

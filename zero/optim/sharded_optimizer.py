@@ -30,8 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zero.comm.clock import label
 from zero.comm.communicator import Communicator
-from zero.comm.consistency import hyper_parameters
-from zero.comm.control import Record
+from zero.comm.control import Record, hyper_parameters
 from zero.comm.fingerprint import explain
 from zero.core.forward_writes import ForwardWrites
 from zero.core.optimizer_shard import OptimizerShard
@@ -156,7 +155,7 @@ class ZeroOptimizer:
         self._updates = Updates(comm.device, self.read_ahead, self.write_behind, comm.clock.shows)
         master_dtype = torch.float32 if self.rounding is None else torch.bfloat16
         for group, shard in self.shards.items():
-            shard.make_master(self._updates.wait, master_dtype)
+            shard.make_master(self._updates, master_dtype)
             _optimizer_of[group] = weakref.ref(self)
         shards = placement.shards
         self.whole: WholeTensorState | None = None
