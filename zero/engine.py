@@ -1,7 +1,6 @@
 """The engine: forward, backward and step over sharded state.
 
-It computes nothing itself: `zero/build.py` makes its parts, and each method calls them. It knows
-neither DeepSpeed nor how the configuration names an optimizer."""
+It computes nothing itself: `zero/build.py` makes its parts, and each method calls them."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary
 
@@ -66,6 +66,16 @@ class StepMonitor(Protocol):
     def close(self) -> None: ...
 
 
+class Adapts(Protocol):
+    """Repeats forwards and backwards for which memory was not enough: see `zero.adapting`."""
+
+    def forward(self, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any: ...
+
+    def backward(self, run: Callable[[], torch.Tensor], retain_graph: bool) -> torch.Tensor: ...
+
+    def require_repeatable(self) -> None: ...
+
+
 class ZeroEngine(nn.Module):
     """A model whose optimizer state (from stage 1 on), gradients (from stage 2 on) and parameters
     (at stage 3) are sharded over all ranks.
@@ -93,10 +103,14 @@ class ZeroEngine(nn.Module):
         activations: `HostActivations` if `cpu_checkpointing` or `nvme_path` is set, or None.
         is_compiled: whether `compile` was called.
         monitor: the object that records each step, or None.
+        adaptation: changes what is done where memory runs out, or None.
+        after_step: called with the number of each step that is over, or None.
     """
 
     optimizer_class = ZeroOptimizer
     monitor: StepMonitor | None = None
+    adaptation: Adapts | None = None
+    after_step: Callable[[int], None] | None = None
     _skips_in_a_row = 0
     _is_destroyed = False
     _lost_its_hooks = False
@@ -225,7 +239,24 @@ class ZeroEngine(nn.Module):
 
     # -- training
 
+    def explain(self, error: Exception) -> None:
+        """Called with each error of a forward, backward or step, to add to what it says."""
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.explain(error)
+            raise
+
     def forward(self, *args: object, **kwargs: object) -> object:
+        with self._explained():
+            if self.adaptation is None:
+                return self._forward(*args, **kwargs)
+            return self.adaptation.forward(self._forward, args, kwargs)
+
+    def _forward(self, *args: object, **kwargs: object) -> object:
         if self._lost_its_hooks or (self._is_destroyed and torch.is_grad_enabled()):
             raise UsageError(
                 "this engine was destroyed, for example by accelerator.free_memory(), so it cannot "
@@ -256,6 +287,13 @@ class ZeroEngine(nn.Module):
         Returns:
             The loss, divided if `scale_wrt_gas` is true.
         """
+        run = partial(self._backward, loss, retain_graph, scale_wrt_gas)
+        with self._explained():
+            return run() if self.adaptation is None else self.adaptation.backward(run, retain_graph)
+
+    def _backward(
+        self, loss: torch.Tensor, retain_graph: bool, scale_wrt_gas: bool
+    ) -> torch.Tensor:
         steps = self.settings.gradient_accumulation_steps
         if scale_wrt_gas and steps > 1:
             loss = loss / steps
@@ -304,6 +342,8 @@ class ZeroEngine(nn.Module):
             raise UsageError(
                 "It is illegal to call Engine.step() inside no_sync context manager: leave it first"
             )
+        if self.adaptation is not None:
+            self.adaptation.require_repeatable()
         boundary = self.ends_step
         self.throughput.stop(boundary)
         self.micro_batches.refuse_offloaded("step")
@@ -313,11 +353,12 @@ class ZeroEngine(nn.Module):
         if not boundary:
             self.micro_steps += 1
             return
-        resumable.sync()
+        if resumable.to_sync is not None:
+            resumable.sync()
         if self._saves is not None:
             self._saves.check()
         samples = self._samples_of_step()
-        with self.comm.clock.phase("step"):
+        with self._explained(), self.comm.clock.phase("step"):
             self._step_applied = self.optimizer.step()
         # A step that has raised an error does not count, and can be called again.
         self.micro_steps += 1
@@ -325,6 +366,8 @@ class ZeroEngine(nn.Module):
         self.global_samples += samples
         if self.monitor is not None:
             self.monitor.end_step()
+        if self.after_step is not None:
+            self.after_step(self.global_steps)
         if self._step_applied:
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()

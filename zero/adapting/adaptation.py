@@ -114,8 +114,10 @@ class Adaptation:
             self._change([call], error)
             restore_random_states(call.random, engine.comm.device)
 
-    def backward(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def backward(self, run: Callable[[], torch.Tensor], retain_graph: bool) -> torch.Tensor:
         """Run `run`, the engine's backward of the loss, which ends at the outputs shown."""
+        if retain_graph:
+            raise UsageError(f'{KEY} "adapt": retain_graph keeps a graph; set it to "explain"')
         engine, reducer, waiting = self._engine, self._engine.reducer, self._waiting
         if self._refusal:
             return self._unchanged(run)

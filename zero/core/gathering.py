@@ -41,6 +41,7 @@ class Gathering:
         writes: keeps what a forward writes to the weights.
 
     Attributes:
+        uses: `unshard` has been called so many times more than `release`.
         recorder: records what is done here.
     """
 
@@ -53,7 +54,8 @@ class Gathering:
 
     def __post_init__(self) -> None:
         self._position = {group: i for i, group in enumerate(self._groups)}
-        self._uses: Counter[ParamGroup] = Counter()
+        self._uses_of: Counter[ParamGroup] = Counter()
+        self.uses = 0
         self.recorder = PassRecorder()
 
     def begin_pass(self, kind: Hashable, wraps: bool, trains: bool = False) -> None:
@@ -113,7 +115,8 @@ class Gathering:
         group.unshard()
         if self._writes is not None and self._writes.compares:
             self._writes.shown(group)
-        self._uses[group] += 1
+        self._uses_of[group] += 1
+        self.uses += 1
         self.recorder.done.append((self._show, (group,)))
 
     def release(self, group: ParamGroup) -> None:
@@ -124,9 +127,10 @@ class Gathering:
         if group.persistent:
             return
         # A context of the script may hold the group beyond this.
-        if self._uses[group] == 1 and self._writes is not None:
+        if self._uses_of[group] == 1 and self._writes is not None:
             self._writes.end_use(group)
-        self._uses[group] -= 1
+        self._uses_of[group] -= 1
+        self.uses -= 1
         if group.release() and not self._schedule.keep(self._position[group], self._residency.live):
             group.reshard()
         self.recorder.done.append((self.release, (group,)))
@@ -134,7 +138,7 @@ class Gathering:
     def release_all_but(self, kept: Collection[ParamGroup]) -> None:
         """End all uses. Each group in `kept` keeps one."""
         for group in self._groups:
-            while self._uses[group] > (group in kept):
+            while self._uses_of[group] > (group in kept):
                 self.release(group)
 
     def before_part(self, group: ParamGroup) -> None:

@@ -60,7 +60,9 @@ class StandIns:
     def __init__(self, params: Iterable[nn.Parameter]):
         self._left: list[tuple[nn.Parameter, RemovableHandle]] = []
         for param in () if TakenGradient.is_told else params:
-            if local(param) is param and param.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():  # sharded parameters look at each access
+                if local(param) is not param or not param.requires_grad:
+                    continue
                 dtype = getattr(param, "grad_dtype", param.dtype)
                 zero = torch.zeros((), dtype=dtype, device=param.device)
                 param.grad = zero.expand(param.shape).as_subclass(TakenGradient)
@@ -69,10 +71,11 @@ class StandIns:
                 self._left.append((param, handle))
 
     def take_back(self) -> None:
-        while self._left:
-            param, handle = self._left.pop()
-            handle.remove()
-            _take_back(param)
+        with torch._C.DisableTorchFunctionSubclass():
+            while self._left:
+                param, handle = self._left.pop()
+                handle.remove()
+                _take_back(param)
 
 
 def _take_back(param: nn.Parameter, gradient: torch.Tensor | None = None) -> None:

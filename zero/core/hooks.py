@@ -318,7 +318,8 @@ class ModuleHooks:
         self.forget_broken_pass()
 
     def _release_modules(self) -> None:
-        self._gathering.release_all_but(self._reads.held)
+        if self._gathering.uses:
+            self._gathering.release_all_but(self._reads.held)
         self._in_backward.clear()
         self._nested.clear()
         self._reductions.clear()
@@ -329,7 +330,8 @@ class ModuleHooks:
             handle.remove()
         self._input_hooks.clear()
         self._called.clear()
-        self._reads.release()
+        if self._reads.held:
+            self._reads.release()
         self._missing.waiting.clear()
 
     def _end_pass(self, has_trained: bool = False) -> None:

@@ -178,9 +178,10 @@ class GradientReducer:
             entry, factor = self.gradients[group], self.micro_batches.factor
             if entry.parts and factor != 1.0:
                 self._flatten(group, entry).mul_(factor)
-            for index, param in enumerate(group.params):
-                if param.grad is not None:
-                    self.collect(group, index)
+            with torch._C.DisableTorchFunctionSubclass():  # sharded parameters look at each access
+                given = [i for i, param in enumerate(group.params) if param.grad is not None]
+            for index in given:
+                self.collect(group, index)
             if entry.parts:
                 rest.append(group)
         self.micro_batches.factor = 1.0

@@ -72,6 +72,10 @@ class Tier:
         file = None if folder is None else scratch_file(folder, aio)
         return cls(torch.device("cpu"), pinned, file)
 
+    @property
+    def is_accelerator(self) -> bool:
+        return self.device.type != "cpu"
+
     def in_memory(self) -> Tier:
         """This tier, with host memory in place of its file."""
         return Tier(self.device, self.pinned)

@@ -57,6 +57,7 @@ class Placement:
     Attributes:
         shards: one for each group, in the same order.
         offloads: whether anything may be offloaded.
+        is_automatic: whether `changes` may find something to move.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Placement:
         self._device_tier = device_tier
         self._offload_tier = offload_tier
         self.offloads = device_tier != offload_tier
-        self._automatic = ratio == "auto" and self.offloads
+        self.is_automatic = ratio == "auto" and self.offloads
         # Bytes that were free in each step since the last change, and how many steps to wait for
         # the next one.
         self._free: list[int] = []
@@ -89,8 +90,6 @@ class Placement:
 
         `bytes_of` gives all bytes of a shard.
         """
-        if not self._automatic:
-            return []
         # The least of all ranks: they gather in one order, which depends on where weights are.
         room = torch.tensor(device.room(self._device_tier.device), device=comm.device)
         free, total = comm.all_reduce(room, op="min").tolist()

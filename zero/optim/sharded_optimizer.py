@@ -37,7 +37,6 @@ from zero.core.optimizer_shard import OptimizerShard
 from zero.core.param_group import ParamGroup
 from zero.core.reduction import GradientReducer
 from zero.core.sharded_param import is_copy
-from zero.device import is_accelerator
 from zero.errors import UsageError
 from zero.offload.tiers import Tier
 from zero.optim import adam8bit, adam_cpu
@@ -109,6 +108,7 @@ class ZeroOptimizer:
         grad_norm, overflow: of the last step.
         before_norm: functions to be called in each step, on all ranks, when gradients are reduced.
         writes: what forwards wrote to weights, or None.
+        ranks_summed: the number of ranks with parts of the same samples, whose gradients are added.
     """
 
     optimizer: torch.optim.Optimizer
@@ -136,6 +136,7 @@ class ZeroOptimizer:
         self._reduce_factor = comm.mean_factor * summed
         # Whether each rank can compute the norm itself.
         self._has_all = all(g.layout.replicated and g.training_comm is comm for g in self.shards)
+        self.ranks_summed = 1
         self.overflow = False
         self.grad_norm: float | None = None
         self.before_norm: list[Callable[[], None]] = []
@@ -227,7 +228,7 @@ class ZeroOptimizer:
         """What a stored gradient must be multiplied by to be the gradient: the mean (or sum) over
         ranks, unscaled.
         """
-        return self._reduce_factor / self.loss_scale
+        return self._reduce_factor / self.loss_scale * self.ranks_summed
 
     # -- step
 
@@ -359,10 +360,10 @@ class ZeroOptimizer:
         self._updates.run(now, update)
         for group in self.shards:
             group.refresh()
-        order = dict.fromkeys((*self.forward_order(), *self.shards))
-        place = {group: number for number, group in enumerate(order)}
-        later = [each for each in trained if self._can_wait(each.group)]
-        self._updates.start(sorted(later, key=lambda each: place[each.group]), update)
+        if later := [each for each in trained if self._can_wait(each.group)]:
+            order = dict.fromkeys((*self.forward_order(), *self.shards))
+            place = {group: number for number, group in enumerate(order)}
+            self._updates.start(sorted(later, key=lambda each: place[each.group]), update)
 
     def split_sub_groups(self, kind: Callable[[str], Hashable]) -> None:
         """Split sub-groups so that `kind`, a function of a parameter's name, has one value for all
@@ -381,12 +382,14 @@ class ZeroOptimizer:
         an accelerator.
         """
         may_wait = self.overlap and not (group.persistent or group.has_aliases)
-        return may_wait and not is_accelerator(self.shards[group].tier.device)
+        return may_wait and not self.shards[group].tier.is_accelerator
 
     # -- moves
 
     def _place(self) -> None:
         """Move the shards that the placement wants on another tier."""
+        if not self.placement.is_automatic:
+            return
         changes = self.placement.changes(self.comm, self._bytes_of)
         for shard, tier in changes:
             self._move_state(shard, tier)
@@ -443,7 +446,7 @@ class ZeroOptimizer:
         for shard in self.shards.values():
             # Memory that is freed on a device can be used by the next forward. Background updates,
             # which still read their gradients, only concern shards on the host.
-            if is_accelerator(shard.tier.device):
+            if shard.tier.is_accelerator:
                 shard.grad = None
 
     # -- what ranks agree on in each step
@@ -473,7 +476,8 @@ class ZeroOptimizer:
             if any(order.digests != comm.order.digests for order in of_own):
                 raise UsageError(explain([order.recent for order in of_own])) from None
             raise
-        comm.order.start_over()
+        if comm.matches_by_order:
+            comm.order.start_over()
         if self.writes is not None:
             self.writes.digest = 0
         if not is_incomplete:
@@ -528,8 +532,9 @@ class ZeroOptimizer:
         of_stage = {
             "frozen parameters": ", ".join(frozen) or "none",
             "groups with weights that a module keeps views of": ", ".join(viewed) or "none",
-            "order of collectives": self.comm.order.digests,
         }
+        if self.comm.matches_by_order:
+            of_stage["order of collectives"] = self.comm.order.digests
         return Record(facts, of_stage, flag)
 
     # -- norm
