@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import resource
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import psutil
 import torch
@@ -112,59 +109,13 @@ def memory_in_use(device: torch.device) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The largest `memory_in_use` of this process so far, whether `room` has been asked or not."""
-    return max(_earlier_peaks[device], _present_peak(device))
-
-
-# By device, before `room` has reset the counters.
-_earlier_peaks: defaultdict[torch.device, int] = defaultdict(int)
-
-
-def _present_peak(device: torch.device) -> int:
+    """The largest `memory_in_use` of this process so far."""
     if is_accelerator(device):
         return torch.accelerator.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     # The kernel's two counters are not exact: the present size may be a little above its peak.
     return max(peak, memory_in_use(device))
-
-
-def room(device: torch.device) -> tuple[int, int]:
-    """(bytes that were free at the peak of memory since the last call, all bytes). For the host,
-    this rank's share.
-
-    This resets the peak counters of torch's allocator, or of the process.
-    """
-    peak, in_use = _present_peak(device), memory_in_use(device)
-    _earlier_peaks[device] = max(_earlier_peaks[device], peak)
-    if is_accelerator(device):
-        free, total = torch.accelerator.get_memory_info(device)
-        free += torch.accelerator.memory_reserved(device) - peak
-        torch.accelerator.reset_peak_memory_stats(device)
-        return free, total
-    memory = psutil.virtual_memory()
-    available, total = memory.available, memory.total
-    limit, used = _of_container("memory.max"), _of_container("memory.current")
-    if limit is not None and used is not None:
-        cached = _of_container("memory.stat", "file") or 0
-        available, total = min(available, limit - used + cached), min(total, limit)
-    if (most := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
-        available = min(available, most - psutil.Process().memory_info().vms)
-    # Where a container forbids it, the peak stays that of the whole run.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return available // ranks - max(0, peak - in_use), total // ranks
-
-
-def _of_container(name: str, line: str = "") -> int | None:
-    """A number of this process's control group (version 2), in one of the file's lines, or None if
-    there is none.
-    """
-    path = Path("/sys/fs/cgroup") / name
-    lines = path.read_text().splitlines() if path.exists() else []
-    text = next((text.removeprefix(line).strip() for text in lines if text.startswith(line)), "")
-    return int(text) if text.isdigit() else None
 
 
 def can_register() -> bool:

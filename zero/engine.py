@@ -22,7 +22,6 @@ from zero.checkpoint.background import BackgroundSaves, wait_for_background_save
 from zero.checkpoint.export import Weights, save_16bit_model, show_copies_in_state_dicts
 from zero.checkpoint.progress import Progress
 from zero.checkpoint.state import EngineState
-from zero.comm.clock import Throughput
 from zero.comm.communicator import Communicator, communicator
 from zero.config import Config, ResolvedConfig
 from zero.config.table import announce
@@ -98,7 +97,6 @@ class ZeroEngine(nn.Module):
         global_steps, micro_steps, skipped_steps: counters.
         global_samples: samples of all ranks in all steps so far.
         micro_batches: shared with the hooks and the reducer.
-        throughput: samples per second.
         residency: the number of gathered elements, now and at its peak.
         activations: `HostActivations` if `cpu_checkpointing` or `nvme_path` is set, or None.
         is_compiled: whether `compile` was called.
@@ -162,9 +160,9 @@ class ZeroEngine(nn.Module):
         if self.comm.job.rank == 0 and self.comm.shard_group.size > 1:
             build.warn_if_crowded(self.groups, self.schedule.max_live_parameters)
         trains, device = optimizer is not None, self.comm.device
-        placement = build.make_placement(self.groups, settings, device, trains)
+        shards = build.make_shards(self.groups, settings, device, trains)
         training_comm = build.make_training_comm(settings, self.comm, self.groups)
-        self.reducer = build.make_reducer(settings, training_comm, placement, self.micro_batches)
+        self.reducer = build.make_reducer(settings, training_comm, shards, self.micro_batches)
         show_copies_in_state_dicts(model)
         reductions = ReductionOrder(self.groups, self.reducer, self.comm)
         writes = ForwardWrites(self.groups)
@@ -199,7 +197,7 @@ class ZeroEngine(nn.Module):
                 optimizer,
                 settings,
                 reducer=self.reducer,
-                placement=placement,
+                shards=shards,
                 scaler=self.scaler,
                 groups=self.groups,
                 schedule=self.schedule,
@@ -217,7 +215,6 @@ class ZeroEngine(nn.Module):
         self.config = settings.origin.raw
         self.comm = comm
         self.global_steps = self.skipped_steps = self.global_samples = 0
-        self.throughput = Throughput(settings.train_batch_size)
         self.micro_batches = MicroBatches(
             settings.gradient_accumulation_steps,
             settings.managed_gradient_accumulation,
@@ -265,8 +262,6 @@ class ZeroEngine(nn.Module):
                 "train(), and make a new Trainer with the same model before a second train()"
             )
         self.micro_batches.refuse_offloaded("forward")
-        if torch.is_grad_enabled():
-            self.throughput.start()
         with self.comm.clock.phase("forward"):
             if self.activations is None or not torch.is_grad_enabled():
                 return self.module(*args, **kwargs)
@@ -345,7 +340,6 @@ class ZeroEngine(nn.Module):
         if self.adaptation is not None:
             self.adaptation.require_repeatable()
         boundary = self.ends_step
-        self.throughput.stop(boundary)
         self.micro_batches.refuse_offloaded("step")
         if boundary:
             self._refuse_use("the step")

@@ -176,20 +176,6 @@ class OptimizerShard:
 
     # -- moves
 
-    @torch.no_grad()
-    def move(self, tier: Tier) -> None:
-        """Move gradient and master to `tier`.
-
-        The weights go there too if it is the compute device, else to `home`.
-        """
-        shared, master = self.shares_weights, self.master
-        self.move_gradient(tier)
-        if not self.group.persistent:
-            is_device = tier == Tier(self.group.comm.device)
-            self.group.move_weights(tier if is_device else self.group.home)
-        self.master = self.group.shard if shared and self.group.tier == tier else tier.keep(master)
-        self.tier = tier
-
     def move_gradient(self, tier: Tier) -> None:
         if self.grad is not None:
             self.grad = tier.keep(self.grad)

@@ -114,7 +114,6 @@ class ParamGroup(NamedGroup):
 
     Attributes:
         shard: 1-D, compute dtype, this rank's slice on `tier`.
-        home: the shard's first tier.
         full: 1-D, compute dtype, all values with padding; its storage is empty while the group is
             sharded.
         views: of `full`, one for each parameter, which shows it while the group is unsharded.
@@ -171,7 +170,7 @@ class ParamGroup(NamedGroup):
         self._forms = [self._form(param) for param in self.params]
         self.shard_range = self.layout.shard_range(ranks.rank)
         self.pieces = self.layout.pieces(ranks.rank)
-        self.tier = self.home = tier or Tier(comm.device)
+        self.tier = tier or Tier(comm.device)
         on_device = self.tier == Tier(comm.device)
         # One rank whose shard already lies on the compute device has nothing to gather.
         self.persistent = plan.persistent or (ranks.size == 1 and on_device)

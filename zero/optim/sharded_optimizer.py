@@ -20,13 +20,13 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from zero.comm.clock import label
 from zero.comm.communicator import Communicator
@@ -42,7 +42,7 @@ from zero.offload.tiers import Tier
 from zero.optim import adam8bit, adam_cpu
 from zero.optim.background import Updates
 from zero.optim.loss_scaler import LossScaler
-from zero.optim.placement import GRADIENTS, MASTERS, MOMENTS, Placement
+from zero.optim.placement import GRADIENTS, MASTERS, MOMENTS
 from zero.optim.rounding import StochasticRounding
 from zero.optim.subgroups import SubGroup, SubGroupState
 from zero.optim.update import SubGroupUpdate
@@ -90,7 +90,7 @@ class ZeroOptimizer:
     they become whole tensors, and all updates are made in `step`.
 
     Args:
-        placement: made the shards and decides where they live.
+        all_shards: the `OptimizerShard` of each trainable group.
         elementwise: the update of an element depends on nothing but its own history.
         clipping: the largest norm, 0 for none.
         reduce_op: "mean" or "sum" over ranks.
@@ -102,7 +102,7 @@ class ZeroOptimizer:
         state_dtype: see `SubGroupUpdate`.
 
     Attributes:
-        shards: the `OptimizerShard` of each trainable group.
+        shards: `all_shards` by group.
         sub_groups: the pieces of their masters.
         whole: state of an optimizer of whole tensors, which has no sub-groups, or None.
         grad_norm, overflow: of the last step.
@@ -114,7 +114,7 @@ class ZeroOptimizer:
     optimizer: torch.optim.Optimizer
     reducer: GradientReducer
     comm: Communicator
-    placement: Placement
+    all_shards: InitVar[Sequence[OptimizerShard]]
     _: KW_ONLY
     sub_group_size: int
     elementwise: bool = True
@@ -129,9 +129,9 @@ class ZeroOptimizer:
     rounding: StochasticRounding | None = None
     state_dtype: torch.dtype = torch.float32
 
-    def __post_init__(self) -> None:
-        optimizer, comm, placement = self.optimizer, self.comm, self.placement
-        self.shards = {shard.group: shard for shard in placement.shards}
+    def __post_init__(self, all_shards: Sequence[OptimizerShard]) -> None:
+        optimizer, comm = self.optimizer, self.comm
+        self.shards = {shard.group: shard for shard in all_shards}
         summed = comm.world_size if self.reduce_op == "sum" else 1
         self._reduce_factor = comm.mean_factor * summed
         # Whether each rank can compute the norm itself.
@@ -158,12 +158,11 @@ class ZeroOptimizer:
         for group, shard in self.shards.items():
             shard.make_master(self._updates, master_dtype)
             _optimizer_of[group] = weakref.ref(self)
-        shards = placement.shards
         self.whole: WholeTensorState | None = None
         if self.elementwise:
-            self._state = SubGroupState(optimizer, shards, group_of, self.sub_group_size)
+            self._state = SubGroupState(optimizer, all_shards, group_of, self.sub_group_size)
         else:
-            self.whole = WholeTensorState(optimizer, shards, group_of, comm, self.rounding)
+            self.whole = WholeTensorState(optimizer, all_shards, group_of, comm, self.rounding)
             self._state = self.whole
 
     def _number_parameters(self, group_of: dict[nn.Parameter, int]) -> None:
@@ -245,7 +244,6 @@ class ZeroOptimizer:
         self.reducer.drain()
         for act in self.before_norm:
             act()
-        self._place()
         to_mean = self.gradient_factor
         sum_up = partial(self._global_norm, self._own_squares())
         norm = self.comm.watchdog.wait(sum_up, "the norm of the gradients")
@@ -386,25 +384,6 @@ class ZeroOptimizer:
 
     # -- moves
 
-    def _place(self) -> None:
-        """Move the shards that the placement wants on another tier."""
-        if not self.placement.is_automatic:
-            return
-        changes = self.placement.changes(self.comm, self._bytes_of)
-        for shard, tier in changes:
-            self._move_state(shard, tier)
-            shard.move(tier)
-        if changes:
-            self._state.follow_masters()
-
-    def _bytes_of(self, shard: OptimizerShard) -> int:
-        """Bytes of everything that moves with a shard: its own, the optimizer's state and the
-        weights.
-        """
-        tensors = [shard.master, shard.grad, None if shard.shares_weights else shard.group.shard]
-        tensors += tree_leaves(self._state.of_shard(shard))
-        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
-
     def _move_state(self, shard: OptimizerShard, tier: Tier) -> None:
         """Bring the optimizer's state of one group to `tier`."""
 
@@ -529,7 +508,7 @@ class ZeroOptimizer:
                 if name in without and not param.requires_grad
             ]
         viewed = [group.name for group in self.shards if group.has_aliases]
-        of_stage = {
+        of_stage: dict[str, object] = {
             "frozen parameters": ", ".join(frozen) or "none",
             "groups with weights that a module keeps views of": ", ".join(viewed) or "none",
         }

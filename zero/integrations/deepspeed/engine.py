@@ -198,7 +198,6 @@ class DeepSpeedEngine(ZeroEngine):
         if steps != self.micro_batches.steps:
             self.micro_batches.steps = steps
             self.micro_steps = self.global_steps * steps
-        self.throughput.batch_size = whole
 
     # -- what scripts ask and say
 
