@@ -11,8 +11,8 @@ trains as it does without this.
 
 [Note: what a rank does when its memory is full] It frees its activations and replays the
 remaining gathers and reductions of the forward or backward, without computing
-(`zero/core/replay.py`). After each forward and backward, all ranks report whether theirs failed. If
-one did, all of them make the same change, and repeat it from its inputs and random states. A
+(`zero/core/schedule.py`). After each forward and backward, all ranks report whether theirs failed.
+If one did, all of them make the same change, and repeat it from its inputs and random states. A
 backward may have left some of its gradients in the sum of the step, so all of these are dropped,
 and the step's earlier micro-batches are repeated, too. Below stage 3 nothing is gathered, and the
 reductions have a fixed order. At stage 3, a rank can only know from an earlier forward and backward

@@ -1,7 +1,5 @@
 """Measures where the time of a step goes: the seconds of each phase, and those spent waiting. Also
 reports the progress of slow phases.
-
-This file knows nothing of what is timed.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@ update.
 
 NCCL, and whatever is made like it, matches the operations of a communicator by their order alone.
 Ranks that run different modules get each other's values then: nothing fails, and no host waits. So
-each rank folds what it starts into numbers, which the ranks compare. This file does not know what
-is exchanged, nor how ranks compare."""
+each rank folds what it starts into numbers, which the ranks compare."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The job's default process group: creates it if the script has not done so, and answers questions
 about its ranks.
 
-Also which device this rank computes on, and groups of ranks by number. This file knows no
-collective.
+Also which device this rank computes on, and groups of ranks by number.
 
 [Note: groups of ranks]
 job              all ranks.

@@ -10,7 +10,7 @@ always unsharded.
 
 Each rank writes its slice of the new values back, and a digest of all that was written goes into
 the comparison of ranks at the step, because ranks that write different values have different
-weights. This file knows nothing about modules or the optimizer."""
+weights."""
 
 from __future__ import annotations
 

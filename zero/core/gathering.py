@@ -22,8 +22,7 @@ from zero.comm.communicator import Communicator
 from zero.core.forward_writes import ForwardWrites
 from zero.core.param_group import ParamGroup, State
 from zero.core.reduction import ReductionOrder
-from zero.core.replay import PassRecorder
-from zero.core.schedule import Residency, Schedule
+from zero.core.schedule import PassRecorder, Residency, Schedule
 from zero.errors import UsageError
 
 

@@ -38,11 +38,11 @@ from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_ho
 from torch.utils.hooks import RemovableHandle
 
 from zero.core.gathering import Gathering, OutsideReads
-from zero.core.gradient_warnings import MissingGradients, StandIns
 from zero.core.micro_batches import MicroBatches
 from zero.core.nests import groups_shown_by, kept_by, tensors_in, tensors_with_grad, with_base
 from zero.core.param_group import ParamGroup, State, owning_group
 from zero.core.reduction import ReductionOrder
+from zero.core.taken_gradients import StandIns
 from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
@@ -127,7 +127,6 @@ class ModuleHooks:
     def __post_init__(self) -> None:
         self.recorder = self._gathering.recorder
         self._reads = OutsideReads(self._gathering)
-        self._missing = MissingGradients()
         # Groups that are unsharded for a backward that is running or will follow.
         self._in_backward: set[ParamGroup] = set()
         # Calls of the root module under way: its forward may call it again.
@@ -136,8 +135,7 @@ class ModuleHooks:
         self._in_pass = self._training = False
         # Forwards whose backward has not ended.
         self._awaited = 0
-        # Until the first backward has ended: every parameter of a used group must get a gradient,
-        # or is named in a warning. Later an expert may get none.
+        # Until the first backward has ended.
         self._is_first = True
         # Last backwards of steps so far.
         self._last_backwards = 0
@@ -332,7 +330,6 @@ class ModuleHooks:
         self._called.clear()
         if self._reads.held:
             self._reads.release()
-        self._missing.waiting.clear()
 
     def _end_pass(self, has_trained: bool = False) -> None:
         if not self._awaited:
@@ -357,8 +354,6 @@ class ModuleHooks:
             self._gathering.unshard(group)
             if recomputing:
                 self._in_backward.add(group)
-            elif self._training and self._is_first:
-                self._missing.waiting.update((group, i) for i in range(len(group.params)))
             if torch.is_grad_enabled() and (group.shared or not group.trainable):
                 if inputs := list(tensors_with_grad((args, kwargs))):
                     done = partial(self._release_from_backward, group)
@@ -366,11 +361,8 @@ class ModuleHooks:
                     self._input_hooks.append(register_multi_grad_hook(inputs, done, mode="all"))
 
     def _read_outside(self, group: ParamGroup, param: nn.Parameter, func: Callable) -> None:
-        if not self._in_pass:
-            return
-        if self._training and not in_backward() and func is not torch.Tensor.detach:
-            self._missing.waiting.add((group, group.index[param]))
-        self._reads.hold(group)
+        if self._in_pass:
+            self._reads.hold(group)
 
     def _post_forward(
         self, groups: list[ParamGroup], module: nn.Module, args: tuple, kwargs: dict, output: object
@@ -507,7 +499,6 @@ class ModuleHooks:
                 "not return. Return it, alone or in a tuple, list, dict or dataclass, instead of "
                 "only keeping it on the module"
             )
-        self._missing.waiting.discard((group, index))
         if self._reductions.collect(group, index):
             if not group.shared and not any(group in used for used in self._nested.values()):
                 self._release_from_backward(group)
@@ -566,8 +557,6 @@ class ModuleHooks:
         self._reductions.finish()
         self.recorder.done.append((self._reductions.finish, ()))
         self._awaited = max(0, self._awaited - 1)
-        if not self._awaited:
-            self._missing.warn()
         self._end_pass(has_trained=True)
 
 

@@ -1,7 +1,7 @@
 """Micro-batches: which one is the last of its step, and by what its gradients are multiplied.
 
 The engine records here what its caller does, and the hooks and the reducer query it when they need
-to. This file knows nothing about groups or the optimizer."""
+to."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """One group: parameters that are unsharded and resharded as one, and the legal transitions between
 their states.
 
-This file does not know when a group is used, nor its gradients. The optimizer's part of a group is
-its `OptimizerShard`, which says when the shard has the values of the last step.
+`zero/core/gathering.py` says when. The optimizer's part of a group is its `OptimizerShard`, which
+says when the shard has the values of the last step.
 
 [Note: states]
     SHARDED    --all_gather-->           GATHERING  `full` has memory, the all-gather is started
@@ -171,9 +171,9 @@ class ParamGroup(NamedGroup):
         self.shard_range = self.layout.shard_range(ranks.rank)
         self.pieces = self.layout.pieces(ranks.rank)
         self.tier = tier or Tier(comm.device)
-        on_device = self.tier == Tier(comm.device)
         # One rank whose shard already lies on the compute device has nothing to gather.
-        self.persistent = plan.persistent or (ranks.size == 1 and on_device)
+        alone = ranks.size == 1 and self.tier == Tier(comm.device)
+        self.persistent = plan.persistent or alone
         self.state = State.SHARDED
         self.users = 0
         self.version = 0
@@ -188,8 +188,16 @@ class ParamGroup(NamedGroup):
         self._versions = [0] * len(self.params)
         self._gather = Pending()
         self._handed_over = 0
-        self._is_pinned_by_numpy = False
-        values = self._take_values()
+        # Copies of single parameters outside of `full`, by index; shown while the rest is sharded.
+        self._single: dict[int, torch.Tensor] = {}
+        self._placeholders = [
+            placeholder(form.shape, form.dtype, comm.device) for form in self._forms
+        ]
+        self._shard_values(master_tier)
+
+    def _shard_values(self, master_tier: Tier | None) -> None:
+        """Take the parameters' values over, and keep this rank's slice of them."""
+        on_device, values = self.tier == Tier(self.comm.device), self._take_values()
         rounds = self.trainable and torch.promote_types(values.dtype, self.dtype) != self.dtype
         self.master_tier = master_tier
         self.initial_master: torch.Tensor | None = None
@@ -200,16 +208,11 @@ class ParamGroup(NamedGroup):
         self.shard = self._own_slice(values) if is_own else self.tier.keep(self._own_slice(values))
         if not self.persistent:
             del values
-            values = torch.empty(self.layout.padded, dtype=self.dtype, device=comm.device)
+            values = torch.empty(self.layout.padded, dtype=self.dtype, device=self.comm.device)
         self.full = values
-        self._placeholders = [
-            placeholder(form.shape, form.dtype, self.full.device) for form in self._forms
-        ]
-        # Copies of single parameters outside of `full`, by index; shown while the rest is sharded.
-        self._single: dict[int, torch.Tensor] = {}
         self._make_views()
         if self.persistent:
-            residency.persistent += self.layout.numel
+            self.residency.persistent += self.layout.numel
             self._show_values()
             self.state = State.UNSHARDED
         else:
@@ -558,17 +561,9 @@ class ParamGroup(NamedGroup):
         self.state = State.SHARDED
         if self.has_aliases:
             return
-        # torch cannot know when a numpy array of it is gone, so this storage is never freed.
-        storage = self.full.untyped_storage()
-        if storage.resizable():
+        # torch cannot know when a numpy array of it is gone, so such a storage is never freed.
+        if (storage := self.full.untyped_storage()).resizable():
             storage.resize_(0)
-        elif not self._is_pinned_by_numpy:
-            self._is_pinned_by_numpy = True
-            logger.warning(
-                "numpy() of a weight in forward: the memory of %s stays allocated, because the "
-                "array shares it. Use weight.detach().clone().numpy()",
-                self,
-            )
 
     def reshard_but_keep_aliases(self) -> None:
         """GATHERED -> SHARDED, but aliases of the parameters (`param.detach()`) keep the values and

@@ -5,9 +5,6 @@
                       the group's `OptimizerShard`
     ReductionOrder    when a group's gradients are complete, and when their reduction may start
 
-This file knows nothing about modules, about what is gathered, or about where the result lives
-(`zero/core/optimizer_shard.py`).
-
 [Note: order of reductions] Every rank starts its reductions in one agreed order, each as soon as it
 and all before it are complete, so ranks whose graphs differ (an expert used on one rank only, a
 skipped layer) never wait for different groups. At first this is the reversed order of the groups.

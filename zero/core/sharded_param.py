@@ -5,8 +5,8 @@ A sharded parameter keeps its true shape, dtype and device, and shows NaN. Its c
 parameter itself, whether a module, a list, an activation checkpoint or
 `torch.autograd.Function.apply` holds it.
 
-This file knows nothing about modules or process groups. The only parts that it uses of the group
-that holds a parameter's values are `read_hook`, and `unsharded` for copies."""
+Of the group that holds a parameter's values, only `read_hook` is used here, and `unsharded` for
+copies."""
 
 from __future__ import annotations
 

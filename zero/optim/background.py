@@ -1,7 +1,5 @@
 """Decides when sub-groups are updated, and reads and writes those in files.
 
-This file does not know what an update computes.
-
 [Note: late updates] Once norm and overflow are known, the update of a sub-group depends on nothing
 but the sub-group. So `step` may return at once. A thread then updates the sub-groups, in the order
 in which the next forward needs them. An all-gather waits for its own group only, whose sub-groups

@@ -1,9 +1,6 @@
 """The optimizer step on shards. Element-wise optimizers update masters sub-group by sub-group,
 others as whole tensors.
 
-This file does not know how gradients are reduced, nor what an update computes
-(`zero/optim/update.py`).
-
 gradients (sum over ranks, times the loss scale)
   -> global norm and overflow, the same on every rank
   -> per sub-group, now or during the next forward: scale once (mean, unscale, clip)

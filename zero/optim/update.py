@@ -1,7 +1,5 @@
 """Computes an update: the new values of one sub-group from its gradient and the step's
 hyperparameters.
-
-This file does not know where new values are stored, nor which ranks there are.
 """
 
 from __future__ import annotations

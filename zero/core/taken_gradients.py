@@ -1,5 +1,4 @@
-"""Warns a script of parameters that get no gradient, and that its own work on gradients has no
-effect, because the engine takes them over.
+"""Warns a script that its work on gradients has no effect, because the engine takes them over.
 
 `torch.nn.utils.clip_grad_norm_` skips parameters whose `.grad` is None, and so do loops in scripts.
 Therefore the first backward, and the last ones of steps 1, 2, 4, 8, ..., leave a stand-in on each
@@ -17,7 +16,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero.core.param_group import ParamGroup
 from zero.core.sharded_param import local, needs_values, written_by
 
 logger = logging.getLogger("zero")
@@ -81,27 +79,3 @@ class StandIns:
 def _take_back(param: nn.Parameter, gradient: torch.Tensor | None = None) -> None:
     if isinstance(param.grad, TakenGradient):
         param.grad = None
-
-
-class MissingGradients:
-    """Warns once of each trainable parameter that a training forward read and that got no
-    gradient: parameter number i of a group for each (group, i) that is left in `waiting`.
-    """
-
-    def __init__(self) -> None:
-        self.waiting: set[tuple[ParamGroup, int]] = set()
-        self._told: set[str] = set()
-
-    def warn(self) -> None:
-        """The last backward of the forwards is over."""
-        trained = ((group, i) for group, i in self.waiting if group.trainable)
-        wanting = {g.param_names[i] for g, i in trained if g.params[i].requires_grad}
-        names = sorted(wanting - self._told)
-        self._told.update(names)
-        if names:
-            logger.warning(
-                "a training forward read %s%s, but backward gave no gradient: is the result unused "
-                "or detached?",
-                ", ".join(map(repr, names[:5])),
-                f" and {len(names) - 5} more" * (len(names) > 5),
-            )
