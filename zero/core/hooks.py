@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -100,6 +101,23 @@ def _do_nothing(*args: object, **kwargs: object) -> None: ...
 
 
 @dataclass(eq=False, repr=False)
+class _Backward:
+    """The backward that runs.
+
+    Attributes:
+        task: its number in autograd, where backwards inside of it have others.
+        is_derivative: it gives the parameters no gradients.
+        has_gradients: the first gradient of a parameter has arrived.
+        nested: the groups that each backward inside of it uses, by its task.
+    """
+
+    task: int = field(default_factory=torch._C._current_graph_task_id)
+    is_derivative: bool = False
+    has_gradients: bool = False
+    nested: defaultdict[int, set[ParamGroup]] = field(default_factory=lambda: defaultdict(set))
+
+
+@dataclass(eq=False, repr=False)
 class ModuleHooks:
     """Installs and serves the hooks of one engine's model.
 
@@ -111,9 +129,6 @@ class ModuleHooks:
 
     Attributes:
         forward_hooks, backward_hooks: the handles of what is installed.
-        part: the part of the model that runs next, if it runs in parts (`zero.parallel.pipeline`),
-            else None.
-        absent: groups that get no gradients in the next backward.
         recorder: records forwards and backwards.
     """
 
@@ -135,20 +150,12 @@ class ModuleHooks:
         self._in_pass = self._training = False
         # Forwards whose backward has not ended.
         self._awaited = 0
-        # Until the first backward has ended.
-        self._is_first = True
-        # Last backwards of steps so far.
-        self._last_backwards = 0
         self._unfrozen: set[ParamGroup] = set()
-        self._backward_is_open = self._is_derivative = self._has_gradients = False
-        self._graph_task = -1
+        self._backward: _Backward | None = None
         # Modules whose attributes were searched for views of their own weights, or of all weights.
         self._searched: set[tuple[nn.Module, bool]] = set()
-        # The groups that each backward inside of the backward uses, by its graph task.
-        self._nested: dict[int, set[ParamGroup]] = {}
         # Between some backwards and the next backward or step.
-        self._stand_ins = StandIns(())
-        self._is_watched = False
+        self._stand_ins = StandIns()
         # Groups that are unsharded while their gradients are computed, if their modules are called
         # and return all results. A script may also use their weights in other ways.
         self._called: set[ParamGroup] = set()
@@ -159,8 +166,8 @@ class ModuleHooks:
             and not (group.persistent or group.shared)
             and all(type(module).forward is not nn.Embedding.forward for module in group.modules)
         }
-        self.part: Hashable = None
-        self.absent: Collection[ParamGroup] = frozenset()
+        self._part: Hashable = None
+        self._absent: Collection[ParamGroup] = frozenset()
         self._input_hooks: list[RemovableHandle] = []
         self.forward_hooks: list = []
         self.backward_hooks: list = []
@@ -220,6 +227,12 @@ class ModuleHooks:
 
     # -- passes
 
+    def run_part(self, part: Hashable, absent: Collection[ParamGroup]) -> None:
+        """The next forward or backward is that of a part of the model, if it runs in parts
+        (`zero.parallel.pipeline`). Groups in `absent` get no gradients in it.
+        """
+        self._part, self._absent = part, absent
+
     def _root_pre_forward(self, module: nn.Module, args: tuple) -> None:
         if in_backward():
             return
@@ -236,13 +249,13 @@ class ModuleHooks:
         self._in_pass = True
         self._training = torch.is_grad_enabled()
         if self._training:
-            if self._is_first:
+            if self._stand_ins.backwards == 0:
                 self._listen()
             self._warn_of_unfrozen()
         self._record(name)
 
     def _record(self, name: str) -> None:
-        kind = (name, self.module.training, self.part)
+        kind = (name, self.module.training, self._part)
         params_change = self._training and self._micro_batches.is_last
         self._gathering.begin_pass(kind, wraps=not params_change, trains=self._training)
 
@@ -319,9 +332,8 @@ class ModuleHooks:
         if self._gathering.uses:
             self._gathering.release_all_but(self._reads.held)
         self._in_backward.clear()
-        self._nested.clear()
         self._reductions.clear()
-        self._backward_is_open = False
+        self._backward = None
 
     def _release_reads(self) -> None:
         for handle in self._input_hooks:
@@ -419,22 +431,23 @@ class ModuleHooks:
 
     # -- backward
 
-    def _backward_begins(self, *_: object) -> None:
+    def _backward_begins(self, *_: object) -> _Backward:
         """Called at each possible start of a backward: a gradient of the root's output, a module's
-        or a parameter's.
+        or a parameter's. Returns the backward that has begun.
         """
-        if self._backward_is_open:
-            return
-        self._backward_is_open = True
+        if self._backward is not None:
+            return self._backward
+        self._backward = begun = _Backward()
         self._reads.begin_backward()
-        self._is_derivative = _asks_for_other_gradients(self._trained_params())
-        if self._is_derivative:
+        begun.is_derivative = _asks_for_other_gradients(self._trained_params())
+        if begun.is_derivative:
             finish = partial(self._finish_derivative, self._in_pass, keeps_graph())
             self._in_pass = True
         else:
             finish = self._finish_backward
             self._gradients_begin()
         torch.autograd.Variable._execution_engine.queue_callback(finish)
+        return begun
 
     def _trained_params(self) -> Iterator[nn.Parameter]:
         trained = (group for group in self.groups if group.trainable)
@@ -443,25 +456,20 @@ class ModuleHooks:
     def _gradients_begin(self) -> None:
         self._stand_ins.take_back()
         self._in_pass = True
-        self._graph_task = torch._C._current_graph_task_id()
-        self._has_gradients = False
         # It may belong to an earlier forward than the last one.
         if self._awaited > 1 or not self._gathering.in_pass:
             self._gathering.end_pass()
             self._record("backward")
-        self._reductions.begin(self.absent)
+        self._reductions.begin(self._absent)
         self.recorder.done.append((self._gradients_begin, ()))
 
     def _pre_backward(self, groups: list[ParamGroup], grads: tuple) -> None:
-        self._backward_begins()
-        task = torch._C._current_graph_task_id()
-        if task != self._graph_task and not self._is_derivative:
-            if task not in self._nested:
-                self._nested[task] = set()
-                torch.autograd.Variable._execution_engine.queue_callback(
-                    partial(self._finish_nested, task)
-                )
-            self._nested[task].update(groups)
+        backward, task = self._backward_begins(), torch._C._current_graph_task_id()
+        if task != backward.task and not backward.is_derivative:
+            if task not in backward.nested:
+                finish = partial(self._finish_nested, backward.nested, task)
+                torch.autograd.Variable._execution_engine.queue_callback(finish)
+            backward.nested[task].update(groups)
         for group in groups:
             complete = not group.shared and self._reductions.is_complete(group)
             if not complete and group not in self._in_backward:
@@ -473,14 +481,14 @@ class ModuleHooks:
 
     def gradient_ready(self, group: ParamGroup, index: int) -> None:
         """The gradient of the group's parameter number `index` is complete."""
-        self._backward_begins()
-        if self._is_derivative:
+        backward = self._backward_begins()
+        if backward.is_derivative:
             raise UsageError(
                 f"parameter {group.param_names[index]!r} got a gradient from a backward inside of "
                 "torch.autograd.grad, which asks for other gradients: run the backward of the loss "
                 "instead"
             )
-        if torch._C._current_graph_task_id() != self._graph_task:
+        if torch._C._current_graph_task_id() != backward.task:
             self._reductions.has_nested_backward = True
         if torch.is_grad_enabled():
             raise UsageError(
@@ -488,8 +496,8 @@ class ModuleHooks:
                 "engine takes away: use torch.autograd.grad(loss, parameters, create_graph=True), "
                 "and then call backward without create_graph"
             )
-        if not self._has_gradients:
-            self._has_gradients = True
+        if not backward.has_gradients:
+            backward.has_gradients = True
             self._micro_batches.gradients_begin()
         if group in self._called and group.state is not State.UNSHARDED:
             modules = ", ".join(sorted({type(module).__name__ for module in group.modules}))
@@ -500,31 +508,30 @@ class ModuleHooks:
                 "only keeping it on the module"
             )
         if self._reductions.collect(group, index):
-            if not group.shared and not any(group in used for used in self._nested.values()):
+            if not group.shared and not any(group in used for used in backward.nested.values()):
                 self._release_from_backward(group)
             self._reductions.complete(group)
             self.recorder.done.append((self._reductions.complete, (group,)))
 
     def leave_stand_ins(self) -> None:
         """Notice work on the gradients of the last backward, if it is one of those to watch."""
-        if self._is_watched:
-            self._stand_ins = StandIns(self._trained_params())
+        self._stand_ins.leave(self._trained_params())
 
     def _release_from_backward(self, group: ParamGroup, *_: object) -> None:
         if group in self._in_backward:
             self._in_backward.remove(group)
             self._gathering.release(group)
 
-    def _finish_nested(self, task: int) -> None:
+    def _finish_nested(self, nested: dict[int, set[ParamGroup]], task: int) -> None:
         """A backward inside the backward is over, on all ranks. Its groups may be unsharded again
         for another one, even if a rank has all of their gradients.
         """
-        for group in sorted(self._nested.pop(task, ()), key=lambda group: group.serial):
+        for group in sorted(nested.pop(task, ()), key=lambda group: group.serial):
             self._release_from_backward(group)
 
     def _close_backward(self) -> None:
         """Autograd has run the whole graph."""
-        self._backward_is_open = False
+        self._backward = None
         for group in sorted(self._in_backward, key=lambda group: group.serial):
             self._release_from_backward(group)
 
@@ -546,14 +553,10 @@ class ModuleHooks:
                 "zero_optimization.ignore_unused_parameters is false: set it to true, or freeze "
                 "the parameter"
             )
-        # Scripts work on gradients at the end of a step, and perhaps not from the first one on.
         is_last = self._micro_batches.is_last or not self._micro_batches.managed
-        self._last_backwards += is_last
-        is_sampled = is_last and self._last_backwards & (self._last_backwards - 1) == 0
-        self._is_watched = self._is_first or is_sampled
+        self._stand_ins.end_backward(is_last)
         if not self._micro_batches.holds_back:
             self.leave_stand_ins()
-        self._is_first = False
         self._reductions.finish()
         self.recorder.done.append((self._reductions.finish, ()))
         self._awaited = max(0, self._awaited - 1)

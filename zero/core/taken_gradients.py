@@ -53,11 +53,29 @@ class TakenGradient(torch.Tensor):
 
 
 class StandIns:
-    """The stand-ins of `params`, until they are taken back."""
+    """The stand-ins of one model's parameters, while there are any.
 
-    def __init__(self, params: Iterable[nn.Parameter]):
+    Attributes:
+        backwards: how many have ended.
+    """
+
+    def __init__(self) -> None:
         self._left: list[tuple[nn.Parameter, RemovableHandle]] = []
-        for param in () if TakenGradient.is_told else params:
+        self.backwards = self._last_ones = 0
+        self._is_watched = False
+
+    def end_backward(self, is_last: bool) -> None:
+        """A backward has ended. `is_last`: it was the last one of its step, where scripts work on
+        gradients, though perhaps not from the first step on.
+        """
+        self.backwards += 1
+        self._last_ones += is_last
+        is_sampled = is_last and self._last_ones & (self._last_ones - 1) == 0
+        self._is_watched = self.backwards == 1 or is_sampled
+
+    def leave(self, params: Iterable[nn.Parameter]) -> None:
+        """Leave one on each of `params`, if the last backward is one of those to watch."""
+        for param in params if self._is_watched and not TakenGradient.is_told else ():
             with torch._C.DisableTorchFunctionSubclass():  # sharded parameters look at each access
                 if local(param) is not param or not param.requires_grad:
                     continue
