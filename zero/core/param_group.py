@@ -21,11 +21,10 @@ storage. They are valid again whenever backward unshards the group."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import Enum
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -48,8 +47,6 @@ from zero.core.sharded_param import (
 )
 from zero.errors import UsageError
 from zero.offload.tiers import HostTrimmer, Tier
-
-logger = logging.getLogger("zero")
 
 _trimmer = HostTrimmer()
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -106,7 +103,7 @@ class Optimized(Protocol):
 
 def owning_group(param: torch.Tensor) -> ParamGroup | None:
     """The group that holds the values of `param`; None for an ordinary parameter."""
-    return cast("ParamGroup | None", owner_of(param))
+    return owner_of(param)
 
 
 class ParamGroup(NamedGroup):
@@ -273,12 +270,6 @@ class ParamGroup(NamedGroup):
 
         The last one frees this group's memory.
         """
-        if self.optimizer_shard is not None:
-            logger.warning(
-                "%s is taken over by a new engine: the engine that trained it so far must not be "
-                "used again",
-                self,
-            )
         with self.unsharded():
             target.copy_(local(param).detach().reshape(target.shape))
         self._handed_over += 1
@@ -413,15 +404,12 @@ class ParamGroup(NamedGroup):
                 continue
             values = shown.detach()
             show(param, view)
-            if values.shape != view.shape:
+            is_code = self.packed and values.dtype != view.dtype
+            if values.shape != view.shape or is_code:
                 raise UsageError(
-                    f"parameter {self.param_names[i]!r} had shape {tuple(view.shape)} and has got "
-                    f"data of shape {tuple(values.shape)}: change shapes before zero.initialize"
-                )
-            if self.packed and values.dtype != view.dtype:
-                raise UsageError(
-                    f"{self.param_names[i]!r} holds codes of {view.dtype} and has got data of "
-                    f"{values.dtype}: change dtypes before zero.initialize"
+                    f"parameter {self.param_names[i]!r} had shape {tuple(view.shape)} and "
+                    f"{view.dtype}, and has got data of shape {tuple(values.shape)} and "
+                    f"{values.dtype}: change them before zero.initialize"
                 )
             if values.untyped_storage().data_ptr() == view.untyped_storage().data_ptr():
                 raise UsageError(
