@@ -431,9 +431,13 @@ class ModuleHooks:
 
     # -- backward
 
-    def _backward_begins(self, *_: object) -> _Backward:
-        """Called at each possible start of a backward: a gradient of the root's output, a module's
-        or a parameter's. Returns the backward that has begun.
+    def _backward_begins(self, gradient: torch.Tensor) -> None:
+        """A gradient of the root's output has arrived."""
+        self._running_backward()
+
+    def _running_backward(self) -> _Backward:
+        """The backward that runs. Called at each of its possible starts: a gradient of the root's
+        output, a module's or a parameter's.
         """
         if self._backward is not None:
             return self._backward
@@ -464,7 +468,7 @@ class ModuleHooks:
         self.recorder.done.append((self._gradients_begin, ()))
 
     def _pre_backward(self, groups: list[ParamGroup], grads: tuple) -> None:
-        backward, task = self._backward_begins(), torch._C._current_graph_task_id()
+        backward, task = self._running_backward(), torch._C._current_graph_task_id()
         if task != backward.task and not backward.is_derivative:
             if task not in backward.nested:
                 finish = partial(self._finish_nested, backward.nested, task)
@@ -481,7 +485,7 @@ class ModuleHooks:
 
     def gradient_ready(self, group: ParamGroup, index: int) -> None:
         """The gradient of the group's parameter number `index` is complete."""
-        backward = self._backward_begins()
+        backward = self._running_backward()
         if backward.is_derivative:
             raise UsageError(
                 f"parameter {group.param_names[index]!r} got a gradient from a backward inside of "
