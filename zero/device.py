@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import torch
@@ -116,6 +118,30 @@ def peak_memory(device: torch.device) -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     # The kernel's two counters are not exact: the present size may be a little above its peak.
     return max(peak, memory_in_use(device))
+
+
+def host_memory() -> tuple[int, int]:
+    """(bytes that are free, all bytes) of the host: this rank's share of what its container has."""
+    memory = psutil.virtual_memory()
+    available, total = memory.available, memory.total
+    limit, used = _of_container("memory.max"), _of_container("memory.current")
+    if limit is not None and used is not None:
+        cached = _of_container("memory.stat", "file") or 0
+        available, total = min(available, limit - used + cached), min(total, limit)
+    if (most := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
+        available = min(available, most - psutil.Process().memory_info().vms)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return available // ranks, total // ranks
+
+
+def _of_container(name: str, line: str = "") -> int | None:
+    """A number of this process's control group (version 2), in one of the file's lines, or None if
+    there is none.
+    """
+    path = Path("/sys/fs/cgroup") / name
+    lines = path.read_text().splitlines() if path.exists() else []
+    text = next((text.removeprefix(line).strip() for text in lines if text.startswith(line)), "")
+    return int(text) if text.isdigit() else None
 
 
 def can_register() -> bool:
