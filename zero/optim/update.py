@@ -57,7 +57,7 @@ class SubGroupUpdate:
         self._has_codes = self.state_dtype == torch.uint8
 
         if not self._by_kernel:
-            _ = self._twin
+            _ = self._twin  # made now, because a script may change its optimizer before the update
 
     @cached_property
     def _twin(self) -> torch.optim.Optimizer:
