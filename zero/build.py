@@ -22,6 +22,7 @@ from zero.comm.control import Record, flat, hyper_parameters, versions
 from zero.comm.quantized import CompressedCommunicator, machine_size
 from zero.comm.world import ranks_of_machine
 from zero.config import Config, OffloadOptimizerConfig, ZeroConfig
+from zero.core.gathering import Gathering
 from zero.core.layout import GroupPlan, packs_experts, plan_groups
 from zero.core.micro_batches import MicroBatches
 from zero.core.optimizer_shard import OptimizerShard
@@ -47,6 +48,7 @@ from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import place_shards
 from zero.optim.rounding import StochasticRounding
 from zero.optim.sharded_optimizer import ZeroOptimizer, param_group_of
+from zero.slicing.experts import SlicedExperts, can_be_sliced, numel_of_one
 
 logger = logging.getLogger("zero")
 
@@ -366,6 +368,28 @@ def _machines(comm: Communicator) -> Communicator | None:
     # the same on all ranks
     size, *others = {machine_size([machines[rank] for rank in world]) for world in comm.worlds}
     return comm.within(size) if 1 < size < comm.shard_group.size and not others else None
+
+
+def slice_experts(
+    groups: Sequence[ParamGroup], schedule: Schedule, gathering: Gathering
+) -> list[SlicedExperts]:
+    """Have experts of more elements than may be gathered run in slices, for which half of the limit
+    is set aside.
+    """
+    limit = schedule.max_live_parameters
+    found = [group for group in groups if group.layout.numel > limit and can_be_sliced(group)]
+    if cut := next((group for group in found if any(map(cut_of, group.params))), None):
+        raise UsageError(
+            f"zero_optimization.stage3_max_live_parameters is {limit}, and {cut} has "
+            f"{cut.layout.numel} elements: "
+            "experts that are divided over ranks cannot run in slices; "
+            f"set it to {2 * cut.layout.numel} or more"
+        )
+    if not found:
+        return []
+    most = max(limit // 2, *map(numel_of_one, found))
+    schedule.limit_live_parameters(max(0, limit - most))
+    return [SlicedExperts(group, most, gathering) for group in found]
 
 
 def make_shards(

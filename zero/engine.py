@@ -169,6 +169,9 @@ class ZeroEngine(nn.Module):
         gathering = Gathering(
             self.groups, self.schedule, training_comm, self.residency, reductions, writes
         )
+        self._sliced = build.slice_experts(self.groups, self.schedule, gathering)
+        for each in self._sliced:
+            self._installed.callback(each.remove)
         agree = agree_on_slices(model, self.comm)
         self.slices = BatchSlices(model, settings, lambda: self.global_steps, agree)
         self._installed.callback(self.slices.remove)

@@ -27,6 +27,7 @@ from tests.dist.training import (
     step,
     train_zero,
 )
+from tests.parity import test_experts as experts
 from tests.parity import test_experts_stay as experts_stay
 from tests.parity import test_pipeline as pipeline
 from tests.parity import test_sequence as sequence
@@ -77,6 +78,29 @@ def test_two_machines_have_the_bits_of_gloo():
     found = curve_on(4, compressed, settings, 2, simulated=True)
     assert_equal(found, curve_on(4, compressed, settings, 2))
     assert found.losses != curve_on(4, compressed, settings, simulated=True).losses
+
+
+# -- experts in slices
+
+
+def sliced(rank: int, world_size: int, place: str) -> Curve:
+    settings = {
+        "stage3_max_live_parameters": experts.EXPERTS_NUMEL // 2,
+        "offload_param": {"device": "cpu"},
+    }
+    mixtral = experts.build("mixtral", "eager").to(place)
+    engine, _ = start(mixtral, ds_config(**experts.WHOLE, **settings))
+    assert len(engine._sliced) == 2 and engine.comm.device.type == place
+    curve = train_zero(engine, experts.data())
+    curve.weights = {}
+    engine.destroy()
+    return curve
+
+
+def test_experts_in_slices_have_the_numbers_of_gloo():
+    found, expected = curve_on(2, sliced, device.NAME, simulated=True), curve_on(2, sliced, "cpu")
+    assert relative(found.mean_losses(), expected.mean_losses()) < 1e-6
+    assert relative(found.norms, expected.norms) < 1e-6
 
 
 # -- bf16 without masters, schedule-free optimizers, 8-bit moments

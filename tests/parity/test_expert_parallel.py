@@ -197,6 +197,10 @@ def resumed(rank: int, world_size: int, folder: str) -> dict[str, Curve]:
         engine.destroy()
         return curve
 
+    with pytest.raises(
+        UsageError, match="experts that are divided over ranks cannot run in slices"
+    ):
+        start(build("mixtral"), configuration(world_size, stage3_max_live_parameters=0))
     return {
         "whole": run(0, 2 * HALF),
         "first half": run(0, HALF, save="half"),

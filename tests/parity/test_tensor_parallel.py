@@ -317,6 +317,11 @@ def resumed(rank: int, world_size: int, folder: str) -> dict[str, Curve]:
         engine.destroy()
         return curve
 
+    config = ds_config(**NOTHING_PERSISTS) | {"tensor_parallel": {"autotp_size": 2}}
+    with pytest.raises(
+        UsageError, match="experts that are divided over ranks cannot run in slices"
+    ):
+        start(build("mixtral"), config)
     return {
         "whole": run(2, 3, 0, 2 * HALF),
         "to cut": run(2, 3, 0, HALF, save="cut"),

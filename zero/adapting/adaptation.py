@@ -45,6 +45,7 @@ from zero.errors import UsageError
 from zero.monitor.memory_usage import place_of
 from zero.monitor.out_of_memory import add_line, explain, full_memory
 from zero.offload.activations import HostActivations
+from zero.slicing.experts import SlicedExperts
 from zero.slicing.known import why_not_known
 
 logger = logging.getLogger("zero")
@@ -413,6 +414,8 @@ def _hindrances(engine: ZeroEngine) -> Iterator[str]:
         yield "zero_optimization.zero_hpz_partition_size"
     if zero.stage == 3 and any(getattr(module, LEAF_FLAG, False) for module in modules):
         yield "leaf modules"
+    if any(isinstance(vars(module).get("forward"), SlicedExperts) for module in modules):
+        yield "experts that are gathered in slices"
 
 
 def _final(error: Exception | None, why: str) -> Exception:

@@ -101,9 +101,7 @@ class Gathering:
         self._show(group)
 
     def _visit(self, group: ParamGroup) -> None:
-        if self._reductions.is_open:
-            self._reductions.before_use()
-        self._comm.watchdog.set_position(group)
+        self.before_part(group)
         self._comm.clock.progress.advance(len(self._groups))
         self._schedule.visit(self._position[group])
         self.recorder.done.append((self._visit, (group,)))
@@ -141,6 +139,12 @@ class Gathering:
         for group in self._groups:
             while self._uses_of[group] > (group in kept):
                 self.release(group)
+
+    def before_part(self, group: ParamGroup) -> None:
+        """`group` is about to be used, or a part of it to be gathered outside of its buffer."""
+        if self._reductions.is_open:
+            self._reductions.before_use()
+        self._comm.watchdog.set_position(group)
 
     def _prefetch(self) -> None:
         in_flight = 0
