@@ -346,7 +346,7 @@ def make_what_forks_inherit() -> None:
     """
     if "zero" in sys.modules:
         from zero import releases
-        from zero.comm.consistency import versions
+        from zero.comm.control import versions
         from zero.config import load_config
         from zero.config.table import report
         from zero.optim import adam_cpu

@@ -1,4 +1,4 @@
-"""Builds the parts of an engine from its settings: groups, schedule, reducer, placement.
+"""Builds the parts of an engine from its settings: groups, schedule, reducer.
 
 This file decides what the configuration's keys mean for each part. `make_groups` shards the model,
 and `place_buffers` broadcasts its buffers. Nothing is trained here. This file knows nothing about
@@ -18,14 +18,14 @@ import torch
 from torch import nn
 
 from zero.comm.communicator import Communicator
-from zero.comm.consistency import flat, hyper_parameters, versions
-from zero.comm.control import Record
+from zero.comm.control import Record, flat, hyper_parameters, versions
 from zero.comm.quantized import CompressedCommunicator, machine_size
 from zero.comm.world import ranks_of_machine
 from zero.config import Config, OffloadOptimizerConfig, ZeroConfig
 from zero.core.gathering import Gathering
 from zero.core.layout import GroupPlan, packs_experts, plan_groups
 from zero.core.micro_batches import MicroBatches
+from zero.core.optimizer_shard import OptimizerShard
 from zero.core.param_group import ParamGroup, owning_group
 from zero.core.quantized_weights import (
     LEAST_BYTES,
@@ -45,7 +45,7 @@ from zero.offload.tiers import Tier
 from zero.optim.adam_cpu import has_adams_moments
 from zero.optim.elementwise import is_elementwise
 from zero.optim.loss_scaler import LossScaler
-from zero.optim.placement import Placement
+from zero.optim.placement import place_shards
 from zero.optim.rounding import StochasticRounding
 from zero.optim.sharded_optimizer import ZeroOptimizer, param_group_of
 from zero.releases import newer_than_tested
@@ -327,30 +327,33 @@ def slice_experts(
     return [SlicedExperts(group, most, gathering) for group in found]
 
 
-def make_placement(
+def make_shards(
     groups: Sequence[ParamGroup], settings: Config, device: torch.device, trains: bool
-) -> Placement:
-    """Where the optimizer's part of each trainable group lives.
+) -> list[OptimizerShard]:
+    """The optimizer's part of each trainable group, where the configuration wants it.
 
     If the engine has no optimizer: on the device.
     """
     here, trainable = Tier(device), [group for group in groups if group.trainable]
     if not trains:
-        return Placement(trainable, here, here, ratio=0.0)
+        return place_shards(trainable, here, here, ratio=0.0)
     offload = settings.zero_optimization.offload_optimizer or OffloadOptimizerConfig()
     there = Tier.of(offload, settings.aio, device)
-    return Placement(trainable, here, there, offload.ratio, offload.max_in_cpu)
+    return place_shards(trainable, here, there, offload.ratio, offload.max_in_cpu)
 
 
 def make_reducer(
-    settings: Config, comm: Communicator, placement: Placement, micro_batches: MicroBatches
+    settings: Config,
+    comm: Communicator,
+    shards: Sequence[OptimizerShard],
+    micro_batches: MicroBatches,
 ) -> GradientReducer:
     zero = settings.zero_optimization
     # gloo's messages are added in fp32. An accelerator's sums of 16-bit gradients have 16 bits
     # themselves.
     return GradientReducer(
         comm,
-        placement.shards,
+        shards,
         micro_batches,
         bucket_size=zero.reduce_bucket_size,
         overlap=bool(zero.overlap_comm),
@@ -368,7 +371,7 @@ def make_optimizer(
     settings: Config,
     *,
     reducer: GradientReducer,
-    placement: Placement,
+    shards: Sequence[OptimizerShard],
     scaler: LossScaler | None,
     groups: Sequence[ParamGroup],
     schedule: Schedule,
@@ -399,7 +402,7 @@ def make_optimizer(
         inner,
         reducer,
         reducer.comm,
-        placement,
+        shards,
         sub_group_size=zero.sub_group_size,
         elementwise=elementwise,
         clipping=settings.gradient_clipping,

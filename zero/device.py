@@ -12,7 +12,6 @@ import mmap
 import os
 import resource
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -112,15 +111,7 @@ def memory_in_use(device: torch.device) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The largest `memory_in_use` of this process so far, whether `room` has been asked or not."""
-    return max(_earlier_peaks[device], _present_peak(device))
-
-
-# By device, before `room` has reset the counters.
-_earlier_peaks: defaultdict[torch.device, int] = defaultdict(int)
-
-
-def _present_peak(device: torch.device) -> int:
+    """The largest `memory_in_use` of this process so far."""
     if is_accelerator(device):
         return torch.accelerator.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -129,19 +120,8 @@ def _present_peak(device: torch.device) -> int:
     return max(peak, memory_in_use(device))
 
 
-def room(device: torch.device) -> tuple[int, int]:
-    """(bytes that were free at the peak of memory since the last call, all bytes). For the host,
-    this rank's share.
-
-    This resets the peak counters of torch's allocator, or of the process.
-    """
-    peak, in_use = _present_peak(device), memory_in_use(device)
-    _earlier_peaks[device] = max(_earlier_peaks[device], peak)
-    if is_accelerator(device):
-        free, total = torch.accelerator.get_memory_info(device)
-        free += torch.accelerator.memory_reserved(device) - peak
-        torch.accelerator.reset_peak_memory_stats(device)
-        return free, total
+def host_memory() -> tuple[int, int]:
+    """(bytes that are free, all bytes) of the host: this rank's share of what its container has."""
     memory = psutil.virtual_memory()
     available, total = memory.available, memory.total
     limit, used = _of_container("memory.max"), _of_container("memory.current")
@@ -150,11 +130,8 @@ def room(device: torch.device) -> tuple[int, int]:
         available, total = min(available, limit - used + cached), min(total, limit)
     if (most := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
         available = min(available, most - psutil.Process().memory_info().vms)
-    # Where a container forbids it, the peak stays that of the whole run.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return available // ranks - max(0, peak - in_use), total // ranks
+    return available // ranks, total // ranks
 
 
 def _of_container(name: str, line: str = "") -> int | None:

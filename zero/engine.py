@@ -1,7 +1,6 @@
 """The engine: forward, backward and step over sharded state.
 
-It computes nothing itself: `zero/build.py` makes its parts, and each method calls them. It knows
-neither DeepSpeed nor how the configuration names an optimizer."""
+It computes nothing itself: `zero/build.py` makes its parts, and each method calls them."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary
 
@@ -22,7 +22,6 @@ from zero.checkpoint.background import BackgroundSaves, wait_for_background_save
 from zero.checkpoint.export import Weights, save_16bit_model, show_copies_in_state_dicts
 from zero.checkpoint.progress import Progress
 from zero.checkpoint.state import EngineState
-from zero.comm.clock import Throughput
 from zero.comm.communicator import Communicator, communicator
 from zero.config import Config, ResolvedConfig
 from zero.config.table import announce
@@ -65,6 +64,16 @@ class StepMonitor(Protocol):
     def close(self) -> None: ...
 
 
+class Adapts(Protocol):
+    """Repeats forwards and backwards for which memory was not enough: see `zero.adapting`."""
+
+    def forward(self, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any: ...
+
+    def backward(self, run: Callable[[], torch.Tensor], retain_graph: bool) -> torch.Tensor: ...
+
+    def require_repeatable(self) -> None: ...
+
+
 class ZeroEngine(nn.Module):
     """A model whose optimizer state (from stage 1 on), gradients (from stage 2 on) and parameters
     (at stage 3) are sharded over all ranks.
@@ -87,15 +96,18 @@ class ZeroEngine(nn.Module):
         global_steps, micro_steps, skipped_steps: counters.
         global_samples: samples of all ranks in all steps so far.
         micro_batches: shared with the hooks and the reducer.
-        throughput: samples per second.
         residency: the number of gathered elements, now and at its peak.
         activations: `HostActivations` if `cpu_checkpointing` or `nvme_path` is set, or None.
         is_compiled: whether `compile` was called.
         monitor: the object that records each step, or None.
+        adaptation: changes what is done where memory runs out, or None.
+        after_step: called with the number of each step that is over, or None.
     """
 
     optimizer_class = ZeroOptimizer
     monitor: StepMonitor | None = None
+    adaptation: Adapts | None = None
+    after_step: Callable[[int], None] | None = None
     _skips_in_a_row = 0
     _is_destroyed = False
     _lost_its_hooks = False
@@ -143,14 +155,14 @@ class ZeroEngine(nn.Module):
         if self.comm.job.rank == 0 and self.comm.shard_group.size > 1:
             build.warn_if_crowded(self.groups, self.schedule.max_live_parameters)
         trains, device = optimizer is not None, self.comm.device
-        placement = build.make_placement(self.groups, settings, device, trains)
+        shards = build.make_shards(self.groups, settings, device, trains)
         training_comm = build.make_training_comm(settings, self.comm, self.groups)
-        self.reducer = build.make_reducer(settings, training_comm, placement, self.micro_batches)
+        self.reducer = build.make_reducer(settings, training_comm, shards, self.micro_batches)
         show_copies_in_state_dicts(model)
         reductions = ReductionOrder(self.groups, self.reducer, self.comm)
         writes = ForwardWrites(self.groups)
         gathering = Gathering(
-            self.groups, self.schedule, training_comm, self.residency, reductions.before_use, writes
+            self.groups, self.schedule, training_comm, self.residency, reductions, writes
         )
         self._sliced = build.slice_experts(self.groups, self.schedule, gathering)
         for each in self._sliced:
@@ -180,7 +192,7 @@ class ZeroEngine(nn.Module):
                 optimizer,
                 settings,
                 reducer=self.reducer,
-                placement=placement,
+                shards=shards,
                 scaler=self.scaler,
                 groups=self.groups,
                 schedule=self.schedule,
@@ -199,7 +211,6 @@ class ZeroEngine(nn.Module):
         self.config = settings.origin.raw
         self.comm = comm
         self.global_steps = self.skipped_steps = self.global_samples = 0
-        self.throughput = Throughput(settings.train_batch_size)
         self.micro_batches = MicroBatches(
             settings.gradient_accumulation_steps,
             settings.managed_gradient_accumulation,
@@ -221,7 +232,24 @@ class ZeroEngine(nn.Module):
 
     # -- training
 
+    def explain(self, error: Exception) -> None:
+        """Called with each error of a forward, backward or step, to add to what it says."""
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.explain(error)
+            raise
+
     def forward(self, *args: object, **kwargs: object) -> object:
+        with self._explained():
+            if self.adaptation is None:
+                return self._forward(*args, **kwargs)
+            return self.adaptation.forward(self._forward, args, kwargs)
+
+    def _forward(self, *args: object, **kwargs: object) -> object:
         if self._lost_its_hooks or (self._is_destroyed and torch.is_grad_enabled()):
             raise UsageError(
                 "this engine was destroyed, for example by accelerator.free_memory(), so it cannot "
@@ -230,8 +258,6 @@ class ZeroEngine(nn.Module):
                 "train(), and make a new Trainer with the same model before a second train()"
             )
         self.micro_batches.refuse_offloaded("forward")
-        if torch.is_grad_enabled():
-            self.throughput.start()
         with self.comm.clock.phase("forward"):
             if self.activations is None or not torch.is_grad_enabled():
                 return self.module(*args, **kwargs)
@@ -252,6 +278,13 @@ class ZeroEngine(nn.Module):
         Returns:
             The loss, divided if `scale_wrt_gas` is true.
         """
+        run = partial(self._backward, loss, retain_graph, scale_wrt_gas)
+        with self._explained():
+            return run() if self.adaptation is None else self.adaptation.backward(run, retain_graph)
+
+    def _backward(
+        self, loss: torch.Tensor, retain_graph: bool, scale_wrt_gas: bool
+    ) -> torch.Tensor:
         steps = self.settings.gradient_accumulation_steps
         if scale_wrt_gas and steps > 1:
             loss = loss / steps
@@ -259,7 +292,7 @@ class ZeroEngine(nn.Module):
             self.monitor.loss(loss)
         try:
             with (
-                self.micro_batches.engine_backward(scale_wrt_gas),
+                self.micro_batches.engine_backward(),
                 self.comm.clock.phase("backward"),
             ):
                 self.scale(loss).backward(retain_graph=retain_graph)
@@ -293,8 +326,9 @@ class ZeroEngine(nn.Module):
             raise UsageError(
                 "It is illegal to call Engine.step() inside no_sync context manager: leave it first"
             )
+        if self.adaptation is not None:
+            self.adaptation.require_repeatable()
         boundary = self.ends_step
-        self.throughput.stop(boundary)
         self.micro_batches.refuse_offloaded("step")
         if boundary:
             self._refuse_use("the step")
@@ -302,11 +336,12 @@ class ZeroEngine(nn.Module):
         if not boundary:
             self.micro_steps += 1
             return
-        resumable.sync()
+        if resumable.to_sync is not None:
+            resumable.sync()
         if self._saves is not None:
             self._saves.check()
         samples = self._samples_of_step()
-        with self.comm.clock.phase("step"):
+        with self._explained(), self.comm.clock.phase("step"):
             self._step_applied = optimizer.step()
         # A step that has raised an error does not count, and can be called again.
         self.micro_steps += 1
@@ -314,6 +349,8 @@ class ZeroEngine(nn.Module):
         self.global_samples += samples
         if self.monitor is not None:
             self.monitor.end_step()
+        if self.after_step is not None:
+            self.after_step(self.global_steps)
         if self._step_applied:
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()

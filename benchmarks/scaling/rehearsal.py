@@ -184,7 +184,7 @@ def rehearse(
 
     reducer = RehearsedReducer(program, micro_batches, deferred=stage < 2)
     order = ReductionOrder(groups, reducer, comm)
-    gathering = Gathering(groups, make_schedule(groups, config), comm, residency, order.before_use)
+    gathering = Gathering(groups, make_schedule(groups, config), comm, residency, order)
     hooks = ModuleHooks(model, groups, gathering, order, micro_batches)
     for group in groups:
         group.program = program

@@ -16,7 +16,6 @@ from tests.accelerator import device
 from tests.accelerator.test_counts import EVERY_UNIT, ROWS, WIDTH, Model
 from tests.dist.training import ds_config, start, step
 from tests.processes import run_on
-from zero.device import peak_memory, room
 from zero.monitor import log_summary
 
 
@@ -81,17 +80,3 @@ def waits_with_records(rank: int, world_size: int, folder: Path) -> int:
 def test_a_record_does_not_wait_for_the_device(tmp_path: Path):
     """The host waits for the norm alone, as without a monitor."""
     assert run_on(2, waits_with_records, tmp_path, simulated=True) == [1, 1]
-
-
-def asked_for_room(rank: int, world_size: int) -> None:
-    place = torch.device(device.NAME, 0)
-    values = torch.empty(1 << 20, dtype=torch.uint8, device=place)
-    del values
-    peak = peak_memory(place)
-    room(place)
-    assert torch.accelerator.max_memory_allocated(place) < 1 << 20  # the counter begins again
-    assert peak_memory(place) == peak >= 1 << 20
-
-
-def test_asking_for_room_does_not_forget_the_peak():
-    run_on(1, asked_for_room, simulated=True)

@@ -17,7 +17,7 @@ def counted_messages() -> Iterator[Counter[tuple[str, int]]]:
     exchange = GlooCommunicator._exchange
 
     def counting(self, name, ranks, tag, parts, received):
-        sent.update({(name, ranks.ranks[at]): parts[at].numel() for at in ranks.others()})
+        sent.update({(name, ranks.ranks[at]): parts[at].numel() for at in ranks.others})
         return exchange(self, name, ranks, tag, parts, received)
 
     with mock.patch.object(GlooCommunicator, "_exchange", counting):

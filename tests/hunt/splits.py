@@ -244,7 +244,7 @@ def _judge(drawn: Recipe, rank: int, world_size: int) -> tuple[bool, str]:
         config["on_out_of_memory"] = "adapt"
     else:
         config["activation_checkpointing"] = {"batch_slices": 3}
-    run, engine = ZeroEngine.forward, None
+    run, engine = ZeroEngine._forward, None
 
     def limited(self: Any, *args: Any, **given: Any) -> Any:
         output = run(self, *args, **given)
@@ -256,7 +256,7 @@ def _judge(drawn: Recipe, rank: int, world_size: int) -> tuple[bool, str]:
         model = drawn.build()
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=config)
-        with mock.patch.object(ZeroEngine, "forward", limited):
+        with mock.patch.object(ZeroEngine, "_forward", limited):
             for step in range(STEPS):
                 for micro in range(drawn.accumulation):
                     loss = _loss(engine(**drawn.batch(step, micro, rank)))

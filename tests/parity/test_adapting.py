@@ -56,7 +56,7 @@ def train(rank: int, world_size: int, name: str, loss_of: Loss, stage: int, act:
     planted = ["backward"] if loss_of is packed else ["forward", "backward"]
     if act == "explain" or rank < world_size - 1:
         planted = []
-    run, backward = ZeroEngine.forward, torch.autograd.backward
+    run, backward = ZeroEngine._forward, torch.autograd.backward
 
     def forward(self: Any, *args: Any, **given: Any) -> Any:
         output = run(self, *args, **given)
@@ -78,7 +78,7 @@ def train(rank: int, world_size: int, name: str, loss_of: Loss, stage: int, act:
     engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=config)
     generator, found = torch.Generator().manual_seed(rank), []
     with (
-        mock.patch.object(ZeroEngine, "forward", forward),
+        mock.patch.object(ZeroEngine, "_forward", forward),
         mock.patch.object(torch.autograd, "backward", failing_backward),
     ):
         for _ in range(STEPS):

@@ -490,10 +490,7 @@ def test_slices_are_compiled():
 
 @pytest.mark.parametrize(
     ("section", "key"),
-    [
-        ("activation_checkpointing", "batch_slices"),
-        ("zero_optimization.offload_optimizer", "ratio"),
-    ],
+    [("activation_checkpointing", "batch_slices")],
 )
 def test_accelerate_leaves_the_word_to_zero(section, key):
     """It fills in each "auto", and has no argument for these keys."""

@@ -8,7 +8,6 @@ averages the losses. The engine adds in another order, so both are compared with
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import pytest
@@ -332,33 +331,6 @@ def follows_plain_torch(rank: int, world_size: int, stage: int) -> None:
 @pytest.mark.parametrize(("stage", "world_size"), [(2, 2), (3, 1), (3, 2)])
 def test_reads_outside_of_the_owners_call(stage, world_size):
     run_on(world_size, follows_plain_torch, stage)
-
-
-class Detached(Base):
-    def result(self, hidden):
-        with torch.no_grad():
-            wasted = hidden @ self.head.weight
-        return hidden + wasted
-
-
-def warnings_of(rank: int, world_size: int) -> list[str]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("zero").addHandler(handler)
-    try:
-        engine = sgd_engine(build(Detached))
-        for step in range(3):
-            engine.backward(engine(*batch(step, rank)))
-            engine.step()
-    finally:
-        logging.getLogger("zero").removeHandler(handler)
-    return [record for record in records if "no gradient" in record]
-
-
-def test_a_parameter_that_was_read_and_got_no_gradient_is_named_once():
-    for (warning,) in run_on(2, warnings_of):
-        assert "'head.weight'" in warning and "body" not in warning
 
 
 def shows(rank: int, world_size: int) -> None:

@@ -11,8 +11,8 @@ trains as it does without this.
 
 [Note: what a rank does when its memory is full] It frees its activations and replays the
 remaining gathers and reductions of the forward or backward, without computing
-(`zero/core/replay.py`). After each forward and backward, all ranks report whether theirs failed. If
-one did, all of them make the same change, and repeat it from its inputs and random states. A
+(`zero/core/schedule.py`). After each forward and backward, all ranks report whether theirs failed.
+If one did, all of them make the same change, and repeat it from its inputs and random states. A
 backward may have left some of its gradients in the sum of the step, so all of these are dropped,
 and the step's earlier micro-batches are repeated, too. Below stage 3 nothing is gathered, and the
 reductions have a fixed order. At stage 3, a rank can only know from an earlier forward and backward
@@ -114,8 +114,10 @@ class Adaptation:
             self._change([call], error)
             restore_random_states(call.random, engine.comm.device)
 
-    def backward(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def backward(self, run: Callable[[], torch.Tensor], retain_graph: bool) -> torch.Tensor:
         """Run `run`, the engine's backward of the loss, which ends at the outputs shown."""
+        if retain_graph:
+            raise UsageError(f'{KEY} "adapt": retain_graph keeps a graph; set it to "explain"')
         engine, reducer, waiting = self._engine, self._engine.reducer, self._waiting
         if self._refusal:
             return self._unchanged(run)
@@ -247,7 +249,7 @@ class Adaptation:
         engine = self._engine
 
         def run() -> None:
-            backward = engine.micro_batches.engine_backward(is_divided=False, is_scaled=True)
+            backward = engine.micro_batches.engine_backward(is_scaled=True)
             with backward, engine.comm.clock.phase("backward"):
                 torch.autograd.backward(outputs, grads)
 

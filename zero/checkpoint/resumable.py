@@ -175,16 +175,17 @@ def _check_archive(path: Path) -> None:
         raise damaged(path, f"{wrong} in it is not what was written")
 
 
-_to_sync: Path | None = None
+# The Trainer's folder that is to be synced once it is complete.
+to_sync: Path | None = None
 _saved_here: set[Path] = set()
 
 
 def sync_later(folder: Path) -> None:
     """On rank 0, have `sync` sync the Trainer's files in this folder once it has completed them."""
-    global _to_sync
+    global to_sync
     sync()
-    _to_sync = folder if job_folder(folder) != folder else None
-    if _to_sync is None:
+    to_sync = folder if job_folder(folder) != folder else None
+    if to_sync is None:
         return
     disk.remove(folder / TRAINER_STATE)  # from an earlier checkpoint of this step
     if folder.parent not in _saved_here:
@@ -216,10 +217,10 @@ def sync() -> None:
     """If the Trainer has completed the last folder, sync its files. A part of each step, in which
     rank 0 alone must not fail.
     """
-    global _to_sync
-    if _to_sync is None or not (_to_sync / TRAINER_STATE).exists():
+    global to_sync
+    if to_sync is None or not (to_sync / TRAINER_STATE).exists():
         return
-    folder, _to_sync = _to_sync, None
+    folder, to_sync = to_sync, None
     try:
         for path in {path for pattern in _OF_TRAINER for path in folder.glob(pattern)}:
             with open(path, "rb") as file:

@@ -1,12 +1,9 @@
 """Measures where the time of a step goes: the seconds of each phase, and those spent waiting. Also
 reports the progress of slow phases.
-
-This file knows nothing of what is timed.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections import defaultdict
@@ -44,47 +41,6 @@ class Progress:
         if self._shows and time.perf_counter() - self._spoke > _PATIENCE:
             self._spoke = time.perf_counter()
             print(f"{self._what}: {self._done} of about {total} parts", file=sys.stderr, flush=True)
-
-
-class Throughput:
-    """Samples per second of the job. The first `start_step` steps warm up and are not counted.
-
-    `start` begins a micro-batch and `stop` ends it; `batch_size` is that of a step. Attributes, in
-    seconds: `total_elapsed_time`, and `step_elapsed_time` of the step that is not complete yet."""
-
-    def __init__(self, batch_size: int, start_step: int = 2):
-        self.batch_size = batch_size
-        self.start_step = start_step
-        self.started = False
-        self.start_time = self.end_time = 0.0
-        self.global_step_count = 0
-        self.total_elapsed_time = self.step_elapsed_time = 0.0
-
-    def start(self) -> None:
-        self.started = True
-        if self.global_step_count >= self.start_step:
-            self.start_time = time.time()
-
-    def stop(self, global_step: bool = False) -> None:
-        """`global_step`: the micro-batch was the last one of its step.
-
-        Without a `start` it does nothing.
-        """
-        if not self.started:
-            return
-        self.started = False
-        self.global_step_count += global_step
-        if self.start_time:
-            self.end_time = time.time()
-            self.total_elapsed_time += self.end_time - self.start_time
-            self.step_elapsed_time += self.end_time - self.start_time
-        if global_step:
-            self.step_elapsed_time = 0.0
-
-    def avg_samples_per_sec(self) -> float:
-        """The mean; minus infinity before there is one."""
-        steps = self.global_step_count - self.start_step
-        return self.batch_size * steps / self.total_elapsed_time if steps > 0 else -math.inf
 
 
 class Clock:

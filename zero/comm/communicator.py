@@ -36,9 +36,8 @@ from torch import Tensor
 
 from zero.comm.clock import Clock
 from zero.comm.control import Channel, Control
-from zero.comm.fingerprint import CollectiveOrder, MessageTags, NamedGroup
-from zero.comm.observer import begin
-from zero.comm.traffic import note_copy, send, send_natively
+from zero.comm.fingerprint import CollectiveOrder, NamedGroup
+from zero.comm.traffic import begin, note_copy, send, send_natively
 from zero.comm.watchdog import Watchdog, end_with_launcher, names_lone_setup
 from zero.comm.work import Pending
 from zero.comm.world import (
@@ -126,7 +125,8 @@ class Communicator(ABC):
         self._hosts = self._new_group(worlds, "gloo") if self.is_native else self._group
         self._make_groups(worlds, None)
         self.order = CollectiveOrder()
-        self._tags = MessageTags()
+        # Messages of gloo so far, by kind and group.
+        self._sent: Counter[tuple[str, int]] = Counter()
 
     def _make_groups(
         self, shards: Sequence[Sequence[int]], replicas: Sequence[Sequence[int]] | None
@@ -249,10 +249,10 @@ class Communicator(ABC):
         self.calls[name] += 1
         self.elements[name] += numel
         self.bytes[name] += nbytes
-        if self.matches_by_order:
-            self.order.add(name, numel, group)
         if self.is_native:
             send_natively(name, nbytes, ranks or self.shard_group)
+            if self.world_size > 1:
+                self.order.add(name, numel, group)
 
     # -- shards and gradients, in two ways. `group`: the parameter group that is exchanged.
 
@@ -541,6 +541,14 @@ class GlooCommunicator(Communicator):
 
     is_native = False
 
+    def _tag(self, kind: str, group: NamedGroup | None) -> int:
+        """The tag of the next message of `kind` about `group`: 22 bits group, 1 bit kind, 8 bits
+        counter.
+        """
+        key = 0 if group is None else group.serial
+        self._sent[kind, key] += 1
+        return (key % (1 << 22)) << 9 | (kind == "reduce") << 8 | self._sent[kind, key] % (1 << 8)
+
     def _exchange(
         self,
         name: str,
@@ -558,12 +566,11 @@ class GlooCommunicator(Communicator):
         # comes too late.
         works: list[Work] = [
             dist.irecv(received[at], ranks.ranks[at], group=self._group, tag=tag)
-            for at in ranks.others()
+            for at in ranks.others
         ]
         send(ranks, [part.nbytes for part in sent])
         return works + [
-            dist.isend(sent[at], ranks.ranks[at], group=self._group, tag=tag)
-            for at in ranks.others()
+            dist.isend(sent[at], ranks.ranks[at], group=self._group, tag=tag) for at in ranks.others
         ]
 
     def _start_all_gather(self, full: Tensor, shard: Tensor, group: NamedGroup | None) -> Pending:
@@ -574,7 +581,7 @@ class GlooCommunicator(Communicator):
         if ranks.size == 1:
             return Pending()
         slices = full.view(ranks.size, -1).unbind()
-        tag = self._tags.next("gather", group)
+        tag = self._tag("gather", group)
         works = self._exchange("all_gather", ranks, tag, [own] * ranks.size, slices)
         return Pending(works, None, (full, own), self.watchdog, group)
 
@@ -602,7 +609,7 @@ class GlooCommunicator(Communicator):
             row if place == ranks.rank else torch.empty_like(row) for place, row in enumerate(rows)
         ]
         self._count("reduce_scatter", width * ranks.size, full, group)
-        tag = self._tags.next("reduce", group)
+        tag = self._tag("reduce", group)
         works = self._exchange("reduce_scatter", ranks, tag, rows, terms)
 
         def finish() -> None:
@@ -624,12 +631,12 @@ class GlooCommunicator(Communicator):
         self, received: Tensor, sent: Tensor, group: NamedGroup | None, across: bool
     ) -> Pending:
         ranks = self.replicate_group if across else self.shard_group
-        tag = self._tags.next("reduce", group)
+        tag = self._tag("reduce", group)
         works = self._exchange("all_to_all", ranks, tag, sent.unbind(), received.unbind())
         return Pending(works, None, (received, sent), self.watchdog, group)
 
     def _scatter(self, shard: Tensor, slices: list[Tensor] | None, src: int) -> None:
-        tag = self._tags.next("gather", None)
+        tag = self._tag("gather", None)
         if slices is None:
             works: list[Work] = [dist.irecv(shard, group=self._group, group_src=src, tag=tag)]
         else:

@@ -3,12 +3,11 @@ update.
 
 NCCL, and whatever is made like it, matches the operations of a communicator by their order alone.
 Ranks that run different modules get each other's values then: nothing fails, and no host waits. So
-each rank folds what it starts into numbers, which the ranks compare. This file does not know what
-is exchanged, nor how ranks compare."""
+each rank folds what it starts into numbers, which the ranks compare."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
@@ -59,24 +58,6 @@ class _Channel:
     def __init__(self) -> None:
         self.digest = self.count = 0
         self.recent: deque[Operation] = deque(maxlen=KEPT)
-
-
-class MessageTags:
-    """Numbers the messages of gloo, so that messages about different groups never match.
-
-    Ranks that run different modules then wait for each other, and the watchdog finds them.
-    """
-
-    def __init__(self) -> None:
-        self._sent: Counter[tuple[str, int]] = Counter()
-
-    def next(self, kind: str, group: NamedGroup | None) -> int:
-        """The tag of the next message of `kind` about `group`: 22 bits group, 1 bit kind, 8 bits
-        counter.
-        """
-        key = 0 if group is None else group.serial
-        self._sent[kind, key] += 1
-        return (key % (1 << 22)) << 9 | (kind == "reduce") << 8 | self._sent[kind, key] % (1 << 8)
 
 
 class CollectiveOrder:

@@ -2,8 +2,7 @@
 each block of values.
 
 After ZeRO++ (arXiv 2306.10209): its quantized weight communication (qwZ) and quantized gradient
-communication (qgZ). This file knows nothing of groups, but that they may be frozen. Of the engine,
-only `zero/build.py` imports it.
+communication (qgZ).
 
 [Note: codes and scales] A message is the codes of all blocks, then their scales in fp32. A block is
 256 consecutive values of one rank's slice. The last one is filled up with zeros.

@@ -1,15 +1,19 @@
-"""Counts the bytes that this process has moved over each link, and how long its disk was busy.
+"""Counts the bytes that this process has moved over each link, and how long its disk was busy; and
+tells an observer of each collective, and of each copy between host memory and the compute device.
 
-`zero/tools/estimate/traffic.py` predicts the same numbers; its note says what is counted. This file
-knows nothing of steps."""
+`zero/tools/estimate/traffic.py` predicts the same numbers; its note says what is counted. In an
+ordinary run there is no observer, and nothing is measured: `comms_logger`
+(zero/monitor/collectives.py) sets one for its time. Reads and writes of files are not reported to
+it, but `transfer` labels them for the profiler."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -92,3 +96,50 @@ def busy_seconds(link: str) -> float:
     """Seconds so far in which at least one request was under way."""
     with _lock:
         return _busy[link] + (time.perf_counter() - _began[link] if _running[link] else 0.0)
+
+
+# -- who wants to know of each operation
+
+
+class Operation(NamedTuple):
+    """An operation that is about to start.
+
+    Attributes:
+        name: "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "load" or
+            "store".
+        tensor: the full buffer of a collective; what is copied.
+        what: the parameter group that it is about, or None.
+        ranks: how many take part.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    what: object
+    ranks: int
+
+
+class Observer(Protocol):
+    def begin(self, operation: Operation) -> Callable[[], None]:
+        """`operation` is about to start. The result is called when its own result is first used."""
+        ...
+
+
+_observer: Observer | None = None
+
+
+def set_observer(observer: Observer | None) -> None:
+    """Tell `observer` of each operation from now on, in place of any other; None: nobody."""
+    global _observer
+    _observer = observer
+
+
+def begin(
+    name: str, tensor: torch.Tensor, what: object = None, ranks: int = 1
+) -> Callable[[], None]:
+    """An operation is about to start: see `Operation`. Call the result when its result is used."""
+    if _observer is None:
+        return _nothing
+    return _observer.begin(Operation(name, tensor, what, ranks))
+
+
+def _nothing() -> None: ...

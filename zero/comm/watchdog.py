@@ -7,7 +7,7 @@ every rank another thread listens to the store, and answers with what the main t
 first one prints all answers, and all processes end with exit code 1. A rank that does not reach the
 store says so and ends too. Long before that, where all ranks wait, and at different places, these
 are named, and the job ends if that lasts. A rank that does anything else, such as reading data or
-evaluating, is not waiting. This file knows nothing of groups or collectives."""
+evaluating, is not waiting."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""An operation in flight: a collective, a copy, a read or a write.
-
-This file does not know which.
-"""
+"""An operation in flight: a collective, a copy, a read or a write."""
 
 from __future__ import annotations
 

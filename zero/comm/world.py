@@ -1,8 +1,7 @@
 """The job's default process group: creates it if the script has not done so, and answers questions
 about its ranks.
 
-Also which device this rank computes on, and groups of ranks by number. This file knows no
-collective.
+Also which device this rank computes on, and groups of ranks by number.
 
 [Note: groups of ranks]
 job              all ranks.
@@ -69,6 +68,7 @@ class Group:
         own = self.ranks[self.rank] // size
         return [place for place, rank in enumerate(self.ranks) if rank // size != own]
 
+    @cached_property
     def others(self) -> list[int]:
         """The places of all others, from the next one on, so that no two ranks send to the same one
         first.

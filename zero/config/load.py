@@ -33,8 +33,6 @@ _AUTO_SECTIONS = (
     "zero_optimization fp16 bf16 tensor_parallel compile comms_logger tensorboard wandb "
     "csv_monitor".split()
 )
-# Here "auto" is a value, which DeepSpeed does not have.
-_AUTO_VALUES = ("zero_optimization.offload_optimizer.ratio",)
 # "auto" must have been replaced in these before the engine starts: the first decides what is
 # sharded, and the second has no default.
 _AUTO_WITHOUT_DEFAULT = ("zero_optimization.stage", "scheduler.params.total_num_steps")
@@ -306,8 +304,7 @@ def _sort(data: dict, model: type[Section], prefix: str, origin: Origin) -> dict
 
 def _is_filled_in_or_dropped(key: str, about: dict[str, str]) -> bool:
     """Whether the "auto" of this key is not a value, and not a mistake."""
-    dropped = key.partition(".")[0] in _AUTO_SECTIONS and key not in _AUTO_VALUES
-    return dropped or "auto" in about
+    return key.partition(".")[0] in _AUTO_SECTIONS or "auto" in about
 
 
 def _unknown_key(prefix: str, name: str, model: type[Section]) -> str | None:

@@ -1,11 +1,11 @@
 """The sections about offload and files."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator
 
 from zero.config.idle import with_idle_keys
-from zero.config.keys import AnyCase, Count, Device, Fraction, Positive, Section, key
+from zero.config.keys import Count, Device, Fraction, Positive, Section, key
 
 
 def _check_path(text: str) -> str:
@@ -87,11 +87,8 @@ class OffloadOptimizerConfig(OffloadConfig):
             - false: Nothing is read before it is used.
         pipeline_write: Write the previous sub-groups while the current one is updated.
             - false: A sub-group is written before the next one is updated.
-        ratio: The fraction that is offloaded. `"auto"`, which DeepSpeed does not have: just enough
-            to keep a tenth of device memory (at least 1 GiB) free.
+        ratio: The fraction that is offloaded.
             - 1: All of the optimizer state is offloaded.
-            - auto: Only as much is offloaded as needed to keep a tenth of device memory (at least 1
-              GiB) free.
         overlap_step: Update in the background during the next forward pass. Default: true with
             `nvme`, and with `cpu` if there is a GPU. Not in DeepSpeed.
             - false: `step` returns only after the update.
@@ -101,7 +98,7 @@ class OffloadOptimizerConfig(OffloadConfig):
     buffer_count: Positive = key(4, needs=_FILES)
     pipeline_read: bool = key(True, needs=_FILES)
     pipeline_write: bool = key(True, needs=_FILES)
-    ratio: Fraction | Annotated[Literal["auto"], AnyCase()] = 1.0
+    ratio: Fraction = 1.0
     overlap_step: bool | None = None
 
 

@@ -10,7 +10,7 @@ always unsharded.
 
 Each rank writes its slice of the new values back, and a digest of all that was written goes into
 the comparison of ranks at the step, because ranks that write different values have different
-weights. This file knows nothing about modules or the optimizer."""
+weights."""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ class ForwardWrites:
     Attributes:
         digest: of the values written since it was 0; equal on all ranks that wrote the same.
         names: the parameters that were written.
+        compares: whether the present pass is one of those that are compared.
     """
 
     def __init__(self, groups: Sequence[ParamGroup]):
         self._always_shown = [group for group in groups if group.persistent]
         # Of the passes that train (True) and of those that do not: whether one was compared.
         self._compared: set[bool] = set()
-        self._compares = False
+        self.compares = False
         self._before: dict[ParamGroup, torch.Tensor] = {}
         self._changed: list[tuple[ParamGroup, torch.Tensor]] = []
         # Until the first step is over: what always shown groups hold while no pass runs, with the
@@ -82,16 +83,16 @@ class ForwardWrites:
 
     def begin_pass(self, trains: bool) -> None:
         self.between_passes(trains)
-        self._compares = trains not in self._compared
+        self.compares = trains not in self._compared
         # Left over from a pass that was abandoned, or in which a context held groups.
         self._before.clear()
-        if self._compares:
+        if self.compares:
             for group in self._persistent():
                 self.shown(group)
 
     def shown(self, group: ParamGroup) -> None:
         """The group's parameters show their values from now on."""
-        if self._compares and group not in self._before:
+        if self.compares and group not in self._before:
             self._before[group] = checksums(group.views)
 
     def end_use(self, group: ParamGroup) -> None:

@@ -1,21 +1,28 @@
 """When to unshard which group: carries out the schedule's decisions on the groups of one engine.
 
-This file knows nothing about modules, hooks, gradients or the optimizer. With several ranks, no
-decision depends on whether a transfer or an update has finished: all ranks must start the same
-all-gathers in the same order."""
+With several ranks, no decision depends on whether a transfer or an update has finished: all ranks
+must start the same all-gathers in the same order.
+
+[Note: reads] A parameter may be read in another module's forward (`self.embedding.weight`), in a
+loss after the model's forward, or may be returned by its module. Its group is then unsharded and
+stays so until as many backwards have ended as there were forwards, because it is unknown which
+backward still needs it. Between passes such a read is an error, because a rank may read
+alone, and its all-gather would then wait for the others."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
+
 from zero.comm.communicator import Communicator
-from zero.core.derivatives import in_gradient_transform
 from zero.core.forward_writes import ForwardWrites
 from zero.core.param_group import ParamGroup, State
-from zero.core.replay import PassRecorder
-from zero.core.schedule import Residency, Schedule
+from zero.core.reduction import ReductionOrder
+from zero.core.schedule import PassRecorder, Residency, Schedule
 from zero.errors import UsageError
 
 
@@ -29,10 +36,11 @@ class Gathering:
         groups: all of the model, by position in the schedule.
         comm: of all ranks.
         residency: counts what is gathered.
-        before_use: called when a group is about to be used, before any all-gather that this starts.
+        reductions: told when a group is about to be used, before any all-gather that this starts.
         writes: keeps what a forward writes to the weights.
 
     Attributes:
+        uses: `unshard` has been called so many times more than `release`.
         recorder: records what is done here.
     """
 
@@ -40,12 +48,13 @@ class Gathering:
     _schedule: Schedule
     _comm: Communicator
     _residency: Residency
-    _before_use: Callable[[], None]
+    _reductions: ReductionOrder
     _writes: ForwardWrites | None = None
 
     def __post_init__(self) -> None:
         self._position = {group: i for i, group in enumerate(self._groups)}
-        self._uses: Counter[ParamGroup] = Counter()
+        self._uses_of: Counter[ParamGroup] = Counter()
+        self.uses = 0
         self.recorder = PassRecorder()
 
     def begin_pass(self, kind: Hashable, wraps: bool, trains: bool = False) -> None:
@@ -73,7 +82,7 @@ class Gathering:
                 group.reshard()
         if self._writes is not None:
             self._writes.end_pass(has_trained)
-        self.recorder.record(self.end_pass, has_trained)
+        self.recorder.done.append((self.end_pass, (has_trained,)))
 
     def unshard(self, group: ParamGroup) -> None:
         """The group is used from now on: its parameters show their values.
@@ -82,7 +91,7 @@ class Gathering:
         """
         if group.persistent:
             return
-        if group.state is not State.UNSHARDED and in_gradient_transform():
+        if group.state is not State.UNSHARDED and _in_gradient_transform():
             raise UsageError(
                 f"{group} is sharded, and cannot be gathered inside of torch.func.grad, jvp or a "
                 "transform built on them: use torch.autograd.grad, or call the transform inside of "
@@ -92,11 +101,10 @@ class Gathering:
         self._show(group)
 
     def _visit(self, group: ParamGroup) -> None:
-        self._before_use()
-        self._comm.watchdog.set_position(group)
+        self.before_part(group)
         self._comm.clock.progress.advance(len(self._groups))
         self._schedule.visit(self._position[group])
-        self.recorder.record(self._visit, group)
+        self.recorder.done.append((self._visit, (group,)))
 
     def _show(self, group: ParamGroup) -> None:
         if group.state is State.SHARDED:
@@ -104,10 +112,11 @@ class Gathering:
             group.all_gather(group.training_comm)
         self._prefetch()
         group.unshard()
-        if self._writes is not None:
+        if self._writes is not None and self._writes.compares:
             self._writes.shown(group)
-        self._uses[group] += 1
-        self.recorder.record(self._show, group)
+        self._uses_of[group] += 1
+        self.uses += 1
+        self.recorder.done.append((self._show, (group,)))
 
     def release(self, group: ParamGroup) -> None:
         """One use of the group is over.
@@ -117,22 +126,24 @@ class Gathering:
         if group.persistent:
             return
         # A context of the script may hold the group beyond this.
-        if self._uses[group] == 1 and self._writes is not None:
+        if self._uses_of[group] == 1 and self._writes is not None:
             self._writes.end_use(group)
-        self._uses[group] -= 1
+        self._uses_of[group] -= 1
+        self.uses -= 1
         if group.release() and not self._schedule.keep(self._position[group], self._residency.live):
             group.reshard()
-        self.recorder.record(self.release, group)
+        self.recorder.done.append((self.release, (group,)))
 
     def release_all_but(self, kept: Collection[ParamGroup]) -> None:
         """End all uses. Each group in `kept` keeps one."""
         for group in self._groups:
-            while self._uses[group] > (group in kept):
+            while self._uses_of[group] > (group in kept):
                 self.release(group)
 
     def before_part(self, group: ParamGroup) -> None:
-        """A part of `group` is about to be gathered outside of its buffer."""
-        self._before_use()
+        """`group` is about to be used, or a part of it to be gathered outside of its buffer."""
+        if self._reductions.is_open:
+            self._reductions.before_use()
         self._comm.watchdog.set_position(group)
 
     def _prefetch(self) -> None:
@@ -168,3 +179,57 @@ class Gathering:
             if self._residency.live + numel <= limit:
                 return
             self._groups[i].reshard()
+
+
+class OutsideReads:
+    """Holds the groups of parameters that were read outside of their modules' calls."""
+
+    def __init__(self, gathering: Gathering):
+        self._gathering = gathering
+        self.held: set[ParamGroup] = set()
+        # In the order of the first read. No call of a module shows when a backward needs these
+        # groups.
+        self._needed_in_backward: dict[ParamGroup, None] = {}
+        # Likewise, but only of graphs whose backward has not ended.
+        self._in_graphs: dict[ParamGroup, None] = {}
+
+    def hold(self, group: ParamGroup) -> None:
+        """Unshard the group until `release`."""
+        if torch.is_grad_enabled():
+            self._needed_in_backward[group] = None
+        self._hold(group)
+
+    def hold_for_graph(self, group: ParamGroup) -> None:
+        """The same for a group whose weights a graph has saved, and again for its backward."""
+        self._in_graphs[group] = None
+        self._hold(group)
+
+    def _hold(self, group: ParamGroup) -> None:
+        if group not in self.held:
+            self._gathering.unshard(group)
+            self.held.add(group)
+
+    def begin_backward(self) -> None:
+        """Hold all groups that any forward has read this way: the backward may need them at any
+        moment.
+        """
+        for group in list(self._needed_in_backward):
+            self.hold(group)
+        for group in self._in_graphs:
+            self._hold(group)
+
+    def end_backwards(self) -> None:
+        """No graph waits for its backward any more."""
+        self._in_graphs.clear()
+
+    def release(self) -> None:
+        for group in sorted(self.held, key=lambda group: group.serial):
+            self._gathering.release(group)
+        self.held.clear()
+
+
+def _in_gradient_transform() -> bool:
+    """Whether this call is inside of a transform of torch.func other than vmap, such as grad."""
+    return peek_interpreter_stack() is not None and any(
+        transform.key() != TransformType.Vmap for transform in get_interpreter_stack() or ()
+    )

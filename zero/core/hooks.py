@@ -1,10 +1,7 @@
-"""Module and autograd hooks: they follow a training step and call the three policies.
+"""Module and autograd hooks: they follow a training step and call the two policies.
 
     zero/core/gathering.py   what to unshard, and when to reshard
     zero/core/reduction.py   which reduction may start
-    zero/core/external_access.py       parameters that are read outside of their modules
-
-This file knows nothing about transfers, memory or the optimizer.
 
 [Note: life of a group in a training step]
     forward of a module    unshard its groups -> the module runs -> release them
@@ -28,8 +25,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -37,19 +35,12 @@ import torch
 from torch import nn
 from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 from torch.autograd import forward_ad
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from zero.core.derivatives import asks_for_other_gradients
-from zero.core.external_access import (
-    MissingGradients,
-    OutsideReads,
-    groups_shown_by,
-    tensors_in,
-    tensors_with_grad,
-)
-from zero.core.gathering import Gathering
+from zero.core.gathering import Gathering, OutsideReads
 from zero.core.micro_batches import MicroBatches
+from zero.core.nests import groups_shown_by, kept_by, tensors_in, tensors_with_grad, with_base
 from zero.core.param_group import ParamGroup, State, owning_group
 from zero.core.reduction import ReductionOrder
 from zero.core.taken_gradients import StandIns
@@ -60,24 +51,6 @@ logger = logging.getLogger("zero")
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _with_base(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor and, if it is a view, its base: a write to a view gives the view another node."""
-    yield tensor
-    if tensor._base is not None:
-        yield tensor._base
-
-
-def _kept_by(module: nn.Module) -> list[object]:
-    """What scripts have put on the module and on those inside of it: attributes and buffers."""
-    usual = vars(nn.Module())
-    return [
-        value
-        for part in module.modules()
-        for name, value in (*vars(part).items(), *part._buffers.items())
-        if name not in usual
-    ]
 
 
 def _gradient_ready(
@@ -128,6 +101,23 @@ def _do_nothing(*args: object, **kwargs: object) -> None: ...
 
 
 @dataclass(eq=False, repr=False)
+class _Backward:
+    """The backward that runs.
+
+    Attributes:
+        task: its number in autograd, where backwards inside of it have others.
+        is_derivative: it gives the parameters no gradients.
+        has_gradients: the first gradient of a parameter has arrived.
+        nested: the groups that each backward inside of it uses, by its task.
+    """
+
+    task: int = field(default_factory=torch._C._current_graph_task_id)
+    is_derivative: bool = False
+    has_gradients: bool = False
+    nested: defaultdict[int, set[ParamGroup]] = field(default_factory=lambda: defaultdict(set))
+
+
+@dataclass(eq=False, repr=False)
 class ModuleHooks:
     """Installs and serves the hooks of one engine's model.
 
@@ -139,9 +129,6 @@ class ModuleHooks:
 
     Attributes:
         forward_hooks, backward_hooks: the handles of what is installed.
-        part: the part of the model that runs next, if it runs in parts (`zero.parallel.pipeline`),
-            else None.
-        absent: groups that get no gradients in the next backward.
         recorder: records forwards and backwards.
     """
 
@@ -155,7 +142,6 @@ class ModuleHooks:
     def __post_init__(self) -> None:
         self.recorder = self._gathering.recorder
         self._reads = OutsideReads(self._gathering)
-        self._missing = MissingGradients()
         # Groups that are unsharded for a backward that is running or will follow.
         self._in_backward: set[ParamGroup] = set()
         # Calls of the root module under way: its forward may call it again.
@@ -164,21 +150,12 @@ class ModuleHooks:
         self._in_pass = self._training = False
         # Forwards whose backward has not ended.
         self._awaited = 0
-        # Until the first backward has ended: every parameter of a used group must get a gradient,
-        # or is named in a warning. Later an expert may get none.
-        self._is_first = True
-        # Last backwards of steps so far.
-        self._last_backwards = 0
         self._unfrozen: set[ParamGroup] = set()
-        self._backward_is_open = self._is_derivative = self._has_gradients = False
-        self._graph_task = -1
+        self._backward: _Backward | None = None
         # Modules whose attributes were searched for views of their own weights, or of all weights.
         self._searched: set[tuple[nn.Module, bool]] = set()
-        # The groups that each backward inside of the backward uses, by its graph task.
-        self._nested: dict[int, set[ParamGroup]] = {}
         # Between some backwards and the next backward or step.
-        self._stand_ins = StandIns(())
-        self._is_watched = False
+        self._stand_ins = StandIns()
         # Groups that are unsharded while their gradients are computed, if their modules are called
         # and return all results. A script may also use their weights in other ways.
         self._called: set[ParamGroup] = set()
@@ -189,8 +166,8 @@ class ModuleHooks:
             and not (group.persistent or group.shared)
             and all(type(module).forward is not nn.Embedding.forward for module in group.modules)
         }
-        self.part: Hashable = None
-        self.absent: Collection[ParamGroup] = frozenset()
+        self._part: Hashable = None
+        self._absent: Collection[ParamGroup] = frozenset()
         self._input_hooks: list[RemovableHandle] = []
         self.forward_hooks: list = []
         self.backward_hooks: list = []
@@ -250,6 +227,12 @@ class ModuleHooks:
 
     # -- passes
 
+    def run_part(self, part: Hashable, absent: Collection[ParamGroup]) -> None:
+        """The next forward or backward is that of a part of the model, if it runs in parts
+        (`zero.parallel.pipeline`). Groups in `absent` get no gradients in it.
+        """
+        self._part, self._absent = part, absent
+
     def _root_pre_forward(self, module: nn.Module, args: tuple) -> None:
         if in_backward():
             return
@@ -266,13 +249,13 @@ class ModuleHooks:
         self._in_pass = True
         self._training = torch.is_grad_enabled()
         if self._training:
-            if self._is_first:
+            if self._stand_ins.backwards == 0:
                 self._listen()
             self._warn_of_unfrozen()
         self._record(name)
 
     def _record(self, name: str) -> None:
-        kind = (name, self.module.training, self.part)
+        kind = (name, self.module.training, self._part)
         params_change = self._training and self._micro_batches.is_last
         self._gathering.begin_pass(kind, wraps=not params_change, trains=self._training)
 
@@ -346,19 +329,19 @@ class ModuleHooks:
         self.forget_broken_pass()
 
     def _release_modules(self) -> None:
-        self._gathering.release_all_but(self._reads.held)
+        if self._gathering.uses:
+            self._gathering.release_all_but(self._reads.held)
         self._in_backward.clear()
-        self._nested.clear()
         self._reductions.clear()
-        self._backward_is_open = False
+        self._backward = None
 
     def _release_reads(self) -> None:
         for handle in self._input_hooks:
             handle.remove()
         self._input_hooks.clear()
         self._called.clear()
-        self._reads.release()
-        self._missing.waiting.clear()
+        if self._reads.held:
+            self._reads.release()
 
     def _end_pass(self, has_trained: bool = False) -> None:
         if not self._awaited:
@@ -383,8 +366,6 @@ class ModuleHooks:
             self._gathering.unshard(group)
             if recomputing:
                 self._in_backward.add(group)
-            elif self._training and self._is_first:
-                self._missing.waiting.update((group, i) for i in range(len(group.params)))
             if torch.is_grad_enabled() and (group.shared or not group.trainable):
                 if inputs := list(tensors_with_grad((args, kwargs))):
                     done = partial(self._release_from_backward, group)
@@ -392,11 +373,8 @@ class ModuleHooks:
                     self._input_hooks.append(register_multi_grad_hook(inputs, done, mode="all"))
 
     def _read_outside(self, group: ParamGroup, param: nn.Parameter, func: Callable) -> None:
-        if not self._in_pass:
-            return
-        if self._training and not in_backward() and func is not torch.Tensor.detach:
-            self._missing.waiting.add((group, group.index[param]))
-        self._reads.hold(group)
+        if self._in_pass:
+            self._reads.hold(group)
 
     def _post_forward(
         self, groups: list[ParamGroup], module: nn.Module, args: tuple, kwargs: dict, output: object
@@ -414,13 +392,13 @@ class ModuleHooks:
         if keeps or not torch.is_grad_enabled() or type(module).forward is nn.Embedding.forward:
             return
         passed_through = {
-            id(each) for tensor in tensors_with_grad((args, kwargs)) for each in _with_base(tensor)
+            id(each) for tensor in tensors_with_grad((args, kwargs)) for each in with_base(tensor)
         }
         # A cache of all blocks goes through each of them.
         objects = {id(value) for value in (*args, *kwargs.values())}
         is_hooked = False
         for tensor in tensors_with_grad(output, in_objects=True, known=objects):
-            for each in _with_base(tensor):
+            for each in with_base(tensor):
                 if each.grad_fn is None or id(each) in passed_through:
                     continue
                 # The hook is on the node, not on the tensor. The tensor is also the next module's
@@ -447,28 +425,33 @@ class ModuleHooks:
         self._searched.add((module, whole_model))
         # Parameters that are also in a list, like those of an LSTM, and codes in buffers are not
         # views. Looking at the storage of codes would leave them gathered.
-        views = [each for each in tensors_in(_kept_by(module)) if owning_group(each) is None]
+        views = [each for each in tensors_in(kept_by(module)) if owning_group(each) is None]
         for group in groups_shown_by(views, groups):
             group.has_aliases = True
 
     # -- backward
 
-    def _backward_begins(self, *_: object) -> None:
-        """Called at each possible start of a backward: a gradient of the root's output, a module's
-        or a parameter's.
+    def _backward_begins(self, gradient: torch.Tensor) -> None:
+        """A gradient of the root's output has arrived."""
+        self._running_backward()
+
+    def _running_backward(self) -> _Backward:
+        """The backward that runs. Called at each of its possible starts: a gradient of the root's
+        output, a module's or a parameter's.
         """
-        if self._backward_is_open:
-            return
-        self._backward_is_open = True
+        if self._backward is not None:
+            return self._backward
+        self._backward = begun = _Backward()
         self._reads.begin_backward()
-        self._is_derivative = asks_for_other_gradients(self._trained_params())
-        if self._is_derivative:
+        begun.is_derivative = _asks_for_other_gradients(self._trained_params())
+        if begun.is_derivative:
             finish = partial(self._finish_derivative, self._in_pass, keeps_graph())
             self._in_pass = True
         else:
             finish = self._finish_backward
             self._gradients_begin()
         torch.autograd.Variable._execution_engine.queue_callback(finish)
+        return begun
 
     def _trained_params(self) -> Iterator[nn.Parameter]:
         trained = (group for group in self.groups if group.trainable)
@@ -477,25 +460,20 @@ class ModuleHooks:
     def _gradients_begin(self) -> None:
         self._stand_ins.take_back()
         self._in_pass = True
-        self._graph_task = torch._C._current_graph_task_id()
-        self._has_gradients = False
         # It may belong to an earlier forward than the last one.
         if self._awaited > 1 or not self._gathering.in_pass:
             self._gathering.end_pass()
             self._record("backward")
-        self._reductions.begin(self.absent)
-        self.recorder.record(self._gradients_begin)
+        self._reductions.begin(self._absent)
+        self.recorder.done.append((self._gradients_begin, ()))
 
     def _pre_backward(self, groups: list[ParamGroup], grads: tuple) -> None:
-        self._backward_begins()
-        task = torch._C._current_graph_task_id()
-        if task != self._graph_task and not self._is_derivative:
-            if task not in self._nested:
-                self._nested[task] = set()
-                torch.autograd.Variable._execution_engine.queue_callback(
-                    partial(self._finish_nested, task)
-                )
-            self._nested[task].update(groups)
+        backward, task = self._running_backward(), torch._C._current_graph_task_id()
+        if task != backward.task and not backward.is_derivative:
+            if task not in backward.nested:
+                finish = partial(self._finish_nested, backward.nested, task)
+                torch.autograd.Variable._execution_engine.queue_callback(finish)
+            backward.nested[task].update(groups)
         for group in groups:
             complete = not group.shared and self._reductions.is_complete(group)
             if not complete and group not in self._in_backward:
@@ -507,14 +485,14 @@ class ModuleHooks:
 
     def gradient_ready(self, group: ParamGroup, index: int) -> None:
         """The gradient of the group's parameter number `index` is complete."""
-        self._backward_begins()
-        if self._is_derivative:
+        backward = self._running_backward()
+        if backward.is_derivative:
             raise UsageError(
                 f"parameter {group.param_names[index]!r} got a gradient from a backward inside of "
                 "torch.autograd.grad, which asks for other gradients: run the backward of the loss "
                 "instead"
             )
-        if torch._C._current_graph_task_id() != self._graph_task:
+        if torch._C._current_graph_task_id() != backward.task:
             self._reductions.has_nested_backward = True
         if torch.is_grad_enabled():
             raise UsageError(
@@ -522,8 +500,8 @@ class ModuleHooks:
                 "engine takes away: use torch.autograd.grad(loss, parameters, create_graph=True), "
                 "and then call backward without create_graph"
             )
-        if not self._has_gradients:
-            self._has_gradients = True
+        if not backward.has_gradients:
+            backward.has_gradients = True
             self._micro_batches.gradients_begin()
         if group in self._called and group.state is not State.UNSHARDED:
             modules = ", ".join(sorted({type(module).__name__ for module in group.modules}))
@@ -533,33 +511,31 @@ class ModuleHooks:
                 "not return. Return it, alone or in a tuple, list, dict or dataclass, instead of "
                 "only keeping it on the module"
             )
-        self._missing.waiting.discard((group, index))
         if self._reductions.collect(group, index):
-            if not group.shared and not any(group in used for used in self._nested.values()):
+            if not group.shared and not any(group in used for used in backward.nested.values()):
                 self._release_from_backward(group)
             self._reductions.complete(group)
-            self.recorder.record(self._reductions.complete, group)
+            self.recorder.done.append((self._reductions.complete, (group,)))
 
     def leave_stand_ins(self) -> None:
         """Notice work on the gradients of the last backward, if it is one of those to watch."""
-        if self._is_watched:
-            self._stand_ins = StandIns(self._trained_params())
+        self._stand_ins.leave(self._trained_params())
 
     def _release_from_backward(self, group: ParamGroup, *_: object) -> None:
         if group in self._in_backward:
             self._in_backward.remove(group)
             self._gathering.release(group)
 
-    def _finish_nested(self, task: int) -> None:
+    def _finish_nested(self, nested: dict[int, set[ParamGroup]], task: int) -> None:
         """A backward inside the backward is over, on all ranks. Its groups may be unsharded again
         for another one, even if a rank has all of their gradients.
         """
-        for group in sorted(self._nested.pop(task, ()), key=lambda group: group.serial):
+        for group in sorted(nested.pop(task, ()), key=lambda group: group.serial):
             self._release_from_backward(group)
 
     def _close_backward(self) -> None:
         """Autograd has run the whole graph."""
-        self._backward_is_open = False
+        self._backward = None
         for group in sorted(self._in_backward, key=lambda group: group.serial):
             self._release_from_backward(group)
 
@@ -581,17 +557,52 @@ class ModuleHooks:
                 "zero_optimization.ignore_unused_parameters is false: set it to true, or freeze "
                 "the parameter"
             )
-        # Scripts work on gradients at the end of a step, and perhaps not from the first one on.
         is_last = self._micro_batches.is_last or not self._micro_batches.managed
-        self._last_backwards += is_last
-        is_sampled = is_last and self._last_backwards & (self._last_backwards - 1) == 0
-        self._is_watched = self._is_first or is_sampled
+        self._stand_ins.end_backward(is_last)
         if not self._micro_batches.holds_back:
             self.leave_stand_ins()
-        self._is_first = False
         self._reductions.finish()
-        self.recorder.record(self._reductions.finish)
+        self.recorder.done.append((self._reductions.finish, ()))
         self._awaited = max(0, self._awaited - 1)
-        if not self._awaited:
-            self._missing.warn()
         self._end_pass(has_trained=True)
+
+
+# -- what autograd is asked for: `torch.autograd.grad(out, x)` and `out.backward(inputs=[x])` run
+# the same hooks as `loss.backward()`, but give the model's parameters no gradient to reduce.
+
+
+def _asks_for_other_gradients(params: Iterable[torch.Tensor]) -> bool:
+    """Whether the backward that calls this from a hook gives no gradient to any of `params`,
+    because its caller has named other tensors.
+
+    A backward of a loss that does not depend on `params` is not one of these, because other ranks,
+    whose loss does depend on them, rely on this one."""
+    is_reached = torch._C._will_engine_execute_node
+    try:
+        return not (
+            any(is_reached(_accumulator(param)) for param in params if param.requires_grad)
+            or all(map(is_reached, _leaves(torch._C._current_autograd_node())))
+        )
+    except RuntimeError:
+        # torch does not answer for a leaf whose gradient `torch.autograd.grad` returns.
+        return True
+
+
+def _accumulator(param: torch.Tensor) -> Node:
+    """The node that adds to `param.grad`."""
+    # Nothing reads the values, and this is not part of what torch.func differentiates.
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableFuncTorch():
+        return get_gradient_edge(param).node
+
+
+def _leaves(root: Node) -> Iterator[Node]:
+    """The nodes under `root` that add to the gradients of leaves."""
+    seen, waiting = {root}, [root]
+    while waiting:
+        node = waiting.pop()
+        if node.name() == "torch::autograd::AccumulateGrad":
+            yield node
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                waiting.append(below)

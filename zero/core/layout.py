@@ -202,6 +202,36 @@ def _wrappers(model: nn.Module) -> dict[nn.Module, nn.Module]:
     return found
 
 
+def _owners(
+    model: nn.Module, buffers: bool | None
+) -> tuple[
+    dict[nn.Parameter, list[nn.Module]],
+    dict[nn.Parameter, str],
+    dict[torch.Tensor, list[torch.Tensor]],
+]:
+    """Everything that is sharded: {what: the modules that own it}, its names, and for what is moved
+    as bytes, also other tensors over the same bytes.
+    """
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    names: dict[nn.Parameter, str] = {}
+    aliases: dict[torch.Tensor, list[torch.Tensor]] = {}
+    for module_name, module in model.named_modules():
+        packed = quantized_tensors(module, buffers)
+        aliases |= {each.tensor: each.aliases for each in packed}
+        own = [(each.name, cast(nn.Parameter, each.tensor)) for each in packed]
+        for name, param in module.named_parameters(recurse=False):
+            if param not in aliases and param.is_floating_point() and not is_quantized(param):
+                own.append((name, param))
+        for name, param in own:
+            owners.setdefault(param, []).append(module)
+            names.setdefault(param, f"{module_name}.{name}" if module_name else name)
+    for module in model.modules():
+        for param in module.__dict__.get(EXTERNAL_PARAMETERS, ()):
+            if param in owners and module not in owners[param]:
+                owners[param].append(module)
+    return owners, names, aliases
+
+
 def plan_groups(
     model: nn.Module,
     persistence_threshold: int,
@@ -234,24 +264,7 @@ def plan_groups(
                 block_of.setdefault(module, block)
 
     wrappers = _wrappers(model)
-    owners: dict[nn.Parameter, list[nn.Module]] = {}
-    names: dict[nn.Parameter, str] = {}
-    aliases: dict[torch.Tensor, list[torch.Tensor]] = {}
-    for module_name, module in model.named_modules():
-        packed = quantized_tensors(module, buffers)
-        aliases |= {each.tensor: each.aliases for each in packed}
-        own = [(each.name, cast(nn.Parameter, each.tensor)) for each in packed]
-        for name, param in module.named_parameters(recurse=False):
-            if param not in aliases and param.is_floating_point() and not is_quantized(param):
-                own.append((name, param))
-        for name, param in own:
-            owners.setdefault(param, []).append(module)
-            names.setdefault(param, f"{module_name}.{name}" if module_name else name)
-    for module in model.modules():
-        for param in module.__dict__.get(EXTERNAL_PARAMETERS, ()):
-            if param in owners and module not in owners[param]:
-                owners[param].append(module)
-
+    owners, names, aliases = _owners(model, buffers)
     plans: dict[Hashable, GroupPlan] = {}
     persistent, prompts = 0, _prompt_encoders(model)
     for param, owned_by in owners.items():

@@ -1,9 +1,6 @@
 """What the optimizer keeps of one group on this rank: the master, the reduced gradient, and where
 they live.
 
-This file knows nothing about the arithmetic of optimizers, about backward, or about how ranks
-exchange gradients.
-
     gradient  in:  `reduction_target` -> a reduction fills it -> `put_gradient`      (by
                    `zero.core.reduction`)
     master    out: `group.refresh`, and `round_into_shard` for each updated piece     (by
@@ -12,12 +9,10 @@ exchange gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from zero.comm.work import Pending
-from zero.core.param_group import ParamGroup
+from zero.core.param_group import LateUpdates, ParamGroup
 from zero.offload.tiers import Tier
 
 
@@ -39,6 +34,7 @@ class OptimizerShard:
         handed_out: how often somebody has got the values, perhaps to change them.
         new_weights: pieces of the updated weights that are still in host memory, by their start,
             for the next all-gather.
+        settled: the number of the last updates of all masters that were complete for this shard.
     """
 
     def __init__(self, group: ParamGroup, tier: Tier, gradient_in_memory: bool = False):
@@ -46,13 +42,14 @@ class OptimizerShard:
         self.tier = tier
         # Whether the gradient is in host memory where the rest is in a file.
         self._gradient_in_memory = gradient_in_memory
-        # Nobody asks for it before `make_master`, nor after `free`.
+        # Nobody asks for these two before `make_master`, nor after `free`.
         self.master: torch.Tensor = None  # pyright: ignore[reportAttributeAccessIssue]
+        self.updates: LateUpdates = None  # pyright: ignore[reportAttributeAccessIssue]
         self.grad: torch.Tensor | None = None
         self.norms: dict[int, torch.Tensor] = {}
         self.sub_groups_left = 0
         self.update_end: torch.Event | None = None
-        self._wait_for_update: Callable[[OptimizerShard], None] | None = None
+        self.settled = 0
         self.writes: list[Pending] = []
         self.new_weights: dict[int, torch.Tensor] = {}
         self.handed_out = 0
@@ -79,11 +76,9 @@ class OptimizerShard:
     # -- master
 
     @torch.no_grad()
-    def make_master(
-        self, wait_for_update: Callable[[OptimizerShard], None], dtype: torch.dtype = torch.float32
-    ) -> None:
-        """Make the master. From now on each all-gather of the group calls `wait_for_update`, which
-        blocks until a late update of this shard is computed, and raises what went wrong.
+    def make_master(self, updates: LateUpdates, dtype: torch.dtype = torch.float32) -> None:
+        """Make the master. From now on each all-gather of the group waits for its update by
+        `updates`.
 
         A shard of this dtype in the same place is its own master. So is one in host memory if the
         tier is a file: the weights are in memory anyway. A model in fp32 that is trained in 16 bits
@@ -98,7 +93,7 @@ class OptimizerShard:
             self.master = initial
         else:
             self.master = self.tier.keep(shard if initial is None else initial, dtype)
-        self._wait_for_update = wait_for_update
+        self.updates = updates
         self.group.optimizer_shard = self
 
     def free(self) -> None:
@@ -189,15 +184,22 @@ class OptimizerShard:
 
     def wait_until_computed(self) -> None:
         """Block until the last step's update is computed. It may not be in its files yet."""
-        if self._wait_for_update is not None:
-            self._wait_for_update(self)
+        if self.settled != self.updates.number:
+            self.updates.wait(self)
 
     def wait_until_written(self) -> None:
         """Block until the last step's update is computed and written."""
-        self.wait_until_computed()
+        # Read first: if a thread fails meanwhile, the next wait raises its error.
+        number = self.updates.number
+        if self.settled == number:
+            return
+        self.updates.wait(self)
         writes, self.writes = self.writes, []
         for each in writes:
             each.wait()
+        # The current stream waits for this event. The next wait may be on another one.
+        if self.update_end is None:
+            self.settled = number
 
     def wait(self) -> None:
         """`wait_until_written`. The caller may then change the values."""
@@ -226,20 +228,6 @@ class OptimizerShard:
         self.new_weights = {}
 
     # -- moves
-
-    @torch.no_grad()
-    def move(self, tier: Tier) -> None:
-        """Move gradient and master to `tier`.
-
-        The weights go there too if it is the compute device, else to `home`.
-        """
-        shared, master = self.shares_weights, self.master
-        self.tier = tier
-        self.move_gradient(self.gradient_tier)
-        if not self.group.persistent:
-            is_device = tier == Tier(self.group.comm.device)
-            self.group.move_weights(tier if is_device else self.group.home)
-        self.master = self.group.shard if shared and self.group.tier == tier else tier.keep(master)
 
     def move_gradient(self, tier: Tier) -> None:
         if self.grad is not None:

@@ -1,8 +1,8 @@
 """One group: parameters that are unsharded and resharded as one, and the legal transitions between
 their states.
 
-This file does not know when a group is used, nor its gradients. The optimizer's part of a group is
-its `OptimizerShard`, which says when the shard has the values of the last step.
+`zero/core/gathering.py` says when. The optimizer's part of a group is its `OptimizerShard`, which
+says when the shard has the values of the last step.
 
 [Note: states]
     SHARDED    --all_gather-->           GATHERING  `full` has memory, the all-gather is started
@@ -21,11 +21,10 @@ storage. They are valid again whenever backward unshards the group."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import Enum
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -48,8 +47,6 @@ from zero.core.sharded_param import (
 )
 from zero.errors import UsageError
 from zero.offload.tiers import HostTrimmer, Tier
-
-logger = logging.getLogger("zero")
 
 _trimmer = HostTrimmer()
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -74,11 +71,27 @@ class _Form(NamedTuple):
     stride: tuple[int, ...] | None = None
 
 
+class LateUpdates(Protocol):
+    """Updates masters, perhaps after the step; see `zero.optim.background`.
+
+    Attributes:
+        number: grows with each step, and when an update fails.
+    """
+
+    number: int
+
+    def wait(self, shard: Any) -> None:
+        """Block until the shard's update is computed, and raise what went wrong."""
+        ...
+
+
 class Optimized(Protocol):
     """The optimizer's part of a group, as the group knows it; see `OptimizerShard`."""
 
     master: torch.Tensor
     sub_groups_left: int
+    updates: LateUpdates
+    settled: int
 
     @property
     def shares_weights(self) -> bool: ...
@@ -96,7 +109,7 @@ class Optimized(Protocol):
 
 def owning_group(param: torch.Tensor) -> ParamGroup | None:
     """The group that holds the values of `param`; None for an ordinary parameter."""
-    return cast("ParamGroup | None", owner_of(param))
+    return owner_of(param)
 
 
 class ParamGroup(NamedGroup):
@@ -104,7 +117,6 @@ class ParamGroup(NamedGroup):
 
     Attributes:
         shard: 1-D, compute dtype, this rank's slice on `tier`.
-        home: the shard's first tier.
         full: 1-D, compute dtype, all values with padding; its storage is empty while the group is
             sharded.
         views: of `full`, one for each parameter, which shows it while the group is unsharded.
@@ -161,10 +173,10 @@ class ParamGroup(NamedGroup):
         self._forms = [self._form(param) for param in self.params]
         self.shard_range = self.layout.shard_range(ranks.rank)
         self.pieces = self.layout.pieces(ranks.rank)
-        self.tier = self.home = tier or Tier(comm.device)
-        on_device = self.tier == Tier(comm.device)
+        self.tier = tier or Tier(comm.device)
         # One rank whose shard already lies on the compute device has nothing to gather.
-        self.persistent = plan.persistent or (ranks.size == 1 and on_device)
+        alone = ranks.size == 1 and self.tier == Tier(comm.device)
+        self.persistent = plan.persistent or alone
         self.state = State.SHARDED
         self.users = 0
         self.version = 0
@@ -179,8 +191,16 @@ class ParamGroup(NamedGroup):
         self._versions = [0] * len(self.params)
         self._gather = Pending()
         self._handed_over = 0
-        self._is_pinned_by_numpy = False
-        values = self._take_values()
+        # Copies of single parameters outside of `full`, by index; shown while the rest is sharded.
+        self._single: dict[int, torch.Tensor] = {}
+        self._placeholders = [
+            placeholder(form.shape, form.dtype, comm.device) for form in self._forms
+        ]
+        self._shard_values(master_tier)
+
+    def _shard_values(self, master_tier: Tier | None) -> None:
+        """Take the parameters' values over, and keep this rank's slice of them."""
+        on_device, values = self.tier == Tier(self.comm.device), self._take_values()
         rounds = self.trainable and torch.promote_types(values.dtype, self.dtype) != self.dtype
         self.master_tier = master_tier
         self.initial_master: torch.Tensor | None = None
@@ -191,16 +211,11 @@ class ParamGroup(NamedGroup):
         self.shard = self._own_slice(values) if is_own else self.tier.keep(self._own_slice(values))
         if not self.persistent:
             del values
-            values = torch.empty(self.layout.padded, dtype=self.dtype, device=comm.device)
+            values = torch.empty(self.layout.padded, dtype=self.dtype, device=self.comm.device)
         self.full = values
-        self._placeholders = [
-            placeholder(form.shape, form.dtype, self.full.device) for form in self._forms
-        ]
-        # Copies of single parameters outside of `full`, by index; shown while the rest is sharded.
-        self._single: dict[int, torch.Tensor] = {}
         self._make_views()
         if self.persistent:
-            residency.persistent += self.layout.numel
+            self.residency.persistent += self.layout.numel
             self._show_values()
             self.state = State.UNSHARDED
         else:
@@ -261,12 +276,6 @@ class ParamGroup(NamedGroup):
 
         The last one frees this group's memory.
         """
-        if self.optimizer_shard is not None:
-            logger.warning(
-                "%s is taken over by a new engine: the engine that trained it so far must not be "
-                "used again",
-                self,
-            )
         with self.unsharded():
             target.copy_(local(param).detach().reshape(target.shape))
         self._handed_over += 1
@@ -312,17 +321,19 @@ class ParamGroup(NamedGroup):
 
     def wait_for_update(self) -> None:
         """Block until the shard has the values of the last step. The caller may then change it."""
-        if self.optimizer_shard is not None:
+        shard = self.optimizer_shard
+        if shard is not None:
             with self.comm.clock.waiting("optimizer"):
-                self.optimizer_shard.wait()
+                shard.wait()
 
     def wait_until_computed(self) -> None:
         """Block until the values of the last step are computed. They may not be in the shard's file
         yet.
         """
-        if self.optimizer_shard is not None:
+        shard = self.optimizer_shard
+        if shard is not None and shard.settled != shard.updates.number:
             with self.comm.clock.waiting("optimizer"):
-                self.optimizer_shard.wait_until_computed()
+                shard.wait_until_computed()
 
     @torch.no_grad()
     def write_shard(self, start: int, values: torch.Tensor) -> Pending:
@@ -409,15 +420,12 @@ class ParamGroup(NamedGroup):
                 continue
             values = shown.detach()
             show(param, view)
-            if values.shape != view.shape:
+            is_code = self.packed and values.dtype != view.dtype
+            if values.shape != view.shape or is_code:
                 raise UsageError(
-                    f"parameter {self.param_names[i]!r} had shape {tuple(view.shape)} and has got "
-                    f"data of shape {tuple(values.shape)}: change shapes before zero.initialize"
-                )
-            if self.packed and values.dtype != view.dtype:
-                raise UsageError(
-                    f"{self.param_names[i]!r} holds codes of {view.dtype} and has got data of "
-                    f"{values.dtype}: change dtypes before zero.initialize"
+                    f"parameter {self.param_names[i]!r} had shape {tuple(view.shape)} and "
+                    f"{view.dtype}, and has got data of shape {tuple(values.shape)} and "
+                    f"{values.dtype}: change them before zero.initialize"
                 )
             if values.untyped_storage().data_ptr() == view.untyped_storage().data_ptr():
                 raise UsageError(
@@ -562,17 +570,9 @@ class ParamGroup(NamedGroup):
         self.state = State.SHARDED
         if self.has_aliases:
             return
-        # torch cannot know when a numpy array of it is gone, so this storage is never freed.
-        storage = self.full.untyped_storage()
-        if storage.resizable():
+        # torch cannot know when a numpy array of it is gone, so such a storage is never freed.
+        if (storage := self.full.untyped_storage()).resizable():
             storage.resize_(0)
-        elif not self._is_pinned_by_numpy:
-            self._is_pinned_by_numpy = True
-            logger.warning(
-                "numpy() of a weight in forward: the memory of %s stays allocated, because the "
-                "array shares it. Use weight.detach().clone().numpy()",
-                self,
-            )
 
     def reshard_but_keep_aliases(self) -> None:
         """GATHERED -> SHARDED, but aliases of the parameters (`param.detach()`) keep the values and

@@ -3,8 +3,7 @@
 Libraries keep them in different places: as integer or float8 parameters (bitsandbytes, FP8), inside
 a tensor subclass (torchao), in attributes of the parameter or of the layer (bitsandbytes'
 `quant_state` and `SCB`, HQQ's `meta`), or as buffers (GPTQ, AWQ). All are frozen, and their bits
-must not change, so the engine moves them as bytes. This file knows nothing about the states of
-groups or about communication."""
+must not change, so the engine moves them as bytes."""
 
 from __future__ import annotations
 

@@ -5,9 +5,6 @@
                       the group's `OptimizerShard`
     ReductionOrder    when a group's gradients are complete, and when their reduction may start
 
-This file knows nothing about modules, about what is gathered, or about where the result lives
-(`zero/core/optimizer_shard.py`).
-
 [Note: order of reductions] Every rank starts its reductions in one agreed order, each as soon as it
 and all before it are complete, so ranks whose graphs differ (an expert used on one rank only, a
 skipped layer) never wait for different groups. At first this is the reversed order of the groups.
@@ -178,9 +175,10 @@ class GradientReducer:
             entry, factor = self.gradients[group], self.micro_batches.factor
             if entry.parts and factor != 1.0:
                 self._flatten(group, entry).mul_(factor)
-            for index, param in enumerate(group.params):
-                if param.grad is not None:
-                    self.collect(group, index)
+            with torch._C.DisableTorchFunctionSubclass():  # sharded parameters look at each access
+                given = [i for i, param in enumerate(group.params) if param.grad is not None]
+            for index in given:
+                self.collect(group, index)
             if entry.parts:
                 rest.append(group)
         self.micro_batches.factor = 1.0

@@ -3,7 +3,7 @@ group of ranks.
 
 The first all-gather after an update is among all ranks. Each rank keeps 1/k of the gathered group
 on its device, where k is the size of its group. Until the next update, all-gathers are among the
-group. Each gives the same bits. This file does not know when a group is gathered."""
+group. Each gives the same bits."""
 
 from __future__ import annotations
 

@@ -5,14 +5,13 @@ A sharded parameter keeps its true shape, dtype and device, and shows NaN. Its c
 parameter itself, whether a module, a list, an activation checkpoint or
 `torch.autograd.Function.apply` holds it.
 
-This file knows nothing about modules or process groups. The only parts that it uses of the group
-that holds a parameter's values are `read_hook`, and `unsharded` for copies."""
+Of the group that holds a parameter's values, only `read_hook` is used here, and `unsharded` for
+copies."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from functools import cache, lru_cache
 from typing import Any, ClassVar, NoReturn, Protocol
 
@@ -27,22 +26,14 @@ from zero.errors import UsageError
 ReadHook = Callable[[nn.Parameter, Callable], None]
 
 
-class Owner(Protocol):
-    """The group that holds a parameter's values, as the parameter knows it; see `ParamGroup`."""
-
-    index: dict[torch.Tensor, int]
-    param_names: list[str]
-    read_hook: ReadHook | None
-
-    def unsharded(self) -> AbstractContextManager[None]: ...
-
-
-def owner_of(param: torch.Tensor) -> Owner | None:
-    """The group that holds the values of `param`; None for an ordinary parameter."""
+def owner_of(param: torch.Tensor) -> Any:
+    """The group that holds the values of `param`; None for an ordinary parameter. Above of this
+    file, `zero.core.param_group.owning_group` has its type.
+    """
     return getattr(param, "_zero_group", None)
 
 
-def set_owner(param: torch.Tensor, owner: Owner | None) -> None:
+def set_owner(param: torch.Tensor, owner: object) -> None:
     vars(param)["_zero_group"] = owner
 
 

@@ -53,12 +53,32 @@ class TakenGradient(torch.Tensor):
 
 
 class StandIns:
-    """The stand-ins of `params`, until they are taken back."""
+    """The stand-ins of one model's parameters, while there are any.
 
-    def __init__(self, params: Iterable[nn.Parameter]):
+    Attributes:
+        backwards: how many have ended.
+    """
+
+    def __init__(self) -> None:
         self._left: list[tuple[nn.Parameter, RemovableHandle]] = []
-        for param in () if TakenGradient.is_told else params:
-            if local(param) is param and param.requires_grad:
+        self.backwards = self._last_ones = 0
+        self._is_watched = False
+
+    def end_backward(self, is_last: bool) -> None:
+        """A backward has ended. `is_last`: it was the last one of its step, where scripts work on
+        gradients, though perhaps not from the first step on.
+        """
+        self.backwards += 1
+        self._last_ones += is_last
+        is_sampled = is_last and self._last_ones & (self._last_ones - 1) == 0
+        self._is_watched = self.backwards == 1 or is_sampled
+
+    def leave(self, params: Iterable[nn.Parameter]) -> None:
+        """Leave one on each of `params`, if the last backward is one of those to watch."""
+        for param in params if self._is_watched and not TakenGradient.is_told else ():
+            with torch._C.DisableTorchFunctionSubclass():  # sharded parameters look at each access
+                if local(param) is not param or not param.requires_grad:
+                    continue
                 dtype = getattr(param, "grad_dtype", param.dtype)
                 zero = torch.zeros((), dtype=dtype, device=param.device)
                 param.grad = zero.expand(param.shape).as_subclass(TakenGradient)
@@ -67,10 +87,11 @@ class StandIns:
                 self._left.append((param, handle))
 
     def take_back(self) -> None:
-        while self._left:
-            param, handle = self._left.pop()
-            handle.remove()
-            _take_back(param)
+        with torch._C.DisableTorchFunctionSubclass():
+            while self._left:
+                param, handle = self._left.pop()
+                handle.remove()
+                _take_back(param)
 
 
 def _take_back(param: nn.Parameter, gradient: torch.Tensor | None = None) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zero.comm.communicator import Communicator
-from zero.comm.observer import Operation, set_observer
+from zero.comm.traffic import Operation, set_observer
 from zero.config.monitor import CommsLoggerConfig
 from zero.device import compute_stream, is_accelerator
 from zero.errors import UsageError, size

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import psutil
 import torch
@@ -60,16 +58,6 @@ def full_memory(error: BaseException) -> str | None:
         return HOST if error.errno == errno.ENOMEM else None
     is_host = isinstance(error, MemoryError) or any(text in str(error) for text in _HOST_TEXTS)
     return HOST if is_host else None
-
-
-@contextmanager
-def explained(engine: ZeroEngine) -> Iterator[None]:
-    """Context in which an error for lack of memory is explained."""
-    try:
-        yield
-    except Exception as error:
-        explain(engine, error)
-        raise
 
 
 def explain(engine: ZeroEngine, error: Exception) -> None:

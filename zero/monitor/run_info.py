@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zero.comm import world
-from zero.comm.consistency import versions
+from zero.comm.control import versions
 from zero.config.table import table
 from zero.device import is_accelerator
 from zero.engine import ZeroEngine

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zero.comm.observer import begin
-from zero.comm.traffic import note_copy
+from zero.comm.traffic import begin, note_copy
 from zero.comm.work import Pending
 from zero.config import AioConfig, OffloadConfig
 from zero.device import compute_stream, is_accelerator, new_stream
@@ -72,6 +71,10 @@ class Tier:
         folder = offload.nvme_path if offload.device == "nvme" else None
         file = None if folder is None else scratch_file(folder, aio)
         return cls(torch.device("cpu"), pinned, file)
+
+    @property
+    def is_accelerator(self) -> bool:
+        return self.device.type != "cpu"
 
     def in_memory(self) -> Tier:
         """This tier, with host memory in place of its file."""

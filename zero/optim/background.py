@@ -1,7 +1,5 @@
 """Decides when sub-groups are updated, and reads and writes those in files.
 
-This file does not know what an update computes.
-
 [Note: late updates] Once norm and overflow are known, the update of a sub-group depends on nothing
 but the sub-group. So `step` may return at once. A thread then updates the sub-groups, in the order
 in which the next forward needs them. An all-gather waits for its own group only, whose sub-groups
@@ -45,6 +43,9 @@ class Updates:
             each may exceed it by a sub-group. 0: nothing is read ahead.
         write_behind: see the note on files.
         shows: print the progress of slow updates.
+
+    Attributes:
+        number: of the present updates; grows with each `run`, each `start` and each failure.
     """
 
     def __init__(self, device: torch.device, most: int, write_behind: bool, shows: bool):
@@ -65,6 +66,7 @@ class Updates:
         self._thread: EngineThread | None = None
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
+        self.number = 1
 
     def run(self, sub_groups: Iterable[SubGroup], update: Update) -> None:
         """Update `sub_groups` before returning."""
@@ -135,6 +137,7 @@ class Updates:
             text = "an optimizer step was interrupted; load a checkpoint before going on"
             error = RuntimeError(text)
         self._failure = error
+        self.number += 1
         self._skip_rest()
 
     def _skip_rest(self) -> None:
@@ -146,6 +149,7 @@ class Updates:
 
     def _plan(self, sub_groups: Iterable[SubGroup]) -> None:
         self._skip_rest()
+        self.number += 1
         for shard in self._shards:
             shard.update_end = None
         self._todo = deque(sub_groups)

@@ -3,8 +3,7 @@ Also has what Adagrad needs for that, and Lion.
 
 Shards cut rows and matrices at any element. So the update of an element may depend only on that
 element's history. All other optimizers get whole tensors (`zero.optim.whole_tensor`), which is
-right for classes that look at one tensor at a time. This file knows nothing of groups, ranks or the
-configuration's words."""
+right for classes that look at one tensor at a time."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ their new values back to the shards.
     wait             the owner has whole gradients and masters, in fp32
     return_masters   the new masters go from the owners to the shards (4 bytes an element)
 
-Only tensors that do not lie on their owner as a whole move. This file does not know what an
-optimizer is."""
+Only tensors that do not lie on their owner as a whole move."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 A value between two bf16 numbers becomes the upper one with a probability that grows from 0 to 1
 between them. So the mean of the rounded value is the value, and updates that are too small for bf16
 still count on the average. Rounding to the nearest number would lose them.
-
-This file does not know what is rounded.
 """
 
 from __future__ import annotations

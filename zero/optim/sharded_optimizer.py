@@ -1,9 +1,6 @@
 """The optimizer step on shards. Element-wise optimizers update masters sub-group by sub-group,
 others as whole tensors.
 
-This file does not know how gradients are reduced, nor what an update computes
-(`zero/optim/update.py`).
-
 gradients (sum over ranks, times the loss scale)
   -> global norm and overflow, the same on every rank
   -> per sub-group, now or during the next forward: scale once (mean, unscale, clip)
@@ -20,31 +17,29 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from zero.comm.clock import label
 from zero.comm.communicator import Communicator
-from zero.comm.consistency import hyper_parameters
-from zero.comm.control import Record
+from zero.comm.control import Record, hyper_parameters
 from zero.comm.fingerprint import explain
 from zero.core.forward_writes import ForwardWrites
 from zero.core.optimizer_shard import OptimizerShard
 from zero.core.param_group import ParamGroup
 from zero.core.reduction import GradientReducer
 from zero.core.sharded_param import is_copy
-from zero.device import is_accelerator
 from zero.errors import UsageError
 from zero.offload.tiers import Tier
 from zero.optim import adam8bit, adam_cpu
 from zero.optim.background import Updates
 from zero.optim.loss_scaler import LossScaler
-from zero.optim.placement import GRADIENTS, MASTERS, MOMENTS, Placement
+from zero.optim.placement import GRADIENTS, MASTERS, MOMENTS
 from zero.optim.rounding import StochasticRounding
 from zero.optim.subgroups import SubGroup, SubGroupState
 from zero.optim.update import SubGroupUpdate
@@ -92,7 +87,7 @@ class ZeroOptimizer:
     they become whole tensors, and all updates are made in `step`.
 
     Args:
-        placement: made the shards and decides where they live.
+        all_shards: the `OptimizerShard` of each trainable group.
         elementwise: the update of an element depends on nothing but its own history.
         clipping: the largest norm, 0 for none.
         reduce_op: "mean" or "sum" over ranks.
@@ -104,18 +99,19 @@ class ZeroOptimizer:
         state_dtype: see `SubGroupUpdate`.
 
     Attributes:
-        shards: the `OptimizerShard` of each trainable group.
+        shards: `all_shards` by group.
         sub_groups: the pieces of their masters.
         whole: state of an optimizer of whole tensors, which has no sub-groups, or None.
         grad_norm, overflow: of the last step.
         before_norm: functions to be called in each step, on all ranks, when gradients are reduced.
         writes: what forwards wrote to weights, or None.
+        ranks_summed: the number of ranks with parts of the same samples, whose gradients are added.
     """
 
     optimizer: torch.optim.Optimizer
     reducer: GradientReducer
     comm: Communicator
-    placement: Placement
+    all_shards: InitVar[Sequence[OptimizerShard]]
     _: KW_ONLY
     sub_group_size: int
     elementwise: bool = True
@@ -130,13 +126,14 @@ class ZeroOptimizer:
     rounding: StochasticRounding | None = None
     state_dtype: torch.dtype = torch.float32
 
-    def __post_init__(self) -> None:
-        optimizer, comm, placement = self.optimizer, self.comm, self.placement
-        self.shards = {shard.group: shard for shard in placement.shards}
+    def __post_init__(self, all_shards: Sequence[OptimizerShard]) -> None:
+        optimizer, comm = self.optimizer, self.comm
+        self.shards = {shard.group: shard for shard in all_shards}
         summed = comm.world_size if self.reduce_op == "sum" else 1
         self._reduce_factor = comm.mean_factor * summed
         # Whether each rank can compute the norm itself.
         self._has_all = all(g.layout.replicated and g.training_comm is comm for g in self.shards)
+        self.ranks_summed = 1
         self.overflow = False
         self.grad_norm: float | None = None
         self.before_norm: list[Callable[[], None]] = []
@@ -156,14 +153,13 @@ class ZeroOptimizer:
         self._updates = Updates(comm.device, self.buffers, self.write_behind, comm.clock.shows)
         master_dtype = torch.float32 if self.rounding is None else torch.bfloat16
         for group, shard in self.shards.items():
-            shard.make_master(self._updates.wait, master_dtype)
+            shard.make_master(self._updates, master_dtype)
             _optimizer_of[group] = weakref.ref(self)
-        shards = placement.shards
         self.whole: WholeTensorState | None = None
         if self.elementwise:
-            self._state = SubGroupState(optimizer, shards, group_of, self.sub_group_size)
+            self._state = SubGroupState(optimizer, all_shards, group_of, self.sub_group_size)
         else:
-            self.whole = WholeTensorState(optimizer, shards, group_of, comm, self.rounding)
+            self.whole = WholeTensorState(optimizer, all_shards, group_of, comm, self.rounding)
             self._state = self.whole
 
     def _number_parameters(self, group_of: dict[nn.Parameter, int]) -> None:
@@ -228,7 +224,7 @@ class ZeroOptimizer:
         """What a stored gradient must be multiplied by to be the gradient: the mean (or sum) over
         ranks, unscaled.
         """
-        return self._reduce_factor / self.loss_scale
+        return self._reduce_factor / self.loss_scale * self.ranks_summed
 
     # -- step
 
@@ -245,7 +241,6 @@ class ZeroOptimizer:
         self.reducer.drain()
         for act in self.before_norm:
             act()
-        self._place()
         to_mean = self.gradient_factor
         sum_up = partial(self._global_norm, self._own_squares())
         norm = self.comm.watchdog.wait(sum_up, "the norm of the gradients")
@@ -364,10 +359,10 @@ class ZeroOptimizer:
         self._updates.run(now, update)
         for group in self.shards:
             group.refresh()
-        order = dict.fromkeys((*self.forward_order(), *self.shards))
-        place = {group: number for number, group in enumerate(order)}
-        later = [each for each in trained if self._can_wait(each.group)]
-        self._updates.start(sorted(later, key=lambda each: place[each.group]), update)
+        if later := [each for each in trained if self._can_wait(each.group)]:
+            order = dict.fromkeys((*self.forward_order(), *self.shards))
+            place = {group: number for number, group in enumerate(order)}
+            self._updates.start(sorted(later, key=lambda each: place[each.group]), update)
 
     def split_sub_groups(self, kind: Callable[[str], Hashable]) -> None:
         """Split sub-groups so that `kind`, a function of a parameter's name, has one value for all
@@ -387,26 +382,9 @@ class ZeroOptimizer:
         an accelerator.
         """
         may_wait = self.overlap and not (group.persistent or group.has_aliases)
-        return may_wait and not is_accelerator(self.shards[group].tier.device)
+        return may_wait and not self.shards[group].tier.is_accelerator
 
     # -- moves
-
-    def _place(self) -> None:
-        """Move the shards that the placement wants on another tier."""
-        changes = self.placement.changes(self.comm, self._bytes_of)
-        for shard, tier in changes:
-            self._move_state(shard, tier)
-            shard.move(tier)
-        if changes:
-            self._state.follow_masters()
-
-    def _bytes_of(self, shard: OptimizerShard) -> int:
-        """Bytes of everything that moves with a shard: its own, the optimizer's state and the
-        weights.
-        """
-        tensors = [shard.master, shard.grad, None if shard.shares_weights else shard.group.shard]
-        tensors += tree_leaves(self._state.of_shard(shard))
-        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
 
     def _move_state(self, shard: OptimizerShard, tier: Tier) -> None:
         """Bring the optimizer's state of one group to `tier`."""
@@ -449,7 +427,7 @@ class ZeroOptimizer:
         for shard in self.shards.values():
             # Memory that is freed on a device can be used by the next forward. Background updates,
             # which still read their gradients, only concern shards on the host.
-            if is_accelerator(shard.tier.device):
+            if shard.tier.is_accelerator:
                 shard.grad = None
 
     # -- what ranks agree on in each step
@@ -479,7 +457,8 @@ class ZeroOptimizer:
             if any(order.digests != comm.order.digests for order in of_own):
                 raise UsageError(explain([order.recent for order in of_own])) from None
             raise
-        comm.order.start_over()
+        if comm.matches_by_order:
+            comm.order.start_over()
         if self.writes is not None:
             self.writes.digest = 0
         if not is_incomplete:
@@ -531,11 +510,12 @@ class ZeroOptimizer:
                 if name in without and not param.requires_grad
             ]
         viewed = [group.name for group in self.shards if group.has_aliases]
-        of_stage = {
+        of_stage: dict[str, object] = {
             "frozen parameters": ", ".join(frozen) or "none",
             "groups with weights that a module keeps views of": ", ".join(viewed) or "none",
-            "order of collectives": self.comm.order.digests,
         }
+        if self.comm.matches_by_order:
+            of_stage["order of collectives"] = self.comm.order.digests
         return Record(facts, of_stage, flag)
 
     # -- norm

@@ -1,13 +1,12 @@
 """Computes an update: the new values of one sub-group from its gradient and the step's
 hyperparameters.
-
-This file does not know where new values are stored, nor which ranks there are.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 
 import torch
 
@@ -52,11 +51,17 @@ class SubGroupUpdate:
             | {"params": []}
             for group in self.optimizer.param_groups
         ]
-        self._twin = twin_of(self.optimizer, param_groups=self._param_groups)
         self._by_kernel = self.is_plain_adam and self.has_kernel and adam_cpu.is_compiled()
         self._on_host = {"fused": True, "foreach": False} if self.is_plain_adam else {}
         self._has_narrow_state = self.state_dtype == torch.bfloat16
         self._has_codes = self.state_dtype == torch.uint8
+
+        if not self._by_kernel:
+            _ = self._twin  # made now, because a script may change its optimizer before the update
+
+    @cached_property
+    def _twin(self) -> torch.optim.Optimizer:
+        return twin_of(self.optimizer, param_groups=self._param_groups)
 
     def __call__(self, values: SubGroupInMemory) -> torch.Tensor:
         """Update master and state; returns the values for the group's weights."""

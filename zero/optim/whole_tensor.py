@@ -13,8 +13,6 @@ one. At stage 0 every rank has all masters, and updates all of them.
 `step()` is called once for all groups on the compute device. A group that is offloaded has a call
 of its own, because each has to be on the compute device meanwhile. While it is updated, the next
 one is read. All calls but one are made on a twin (`zero.optim.twin`), so that a step counts once.
-
-This file does not know how gradients are reduced, nor when a step is made.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ the ranks that have the same layers.
 torch's schedules (GPipe, 1F1B, interleaved 1F1B) decide which micro-batch runs when. The engine
 sees the forwards and backwards of a model without some of its layers. All parameters keep their
 names in the whole model, so checkpoints load into any number of stages. The engine's core only
-reads an attribute of the model (`zero.core.layout.PIPELINE_PLACE`) and which part is running
-(`hooks.part`).
+reads an attribute of the model (`zero.core.layout.PIPELINE_PLACE`) and is told which part is
+running (`hooks.run_part`).
 
     split     remove from the model what other ranks have
     Pipeline  run a schedule over the engine's model; a step is one call
@@ -363,8 +363,7 @@ class Pipeline:
     def _tell_stage(self, stage: int) -> None:
         """Set the stage of the engine's next forward or backward."""
         if len(self._place.own) > 1:
-            self.engine.hooks.part = stage
-            self.engine.hooks.absent = self._absent[stage]
+            self.engine.hooks.run_part(stage, self._absent[stage])
 
     def _absent_from(self, stage: int) -> frozenset[ParamGroup]:
         """Return the groups whose modules all belong to other stages of this rank."""

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from zero.comm.communicator import Communicator
 from zero.core.param_group import owning_group
 from zero.core.quantized_weights import is_quantized, reachable
-from zero.core.sharded_param import local, set_owner, show
+from zero.core.sharded_param import set_owner, show
 from zero.errors import UsageError
 
 # transformers' name for the way of sharding, by the name of the module or parameter.
@@ -191,10 +191,10 @@ def parallelize(
         )
     for module in model.modules():
         for adapter, config in getattr(module, "peft_config", {}).items():
-            if config.peft_type == "PREFIX_TUNING" and config.num_transformer_submodules > 1:
+            if config.peft_type == "PREFIX_TUNING":
                 raise UsageError(
-                    f"tensor parallelism: adapter {adapter!r} is prefix tuning of an "
-                    "encoder-decoder model, which is not supported: use prompt tuning or LoRA"
+                    f"tensor parallelism: adapter {adapter!r} is prefix tuning, whose keys and "
+                    "values are of all heads: use prompt tuning or LoRA"
                 )
     styles = _plan_with_adapters(planned, styles)
     check_heads(planned, mesh.size())
@@ -212,19 +212,7 @@ def parallelize(
                 f"tensor parallelism: {name!r} is tied to a weight that the plan names, and the "
                 "plan does not name it: it must name both or neither"
             )
-    found = take_steps(planned, _steps(planned, styles, mesh, whole_experts))
-    for module in planned.modules():
-        vectors = getattr(module, "ia3_l", {})
-        if any(isinstance(vector, DTensor) for vector in vectors.values()):
-            module.forward = partial(_with_local_parts, vectors, module.forward)
-        for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
-            if isinstance(module.get_base_layer().weight, DTensor):
-                magnitude.forward = partial(_dora, magnitude)
-    peft_model: Any
-    for peft_model in model.modules():
-        if hasattr(peft_model, "prompt_encoder"):
-            peft_model.get_prompt = partial(_with_own_heads, mesh, peft_model.get_prompt)
-    return found
+    return take_steps(planned, _steps(planned, styles, mesh, whole_experts))
 
 
 def take_steps(
@@ -249,65 +237,6 @@ def take_steps(
                 # otherwise it would keep the whole parameter's memory
                 new._local_tensor = new._local_tensor.clone()
         module._parameters[attribute] = found[old]
-    return found
-
-
-def _with_local_parts(vectors: Any, forward: Callable, *args: Any, **kwargs: Any) -> Any:
-    """The forward of IA3, which multiplies plain tensors by its vectors. (They are in a separate
-    module, so that transformers' style "local_params" does not reach them.)
-    """
-    whole = dict(vectors.items())
-    vectors._parameters.update({name: vector.to_local() for name, vector in whole.items()})
-    try:
-        return forward(*args, **kwargs)
-    finally:
-        vectors._parameters.update(whole)
-
-
-def _dora(
-    magnitude: Any,
-    x: torch.Tensor,
-    *,
-    lora_A: Any,  # noqa: N803
-    lora_B: Any,  # noqa: N803
-    scaling: float,
-    base_layer: Any,
-    base_result: torch.Tensor | None = None,
-    adapter_name: str = "default",
-) -> torch.Tensor:
-    """The forward of DoRA on a sharded linear layer: returns what it adds to the layer's outputs.
-
-    It divides by the norms over a weight's inputs, which autograd treats as constants. If the
-    inputs are sharded, the squares are summed over ranks."""
-    with torch.no_grad():
-        weight, (placement,) = base_layer.weight, base_layer.weight.placements
-        delta = local(lora_B.weight) @ local(lora_A.weight)
-        norm = torch.linalg.norm(local(weight).to(x.dtype) + scaling * delta.to(x.dtype), dim=1)
-        if placement.dim % weight.dim():
-            squares = DTensor.from_local(norm.square(), weight.device_mesh, [Partial()])
-            norm = squares.full_tensor().sqrt()
-    outputs: torch.Tensor = base_layer(x) if base_result is None else base_result
-    if base_layer.bias is not None:
-        outputs = outputs - _local_part(base_layer.bias)
-    scale = _local_part(magnitude.weight) / norm
-    return (scale - 1) * outputs + scale * lora_B(lora_A(x)) * scaling
-
-
-def _local_part(param: torch.Tensor) -> torch.Tensor:
-    """Visible to autograd, unlike `local`."""
-    return param.to_local() if isinstance(param, DTensor) else param
-
-
-def _with_own_heads(mesh: DeviceMesh, get_prompt: Callable, *args: Any, **kwargs: Any) -> Any:
-    """PEFT's `get_prompt`, which returns the keys and values of all heads for prefix tuning: keep
-    those of this rank's heads in the cache.
-    """
-    found = get_prompt(*args, **kwargs)
-    for layer in getattr(found, "layers", ()):
-        for name in ("keys", "values"):
-            if (of_all := getattr(layer, name)) is not None:
-                whole = DTensor.from_local(of_all, mesh, [Replicate()], run_check=False)
-                setattr(layer, name, whole.redistribute(placements=[Shard(1)]).to_local())
     return found
 
 
@@ -358,24 +287,11 @@ def _plan_with_adapters(planned: nn.Module, plan: Mapping[str, str]) -> dict[str
     for name, style in plan.items():
         module: Any = modules.get(name)
         kind = type(module).__name__
-        if hasattr(module, "ia3_l") and isinstance(module.base_layer, nn.Linear):
-            # A vector is sharded like the inputs (of feed-forward layers) or outputs that it
-            # scales.
-            inner = ["base_layer"]
-            if style == ("rowwise" if module.is_feedforward else "colwise"):
-                found |= {f"{name}.ia3_l.{adapter}": style for adapter in module.ia3_l}
-        elif hasattr(module, "base_layer"):
+        if hasattr(module, "base_layer"):
             is_lora = hasattr(module, "lora_A") and isinstance(module.base_layer, nn.Linear)
-            magnitudes = getattr(module, "lora_magnitude_vector", {})
-            # DoRA's magnitudes scale outputs, so they cannot be sharded if the outputs are
-            # gathered.
-            fits = style == "colwise" or style in (_BY_INPUTS if magnitudes else _OF_LINEAR)
-            if not is_lora or not fits or module.lora_variant.keys() - magnitudes.keys():
+            if not is_lora or style not in _OF_LINEAR or module.lora_variant:  # such as DoRA
                 raise _not_sharded(name, style, kind)
             half = "lora_B" if style in _BY_OUTPUTS else "lora_A"
-            if style == "colwise":
-                of_outputs = (f"{name}.lora_magnitude_vector.{each}.weight" for each in magnitudes)
-                found |= dict.fromkeys(of_outputs, style)
             inner = ["base_layer", *(f"{half}.{adapter}" for adapter in getattr(module, half))]
         elif hasattr(module, "original_module"):
             if not hasattr(module, "modules_to_save") or style not in _OF_COPIES:
@@ -395,7 +311,7 @@ def _plan_with_adapters(planned: nn.Module, plan: Mapping[str, str]) -> dict[str
 def _not_sharded(name: str, style: str, kind: str) -> UsageError:
     return UsageError(
         f"tensor parallelism: the plan shards {name!r} ({style}), which has an adapter ({kind}) "
-        "that cannot be sharded with it: use IA3, LoRA or, within a block, DoRA on linear layers, "
+        "that cannot be sharded with it: use LoRA or rsLoRA on linear layers, "
         "leave it out of target_modules, or train without tensor parallelism"
     )
 

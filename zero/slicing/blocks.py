@@ -10,8 +10,7 @@ The slices are ordinary operations of a single graph: `torch.utils.checkpoint` r
 its own random state, and autograd sums their gradients in fp32 before it passes them to the
 parameters. Only blocks of transformers without a script's hooks inside are known to give the same
 results and gradients then (`zero/slicing/known.py`); for any other block, the script has to say so
-(`trust_slices`). `zero/slicing/probe.py` looks at the values of either. Nothing here depends on
-groups or gathering."""
+(`trust_slices`). `zero/slicing/probe.py` looks at the values of either."""
 
 from __future__ import annotations
 

@@ -26,8 +26,6 @@ from zero.core.param_group import ParamGroup
 from zero.errors import UsageError
 from zero.monitor import monitor
 from zero.offload.pinned import PAGE, HostMemory
-from zero.offload.tiers import Tier
-from zero.optim.placement import Placement
 
 SHARDED = {"stage3_param_persistence_threshold": 0}
 LIMIT = 60.0
@@ -191,22 +189,6 @@ def steps_fail(rank: int, world_size: int, settings: dict[str, Any]) -> None:
 )
 def test_a_step_that_failed_does_not_count_and_can_be_repeated(settings):
     run_on(2, steps_fail, settings, timeout=LIMIT)
-
-
-def placing(rank: int, world_size: int) -> list[str]:
-    """The optimizer's state takes more on rank 1."""
-    groups = start(toy(), ds_config(**SHARDED))[0].groups
-    host, device = Tier(torch.device("cpu")), Tier(torch.device("meta"))
-    placement, moved = Placement(groups, device, host, "auto"), []
-    with mock.patch("zero.device.room", return_value=(10 << 30, 20 << 30)):
-        for _ in range(2):
-            moved += placement.changes(communicator(), lambda _: (1 + 2 * rank) << 30)
-    return [shard.group.name for shard, _ in moved]
-
-
-def test_all_ranks_place_the_same_groups():
-    first, second = run_on(2, placing, timeout=LIMIT)
-    assert first == second and len(first) == 2
 
 
 def checkpointing_alone(rank: int, world_size: int, stage: int) -> list[float]:

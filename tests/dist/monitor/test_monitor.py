@@ -26,7 +26,7 @@ from tests.dist.toys import ROWS, toy, toy_batches
 from tests.dist.training import ds_config, loss_of, start, train_zero
 from tests.parity.models import batches, build
 from tests.processes import run_on
-from zero.comm import observer
+from zero.comm import traffic
 from zero.config import load_config
 from zero.errors import UsageError
 from zero.monitor import log_summary, monitor, run_info
@@ -221,7 +221,7 @@ def logged(rank: int, world_size: int, section: dict[str, Any]) -> str:
     gc.collect()
     with pytest.raises(UsageError, match="comms_logger.enabled"):
         log_summary()
-    assert observer.begin("load", torch.ones(1)) is observer._nothing
+    assert traffic.begin("load", torch.ones(1)) is traffic._nothing
     return f"{calls}\n{printed.getvalue()}"
 
 

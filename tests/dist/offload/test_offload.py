@@ -17,7 +17,6 @@ from tests.dist.training import (
     LR,
     WEIGHT_DECAY,
     Curve,
-    assert_equal,
     assert_same_weights,
     curve_on,
     ds_config,
@@ -28,14 +27,13 @@ from tests.dist.training import (
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.processes import run_on
-from zero import device
 from zero.fragments import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
 )
 from zero.offload import tiers
-from zero.optim import adam_cpu, placement
+from zero.optim import adam_cpu
 
 STEPS = 8
 FILES = {"device": "nvme", "max_in_cpu": 0}
@@ -65,40 +63,6 @@ def in_memory() -> zero.ZeroEngine:
 
 def plain(rank: int, world_size: int) -> Curve:
     return train_zero(in_memory(), batches("t5", STEPS))
-
-
-# -- ratio "auto"
-
-
-def automatic(rank: int, world_size: int, folder: str, rooms: list[int]) -> tuple[Curve, list[int]]:
-    engine = engine_on(folder, FILES, {**PIPELINED, "ratio": "auto"})
-    remaining, here, curve = list(rooms), [], Curve()
-    device.room = lambda _: (remaining.pop(0), 10 << 30)
-    placement.STEPS_TO_RETURN = 2
-    for batch in batches("t5", STEPS):
-        one = train_zero(engine, [batch])
-        curve.losses += one.losses
-        curve.norms += one.norms
-        here.append(sum(not shard.is_offloaded for shard in engine.optimizer.shards.values()))
-    curve.weights = one.weights
-    return curve, here
-
-
-def test_auto_takes_back_what_fits_and_offloads_it_again_under_pressure(tmp_path):
-    """The reserve is 1 GiB of 10.
-
-    Groups are offloaded when less than half of the reserve is free.
-    """
-    reserve = 1 << 30
-    some = reserve + 400_000
-    rooms = [some, some, some, reserve // 2, reserve // 2 - 1, some, some, 0]
-    curve, here = run_on(1, automatic, str(tmp_path), rooms)[0]
-    assert_equal(curve, curve_on(1, plain))
-    fit = here[1]
-    assert 0 < fit < 8
-    # The first step only measures. Below half of the reserve, groups leave. What fits for two steps
-    # comes back.
-    assert here == [0, fit, fit, fit, 0, 0, fit, 0]
 
 
 # -- settings

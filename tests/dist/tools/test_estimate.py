@@ -230,7 +230,7 @@ def moved(
     sent, exchange, start = Counter(), GlooCommunicator._exchange, ScratchFile._start
 
     def send(self, name, group, tag, parts, received):
-        sent[name] += sum(parts[place].nbytes for place in group.others())
+        sent[name] += sum(parts[place].nbytes for place in group.others)
         return exchange(self, name, group, tag, parts, received)
 
     def transfer(self, mapped, host, is_read, after=None):

@@ -18,7 +18,7 @@ import zero
 from tests import recorded
 from tests.processes import REPOSITORY, run_on
 from zero.comm.communicator import communicator
-from zero.comm.observer import Operation, set_observer
+from zero.comm.traffic import Operation, set_observer
 from zero.tools.cli import main
 from zero.tools.profile import command, trace
 from zero.tools.profile.trace import TraceRun, merge

@@ -158,7 +158,7 @@ def test_the_first_save_cleans_up_so_that_the_trainer_deletes_the_right_folder(
         "checkpoint-5", "checkpoint-10", "checkpoint-25", "checkpoint-15"
     ]  # fmt: skip
     assert "incomplete-checkpoint-20" in capsys.readouterr().err and later.is_dir()
-    monkeypatch.setattr(resumable, "_to_sync", None)
+    monkeypatch.setattr(resumable, "to_sync", None)
 
 
 def test_an_incomplete_folder_that_no_rank_sets_aside_is_not_taken(tmp_path, monkeypatch):

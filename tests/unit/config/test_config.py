@@ -151,7 +151,7 @@ def test_auto_without_a_trainer_is_the_default_in_every_key_that_deepspeed_drops
     config, default = load_config(raw), load_config(zero3())
     for key in keys:
         assert getattr(config.zero_optimization, key) == getattr(default.zero_optimization, key)
-    assert config.zero_optimization.offload_optimizer.ratio == "auto"  # a value of zero's own
+    assert config.zero_optimization.offload_optimizer.ratio == 1.0
 
 
 def test_auto_without_a_default_is_an_error_unless_it_will_be_filled_in():

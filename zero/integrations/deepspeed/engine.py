@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from zero import monitor
-from zero.adapting import KEY, Adaptation
+from zero.adapting import Adaptation
 from zero.checkpoint.export import Weights, consolidated_state_dict
 from zero.comm import world
 from zero.config import Config, ZeroConfig, load_config
@@ -39,7 +39,7 @@ from zero.integrations.deepspeed.sequence import share_sequences
 from zero.integrations.deepspeed.tensor import share_model, with_new_parameters
 from zero.integrations.hf import quantized_loading
 from zero.integrations.hf.optimizers import refuse_dropped
-from zero.monitor.out_of_memory import explained
+from zero.monitor.out_of_memory import explain
 from zero.optim.sharded_optimizer import ZeroOptimizer
 from zero.parallel.sequence import MicroBatches, current_group
 
@@ -85,13 +85,11 @@ class DeepSpeedEngine(ZeroEngine):
     optimizer_class = DeepSpeedOptimizer
     # Of the dataset that `initialize` was given.
     training_dataloader: DataLoader | None = None
-    adaptation: Adaptation | None = None
     mpu: object | None = None  # as `initialize` was given it
     sparse_tensor_module_names: frozenset[str] = frozenset()  # gradients are never sparse
-    _profile: StepProfile | None = None
 
     def __init__(self, model: nn.Module, settings: Config, *args: Any, **kwargs: Any):
-        with explained(self):
+        with self._explained():
             super().__init__(model, settings, *args, **kwargs)
         offload = ParameterOffload(self.hooks)
         if isinstance(self.optimizer, DeepSpeedOptimizer):
@@ -102,37 +100,15 @@ class DeepSpeedEngine(ZeroEngine):
                 self.adaptation = Adaptation(self)
             if (profiler := settings.flops_profiler).enabled:
                 control = self.comm.control("opening the flops profiler")
-                make = partial(StepProfile, profiler, model)
-                self._profile = control.together(make if control.rank == 0 else lambda: None)
+                self.after_step = control.together(
+                    lambda: (
+                        StepProfile(profiler, model).between_steps if control.rank == 0 else None
+                    )
+                )
 
-    def forward(self, *args: object, **kwargs: object) -> object:
-        """`ZeroEngine.forward`; as in backward and step, a lack of memory is explained."""
-        with explained(self):
-            if self.adaptation is None:
-                return super().forward(*args, **kwargs)
-            return self.adaptation.forward(super().forward, args, kwargs)
-
-    def backward(
-        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
-    ) -> torch.Tensor:
-        """`ZeroEngine.backward`."""
-        with explained(self):
-            run = partial(super().backward, loss, retain_graph, scale_wrt_gas)
-            if self.adaptation is None:
-                return run()
-            if retain_graph:
-                raise UsageError(f'{KEY} "adapt": retain_graph keeps a graph; set it to "explain"')
-            return self.adaptation.backward(run)
-
-    def step(self) -> None:
-        """`ZeroEngine.step`."""
-        if self.adaptation is not None:
-            self.adaptation.require_repeatable()
-        earlier_steps = self.global_steps
-        with explained(self):
-            super().step()
-        if self._profile is not None and self.global_steps > earlier_steps:
-            self._profile.between_steps(self.global_steps)
+    def explain(self, error: Exception) -> None:
+        """Say what fills the memory, if that has run out."""
+        explain(self, error)
 
     @property
     def seq_parallel_group(self) -> Any:
@@ -199,7 +175,6 @@ class DeepSpeedEngine(ZeroEngine):
         if steps != self.micro_batches.steps:
             self.micro_batches.steps = steps
             self.micro_steps = self.global_steps * steps
-        self.throughput.batch_size = whole
 
     # -- what scripts ask and say
 

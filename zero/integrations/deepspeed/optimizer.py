@@ -78,11 +78,9 @@ class DeepSpeedOptimizer(ZeroOptimizer):
     Attributes:
         parameter_offload: a `ParameterOffload`, set by the engine.
         engine: whose optimizer this is, set by the engine.
-        ranks_summed: the number of ranks with parts of the same samples, whose gradients are added.
     """
 
     parameter_offload: ParameterOffload
-    ranks_summed = 1
     engine: weakref.ref[ZeroEngine]
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
@@ -134,11 +132,6 @@ class DeepSpeedOptimizer(ZeroOptimizer):
         """`averaged_gradients`, by the number of the parameter."""
         found = self.averaged_gradients
         return {key: dict(enumerate(parts)) for key, parts in found.items()}
-
-    @property
-    def gradient_factor(self) -> float:
-        """What a stored gradient must be multiplied by: see `ZeroOptimizer.gradient_factor`."""
-        return super().gradient_factor * self.ranks_summed
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         """Raises UsageError: the parameters of an engine are those of its optimizer."""

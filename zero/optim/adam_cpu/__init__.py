@@ -88,7 +88,8 @@ def adam(
         raise RuntimeError("the kernel of Adam on host memory is not compiled")
     _check(numel, master=master, grad=grad, out=out)
     scale = scale_sq = None
-    if adam8bit.is_coded(exp_avg, numel) and adam8bit.is_coded(exp_avg_sq, numel):
+    is_narrow = exp_avg.dtype == torch.uint8
+    if is_narrow and adam8bit.is_coded(exp_avg, numel) and adam8bit.is_coded(exp_avg_sq, numel):
         exp_avg, scale = adam8bit.parts(exp_avg, numel)
         exp_avg_sq, scale_sq = adam8bit.parts(exp_avg_sq, numel)
     else:
@@ -103,7 +104,7 @@ def adam(
         correction=(1 - beta2**step) ** 0.5,
         eps=eps,
         step_size=-(lr / (1 - beta1**step)),
-        turn=adam8bit.turn(step),
+        turn=adam8bit.turn(step) if is_narrow else 0,
     )
     kernel(
         *(tensor.data_ptr() for tensor in (master, grad, exp_avg, exp_avg_sq)),

@@ -1,8 +1,7 @@
 """Compiles the kernel of Adam on host memory when it is first used, and keeps it in a folder of the
 user.
 
-It takes a C++ compiler alone: no ninja, no headers of torch or Python, no CUDA toolkit. This file
-does not know what the kernel computes."""
+It takes a C++ compiler alone: no ninja, no headers of torch or Python, no CUDA toolkit."""
 
 from __future__ import annotations
 

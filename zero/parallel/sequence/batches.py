@@ -1,7 +1,4 @@
-"""Splits the batches of each rank's data loader into parts of sequences.
-
-This file knows no model.
-"""
+"""Splits the batches of each rank's data loader into parts of sequences."""
 
 from __future__ import annotations
 

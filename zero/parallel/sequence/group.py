@@ -1,4 +1,4 @@
-"""The ranks that share a sequence, and what they exchange. This file knows no model."""
+"""The ranks that share a sequence, and what they exchange."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
 from zero.comm.world import compute_device, default_backend
-from zero.device import CPU, accelerator, is_accelerator, room
+from zero.device import CPU, accelerator, host_memory, is_accelerator
 from zero.errors import rounded, size
 from zero.optim import adam_cpu
 from zero.releases import installed, newer_than_tested
@@ -163,7 +163,7 @@ def shared_memory(place: Path) -> Finding:
 
 
 def _host_memory() -> Finding:
-    free, total = room(CPU)
+    free, total = host_memory()
     found = f"{size(free)} of {size(total)} free"
     if _ranks() > 1:
         found += f" for each of {_ranks()} ranks"

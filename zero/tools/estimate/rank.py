@@ -103,7 +103,7 @@ def _as_run(config: Config, question: Question) -> Config:
     zero, steps = config.zero_optimization, config.gradient_accumulation_steps or 1
     offload = zero.offload_optimizer
     if offload is not None:  # updates in a thread would not be counted
-        changed = {"overlap_step": False} | ({"ratio": 1.0} if offload.ratio == "auto" else {})
+        changed = {"overlap_step": False}
         zero = zero.model_copy(update={"offload_optimizer": offload.model_copy(update=changed)})
     return config.model_copy(
         update={
