@@ -20,6 +20,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DeepSpeedPlugin
 from datasets import Dataset
 from jobs import SAMPLES, Tokens, collate, make_model
+from torch.distributed.tensor import DTensor
 from transformers import ByT5Tokenizer, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -30,13 +31,17 @@ COMMON = {
 }  # fmt: skip
 
 
-def by_the_trainer(folder: Path, config: dict | None) -> list[list[float]]:
+# The trained model, and the losses and norms.
+Run = tuple[torch.nn.Module, list[list[float]]]
+
+
+def by_the_trainer(folder: Path, config: dict | None) -> Run:
     args = TrainingArguments(str(folder), deepspeed=config, **COMMON)
     data = Tokens(SAMPLES, seq2seq=False)
     return logged(Trainer(make_model("mixtral"), args, train_dataset=data, data_collator=collate))
 
 
-def by_trl(folder: Path, config: dict | None) -> list[list[float]]:
+def by_trl(folder: Path, config: dict | None) -> Run:
     """Samples differ in length, and the router's loss is added."""
     args = SFTConfig(str(folder), deepspeed=config, **COMMON)
     data = Dataset.from_list([{"input_ids": list(range(3, 8 + i))} for i in range(SAMPLES)])
@@ -45,13 +50,13 @@ def by_trl(folder: Path, config: dict | None) -> list[list[float]]:
     return logged(SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer))
 
 
-def logged(trainer: Trainer) -> list[list[float]]:
+def logged(trainer: Trainer) -> Run:
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    return [[entry["loss"], entry["grad_norm"]] for entry in steps]
+    return trainer.model, [[entry["loss"], entry["grad_norm"]] for entry in steps]
 
 
-def by_a_loop(folder: Path, config: dict | None) -> list[list[float]]:
+def by_a_loop(folder: Path, config: dict | None) -> Run:
     plugin = None if config is None else DeepSpeedPlugin(hf_ds_config=config)
     accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2)
     model: Any = make_model("mixtral")
@@ -69,17 +74,19 @@ def by_a_loop(folder: Path, config: dict | None) -> list[list[float]]:
         found.append([accelerator.reduce(loss.detach(), "mean").item()])
         if accelerator.sync_gradients:
             found[-1].append(model.get_global_grad_norm())
-    return found
+    return model, found
 
 
 def main() -> None:
     config, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    runs: list[Callable[..., list[list[float]]]] = [by_the_trainer, by_trl, by_a_loop]
-    report = {}
+    runs: list[Callable[..., Run]] = [by_the_trainer, by_trl, by_a_loop]
+    report: dict[str, list[dict]] = {}
     for run in runs:
         report[run.__name__] = []
         for given in (None, config):
-            report[run.__name__].append(run(folder, given))
+            model, steps = run(folder, given)
+            divided = sum(isinstance(param, DTensor) for param in model.parameters())
+            report[run.__name__].append({"steps": steps, "divided": divided})
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
     if os.environ["RANK"] == "0":
