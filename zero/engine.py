@@ -292,7 +292,7 @@ class ZeroEngine(nn.Module):
             self.monitor.loss(loss)
         try:
             with (
-                self.micro_batches.engine_backward(),
+                self.micro_batches.engine_backward(scale_wrt_gas),
                 self.comm.clock.phase("backward"),
             ):
                 self.scale(loss).backward(retain_graph=retain_graph)

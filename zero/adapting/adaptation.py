@@ -249,7 +249,7 @@ class Adaptation:
         engine = self._engine
 
         def run() -> None:
-            backward = engine.micro_batches.engine_backward(is_scaled=True)
+            backward = engine.micro_batches.engine_backward(is_divided=False, is_scaled=True)
             with backward, engine.comm.clock.phase("backward"):
                 torch.autograd.backward(outputs, grads)
 

@@ -5,11 +5,14 @@ to."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
 from zero.errors import UsageError
+
+logger = logging.getLogger("zero")
 
 
 class MicroBatches:
@@ -45,6 +48,8 @@ class MicroBatches:
         self.holds_back = False
         self.loss_was_scaled = False
         self.factor = 1.0
+        # The last micro-batch whose loss `engine.backward` has divided; None after the warning.
+        self._divided: int | None = -1
         self.offloaded: set[str] = set()
 
     @property
@@ -89,12 +94,14 @@ class MicroBatches:
             self.boundary = boundary
 
     @contextmanager
-    def engine_backward(self, is_scaled: bool = False) -> Iterator[None]:
-        """Context of a backward that the engine runs. `is_scaled`: the loss scale is in the
-        gradients with which it begins.
+    def engine_backward(self, is_divided: bool = True, is_scaled: bool = False) -> Iterator[None]:
+        """Context of a backward that the engine runs. `is_divided`: its loss, by `steps`.
+        `is_scaled`: the loss scale is in the gradients with which it begins.
         """
         MicroBatches.backwards_of_engines += 1
         self.loss_was_scaled |= is_scaled
+        if is_divided and self.steps > 1 and self._divided is not None:
+            self._divided = self.count
         try:
             yield
         finally:
@@ -114,6 +121,14 @@ class MicroBatches:
             )
         by_engine = MicroBatches.backwards_of_engines > 0
         self.factor = 1.0 if by_engine else 1.0 / self.steps
+        if not by_engine and self._divided == self.count:
+            self._divided = None
+            logger.warning(
+                "the script runs backward() after engine.backward(loss) in one micro-batch. If it "
+                "continues with gradients of that loss, they are divided by "
+                "gradient_accumulation_steps twice: call engine.scale(loss).backward() instead of "
+                "engine.backward(loss)"
+            )
         self.loss_was_scaled &= by_engine
 
     def refuse_offloaded(self, what: str) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 
 import pytest
@@ -142,6 +143,33 @@ def several(rank: int, world_size: int) -> None:
 
 def test_several_forwards_and_backwards():
     run_on(2, several)
+
+
+def backward_in_two_parts(rank: int, world_size: int) -> None:
+    config = ds_config(stage=2, accumulation=2)
+    first, second = nn.Linear(4, 4), nn.Linear(4, 1)
+    model = nn.ModuleDict({"first": first, "second": second})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    hidden = first(torch.ones(2, 4))
+    given = hidden.detach().requires_grad_()
+    engine.backward(second(given).mean())
+    hidden.backward(given.grad)
+
+
+def warnings_of_two_parts(rank: int, world_size: int) -> list[str]:
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("zero").addHandler(handler)
+    backward_in_two_parts(rank, world_size)
+    return said
+
+
+def test_a_loss_that_is_divided_twice_is_a_warning():
+    assert "divided by gradient_accumulation_steps twice" in " ".join(
+        run_on(1, warnings_of_two_parts)[0]
+    )
 
 
 def two_engines(rank: int, world_size: int) -> None:
