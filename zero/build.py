@@ -578,7 +578,7 @@ def describe_quantized(model: nn.Module, settings: Config, ranks: int) -> Iterat
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(local(tensor).nbytes for tensor in tensors)
+    return sum(local(tensor).nbytes * parts_of(tensor) for tensor in tensors)
 
 
 def _describe_offload(
