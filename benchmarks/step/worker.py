@@ -51,7 +51,6 @@ WITHIN = FILES | {"overlap_step": False}
 BEHIND = FILES | {"overlap_step": True, "pipeline_read": True, "pipeline_write": True}
 CODED = {"zero_quantized_moments": True}
 # DeepSpeed's. With fewer buffers an assertion in it fails; a buffer takes its largest weight.
-ITS_AIO = {"block_size": 1 << 20, "queue_depth": 16, "thread_count": 1, "overlap_events": True}
 ITS_FILES = {"offload_param": FILES | {"max_in_cpu": 0, "buffer_count": 24, "buffer_size": 5e7}}
 ITS_FILES["offload_optimizer"] = FILES | {"pipeline_read": True, "pipeline_write": True}
 
@@ -251,8 +250,10 @@ def prepare(variant: str, model: nn.Module, task: dict[str, Any]) -> tuple[Train
         config["activation_checkpointing"] = {"batch_slices": task["slices"]}
         config["compile"] = {"enabled": compiled}
         config |= task["keys"]
-    elif "offload_optimizer" in section:
-        config["aio"] = ITS_AIO
+    elif variant == "deepspeed3-files":
+        config["aio"] = {"block_size": 1 << 20, "queue_depth": 16}
+        # Without it, weights in files are bf16 on a CPU, and those of the model are not.
+        importlib.import_module("deepspeed").zero.Init(module=model, config_dict_or_path=config)
     engine = initialize(system, model, config)
     return by_engine(engine, number), engine if system == "zero" else None
 
