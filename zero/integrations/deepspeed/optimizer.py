@@ -126,7 +126,8 @@ class DeepSpeedOptimizer(ZeroOptimizer):
         while there are none."""
         params = [param for group in self.shards for param in group.params]
         parts = [safe_get_local_grad(param) for param in params]
-        return {} if any(part is None for part in parts) else {0: parts}
+        there = [part for part in parts if part is not None]
+        return {0: there} if len(there) == len(parts) else {}
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
         """`averaged_gradients`, by the number of the parameter."""
