@@ -20,7 +20,7 @@ class OptimizerShard:
     """This rank's part of a group's optimization.
 
     Attributes:
-        tier: where master, gradient and optimizer state live.
+        tier: where master and optimizer state live, and gradient_tier: where the gradient does.
         master: 1-D, fp32 unless bf16 is configured, or None before `make_master`; if the group's
             shard has that dtype and is in the same place, it is the master.
         grad: 1-D, the reduced gradient in the dtype of the reducer's sums, or None. `grad` times
@@ -40,8 +40,7 @@ class OptimizerShard:
     def __init__(self, group: ParamGroup, tier: Tier, gradient_in_memory: bool = False):
         self.group = group
         self.tier = tier
-        # Whether the gradient is in host memory where the rest is in a file.
-        self._gradient_in_memory = gradient_in_memory
+        self.gradient_tier = tier.in_memory() if gradient_in_memory else tier
         # Nobody asks for these two before `make_master`, nor after `free`.
         self.master: torch.Tensor = None  # pyright: ignore[reportAttributeAccessIssue]
         self.updates: LateUpdates = None  # pyright: ignore[reportAttributeAccessIssue]
@@ -58,10 +57,6 @@ class OptimizerShard:
     def is_offloaded(self) -> bool:
         """Whether master and state live on another tier than the compute device."""
         return self.tier != Tier(self.group.comm.device)
-
-    @property
-    def gradient_tier(self) -> Tier:
-        return self.tier.in_memory() if self._gradient_in_memory else self.tier
 
     @property
     def offloads_gradient(self) -> bool:

@@ -169,18 +169,20 @@ class Updates:
     def _work(self, update: Update, stream: torch.Stream | None = None) -> None:
         progress, order = Progress(self._shows, "optimizer"), list(self._todo)
         self._writes.clear()  # of a step that failed
+        most = self._most if any(each.is_in_files for each in order) else 0
         while (sub_group := self._next()) is not None:
             values = self._ahead.pop(sub_group, None)
             if values is None or not values.is_current:
                 values = self._read(sub_group)
             values.read_gradient()
             values.wait()
-            self._read_ahead()
+            if most:
+                self._read_ahead()
             shard = sub_group.shard
             with label(f"update of {sub_group.group.name}"):
                 weights = update(values)
                 rounded = shard.round_into_shard(sub_group.start, weights)
-            if self._in_buffers() < self._most:
+            if most and self._in_buffers() < most:
                 shard.keep_new_weights(sub_group.start, weights)
             self._write(values, rounded)
             del values, weights, rounded  # they would keep the buffers from being used again
@@ -190,7 +192,7 @@ class Updates:
             written.wait()
         self._writes.clear()
         for sub_group in order:
-            if self._in_buffers() < self._most and sub_group.shard.tier.file is not None:
+            if most and self._in_buffers() < most:
                 self._ahead[sub_group] = self._read(sub_group)
 
     def _read(self, sub_group: SubGroup) -> SubGroupInMemory:
@@ -218,7 +220,7 @@ class Updates:
     def _write(self, values: SubGroupInMemory, rounded: Pending) -> None:
         """Start to store updated values; wait for earlier ones that have no room beside them."""
         self._writes.append((values.write(rounded), values.nbytes))
-        in_files = values.is_in_files
+        in_files = values.sub_group.is_in_files
         while len(self._writes) > (not in_files or self._write_behind):
             if in_files and self._write_behind and self._in_buffers() < self._most:
                 return

@@ -66,6 +66,11 @@ class SubGroup:
         return self.optimizer.state.get(self.master, {})
 
     @property
+    def is_in_files(self) -> bool:
+        """Whether some of it may be in a file."""
+        return self.shard.tier.file is not None or self.group.tier.file is not None
+
+    @property
     def version(self) -> list[tuple[int, int]]:
         """Changes when somebody gets the master or the state to change them, or has changed them
         in place.
@@ -165,7 +170,6 @@ class SubGroupInMemory:
         for_weights: host memory for new values in the weights' dtype.
 
     Attributes:
-        is_in_files: some of it may be in a file.
         nbytes: of the buffers that it holds.
     """
 
@@ -176,12 +180,11 @@ class SubGroupInMemory:
         self._buffers = buffers
         self._for_weights = for_weights
         self._tier = sub_group.shard.tier
-        self.is_in_files = self._tier.file is not None or sub_group.group.tier.file is not None
         self._reads: list[Pending] = []
         self._has_grad = False
         self.nbytes = 0
         self._stored = dict(sub_group.state)
-        self._version = sub_group.version
+        self._version = sub_group.version if sub_group.is_in_files else None
         self.master = self._read(sub_group.master)
         self.state = {
             key: self._read(value) if is_state_tensor(value) else value
