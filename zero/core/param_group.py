@@ -22,7 +22,7 @@ storage. They are valid again whenever backward unshards the group."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -527,10 +527,14 @@ class ParamGroup(NamedGroup):
         return Pending() if self.layout.replicated else self.comm.start_broadcasts(owned)
 
     def wait_for_all_gather(self) -> None:
-        """GATHERING -> GATHERED."""
+        """GATHERING -> GATHERED. If the shard cannot be read: an OSError, and -> SHARDED."""
         assert self.state is State.GATHERING, self.describe()
-        with self.comm.clock.waiting("file" if self.tier.file is not None else "gather"):
-            self._gather.wait()
+        try:
+            with self.comm.clock.waiting("file" if self.tier.file is not None else "gather"):
+                self._gather.wait()
+        except OSError:
+            self._free()
+            raise
         self.state = State.GATHERED
 
     def unshard(self) -> None:
@@ -563,9 +567,14 @@ class ParamGroup(NamedGroup):
         """
         assert self.state is not State.SHARDED and not self.persistent, self.describe()
         if self.state is State.GATHERING:
-            self.wait_for_all_gather()
+            with suppress(OSError):  # nobody needs the values
+                self.wait_for_all_gather()
         if self.state is State.UNSHARDED:
             self._hide_values()
+        if self.state is not State.SHARDED:
+            self._free()
+
+    def _free(self) -> None:
         self.residency.remove(self.layout.numel)
         self.state = State.SHARDED
         if self.has_aliases:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 
 import torch
@@ -324,8 +324,10 @@ class GradientReducer:
                 yield from (n for i, n in enumerate(group.param_names) if i not in received)
 
     def _wait_for_offload(self) -> None:
+        """A write that has failed is an error until `clear`: its gradient is lost."""
         with self.comm.clock.waiting("gradients out"):
-            self._offloading.popleft()[1].wait()
+            self._offloading[0][1].wait()
+        self._offloading.popleft()
 
     def drop_collected(self) -> None:
         """Free gradients whose reduction has not started, because they are of no use."""
@@ -334,7 +336,11 @@ class GradientReducer:
 
     def clear(self) -> None:
         """Forget all gradients; the next ones are written over them."""
-        self.drain()
+        while self._in_flight:
+            self._in_flight.popleft().pending.wait()
+        while self._offloading:
+            with suppress(OSError):  # nobody needs what was not written
+                self._offloading.popleft()[1].wait()
         is_one_backward = self.micro_batches.managed and self.micro_batches.steps == 1
         for group, shard in self._shards.items():
             shard.norms.clear()
