@@ -232,14 +232,16 @@ def _smaller(zero: ZeroConfig, host_is_limited: bool) -> Iterator[Keys]:
     known = [each.nvme_path for each in (zero.offload_optimizer, zero.offload_param) if each]
     cpu = {"device": "cpu", "pin_memory": True}
     nvme = {"device": "nvme", "pin_memory": True, "nvme_path": next(filter(None, known), ".")}
-    least = nvme | {"max_in_cpu": 0, "pipeline_read": False}
-    for place in (cpu, nvme, least) if host_is_limited else (cpu,):
+    for place in (cpu, nvme) if host_is_limited else (cpu,):
         optimizer = {"offload_optimizer": place}
         yield {"stage": zero.stage or 2} | optimizer
         yield {"stage": 3} | optimizer
         yield FEW_LIVE | optimizer | {"offload_param": cpu}
-        if place is not cpu:
-            yield FEW_LIVE | optimizer | {"offload_param": nvme | {"max_in_cpu": 0}}
+        if place is nvme:
+            least = nvme | {"max_in_cpu": 0}
+            yield FEW_LIVE | optimizer | {"offload_param": least}
+            optimizer = {"offload_optimizer": least | {"pipeline_read": False}}
+            yield FEW_LIVE | optimizer | {"offload_param": least}
 
 
 def _new(changes: Iterable[Keys], config: Config) -> list[Sections]:
