@@ -71,12 +71,13 @@ def test_a_quantized_base_is_gathered_block_by_block():
 
 def test_buffers_between_files_and_memory():
     """What is in files has at least 1 MiB, so this model is larger."""
-    section = {"stage": 3, "offload_optimizer": NVME | PIPELINE, "offload_param": FILES}
+    optimizer = NVME | PIPELINE | {"max_in_cpu": 0}  # else gradients are in memory
+    section = {"stage": 3, "offload_optimizer": optimizer, "offload_param": FILES}
     row = run(("llama", section, BF16, 1, 16, False))
     assert row[DISK]["predicted"] == row[DISK]["measured"] > 0
     buffers = sum(
         nbytes for part, nbytes in row[HOST]["parts"].items() if part.startswith("buffers")
     )
     assert buffers > 0.9 * row[HOST]["predicted"]
-    # Copies from the device end earlier or later: that may cost another buffer.
-    assert row[HOST]["predicted"] == pytest.approx(row[HOST]["measured"], rel=0.1)
+    # Copies, reads and writes end earlier or later: that costs buffers, or saves them.
+    assert row[HOST]["predicted"] == pytest.approx(row[HOST]["measured"], rel=0.25)

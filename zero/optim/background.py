@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import torch
 
@@ -121,6 +122,9 @@ class Updates:
         """Forget what was read for the next step, because the state may change. The caller has
         waited for the updates.
         """
+        for values in self._ahead.values():
+            with suppress(OSError):  # nobody needs them
+                values.wait()
         self._ahead.clear()
 
     def _join(self) -> None:
