@@ -121,3 +121,34 @@ def refused(rank: int, world_size: int, stage: int) -> str:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_gradient_of_an_input_would_be_added_again(stage):
     assert all("an input requires a gradient" in text for text in run_on(2, refused, stage))
+
+
+class Interrupted(torch.autograd.Function):
+    """An error, or Ctrl-C, in the script's own part of a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+
+def left_out(rank: int, world_size: int, act: str) -> float:
+    config = ds_config(stage=1) | {"on_out_of_memory": act}
+    model = build("gpt2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=config)
+    ids = torch.arange(3, 3 + LENGTH)[None]
+    for added in (Interrupted.apply(torch.zeros((), requires_grad=True)), 0.0):
+        try:
+            engine.backward(engine(input_ids=ids, labels=ids).loss + added)
+        except KeyboardInterrupt:
+            engine.zero_grad()
+    engine.step()
+    return engine.get_global_grad_norm()
+
+
+def test_a_backward_that_was_interrupted_does_not_count():
+    assert run_on(1, left_out, "adapt") == run_on(1, left_out, "explain")

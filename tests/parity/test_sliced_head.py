@@ -279,6 +279,36 @@ def test_one_loss_of_two_backwards_and_of_other_scales(model):
         torch.autograd.grad(loss, [*model.parameters()][:1], create_graph=True)
 
 
+def by_library(logits: torch.Tensor) -> torch.Tensor:
+    """A function that takes the logits past `__torch_function__`."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+            return 2 * given
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return 2 * grad
+
+    return Doubled.apply(logits)
+
+
+@pytest.mark.parametrize("act", [lambda logits: logits, by_library])
+def test_what_logits_are_multiplied_with_is_trained(model, act):
+    (batch,) = batches("llama", 1)
+    found = []
+    for whole in (False, True):
+        scale = torch.tensor(1.3, requires_grad=True)
+        bias = torch.linspace(-1, 1, VOCABULARY).requires_grad_()
+        logits = model(input_ids=batch["input_ids"]).logits
+        scaled = act((logits.whole() if whole else logits) * scale.exp() + bias)
+        loss = nn.functional.cross_entropy(scaled.flatten(0, 1), batch["labels"].flatten())
+        found.append(torch.autograd.grad(loss, [scale, bias, model.lm_head.weight]))
+    for chunked, expected in zip(*found, strict=True):
+        assert_close(chunked, expected, terms=TERMS)
+
+
 class WithValues(nn.Module):
     """A model with a value for each token, of whose head the wrapper says nothing."""
 

@@ -124,7 +124,12 @@ class Adaptation:
         if reducer.backwards == 0:
             self._done, self._backwards = [], 0
         before = reducer.backwards
-        result = run()
+        try:
+            result = run()
+        except BaseException:
+            # What has arrived at the outputs is of no loss that another backward continues.
+            self._waiting = [each for each in waiting if not each.gradients()]
+            raise
         calls = [each for each in waiting if each.gradients()]
         if not calls:
             return result  # the script computes its loss itself

@@ -71,13 +71,15 @@ class SubGroup:
         return self.shard.tier.file is not None or self.group.tier.file is not None
 
     @property
-    def version(self) -> list[tuple[int, int]]:
+    def version(self) -> list[object]:
         """Changes when somebody gets the master or the state to change them, or has changed them
         in place.
         """
-        tensors = (each for each in self.state.values() if isinstance(each, torch.Tensor))
-        counts = [(id(each), each._version) for each in (self.master, *tensors)]
-        return [*counts, (id(self.shard), self.shard.handed_out)]
+        counts: list[object] = [self.shard.handed_out]
+        for each in (self.master, *self.state.values()):
+            is_tensor = isinstance(each, torch.Tensor)
+            counts.append((id(each), each._version) if is_tensor else each)
+        return counts
 
     def put_state(self, state: dict) -> None:
         """Replace the state."""

@@ -207,6 +207,7 @@ class _Rows:
         version: of the hidden states, step: of the optimizer, and adapters: the head's, when it
             was called.
         is_constant: the logits get no gradient.
+        operands: tensors of the functions that get one.
     """
 
     head: SlicedHead
@@ -217,11 +218,12 @@ class _Rows:
     step: int
     adapters: list[str]
     is_constant: bool = False
+    operands: tuple[torch.Tensor, ...] = ()
 
     def logits(self) -> Logits:
         rows = self if torch.is_grad_enabled() else replace(self, is_constant=True)
         hidden = rows.hidden.detach() if rows.is_constant else rows.hidden
-        params = () if rows.is_constant else (*self.head.module.parameters(),)
+        params = () if rows.is_constant else (*self.head.module.parameters(), *self.operands)
         made = _InGraph.apply(rows, hidden, *params)
         made.rows = rows
         return made
@@ -272,7 +274,9 @@ class _Rows:
             return _under(autocast, function, self._of(hidden), *others)
 
         chunks = zip(*(each.split(size) for each in flat), strict=True)
-        if is_sum and not self.is_constant and torch.is_grad_enabled():
+        trains_others = any(each.requires_grad for each in (*self.operands, *of_rows))
+        is_trained = not (self.is_constant or trains_others) and torch.is_grad_enabled()
+        if is_sum and is_trained:
             params = (*self.head.module.parameters(),)
             # In fp16, gradients are too small without the loss scale, which a backward brings.
             is_narrow = self.functions[0](flat[0][:0]).dtype == torch.float16
@@ -319,7 +323,10 @@ class _Summed(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         _ = ctx.saved_tensors  # an error if the graph is gone
         if torch.is_grad_enabled():
-            raise UsageError("a loss in chunks has no second derivative: use logits.whole()")
+            raise UsageError(
+                "a loss in chunks (activation_checkpointing.batch_slices) has no second "
+                "derivative: compute it from logits.whole(), or without batch_slices"
+            )
         scale, found = (torch.mul if keeps_graph() else torch.Tensor.mul_), ctx.found
         ctx.found = found if keeps_graph() else None
         return None, None, *(each if each is None else scale(each, grad) for each in found)
@@ -402,7 +409,7 @@ class Logits(torch.Tensor):
         )
         if writes or name in _OF_A_WHOLE:
             raise UsageError(
-                f"{name}: logits that are computed in chunks "
+                f"{'an assignment' if name == '__set__' else name}: logits that are computed in chunks "
                 "(activation_checkpointing.batch_slices) have no memory of their own: use "
                 "logits = logits.whole() instead"
             )
@@ -490,6 +497,8 @@ def _of_each_row(logits: Logits, func: Callable, name: str, args: tuple, kwargs:
             if each.shape[:-1].numel() != 1 or each.dim() > logits.dim():
                 return NotImplemented
     args, kwargs = tree_map_only(torch.Tensor, operand, (args, kwargs))
+    given = (each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor))
+    trained = tuple(each for each in given if each is not logits and each.requires_grad)
     autocast = _autocast(logits.device.type)
 
     def step(chunk: torch.Tensor) -> torch.Tensor:
@@ -506,8 +515,8 @@ def _of_each_row(logits: Logits, func: Callable, name: str, args: tuple, kwargs:
     if sample.device != rows.sample.device:
         return NotImplemented
     is_constant = rows.is_constant or name == "detach"
-    functions = (*rows.functions, step)
-    return replace(rows, functions=functions, sample=sample, is_constant=is_constant).logits()
+    made = replace(rows, functions=(*rows.functions, step), sample=sample, is_constant=is_constant)
+    return replace(made, operands=(*rows.operands, *trained)).logits()
 
 
 def _of_last_dim(logits: Logits, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:

@@ -140,3 +140,16 @@ def test_an_error_in_the_step_is_raised_until_the_values_are_dropped(updates):
         updates.wait()
     updates.drop()
     updates.wait()
+
+
+def test_what_was_read_ahead_is_old_if_a_number_of_the_state_changes():
+    (sub_group,) = sub_groups_of([Shard("a")])
+    sub_group.put_state({"step": 3, "exp_avg": torch.zeros(4)})
+    versions = [sub_group.version]
+    sub_group.state["step"] = 0
+    versions.append(sub_group.version)
+    sub_group.state["exp_avg"].add_(1)
+    versions.append(sub_group.version)
+    sub_group.shard.handed_out += 1
+    versions.append(sub_group.version)
+    assert all(a != b for a, b in zip(versions, versions[1:], strict=False))

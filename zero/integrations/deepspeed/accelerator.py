@@ -74,7 +74,7 @@ class Accelerator:
         """Whether the tensor is on this kind of device."""
         return tensor.device.type == self.device_name()
 
-    def pin_memory(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
         """The tensor in host memory that the device can read; on a CPU the tensor itself."""
         return tensor if self.device_name() == "cpu" else tensor.pin_memory()
 
