@@ -388,8 +388,10 @@ class Logits(torch.Tensor):
 
     @property
     def _gets_gradient(self) -> bool:
-        """Whether this is a leaf of the graph that is being recorded."""
-        return torch.is_grad_enabled() and self.requires_grad and self.is_leaf
+        """Whether the rows do not know its place in the graph that is being recorded: it is a leaf,
+        or what another library's function has made."""
+        is_apart = self.is_leaf or self.rows.is_constant
+        return torch.is_grad_enabled() and self.requires_grad and is_apart
 
     def _stand_in(self) -> torch.Tensor:
         """A tensor of the same shape, dtype and device, for functions that ask for no more."""
@@ -409,8 +411,8 @@ class Logits(torch.Tensor):
         )
         if writes or name in _OF_A_WHOLE:
             raise UsageError(
-                f"{'an assignment' if name == '__set__' else name}: logits that are computed in chunks "
-                "(activation_checkpointing.batch_slices) have no memory of their own: use "
+                f"{'an assignment' if name == '__set__' else name}: logits that are computed in "
+                "chunks (activation_checkpointing.batch_slices) have no memory of their own: use "
                 "logits = logits.whole() instead"
             )
         if name.startswith("new_") or name.endswith("_like"):

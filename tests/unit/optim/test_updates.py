@@ -2,6 +2,7 @@
 
 import threading
 from collections import defaultdict
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -152,4 +153,4 @@ def test_what_was_read_ahead_is_old_if_a_number_of_the_state_changes():
     versions.append(sub_group.version)
     sub_group.shard.handed_out += 1
     versions.append(sub_group.version)
-    assert all(a != b for a, b in zip(versions, versions[1:], strict=False))
+    assert all(a != b for a, b in pairwise(versions))
