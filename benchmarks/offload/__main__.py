@@ -58,8 +58,8 @@ from benchmarks.step.comparison import add_options, choose, heading, phases, run
 
 REFERENCE, IN_MEMORY = "zero3", "zero3-offload"
 DEFAULT = [REFERENCE, IN_MEMORY, "zero3-offload-8bit", "zero3-offload-half", "zero3-files"]
-DEFAULT += ["zero3-files-behind", "zero3-files-8bit", "fsdp2-offload", "deepspeed3-offload"]
-DEFAULT += ["deepspeed3-files"]
+DEFAULT += ["zero3-files-behind", "zero3-files-8bit", "fsdp2-offload"]
+DEFAULT += ["deepspeed3-offload", "deepspeed3-files"]
 # Bytes of Adam for a parameter. Read: gradient (16-bit or fp32), master, moments. Written: master,
 # moments, parameter.
 ADAM_BYTES, ADAM_BYTES_8_BIT = 28, 16
@@ -112,8 +112,8 @@ def add_floors(rows: dict[str, Row], limits: Row) -> None:
         adam = ADAM_BYTES_8_BIT if "8bit" in variant else ADAM_BYTES
         nbytes = host_share(variant) * adam * row["parameters"]
         bounds = {"compute": limits["compute"], "adam": nbytes / limits["triad"]}
-        bounds["files"] = max(row[way] / limits[way] for way in ("read", "written"))
-        bounds["files"] = max(bounds["files"], (row["read"] + row["written"]) / limits["both"])
+        moved = row | {"both": row["read"] + row["written"]}
+        bounds["files"] = max(moved[way] / limits[way] for way in ("read", "written", "both"))
         ways = row if "to_device" in row else rows.get(IN_MEMORY, {})
         if "to_device" in limits and variant != REFERENCE and "to_device" in ways:
             # Both directions run at the same time.

@@ -47,7 +47,7 @@ OPTIMIZER, BOTH = {"offload_optimizer": HOST}, {"offload_optimizer": HOST, "offl
 STRICT = {"stage": 3, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
 # With the default limit the whole model would stay in host memory.
 IN_FILES = {"stage": 3, "sub_group_size": 50_000_000, "offload_param": FILES | {"max_in_cpu": 0}}
-IN_STEP = FILES | {"overlap_step": False}
+WITHIN = FILES | {"overlap_step": False}
 PIPELINED = FILES | {"pipeline_read": True, "pipeline_write": True}
 BEHIND = PIPELINED | {"overlap_step": True}
 CODED = {"zero_quantized_moments": True}
@@ -75,7 +75,7 @@ VARIANTS = {
     "zero3-offload-half": Variant(
         "zero", {"stage": 3} | BOTH | {"offload_optimizer": HOST | {"ratio": 0.5}}
     ),
-    "zero3-files": Variant("zero", IN_FILES | {"offload_optimizer": IN_STEP}),
+    "zero3-files": Variant("zero", IN_FILES | {"offload_optimizer": WITHIN}),
     "zero3-files-behind": Variant("zero", IN_FILES | {"offload_optimizer": BEHIND}),
     "zero3-files-8bit": Variant("zero", IN_FILES | CODED | {"offload_optimizer": BEHIND}),
     **{f"deepspeed{stage}": Variant("deepspeed", {"stage": stage}) for stage in (1, 2, 3)},
