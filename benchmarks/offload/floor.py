@@ -83,8 +83,7 @@ def disk(folder: Path) -> dict[str, float]:
             transfer.wait()
 
     ways = {"written": [file.write], "read": [file.read], "both": [file.read, file.write]}
-    size = PIECES * PIECE
-    return {k: fastest(lambda way=way: move(*way), len(way) * size) for k, way in ways.items()}
+    return {k: fastest(lambda w=w: move(*w), len(w) * PIECES * PIECE) for k, w in ways.items()}
 
 
 def pcie() -> dict[str, float]:
