@@ -291,6 +291,7 @@ def check_options(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         case ["python", "-m", module, *rest]:
             monkeypatch.setattr(sys, "argv", [module, *rest])
             if "--help" not in rest:
+                monkeypatch.delitem(sys.modules, module, raising=False)  # of another test
                 parsed(monkeypatch, lambda: runpy.run_module(module, run_name="__main__"))
         case ["python", "train.py", *rest]:
             trainer_options(rest)

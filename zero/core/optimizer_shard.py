@@ -9,6 +9,8 @@ they live.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from zero.comm.work import Pending
@@ -218,7 +220,12 @@ class OptimizerShard:
         return found if is_whole else {}
 
     def forget_writes(self) -> None:
-        """What the last update has written is of no use any more."""
+        """What the last update writes is of no use any more. It must have ended before other values
+        are written there.
+        """
+        for each in self.writes:
+            with suppress(OSError):
+                each.wait()
         self.writes.clear()
         self.new_weights = {}
 

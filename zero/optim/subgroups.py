@@ -237,6 +237,8 @@ class SubGroupInMemory:
         If masters are in a file, new state gets a place in it.
         """
         shard, tier, writes, stored = self.sub_group.shard, self._tier, [rounded], {}
+        result = Pending(writes)
+        shard.writes.append(result)  # before they begin: if one cannot, the others go on
         if self.master is not self.sub_group.master:
             writes.append(tier.store(self.sub_group.master, self.master))
         # The whole group counts: each sub-group may be small.
@@ -254,8 +256,6 @@ class SubGroupInMemory:
                 writes.append(tier.store(place, value))
             stored[key] = place
         self.sub_group.put_state(stored)
-        result = Pending(writes)
-        shard.writes.append(result)
         return result
 
 

@@ -5,6 +5,7 @@ late update.
 import errno
 import io
 import os
+import time
 from contextlib import redirect_stderr
 from functools import partial
 from unittest import mock
@@ -193,7 +194,17 @@ def interrupted(rank: int, world_size: int, folder: str, checkpoint: str) -> Cur
             raise KeyboardInterrupt
         adam(*args, **kwargs)
 
-    with mock.patch.object(adam_cpu, "adam", interrupts), pytest.raises(KeyboardInterrupt):
+    write = os.pwritev
+
+    def slow_write(*args: object) -> int:  # goes on when the checkpoint is loaded, if it may
+        time.sleep(0.1)
+        return write(*args)
+
+    with (
+        mock.patch.object(adam_cpu, "adam", interrupts),
+        mock.patch.object(os, "pwritev", slow_write),
+        pytest.raises(KeyboardInterrupt),
+    ):
         train_zero(engine, batches("t5", 1))
     with pytest.raises(RuntimeError, match="interrupted; load a checkpoint"):
         train_zero(engine, batches("t5", 1))
