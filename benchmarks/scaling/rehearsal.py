@@ -28,7 +28,7 @@ from zero.core.micro_batches import MicroBatches
 from zero.core.param_group import State
 from zero.core.reduction import GroupGradients, ReductionOrder
 from zero.core.schedule import Residency
-from zero.tools.estimate.machine import operations
+from zero.tools.estimate.calls import operations
 from zero.tools.estimate.model import enable_checkpointing
 
 

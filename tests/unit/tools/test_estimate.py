@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ from benchmarks.estimate.seconds import ON_H100
 from zero.comm.traffic import READ, WRITTEN
 from zero.config import load_config
 from zero.tools.cli import main
+from zero.tools.estimate import machine
 from zero.tools.estimate import remedies as remedies_of_estimate
 from zero.tools.estimate import report as report_of_estimate
+from zero.tools.estimate.calls import known_calls
 from zero.tools.estimate.machine import _on_host
 from zero.tools.estimate.model import build
 from zero.tools.estimate.question import PLAIN, Question
@@ -602,10 +605,28 @@ def test_an_estimate_does_not_depend_on_those_before():
     def found(checkpointing: bool, dtype: torch.dtype = torch.float32) -> Estimate:
         return estimate(build(shape, dtype), config, Question(2, 2, 8, checkpointing))
 
+    known_calls.clear()
     first = found(False)
+    known_calls.clear()
     found(True, torch.bfloat16)
     again = found(False)
     assert (again.parts, again.traffic) == (first.parts, first.traffic)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_call_that_is_known_counts_as_one_that_is_executed(checkpointing):
+    shape = transformers.T5Config(**T5, decoder_start_token_id=0)
+    shape.architectures = ["T5ForConditionalGeneration"]
+    config = load_config({"zero_optimization": {"stage": 2}})
+
+    def found() -> Estimate:
+        question = Question(2, 4, 64, checkpointing)
+        return estimate(build(shape, torch.float32), config, question)
+
+    known = found()
+    with mock.patch.object(machine, "key_of", lambda *_: None):
+        executed = found()
+    assert (known.parts, known.traffic) == (executed.parts, executed.traffic)
 
 
 @pytest.fixture

@@ -29,8 +29,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
+from torch.utils._pytree import tree_map_only
 
 from zero import build
 from zero import device as zero_device
@@ -43,6 +42,16 @@ from zero.core.forward_writes import ForwardWrites
 from zero.offload import nvme, pinned, tiers
 from zero.optim import adam_cpu, rounding
 from zero.parallel.experts import DispatchedExperts
+from zero.tools.estimate.calls import (
+    FILLS,
+    META,
+    Call,
+    is_on_device,
+    key_of,
+    known_calls,
+    like,
+    tensors_in,
+)
 from zero.tools.estimate.traffic import CALLS, COMPUTE, FED, OPERATIONS, TOUCHED
 
 DEVICE, HOST, DISK = "device", "host", "disk"
@@ -54,34 +63,7 @@ IN_BUFFER = "in a buffer"
 # checksum of each parameter.
 COMPUTED = 1 << 16
 
-META = torch.device("meta")
-# Whether a tensor is on the imitated device. The context `imitated` replaces `Tensor.is_meta`.
-is_on_device: Callable[[torch.Tensor], bool] = vars(torch._C.TensorBase)["is_meta"].__get__
-
 _aten = torch.ops.aten
-_FILLS = (_aten.zeros.default, _aten.ones.default, _aten.full.default)
-# torch's formulas, and those that it lacks: fused attention on CPUs, where a causal mask saves
-# nothing, and experts.
-_FORMULAS = flop_registry | {
-    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_, **__: (
-        4 * q.numel() * k.shape[-2]
-    ),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, *_, **__: (
-        10 * q.numel() * k.shape[-2]
-    ),
-    _aten._grouped_mm: lambda a, b, *_, **__: 2 * a.numel() * b.shape[-1],
-}
-
-
-def operations(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
-    """Return the floating-point operations of one call. Only matrix products count."""
-    formula = _FORMULAS.get(getattr(func, "overloadpacket", func))
-    return 0 if formula is None else formula(*args, **kwargs, out_val=out)
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in the arguments or results of a call."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 class Memory(TorchDispatchMode):
@@ -182,25 +164,28 @@ class Memory(TorchDispatchMode):
         self.done[COMPUTE, CALLS] += 1
         if func.is_view:
             out = func(*args, **kwargs)
-            for leaf in _tensors_in(out):
+            for leaf in tensors_in(out):
                 self.note(leaf)
             return out
         is_pinned = kwargs.pop("pin_memory", False)
-        out = self._call(func, args, kwargs)
-        inputs, made = _tensors_in((args, kwargs)), _tensors_in(out)
-        done = operations(func, args, kwargs, out)
-        self.done[COMPUTE, OPERATIONS] += done
-        if func.namespace in ("aten", "bitsandbytes") and (inputs or func in _FILLS):
-            touched = sum(each.nbytes for each in inputs + made if is_on_device(each))
-            self.done[COMPUTE, FED if done else TOUCHED] += touched
+        key = key_of(func, args, kwargs)
+        if (call := known_calls.get(key)) is not None:
+            out = like(call.outputs)
+        else:
+            out = self._call(func, args, kwargs)
+            call = Call.of(func, args, kwargs, out)
+            if key is not None and call.outputs is not None:
+                known_calls[key] = call
+        self.done[COMPUTE, OPERATIONS] += call.operations
+        self.done[COMPUTE, FED if call.operations else TOUCHED] += call.touched
         before, self.part = self.part, "activations" if is_pinned else self.part
-        for leaf in made:
+        for leaf in tensors_in(out):
             self.note(leaf)
         self.part = before
         return out
 
     def _call(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        tensors = _tensors_in((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         if func is _aten._local_scalar_dense.default and is_on_device(args[0]):
             return 0.0 if args[0].is_floating_point() else 0
         if func is _aten._to_copy.default and args[0].numel() <= COMPUTED:
@@ -209,7 +194,7 @@ class Memory(TorchDispatchMode):
             # torch's formula for shapes only accepts bf16
             narrow = (each.bfloat16() for each in args[:2])
             return func(*narrow, *args[2:], **kwargs).to(args[0].dtype)
-        if func in _FILLS and torch.device(kwargs.get("device") or "cpu").type == "cpu":
+        if func in FILLS and torch.device(kwargs.get("device") or "cpu").type == "cpu":
             shape = func(*args, **kwargs | {"device": META})
             return func(*args, **kwargs) if shape.numel() <= COMPUTED else _on_host(shape)
         on_device = any(map(is_on_device, tensors))
@@ -231,7 +216,7 @@ class Memory(TorchDispatchMode):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     return value
             return kwargs["out"]
-        given = _tensors_in((args, kwargs))
+        given = tensors_in((args, kwargs))
         target = target or next((each.device for each in given if each.dim()), given[0].device)
         args, kwargs = tree_map_only(torch.Tensor, _shape_on_device, (args, kwargs))
         if kwargs.get("device") is not None:

@@ -20,7 +20,8 @@ from zero.config import Config
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
 from zero.tools.estimate.adapters import add_adapter, quantization_of, quantize
-from zero.tools.estimate.machine import META, Memory
+from zero.tools.estimate.calls import META
+from zero.tools.estimate.machine import Memory
 from zero.tools.estimate.question import Question, in_a_line, model_folder
 
 MOST_LAYERS = 10_000
