@@ -236,7 +236,10 @@ def tell_time_of_files(
     if not any(each is not None and each.device == "nvme" for each in offloads):
         return
     moments = 2 if zero.zero_quantized_moments else 8
-    uses = 2 * (settings.gradient_accumulation_steps or 1)  # in forward and backward
+    # Read in each forward but the first, which has them from the update, and in backward, unless
+    # they have stayed.
+    stays = sum(group.layout.numel for group in groups) <= zero.stage3_max_live_parameters
+    uses = (1 if stays else 2) * (settings.gradient_accumulation_steps or 1) - 1
     nbytes, file = 0, None
     for group in groups:
         shard = optimizer.shards.get(group)

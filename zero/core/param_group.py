@@ -22,7 +22,7 @@ storage. They are valid again whenever backward unshards the group."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -567,7 +567,9 @@ class ParamGroup(NamedGroup):
         """
         assert self.state is not State.SHARDED and not self.persistent, self.describe()
         if self.state is State.GATHERING:
-            with suppress(OSError):  # nobody needs the values
+            # Nobody needs the values, unless other ranks wait for this one's part of them.
+            is_alone = self.comm.world_size == 1
+            with suppress(OSError) if is_alone else nullcontext():
                 self.wait_for_all_gather()
         if self.state is State.UNSHARDED:
             self._hide_values()
