@@ -236,12 +236,14 @@ def tell_time_of_files(
     if not any(each is not None and each.device == "nvme" for each in offloads):
         return
     moments = 2 if zero.zero_quantized_moments else 8
-    # Read in each forward but the first, which has them from the update, and in backward, unless
-    # they have stayed.
-    stays = sum(group.layout.numel for group in groups) <= zero.stage3_max_live_parameters
-    uses = (1 if stays else 2) * (settings.gradient_accumulation_steps or 1) - 1
-    nbytes, file = 0, None
-    for group in groups:
+    steps = settings.gradient_accumulation_steps or 1
+    nbytes, file, later = 0, None, 0
+    for group in reversed(groups):
+        # Read in each forward but the first, which has it from the update, and in backward, unless
+        # it has stayed, as the groups that are used last in forward do.
+        live, between = later + group.layout.numel, 2 * later
+        stays = live <= zero.stage3_max_live_parameters and between <= zero.stage3_max_reuse_distance
+        uses, later = (1 if stays else 2) * steps - 1, live
         shard = optimizer.shards.get(group)
         if group.tier.holds_in_file(group.shard):
             is_written = shard is not None and not shard.shares_weights

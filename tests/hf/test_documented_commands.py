@@ -291,7 +291,8 @@ def check_options(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         case ["python", "-m", module, *rest]:
             monkeypatch.setattr(sys, "argv", [module, *rest])
             if "--help" not in rest:
-                monkeypatch.delitem(sys.modules, module, raising=False)  # of another test
+                for imported in (module, f"{module}.__main__"):  # by another test
+                    monkeypatch.delitem(sys.modules, imported, raising=False)
                 parsed(monkeypatch, lambda: runpy.run_module(module, run_name="__main__"))
         case ["python", "train.py", *rest]:
             trainer_options(rest)
