@@ -242,7 +242,9 @@ def tell_time_of_files(
         # Read in each forward but the first, which has it from the update, and in backward, unless
         # it has stayed, as the groups that are used last in forward do.
         live, between = later + group.layout.numel, 2 * later
-        stays = live <= zero.stage3_max_live_parameters and between <= zero.stage3_max_reuse_distance
+        stays = (
+            live <= zero.stage3_max_live_parameters and between <= zero.stage3_max_reuse_distance
+        )
         uses, later = (1 if stays else 2) * steps - 1, live
         shard = optimizer.shards.get(group)
         if group.tier.holds_in_file(group.shard):
