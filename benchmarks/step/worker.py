@@ -11,7 +11,7 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from itertools import islice, repeat
+from itertools import islice, pairwise, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -280,11 +280,10 @@ def graphs() -> int:
 
 def moved(engine: Any) -> dict[str, int]:
     """Return bytes read and written on disks by this process so far, and elements that this engine
-    has gathered and reduced.
+    has gathered and reduced. Updates and reads ahead that are under way are left alone.
     """
     found = {}
     if engine is not None:
-        engine.optimizer.wait()  # for updates of the last step that still run
         kinds = {"gathered": "all_gather", "reduced": "reduce_scatter"}
         found = {name: engine.comm.elements.get(kind, 0) for name, kind in kinds.items()}
     storage = of_this_process("io")
@@ -323,20 +322,26 @@ def train(variant: str, model: str, checkpointing: bool, **task: Any) -> dict[st
     losses += [train_step(batch).item() for batch in islice(batches, task["warmup"] - 1)]
     compiled = graphs() if VARIANTS[variant].compiled else 0
     forget_peaks()
-    before = moved(engine)
+    counts = [moved(engine)]
+
+    def counted_step(batch: Batch) -> torch.Tensor:
+        loss = train_step(batch)
+        counts.append(moved(engine))
+        return loss
+
     if engine is not None:
         engine.comm.clock.reset()
     if on_gpu:
         torch.accelerator.synchronize()
         start, cpu = time.perf_counter(), time.process_time()
-        found = [train_step(batch).detach() for batch in islice(batches, steps)]
+        found = [counted_step(batch).detach() for batch in islice(batches, steps)]
         issued = time.perf_counter() - start
         torch.accelerator.synchronize()
         costs = {"seconds": time.perf_counter() - start, "cpu": time.process_time() - cpu}
         costs = {name: value / steps for name, value in (costs | {"issued": issued}).items()}
         losses += [loss.item() for loss in found]
     else:
-        each = [timed(lambda b=b: train_step(b).item()) for b in islice(batches, steps)]
+        each = [timed(lambda b=b: counted_step(b).item()) for b in islice(batches, steps)]
         costs = medians([cost for cost, _ in each])
         losses += [loss for _, loss in each]
     memory = of_this_process()
@@ -352,7 +357,8 @@ def train(variant: str, model: str, checkpointing: bool, **task: Any) -> dict[st
         "device": torch.accelerator.max_memory_allocated() if on_gpu else 0,
         "reserved": torch.accelerator.max_memory_reserved() if on_gpu else 0,
     }
-    result |= {name: (now - before[name]) / steps for name, now in moved(engine).items()}
+    steps_moved = [{name: now[name] - old[name] for name in now} for old, now in pairwise(counts)]
+    result |= medians(steps_moved)
     if engine is None:
         return result
     clock, result["slices"] = engine.comm.clock, engine.slices.number

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from zero.comm.clock import label
-from zero.comm.communicator import Communicator
+from zero.comm.communicator import Communicator, on_huge_pages
 from zero.comm.fingerprint import NamedGroup
 from zero.comm.work import Pending
 from zero.core.layout import GroupLayout, GroupPlan
@@ -487,6 +487,7 @@ class ParamGroup(NamedGroup):
         storage, nbytes = self.full.untyped_storage(), self.layout.padded * self.full.element_size()
         if storage.nbytes() != nbytes:
             storage.resize_(nbytes)
+            on_huge_pages(self.full)
         with torch.no_grad(), label(f"all-gather of {self.name}"):
             self._gather = self._start_all_gather()
         self.residency.add(self.layout.numel)

@@ -33,7 +33,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 import torch
 
 from zero.comm.clock import label
-from zero.comm.communicator import Communicator
+from zero.comm.communicator import Communicator, on_huge_pages
 from zero.comm.work import Pending
 from zero.core.layout import LEAF_FLAG
 from zero.core.micro_batches import MicroBatches
@@ -369,7 +369,8 @@ class GradientReducer:
             # new memory would cost more than the copy.
             group.wait_until_computed()
             return last
-        return torch.empty(group.layout.padded, dtype=dtype, device=self.comm.device)
+        flat = torch.empty(group.layout.padded, dtype=dtype, device=self.comm.device)
+        return on_huge_pages(flat)
 
     @staticmethod
     def _place(group: ParamGroup, flat: torch.Tensor, index: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ import weakref
 import torch
 
 from zero import device
+from zero.comm.communicator import on_huge_pages
 
 logger = logging.getLogger("zero")
 
@@ -77,8 +78,8 @@ def new_block(size: int, pin: bool) -> memoryview:
         return pinned.data[-pinned.ctypes.data % PAGE :][:size]
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block = memoryview(memory)
+    address = on_huge_pages(torch.frombuffer(block, dtype=torch.uint8)).data_ptr()
     if pin and _pins and device.can_register():
-        address = torch.frombuffer(block, dtype=torch.uint8).data_ptr()
         code = device.pin(address, size)
         if code == 0:
             # A forked process, such as a worker of a DataLoader, would share the pages. The next
