@@ -54,7 +54,7 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
     # Half of the next one's blocks, and 32,000 words: 3.75 billion parameters.
     "llama-4b": lambda: llama(4096, 14336, 16, 32, 32000, num_key_value_heads=8),
     # The blocks of the 8B with fewer words: 7.24 billion parameters.
-    "llama-7b": lambda: llama(4096, 14336, 32, 32, 32000, num_key_value_heads=8),
+    "llama-8b-32k": lambda: llama(4096, 14336, 32, 32, 32000, num_key_value_heads=8),
     "llama-8b": lambda: llama(4096, 14336, 32, 32, 128256, num_key_value_heads=8),
     "llama-70b": lambda: llama(8192, 28672, 80, 64, 128256, num_key_value_heads=8),
 }

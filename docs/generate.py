@@ -1,9 +1,10 @@
 """Generates documentation from the code: `python -m docs.generate`. A unit test fails if it must be
 run again.
 
-It writes the tables of keys in `configuration.md`; the list of the layers in `architecture.md`;
-what the Trainer can do in `trainer-features.md`; the README's list of pages, which follows the
-`nav` of `mkdocs.yml`; `index.md`, the start page of the site, from the README; and the picture
+It writes the tables of keys in `configuration.md`; what `zero estimate` predicts in `recipes.md`
+and `offload.md`, which takes two minutes; the list of the layers in `architecture.md`; what the
+Trainer can do in `trainer-features.md`; the README's list of pages, which follows the `nav` of
+`mkdocs.yml`; `index.md`, the start page of the site, from the README; and the picture
 `slices.svg`."""
 
 import json
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from docs import slices
+from docs import recipes, slices
 from tests.hf import features
 from zero.config.idle import OLD_NAMES, REMOVED_KEYS
 from zero.config.keys import Section
@@ -209,6 +210,11 @@ def configuration(page: str) -> str:
     return _TABLE.sub(lambda table: f"{table[1]}\n{next(tables)}\n", page)
 
 
+def predictions(page: str, tables: dict[str, str]) -> str:
+    """Return the page with the current predictions: `tables` of `docs.recipes`."""
+    return _TABLE.sub(lambda table: f"{table[1]}\n{tables[table[2]]}\n", page)
+
+
 def layers() -> list[list[str]]:
     """Return the layers of import-linter's contract, the one that imports all others first.
 
@@ -314,6 +320,10 @@ def main() -> None:
     }
     for path, change in pages.items():
         path.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
+    tables = recipes.tables()
+    for name in ("recipes.md", "offload.md"):
+        page = (FOLDER / name).read_text(encoding="utf-8")
+        (FOLDER / name).write_text(predictions(page, tables), encoding="utf-8")
     start = start_page(_README.read_text(encoding="utf-8"))
     (FOLDER / "index.md").write_text(start, encoding="utf-8")
     (FOLDER / "slices.svg").write_text(slices.svg(), encoding="utf-8")

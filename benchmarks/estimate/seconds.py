@@ -76,7 +76,7 @@ ON_H100 = (
     Run("T5-3B, all in host memory", BOTH, 8, 512, False, 1.036, 41.0, 47.2),
     Run("T5-3B, the same, 8-bit moments", BOTH | CODED, 8, 512, False, 1.303, 41.0, 30.2),
     Run("Llama 8B, in host memory, 8-bit moments", BOTH | CODED, 4, 2048, True, 3.10, 16.1, 82.0),
-    Run("Llama 7B, the same, in 8 slices", BOTH | CODED, 32, 2048, False, 9.48, 45.7, 74.3, 8),
+    Run("Llama 8B 32k, the same, in 8 slices", BOTH | CODED, 32, 2048, False, 9.48, 45.7, 74.3, 8),
 )
 
 

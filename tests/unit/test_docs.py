@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import generate, slices
+from docs import generate, recipes, slices
 from zero.config import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +21,13 @@ def test_the_page_of_all_keys_is_current_and_has_every_key():
     assert page == generate.configuration(page), REMEDY
     with pytest.raises(ValueError, match="no table for: data_types: grad_accum_dtype"):
         generate.configuration(page.replace("generate.py: data_types -->", "-->"))
+
+
+def test_the_predictions_are_current():
+    tables = recipes.tables()
+    for name in ("docs/recipes.md", "docs/offload.md"):
+        page = read(name)
+        assert page == generate.predictions(page, tables), REMEDY
 
 
 def test_the_picture_of_slices_is_current():

@@ -26,6 +26,8 @@ from zero.tools.estimate.speeds import Speeds
 
 # The cause of traffic that belongs to the optimizer's update.
 UPDATES = "masters and optimizer state"
+# The cause of copies of activations, and the part of a step that these copies are.
+ACTIVATIONS, BESIDE = "activations", "copies of activations"
 # What is computed is counted like what is moved, as if this were a link. The "causes" are:
 # OPERATIONS, floating-point operations of matrix products (FORWARD: of these, those of the first
 # forward); FED, bytes that these products read and write; TOUCHED, bytes that all other operations
@@ -98,7 +100,9 @@ class Traffic:
         for link, rate in rates.items():
             for cause, nbytes in self.links[link].items():
                 in_update = link in (READ, WRITTEN) and cause == UPDATES
-                moved["files of the update" if in_update else link] += nbytes / rate / 1e9
+                beside = link in (IN, OUT) and cause == ACTIVATIONS
+                name = "files of the update" if in_update else BESIDE if beside else link
+                moved[name] += nbytes / rate / 1e9
         compute = speeds.compute if itemsize < 4 else speeds.compute_fp32
         memory = speeds.memory_8_bit if self.has_8_bit_moments else speeds.memory
         products = self.operations / compute / 1e12
@@ -119,17 +123,19 @@ class Traffic:
 
     def _hidden(self, parts: dict[str, float], speeds: Speeds) -> float:
         """Return the seconds that overlap with something else. Without an accelerator, forward and
-        update share the cores. Files that are read ahead, behind backward, and written during the
-        next forward wait for nothing but the disk.
+        update share the cores. Activations are copied beside computation. Files that are read
+        ahead, behind backward, and written during the next forward wait for nothing but the disk.
         """
         update, of_update = parts["update on the host"], parts.get("files of the update", 0.0)
         names = "matrix products", "other operations", "starting operations"
         compute = sum(parts[name] for name in names)
         forward = compute * self.computed[FORWARD] / max(1, self.operations)
         rest = update if speeds.has_accelerator else 0.0
+        beside = min(parts.get(BESIDE, 0.0), compute)
         if not self.is_pipelined:
-            return min(forward, self.late * (rest + of_update))
+            return beside + min(forward, self.late * (rest + of_update))
         hidden = min(forward, self.late * rest)
         files = of_update + parts.get(READ, 0.0) + parts.get(WRITTEN, 0.0)
-        others = sum(parts.values()) - files - hidden
-        return hidden + max(min(update - hidden, of_update), self.late * min(files, others))
+        others = sum(parts.values()) - files - hidden - beside
+        least = self.late * min(files, others)
+        return beside + hidden + max(min(update - hidden, of_update), least)
