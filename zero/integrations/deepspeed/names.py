@@ -65,10 +65,11 @@ deepspeed.monitor.monitor .monitoring MonitorMaster
 deepspeed.ops .kernels __compatible_ops__=COMPATIBLE
 deepspeed.ops.adagrad .optimizers DeepSpeedCPUAdagrad
 deepspeed.ops.adam .optimizers DeepSpeedCPUAdam FusedAdam
+deepspeed.ops.aio .kernels AsyncIOBuilder
 deepspeed.ops.lamb zero.optim.lamb FusedLamb=Lamb
 deepspeed.ops.lion .optimizers DeepSpeedCPULion FusedLion
-deepspeed.ops.op_builder .kernels OpBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder
-    FusedAdamBuilder FusedLambBuilder FusedLionBuilder
+deepspeed.ops.op_builder .kernels OpBuilder AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder
+    CPULionBuilder FusedAdamBuilder FusedLambBuilder FusedLionBuilder
 deepspeed.profiling.flops_profiler .profiling FlopsProfiler get_model_profile
 deepspeed.profiling.flops_profiler.profiler .profiling FlopsProfiler get_model_profile
 deepspeed.runtime.activation_checkpointing.checkpointing .utilities checkpoint configure
