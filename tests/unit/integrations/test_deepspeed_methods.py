@@ -92,7 +92,7 @@ def the_batch_changes_between_steps(rank: int, world_size: int) -> None:
 
 def engines_share_a_loss(rank: int, world_size: int) -> None:
     engines = [make(gradient_accumulation_steps=1)[0] for _ in range(2)]
-    sum(engine(torch.ones(2, 4)).sum() for engine in engines).backward()
+    torch.stack([engine(torch.ones(2, 4)).sum() for engine in engines]).sum().backward()
     for engine in engines:
         engine._backward_epilogue()
         engine.step()
