@@ -49,6 +49,7 @@ def settings_are_methods(rank: int, world_size: int) -> None:
     assert (engine.optimizer_name(), engine.scheduler_name()) == ("adamw", "WarmupLR")
     assert engine.communication_data_type == torch.float32 and not engine.dynamic_loss_scale()
     assert not engine.wall_clock_breakdown() and engine.get_mom() == [(0.8, 0.9)]
+    assert engine.log_level() is None
     with pytest.raises(AttributeError, match="nor the model.*'no_such_setting'"):
         engine.no_such_setting()
 
@@ -87,6 +88,15 @@ def the_batch_changes_between_steps(rank: int, world_size: int) -> None:
     assert engine.get_batch_info() == (12, 4, 3)
     with pytest.raises(UsageError, match="5 is not a multiple of 4"):
         engine.set_train_batch_size(5)
+
+
+def engines_share_a_loss(rank: int, world_size: int) -> None:
+    engines = [make(gradient_accumulation_steps=1)[0] for _ in range(2)]
+    torch.stack([engine(torch.ones(2, 4)).sum() for engine in engines]).sum().backward()
+    for engine in engines:
+        engine._backward_epilogue()
+        engine.step()
+    assert [engine.global_steps for engine in engines] == [1, 1]
 
 
 def weights_are_loaded_into_an_engine(rank: int, world_size: int, stage: int) -> None:
@@ -135,6 +145,7 @@ def what_scripts_read_of_the_optimizer(rank: int, world_size: int) -> None:
         methods_work_or_say_what_to_use,
         gradients_by_parameter,
         the_batch_changes_between_steps,
+        engines_share_a_loss,
         *(partial(weights_are_loaded_into_an_engine, stage=stage) for stage in (0, 2, 3)),
         what_scripts_read_of_the_optimizer,
     ],

@@ -57,6 +57,7 @@ _SETTINGS |= {
     "fp16_enabled": "fp16.enabled",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
+    "log_level": "log_level",
     "steps_per_print": "steps_per_print",
     "train_batch_size": "train_batch_size",
     "train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
@@ -204,6 +205,9 @@ class DeepSpeedEngine(ZeroEngine):
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Does nothing: backward has summed the gradients over the ranks."""
+
+    # Scripts for DeepSpeed before 0.18.3 call it after a `loss.backward()` of several engines.
+    _backward_epilogue = allreduce_gradients
 
     def module_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """`engine.module.state_dict()`. Raises ValueError at stage 3."""

@@ -1,6 +1,7 @@
 """DeepSpeed's builders of kernels, for scripts that ask for a kernel or compile it before a run.
 
-zero has one kernel, Adam's on host memory. The other optimizers are torch's operations."""
+zero has one kernel, Adam's on host memory. The other optimizers are torch's operations, and files
+are read and written without one."""
 
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ class CPUAdamBuilder(OpBuilder):
 
 
 _OTHERS = {
+    "AsyncIOBuilder": "async_io",
     "CPUAdagradBuilder": "cpu_adagrad",
     "CPULionBuilder": "cpu_lion",
     "FusedAdamBuilder": "fused_adam",

@@ -21,6 +21,8 @@ TORCH_INFO = dict.fromkeys(("version", "cuda_version", "nccl_version", "hip_vers
 }
 # The types of optimizers as DeepSpeed spells them.
 ADAGRAD, ADAM, ADAMW, LAMB, LION, MUON = "adagrad", "adam", "adamw", "lamb", "lion", "muon"
+# DeepSpeed keeps smaller tensors out of files.
+MIN_SWAPPABLE_BYTES = 1024**2
 
 # A line without indentation has DeepSpeed's module, the module here, and the names. `new=old`: the
 # name is `new` in DeepSpeed's module and `old` in the module here. A module that begins with a dot
@@ -42,14 +44,15 @@ deepspeed .optimizer DeepSpeedOptimizer
 deepspeed .utilities add_config_arguments log_dist logger
 deepspeed .accelerator get_accelerator
 deepspeed .monitoring DeepSpeedConfig
-deepspeed.accelerator .accelerator get_accelerator
+deepspeed.accelerator .accelerator get_accelerator is_current_accelerator_supported
 deepspeed.checkpoint.utils .checkpoints clone_tensors_for_torch_save
-deepspeed.checkpointing .utilities checkpoint configure
+deepspeed.checkpointing .utilities checkpoint configure non_reentrant_checkpoint=checkpoint
 deepspeed.comm .distributed init_distributed is_initialized get_local_rank
 deepspeed.comm zero.monitor log_summary
 deepspeed.comm zero.comm.world get_rank get_world_size get_world_group
 deepspeed.comm torch.distributed * allgather_fn=all_gather_into_tensor
-    get_all_ranks_from_group=get_process_group_ranks reduce_scatter_fn=reduce_scatter_tensor
+    get_all_ranks_from_group=get_process_group_ranks inference_all_reduce=all_reduce
+    reduce_scatter_fn=reduce_scatter_tensor
 deepspeed.elasticity ! compute_elastic_config
 deepspeed.env_report zero.tools.cli cli_main=ds_report main=ds_report
 deepspeed.git_version_info .names version=REPORTED_VERSION torch_info=TORCH_INFO
@@ -62,13 +65,17 @@ deepspeed.monitor.monitor .monitoring MonitorMaster
 deepspeed.ops .kernels __compatible_ops__=COMPATIBLE
 deepspeed.ops.adagrad .optimizers DeepSpeedCPUAdagrad
 deepspeed.ops.adam .optimizers DeepSpeedCPUAdam FusedAdam
+deepspeed.ops.aio .kernels AsyncIOBuilder
 deepspeed.ops.lamb zero.optim.lamb FusedLamb=Lamb
 deepspeed.ops.lion .optimizers DeepSpeedCPULion FusedLion
-deepspeed.ops.op_builder .kernels OpBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder
-    FusedAdamBuilder FusedLambBuilder FusedLionBuilder
+deepspeed.ops.op_builder .kernels OpBuilder AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder
+    CPULionBuilder FusedAdamBuilder FusedLambBuilder FusedLionBuilder
 deepspeed.profiling.flops_profiler .profiling FlopsProfiler get_model_profile
 deepspeed.profiling.flops_profiler.profiler .profiling FlopsProfiler get_model_profile
+deepspeed.runtime.activation_checkpointing.checkpointing .utilities checkpoint configure
+    non_reentrant_checkpoint=checkpoint
 deepspeed.runtime.base_optimizer .optimizer DeepSpeedOptimizer
+deepspeed.runtime.bf16_optimizer .optimizer BF16_Optimizer=DeepSpeedOptimizer
 deepspeed.runtime.checkpoint_engine ! TorchCheckpointEngine
 deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine ! TorchCheckpointEngine
 deepspeed.runtime.config .monitoring DeepSpeedConfig
@@ -77,12 +84,17 @@ deepspeed.runtime.config .names ADAGRAD_OPTIMIZER=ADAGRAD ADAM_OPTIMIZER=ADAM AD
 deepspeed.runtime.config zero.errors DeepSpeedConfigError=UsageError
 deepspeed.runtime.dataloader .utilities RepeatingLoader
 deepspeed.runtime.engine .engine DeepSpeedEngine
+deepspeed.runtime.fp16.fused_optimizer .optimizer FP16_Optimizer=DeepSpeedOptimizer
 deepspeed.runtime.fp16.loss_scaler ! DynamicLossScaler LossScaler
+deepspeed.runtime.fp16.unfused_optimizer .optimizer FP16_UnfusedOptimizer=DeepSpeedOptimizer
 deepspeed.runtime.lr_schedules .lr_schedules *
+deepspeed.runtime.precision_config zero.config DeepSpeedBF16Config=BF16Config
+    DeepSpeedFP16Config=FP16Config
 deepspeed.runtime.sequence_parallel.ulysses_sp .sequence TiledMLP UlyssesSPAttentionHF
 deepspeed.runtime.sequence_parallel.ulysses_sp .sequence_loader UlyssesSPDataLoaderAdapter
 deepspeed.runtime.sequence_parallel.ulysses_sp ! SequenceTiledCompute TiledFusedLogitsLoss
     sequence_tiled_compute
+deepspeed.runtime.swap_tensor .names MIN_SWAPPABLE_BYTES
 deepspeed.runtime.utils .utilities move_to_device see_memory_usage set_random_seed
 deepspeed.runtime.utils .gradients clip_grad_norm_
 deepspeed.runtime.utils ! CheckOverflow
@@ -93,6 +105,8 @@ deepspeed.runtime.zero .weight_sync GatheredParameters
 deepspeed.runtime.zero.config zero.config DeepSpeedZeroConfig=ZeroConfig
     DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerConfig
     DeepSpeedZeroOffloadParamConfig=OffloadParamConfig
+deepspeed.runtime.zero.linear torch.nn LinearModuleForZeroStage3=Linear
+deepspeed.runtime.zero.linear torch.nn.functional zero3_linear_wrap=linear
 deepspeed.runtime.zero.mics zero MiCS_Init=Init
 deepspeed.runtime.zero.offload_config .utilities OffloadDeviceEnum OffloadStateTypeEnum
 deepspeed.runtime.zero.offload_config zero.config
