@@ -4,14 +4,14 @@
 `Pending`, whose `wait()` makes the result usable. The others block, and say so. There are two ways,
 each of which is a class here:
 
+Communicator        on CPUs, all-gathers and reductions are made of gloo's point-to-point messages:
+                    torch's reduce-scatter takes 1.7 to 3 times as long, its all-gather 1.2 to 3.5
+                    times (benchmarks/collectives/__main__.py). Received slices are summed here, in
+                    rank order and in fp32, which is deterministic and more precise.
 NativeCommunicator  an accelerator's collectives are torch's own: one call for each operation, on
                     streams beside the computation.
-GlooCommunicator    on CPUs, all-gathers and reductions are made of point-to-point messages: torch's
-                    reduce-scatter takes 1.7 to 3 times as long, its all-gather 1.2 to 3.5 times
-                    (benchmarks/collectives/__main__.py). Received slices are summed here, in rank
-                    order and in fp32, which is deterministic and more precise.
 
-Broadcasts, all-reduces and the exchange of whole tensors are torch's in both.
+Broadcasts, scatters, all-reduces and the exchange of whole tensors are torch's in both.
 
 Sums have one order: within each shard group by rank, then by group. So replicas have the same bits.
 Of a parameter group, `zero/comm/` reads `serial`, `name` and `trainable` only; `serial` is unique,
@@ -23,7 +23,6 @@ import copy
 import itertools
 import logging
 import weakref
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -62,8 +61,8 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatte
 SUMMED_MESSAGE = 4 << 20
 
 
-class Communicator(ABC):
-    """Collectives of one job on one kind of device.
+class Communicator:
+    """Collectives of one job on one kind of device; this class is for CPUs.
 
     Attributes:
         rank, world_size: of the world.
@@ -78,7 +77,7 @@ class Communicator(ABC):
         clock: the time of all engines that use these ranks.
     """
 
-    is_native: ClassVar[bool]
+    is_native: ClassVar[bool] = False
 
     def __init__(self, device: torch.device):
         use(device)
@@ -264,11 +263,6 @@ class Communicator(ABC):
         self._count("all_gather", full.numel(), full, group)
         return self._start_all_gather(full, shard, group).observed_by(used)
 
-    @abstractmethod
-    def _start_all_gather(
-        self, full: Tensor, shard: Tensor, group: NamedGroup | None
-    ) -> Pending: ...
-
     def reduce_scatter(
         self,
         out: Tensor,
@@ -288,11 +282,6 @@ class Communicator(ABC):
         used = begin("reduce_scatter", full, group, self.shard_group.size)
         work = self._start_reduce_scatter(out, full, accumulate, max_numel, group)
         return work.observed_by(used)
-
-    @abstractmethod
-    def _start_reduce_scatter(
-        self, out: Tensor, full: Tensor, accumulate: bool, max_numel: int, group: NamedGroup | None
-    ) -> Pending: ...
 
     def reduce(
         self,
@@ -329,11 +318,6 @@ class Communicator(ABC):
         self._count("all_to_all", sent.numel(), sent, group, ranks)
         return self._start_all_to_all(received, sent, group, across).observed_by(used)
 
-    @abstractmethod
-    def _start_all_to_all(
-        self, received: Tensor, sent: Tensor, group: NamedGroup | None, across: bool
-    ) -> Pending: ...
-
     def scatter(self, shard: Tensor, full: Tensor | None, src: int) -> None:
         """Give every rank of the world its slice of `full` of its rank `src`; others may pass None.
 
@@ -348,10 +332,107 @@ class Communicator(ABC):
             slices = [full.narrow(0, rank % size * n, n) for rank in range(self.world_size)]
             shard.copy_(slices[src])
         if self.world_size > 1:
-            self._scatter(shard, slices, src)
+            own, ways = torch.empty_like(shard), {"group": self._group, "group_src": src}
+            what = "the distribution of initial values"
+            self._blocking(what, lambda: dist.scatter(own, slices, **ways))
+            shard.copy_(own)
 
-    @abstractmethod
-    def _scatter(self, shard: Tensor, slices: list[Tensor] | None, src: int) -> None: ...
+    # -- gloo's messages. Each has a tag with the number of its parameter group. So ranks that use
+    # different groups wait for each other, and the watchdog finds them.
+
+    def _tag(self, kind: str, group: NamedGroup | None) -> int:
+        """The tag of the next message of `kind` about `group`: 22 bits group, 1 bit kind, 8 bits
+        counter.
+        """
+        key = 0 if group is None else group.serial
+        self._sent[kind, key] += 1
+        return (key % (1 << 22)) << 9 | (kind == "reduce") << 8 | self._sent[kind, key] % (1 << 8)
+
+    def _exchange(
+        self,
+        name: str,
+        ranks: Group,
+        tag: int,
+        sent: Sequence[Tensor],
+        received: Sequence[Tensor],
+    ) -> list[Work]:
+        """Start messages: `sent[i]` goes to place i of `ranks`, and what comes from there fills
+        `received[i]`.
+
+        `name`: of the operation, for whoever follows the messages.
+        """
+        # gloo tells a peer that a message is awaited by the same socket: behind a sent message that
+        # comes too late.
+        works: list[Work] = [
+            dist.irecv(received[at], ranks.ranks[at], group=self._group, tag=tag)
+            for at in ranks.others
+        ]
+        send(ranks, [part.nbytes for part in sent])
+        return works + [
+            dist.isend(sent[at], ranks.ranks[at], group=self._group, tag=tag) for at in ranks.others
+        ]
+
+    def _start_all_gather(self, full: Tensor, shard: Tensor, group: NamedGroup | None) -> Pending:
+        ranks = self.shard_group
+        own = full.narrow(0, ranks.rank * shard.numel(), shard.numel())
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard, non_blocking=True)
+        if ranks.size == 1:
+            return Pending()
+        slices = full.view(ranks.size, -1).unbind()
+        tag = self._tag("gather", group)
+        works = self._exchange("all_gather", ranks, tag, [own] * ranks.size, slices)
+        return Pending(works, None, (full, own), self.watchdog, group)
+
+    def _start_reduce_scatter(
+        self, out: Tensor, full: Tensor, accumulate: bool, max_numel: int, group: NamedGroup | None
+    ) -> Pending:
+        n = out.numel()
+        step = max(1, max_numel // self.shard_group.size)
+        step = min(step, SUMMED_MESSAGE // full.element_size())
+        parts = [
+            self._reduce_columns(out[first : first + step], full, first, accumulate, group)
+            for first in range(0, n, step)
+        ]
+        return parts[0] if len(parts) == 1 else Pending(parts)
+
+    def _reduce_columns(
+        self, out: Tensor, full: Tensor, first: int, accumulate: bool, group: NamedGroup | None
+    ) -> Pending:
+        """Reduce columns of `full`, seen as a (shard group, n) matrix, into `out`: as many as it
+        has elements, from `first` on.
+        """
+        ranks, replicas, width = self.shard_group, self.replicate_group, out.numel()
+        rows = list(full.view(ranks.size, -1)[:, first : first + width].unbind())
+        terms = [
+            row if place == ranks.rank else torch.empty_like(row) for place, row in enumerate(rows)
+        ]
+        self._count("reduce_scatter", width * ranks.size, full, group)
+        tag = self._tag("reduce", group)
+        works = self._exchange("reduce_scatter", ranks, tag, rows, terms)
+
+        def finish() -> None:
+            if replicas.size == 1:
+                _add_up(out, terms, accumulate)
+                return
+            sums = torch.empty(replicas.size, width, dtype=torch.float32, device=out.device)
+            own = _add_up(sums[replicas.rank], terms, False)
+            self._count("reduce_replicas", width, own, group)
+            works = self._exchange(
+                "reduce_replicas", replicas, tag, [own] * replicas.size, sums.unbind()
+            )
+            Pending(works, None, (), self.watchdog, group).wait()
+            _add_up(out, sums.unbind(), accumulate)
+
+        return Pending(works, finish, (full,), self.watchdog, group)
+
+    def _start_all_to_all(
+        self, received: Tensor, sent: Tensor, group: NamedGroup | None, across: bool
+    ) -> Pending:
+        ranks = self.replicate_group if across else self.shard_group
+        tag = self._tag("reduce", group)
+        works = self._exchange("all_to_all", ranks, tag, sent.unbind(), received.unbind())
+        return Pending(works, None, (received, sent), self.watchdog, group)
 
     # -- torch's own collectives, on every device
 
@@ -527,127 +608,6 @@ class NativeCommunicator(Communicator):
         work: Work = dist.all_to_all_single(received, sent, group=ranks, async_op=True)
         return Pending([work], None, (received, sent), self.watchdog, group)
 
-    def _scatter(self, shard: Tensor, slices: list[Tensor] | None, src: int) -> None:
-        buffer = torch.empty(shard.numel(), dtype=shard.dtype, device=self.device)
-        dist.scatter(buffer, slices, group=self._group, group_src=src)
-        shard.copy_(buffer)
-
-
-class GlooCommunicator(Communicator):
-    """Point-to-point messages between CPUs.
-
-    Each message has a tag with the number of its parameter group. So ranks that use different
-    groups wait for each other, and the watchdog finds them."""
-
-    is_native = False
-
-    def _tag(self, kind: str, group: NamedGroup | None) -> int:
-        """The tag of the next message of `kind` about `group`: 22 bits group, 1 bit kind, 8 bits
-        counter.
-        """
-        key = 0 if group is None else group.serial
-        self._sent[kind, key] += 1
-        return (key % (1 << 22)) << 9 | (kind == "reduce") << 8 | self._sent[kind, key] % (1 << 8)
-
-    def _exchange(
-        self,
-        name: str,
-        ranks: Group,
-        tag: int,
-        sent: Sequence[Tensor],
-        received: Sequence[Tensor],
-    ) -> list[Work]:
-        """Start messages: `sent[i]` goes to place i of `ranks`, and what comes from there fills
-        `received[i]`.
-
-        `name`: of the operation, for whoever follows the messages.
-        """
-        # gloo tells a peer that a message is awaited by the same socket: behind a sent message that
-        # comes too late.
-        works: list[Work] = [
-            dist.irecv(received[at], ranks.ranks[at], group=self._group, tag=tag)
-            for at in ranks.others
-        ]
-        send(ranks, [part.nbytes for part in sent])
-        return works + [
-            dist.isend(sent[at], ranks.ranks[at], group=self._group, tag=tag) for at in ranks.others
-        ]
-
-    def _start_all_gather(self, full: Tensor, shard: Tensor, group: NamedGroup | None) -> Pending:
-        ranks = self.shard_group
-        own = full.narrow(0, ranks.rank * shard.numel(), shard.numel())
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard, non_blocking=True)
-        if ranks.size == 1:
-            return Pending()
-        slices = full.view(ranks.size, -1).unbind()
-        tag = self._tag("gather", group)
-        works = self._exchange("all_gather", ranks, tag, [own] * ranks.size, slices)
-        return Pending(works, None, (full, own), self.watchdog, group)
-
-    def _start_reduce_scatter(
-        self, out: Tensor, full: Tensor, accumulate: bool, max_numel: int, group: NamedGroup | None
-    ) -> Pending:
-        n = out.numel()
-        step = max(1, max_numel // self.shard_group.size)
-        step = min(step, SUMMED_MESSAGE // full.element_size())
-        parts = [
-            self._reduce_columns(out[first : first + step], full, first, accumulate, group)
-            for first in range(0, n, step)
-        ]
-        return parts[0] if len(parts) == 1 else Pending(parts)
-
-    def _reduce_columns(
-        self, out: Tensor, full: Tensor, first: int, accumulate: bool, group: NamedGroup | None
-    ) -> Pending:
-        """Reduce columns of `full`, seen as a (shard group, n) matrix, into `out`: as many as it
-        has elements, from `first` on.
-        """
-        ranks, replicas, width = self.shard_group, self.replicate_group, out.numel()
-        rows = list(full.view(ranks.size, -1)[:, first : first + width].unbind())
-        terms = [
-            row if place == ranks.rank else torch.empty_like(row) for place, row in enumerate(rows)
-        ]
-        self._count("reduce_scatter", width * ranks.size, full, group)
-        tag = self._tag("reduce", group)
-        works = self._exchange("reduce_scatter", ranks, tag, rows, terms)
-
-        def finish() -> None:
-            if replicas.size == 1:
-                _add_up(out, terms, accumulate)
-                return
-            sums = torch.empty(replicas.size, width, dtype=torch.float32, device=out.device)
-            own = _add_up(sums[replicas.rank], terms, False)
-            self._count("reduce_replicas", width, own, group)
-            works = self._exchange(
-                "reduce_replicas", replicas, tag, [own] * replicas.size, sums.unbind()
-            )
-            Pending(works, None, (), self.watchdog, group).wait()
-            _add_up(out, sums.unbind(), accumulate)
-
-        return Pending(works, finish, (full,), self.watchdog, group)
-
-    def _start_all_to_all(
-        self, received: Tensor, sent: Tensor, group: NamedGroup | None, across: bool
-    ) -> Pending:
-        ranks = self.replicate_group if across else self.shard_group
-        tag = self._tag("reduce", group)
-        works = self._exchange("all_to_all", ranks, tag, sent.unbind(), received.unbind())
-        return Pending(works, None, (received, sent), self.watchdog, group)
-
-    def _scatter(self, shard: Tensor, slices: list[Tensor] | None, src: int) -> None:
-        tag = self._tag("gather", None)
-        if slices is None:
-            works: list[Work] = [dist.irecv(shard, group=self._group, group_src=src, tag=tag)]
-        else:
-            works = [
-                dist.isend(part, group=self._group, group_dst=rank, tag=tag)
-                for rank, part in enumerate(slices)
-                if rank != src
-            ]
-        what = "the distribution of initial values"
-        Pending(works, None, (slices,), self.watchdog, what).wait()
-
 
 def _add_up(out: Tensor, terms: Sequence[Tensor], accumulate: bool) -> Tensor:
     """Make `out` the sum of `terms`, in their order and in fp32, or add them to it if
@@ -673,7 +633,7 @@ def communicator() -> Communicator:
     if not _communicators:
         end_with_launcher()
     if device not in _communicators or _communicators[device].is_destroyed:
-        kind = NativeCommunicator if is_accelerator(device) else GlooCommunicator
+        kind = NativeCommunicator if is_accelerator(device) else Communicator
         _communicators[device] = kind(device)
     return _communicators[device]
 
