@@ -90,8 +90,8 @@ def save_checkpoint(
     else:
         in_thread = background.control(*what)
         with _abandoning(folder, ranks.rank):
-            ranks.together(lambda: background.copy(save.all_slices(writers)))
-        background.start(lambda slices: save.finish(in_thread, folder, slices))
+            copies = ranks.together(lambda: background.copy(save.all_slices(writers)))
+        background.start(lambda: save.finish(in_thread, folder, lambda: copies))
 
 
 @contextmanager
