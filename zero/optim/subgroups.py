@@ -305,10 +305,6 @@ class SubGroupState:
                     part.put_state(state)
         self._set_params()
 
-    def of_shard(self, shard: OptimizerShard) -> list[dict]:
-        """The states of one group's sub-groups."""
-        return [each.state for each in self.sub_groups if each.shard is shard]
-
     def follow_masters(self) -> None:
         """The masters have moved: make the sub-groups pieces of them again."""
         state = self._optimizer.state
