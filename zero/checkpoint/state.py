@@ -166,10 +166,8 @@ def weights(engine: EngineState, exclude_frozen: bool = False) -> Iterator[Slice
     for group in engine.groups:
         if group.packed or (exclude_frozen and not group.trainable):
             continue
-        for piece in group.pieces:
-            values = precise_values(group)[piece.start : piece.start + piece.numel]
-            key, slot = f"weights/{group.param_names[piece.slot]}", group.layout.slots[piece.slot]
-            yield Slice(key, slot.numel, piece.inside, values)
+        for name, numel, position, where in group.parts(0, group.layout.shard_numel):
+            yield Slice(f"weights/{name}", numel, position, precise_values(group)[where])
 
 
 def plain_tensors(

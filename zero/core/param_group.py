@@ -278,6 +278,17 @@ class ParamGroup(NamedGroup):
 
     # -- the shard
 
+    def parts(self, start: int, end: int) -> Iterator[tuple[str, int, int, slice]]:
+        """What elements `start` to `end` of the shard hold of parameters, in order: (name, the
+        parameter's elements, the position in the parameter, the range in these elements).
+        """
+        for piece in self.pieces:
+            first, last = max(piece.start, start), min(piece.start + piece.numel, end)
+            if first < last:
+                numel, position = self.layout.slots[piece.slot].numel, piece.inside - piece.start
+                where = slice(first - start, last - start)
+                yield self.param_names[piece.slot], numel, position + first, where
+
     @property
     def is_ready(self) -> bool:
         """Whether the values of the last step are computed.

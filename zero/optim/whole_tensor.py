@@ -51,16 +51,12 @@ def _tensors(
     rank, size = comm.shard_group.rank, comm.shard_group.size
     for shard in shards:
         group = shard.group
-        pieces = [
-            {piece.slot: piece for piece in group.layout.pieces(each)} for each in range(size)
-        ]
+        pieces = [(each, piece) for each in range(size) for piece in group.layout.pieces(each)]
         for index, (param, name, slot) in enumerate(
             zip(group.params, group.param_names, group.layout.slots, strict=True)
         ):
             if param in group_of:
-                parts = {
-                    each: of_rank[index] for each, of_rank in enumerate(pieces) if index in of_rank
-                }
+                parts = {each: piece for each, piece in pieces if piece.slot == index}
                 seen = nn.Parameter(placeholder(slot.shape, torch.float32, comm.device))
                 for key, value in vars(param).items():
                     if not key.startswith(_ENGINES_OWN):
