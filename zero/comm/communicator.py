@@ -96,7 +96,6 @@ class Communicator:
         weakref.finalize(self, self.watchdog.stop)
         self.model: Communicator | None = None
         self.share = 1.0
-        self._split: dict[str, Communicator] = {}
         with names_lone_setup(rank):
             self._join([range(size)], None)
             self._channel = self.new_channel("a model or an engine")
@@ -117,7 +116,7 @@ class Communicator:
         # Numbers of groups, equal on all ranks: they are made in the same order. 0 is for what is
         # not about a group.
         self.serials = itertools.count(1)
-        self._within: dict[int, Communicator] = {}
+        self._made: dict[str, Communicator] = {}
         # The engine's own process groups: its messages never match user code's. Beside an
         # accelerator's, there is one for tensors of the host.
         self._group = self._new_group(worlds)
@@ -151,12 +150,12 @@ class Communicator:
 
         All ranks must call it. Counters and clock are shared.
         """
-        if (key := str((worlds, models))) not in self._split:
-            self._split[key] = world = copy.copy(self)
+        if (key := str((worlds, models))) not in self._made:
+            self._made[key] = world = copy.copy(self)
             world.model = copy.copy(self)
             world._join(worlds, self)
             world.model._join(models, self)
-        return self._split[key]
+        return self._made[key]
 
     def within(self, size: int) -> Communicator:
         """The same ranks, with shard groups of `size` consecutive ones, which must divide the
@@ -166,8 +165,8 @@ class Communicator:
         """
         if size == self.shard_group.size:
             return self
-        if size not in self._within:
-            made = self._within[size] = copy.copy(self)
+        if (key := f"within {size}") not in self._made:
+            made = self._made[key] = copy.copy(self)
             shards = [
                 ranks[start : start + size]
                 for ranks in self.worlds
@@ -177,7 +176,7 @@ class Communicator:
             made.shard_group = Group.of(shards)
             made.replicate_group = Group.of(replicas)
             made._make_groups(shards, replicas)
-        return self._within[size]
+        return self._made[key]
 
     def every(self, step: int) -> Communicator:
         """Every `step`-th rank of each world as a world of its own, for parameters that only these
@@ -185,20 +184,20 @@ class Communicator:
 
         As with `within`, everything but the groups is shared.
         """
-        if (key := f"every {step}") not in self._split:
-            self._split[key] = made = copy.copy(self)
+        if (key := f"every {step}") not in self._made:
+            self._made[key] = made = copy.copy(self)
             places = [ranks[place::step] for ranks in self.worlds for place in range(step)]
             made._join(places, self.job)
             made.serials, made.order = self.serials, self.order
             made.share = 1.0 / step if self.is_native else 1.0
-        return self._split[key]
+        return self._made[key]
 
     def apart(self) -> Communicator:
         """The same ranks, with process groups of their own: neither waits for what the other has
         started. All must call it.
         """
         made = copy.copy(self)
-        made._within, made._split = {}, {}
+        made._made = {}
         made._group = self._new_group(self.worlds)
         made._make_groups(self.worlds, None)
         return made

@@ -70,7 +70,6 @@ class WholeTensorState:
 
     Attributes:
         of_param: {the model's parameter: its whole tensor}, in the order of groups.
-        moved: elements of tensors that do not lie on their owner as a whole.
     """
 
     sub_groups: Sequence[SubGroup] = ()
@@ -99,7 +98,6 @@ class WholeTensorState:
             groups = [tensor.group_index for tensor in self.tensors]
             for tensor, owner in zip(self.tensors, owners(held, groups), strict=True):
                 tensor.owner = owner
-        self.moved = sum(tensor.slot.numel for tensor in self.tensors if tensor.moves)
         self._of_shard = {
             shard: [tensor for tensor in self.tensors if tensor.shard is shard] for shard in shards
         }

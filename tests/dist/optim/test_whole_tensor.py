@@ -167,7 +167,8 @@ def exchanged(rank: int, world_size: int) -> tuple[int, int, int, int, int]:
         for value in tree_leaves([each.state for each in whole.own])
         if isinstance(value, torch.Tensor)
     )
-    return sum(each.slot.numel for each in whole.tensors), whole.moved, sent, found["flops"], nbytes
+    moved = sum(each.slot.numel for each in whole.tensors if each.moves)
+    return sum(each.slot.numel for each in whole.tensors), moved, sent, found["flops"], nbytes
 
 
 def test_work_and_state_are_spread_and_whole_tensors_stay():
