@@ -616,15 +616,6 @@ class ParamGroup(NamedGroup):
             for alias in self._aliases[index]:
                 hide(alias, self._placeholders[index])
 
-    # -- reads of sharded parameters
-
-    def watch_reads(self, hook: ReadHook | None) -> ReadHook | None:
-        """Call `hook` when a function needs a sharded parameter's values; None removes the hook.
-        Returns the former one.
-        """
-        former, self.read_hook = self.read_hook, hook
-        return former
-
     # -- single parameters
 
     @property
