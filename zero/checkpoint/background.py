@@ -23,7 +23,6 @@ import torch
 
 from zero.checkpoint.files import Slice
 from zero.comm.communicator import Communicator
-from zero.comm.control import Channel, Control
 from zero.core.layout import round_up
 from zero.device import is_accelerator
 from zero.offload.tiers import Tier
@@ -36,24 +35,19 @@ _running: list[BackgroundSaves] = []
 
 
 class BackgroundSaves:
-    """The saves of one engine, at most one at a time, and the host memory for their copies."""
+    """The saves of one engine, at most one at a time, and the host memory for their copies.
+
+    Attributes:
+        channel: over which ranks agree in the thread.
+    """
 
     def __init__(self, comm: Communicator):
         self._comm = comm
-        self._channel: Channel | None = None
+        self.channel = comm.new_channel("asynchronous saves")
         self._ended = comm.control("waiting for a checkpoint", is_long=True)
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._thread: EngineThread | None = None
         self._failure: Exception | None = None
-
-    def control(self, kind: str, detail: str, is_long: bool) -> Control:
-        """Return how ranks agree in the thread; the arguments are those of `Control`.
-
-        The first call connects the ranks, so every rank must make it at the same time.
-        """
-        if self._channel is None:
-            self._channel = self._comm.new_channel(kind)
-        return Control(self._channel, kind, detail, is_long)
 
     def copy(self, slices: Sequence[Slice]) -> list[Slice]:
         """Return copies of `slices` in host memory, which is kept for the next save."""
