@@ -75,7 +75,7 @@ class Plan:
         ahead = self.order[position + 1 :] + self.order[: position + 1] * wraps
         if (group := self.order[position]) not in ahead:
             return NEVER
-        return sum(sizes[each] for each in ahead[: ahead.index(group)])
+        return sum(map(sizes.__getitem__, ahead[: ahead.index(group)]))
 
 
 @dataclass(eq=False, repr=False)
