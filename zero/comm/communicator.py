@@ -331,9 +331,9 @@ class Communicator:
             slices = [full.narrow(0, rank % size * n, n) for rank in range(self.world_size)]
             shard.copy_(slices[src])
         if self.world_size > 1:
-            own, ways = torch.empty_like(shard), {"group": self._group, "group_src": src}
+            own, group = torch.empty_like(shard), self._group
             what = "the distribution of initial values"
-            self._blocking(what, lambda: dist.scatter(own, slices, **ways))
+            self._blocking(what, lambda: dist.scatter(own, slices, group=group, group_src=src))
             shard.copy_(own)
 
     # -- gloo's messages. Each has a tag with the number of its parameter group. So ranks that use
