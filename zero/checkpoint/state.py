@@ -270,11 +270,12 @@ def optimizer_slices(optimizer: ZeroOptimizer) -> tuple[list[Slice], dict[str, d
     for unit in optimizer.units:
         shape, parts = _shape_and_parts(unit)
         for key, value in unit.state.items():
-            if value is None and not is_whole:
-                continue
+            if not is_whole:
+                if value is None:
+                    continue
+                value = CodedSlice.of(key, value, shape.numel())
             kind, first = kinds.setdefault(key, {}), parts[0][0] if parts else "no parameter"
             place = f"optimizer state {key!r} of {first}"
-            value = value if is_whole else CodedSlice.of(key, value, shape.numel())
             is_tensor = isinstance(value, torch.Tensor | CodedSlice)
             is_sliced = is_tensor and value.shape == shape
             if _is_number(value) and (is_whole or not is_sliced):
