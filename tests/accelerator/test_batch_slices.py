@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from zero.comm import traffic
 from zero.comm.traffic import IN, NETWORK, OUT, READ, WRITTEN
 from zero.offload import tiers
 from zero.offload.activations import MIN_BYTES
-from zero.slicing import head
+from zero.slicing import blocks, head
 
 ROWS = 4096
 HOST = {"device": "cpu"}
@@ -150,3 +151,31 @@ def test_no_tensor_of_all_tokens_and_words():
             < (BLOCKS + 4) * ROWS * 4 * WIDTH + 4 * WORDS * 4 * WIDTH + 6 * logits * CHUNK // ROWS
         )
         assert abs(loss - expected) < 1e-6 * expected
+
+
+def first_step(rank: int, world_size: int) -> list[str]:
+    """The warnings of a first step on a device without free memory, without and with host memory
+    for the blocks' inputs.
+    """
+    told = []
+    for section in ({}, {"cpu_checkpointing": True}):
+        section |= {"batch_slices": 4, "trust_slices": True}
+        engine: zero.ZeroEngine = start(
+            Model().to(device.NAME), ds_config(activation_checkpointing=section)
+        )[0]
+        with (
+            mock.patch.object(torch.accelerator, "get_memory_info", lambda _: (-(2**40), 2**40)),
+            mock.patch.object(blocks.logger, "warning") as warning,
+        ):
+            step(engine, [{"x": torch.randn(ROWS, WIDTH, device=device.NAME, requires_grad=True)}])
+        messages = (call.args[0] % call.args[1:] for call in warning.call_args_list)
+        told += [message for message in messages if "batch_slices" in message]
+        engine.destroy()
+    return told
+
+
+def test_inputs_that_do_not_fit_are_announced():
+    ((told, *others),) = run_on(1, first_step, simulated=True)
+    assert others == []
+    assert f"the inputs of {BLOCKS} blocks will take 0.0 GB" in told
+    assert "set activation_checkpointing.cpu_checkpointing to true" in told

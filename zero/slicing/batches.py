@@ -89,9 +89,12 @@ class BatchSlices:
 
     def _slice(self, slices: int | Literal["auto"]) -> None:
         names = {module: name for name, module in self._model.named_modules()}
-        for block in called_blocks(self._model):
+        is_away = self._kept.cpu_checkpointing or self._kept.nvme_path
+        blocks = called_blocks(self._model)
+        for block in blocks:
+            of = 0 if self._blocks or is_away else len(blocks)  # the first block speaks for all
             trusted = self._kept.trust_slices
-            self._blocks.append(SlicedBlock(block, names[block], slices, trusted, self._agree))
+            self._blocks.append(SlicedBlock(block, names[block], slices, trusted, of, self._agree))
 
     def _why_no_blocks(self) -> str:
         if not called_blocks(self._model):

@@ -28,6 +28,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
+from zero.device import is_accelerator
 from zero.errors import UsageError
 from zero.slicing.known import why_hooked, why_not_sliced
 from zero.slicing.probe import REMEDY, BlockProbe, kept_values
@@ -57,6 +58,8 @@ class SlicedBlock:
         slices: the number of slices, or "auto".
         is_trusted: the script promises what else is required of the block's code: each example
             depends on itself alone, in backward too, and nothing but what is returned is kept.
+        of: how many blocks keep their inputs on the device: this one warns in its first call if
+            they will not fit. 0: it does not.
         agree: for a block in which ranks wait for each other: given the wanted number of slices,
             the size of the batch and whether values are examined, it returns the largest number
             and the smallest size of all ranks, and whether one examines.
@@ -75,6 +78,7 @@ class SlicedBlock:
         name: str,
         slices: int | Literal["auto"],
         is_trusted: bool = False,
+        of: int = 0,
         agree: Agree | None = None,
     ):
         why = why_not_sliced(module)
@@ -85,6 +89,7 @@ class SlicedBlock:
         self._probe = BlockProbe(module, name)
         self._slices = slices
         self.least = self.number = self.samples = 1
+        self._of = of
         self._agree = agree
         self._calls = 0
         # For each kind of input seen so far, which outputs have the batch as their first
@@ -141,6 +146,8 @@ class SlicedBlock:
         if number < 2:
             return checkpoint(self._run, spec, *leaves, use_reentrant=False)
         self._calls += 1
+        if self._calls == 1 and self._of:
+            _warn_of_inputs(leaves, of_batch, self._of)
         if checks:
             # A fresh context: transformers' recorders of outputs do not see these calls.
             run = partial(self._run, spec)
@@ -236,6 +243,25 @@ def _collected() -> dict[str, list[torch.Tensor]]:
     module: Any = sys.modules.get(RECORDER)
     found = module and module._active_collector.get()
     return {key: values for key, values in (found or {}).items() if isinstance(values, list)}
+
+
+def _warn_of_inputs(leaves: Sequence[Any], of_batch: Sequence[bool], blocks: int) -> None:
+    """Say it before the step fails if the inputs of all blocks will not fit on the device."""
+    kept = [leaf for leaf, is_kept in zip(leaves, of_batch, strict=True) if is_kept]
+    # Positions and masks are the same for all blocks.
+    kept = [leaf for leaf in kept if leaf.requires_grad and is_accelerator(leaf.device)]
+    measures = hasattr(torch.accelerator, "get_memory_info")  # not with torch 2.8
+    if not kept or kept[0].device.type == "meta" or not measures:  # `zero estimate` is on meta
+        return
+    needed, device = blocks * sum(leaf.nbytes for leaf in kept), kept[0].device
+    free = torch.accelerator.get_memory_info(device)[0] + torch.accelerator.memory_reserved(device)
+    free -= torch.accelerator.memory_allocated(device)
+    if needed > free:
+        logger.warning(
+            "activation_checkpointing.batch_slices: the inputs of %d blocks will take %.1f GB, and "
+            "%.1f GB are free on %s: set activation_checkpointing.cpu_checkpointing to true",
+            blocks, needed / 1e9, free / 1e9, device,
+        )  # fmt: skip
 
 
 @cache
