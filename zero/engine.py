@@ -202,7 +202,7 @@ class ZeroEngine(nn.Module):
             writes.end_of_step()
             build.tell_time_of_files(self.groups, self.optimizer, settings, comm)
         if settings.checkpoint.async_save:
-            self._saves = BackgroundSaves(self.comm)
+            self._saves = BackgroundSaves(self.comm, self.optimizer)
 
     def _begin(self, model: nn.Module, settings: ResolvedConfig, comm: Communicator) -> None:
         """Set what an engine has before its model is sharded; `zero verify` trains with no more."""

@@ -17,15 +17,19 @@ import logging
 import multiprocessing
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from zero.checkpoint.files import Slice
 from zero.comm.communicator import Communicator
 from zero.core.layout import round_up
-from zero.device import is_accelerator
+from zero.device import beside, is_accelerator, ready_for_thread
 from zero.offload.tiers import Tier
+from zero.optim.adam8bit import CodedSlice
+from zero.optim.sharded_optimizer import ZeroOptimizer
 from zero.threads import EngineThread
 
 logger = logging.getLogger("zero")
@@ -41,38 +45,51 @@ class BackgroundSaves:
         channel: over which ranks agree in the thread.
     """
 
-    def __init__(self, comm: Communicator):
+    def __init__(self, comm: Communicator, optimizer: ZeroOptimizer | None):
         self._comm = comm
         self.channel = comm.new_channel("asynchronous saves")
         self._ended = comm.control("waiting for a checkpoint", is_long=True)
+        self._device = comm.device
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._copies: list[Slice] = []
+        self._later: list[tuple[torch.Tensor, torch.Tensor | CodedSlice]] = []
         self._thread: EngineThread | None = None
+        self._copied = threading.Event() if optimizer is None else optimizer.read_by_saves
         self._failure: Exception | None = None
 
-    def copy(self, slices: Sequence[Slice]) -> list[Slice]:
-        """Return copies of `slices` in host memory, which is kept for the next save."""
+    def copy(self, slices: Sequence[Slice]) -> None:
+        """Copy `slices` to host memory, which is kept for the next save.
+
+        The thread copies the optimizer's state later. Until then, `ZeroOptimizer.wait` blocks
+        anything that would change it."""
         nbytes = sum(round_up(each.values.nbytes, 64) for each in slices)
         if self._memory.numel() < nbytes:
             # Free the old memory before allocating the new one.
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-            host = Tier(torch.device("cpu"), pinned=is_accelerator(self._comm.device))
+            host = Tier(torch.device("cpu"), pinned=is_accelerator(self._device))
             self._memory = host.empty(nbytes, torch.uint8)
-        position, copies = 0, []
+        position = 0
+        self._copies.clear()
+        self._later.clear()
         for each in slices:
             memory = self._memory[position : position + each.values.nbytes]
             position += round_up(memory.nbytes, 64)
-            target, values = memory.view(each.values.dtype), each.values
-            target.copy_(values if isinstance(values, torch.Tensor) else values.values())
-            copies.append(each._replace(values=target))
-        return copies
+            target = memory.view(each.values.dtype)
+            self._copies.append(each._replace(values=target))
+            if isinstance(each.values, CodedSlice) or each.key.startswith("optimizer/"):
+                self._later.append((target, each.values))
+            else:
+                target.copy_(each.values, non_blocking=True)
 
-    def start(self, act: Callable[[], None]) -> None:
-        """Call `act` in a thread. If it fails, it must tell the other ranks, which wait for this
-        one.
-        """
+    def start(self, act: Callable[[Callable[[], list[Slice]]], None]) -> None:
+        """Call `act` in a thread, with a function that completes the copies and returns them.
+
+        If that fails, `act` must tell the other ranks, which wait for this one."""
+        self._copied.clear()
         self._thread = EngineThread(
             self._run,
             act,
+            ready_for_thread(self._device),
             name="zero checkpoint",
             # A process of `multiprocessing` calls no exit handlers.
             daemon=multiprocessing.parent_process() is None,
@@ -81,11 +98,27 @@ class BackgroundSaves:
         _running.append(self)
         self._thread.start()
 
-    def _run(self, act: Callable[[], None]) -> None:
+    def _run(
+        self, act: Callable[[Callable[[], list[Slice]]], None], ready: torch.Event | None
+    ) -> None:
         try:
-            act()
+            act(partial(self._complete, ready))
         except Exception as error:  # `check` raises it in the main thread
             self._failure = error
+        finally:
+            self._copied.set()
+
+    def _complete(self, ready: torch.Event | None) -> list[Slice]:
+        # On a separate stream, so that the copies overlap with the kernels of training.
+        with beside(self._device, ready) as stream:
+            for target, part in self._later:
+                values = part.values() if isinstance(part, CodedSlice) else part
+                target.copy_(values, non_blocking=True)
+            if stream is not None:
+                stream.synchronize()
+        self._later.clear()
+        self._copied.set()
+        return self._copies
 
     def wait(self) -> None:
         """Wait for the running save, if there is one, and raise its error, which is the same on all

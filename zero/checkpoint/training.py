@@ -89,8 +89,8 @@ def save_checkpoint(
     else:
         in_thread = Control(background.channel, *what)
         with _abandoning(folder, ranks.rank):
-            copies = ranks.together(lambda: background.copy(save.all_slices(writers)))
-        background.start(lambda: save.finish(in_thread, folder, lambda: copies))
+            ranks.together(lambda: background.copy(save.all_slices(writers)))
+        background.start(lambda slices: save.finish(in_thread, folder, slices))
 
 
 @contextmanager

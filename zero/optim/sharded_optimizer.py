@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -138,6 +139,9 @@ class ZeroOptimizer:
         self.grad_norm: float | None = None
         self.before_norm: list[Callable[[], None]] = []
         self.writes: ForwardWrites | None = None
+        # Not set while a save in the background still copies the state.
+        self.read_by_saves = threading.Event()
+        self.read_by_saves.set()
         self.model_params = [list(param_group["params"]) for param_group in optimizer.param_groups]
         group_of = param_group_of(optimizer)
         self._number_parameters(group_of)
@@ -294,10 +298,16 @@ class ZeroOptimizer:
 
     def wait(self) -> None:
         """Block until the last step's update is complete. Raises the error of a late update that
-        failed. The caller may change the state afterwards.
-        """
-        self._updates.wait()
+        failed.
+
+        The caller may change the state afterwards. So this also waits for a save that still has to
+        read it."""
+        self._wait_for_updates()
         self._updates.forget_ahead()
+
+    def _wait_for_updates(self) -> None:
+        self.read_by_saves.wait()
+        self._updates.wait()
 
     def end_updates(self) -> None:
         """Finish late updates, or forget them if they have failed: the values will be replaced or
@@ -482,7 +492,7 @@ class ZeroOptimizer:
                 "make all groups before, with a learning rate of 0 if they are to train later"
             )
         with self.comm.clock.waiting("optimizer"):
-            self._updates.wait()
+            self._wait_for_updates()
         if self.writes is not None:
             self.writes.between_passes()
         self.reducer.drain()
