@@ -38,7 +38,7 @@ from tests.parity.test_tensor_parallel import build as tensor_parallel_model
 from tests.processes import run_on
 from tests.tolerance import rounding
 from zero.checkpoint.files import bytes_of
-from zero.checkpoint.models import load_state_dict_from_zero_checkpoint
+from zero.checkpoint.models import consolidate
 from zero.core.quantized_weights import reachable
 from zero.errors import UsageError
 
@@ -231,9 +231,8 @@ def test_adapters_are_bit_for_bit(name: str, case: str, settings: str, tmp_path:
                 assert torch.equal(results[0][1][key], value), key
         except AssertionError as error:
             raise AssertionError(title) from error
-    model = load_state_dict_from_zero_checkpoint(adapted(name, case), tmp_path / "checkpoint")
-    model.save_pretrained(tmp_path / "loaded")
-    assert_same_adapters(tmp_path / "loaded", tmp_path / "plain")
+    consolidate(tmp_path / "checkpoint", tmp_path / "consolidated")
+    assert_same_adapters(tmp_path / "consolidated", tmp_path / "plain")
 
 
 # -- resuming and merging
@@ -426,10 +425,8 @@ def test_tensor_parallelism(ranks: int, stage: int, cases: list[str], tmp_path: 
         found = together([curves[case] for curves in of_ranks[::2]])
         assert relative(found.mean_losses(), plain.mean_losses()) < 1e-6, case
         assert relative(found.norms, plain.norms) < 1e-5, case
-        folder = tmp_path / "cut" / f"{case} checkpoint"
-        model = load_state_dict_from_zero_checkpoint(tp_model(case), folder)
-        model.save_pretrained(tmp_path / "loaded" / case)
-        for kind in ("cut", "loaded"):
+        consolidate(tmp_path / "cut" / f"{case} checkpoint", tmp_path / "consolidated" / case)
+        for kind in ("cut", "consolidated"):
             assert_same_adapters(tmp_path / kind / case, tmp_path / "plain" / case, within=1e-5)
 
 

@@ -142,13 +142,21 @@ class OptimizerState(_Part):
     state: dict[str, StateKey]
 
 
+class Adapter(_Part):
+    """A PEFT adapter. `tensors`: the model's names of the tensors, by their names in PEFT's file;
+    see `zero.checkpoint.adapters`.
+    """
+
+    config: dict[str, Any]
+    tensors: dict[str, str | None]
+
+
 class Manifest(_Part):
     """The content of `checkpoint.json`.
 
     `tied`: {other name: name} of parameters. `state_dict`: {key in the model's state dict: name},
     which earlier versions did not store. `base`: has the names of quantized
-    layers, whose weights are not stored; earlier versions identified these by numbers, and also
-    stored `adapters`.
+    layers, whose weights are not stored; earlier versions identified these by numbers.
     """
 
     format: Literal["zero-checkpoint"]
@@ -174,7 +182,7 @@ class Manifest(_Part):
     tied: dict[str, str]
     state_dict: dict[str, str] = {}
     base: dict[str, list[Count]] = {}
-    adapters: dict[str, Any] = {}
+    adapters: dict[str, Adapter] = {}
     optimizer: OptimizerState | None
     files: dict[FileName, File]
     tensors: dict[str, StoredTensor]

@@ -10,7 +10,9 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from tqdm.auto import tqdm
 
 from zero.checkpoint import disk
 from zero.checkpoint import folder as folders
+from zero.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 from zero.checkpoint.blocks import header
 from zero.checkpoint.files import (
     CheckpointReader,
@@ -233,14 +236,16 @@ def consolidate(
     progress: bool = False,
 ) -> list[Path]:
     """Write the model of a training checkpoint as safetensors, with index and `config.json`, for
-    `from_pretrained`.
+    `from_pretrained`. For a checkpoint of PEFT adapters, write the adapters, for
+    `PeftModel.from_pretrained`.
 
     Args:
         checkpoint: the checkpoint's folder, or a folder that contains it.
         out: the folder to write to, created if necessary.
         dtype: the dtype of floating-point weights, rounded from the fp32 masters. None means the
             dtype in which they are trained.
-        max_file_bytes: files are split so that none is larger, unless a single tensor is.
+        max_file_bytes: files are split so that none is larger, unless a single tensor is. An
+            adapter is always one file.
         progress: whether to show a progress bar on stderr, if that is a terminal.
 
     Returns the files written. Raises ValueError for a damaged or missing checkpoint, for one that
@@ -250,15 +255,15 @@ def consolidate(
     require_no_model(out)
     reader = open_at(checkpoint)
     tensors = _model_tensors(reader, dtype)
-    of_peft = any(name.startswith("base_model.") for name in reader.manifest.parameters)
-    if of_peft or not _is_whole(reader):
+    if reader.manifest.adapters:
+        return _write_adapters(reader, tensors, out, progress)
+    if not _is_whole(reader):
         raise UsageError(
-            f"{checkpoint} holds PEFT's adapters, or lacks frozen weights, so that no model can be "
-            "written from it: build the model as for the training, load the checkpoint into it by "
-            "zero.checkpoint.models.load_state_dict_from_zero_checkpoint, and call its "
-            "save_pretrained"
+            f"{checkpoint} holds the trained weights without the frozen ones, so that no complete "
+            "model can be written from it: build the model as for the training, and load them with "
+            "load_state_dict_from_zero_checkpoint"
         )
-    config, parts = reader.manifest.hf_config, _parts(reader, tensors, progress)
+    config, parts = reader.manifest.hf_config, _parts(reader, tensors.items(), progress)
     return write_model(out, list(tensors.values()), parts, config, max_file_bytes=max_file_bytes)
 
 
@@ -270,10 +275,10 @@ def require_no_model(folder: Path) -> None:
 
 
 def _parts(
-    reader: CheckpointReader, tensors: Mapping[str, TensorSpec], progress: bool
+    reader: CheckpointReader, tensors: Collection[tuple[str, TensorSpec]], progress: bool
 ) -> Iterator[torch.Tensor]:
-    """Yield the values of tensors, given by their keys in the checkpoint, part by part."""
-    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    """Yield the values of tensors, given with their keys in the checkpoint, part by part."""
+    nbytes = sum(tensor.nbytes for _, tensor in tensors)
     with tqdm(
         total=nbytes,
         unit="B",
@@ -281,7 +286,7 @@ def _parts(
         desc="consolidate",
         disable=None if progress else True,
     ) as bar:
-        for key, tensor in tensors.items():
+        for key, tensor in tensors:
             numel = tensor.shape.numel()
             # A tensor that is stored in parts is joined as a whole.
             step = PART if reader.stored_cut(key) is None else numel
@@ -291,3 +296,39 @@ def _parts(
                 bar.update(part.nbytes)
                 yield part
                 del part  # so that no two exist at the same time
+
+
+def _write_adapters(
+    reader: CheckpointReader, stored: Mapping[str, TensorSpec], out: Path, progress: bool
+) -> list[Path]:
+    """Write each adapter to the folder in which PEFT would save it: the one called "default" to
+    `out` itself, others below it.
+    """
+    keys, tied = {name_in(key): key for key in stored}, reader.manifest.tied
+    tensors: dict[str, list[tuple[str, TensorSpec]]] = {}
+    for adapter, described in reader.manifest.adapters.items():
+        tensors[adapter] = []
+        for name, source in described.tensors.items():
+            if source is None:
+                raise UsageError(
+                    f"{reader.folder}: PEFT computes {name!r} of the adapter {adapter!r} when it "
+                    "saves, so that it is not in the checkpoint: save the adapter from the run, as "
+                    "the Trainer does beside each checkpoint"
+                )
+            key = keys.get(tied.get(source, source))
+            if key is None:
+                logger.warning(
+                    "the adapter %r is written without %s, which is frozen and not in the "
+                    "checkpoint: the base model must have it",
+                    *(adapter, name),
+                )
+            else:
+                tensors[adapter].append((key, replace(stored[key], name=name)))
+    written = []
+    for adapter, of_adapter in tensors.items():
+        folder = out if adapter == "default" else out / adapter
+        specs, parts = [spec for _, spec in of_adapter], _parts(reader, of_adapter, progress)
+        written += write_model(folder, specs, parts, None, ADAPTER_FILE, sys.maxsize)
+        config = reader.manifest.adapters[adapter].config
+        written.append(_write_json(folder / ADAPTER_CONFIG, config))
+    return written

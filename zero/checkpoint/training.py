@@ -29,6 +29,7 @@ import torch
 
 from zero.checkpoint import folder as folders
 from zero.checkpoint import resumable, state
+from zero.checkpoint.adapters import describe_adapters
 from zero.checkpoint.background import BackgroundSaves, wait_for_background_saves
 from zero.checkpoint.files import CheckpointReader, Slice, name_in, open_checkpoint, write
 from zero.checkpoint.manifest import (
@@ -157,6 +158,8 @@ class _Save:
         tag = _agreed_tag([each["tag"] for each in of_ranks], validation)
         description["tag"] = tag
         description["random_states"] = [each["random_states"] for each in of_ranks]
+        if of_adapters := describe_adapters(self._engine.module):
+            description["adapters"] = of_adapters
         for rank, of_rank in enumerate(of_ranks):
             for key, entries in of_rank["model"].items():
                 description[key] = entries | description[key]

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
+from zero.checkpoint.adapters import ADAPTER_CONFIG, describe_adapters
 from zero.checkpoint.files import CheckpointReader
 from zero.checkpoint.folder import LATEST, MODEL_FILE, locate_deepspeed
 from zero.checkpoint.resumable import SCHEDULER
 from zero.checkpoint.stored import Stored
-from zero.conversion import ours, pickles
-from zero.conversion.adapters import ADAPTER_CONFIG
+from zero.conversion import full, ours, pickles
 from zero.conversion.named import put_optimizer
 from zero.conversion.training_state import Parameter, TrainingState
 from zero.errors import UsageError
@@ -245,6 +245,10 @@ def _state(files: _Shards, beside: Path) -> TrainingState:
         state.model_config = json.loads((beside / "config.json").read_text())
     if ADAPTER_CONFIG in names:
         state.frozen_excluded = all(each.trainable for each in state.parameters.values())
+        try:
+            state.adapters = describe_adapters(full.model_of(beside))
+        except UsageError as error:
+            state.missing.append(f"what zero consolidate needs for PEFT's adapters: {error}")
         if SCHEDULER in names:
             # DeepSpeed removes param groups without parameters, such as the Trainer's second one of
             # adapters. zero does not, so the learning rates must come from the new schedule.

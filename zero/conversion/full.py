@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 from zero.checkpoint.files import TensorSpec
 from zero.checkpoint.models import skeleton, write_model
 from zero.checkpoint.stored import Stored, tensors_of
 from zero.conversion import pickles
-from zero.conversion.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 from zero.conversion.named import named_state, state_dicts
 from zero.conversion.ours import copy_beside
 from zero.conversion.training_state import TrainingState
@@ -165,8 +165,7 @@ def write(state: TrainingState, out: Path) -> None:
     """
     if state.frozen_excluded:
         raise UsageError(
-            f"{state.source}: it lacks the frozen weights; load it into the model by "
-            "zero.checkpoint.models.load_state_dict_from_zero_checkpoint, and save that"
+            f"{state.source}: it lacks the frozen weights; write adapters with zero consolidate"
         )
     model, optimizer = state_dicts(state)
     specs = [

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero.checkpoint.adapters import describe_adapters
 from zero.checkpoint.export import on_disk
 from zero.checkpoint.resumable import SCHEDULER, TRAINER_STATE
 from zero.checkpoint.state import NOT_STORED, model_config, tied_names
 from zero.checkpoint.stored import Stored
 from zero.conversion import pickles
-from zero.conversion.adapters import names_in_peft
 from zero.conversion.ours import NO_SCHEDULE, put_files_of_trainer, to_store
 from zero.conversion.training_state import Number, Parameter, TrainingState
 from zero.errors import UsageError
@@ -104,15 +104,17 @@ def _put_weights_of(
     state: TrainingState, weights: Mapping[str, Stored], model: nn.Module, file: Path
 ) -> None:
     """Put what `model` has into the state."""
-    in_peft = names_in_peft(model)
-    state.frozen_excluded = bool(in_peft)
-    state.model_config = None if in_peft else model_config(model)
-    weights = {in_peft.get(name, name): value for name, value in weights.items()}
+    state.adapters = describe_adapters(model)
+    state.frozen_excluded = bool(state.adapters)
+    state.model_config = None if state.adapters else model_config(model)
+    for described in state.adapters.values():
+        model_names = {name: own for name, own in described["tensors"].items() if own}
+        weights = {model_names.get(name, name): value for name, value in weights.items()}
     state.tied = tied_names(model)
     for name, param in model.named_parameters():
         names = [name, *(other for other, first in state.tied.items() if first == name)]
         found = next((weights[each] for each in names if each in weights), None)
-        if found is None and in_peft and not param.requires_grad:
+        if found is None and state.adapters and not param.requires_grad:
             continue
         if found is None or found.shape != tuple(param.shape):
             what = "is missing" if found is None else f"has the shape {list(found.shape)}"

@@ -114,6 +114,7 @@ def describe(state: TrainingState) -> dict[str, Any]:
         "tied": state.tied,
         "optimizer": None if state.optimizer is None else _describe_optimizer(state),
         "hf_config": state.model_config,
+        "adapters": state.adapters,
     }
 
 
@@ -229,6 +230,7 @@ def read(folder: Path) -> TrainingState:
         ranks=max(manifest.world_size, 1),  # none, if `zero adopt` wrote it
         frozen_excluded=manifest.frozen_excluded,
         model_config=manifest.hf_config,
+        adapters={name: each.model_dump() for name, each in manifest.adapters.items()},
     )
     is_own = folders.locate(folder, None) == folder
     put_files_of_trainer(state, folder.parent if is_own else folder)

@@ -51,6 +51,7 @@ class TrainingState(Progress):
         ranks: how many processes saved it.
         frozen_excluded: whether the weights of frozen parameters are left out.
         model_config: the content of the model's `config.json`, if it is one of transformers'.
+        adapters: PEFT's adapters, as `zero.checkpoint.adapters` describes them.
         beside: files of the Trainer that are copied as they are, such as `trainer_state.json`.
         changed: the new content of those of them that are not, by name.
         missing: what the source does not have or the target cannot hold, each in words.
@@ -65,6 +66,7 @@ class TrainingState(Progress):
     ranks: int = 1
     frozen_excluded: bool = False
     model_config: dict[str, Any] | None = None
+    adapters: dict[str, Any] = field(default_factory=dict)
     beside: list[Path] = field(default_factory=list)
     changed: dict[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)

@@ -19,7 +19,7 @@ def command(arguments: list[str]) -> None:
     """Run `zero consolidate ARGUMENTS`."""
     parser = Parser(
         "consolidate",
-        "Turn a checkpoint into a model folder for from_pretrained.",
+        "Turn a checkpoint into a model folder for from_pretrained, or into PEFT's adapters.",
         "output/checkpoint-500 model --dtype bf16",
     )
     dtypes = "dtype of the weights; default: the one in which they are trained"
@@ -36,7 +36,8 @@ def command(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     if options.exclude_frozen_parameters:
         raise UsageError(
-            "consolidate: --exclude_frozen_parameters: a model folder needs all weights"
+            "consolidate: --exclude_frozen_parameters: a model folder needs all weights; of a "
+            "checkpoint of PEFT's, only the adapters are written anyway"
         )
     options.checkpoint = Path(options.checkpoint, options.tag)
     how = DTYPES.get(options.dtype), int(options.max_file_size * 1e9), True

@@ -10,7 +10,6 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ import torch
 from tests.dist.training import ds_config, relative, start, step
 from tests.parity.models import build
 from tests.processes import run_on
-from zero.monitor.out_of_memory import ACTIVATIONS, DEVICE, _remedy, full_memory
+from zero.monitor.out_of_memory import ACTIVATIONS, _remedy, full_memory
 
 ROWS = 768
 LARGE = 1 << 36  # bytes: more than malloc may have kept of what was freed
@@ -101,15 +100,3 @@ def test_errors_of_host_memory_are_recognised(allocate):
     with limited(LARGE // 2), pytest.raises((RuntimeError, MemoryError, OSError)) as raised:
         allocate()
     assert full_memory(raised.value) == "host"
-
-
-def test_with_slices_the_inputs_of_blocks_go_to_the_host():
-    settings: Any = SimpleNamespace(
-        activation_checkpointing=SimpleNamespace(batch_slices=4, cpu_checkpointing=False),
-        zero_optimization=SimpleNamespace(stage=3),
-    )
-    comm = SimpleNamespace(job=SimpleNamespace(world_size=2))
-    engine: Any = SimpleNamespace(settings=settings, comm=comm, module=None)
-    assert "activation_checkpointing.cpu_checkpointing true" in _remedy(engine, ACTIVATIONS, DEVICE)
-    settings.activation_checkpointing.cpu_checkpointing = True
-    assert "gradient checkpointing" in _remedy(engine, ACTIVATIONS, DEVICE)

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from zero.checkpoint.files import Slice
-from zero.checkpoint.models import load_state_dict_from_zero_checkpoint
+from zero.checkpoint.models import consolidate
 from zero.checkpoint.stored import Stored
 from zero.conversion import full, ours
 from zero.conversion.named import put_optimizer
@@ -65,11 +65,7 @@ def test_adapters(tmp_path: Path) -> None:
             assert torch.equal(found.state["exp_avg"].tensor(), expected["exp_avg"])
             assert found.state["step"] == STEP
     ours.write(state, tmp_path / "out")
-    model = get_peft_model(
-        LlamaForCausalLM.from_pretrained(tmp_path / "base"), model.peft_config["default"]
-    )
-    model = load_state_dict_from_zero_checkpoint(model, tmp_path / "out")
-    model.save_pretrained(tmp_path / "adapters")
+    consolidate(tmp_path / "out", tmp_path / "adapters")
     name = "adapter_model.safetensors"
     written, expected = (
         load_file(tmp_path / "adapters" / name),
