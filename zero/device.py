@@ -12,7 +12,7 @@ import mmap
 import os
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -62,6 +62,32 @@ def new_stream(device: torch.device) -> torch.Stream:
 def compute_stream(device: torch.device) -> torch.Stream:
     """The stream that computes now."""
     return torch.accelerator.current_stream(device)
+
+
+@contextlib.contextmanager
+def beside(
+    device: torch.device, ready: torch.Event | None, stream: torch.Stream | None = None
+) -> Iterator[torch.Stream | None]:
+    """Context of a thread whose current stream is `stream`, or a new one, which waits for `ready`.
+
+    None on the CPU.
+    """
+    if ready is None:
+        yield None
+        return
+    use(device)
+    stream = stream or new_stream(device)
+    stream.wait_event(ready)
+    with stream:
+        yield stream
+
+
+def ready_for_thread(device: torch.device) -> torch.Event | None:
+    """An event at the end of what this thread has given to `device` so far, for `beside`.
+
+    None on the CPU.
+    """
+    return compute_stream(device).record_event() if is_accelerator(device) else None
 
 
 def mark(device: torch.device) -> Callable[[], bool]:

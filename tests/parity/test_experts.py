@@ -134,7 +134,7 @@ def sliced(
     largest = max(group.layout.numel for group in engine.groups if group.modules)
     assert limit // 2 < engine.residency.peak <= limit // 2 + largest + limit // 2
     assert engine.residency.live == 0
-    assert_generation_runs_in_slices(engine)
+    assert_generation_gathers_what_is_chosen(engine, ranges)
     assert_a_copy_is_on_its_own(model.model.layers[0].mlp.experts)
     engine.destroy()
     assert "forward" not in vars(model.model.layers[0].mlp.experts)
@@ -150,13 +150,18 @@ def assert_a_copy_is_on_its_own(experts: nn.Module) -> None:
         assert not copied(*inputs).any() and experts(*inputs).any()
 
 
-def assert_generation_runs_in_slices(engine: zero.ZeroEngine) -> None:
+def assert_generation_gathers_what_is_chosen(
+    engine: zero.ZeroEngine, ranges: list[tuple[int, int]]
+) -> None:
     token = torch.tensor([[5 + engine.comm.rank]])
-    with_gradients = engine(input_ids=token).logits.detach()
+    with_all = engine(input_ids=token).logits.detach()
+    ranges.clear()
     with torch.no_grad():
         logits = engine(input_ids=token).logits
-    torch.testing.assert_close(logits, with_gradients)
-    assert engine.residency.live == 0
+    torch.testing.assert_close(logits, with_all)
+    run = sum(end - first for first, end in ranges)
+    most = 2 * engine.comm.world_size * len(engine._sliced)  # two of each token
+    assert 0 < run <= most < EXPERTS * len(engine._sliced)
 
 
 def watched(

@@ -19,14 +19,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 
 import torch
 
 from zero.comm.clock import Progress, label
 from zero.comm.work import Pending
 from zero.core.optimizer_shard import OptimizerShard
-from zero.device import compute_stream, is_accelerator, new_stream, use
+from zero.device import beside, compute_stream, is_accelerator, ready_for_thread
 from zero.offload.pinned import HostMemory
 from zero.optim.subgroups import SubGroup, SubGroupInMemory
 from zero.threads import EngineThread
@@ -84,10 +84,8 @@ class Updates:
         if self._todo:
             # At exit the remaining updates are not needed.
             act, end = self._work_in_thread, self._skip_rest
-            if is_accelerator(self._device):  # its updates come after what it was given so far
-                self._stream = self._stream or new_stream(self._device)
-                self._stream.wait_stream(compute_stream(self._device))
-            self._thread = EngineThread(act, update, name="zero optimizer", end=end)
+            ready = ready_for_thread(self._device)
+            self._thread = EngineThread(act, update, ready, name="zero optimizer", end=end)
             self._thread.start()
 
     def prefer(self, shard: OptimizerShard) -> None:
@@ -165,10 +163,9 @@ class Updates:
         for sub_group in self._todo:
             sub_group.shard.sub_groups_left += 1
 
-    def _work_in_thread(self, update: Update) -> None:
+    def _work_in_thread(self, update: Update, ready: torch.Event | None) -> None:
         try:
-            use(self._device)
-            with torch.no_grad(), self._stream or nullcontext():
+            with torch.no_grad(), beside(self._device, ready, self._stream) as self._stream:
                 self._work(update, self._stream)
         except BaseException as error:
             self.fail(error)

@@ -8,12 +8,14 @@ parallelism: `num_experts` is the number in the slice, and tokens of other exper
 `num_experts`. The results of all slices are added.
 
 The backward pass gathers and runs each slice again, because only the inputs are kept. All ranks run
-all slices in the same order, so that their gathers match: the many tokens of a batch choose nearly
-all experts. The gradient of all experts is kept whole until it is reduced."""
+the same slices in the same order, so that their gathers match. In training they run all slices,
+because the many tokens choose nearly all experts. Without gradients, as in generation, the ranks
+agree on the experts that some token has chosen. The gradient of all experts is kept whole until it
+is reduced."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -25,7 +27,6 @@ from zero.core.gathering import Gathering
 from zero.core.layout import packs_experts
 from zero.core.param_group import ParamGroup, owning_group
 from zero.core.sharded_param import local
-from zero.slicing.head import autocast_now
 
 
 def can_be_sliced(group: ParamGroup) -> bool:
@@ -71,8 +72,7 @@ class SlicedExperts:
         self.names = tuple(own)
         self.params = tuple(own.values())
         self._numel_of_one = numel_of_one(group)
-        step, number = max(1, most // self._numel_of_one), self.module.num_experts
-        self._ranges = [(first, min(first + step, number)) for first in range(0, number, step)]
+        self._step = max(1, most // self._numel_of_one)
         group.modules.clear()
         # Disabled here instead of by a decorator, which would import the compiler together with
         # this file.
@@ -88,17 +88,41 @@ class SlicedExperts:
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Run the experts. The arguments have transformers' names."""
-        return self._run(hidden_states, top_k_index, top_k_weights, *self.params)
+        ranges = self._ranges(top_k_index)
+        return self._run(ranges, hidden_states, top_k_index, top_k_weights, *self.params)
 
     def __deepcopy__(self, memo: dict) -> Callable:
         """A copy of the module has ordinary parameters, and its own forward."""
         return MethodType(type(self.module).forward, memo[id(self.module)])
 
-    def slices(self) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
+    def _ranges(self, index: torch.Tensor) -> list[tuple[int, int]]:
+        """Return (first expert, end) of each slice, equal on all ranks, which must all call this.
+
+        `index`: the indices of the chosen experts.
+        """
+        chosen = [1.0] * self.module.num_experts
+        if not torch.is_grad_enabled():
+            marks = torch.zeros(len(chosen), dtype=torch.float32, device=index.device)
+            marks[index.flatten()] = 1.0
+            chosen = self.group.comm.all_reduce(marks, of_shards=True).tolist()
+        found: list[tuple[int, int]] = []
+        for number, mark in enumerate(chosen):
+            if not mark:
+                continue
+            first, end = found[-1] if found else (0, -1)
+            if number == end and number - first < self._step:
+                found[-1] = (first, number + 1)
+            else:
+                found.append((number, number + 1))
+        return found
+
+    def slices(
+        self, ranges: Iterable[tuple[int, int]]
+    ) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
         """Yield (first expert, end, their part of each parameter), in memory that is reused for the
         next slice.
         """
-        for first, end in self._ranges:
+        for first, end in ranges:
             numel = (end - first) * self._numel_of_one
             self._gathering.before_part(self.group)
             self.group.residency.add(numel)
@@ -148,16 +172,18 @@ class _InSlices(torch.autograd.Function):
     def forward(
         ctx: Any,
         experts: SlicedExperts,
+        ranges: list[tuple[int, int]],
         hidden: torch.Tensor,
         index: torch.Tensor,
         weights: torch.Tensor,
         *params: Any,
     ) -> torch.Tensor:
         ctx.experts = experts
-        ctx.autocast = autocast_now(hidden.device.type)
+        ctx.ranges = ranges
+        ctx.autocast = _autocast(hidden.device.type)
         ctx.save_for_backward(hidden, index, weights)
         total = _zeros_for_a_sum(hidden)
-        for first, end, values in experts.slices():
+        for first, end, values in experts.slices(ranges):
             total.add_(experts.run(first, end, values, (hidden, index, weights)))
         return total.to(hidden.dtype)
 
@@ -166,11 +192,11 @@ class _InSlices(torch.autograd.Function):
         experts, (hidden, index, weights) = ctx.experts, ctx.saved_tensors
         of_inputs = [_zeros_for_a_sum(hidden), _zeros_for_a_sum(weights)]
         of_params: list[torch.Tensor | None] = []
-        for param, needed in zip(experts.params, ctx.needs_input_grad[4:], strict=True):
+        for param, needed in zip(experts.params, ctx.needs_input_grad[5:], strict=True):
             like = {"dtype": param.dtype, "device": grad.device}
             of_params.append(torch.zeros(param.shape, **like) if needed else None)
-        for first, end, values in experts.slices():
-            with torch.enable_grad(), ctx.autocast():
+        for first, end, values in experts.slices(ctx.ranges):
+            with torch.enable_grad(), torch.autocast(**ctx.autocast):
                 leaves = [value.detach().requires_grad_() for value in (hidden, weights, *values)]
                 out = experts.run(first, end, leaves[2:], (leaves[0], index, leaves[1]))
             if not out.requires_grad:
@@ -184,10 +210,16 @@ class _InSlices(torch.autograd.Function):
                 if part is not None:
                     target.add_(part)
         of_hidden, of_weights = of_inputs[0].to(hidden.dtype), of_inputs[1].to(weights.dtype)
-        return None, of_hidden, None, of_weights, *of_params
+        return None, None, of_hidden, None, of_weights, *of_params
 
 
 def _zeros_for_a_sum(like: torch.Tensor) -> torch.Tensor:
     """Return zeros to which the results of slices are added, in at least fp32."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     return torch.zeros(like.shape, dtype=dtype, device=like.device)
+
+
+def _autocast(device_type: str) -> dict[str, Any]:
+    enabled = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type)
+    return {"device_type": device_type, "enabled": enabled, "dtype": dtype}
