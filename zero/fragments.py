@@ -64,7 +64,7 @@ class ParameterState:
         whole = optimizer.whole if self._is_state else None
         if whole is not None and param in whole.of_param:
             self._whole = whole.of_param[param]
-            found = whole.state_of(self._whole).get(kind)
+            found = self._whole.state.get(kind)
             if isinstance(found, torch.Tensor) and found.shape == param.shape:
                 self._owned = found
         self.exists = self._has_values()

@@ -225,7 +225,8 @@ class GatheredWhenRead:
 
     def __enter__(self) -> None:
         for group in () if self._shapes_only else self._groups:
-            self._hooks[group] = group.watch_reads(partial(self._before_read, group))
+            self._hooks[group] = group.read_hook
+            group.read_hook = partial(self._before_read, group)
         for layer in self._layers:
             layer.__class__ = _deferred_class(type(layer))
 
@@ -235,7 +236,7 @@ class GatheredWhenRead:
             layer.merged_adapters = names
             vars(layer).pop("_zero_safe_merge", None)
         for group, hook in self._hooks.items():
-            group.watch_reads(hook)
+            group.read_hook = hook
         self._gathered.close()
 
     def _before_read(self, group: ParamGroup, param: nn.Parameter, func: Callable) -> None:

@@ -106,9 +106,6 @@ class RehearsedGroup(CountedGroup):
         self.program: Program | None = None
         self.home: Home | None = None
 
-    def watch_reads(self, hook: object) -> None:
-        """Do nothing: a parameter that is read outside of its modules counts as gathered."""
-
     def all_gather(self, by: object) -> None:
         super().all_gather(by)
         self.program.add("gather", self.number)

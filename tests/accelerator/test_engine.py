@@ -287,11 +287,7 @@ def test_registered_memory_is_this_processes_alone_and_outlives_copies():
 def whole(rank: int, world_size: int, folder: str, name: str, sections: dict) -> Curve:
     engine = engine_with(folder, sections, make=MAKE[name])
     curve = train_zero(engine, data_on_device())
-    state = [
-        each
-        for tensor in engine.optimizer.whole.own
-        for each in engine.optimizer.whole.state_of(tensor).values()
-    ]
+    state = [each for tensor in engine.optimizer.whole.own for each in tensor.state.values()]
     places = {value.device.type for value in state if torch.is_tensor(value) and value.dim()}
     assert places == {"cpu" if "offload_optimizer" in sections else device.NAME}
     engine.destroy()

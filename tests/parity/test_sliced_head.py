@@ -374,8 +374,8 @@ def test_a_head_that_may_not_be_cut_is_left_alone(caplog):
     dropping = adapted(lora_dropout=0.1)
     assert sliced_head(dropping, int) is None
     with caplog.at_level(logging.WARNING, "zero"):
-        head.warn_of_whole_logits(dropping)
-        head.warn_of_whole_logits(model_of("adapted"))
+        assert sliced_head(dropping, int, warns=True) is None
+        assert sliced_head(model_of("adapted"), int, warns=True) is not None
     (said,) = caplog.messages
     assert "the logits are whole, because the head has dropout" in said
     assert "1,000 tokens take 0.000388 GB in fp32" in said

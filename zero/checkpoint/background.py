@@ -25,7 +25,6 @@ import torch
 
 from zero.checkpoint.files import Slice
 from zero.comm.communicator import Communicator
-from zero.comm.control import Channel, Control
 from zero.core.layout import round_up
 from zero.device import beside, is_accelerator, ready_for_thread
 from zero.offload.tiers import Tier
@@ -40,11 +39,15 @@ _running: list[BackgroundSaves] = []
 
 
 class BackgroundSaves:
-    """The saves of one engine, at most one at a time, and the host memory for their copies."""
+    """The saves of one engine, at most one at a time, and the host memory for their copies.
+
+    Attributes:
+        channel: over which ranks agree in the thread.
+    """
 
     def __init__(self, comm: Communicator, optimizer: ZeroOptimizer | None):
         self._comm = comm
-        self._channel: Channel | None = None
+        self.channel = comm.new_channel("asynchronous saves")
         self._ended = comm.control("waiting for a checkpoint", is_long=True)
         self._device = comm.device
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -53,15 +56,6 @@ class BackgroundSaves:
         self._thread: EngineThread | None = None
         self._copied = threading.Event() if optimizer is None else optimizer.read_by_saves
         self._failure: Exception | None = None
-
-    def control(self, kind: str, detail: str, is_long: bool) -> Control:
-        """Return how ranks agree in the thread; the arguments are those of `Control`.
-
-        The first call connects the ranks, so every rank must make it at the same time.
-        """
-        if self._channel is None:
-            self._channel = self._comm.new_channel(kind)
-        return Control(self._channel, kind, detail, is_long)
 
     def copy(self, slices: Sequence[Slice]) -> None:
         """Copy `slices` to host memory, which is kept for the next save.

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from zero.checkpoint.files import CheckpointReader, Slice, name_in
-from zero.checkpoint.manifest import Manifest, OptimizerState
+from zero.checkpoint.manifest import Manifest
 from zero.checkpoint.progress import Progress, describe_progress
 from zero.checkpoint.values import decode, describe, dtype_name, encode, rebuild
 from zero.comm.communicator import Communicator
@@ -37,11 +37,12 @@ from zero.core.reduction import GradientReducer
 from zero.core.sharded_param import Cut, PlaceholderView, cut_of, is_copy
 from zero.device import is_accelerator, random_state, set_random_state
 from zero.errors import UsageError
-from zero.offload.tiers import HostTrimmer
+from zero.offload.tiers import HostTrimmer, Tier
 from zero.optim.adam8bit import KEYS, CodedSlice, encoded
 from zero.optim.loss_scaler import LossScaler
+from zero.optim.redistribute import WholeTensor
 from zero.optim.sharded_optimizer import ZeroOptimizer, precise_values
-from zero.optim.whole_tensor import WholeTensor, WholeTensorState
+from zero.optim.subgroups import SubGroup
 
 logger = logging.getLogger("zero")
 
@@ -165,10 +166,8 @@ def weights(engine: EngineState, exclude_frozen: bool = False) -> Iterator[Slice
     for group in engine.groups:
         if group.packed or (exclude_frozen and not group.trainable):
             continue
-        for piece in group.pieces:
-            values = precise_values(group)[piece.start : piece.start + piece.numel]
-            key, slot = f"weights/{group.param_names[piece.slot]}", group.layout.slots[piece.slot]
-            yield Slice(key, slot.numel, piece.inside, values)
+        for name, numel, position, where in group.parts(0, group.layout.shard_numel):
+            yield Slice(f"weights/{name}", numel, position, precise_values(group)[where])
 
 
 def plain_tensors(
@@ -260,31 +259,42 @@ def optimizer_slices(optimizer: ZeroOptimizer) -> tuple[list[Slice], dict[str, d
     like the parameter. If it is one number for each parameter, kinds has the numbers of the
     parameters that begin on this rank, by name. Anything else that an optimizer of whole tensors
     keeps is described in kinds, by name."""
-    if optimizer.whole is not None:
-        if strangers := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
-            raise UsageError(
-                f"optimizer state {strangers[0]!r} belongs to no parameter, so it cannot be stored"
-            )
-        return _slices_of_whole_tensors(optimizer.whole, _package_of(optimizer))
+    is_whole, package = optimizer.whole is not None, _package_of(optimizer)
+    strangers = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
+    if is_whole and strangers:
+        raise UsageError(
+            f"optimizer state {strangers[0]!r} belongs to no parameter, so it cannot be stored"
+        )
     slices: list[Slice] = []
     kinds: dict[str, dict] = {}
-    for sub_group in optimizer.sub_groups:
-        for key, value in optimizer.state.get(sub_group.master, {}).items():
-            if value is None:
-                continue
-            value = CodedSlice.of(key, value, sub_group.master.numel())
-            is_sliced = getattr(value, "shape", None) == sub_group.master.shape
-            new = {"dtype": dtype_name(value.dtype)} if is_sliced else {"numbers": {}}
-            kind = kinds.setdefault(key, new)
-            if "dtype" in kind:
+    for unit in optimizer.units:
+        shape, parts = _shape_and_parts(unit)
+        for key, value in unit.state.items():
+            if not is_whole:
+                if value is None:
+                    continue
+                value = CodedSlice.of(key, value, shape.numel())
+            kind, first = kinds.setdefault(key, {}), parts[0][0] if parts else "no parameter"
+            place = f"optimizer state {key!r} of {first}"
+            is_tensor = isinstance(value, torch.Tensor | CodedSlice)
+            is_sliced = is_tensor and value.shape == shape
+            if _is_number(value) and (is_whole or not is_sliced):
+                numbers = kind.setdefault("numbers", {})
+                numbers |= {name: encode(value, place) for name, _, at, _ in parts if at == 0}
+            elif is_sliced:
+                kind.setdefault("dtype", dtype_name(value.dtype))
+                if isinstance(value, torch.Tensor):
+                    value = value.detach().contiguous().view(-1)
                 slices += [
                     Slice(f"optimizer/{key}/{name}", numel, position, value[where])
-                    for name, numel, position, where in sub_group.parts()
+                    for name, numel, position, where in parts
                 ]
-            elif _is_number(value):
-                for name, _, position, _ in sub_group.parts():
-                    if position == 0:
-                        kind["numbers"][name] = encode(value, f"optimizer state {key!r} of {name}")
+            elif is_whole:
+                found: list[torch.Tensor] = []
+                kind.setdefault("whole", {})[first] = describe(value, found, place, package)
+                for number, each in enumerate(found):
+                    stored = f"optimizer/{key}/{first}/{number}"
+                    slices.append(Slice.whole(stored, each.contiguous()))
             else:
                 raise UsageError(
                     f"optimizer state {key!r}: neither a tensor of the parameter's size nor a "
@@ -293,33 +303,21 @@ def optimizer_slices(optimizer: ZeroOptimizer) -> tuple[list[Slice], dict[str, d
     return slices, kinds
 
 
+def _shape_and_parts(
+    unit: SubGroup | WholeTensor,
+) -> tuple[torch.Size, list[tuple[str, int, int, slice]]]:
+    """Return the shape of the tensors in a unit's state, and what they hold of parameters: see
+    `SubGroup.parts`.
+    """
+    if isinstance(unit, WholeTensor):
+        return unit.slot.shape, [(unit.name, unit.slot.numel, 0, slice(None))]
+    return unit.master.shape, list(unit.parts())
+
+
 def _package_of(optimizer: ZeroOptimizer) -> str | None:
     """Return the package whose objects the optimizer may keep as state, or None for torch's own."""
     package = type(optimizer.optimizer).__module__.partition(".")[0]
     return None if package == "torch" else package
-
-
-def _slices_of_whole_tensors(
-    state: WholeTensorState, package: str | None
-) -> tuple[list[Slice], dict[str, dict]]:
-    """Like `optimizer_slices`, for the tensors that this rank owns."""
-    slices: list[Slice] = []
-    kinds: dict[str, dict] = {}
-    for tensor in state.own:
-        for key, value in state.state_of(tensor).items():
-            kind, place = kinds.setdefault(key, {}), f"optimizer state {key!r} of {tensor.name}"
-            stored = f"optimizer/{key}/{tensor.name}"
-            if _is_number(value):
-                kind.setdefault("numbers", {})[tensor.name] = encode(value, place)
-            elif isinstance(value, torch.Tensor) and value.shape == tensor.slot.shape:
-                kind.setdefault("dtype", dtype_name(value.dtype))
-                slices.append(Slice.whole(stored, value.contiguous()))
-            else:
-                found: list[torch.Tensor] = []
-                kind.setdefault("whole", {})[tensor.name] = describe(value, found, place, package)
-                for number, each in enumerate(found):
-                    slices.append(Slice.whole(f"{stored}/{number}", each.contiguous()))
-    return slices, kinds
 
 
 def read_optimizer_state(optimizer: ZeroOptimizer, reader: CheckpointReader) -> None:
@@ -330,14 +328,10 @@ def read_optimizer_state(optimizer: ZeroOptimizer, reader: CheckpointReader) -> 
     slices: list[Slice] = []
     stored = reader.manifest.optimizer
     assert stored is not None
-    coded = optimizer.state_dtype == torch.uint8
+    is_whole, coded = optimizer.whole is not None, optimizer.state_dtype == torch.uint8
     own_dtype = torch.float32 if coded else optimizer.state_dtype  # of all except coded tensors
     optimizer.state.clear()  # free memory for the state to be read
     HostTrimmer(every=0).freed_elements(0)
-    if optimizer.whole is not None:
-        for tensor in optimizer.whole.own:
-            state = _state_of_whole_tensor(tensor, optimizer, stored, reader, slices)
-            optimizer.whole.put_state(tensor, state)
 
     def described(name: str) -> tuple[object, ...]:
         return tuple(
@@ -348,32 +342,44 @@ def read_optimizer_state(optimizer: ZeroOptimizer, reader: CheckpointReader) -> 
     def of(name: str) -> int | None:
         return reader.manifest.parameters[name].group
 
+    def target(tier: Tier, key: str, number: int, shape: Sequence[int]) -> torch.Tensor:
+        key = f"{key}/{number}"
+        values = tier.empty(math.prod(shape), reader.dtype(key)).view(tuple(shape))
+        slices.append(Slice.whole(key, values))
+        return values
+
     optimizer.split_sub_groups(described)
-    for sub_group in optimizer.sub_groups:
-        names = [name for name, *_ in sub_group.parts()]
-        if not names:
+    for unit in optimizer.units:
+        shape, parts = _shape_and_parts(unit)
+        if not parts:
             # a sub-group of padding gets its state from the optimizer, as it did when training
             # began
             continue
-        state = optimizer.state[sub_group.master] = {}  # in the order in which it was created
-        group, tier = optimizer.param_groups[sub_group.group_index], sub_group.shard.tier
+        state, first = {}, parts[0][0]  # in the order in which it was created
+        unit.put_state(state)
+        group, tier = optimizer.param_groups[unit.group_index], unit.shard.tier
         for key, kind in stored.state.items():
-            stored_key = f"optimizer/{key}/{names[0]}"
-            if kind.numbers and names[0] in kind.numbers:
-                state[key] = _number(key, kind.numbers[names[0]], group, sub_group.master.device)
+            stored_key = f"optimizer/{key}/{first}"
+            if is_whole and kind.whole and first in kind.whole:
+                make = partial(target, tier, stored_key)
+                state[key] = rebuild(kind.whole[first], make, _package_of(optimizer))
+            elif kind.numbers and first in kind.numbers:
+                state[key] = _number(key, kind.numbers[first], group, unit.shard.master.device)
             elif reader.holds(stored_key):  # else it had no gradient, or its group needs none
-                dtype, size = reader.dtype(stored_key), sub_group.master.numel()
+                dtype = reader.dtype(stored_key)
                 if coded and key in KEYS:
-                    state[key] = torch.zeros(size, dtype=torch.float32, device="cpu")
+                    values = torch.zeros(shape, dtype=torch.float32, device="cpu")
                 else:
-                    floats = dtype in (torch.float32, torch.bfloat16)
-                    state[key] = tier.zeros(size, own_dtype if floats else dtype)
-                for name, numel, position, where in sub_group.parts():
-                    stored_key = f"optimizer/{key}/{name}"
-                    slices.append(Slice(stored_key, numel, position, state[key][where]))
-        for key, kind in stored.state.items() if state else ():
-            if key not in state and any(of(name) == of(names[0]) for name in kind.numbers or ()):
-                raise ValueError(f"the checkpoint has no optimizer state {key!r} of {names[0]!r}")
+                    floats = not is_whole and dtype in (torch.float32, torch.bfloat16)
+                    values = tier.zeros(shape.numel(), own_dtype if floats else dtype).view(shape)
+                state[key] = values
+                slices += [
+                    Slice(f"optimizer/{key}/{name}", numel, position, values.view(-1)[where])
+                    for name, numel, position, where in parts
+                ]
+        for key, kind in stored.state.items() if state and not is_whole else ():
+            if key not in state and any(of(name) == of(first) for name in kind.numbers or ()):
+                raise ValueError(f"the checkpoint has no optimizer state {key!r} of {first!r}")
         if coded and KEYS[0] in state:
             # sub-group by sub-group: fp32 moments of all of them may not fit into memory
             reader.read(slices)
@@ -381,35 +387,6 @@ def read_optimizer_state(optimizer: ZeroOptimizer, reader: CheckpointReader) -> 
             codes = encoded(state, into={})
             state |= {key: tier.keep(value) for key, value in codes.items()}
     reader.read(slices)
-
-
-def _state_of_whole_tensor(
-    tensor: WholeTensor,
-    optimizer: ZeroOptimizer,
-    stored: OptimizerState,
-    reader: CheckpointReader,
-    slices: list[Slice],
-) -> dict[str, object]:
-    """Return the stored state of a whole tensor, with memory that reading `slices` fills."""
-    state, tier = {}, tensor.shard.tier
-    group, package = optimizer.param_groups[tensor.group_index], _package_of(optimizer)
-
-    def target(key: str, number: int | None, shape: Sequence[int]) -> torch.Tensor:
-        key = key if number is None else f"{key}/{number}"
-        values = tier.empty(math.prod(shape), reader.dtype(key)).view(tuple(shape))
-        slices.append(Slice.whole(key, values))
-        return values
-
-    for key, kind in stored.state.items():
-        stored_key = f"optimizer/{key}/{tensor.name}"
-        if kind.whole is not None and tensor.name in kind.whole:
-            description = kind.whole[tensor.name]
-            state[key] = rebuild(description, partial(target, stored_key), package)
-        elif kind.numbers is not None and tensor.name in kind.numbers:
-            state[key] = _number(key, kind.numbers[tensor.name], group, tier.device)
-        elif reader.holds(stored_key):
-            state[key] = target(stored_key, None, tensor.slot.shape)
-    return state
 
 
 def _number(key: str, stored: Any, group: dict, device: torch.device) -> object:

@@ -88,7 +88,7 @@ def save_checkpoint(
     if background is None or _is_in_files(engine):
         save.finish(ranks, folder, lambda: save.all_slices(writers))
     else:
-        in_thread = background.control(*what)
+        in_thread = Control(background.channel, *what)
         with _abandoning(folder, ranks.rank):
             ranks.together(lambda: background.copy(save.all_slices(writers)))
         background.start(lambda slices: save.finish(in_thread, folder, slices))

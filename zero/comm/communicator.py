@@ -4,14 +4,14 @@
 `Pending`, whose `wait()` makes the result usable. The others block, and say so. There are two ways,
 each of which is a class here:
 
+Communicator        on CPUs, all-gathers and reductions are made of gloo's point-to-point messages:
+                    torch's reduce-scatter takes 1.7 to 3 times as long, its all-gather 1.2 to 3.5
+                    times (benchmarks/collectives/__main__.py). Received slices are summed here, in
+                    rank order and in fp32, which is deterministic and more precise.
 NativeCommunicator  an accelerator's collectives are torch's own: one call for each operation, on
                     streams beside the computation.
-GlooCommunicator    on CPUs, all-gathers and reductions are made of point-to-point messages: torch's
-                    reduce-scatter takes 1.7 to 3 times as long, its all-gather 1.2 to 3.5 times
-                    (benchmarks/collectives/__main__.py). Received slices are summed here, in rank
-                    order and in fp32, which is deterministic and more precise.
 
-Broadcasts, all-reduces and the exchange of whole tensors are torch's in both.
+Broadcasts, scatters, all-reduces and the exchange of whole tensors are torch's in both.
 
 Sums have one order: within each shard group by rank, then by group. So replicas have the same bits.
 Of a parameter group, `zero/comm/` reads `serial`, `name` and `trainable` only; `serial` is unique,
@@ -26,7 +26,6 @@ import logging
 import mmap
 import sys
 import weakref
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -79,8 +78,8 @@ def on_huge_pages(buffer: Tensor) -> Tensor:
     return buffer
 
 
-class Communicator(ABC):
-    """Collectives of one job on one kind of device.
+class Communicator:
+    """Collectives of one job on one kind of device; this class is for CPUs.
 
     Attributes:
         rank, world_size: of the world.
@@ -95,7 +94,7 @@ class Communicator(ABC):
         clock: the time of all engines that use these ranks.
     """
 
-    is_native: ClassVar[bool]
+    is_native: ClassVar[bool] = False
 
     def __init__(self, device: torch.device):
         use(device)
@@ -114,7 +113,6 @@ class Communicator(ABC):
         weakref.finalize(self, self.watchdog.stop)
         self.model: Communicator | None = None
         self.share = 1.0
-        self._split: dict[str, Communicator] = {}
         with names_lone_setup(rank):
             self._join([range(size)], None)
             self._channel = self.new_channel("a model or an engine")
@@ -135,7 +133,7 @@ class Communicator(ABC):
         # Numbers of groups, equal on all ranks: they are made in the same order. 0 is for what is
         # not about a group.
         self.serials = itertools.count(1)
-        self._within: dict[int, Communicator] = {}
+        self._made: dict[str, Communicator] = {}
         # The engine's own process groups: its messages never match user code's. Beside an
         # accelerator's, there is one for tensors of the host.
         self._group = self._new_group(worlds)
@@ -169,12 +167,12 @@ class Communicator(ABC):
 
         All ranks must call it. Counters and clock are shared.
         """
-        if (key := str((worlds, models))) not in self._split:
-            self._split[key] = world = copy.copy(self)
+        if (key := str((worlds, models))) not in self._made:
+            self._made[key] = world = copy.copy(self)
             world.model = copy.copy(self)
             world._join(worlds, self)
             world.model._join(models, self)
-        return self._split[key]
+        return self._made[key]
 
     def within(self, size: int) -> Communicator:
         """The same ranks, with shard groups of `size` consecutive ones, which must divide the
@@ -184,8 +182,8 @@ class Communicator(ABC):
         """
         if size == self.shard_group.size:
             return self
-        if size not in self._within:
-            made = self._within[size] = copy.copy(self)
+        if (key := f"within {size}") not in self._made:
+            made = self._made[key] = copy.copy(self)
             shards = [
                 ranks[start : start + size]
                 for ranks in self.worlds
@@ -195,7 +193,7 @@ class Communicator(ABC):
             made.shard_group = Group.of(shards)
             made.replicate_group = Group.of(replicas)
             made._make_groups(shards, replicas)
-        return self._within[size]
+        return self._made[key]
 
     def every(self, step: int) -> Communicator:
         """Every `step`-th rank of each world as a world of its own, for parameters that only these
@@ -203,20 +201,20 @@ class Communicator(ABC):
 
         As with `within`, everything but the groups is shared.
         """
-        if (key := f"every {step}") not in self._split:
-            self._split[key] = made = copy.copy(self)
+        if (key := f"every {step}") not in self._made:
+            self._made[key] = made = copy.copy(self)
             places = [ranks[place::step] for ranks in self.worlds for place in range(step)]
             made._join(places, self.job)
             made.serials, made.order = self.serials, self.order
             made.share = 1.0 / step if self.is_native else 1.0
-        return self._split[key]
+        return self._made[key]
 
     def apart(self) -> Communicator:
         """The same ranks, with process groups of their own: neither waits for what the other has
         started. All must call it.
         """
         made = copy.copy(self)
-        made._within, made._split = {}, {}
+        made._made = {}
         made._group = self._new_group(self.worlds)
         made._make_groups(self.worlds, None)
         return made
@@ -281,11 +279,6 @@ class Communicator(ABC):
         self._count("all_gather", full.numel(), full, group)
         return self._start_all_gather(full, shard, group).observed_by(used)
 
-    @abstractmethod
-    def _start_all_gather(
-        self, full: Tensor, shard: Tensor, group: NamedGroup | None
-    ) -> Pending: ...
-
     def reduce_scatter(
         self,
         out: Tensor,
@@ -305,11 +298,6 @@ class Communicator(ABC):
         used = begin("reduce_scatter", full, group, self.shard_group.size)
         work = self._start_reduce_scatter(out, full, accumulate, max_numel, group)
         return work.observed_by(used)
-
-    @abstractmethod
-    def _start_reduce_scatter(
-        self, out: Tensor, full: Tensor, accumulate: bool, max_numel: int, group: NamedGroup | None
-    ) -> Pending: ...
 
     def reduce(
         self,
@@ -346,11 +334,6 @@ class Communicator(ABC):
         self._count("all_to_all", sent.numel(), sent, group, ranks)
         return self._start_all_to_all(received, sent, group, across).observed_by(used)
 
-    @abstractmethod
-    def _start_all_to_all(
-        self, received: Tensor, sent: Tensor, group: NamedGroup | None, across: bool
-    ) -> Pending: ...
-
     def scatter(self, shard: Tensor, full: Tensor | None, src: int) -> None:
         """Give every rank of the world its slice of `full` of its rank `src`; others may pass None.
 
@@ -365,10 +348,107 @@ class Communicator(ABC):
             slices = [full.narrow(0, rank % size * n, n) for rank in range(self.world_size)]
             shard.copy_(slices[src])
         if self.world_size > 1:
-            self._scatter(shard, slices, src)
+            own, group = torch.empty_like(shard), self._group
+            what = "the distribution of initial values"
+            self._blocking(what, lambda: dist.scatter(own, slices, group=group, group_src=src))
+            shard.copy_(own)
 
-    @abstractmethod
-    def _scatter(self, shard: Tensor, slices: list[Tensor] | None, src: int) -> None: ...
+    # -- gloo's messages. Each has a tag with the number of its parameter group. So ranks that use
+    # different groups wait for each other, and the watchdog finds them.
+
+    def _tag(self, kind: str, group: NamedGroup | None) -> int:
+        """The tag of the next message of `kind` about `group`: 22 bits group, 1 bit kind, 8 bits
+        counter.
+        """
+        key = 0 if group is None else group.serial
+        self._sent[kind, key] += 1
+        return (key % (1 << 22)) << 9 | (kind == "reduce") << 8 | self._sent[kind, key] % (1 << 8)
+
+    def _exchange(
+        self,
+        name: str,
+        ranks: Group,
+        tag: int,
+        sent: Sequence[Tensor],
+        received: Sequence[Tensor],
+    ) -> list[Work]:
+        """Start messages: `sent[i]` goes to place i of `ranks`, and what comes from there fills
+        `received[i]`.
+
+        `name`: of the operation, for whoever follows the messages.
+        """
+        # gloo tells a peer that a message is awaited by the same socket: behind a sent message that
+        # comes too late.
+        works: list[Work] = [
+            dist.irecv(received[at], ranks.ranks[at], group=self._group, tag=tag)
+            for at in ranks.others
+        ]
+        send(ranks, [part.nbytes for part in sent])
+        return works + [
+            dist.isend(sent[at], ranks.ranks[at], group=self._group, tag=tag) for at in ranks.others
+        ]
+
+    def _start_all_gather(self, full: Tensor, shard: Tensor, group: NamedGroup | None) -> Pending:
+        ranks = self.shard_group
+        own = full.narrow(0, ranks.rank * shard.numel(), shard.numel())
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard, non_blocking=True)
+        if ranks.size == 1:
+            return Pending()
+        slices = full.view(ranks.size, -1).unbind()
+        tag = self._tag("gather", group)
+        works = self._exchange("all_gather", ranks, tag, [own] * ranks.size, slices)
+        return Pending(works, None, (full, own), self.watchdog, group)
+
+    def _start_reduce_scatter(
+        self, out: Tensor, full: Tensor, accumulate: bool, max_numel: int, group: NamedGroup | None
+    ) -> Pending:
+        n = out.numel()
+        step = max(1, max_numel // self.shard_group.size)
+        step = min(step, SUMMED_MESSAGE // full.element_size())
+        parts = [
+            self._reduce_columns(out[first : first + step], full, first, accumulate, group)
+            for first in range(0, n, step)
+        ]
+        return parts[0] if len(parts) == 1 else Pending(parts)
+
+    def _reduce_columns(
+        self, out: Tensor, full: Tensor, first: int, accumulate: bool, group: NamedGroup | None
+    ) -> Pending:
+        """Reduce columns of `full`, seen as a (shard group, n) matrix, into `out`: as many as it
+        has elements, from `first` on.
+        """
+        ranks, replicas, width = self.shard_group, self.replicate_group, out.numel()
+        rows = list(full.view(ranks.size, -1)[:, first : first + width].unbind())
+        terms = [
+            row if place == ranks.rank else torch.empty_like(row) for place, row in enumerate(rows)
+        ]
+        self._count("reduce_scatter", width * ranks.size, full, group)
+        tag = self._tag("reduce", group)
+        works = self._exchange("reduce_scatter", ranks, tag, rows, terms)
+
+        def finish() -> None:
+            if replicas.size == 1:
+                _add_up(out, terms, accumulate)
+                return
+            sums = torch.empty(replicas.size, width, dtype=torch.float32, device=out.device)
+            own = _add_up(sums[replicas.rank], terms, False)
+            self._count("reduce_replicas", width, own, group)
+            works = self._exchange(
+                "reduce_replicas", replicas, tag, [own] * replicas.size, sums.unbind()
+            )
+            Pending(works, None, (), self.watchdog, group).wait()
+            _add_up(out, sums.unbind(), accumulate)
+
+        return Pending(works, finish, (full,), self.watchdog, group)
+
+    def _start_all_to_all(
+        self, received: Tensor, sent: Tensor, group: NamedGroup | None, across: bool
+    ) -> Pending:
+        ranks = self.replicate_group if across else self.shard_group
+        tag = self._tag("reduce", group)
+        works = self._exchange("all_to_all", ranks, tag, sent.unbind(), received.unbind())
+        return Pending(works, None, (received, sent), self.watchdog, group)
 
     # -- torch's own collectives, on every device
 
@@ -544,127 +624,6 @@ class NativeCommunicator(Communicator):
         work: Work = dist.all_to_all_single(received, sent, group=ranks, async_op=True)
         return Pending([work], None, (received, sent), self.watchdog, group)
 
-    def _scatter(self, shard: Tensor, slices: list[Tensor] | None, src: int) -> None:
-        buffer = torch.empty(shard.numel(), dtype=shard.dtype, device=self.device)
-        dist.scatter(buffer, slices, group=self._group, group_src=src)
-        shard.copy_(buffer)
-
-
-class GlooCommunicator(Communicator):
-    """Point-to-point messages between CPUs.
-
-    Each message has a tag with the number of its parameter group. So ranks that use different
-    groups wait for each other, and the watchdog finds them."""
-
-    is_native = False
-
-    def _tag(self, kind: str, group: NamedGroup | None) -> int:
-        """The tag of the next message of `kind` about `group`: 22 bits group, 1 bit kind, 8 bits
-        counter.
-        """
-        key = 0 if group is None else group.serial
-        self._sent[kind, key] += 1
-        return (key % (1 << 22)) << 9 | (kind == "reduce") << 8 | self._sent[kind, key] % (1 << 8)
-
-    def _exchange(
-        self,
-        name: str,
-        ranks: Group,
-        tag: int,
-        sent: Sequence[Tensor],
-        received: Sequence[Tensor],
-    ) -> list[Work]:
-        """Start messages: `sent[i]` goes to place i of `ranks`, and what comes from there fills
-        `received[i]`.
-
-        `name`: of the operation, for whoever follows the messages.
-        """
-        # gloo tells a peer that a message is awaited by the same socket: behind a sent message that
-        # comes too late.
-        works: list[Work] = [
-            dist.irecv(received[at], ranks.ranks[at], group=self._group, tag=tag)
-            for at in ranks.others
-        ]
-        send(ranks, [part.nbytes for part in sent])
-        return works + [
-            dist.isend(sent[at], ranks.ranks[at], group=self._group, tag=tag) for at in ranks.others
-        ]
-
-    def _start_all_gather(self, full: Tensor, shard: Tensor, group: NamedGroup | None) -> Pending:
-        ranks = self.shard_group
-        own = full.narrow(0, ranks.rank * shard.numel(), shard.numel())
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard, non_blocking=True)
-        if ranks.size == 1:
-            return Pending()
-        slices = full.view(ranks.size, -1).unbind()
-        tag = self._tag("gather", group)
-        works = self._exchange("all_gather", ranks, tag, [own] * ranks.size, slices)
-        return Pending(works, None, (full, own), self.watchdog, group)
-
-    def _start_reduce_scatter(
-        self, out: Tensor, full: Tensor, accumulate: bool, max_numel: int, group: NamedGroup | None
-    ) -> Pending:
-        n = out.numel()
-        step = max(1, max_numel // self.shard_group.size)
-        step = min(step, SUMMED_MESSAGE // full.element_size())
-        parts = [
-            self._reduce_columns(out[first : first + step], full, first, accumulate, group)
-            for first in range(0, n, step)
-        ]
-        return parts[0] if len(parts) == 1 else Pending(parts)
-
-    def _reduce_columns(
-        self, out: Tensor, full: Tensor, first: int, accumulate: bool, group: NamedGroup | None
-    ) -> Pending:
-        """Reduce columns of `full`, seen as a (shard group, n) matrix, into `out`: as many as it
-        has elements, from `first` on.
-        """
-        ranks, replicas, width = self.shard_group, self.replicate_group, out.numel()
-        rows = list(full.view(ranks.size, -1)[:, first : first + width].unbind())
-        terms = [
-            row if place == ranks.rank else torch.empty_like(row) for place, row in enumerate(rows)
-        ]
-        self._count("reduce_scatter", width * ranks.size, full, group)
-        tag = self._tag("reduce", group)
-        works = self._exchange("reduce_scatter", ranks, tag, rows, terms)
-
-        def finish() -> None:
-            if replicas.size == 1:
-                _add_up(out, terms, accumulate)
-                return
-            sums = torch.empty(replicas.size, width, dtype=torch.float32, device=out.device)
-            own = _add_up(sums[replicas.rank], terms, False)
-            self._count("reduce_replicas", width, own, group)
-            works = self._exchange(
-                "reduce_replicas", replicas, tag, [own] * replicas.size, sums.unbind()
-            )
-            Pending(works, None, (), self.watchdog, group).wait()
-            _add_up(out, sums.unbind(), accumulate)
-
-        return Pending(works, finish, (full,), self.watchdog, group)
-
-    def _start_all_to_all(
-        self, received: Tensor, sent: Tensor, group: NamedGroup | None, across: bool
-    ) -> Pending:
-        ranks = self.replicate_group if across else self.shard_group
-        tag = self._tag("reduce", group)
-        works = self._exchange("all_to_all", ranks, tag, sent.unbind(), received.unbind())
-        return Pending(works, None, (received, sent), self.watchdog, group)
-
-    def _scatter(self, shard: Tensor, slices: list[Tensor] | None, src: int) -> None:
-        tag = self._tag("gather", None)
-        if slices is None:
-            works: list[Work] = [dist.irecv(shard, group=self._group, group_src=src, tag=tag)]
-        else:
-            works = [
-                dist.isend(part, group=self._group, group_dst=rank, tag=tag)
-                for rank, part in enumerate(slices)
-                if rank != src
-            ]
-        what = "the distribution of initial values"
-        Pending(works, None, (slices,), self.watchdog, what).wait()
-
 
 def _add_up(out: Tensor, terms: Sequence[Tensor], accumulate: bool) -> Tensor:
     """Make `out` the sum of `terms`, in their order and in fp32, or add them to it if
@@ -690,7 +649,7 @@ def communicator() -> Communicator:
     if not _communicators:
         end_with_launcher()
     if device not in _communicators or _communicators[device].is_destroyed:
-        kind = NativeCommunicator if is_accelerator(device) else GlooCommunicator
+        kind = NativeCommunicator if is_accelerator(device) else Communicator
         _communicators[device] = kind(device)
     return _communicators[device]
 

@@ -13,7 +13,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -118,12 +118,9 @@ class Operation(NamedTuple):
     ranks: int
 
 
-class Observer(Protocol):
-    def begin(self, operation: Operation) -> Callable[[], None]:
-        """`operation` is about to start. The result is called when its own result is first used."""
-        ...
-
-
+# Called with each operation that is about to start. What it returns is called when the operation's
+# own result is first used.
+Observer = Callable[[Operation], Callable[[], None]]
 _observer: Observer | None = None
 
 
@@ -139,7 +136,7 @@ def begin(
     """An operation is about to start: see `Operation`. Call the result when its result is used."""
     if _observer is None:
         return _nothing
-    return _observer.begin(Operation(name, tensor, what, ranks))
+    return _observer(Operation(name, tensor, what, ranks))
 
 
 def _nothing() -> None: ...

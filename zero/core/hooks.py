@@ -196,7 +196,7 @@ class ModuleHooks:
         self._listen()
         for group in self.groups:
             if not group.persistent:
-                group.watch_reads(_Hook(partial(self._read_outside, group)))
+                group.read_hook = _Hook(partial(self._read_outside, group))
                 group.graph_hook = self._reads.hold_for_graph
 
     def _listen(self) -> None:
@@ -222,8 +222,7 @@ class ModuleHooks:
         self.forward_hooks.clear()
         self.backward_hooks.clear()
         for group in self.groups:
-            group.watch_reads(None)
-            group.graph_hook = None
+            group.read_hook = group.graph_hook = None
 
     # -- passes
 

@@ -57,32 +57,25 @@ class Residency:
 
 
 class Plan:
-    """A recorded order of visits, and how many elements are used between two visits of one group.
+    """A recorded order of visits.
 
     Attributes:
-        next_distance: for each position, to the group's next visit in the pass.
-        wrap_distance: for the position of a group's last visit, to its first one in the next pass.
-        first_distance: by group, before its first visit.
-        total: of the pass.
+        distances: for each position, the elements that are used before the group's next visit: if
+            an equal pass follows (True), or only in this pass (False).
     """
 
     def __init__(self, order: Sequence[int], sizes: Sequence[int]):
         self.order = tuple(order)
-        self.total = sum(sizes[group] for group in self.order)
-        self.next_distance: list[float] = [NEVER] * len(self.order)
-        self.first_distance: dict[int, int] = {}
-        self.wrap_distance: list[float] = [NEVER] * len(self.order)
-        before, last_seen = 0, {}
-        for position, group in enumerate(self.order):
-            if group in last_seen:
-                previous, end = last_seen[group]
-                self.next_distance[previous] = before - end
-            else:
-                self.first_distance[group] = before
-            before += sizes[group]
-            last_seen[group] = (position, before)
-        for group, (position, end) in last_seen.items():
-            self.wrap_distance[position] = self.total - end + self.first_distance[group]
+        self.distances = {
+            wraps: [self._distance(position, sizes, wraps) for position in range(len(order))]
+            for wraps in (False, True)
+        }
+
+    def _distance(self, position: int, sizes: Sequence[int], wraps: bool) -> float:
+        ahead = self.order[position + 1 :] + self.order[: position + 1] * wraps
+        if (group := self.order[position]) not in ahead:
+            return NEVER
+        return sum(map(sizes.__getitem__, ahead[: ahead.index(group)]))
 
 
 @dataclass(eq=False, repr=False)
@@ -161,9 +154,7 @@ class Schedule:
         """Elements used between the group's last visit and its next one; infinite when unknown."""
         if self._plan is None or self._last_position[group] < 0:
             return NEVER
-        position = self._last_position[group]
-        ahead = self._plan.next_distance[position]
-        return self._plan.wrap_distance[position] if ahead == NEVER and self.wraps else ahead
+        return self._plan.distances[self.wraps][self._last_position[group]]
 
     def keep(self, group: int, live: int) -> bool:
         """Whether a group whose last use has ended stays gathered.

@@ -136,7 +136,7 @@ def use_log(section: CommsLoggerConfig, job: Communicator) -> CollectiveLog:
     global _log
     if _log is None:
         _log = CollectiveLog(section, job)
-        set_observer(_log)
+        set_observer(_log.begin)
     _log.users += 1
     return _log
 

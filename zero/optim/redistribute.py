@@ -70,9 +70,11 @@ class WholeTensor:
         parts: {rank: the piece in its shard}.
         rank: of this process.
         param: what the optimizer has, fp32 and in the true shape. It shows NaN outside of the step.
+        optimizer: the user's.
         owner: the rank that updates it, or None if every rank does (stage 0).
     """
 
+    optimizer: torch.optim.Optimizer
     name: str
     group_index: int
     shard: OptimizerShard
@@ -81,6 +83,15 @@ class WholeTensor:
     rank: int
     param: nn.Parameter
     owner: int | None = None
+
+    @property
+    def state(self) -> dict:
+        """The optimizer's state of it, possibly empty, by the optimizer's names."""
+        return self.optimizer.state.get(self.param, {})
+
+    def put_state(self, state: dict) -> None:
+        """Replace the state."""
+        self.optimizer.state[self.param] = state
 
     @property
     def is_own(self) -> bool:

@@ -60,23 +60,20 @@ class StochasticRounding:
         `kind` names what it is: each kind has its own random numbers. Infinities and NaN stay what
         they are."""
         target.copy_(values)  # for the padding between parameters
-        group, end = shard.group, start + values.numel()
-        for piece in group.pieces:
-            name = group.param_names[piece.slot]
-            # From positions in the parameter to positions in the shard.
-            shift = piece.start - piece.inside
-            first = max(piece.start, start) - shift
-            last = min(piece.start + piece.numel, end) - shift
-            most = at_a_time(values.device)
-            for begin in range(first - first % most, last, most) if first < last else ():
+        most = at_a_time(values.device)
+        for name, _, first, where in shard.group.parts(start, start + values.numel()):
+            # From positions in the parameter to positions in `values`.
+            shift = where.start - first
+            last = where.stop - shift
+            for begin in range(first - first % most, last, most):
                 block = begin - begin % BLOCK
                 low, high = max(first, begin), min(last, begin + most)
                 noise = torch.arange(
                     low - block, high - block, dtype=torch.int32, device=values.device
                 )
                 scramble(noise, f"{self._seed} {self._step} {kind} {name} {block}")
-                where = slice(low + shift - start, high + shift - start)
-                target[where].copy_(rounded(values[where], noise))
+                there = slice(low + shift, high + shift)
+                target[there].copy_(rounded(values[there], noise))
 
 
 def scramble(counters: torch.Tensor, key: str) -> None:

@@ -40,6 +40,7 @@ from zero.optim import adam8bit, adam_cpu
 from zero.optim.background import Updates
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import GRADIENTS, MASTERS, MOMENTS
+from zero.optim.redistribute import WholeTensor
 from zero.optim.rounding import StochasticRounding
 from zero.optim.subgroups import SubGroup, SubGroupState
 from zero.optim.update import SubGroupUpdate
@@ -204,6 +205,11 @@ class ZeroOptimizer:
     @property
     def sub_groups(self) -> Sequence[SubGroup]:
         return self._state.sub_groups
+
+    @property
+    def units(self) -> Sequence[SubGroup | WholeTensor]:
+        """What this rank updates, each with a state of its own."""
+        return self.sub_groups if self.whole is None else self.whole.own
 
     @property
     def param_groups(self) -> list[dict]:
@@ -392,8 +398,9 @@ class ZeroOptimizer:
         def moved(value: torch.Tensor) -> torch.Tensor:
             return tier.keep(value.reshape(-1)).view(value.shape) if value.dim() else value
 
-        for state in self._state.of_shard(shard):
-            state.update(tree_map_only(torch.Tensor, moved, dict(state)))
+        for unit in self.units:
+            if unit.shard is shard:
+                unit.state.update(tree_map_only(torch.Tensor, moved, dict(unit.state)))
 
     def move(self, names: Collection[str], tier: Tier) -> None:
         """Move these of `zero.optim.placement.STATES` to `tier`, but for weights, which the groups

@@ -86,16 +86,8 @@ class SubGroup:
         self.optimizer.state[self.master] = state
 
     def parts(self) -> Iterator[tuple[str, int, int, slice]]:
-        """What it holds of parameters, in order: (name, the parameter's elements, the position in
-        the parameter, the range in the sub-group's tensors).
-        """
-        group, start = self.group, self.start
-        for piece in group.pieces:
-            first, end = max(piece.start, start), min(piece.start + piece.numel, self.end)
-            if first < end:
-                name, slot = group.param_names[piece.slot], group.layout.slots[piece.slot]
-                position = piece.inside + first - piece.start
-                yield name, slot.numel, position, slice(first - start, end - start)
+        """What it holds of parameters: see `ParamGroup.parts`."""
+        return self.group.parts(self.start, self.end)
 
     def cut(self, borders: Collection[int]) -> list[tuple[SubGroup, dict]]:
         """Its parts between these positions in it, each with its state.
@@ -304,10 +296,6 @@ class SubGroupState:
                 if state:
                     part.put_state(state)
         self._set_params()
-
-    def of_shard(self, shard: OptimizerShard) -> list[dict]:
-        """The states of one group's sub-groups."""
-        return [each.state for each in self.sub_groups if each.shard is shard]
 
     def follow_masters(self) -> None:
         """The masters have moved: make the sub-groups pieces of them again."""

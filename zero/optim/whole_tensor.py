@@ -43,26 +43,26 @@ _ENGINES_OWN = ("ds_", "_zero", "_ds")
 
 
 def _tensors(
-    shards: Sequence[OptimizerShard], group_of: Mapping[nn.Parameter, int], comm: Communicator
+    optimizer: torch.optim.Optimizer,
+    shards: Sequence[OptimizerShard],
+    group_of: Mapping[nn.Parameter, int],
+    comm: Communicator,
 ) -> Iterator[tuple[nn.Parameter, WholeTensor]]:
     rank, size = comm.shard_group.rank, comm.shard_group.size
     for shard in shards:
         group = shard.group
-        pieces = [
-            {piece.slot: piece for piece in group.layout.pieces(each)} for each in range(size)
-        ]
+        pieces = [(each, piece) for each in range(size) for piece in group.layout.pieces(each)]
         for index, (param, name, slot) in enumerate(
             zip(group.params, group.param_names, group.layout.slots, strict=True)
         ):
             if param in group_of:
-                parts = {
-                    each: of_rank[index] for each, of_rank in enumerate(pieces) if index in of_rank
-                }
+                parts = {each: piece for each, piece in pieces if piece.slot == index}
                 seen = nn.Parameter(placeholder(slot.shape, torch.float32, comm.device))
                 for key, value in vars(param).items():
                     if not key.startswith(_ENGINES_OWN):
                         vars(seen)[key] = value
-                yield param, WholeTensor(name, group_of[param], shard, slot, parts, rank, seen)
+                number = group_of[param]
+                yield param, WholeTensor(optimizer, name, number, shard, slot, parts, rank, seen)
 
 
 class WholeTensorState:
@@ -70,7 +70,6 @@ class WholeTensorState:
 
     Attributes:
         of_param: {the model's parameter: its whole tensor}, in the order of groups.
-        moved: elements of tensors that do not lie on their owner as a whole.
     """
 
     sub_groups: Sequence[SubGroup] = ()
@@ -86,7 +85,7 @@ class WholeTensorState:
         self._optimizer = optimizer
         self._comm = comm
         self._rounding = rounding
-        self.of_param = dict(_tensors(shards, group_of, comm))
+        self.of_param = dict(_tensors(optimizer, shards, group_of, comm))
         self._is_divided = comm.shard_group.size > 1 and not any(
             shard.group.layout.replicated for shard in shards
         )
@@ -99,7 +98,6 @@ class WholeTensorState:
             groups = [tensor.group_index for tensor in self.tensors]
             for tensor, owner in zip(self.tensors, owners(held, groups), strict=True):
                 tensor.owner = owner
-        self.moved = sum(tensor.slot.numel for tensor in self.tensors if tensor.moves)
         self._of_shard = {
             shard: [tensor for tensor in self.tensors if tensor.shard is shard] for shard in shards
         }
@@ -225,14 +223,14 @@ class WholeTensorState:
             optimizer = counting_twin(optimizer)
             counted = {key: value for key, value in state.items() if key not in present}
             state.update(copy.deepcopy(counted))
-        former = {tensor: self.state_of(tensor) for tensor in tensors}
+        former = {tensor: tensor.state for tensor in tensors}
         for tensor in tensors:
             if former[tensor]:
-                self.put_state(tensor, closed(self._loaded(tensor)))
+                tensor.put_state(closed(_loaded(tensor)))
         getattr(optimizer, method)()
         for tensor in tensors:
-            if self.state_of(tensor):
-                self._keep_state(tensor, former[tensor])
+            if tensor.state:
+                _keep_state(tensor, former[tensor])
         counts = counts_of(optimizer)
         if by_twin:
             for key in [key for key in state if not isinstance(key, torch.Tensor)]:
@@ -250,63 +248,54 @@ class WholeTensorState:
                 shard.tier.store(shard.master, master).wait()
             shard.round_into_shard(0, master).wait()
 
-    # -- state
-
-    def state_of(self, tensor: WholeTensor) -> dict:
-        """The tensor's state, possibly empty, by the optimizer's names."""
-        return self._optimizer.state.get(tensor.param, {})
-
-    def put_state(self, tensor: WholeTensor, state: dict) -> None:
-        """Replace the tensor's state."""
-        self._optimizer.state[tensor.param] = state
-
-    def of_shard(self, shard: OptimizerShard) -> list[dict]:
-        """The states of one group's tensors."""
-        return [self.state_of(tensor) for tensor in self._of_shard[shard]]
-
     def follow_masters(self) -> None:
         """The masters have moved: nothing to do, as each step takes them from where they are."""
 
-    def _loaded(self, tensor: WholeTensor) -> dict:
-        """The state of a tensor on the compute device: a copy if it is offloaded."""
 
-        def load(value: torch.Tensor) -> torch.Tensor:
-            if not value.dim():
-                return value
-            target, loading = load_values(tensor.shard, value)
-            loading.wait()
-            return target
+# -- state
 
-        return tree_map_only(torch.Tensor, load, dict(self.state_of(tensor)))
 
-    def _keep_state(self, tensor: WholeTensor, former: dict) -> None:
-        """Keep the state that a call has left: on the tensor's tier, in the memory of the `former`
-        state where that has the same form.
+def _loaded(tensor: WholeTensor) -> dict:
+    """The state of a tensor on the compute device: a copy if it is offloaded."""
 
-        A state that is the gradient or the parameter itself is copied, because their memory is used
-        again after the step."""
-        reused = {
-            values.untyped_storage().data_ptr()
-            for values in (tensor.param, tensor.param.grad)
-            if values is not None
-        }
-        tier, places = tensor.shard.tier, tree_leaves(former)
-        values, form = tree_flatten(opened(dict(self.state_of(tensor))))
-        for index, value in enumerate(values):
-            if not (isinstance(value, torch.Tensor) and value.dim()):
-                continue
-            if not tensor.shard.is_offloaded:
-                if value.untyped_storage().data_ptr() in reused:
-                    values[index] = value.clone()
-                continue
-            place = places[index] if len(places) == len(values) else None
-            form_of = value.shape, value.dtype
-            if isinstance(place, torch.Tensor) and (place.shape, place.dtype) == form_of:
-                tier.store(place.view(-1), value.reshape(-1)).wait()
-                values[index] = place
-            else:
-                values[index] = tier.keep(value.reshape(-1)).view(value.shape)
-        self.put_state(tensor, tree_unflatten(values, form))
+    def load(value: torch.Tensor) -> torch.Tensor:
+        if not value.dim():
+            return value
+        target, loading = load_values(tensor.shard, value)
+        loading.wait()
+        return target
+
+    return tree_map_only(torch.Tensor, load, dict(tensor.state))
+
+
+def _keep_state(tensor: WholeTensor, former: dict) -> None:
+    """Keep the state that a call has left: on the tensor's tier, in the memory of the `former`
+    state where that has the same form.
+
+    A state that is the gradient or the parameter itself is copied, because their memory is used
+    again after the step."""
+    reused = {
+        values.untyped_storage().data_ptr()
+        for values in (tensor.param, tensor.param.grad)
+        if values is not None
+    }
+    tier, places = tensor.shard.tier, tree_leaves(former)
+    values, form = tree_flatten(opened(dict(tensor.state)))
+    for index, value in enumerate(values):
+        if not (isinstance(value, torch.Tensor) and value.dim()):
+            continue
+        if not tensor.shard.is_offloaded:
+            if value.untyped_storage().data_ptr() in reused:
+                values[index] = value.clone()
+            continue
+        place = places[index] if len(places) == len(values) else None
+        form_of = value.shape, value.dtype
+        if isinstance(place, torch.Tensor) and (place.shape, place.dtype) == form_of:
+            tier.store(place.view(-1), value.reshape(-1)).wait()
+            values[index] = place
+        else:
+            values[index] = tier.keep(value.reshape(-1)).view(value.shape)
+    tensor.put_state(tree_unflatten(values, form))
 
 
 # -- state in tensors that wrap others, such as torchao's 8-bit moments

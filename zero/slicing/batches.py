@@ -12,7 +12,7 @@ from zero.config import Config
 from zero.core.layout import called_blocks
 from zero.errors import UsageError
 from zero.slicing.blocks import RECORDER, Agree, SlicedBlock
-from zero.slicing.head import sliced_head, warn_of_whole_logits
+from zero.slicing.head import sliced_head
 from zero.slicing.known import why_not_sliced
 
 
@@ -38,7 +38,7 @@ class BatchSlices:
         is_wanted = self._kept.batch_slices not in (None, 1)
         # What is gathered when must stay the same when slices are asked for later.
         adapts = settings.on_out_of_memory == "adapt"
-        self._head = sliced_head(model, steps) if is_wanted or adapts else None
+        self._head = sliced_head(model, steps, is_wanted) if is_wanted or adapts else None
 
     def begin(self) -> None:
         """Run the slices that the configuration asks for, if it does. Raises UsageError if the
@@ -51,8 +51,6 @@ class BatchSlices:
             raise UsageError(f"activation_checkpointing.batch_slices: {why}")
         self._slice(wanted)
         self.refine(1)
-        if self._head is None:
-            warn_of_whole_logits(self._model)
 
     @property
     def samples(self) -> int:

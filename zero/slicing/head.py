@@ -59,32 +59,30 @@ _OF_A_WHOLE = frozenset("data_ptr register_hook retain_grad".split())
 _KEEP_ROWS = frozenset("view reshape flatten squeeze unsqueeze".split())
 
 
-def sliced_head(model: nn.Module, steps: Callable[[], int]) -> SlicedHead | None:
+def sliced_head(
+    model: nn.Module, steps: Callable[[], int], warns: bool = False
+) -> SlicedHead | None:
     """Prepare the head of one of transformers' models, or of one in `model`, for chunks; None if it
-    has none, or one whose logits must be a whole: `warn_of_whole_logits` says why.
+    has none, or one whose logits must be a whole, which is said if it `warns`.
 
     `steps`: counts the steps of the optimizer, after each of which the weights are others.
     """
-    head = _head_of(model)
-    if head is None or _why_whole(head):
+    if (head := _head_of(model)) is None:
+        return None
+    if why := _why_whole(head):
+        if warns:
+            logger.warning(
+                "activation_checkpointing.batch_slices: the logits are whole, because the head %s: "
+                "1,000 tokens take %s GB in fp32, and a loss makes several such tensors",
+                why,
+                rounded(4e3 * getattr(head, "out_features", 0) / 1e9),
+            )
         return None
     # Each chunk calls the modules inside, such as adapters, so they must have nothing to gather.
     inner = {*head.modules()}
     for group in _groups_of(head):
         group.modules[:] = dict.fromkeys(head if each in inner else each for each in group.modules)
     return SlicedHead(head, steps)
-
-
-def warn_of_whole_logits(model: nn.Module) -> None:
-    """Say it if the model has a head whose logits cannot be computed in chunks."""
-    head = _head_of(model)
-    if head is not None and (why := _why_whole(head)):
-        logger.warning(
-            "activation_checkpointing.batch_slices: the logits are whole, because the head %s: "
-            "1,000 tokens take %s GB in fp32, and a loss makes several such tensors",
-            why,
-            rounded(4e3 * getattr(head, "out_features", 0) / 1e9),
-        )
 
 
 def _head_of(model: nn.Module) -> Any:
@@ -152,7 +150,7 @@ class SlicedHead:
             with torch.no_grad():
                 sample = self.forward(hidden.flatten(0, -2)[:0])
             if (tokens := hidden.shape[:-1].numel()) > self.rows_of_chunk(sample, tokens):
-                first = partial(_under, _autocast(hidden.device.type), self.forward)
+                first = partial(_under, autocast_now(hidden.device.type), self.forward)
                 of_call = hidden._version, self.steps(), self.adapters()
                 return _Rows(self, hidden, (first,), sample, *of_call).logits()
         return self.forward(*args, **kwargs)
@@ -182,7 +180,7 @@ class SlicedHead:
         return max(1, min(elements // max(1, sample.shape[-1]), -(-tokens // self.chunks)))
 
 
-def _autocast(device_type: str) -> Callable[[], AbstractContextManager]:
+def autocast_now(device_type: str) -> Callable[[], AbstractContextManager]:
     """Makes contexts of the autocast that is in force now."""
     device_type = "cpu" if device_type == "meta" else device_type
     enabled = torch.is_autocast_enabled(device_type)
@@ -268,7 +266,7 @@ class _Rows:
         given = (self.hidden, *of_rows)
         flat = [each.reshape(lead.numel(), *each.shape[len(lead) :]) for each in given]
         size = self.head.rows_of_chunk(self.sample, lead.numel())
-        autocast = _autocast(self.sample.device.type)
+        autocast = autocast_now(self.sample.device.type)
 
         def of_chunk(hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
             return _under(autocast, function, self._of(hidden), *others)
@@ -501,7 +499,7 @@ def _of_each_row(logits: Logits, func: Callable, name: str, args: tuple, kwargs:
     args, kwargs = tree_map_only(torch.Tensor, operand, (args, kwargs))
     given = (each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor))
     trained = tuple(each for each in given if each is not logits and each.requires_grad)
-    autocast = _autocast(logits.device.type)
+    autocast = autocast_now(logits.device.type)
 
     def step(chunk: torch.Tensor) -> torch.Tensor:
         given = tree_map_only(Logits, lambda _: chunk, (args, kwargs))
@@ -548,7 +546,8 @@ def _rows_at(logits: Logits, index: Any) -> Any:
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(part is None for part in parts):
         return NotImplemented
-    takes = [part.dim() if _is_mask(part) else 1 for part in parts if part is not ...]
+    given = [part for part in parts if part is not ...]
+    takes = [part.dim() if getattr(part, "dtype", None) == torch.bool else 1 for part in given]
     if sum(takes) > logits.dim():
         return NotImplemented
     ends_open = any(part is ... for part in parts[:-1]) or sum(takes) == logits.dim()
@@ -556,10 +555,6 @@ def _rows_at(logits: Logits, index: Any) -> Any:
         return NotImplemented
     hidden = logits.rows.hidden[index]
     return _at(logits, hidden) if hidden.dim() >= 2 else NotImplemented
-
-
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, torch.Tensor) and index.dtype == torch.bool
 
 
 def _reshaped(logits: Logits, func: Callable, args: tuple, kwargs: dict) -> Any:

@@ -36,10 +36,7 @@ class BlockProbe:
     def refuse_objects(self, leaves: Sequence[Any]) -> None:
         for leaf in leaves:
             if not isinstance(leaf, (torch.Tensor, bool, int, float, str, type(None), torch.dtype)):
-                raise UsageError(
-                    f"block {self.name!r} is given a {type(leaf).__name__}, which cannot be sliced "
-                    f"along the batch: {REMEDY}"
-                )
+                self.refuse(f"is given a {type(leaf).__name__}, which has no batch to be sliced")
 
     @torch.no_grad()
     def compare(

@@ -164,10 +164,11 @@ def exchanged(rank: int, world_size: int) -> tuple[int, int, int, int, int]:
     sent = engine.comm.elements["all_to_all"] - before
     nbytes = sum(
         value.nbytes
-        for value in tree_leaves([whole.of_shard(shard) for shard in optimizer.shards.values()])
+        for value in tree_leaves([each.state for each in whole.own])
         if isinstance(value, torch.Tensor)
     )
-    return sum(each.slot.numel for each in whole.tensors), whole.moved, sent, found["flops"], nbytes
+    moved = sum(each.slot.numel for each in whole.tensors if each.moves)
+    return sum(each.slot.numel for each in whole.tensors), moved, sent, found["flops"], nbytes
 
 
 def test_work_and_state_are_spread_and_whole_tensors_stay():
@@ -248,7 +249,7 @@ def offloaded(
     in_file = [
         each.shard.tier.holds_in_file(value)
         for each in whole.own
-        for value in tree_leaves(whole.state_of(each))
+        for value in tree_leaves(each.state)
         if torch.is_tensor(value) and value.numel() > 1
     ]
     assert in_file and all(in_file) == any(in_file) == bool(sections)

@@ -17,7 +17,7 @@ import zero
 from tests.parity.models import batches, build
 from tests.processes import run_on
 from zero.comm import traffic
-from zero.comm.communicator import GlooCommunicator
+from zero.comm.communicator import Communicator
 from zero.config import load_config
 from zero.config.optim import TYPES
 from zero.offload.nvme import ScratchFile
@@ -227,7 +227,7 @@ def moved(
     """Return the bytes that this rank moves in the second step of each case, as messages and
     requests have them.
     """
-    sent, exchange, start = Counter(), GlooCommunicator._exchange, ScratchFile._start
+    sent, exchange, start = Counter(), Communicator._exchange, ScratchFile._start
 
     def send(self, name, group, tag, parts, received):
         sent[name] += sum(parts[place].nbytes for place in group.others)
@@ -238,7 +238,7 @@ def moved(
         return start(self, mapped, host, is_read, after)
 
     counts = (
-        mock.patch.object(GlooCommunicator, "_exchange", send),
+        mock.patch.object(Communicator, "_exchange", send),
         mock.patch.object(ScratchFile, "_start", transfer),
     )
     with counts[0], counts[1]:

@@ -65,7 +65,7 @@ def broadcast_and_sum(rank: int, world_size: int) -> list[tuple[str, int, bool]]
             return lambda: ended.append(True)
 
     comm = communicator()
-    set_observer(Recorder())
+    set_observer(Recorder().begin)
     parts = [(src, torch.full((3,), float(rank))) for src in range(world_size)]
     comm.start_broadcasts(parts).wait()
     comm.within(1).all_reduce(torch.ones(1), of_shards=True)

@@ -28,13 +28,12 @@ def play(schedule, order, kind="train", wraps=False):
 
 
 def test_distances_are_the_elements_used_in_between():
-    plan = Plan(STEP, SIZES)
-    assert (
-        plan.next_distance
-        == [20 + 30 + 40 + 40 + 30 + 20, 30 + 40 + 40 + 30, 40 + 40, 0] + [math.inf] * 4
-    )
+    distances, ahead = Plan(STEP, SIZES).distances, [20 + 30 + 40 + 40 + 30 + 20, 30 + 40 + 40 + 30]
+    ahead += [40 + 40, 0]
+    assert distances[False] == ahead + [math.inf] * 4
     # From the last use to the first use in an equal next pass: the elements used between them.
-    assert plan.wrap_distance[4:] == [30 + 20 + 10 + 10 + 20 + 30, 20 + 10 + 10 + 20, 10 + 10, 0]
+    between = [30 + 20 + 10 + 10 + 20 + 30, 20 + 10 + 10 + 20, 10 + 10, 0]
+    assert distances[True] == ahead + between
 
 
 def test_the_first_pass_predicts_nothing_and_the_second_one_everything():

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from zero.core.layout import Piece
+from zero.core.param_group import ParamGroup
 from zero.optim.rounding import BLOCK, StochasticRounding, rounded, scramble
 
 VALUES = torch.tensor([1.0, 1.001, -1.001, 0.0, 3e-39, -2.7e38, 1.0078124], dtype=torch.float32)
@@ -26,7 +29,11 @@ def shard_of(low: int, high: int, sizes: list[int]) -> SimpleNamespace:
             pieces.append(Piece(slot, first - low, first - offset, last - first))
         offset += numel
     names = [f"parameter {slot}" for slot in range(len(sizes))]
-    return SimpleNamespace(group=SimpleNamespace(pieces=pieces, param_names=names))
+    slots = [SimpleNamespace(numel=numel) for numel in sizes]
+    layout = SimpleNamespace(slots=slots)
+    group: Any = SimpleNamespace(pieces=pieces, param_names=names, layout=layout)
+    group.parts = partial(ParamGroup.parts, group)
+    return SimpleNamespace(group=group)
 
 
 def stored(

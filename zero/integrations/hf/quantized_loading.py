@@ -144,7 +144,7 @@ class _Loading:
         if not self._init.enabled or self._init.shards_nothing:
             return
         for group in self._init.shard_loaded(module):
-            group.watch_reads(self._before_read)
+            group.read_hook = self._before_read
 
     def _before_read(self, param: nn.Parameter, func: Callable) -> None:
         """Unshard the group of `param`, and reshard the groups that were read longest ago."""
