@@ -10,7 +10,6 @@ from collections import Counter
 import peft
 import pytest
 import torch
-from torch import nn
 
 import zero
 from tests.dist.toys import BLOCK, WIDTH, toy, toy_batches
@@ -21,25 +20,21 @@ from zero.errors import UsageError
 from zero.streaming import GatheredWhenRead
 
 MODULES = {"target_modules": ["up", "down"], "r": 3, "lora_alpha": 5}
+SHARDED = {"stage3_param_persistence_threshold": 0}
 
 
 def streamed(rank: int, world_size: int, stage: int) -> None:
     true = weights_of(toy(tied=True))
     del true["head.weight"]  # the same as stem.weight
-    for dtype, max_bytes in (
-        (None, 1 << 30),
-        (torch.bfloat16, 1 << 30),
-        (None, 6 * BLOCK),
-        (torch.bfloat16, 0),
-    ):
-        engine, _ = start(
-            toy(tied=True), ds_config(stage=stage, stage3_param_persistence_threshold=30)
-        )
+    config = ds_config(stage=stage, stage3_param_persistence_threshold=30)
+    large, small = 1 << 30, 6 * BLOCK
+    for dtype, most in ((None, large), (torch.bfloat16, large), (None, small), (torch.bfloat16, 0)):
+        engine, _ = start(toy(tied=True), config)
         found = {}
-        for name, value in zero.stream_weights(engine, dtype, max_bytes):
+        for name, value in zero.stream_weights(engine, dtype, most):
             assert name not in found, f"{name} comes twice"
-            if stage == 3 and world_size > 1 and max_bytes == 6 * BLOCK and value.dim() > 1:
-                assert value.untyped_storage().nbytes() <= max_bytes // 2
+            if stage == 3 and world_size > 1 and most == small and value.dim() > 1:
+                assert value.untyped_storage().nbytes() <= most // 2
             found[name] = value.clone()
         assert found.keys() == true.keys()
         for name, value in true.items():
@@ -68,70 +63,6 @@ def stepping(rank: int, world_size: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_step_between_two_weights_is_an_error(stage):
     run_on(2, stepping, stage)
-
-
-def stopping(rank: int, world_size: int, stops: bool) -> list[float]:
-    """With `stops`, a reader of weights stops in the middle, on all ranks alike."""
-    engine, _ = start(toy(), ds_config(stage3_param_persistence_threshold=0))
-    losses = []
-    for batch in toy_batches(4):
-        for _ in zero.stream_weights(engine, max_bytes=0) if stops else ():
-            break
-        loss = engine(**batch)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
-def test_training_goes_on_after_reading_only_a_part_of_the_weights():
-    assert run_on(2, stopping, True) == run_on(2, stopping, False)
-
-
-def with_adapters(**options: object) -> peft.PeftModel:
-    torch.manual_seed(4)
-    model = peft.get_peft_model(toy(), peft.LoraConfig(**MODULES | options))
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            if "lora_B" in name:
-                param.normal_()
-    return model
-
-
-def merging_inside(rank: int, world_size: int, layer_by_layer: bool) -> None:
-    """Call PEFT's own merge and unmerge inside of `GatheredParameters`.
-
-    Training state stays as it was.
-    """
-    reference = with_adapters()
-    before = copy.deepcopy(reference.state_dict())
-    reference.merge_adapter()
-    expected = reference.state_dict()
-    model = with_adapters()
-    engine, _ = start(model, ds_config(stage3_param_persistence_threshold=0))
-    layers = [module for module in model.modules() if hasattr(module, "merge")]
-    parts: list[list[nn.Module]] = [[layer] for layer in layers] if layer_by_layer else [[*layers]]
-    for part in parts:
-        with zero.GatheredParameters([param for layer in part for param in layer.parameters()]):
-            for layer in part:
-                layer.merge()
-            for name, param in model.named_parameters():
-                if any(param is layer.base_layer.weight for layer in part):
-                    assert torch.equal(param, expected[name]), name
-            with zero.GatheredParameters(part[0].parameters()):
-                pass
-            assert part[0].base_layer.weight.isfinite().all(), (
-                "the inner context resharded what the outer one holds"
-            )
-            for layer in part:
-                layer.unmerge()
-    for name, value in zero.stream_weights(engine):
-        assert torch.equal(value, before[name]), name
-
-
-@pytest.mark.parametrize("layer_by_layer", [False, True])
-def test_peft_merges_inside_of_gathered_parameters(layer_by_layer):
-    run_on(2, merging_inside, layer_by_layer)
 
 
 ADAPTERS = {
@@ -166,6 +97,34 @@ def name_of(config: peft.PeftConfig) -> str:
     return next(name for name, known in ADAPTERS.items() if known is config)
 
 
+def merging_inside(rank: int, world_size: int) -> None:
+    """Call PEFT's own merge and unmerge inside of `GatheredParameters`, of one layer after the
+    other and of all at once. Training state stays as it was.
+    """
+    reference = adapted(ADAPTERS["LoRA"])
+    before = copy.deepcopy(reference.state_dict())
+    reference.merge_adapter()
+    expected = reference.state_dict()
+    model = adapted(ADAPTERS["LoRA"])
+    engine, _ = start(model, ds_config(**SHARDED))
+    layers = [module for module in model.modules() if hasattr(module, "merge")]
+    for part in (*([layer] for layer in layers), layers):
+        with zero.GatheredParameters([param for layer in part for param in layer.parameters()]):
+            for layer in part:
+                layer.merge()
+            for name, param in model.named_parameters():
+                if any(param is layer.base_layer.weight for layer in part):
+                    assert torch.equal(param, expected[name]), name
+            for layer in part:
+                layer.unmerge()
+    for name, value in zero.stream_weights(engine):
+        assert torch.equal(value, before[name]), name
+
+
+def test_peft_merges_inside_of_gathered_parameters():
+    run_on(2, merging_inside)
+
+
 def streamed_merged(rank: int, world_size: int, name: str, stage: int, tied: bool) -> None:
     expected = adapted(ADAPTERS[name], tied).merge_and_unload().state_dict()
     if tied:
@@ -174,10 +133,8 @@ def streamed_merged(rank: int, world_size: int, name: str, stage: int, tied: boo
     before = copy.deepcopy(model.state_dict())
     engine, _ = start(model, ds_config(stage=stage, stage3_param_persistence_threshold=30))
     for _ in range(2):
-        found = {
-            name: value.clone()
-            for name, value in zero.stream_weights(engine, None, 2000, merge_adapters=True)
-        }
+        stream = zero.stream_weights(engine, None, 2000, merge_adapters=True)
+        found = {name: value.clone() for name, value in stream}
         assert found.keys() == expected.keys()
         for key, value in expected.items():
             assert torch.equal(found[key], value), key
@@ -248,7 +205,7 @@ def test_a_model_is_read_and_merged_block_by_block(name, threshold, safe):
 def unloaded(rank: int, world_size: int, name: str) -> None:
     expected = adapted(ADAPTERS[name]).merge_and_unload().state_dict()
     model = adapted(ADAPTERS[name])
-    engine, _ = start(model, ds_config(stage3_param_persistence_threshold=0))
+    engine, _ = start(model, ds_config(**SHARDED))
     with GatheredWhenRead(model):
         merged = model.merge_and_unload()
         assert engine.residency.live == 0
@@ -267,7 +224,7 @@ def test_a_model_is_unloaded_block_by_block(name):
 def interrupted(rank: int, world_size: int) -> None:
     """After an error in the context, everything is as before it."""
     model = adapted(ADAPTERS["LoRA"])
-    engine, _ = start(model, ds_config(stage3_param_persistence_threshold=0))
+    engine, _ = start(model, ds_config(**SHARDED))
     kinds = [type(module) for module in model.modules()]
     with pytest.raises(RuntimeError, match="on purpose"), GatheredWhenRead(model):
         model.merge_adapter()
@@ -284,31 +241,12 @@ def test_an_error_leaves_the_model_as_it_was():
     run_on(2, interrupted)
 
 
-def order_of_gathers(rank: int, world_size: int) -> None:
-    """A list of parameters costs one all-gather for each group.
-
-    Shapes are true before, within and after.
-    """
-    engine, _ = start(toy(), ds_config(stage3_param_persistence_threshold=0))
-    shapes = [(param.shape, param.numel(), param.dtype) for param in engine.module.parameters()]
-    assert shapes == [(param.shape, param.numel(), param.dtype) for param in toy().parameters()]
-    calls = engine.comm.calls["all_gather"]
-    with zero.GatheredParameters(list(engine.module.parameters())):
-        assert engine.comm.calls["all_gather"] == calls + len(engine.groups) == calls + 6
-        assert engine.module.head.weight.shape == (WIDTH, WIDTH)
-    assert engine.residency.live == 0
-
-
-def test_a_list_of_parameters_costs_one_gather_a_group():
-    run_on(2, order_of_gathers)
-
-
 def single_parameters(rank: int, world_size: int) -> None:
     """A loop over single parameters gathers each one alone, also with nested contexts and with a
     forward inside.
     """
     true = weights_of(toy())
-    engine, _ = start(toy(), ds_config(stage3_param_persistence_threshold=0))
+    engine, _ = start(toy(), ds_config(**SHARDED))
     before = engine.comm.elements["broadcast"] + engine.comm.elements["all_gather"]
     for name, param in engine.module.named_parameters():
         with zero.GatheredParameters([param]):
