@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import zero
-from tests.dist.toys import BLOCK, WIDTH, toy, toy_batches
+from tests.dist.toys import BLOCK, toy, toy_batches
 from tests.dist.training import ds_config, start, weights_of
 from tests.processes import run_on
 from zero.core.sharded_param import ShardedParameter
