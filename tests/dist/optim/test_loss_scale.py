@@ -40,7 +40,9 @@ def play(rank: int, world_size: int, events: str, fp16: dict, broken: tuple[str,
             handles.append(names[name].register_hook(lambda grad: grad * float("inf")))
         before = [master.clone() for master in masters]
         try:
-            step(engine, [split(batch, world_size)[rank]])
+            loss = engine(**split(batch, world_size)[rank])
+            assert torch.equal(engine.backward(loss), loss), "the scale shows in the loss"
+            engine.step()
         except NonFiniteGradientError as error:
             found["error"] = str(error)
         for handle in handles:
