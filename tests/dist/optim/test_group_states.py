@@ -30,15 +30,12 @@ def engine_of(name: str) -> zero.ZeroEngine:
     make, option, _ = KINDS[name]
 
     def grouping(named):
-        groups = [
-            [param for _, param in named if (param.dim() > 1) == matrices]
-            for matrices in (True, False)
-        ]
-        return [{"params": groups[0]} | option, {"params": groups[1]}]
+        matrices = [param for _, param in named if param.dim() > 1]
+        vectors = [param for _, param in named if param.dim() <= 1]
+        return [{"params": matrices} | option, {"params": vectors}]
 
-    return start(
-        toy(), ds_config(stage3_param_persistence_threshold=0, sub_group_size=50), grouping, make
-    )[0]
+    config = ds_config(stage3_param_persistence_threshold=0, sub_group_size=50)
+    return start(toy(), config, grouping, make)[0]
 
 
 def read(rank: int, world_size: int, name: str) -> None:
@@ -47,14 +44,11 @@ def read(rank: int, world_size: int, name: str) -> None:
     assert all(safe_get_full_optimizer_state(param, key) is None for param in weights.values())
     train_zero(engine, toy_batches(1))
     for param in weights.values():
-        full, part = (
-            safe_get_full_optimizer_state(param, key),
-            safe_get_local_optimizer_state(param, key),
-        )
+        full = safe_get_full_optimizer_state(param, key)
+        part = safe_get_local_optimizer_state(param, key)
         if len(param.ds_shape) > 1:
-            assert (
-                full.shape == param.ds_shape and full.any() and part.shape == param.ds_tensor.shape
-            )
+            assert full.shape == param.ds_shape and full.any()
+            assert part.shape == param.ds_tensor.shape
         else:
             assert full is None
             assert part is None or not part.numel()  # empty: this rank has no part of the parameter
