@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import logging.handlers
-import multiprocessing
 import os
 import random
 import resource
+import signal
+import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -24,16 +24,13 @@ import zero
 from tests.dist.training import ds_config, start, train_zero
 from tests.parity.models import batches, build
 from tests.processes import run_on
+from zero.checkpoint import disk
 from zero.checkpoint.blocks import verify
 from zero.checkpoint.disk import LOCK
 from zero.checkpoint.files import open_checkpoint
 from zero.checkpoint.folder import locate
 from zero.checkpoint.manifest import DamagedCheckpointError, to_text
 from zero.comm import control
-
-# A process forked from a server that has imported everything starts in a fraction of a second.
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["tests.dist.training", "tests.parity.models"])
 
 
 def two_saves(folder: str) -> zero.ZeroEngine:
@@ -203,19 +200,14 @@ def fill(engine: zero.ZeroEngine, step: int) -> None:
 
 
 def save_until_killed(
-    rank: int, port: int, cycle: int, folder: str, reports: Connection | None
+    rank: int, world_size: int, cycle: int, folder: Path, victim: int, delay: float
 ) -> None:
-    """Load the newest checkpoint, then save step after step. Rank 0 reports each complete save."""
-    report = reports.send if reports is not None else lambda step: None
-    torch.set_num_threads(1)
-    store = dist.PrefixStore(str(cycle), dist.TCPStore("127.0.0.1", port, is_master=False))
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20)
-    )
+    """Load the newest checkpoint, then save step after step, until `victim` is killed after
+    `delay` seconds. `folder`/report has the cycle and the last complete save."""
+    report = folder.with_name("report")
     model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     config = ds_config() | {"checkpoint": {"async_save": cycle % 2 == 1}}
-    engine, _, _, _ = zero.initialize(model=model, optimizer=optimizer, config=config)
+    engine, _ = start(model, config, make=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     engine.backward(engine(torch.ones(1, 64)).sum())
     engine.step()
     step, (path, state) = 0, engine.load_checkpoint(folder)
@@ -225,7 +217,11 @@ def save_until_killed(
         found += [state["momentum_buffer"] for state in engine.optimizer.state.values()]
         values = {*torch.cat(found).tolist()} - {0.0}  # padding
         assert values == {float(step)} and engine.global_steps == step
-    report(step)
+    dist.barrier()
+    report.write_text(f"{cycle} {step}")
+    dist.barrier()
+    if rank == victim:
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
     while True:
         step += 1
         fill(engine, step)
@@ -233,57 +229,28 @@ def save_until_killed(
         if cycle % 2:
             fill(engine, step + 1)  # while the save goes on in the background
             engine.wait_for_checkpoint()
-        report(step)
-
-
-def start_ranks(port: int, cycle: int, folder: Path) -> tuple[list, Connection]:
-    receiver, sender = context.Pipe(duplex=False)
-    ranks = []
-    for rank in range(2):
-        args = rank, port, cycle, str(folder), None if rank else sender
-        ranks.append(context.Process(target=save_until_killed, args=args))
-        ranks[-1].start()
-    sender.close()
-    return ranks, receiver
-
-
-def last_report(receiver: Connection) -> int:
-    """Return the last step that rank 0 reported before it was killed."""
-    step = -1
-    try:
-        while receiver.poll():
-            step = receiver.recv()
-    except EOFError:
-        pass  # everything that it sent has been read
-    return step
+        if rank == 0:
+            disk.replace_text(report, f"{cycle} {step}")
 
 
 @pytest.mark.timeout(120 + 10 * KILLS)
 def test_every_state_left_by_a_killed_save_loads(tmp_path):
     chance = random.Random(20)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     folder = tmp_path / "checkpoints"
     interrupted = complete = 0
     for cycle in range(KILLS):
-        ranks, receiver = start_ranks(store.port, cycle, folder)
-        assert receiver.poll(60), f"cycle {cycle}: the ranks did not load what the kill before left"
-        assert receiver.recv() >= complete
         # One or two saves take this time. So kills come before, within and after writing, renaming
         # and cleaning up.
-        time.sleep(chance.uniform(0.0, 0.15))
-        victims = chance.choice([[ranks[0]], [ranks[1]], ranks])
-        for victim in victims:
-            victim.kill()
-        for process in ranks:
-            process.join(60)
-            assert process.exitcode not in (None, 0), (
-                f"cycle {cycle}: a rank whose peer was killed did not end"
-            )
-        complete = max(complete, last_report(receiver))
+        victim, delay = chance.randrange(2), chance.uniform(0.0, 0.15)
+        with pytest.raises(RuntimeError) as killed:
+            run_on(2, save_until_killed, cycle, folder, victim, delay)
+        loaded, step = map(int, (tmp_path / "report").read_text().split())
+        assert loaded == cycle, f"the ranks did not load what the kill before left: {killed.value}"
+        assert step >= complete
+        complete = step
         interrupted += any(folder.glob(".saving-*"))
         if complete:
-            newest = locate(folder, None)
-            reader = open_checkpoint(newest)
+            reader = open_checkpoint(locate(folder, None))
             verify(reader.folder, reader.manifest)
             assert reader.manifest.client_state["step"] >= complete
     assert interrupted >= KILLS // 5, "hardly any kill hit a save: this test proves nothing"

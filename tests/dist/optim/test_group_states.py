@@ -59,17 +59,19 @@ def test_states_of_one_group_are_read_on_all_ranks(name):
     run_on(3, read, name)
 
 
-def resumed(rank: int, world_size: int, name: str, folder: str, saves: bool) -> list[list[float]]:
-    engine, batches = engine_of(name), toy_batches(4)
-    if saves:
-        train_zero(engine, batches[:2])
-        engine.save_checkpoint(folder)
-    else:
-        engine.load_checkpoint(folder)
-    return train_zero(engine, batches[2:]).losses
+def resumed(rank: int, world_size: int, name: str, folder: str) -> None:
+    batches, losses = toy_batches(4), []
+    for saves in (True, False):
+        engine = engine_of(name)
+        if saves:
+            train_zero(engine, batches[:2])
+            engine.save_checkpoint(folder)
+        else:
+            engine.load_checkpoint(folder)
+        losses.append(train_zero(engine, batches[2:]).losses)
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_checkpoint_holds_the_states_that_each_group_has(name, tmp_path):
-    expected = run_on(2, resumed, name, str(tmp_path), True)
-    assert run_on(2, resumed, name, str(tmp_path), False) == expected
+    run_on(2, resumed, name, str(tmp_path))
