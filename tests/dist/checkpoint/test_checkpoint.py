@@ -15,6 +15,8 @@ from torch import nn
 import zero
 from tests.dist.training import (
     Curve,
+    Make,
+    adamw,
     assert_equal,
     curve_on,
     ds_config,
@@ -62,23 +64,29 @@ def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torc
         assert found[key].dtype == value.dtype and torch.equal(found[key], value), key
 
 
-def train_save_train(rank: int, world_size: int, model: str, config: dict, folder: str) -> Curve:
+def train_save_train(
+    rank: int, world_size: int, model: str, config: dict, folder: str, make: Make = adamw
+) -> Curve:
     """Save in the middle of a run. Return what the uninterrupted run does after the save."""
-    engine, _ = start(build(model), config)
+    engine, _ = start(build(model), config, make=make)
     data = batches(model, 2 * STEPS)
     train_zero(engine, data[:STEPS])
     engine.save_checkpoint(folder)
-    return train_zero(engine, data[STEPS:])
+    curve = train_zero(engine, data[STEPS:])
+    engine.wait_for_checkpoint()  # ranks of `run_on` end without the exit functions that do this
+    return curve
 
 
-def load_train(rank: int, world_size: int, model: str, config: dict, folder: str) -> Curve:
+def load_train(
+    rank: int, world_size: int, model: str, config: dict, folder: str, make: Make = adamw
+) -> Curve:
     """Load into a model with other weights, write what was loaded to `folder`/again, and go on."""
     torch.manual_seed(99)
     fresh = build(model)
     with torch.no_grad():
         for param in fresh.parameters():
             param.normal_()
-    engine, _ = start(fresh, config)
+    engine, _ = start(fresh, config, make=make)
     path, _ = engine.load_checkpoint(folder)
     assert path == str(Path(folder) / f"global_step{STEPS}")
     engine.save_checkpoint(Path(folder) / f"again{world_size}")

@@ -16,7 +16,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import zero
-from tests.dist.checkpoint.test_checkpoint import OTHER_CUTS, STEPS, assert_same_tensors, stored
+from tests.dist.checkpoint.test_checkpoint import (
+    OTHER_CUTS,
+    STEPS,
+    assert_same_tensors,
+    load_train,
+    stored,
+    train_save_train,
+)
 from tests.dist.training import (
     Curve,
     assert_equal,
@@ -47,35 +54,14 @@ BF16 = {"bf16": {"enabled": True}}
 KEY = "momentum_buffer"
 
 
-def train_save_train(rank: int, world_size: int, name: str, config: dict, folder: str) -> Curve:
-    engine, _ = start(build("llama"), config, make=MAKE[name])
-    data = batches("llama", 2 * STEPS)
-    train_zero(engine, data[:STEPS])
-    engine.save_checkpoint(folder)
-    curve = train_zero(engine, data[STEPS:])
-    engine.wait_for_checkpoint()  # ranks of `run_on` end without the exit functions that do this
-    return curve
-
-
-def load_train(rank: int, world_size: int, name: str, config: dict, folder: str) -> Curve:
-    """Load into a model with other weights, write what was loaded to `folder`/again, and go on."""
-    fresh = build("llama")
-    with torch.no_grad():
-        for param in fresh.parameters():
-            param.fill_(0.5)
-    engine, _ = start(fresh, config, make=MAKE[name])
-    engine.load_checkpoint(folder)
-    engine.save_checkpoint(Path(folder) / "again")
-    return train_zero(engine, batches("llama", 2 * STEPS)[STEPS:])
-
-
 @pytest.mark.parametrize(
     "name", ["torch's Adafactor", "Muon", pytest.param("APOLLO", marks=APOLLO)]
 )
 def test_the_same_world_size_continues_bit_for_bit(name, tmp_path):
     config = ds_config(clip=1.0, **BF16) | {"checkpoint": {"async_save": True}}
-    straight = curve_on(2, train_save_train, name, config, str(tmp_path))
-    assert_equal(curve_on(2, load_train, name, config, str(tmp_path)), straight)
+    args = "llama", config, str(tmp_path), MAKE[name]
+    straight = curve_on(2, train_save_train, *args)
+    assert_equal(curve_on(2, load_train, *args), straight)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +70,11 @@ def test_the_same_world_size_continues_bit_for_bit(name, tmp_path):
 )
 def test_another_world_size_and_stage_hold_the_same_state(name, writer, reader, tmp_path):
     (written, stage), (read, other) = writer, reader
-    straight = curve_on(written, train_save_train, name, ds_config(stage=stage), str(tmp_path))
-    resumed = curve_on(read, load_train, name, ds_config(stage=other, **OTHER_CUTS), str(tmp_path))
-    assert_same_tensors(stored(tmp_path / "again"), stored(tmp_path))
+    config, other_config = ds_config(stage=stage), ds_config(stage=other, **OTHER_CUTS)
+    folder, make = str(tmp_path), MAKE[name]
+    straight = curve_on(written, train_save_train, "llama", config, folder, make)
+    resumed = curve_on(read, load_train, "llama", other_config, folder, make)
+    assert_same_tensors(stored(tmp_path / f"again{read}"), stored(tmp_path))
     if name == "Adafactor, lr":
         # Muon multiplies in bf16, and Whitened does not store its count of steps.
         close = rounding(torch.float32, 1000, STEPS)

@@ -81,12 +81,6 @@ class Disk:
         self.root = root
         self.top = self._durable(root)
 
-    def copy(self) -> Disk:
-        found = Disk.__new__(Disk)
-        found.root = self.root
-        found.top = deepcopy(self.top)
-        return found
-
     def _durable(self, path: Path) -> Folder:
         entries = {
             e.name: self._durable(e) if e.is_dir() else File(e.read_bytes()) for e in path.iterdir()
@@ -120,25 +114,17 @@ class Disk:
                 self.find(path).sync()
 
 
+REMOVALS, RENAMES = ("unlink", "rmdir"), ("rename", "replace")
+
+
 class Recorder:
     """Records the calls that change files under `root`."""
 
     def __init__(self, patch: pytest.MonkeyPatch, root: Path):
         self.calls: list[tuple] = []
         self._root = root
-        self._open = os.open
         self._paths = {}
-        for name in (
-            "open",
-            "pwrite",
-            "fsync",
-            "fdatasync",
-            "mkdir",
-            "rename",
-            "replace",
-            "unlink",
-            "rmdir",
-        ):
+        for name in ("open", "pwrite", "fsync", "fdatasync", "mkdir", *REMOVALS, *RENAMES):
             patch.setattr(os, name, self._recording(name, getattr(os, name)))
         patch.setattr(shutil, "rmtree", self._rmtree)
 
@@ -159,12 +145,10 @@ class Recorder:
                 self._note("write", self._paths[args[0]], args[2], bytes(args[1][:result]))
             elif name in ("fsync", "fdatasync"):
                 self._note("sync", self._paths[args[0]])
+            elif name in RENAMES:
+                self._note("rename", args[0], str(args[1]))
             else:
-                calls = {"mkdir": "mkdir", "rename": "rename", "replace": "rename"}
-                self._note(
-                    calls.get(name, "remove"),
-                    *(str(path) for path in args[: 1 + (name[:2] == "re")]),
-                )
+                self._note("remove" if name in REMOVALS else name, args[0])
             return result
 
         return call
@@ -201,7 +185,7 @@ def replay(
     seen = set()
     for count in range(len(calls) + 1):
         for name, keep in KEEPS.items():
-            model = before.copy()
+            model = deepcopy(before)
             for call in calls[:count]:
                 model.apply(*call)
             place = tmp_path / f"{count}-{name}"
