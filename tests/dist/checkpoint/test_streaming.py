@@ -13,7 +13,7 @@ import torch
 
 import zero
 from tests.dist.toys import BLOCK, toy, toy_batches
-from tests.dist.training import ds_config, start, weights_of
+from tests.dist.training import ds_config, start, step, weights_of
 from tests.processes import run_on
 from zero.core.sharded_param import ShardedParameter
 from zero.errors import UsageError
@@ -63,6 +63,21 @@ def stepping(rank: int, world_size: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_step_between_two_weights_is_an_error(stage):
     run_on(2, stepping, stage)
+
+
+def stopping(rank: int, world_size: int, stops: bool) -> list[list[float]]:
+    """With `stops`, a reader of weights stops in the middle, on all ranks alike."""
+    engine, _ = start(toy(), ds_config(**SHARDED))
+    losses = []
+    for batch in toy_batches(4):
+        for _ in zero.stream_weights(engine, max_bytes=0) if stops else ():
+            break
+        losses.append(step(engine, [batch]))
+    return losses
+
+
+def test_training_goes_on_after_reading_only_a_part_of_the_weights():
+    assert run_on(2, stopping, True) == run_on(2, stopping, False)
 
 
 ADAPTERS = {

@@ -1,6 +1,5 @@
-"""All ranks must freeze the same parameters. What freezing changes is in
-`tests/parity/test_freezing.py` and, as for all parameters without a gradient, in
-`tests/parity/test_unused.py`."""
+"""All ranks must freeze the same parameters. What freezing changes is in the hunt, and in
+`tests/parity/test_unused.py`, as for all parameters without a gradient."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -50,22 +51,26 @@ def way(request, monkeypatch):
     return host
 
 
-def without_direct(real):
-    def open_without(path, flags, *args, **options):
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real(path, flags, *args, **options)
+def failing(code: int, real: Callable | None = None, holds: Callable = lambda *args: True):
+    """A system call that fails if something holds for its arguments."""
 
-    return open_without
+    def call(*args, **options):
+        if holds(*args):
+            raise OSError(code, os.strerror(code))
+        return real(*args, **options)
+
+    return call
+
+
+def without_direct(real):
+    return failing(errno.EINVAL, real, lambda path, flags, *mode: flags & os.O_DIRECT)
 
 
 def refusing_direct(real):
-    def call(file, *args):
-        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real(file, *args)
+    def is_direct(file, *args):
+        return fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT
 
-    return call
+    return failing(errno.EINVAL, real, is_direct)
 
 
 def random_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -114,11 +119,8 @@ def test_neighbours_in_a_page_are_written_at_the_same_time(tmp_path):
     for _ in range(30):
         cuts = sorted({0, tensor.numel(), *(128 * order.randrange(2343) for _ in range(40))})
         expected = torch.empty(300_000, dtype=torch.uint8).random_(0, 256)
-        parts = list(itertools.pairwise(cuts))
-        transfers = [
-            file.write(tensor[start:end], expected[start:end].clone()) for start, end in parts
-        ]
-        for transfer in transfers:
+        slices = [slice(*part) for part in itertools.pairwise(cuts)]
+        for transfer in [file.write(tensor[each], expected[each].clone()) for each in slices]:
             transfer.wait()
         found = torch.empty_like(expected)
         file.read(tensor, found).wait()
@@ -200,12 +202,10 @@ def test_large_tensors_get_mappings_of_their_own(tmp_path, monkeypatch):
     file = ScratchFile(tmp_path, SMALL)
     tensors = [file.zeros(numel, torch.uint8) for numel in (100, 6 << 20, 3 << 20, 100, 100)]
     hosts = [torch.empty_like(tensor) for tensor in tensors]
-    transfers = [
-        file.write(t, h.fill_(i + 1)) for i, (t, h) in enumerate(zip(tensors, hosts, strict=True))
-    ]
-    for number, (tensor, transfer) in enumerate(zip(tensors, transfers, strict=True)):
+    pairs = enumerate(zip(tensors, hosts, strict=True))
+    for transfer in [file.write(tensor, host.fill_(i + 1)) for i, (tensor, host) in pairs]:
         transfer.wait()
-        assert (tensor == number + 1).all()
+    assert all((tensor == number + 1).all() for number, tensor in enumerate(tensors))
 
 
 def test_an_empty_tensor_takes_no_place(tmp_path):
@@ -251,9 +251,8 @@ def test_folders_are_made_or_refused(tmp_path, caplog):
     ScratchFile(folder)
     assert list(folder.iterdir()) == []
     ScratchFile(folder)
-    assert [record.args[1] for record in caplog.records] == [folder], (
-        "one message, when the folder is created"
-    )
+    # One message, when the folder is created.
+    assert [record.args[1] for record in caplog.records] == [folder]
     (tmp_path / "file").touch()
     for wrong in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(UsageError, match=r"nvme_path: no file can be made in .*/file"):
@@ -265,10 +264,8 @@ def test_a_folder_without_direct_io_is_told_once(tmp_path, monkeypatch, caplog):
     file = ScratchFile(tmp_path)
     tensor = file.empty(10_000, torch.float32)
     file.write(tensor, torch.ones(10_000)).wait()
-    assert [record.message for record in caplog.records] == [
-        f"{tmp_path} does not allow direct I/O: transfers there go through the page cache, more "
-        "slowly"
-    ]
+    (record,) = caplog.records
+    assert f"{tmp_path} does not allow direct I/O" in record.message
 
 
 def test_a_place_that_could_not_be_reserved_takes_no_space(tmp_path, monkeypatch):
@@ -338,22 +335,18 @@ def test_a_file_that_is_too_short(tmp_path, way):
     tensor = file.empty(10 * PAGE, torch.uint8)
     host = way(tensor)
     os.ftruncate(file._file, 3 * PAGE)
-    with pytest.raises(
-        OSError, match=f"reading from {tmp_path}, .*: the file ends .* in order"
-    ) as caught:
+    message = f"reading from {tmp_path}, .*: the file ends .* in order"
+    with pytest.raises(OSError, match=message) as caught:
         file.read(tensor, host).wait()
     assert caught.value.errno == errno.EIO
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_an_error_of_the_disk_is_raised_by_wait(tmp_path, monkeypatch, call):
-    def fail(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     file = ScratchFile(tmp_path)
     tensor, host = file.empty(10_000, torch.float32), torch.ones(10_000)
     with monkeypatch.context() as patch:
-        patch.setattr(os, call, fail)
+        patch.setattr(os, call, failing(errno.EIO))
         transfer = file.read(tensor, host) if call == "preadv" else file.write(tensor, host)
         with pytest.raises(OSError, match=f"{tmp_path}.*Input/output error") as caught:
             transfer.wait()
@@ -386,8 +379,7 @@ def test_the_disk_is_measured_for_a_short_time(tmp_path, monkeypatch):
 
 
 def test_settings_give_the_bytes_of_a_request():
-    assert (
-        nvme.request_bytes(AioConfig(block_size=1 << 20, queue_depth=32, thread_count=4)) == 8 << 20
-    )
+    large = AioConfig(block_size=1 << 20, queue_depth=32, thread_count=4)
+    assert nvme.request_bytes(large) == 8 << 20
     assert nvme.request_bytes(AioConfig(block_size=5000, queue_depth=1, thread_count=8)) == 2 * PAGE
     assert list(nvme._pieces(0, 3 * PAGE, PAGE)) == [(n * PAGE, PAGE, True) for n in range(3)]

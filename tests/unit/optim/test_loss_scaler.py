@@ -89,6 +89,8 @@ def test_a_restored_scaler_goes_on_where_it_was(hysteresis):
         assert begun + scales(second, events[cut:]) == whole
 
 
-def test_defaults_are_deepspeeds():
-    config = load_config({"fp16": {"enabled": True}})
-    assert scales(LossScaler(config.fp16), "xx") == [2**16, 2**15]
+@pytest.mark.parametrize(("stage", "expected"), [(1, [2**16, 2**15]), (0, [2**15, 2**14])])
+def test_defaults_are_deepspeeds(stage, expected):
+    """At stage 0, it halves at each overflow."""
+    config = load_config({"fp16": {"enabled": True}, "zero_optimization": {"stage": stage}})
+    assert scales(LossScaler(config.fp16), "xx") == expected
