@@ -200,28 +200,30 @@ import zero
 
 config = {"train_micro_batch_size_per_gpu": 1}
 engine = zero.initialize(model=__import__("torch").nn.Linear(2, 2), config=config)[0]
-open(f"{sys.argv[1]}/{os.environ['RANK']}-{os.getpid()}", "w")
+open(f"{sys.argv[1]}/{os.getpid()}", "w")
 time.sleep(300)
 """
 
 
 def test_ranks_end_when_torchrun_is_killed(tmp_path):
-    script, pids = tmp_path / "script.py", tmp_path / "pids"
-    pids.mkdir()
+    script, folder = tmp_path / "script.py", tmp_path / "pids"
+    folder.mkdir()
     script.write_text(ENDLESS)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--nproc_per_node", "2", script, pids]
+    command = [*launcher, "--nproc_per_node", "2", script, folder]
     process = subprocess.Popen(command, env=child_environment(), stderr=subprocess.PIPE, text=True)
+
+    def ranks() -> list[int]:
+        return [int(path.name) for path in folder.iterdir()]
+
     try:
-        wait_until(lambda: len(list(pids.iterdir())) == 2)
+        wait_until(lambda: len(ranks()) == 2)
         process.kill()
-        ranks = [int(path.name.split("-")[1]) for path in pids.iterdir()]
-        wait_until(lambda: not any(map(psutil.pid_exists, ranks)))
+        wait_until(lambda: not any(map(psutil.pid_exists, ranks())))
         assert f"the launcher (process {process.pid}) is gone" in process.communicate()[1]
     finally:
-        kill_tree(process.pid)
-        for path in pids.iterdir():
-            kill_tree(int(path.name.split("-")[1]))
+        for pid in (process.pid, *ranks()):
+            kill_tree(pid)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 100) -> None:

@@ -29,7 +29,7 @@ from zero.checkpoint.blocks import verify
 from zero.checkpoint.disk import LOCK
 from zero.checkpoint.files import open_checkpoint
 from zero.checkpoint.folder import locate
-from zero.checkpoint.manifest import DamagedCheckpointError, to_text
+from zero.checkpoint.manifest import MANIFEST, DamagedCheckpointError, to_text
 from zero.comm import control
 
 
@@ -102,63 +102,57 @@ def test_folder_that_cannot_be_written_to(tmp_path):
     assert first == second and "Permission denied" in first and str(tmp_path) in first
 
 
+def flipped(content: bytes) -> bytes:
+    damaged = bytearray(content)
+    damaged[len(damaged) // 3] ^= 0x10
+    return damaged
+
+
+FORGED = {
+    "optimizer": lambda content: content["optimizer"].update(groups=[{"$type": "tuple"}]),
+    "random_states": lambda content: content["random_states"][0].update(python=[1, 2, 3]),
+}
+
+
+def forged(part: str, text: bytes) -> bytes:
+    """Values of another kind, with a correct checksum."""
+    content = json.loads(text)
+    del content["checksum"]
+    FORGED[part](content)
+    return to_text(content).encode()
+
+
 def load_damaged(rank: int, world_size: int, folder: str) -> list[str]:
     engine = two_saves(folder)
-    messages = []
-    description = json.loads((Path(folder) / "global_step2" / "checkpoint.json").read_text())
-    for name in [*sorted(description["files"]), "checkpoint.json"]:
-        path = Path(folder) / "global_step2" / name
-        content = path.read_bytes()
+    place, messages = Path(folder) / "global_step2", []
+    names = [*sorted(json.loads((place / MANIFEST).read_text())["files"]), MANIFEST]
+    damages = [(name, flipped) for name in names]
+    damages += [(MANIFEST, partial(forged, part)) for part in FORGED]
+    for name, damage in damages:
+        content = (place / name).read_bytes()
+        dist.barrier()
         if rank == 0:
-            damaged = bytearray(content)
-            damaged[len(damaged) // 3] ^= 0x10
-            path.write_bytes(damaged)
+            (place / name).write_bytes(damage(content))
         dist.barrier()
         with pytest.raises(DamagedCheckpointError) as caught:
             engine.load_checkpoint(folder)
         messages.append(str(caught.value))
-        assert f"{path} is damaged" in messages[-1]
+        assert f"{place / name} is damaged" in messages[-1]
         dist.barrier()
         if rank == 0:
-            path.write_bytes(content)
-    dist.barrier()
+            (place / name).write_bytes(content)
+        dist.barrier()
     engine.load_checkpoint(folder)
     return messages
 
 
 def test_damaged_files_are_named_on_every_rank_and_an_intact_checkpoint_is_offered(tmp_path):
     first, second = run_on(2, load_damaged, str(tmp_path))
-    assert first == second and len(first) == 3  # one file for each rank, and the manifest
+    assert first == second
     offer = f"the newest earlier intact checkpoint is {tmp_path / 'global_step1'}"
-    assert all(message.endswith(offer) for message in first)
-
-
-FORGED = {
-    "optimizer": lambda content: content["optimizer"].__setitem__("groups", [{"$type": "tuple"}]),
-    "random_states": lambda content: content["random_states"][0].__setitem__("python", [1, 2, 3]),
-}
-
-
-def load_forged(rank: int, world_size: int, folder: str) -> list[str]:
-    engine = two_saves(folder)
-    path, messages = Path(folder) / "global_step2" / "checkpoint.json", []
-    original = path.read_text()
-    for change in FORGED.values():
-        content = json.loads(original)
-        del content["checksum"]
-        change(content)
-        path.write_text(to_text(content))
-        with pytest.raises(DamagedCheckpointError) as caught:
-            engine.load_checkpoint(folder)
-        messages.append(str(caught.value))
-    path.write_text(original)
-    engine.load_checkpoint(folder)
-    return messages
-
-
-def test_values_of_another_kind_in_a_forged_manifest_are_named(tmp_path):
-    (messages,) = run_on(1, load_forged, str(tmp_path))
-    for part, message in zip(FORGED, messages, strict=True):
+    # One file for each rank, and the manifest.
+    assert [message.endswith(offer) for message in first[:3]] == [True] * 3
+    for part, message in zip(FORGED, first[3:], strict=True):
         assert f"checkpoint.json is damaged: {part}" in message, message
 
 

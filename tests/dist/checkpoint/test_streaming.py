@@ -148,8 +148,10 @@ def streamed_merged(rank: int, world_size: int, name: str, stage: int, tied: boo
     before = copy.deepcopy(model.state_dict())
     engine, _ = start(model, ds_config(stage=stage, stage3_param_persistence_threshold=30))
     for _ in range(2):
-        stream = zero.stream_weights(engine, None, 2000, merge_adapters=True)
-        found = {name: value.clone() for name, value in stream}
+        found = {
+            name: value.clone()
+            for name, value in zero.stream_weights(engine, None, 2000, merge_adapters=True)
+        }
         assert found.keys() == expected.keys()
         for key, value in expected.items():
             assert torch.equal(found[key], value), key

@@ -7,10 +7,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 import zero
 from benchmarks.adopt.__main__ import SAVED, TOLERANCE, difference, resume
@@ -116,23 +116,12 @@ def test_what_is_written_for_other_ranks_is_read_again(name: str, tmp_path: Path
         assert getattr(again, key) == getattr(state, key)
 
 
-def in_memory(value: Any) -> Any:
-    match value:
-        case Stored():
-            return value.tensor()
-        case dict():
-            return {key: in_memory(item) for key, item in value.items()}
-        case list():
-            return [in_memory(item) for item in value]
-    return value
-
-
 def test_padding_is_left_out(tmp_path: Path) -> None:
     """At stages 1 and 2, DeepSpeed pads a param group with an odd number of elements. It saves the
     padding of the moments, and not of the masters."""
     folder = shutil.copytree(HERE / "t5-1", tmp_path / "job")
     for path in folder.rglob("*_optim_states.pt"):
-        content = in_memory(pickles.load(path))
+        content = tree_map_only(Stored, Stored.tensor, pickles.load(path))
         for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = torch.nn.functional.pad(state[key], (0, 1), value=torch.nan)

@@ -10,9 +10,6 @@ import gc
 import itertools
 import os
 import random
-import shutil
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.processes import run
 from zero.config import AioConfig
 from zero.errors import UsageError
 from zero.offload import nvme
@@ -284,50 +280,6 @@ def test_a_place_that_could_not_be_reserved_takes_no_space(tmp_path, monkeypatch
     del caught
     assert os.fstat(file._file).st_blocks == 0
     assert file.zeros(1000, torch.float32).sum() == 0
-
-
-FULL = """
-    import errno, os, sys, torch
-    from zero.offload.nvme import ScratchFile
-    file, held, size = ScratchFile(sys.argv[1]), [], 1 << 20
-    try:
-        while len(held) < 100:
-            held.append(file.zeros(size, torch.uint8))
-            file.write(held[-1], torch.full_like(held[-1], len(held))).wait()
-    except OSError as error:
-        assert error.errno == errno.ENOSPC and "make room there" in str(error), error
-    def check():
-        for number, tensor in enumerate(held, start=1):
-            read = torch.empty_like(tensor)
-            file.read(tensor, read).wait()
-            assert (read == number).all() and (tensor == number).all(), number
-    check()
-    for number, tensor in enumerate(held, start=1):  # what was reserved can be written
-        file.write(tensor, torch.full_like(tensor, number)).wait()
-        tensor.fill_(number)
-    check()
-    number = len(held)
-    tensor = held.pop()
-    del tensor
-    held.append(file.zeros(size, torch.uint8).fill_(number))
-    check()
-    print(number)
-"""
-
-
-def test_a_disk_that_is_full_keeps_what_it_holds(tmp_path):
-    """A real file system, of 8 MB."""
-    script, mount = tmp_path / "script.py", 'mount -t tmpfs -o size=8m none "$1"'
-    script.write_text(textwrap.dedent(FULL))
-    alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
-    if not shutil.which("unshare") or run([*alone, mount, "", tmp_path], timeout=60).returncode:
-        pytest.skip("this user may not mount a file system")
-    command = f'{mount} && exec "$2" "$3" "$1"'
-    places = [tmp_path / "small", sys.executable, script]
-    places[0].mkdir()
-    ended = run([*alone, command, "", *places], timeout=300)
-    assert ended.returncode == 0, ended.stderr
-    assert 4 <= int(ended.stdout) <= 8
 
 
 def test_a_file_that_is_too_short(tmp_path, way):

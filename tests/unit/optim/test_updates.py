@@ -50,17 +50,6 @@ def sub_groups_of(shards, each=1):
     ]
 
 
-def test_run_updates_in_the_given_order_before_it_returns(updates):
-    shards, seen = [Shard(name) for name in "abc"], []
-    updates.run(
-        sub_groups_of(shards),
-        lambda values: (
-            seen.append((values.sub_group.shard.name, values.grad.sum().item())) or values.master
-        ),
-    )
-    assert seen == [("a", 4.0), ("b", 4.0), ("c", 4.0)]
-
-
 def test_a_group_that_is_preferred_comes_next_and_nothing_else_is_waited_for(updates):
     shards, seen, gates = [Shard(name) for name in "abcd"], [], defaultdict(threading.Event)
     begun = threading.Event()
