@@ -138,19 +138,6 @@ def test_a_forward_that_could_not_read_its_weights_can_be_repeated(tmp_path):
     assert_equal(curve_on(1, unreadable_for_a_while, str(tmp_path)), curve_on(1, plain))
 
 
-def full_on_one_rank(rank: int, world_size: int, folder: str) -> None:
-    engine = engine_on(folder, FILES, PIPELINED)
-    with full_from("pwritev", 20 if rank else 10**9):
-        train_zero(engine, batches("t5", STEPS))
-
-
-def test_a_disk_that_is_full_on_one_rank_ends_the_job_with_its_error(tmp_path):
-    put_foreign_files(tmp_path)
-    with pytest.raises(RuntimeError, match=r"No space left on device; is that disk in order"):
-        run_on(2, full_on_one_rank, str(tmp_path))
-    assert_only_foreign_files(tmp_path)
-
-
 # -- a folder that somebody changes
 
 
