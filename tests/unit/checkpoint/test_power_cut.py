@@ -1,9 +1,9 @@
-"""A save is durable before it is visible. So after a power cut at any moment, a checkpoint on the
-disk loads.
+"""A save is durable before it is visible. So after a kill or a power cut at any moment, a
+checkpoint on the disk loads.
 
 The system calls of a save are recorded. They are replayed on a model of a disk, up to each of them.
-The model loses changes that were not synchronised: all of them, none, or a random part. That part
-is some bytes of a file, or the last changes of a folder."""
+The model loses changes that were not synchronised: all of them, none (as after a kill), or a random
+part. That part is some bytes of a file, or the last changes of a folder."""
 
 from __future__ import annotations
 
@@ -105,9 +105,13 @@ class Disk:
             case "write", path, position, data:
                 self.find(path).writes.append((position, data))
             case "rename", source, target:
-                moved = {Path(target).name: self.find(source), Path(source).name: None}
-                assert Path(source).parent == Path(target).parent
-                self._change(target, **moved)
+                old, new = Path(source), Path(target)
+                moved, removed = {new.name: self.find(old)}, {old.name: None}
+                if old.parent == new.parent:
+                    self._change(new, **moved | removed)
+                else:  # what lies beside a checkpoint moves to the one that replaces it
+                    self._change(new, **moved)
+                    self._change(old, **removed)
             case "remove", path:
                 self._change(path, **{Path(path).name: None})
             case "sync", path:
@@ -162,6 +166,8 @@ def chances(seed: int) -> Keep:
     return random.Random(seed).randint
 
 
+# What lies beside a checkpoint in its folder.
+OTHERS = ("tokenizer.json", "tokenizer/merges.txt")
 KEEPS: dict[str, Keep] = {"nothing": lambda a, b: a, "everything": lambda a, b: b}
 KEEPS |= {f"chance {seed}": chances(seed) for seed in range(4)}
 
@@ -174,8 +180,12 @@ def replay(
     Load what a power cut leaves after each call. `forgotten`: paths never synced.
     """
     root = tmp_path / "disk"
-    (root / "checkpoints").mkdir(parents=True)
+    first, stale = root / "checkpoints" / "global_step1", "global_step1/rank00003.safetensors"
+    (first / "tokenizer").mkdir(parents=True)
+    for name in OTHERS:
+        (first / name).write_text("precious")
     save(root / "checkpoints", "global_step1", 1)
+    (root / "checkpoints" / stale).write_text("of a save by more ranks")
     before = Disk(root)
     with monkeypatch.context() as patch:
         recorder = Recorder(patch, root)
@@ -190,18 +200,27 @@ def replay(
                 model.apply(*call)
             place = tmp_path / f"{count}-{name}"
             model.top.restore(place, keep)
-            found = load(place / "checkpoints")
+            folder = place / "checkpoints"
+            found = load(folder)
             assert found == 2 or count < len(calls), name
             seen.add(found)
-            save(place / "checkpoints", "global_step3", 3)
-            assert load(place / "checkpoints") == 3
-            assert load(place / "checkpoints", "global_step1") in (1, 2)
+            # The next save cleans up and loses nothing.
+            save(folder, "global_step3", 3)
+            assert load(folder) == 3
+            kept = load(folder, "global_step1")
+            assert kept in (1, 2)
+            if name == "everything":
+                assert not [path for path in folder.glob(".*") if path.name != disk.LOCK]
+                assert kept == 1 or tag == "global_step1"
+                assert (folder / stale).exists() == (kept == 1)
+                for other in OTHERS:
+                    assert (folder / "global_step1" / other).read_text() == "precious"
             shutil.rmtree(place)
     assert seen == {1, 2} and len(calls) > 20
 
 
 @pytest.mark.parametrize("tag", ["global_step2", "global_step1"], ids=["new", "replacing"])
-def test_whenever_the_power_goes_what_is_there_loads(tag, tmp_path, monkeypatch):
+def test_whenever_a_save_ends_what_is_there_loads(tag, tmp_path, monkeypatch):
     replay(tag, tmp_path, monkeypatch, forgotten=lambda path: False)
 
 
