@@ -77,6 +77,7 @@ def train(
         (2, {}, None),
         (3, BF16, None),
         (3, {}, None),
+        (3, BF16 | {"elementwise_optimizer": False}, None),  # by whole tensors
         (3, BF16, [OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params]),
         (0, BF16, ["lp_params"]),
     ],

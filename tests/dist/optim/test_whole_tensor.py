@@ -228,20 +228,6 @@ def test_a_number_that_depends_on_all_gradients_cannot_be_offloaded(tmp_path):
     assert "Norming" in found and "offload_optimizer" in found
 
 
-def relocated(rank: int, world_size: int, moves: bool) -> Curve:
-    engine, _ = start(build("llama"), ds_config(**BF16), make=MAKE["Whitened"])
-    data = batches("llama", 4)
-    train_zero(engine, data[:2])
-    if moves:
-        engine.offload_states()
-        engine.reload_states()
-    return train_zero(engine, data[2:])
-
-
-def test_offload_states_changes_no_bit():
-    assert_equal(curve_on(2, relocated, True), curve_on(2, relocated, False))
-
-
 # -- numbers in the param groups
 
 
