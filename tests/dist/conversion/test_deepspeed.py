@@ -55,14 +55,6 @@ def test_losses(nproc: int) -> None:
         assert difference(losses, uninterrupted(name)) <= allowed, name
 
 
-def test_adopted_folder_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "adopted"
-    main(["adopt", str(HERE / "t5-1"), str(out)])
-    assert "step 3 of DeepSpeed 0.19.8, stage 1, 2 ranks" in capfd.readouterr().out
-    losses = run_on(1, go_on, {"t5-1": out})[0]["t5-1"]
-    assert difference(losses, uninterrupted("t5-1")) <= TOLERANCE
-
-
 def test_schedule_of_adapters_fits_param_groups_that_deepspeed_removed(tmp_path: Path) -> None:
     """The Trainer makes two param groups, and adapters have nothing in the second one."""
     folder, out = shutil.copytree(HERE / "lora-3", tmp_path / "checkpoint-3"), tmp_path / "adopted"

@@ -105,15 +105,6 @@ def test_wrapped_state_trains_as_in_one_process_and_resumes(tmp_path):
     assert on_one.mean_losses() == pytest.approx(straight.mean_losses(), rel=1e-4)
 
 
-def test_opened_state_has_plain_tensors_and_closes_again():
-    coded = Coded.of(torch.linspace(-1, 1, 7))
-    state = {"momentum": coded, "pair": (coded, 3)}
-    found = opened(state)
-    assert type(found["momentum"]["tensors"]["codes"]) is torch.Tensor
-    back = closed(found)
-    assert torch.equal(back["momentum"].values(), coded.values()) and back["pair"][1] == 3
-
-
 @pytest.mark.parametrize("name", ["os:system", "nowhere:Coded", "torch:Tensor", "subprocess:Popen"])
 def test_a_file_cannot_name_any_other_class(name: str):
     found = opened(Coded.of(torch.ones(3)))

@@ -8,7 +8,7 @@ import torch
 from tests.unit.optim.test_adam_cpu import COMPILER, gradient
 from tests.unit.optim.test_adam_cpu import SETTINGS as ADAM
 from zero.optim import adam8bit, adam_cpu
-from zero.optim.adam8bit import BLOCK, CodedSlice
+from zero.optim.adam8bit import BLOCK
 
 SETTINGS = ADAM | {"weight_decay": 0.1, "decoupled": True}
 
@@ -202,17 +202,3 @@ def test_threads_change_no_bit(path, monkeypatch):
         adam_cpu.adam(master, grad, *coded, None, step=1, factor=1.0, **SETTINGS)
         found.append([master, *coded])
     assert all(map(torch.equal, *found))
-
-
-def test_slices_make_their_values_where_they_are_wanted():
-    numel = 1000
-    coded = adam8bit.encode(*random_moments(numel))
-    for key, each, expected in zip(adam8bit.KEYS, coded, values(*coded, numel=numel), strict=True):
-        whole = CodedSlice.of(key, each, numel)
-        assert (whole.shape, whole.nbytes) == ((numel,), 4 * numel)
-        assert (whole.dtype, whole.itemsize) == (torch.float32, 4)
-        for first, end in ((0, numel), (256, 512), (300, 301), (255, 999), (7, 7)):
-            assert torch.equal(whole[5:][first:end].values(), expected[5:][first:end])
-    assert CodedSlice.of("step", coded[0], numel) is coded[0]
-    plain = torch.zeros(numel)
-    assert CodedSlice.of("exp_avg", plain, numel) is plain

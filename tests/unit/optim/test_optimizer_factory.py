@@ -125,15 +125,6 @@ def test_defaults_are_deepspeeds(kind, params, expected):
     assert {key: group[key] for key in expected} == expected
 
 
-def test_groups_keep_their_own_rates_and_decay():
-    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    groups = [{"params": [first], "lr": 0.5}, {"params": [second], "weight_decay": 0.25}]
-    config = load_config(section("Lion", lr=0.1, weight_decay=0.0))
-    optimizer = build_optimizer(config, None, groups, nn.Linear(1, 1))
-    found = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
-    assert found == [(0.5, 0.0), (0.1, 0.25)]
-
-
 CUTS = [5, 15, 10]  # the engine cuts at arbitrary places
 
 
