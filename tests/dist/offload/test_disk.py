@@ -20,14 +20,15 @@ from tests.dist.offload.test_offload import (
     FILES,
     PIPELINED,
     STEPS,
+    assert_second_half,
     engine_on,
     in_memory,
     plain,
+    written_and_read,
 )
 from tests.dist.training import (
     Curve,
     assert_equal,
-    assert_same_weights,
     curve_on,
     split,
     step,
@@ -75,13 +76,6 @@ def full_from(call: str, number: int):
         setattr(os, call, healthy)
 
 
-def half_trained(rank: int, world_size: int, folder: str, checkpoint: str) -> Curve:
-    engine = engine_on(folder, FILES, PIPELINED)
-    curve = train_zero(engine, batches("t5", STEPS // 2))
-    engine.save_checkpoint(checkpoint)
-    return curve
-
-
 def full_disk(
     rank: int, world_size: int, folder: str, checkpoint: str, call: str, numbers: list[int]
 ) -> tuple[list[str], Curve]:
@@ -116,13 +110,11 @@ def test_a_disk_that_is_full_within_a_step_is_an_error_and_a_checkpoint_mends_it
 ):
     folder, checkpoint = tmp_path / "files", str(tmp_path / "checkpoint")
     put_foreign_files(folder)
-    curve_on(1, half_trained, str(folder), checkpoint)
+    run_on(1, written_and_read, str(folder), checkpoint, True, True)
     errors, curve = run_on(1, full_disk, str(folder), checkpoint, call, numbers, timeout=300)[0]
     for error in errors:
         assert "No space left on device" in error and remedy in error and str(folder) in error
-    expected = curve_on(1, plain)
-    assert curve.losses == expected.losses[STEPS // 2 :]
-    assert_same_weights(curve.weights, expected.weights)
+    assert_second_half(curve)
     assert_only_foreign_files(folder)
 
 

@@ -63,6 +63,13 @@ def plain(rank: int, world_size: int) -> Curve:
     return train_zero(in_memory(), batches("t5", STEPS))
 
 
+def assert_second_half(found: Curve) -> None:
+    """Compare what follows a checkpoint in the middle with a run in memory."""
+    expected = curve_on(1, plain)
+    assert found.losses == expected.losses[STEPS // 2 :]
+    assert_same_weights(found.weights, expected.weights)
+
+
 # -- settings
 
 
@@ -116,10 +123,7 @@ def written_and_read(
 def test_checkpoints_go_from_any_tier_to_any(tmp_path, from_files, to_files):
     folder, checkpoint = str(tmp_path / "files"), str(tmp_path / "checkpoint")
     curve_on(1, written_and_read, folder, checkpoint, True, from_files)
-    found = curve_on(1, written_and_read, folder, checkpoint, False, to_files)
-    expected = curve_on(1, plain)
-    assert found.losses == expected.losses[STEPS // 2 :]
-    assert_same_weights(found.weights, expected.weights)
+    assert_second_half(curve_on(1, written_and_read, folder, checkpoint, False, to_files))
 
 
 # -- updates that run late
@@ -156,10 +160,8 @@ def interrupted(rank: int, world_size: int, folder: str, checkpoint: str) -> Cur
 
 
 def test_a_step_that_was_interrupted_is_no_step_and_a_checkpoint_mends_it(tmp_path):
-    found = curve_on(1, interrupted, str(tmp_path / "files"), str(tmp_path / "checkpoint"))
-    expected = curve_on(1, plain)
-    assert found.losses == expected.losses[STEPS // 2 :]
-    assert_same_weights(found.weights, expected.weights)
+    folders = str(tmp_path / "files"), str(tmp_path / "checkpoint")
+    assert_second_half(curve_on(1, interrupted, *folders))
 
 
 def own_optimizer(rank: int, world_size: int, folder: str) -> Curve:
