@@ -175,7 +175,7 @@ def odd_engine(seed: int, threshold: int) -> zero.ZeroEngine:
     """With a buffer that is not contiguous, which `format_2` has not."""
     torch.manual_seed(seed)
     model = Odd()
-    model.register_buffer("last", torch.randn(3, 4).t())
+    model.register_buffer("transposed", torch.randn(3, 4).t())
     config = ds_config(bf16={"enabled": True}, stage3_param_persistence_threshold=threshold)
     return start(model, config)[0]
 
@@ -199,8 +199,8 @@ def odd_run(rank: int, world_size: int, folder: str, options: dict) -> dict:
     assert state.keys() == client.keys() and state["pair"] == (1, 2.5)
     assert torch.equal(state[7], client[7])
     assert torch.equal(other.module.offset, engine.module.offset)
-    assert torch.equal(other.module.last, engine.module.last)
-    assert not other.module.last.is_contiguous()
+    assert torch.equal(other.module.transposed, engine.module.transposed)
+    assert not other.module.transposed.is_contiguous()
     assert torch.equal(other.module.order, engine.module.order) == (not options)
     assert (other.global_steps, other.micro_steps, other.skipped_steps) == (2, 2, 0)
     pairs = zip(engine.module.named_parameters(), other.module.parameters(), strict=True)
@@ -225,7 +225,7 @@ def test_frozen_tied_scalar_and_unsharded_values(world_size, tmp_path):
         "weights/frozen.weight": torch.bfloat16,
         "plain/order": torch.int64,
         "plain/offset": torch.float32,
-        "plain/last": torch.float32,
+        "plain/transposed": torch.float32,
     }
     moments = {key for key in tensors if key.startswith("optimizer/exp_avg/")}
     assert {key.split("/")[2] for key in moments} == {"first.weight", "first.bias", "scale"}
