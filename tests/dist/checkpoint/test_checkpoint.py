@@ -172,12 +172,14 @@ class Odd(nn.Module):
 
 
 def odd_engine(seed: int, threshold: int) -> zero.ZeroEngine:
-    """With a buffer that is not contiguous, which `format_2` has not."""
+    """With a buffer that a forward has replaced by a view that is not contiguous."""
     torch.manual_seed(seed)
     model = Odd()
-    model.register_buffer("transposed", torch.randn(3, 4).t())
+    model.register_buffer("transposed", torch.zeros(4, 3))
     config = ds_config(bf16={"enabled": True}, stage3_param_persistence_threshold=threshold)
-    return start(model, config)[0]
+    engine, _ = start(model, config)
+    model.transposed = torch.randn(3, 4).t()
+    return engine
 
 
 def odd_run(rank: int, world_size: int, folder: str, options: dict) -> dict:
