@@ -271,13 +271,15 @@ def single_parameters(rank: int, world_size: int) -> None:
     gathered = sent["broadcast"] + sent["all_gather"] - before
     assert gathered <= sum(value.numel() for value in true.values()) + 2
     up, down = (engine.module.blocks[0].get_submodule(name).weight for name in ("up", "down"))
-    with zero.GatheredParameters([up], modifier_rank=0), torch.no_grad():
-        engine(**toy_batches(1)[0])
+    with zero.GatheredParameters([up]):
+        with torch.no_grad():
+            engine(**toy_batches(1)[0])
         assert torch.equal(up, true["blocks.0.up.weight"]) and isinstance(down, ShardedParameter)
         with zero.GatheredParameters(engine.module.blocks[0].parameters()):
             assert torch.equal(down, true["blocks.0.down.weight"])
-        assert isinstance(down, ShardedParameter)
-        up.zero_()
+        assert torch.equal(up, true["blocks.0.up.weight"]) and isinstance(down, ShardedParameter)
+        with zero.GatheredParameters([up], modifier_rank=0), torch.no_grad():
+            up.zero_()
     with zero.GatheredParameters([up]):
         assert up.eq(0).all()
     engine.reshard()
