@@ -4,11 +4,12 @@ report failures.
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -22,11 +23,9 @@ from tests.dist.training import ds_config, start, train_zero
 from tests.parity.models import batches, build
 from tests.processes import child_environment, fork_ranks, kill_tree, run_on
 from zero.checkpoint import training
-from zero.checkpoint.background import BackgroundSaves
 from zero.checkpoint.disk import LOCK
 from zero.checkpoint.folder import locate
 from zero.checkpoint.resumable import find_intact
-from zero.core.forward_writes import ForwardWrites
 from zero.engine import ZeroEngine
 
 ASYNC = {"checkpoint": {"async_save": True}}
@@ -40,9 +39,7 @@ def state(engine: ZeroEngine) -> list[torch.Tensor]:
         for sub_group in sub_groups
         for key in ("exp_avg", "exp_avg_sq")
     ]
-    return [
-        values.clone() for values in [*(sub_group.master for sub_group in sub_groups), *moments]
-    ]
+    return [values.clone() for values in (*(each.master for each in sub_groups), *moments)]
 
 
 def save_and_train_on(rank: int, world_size: int, folder: str) -> tuple[bool, bool, str]:
@@ -103,20 +100,18 @@ def test_a_failure_is_raised_at_the_same_step_on_every_rank(tmp_path):
     first, second = run_on(2, fail_in_the_background, str(tmp_path))
     assert first == second
     assert "rank 1" in first[1] and "File too large" in first[1] and first[2] == "global_step1"
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != LOCK) == [
-        "after",
-        "global_step1",
-        "latest",
-        "zero_to_fp32.py",
-    ]
+    left = {path.name for path in tmp_path.iterdir() if path.name != LOCK}
+    assert left == {"after", "global_step1", "latest", "zero_to_fp32.py"}
 
 
 def fail_after_begin(
-    rank: int, world_size: int, folder: str, owner: type, name: str, config: dict
+    rank: int, world_size: int, folder: str, name: str, failing: int, config: dict
 ) -> tuple[str, list[str]]:
     engine, _ = start(build("gpt2"), ds_config() | config)
-    failing = mock.Mock(side_effect=MemoryError("no host memory"))
-    with mock.patch.object(owner, name, failing if rank == 1 else getattr(owner, name)):
+    error = MemoryError("no host memory")
+    with contextlib.ExitStack() as stack:
+        if rank == failing:
+            stack.enter_context(mock.patch(f"zero.{name}", side_effect=error))
         with pytest.raises(RuntimeError) as caught:
             engine.save_checkpoint(folder, tag="fails")
     left = sorted(path.name for path in Path(folder).glob(".saving*"))
@@ -126,59 +121,40 @@ def fail_after_begin(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "config"),
+    ("name", "failing", "config"),
     [
-        (BackgroundSaves, "copy", ASYNC),
-        (training._Save, "all_slices", ASYNC),
-        (training._Save, "all_slices", {}),
-        (ForwardWrites, "between_passes", {}),
+        ("checkpoint.background.BackgroundSaves.copy", 1, ASYNC),
+        ("checkpoint.training._Save.all_slices", 1, ASYNC),
+        ("checkpoint.training._Save.all_slices", 1, {}),
+        ("checkpoint.resumable.sync_later", 0, {}),
+        ("core.forward_writes.ForwardWrites.between_passes", 1, {}),
     ],
 )
-def test_a_rank_that_lacks_memory_fails_on_every_rank(owner, name, config, tmp_path):
-    first, second = run_on(2, fail_after_begin, str(tmp_path), owner, name, config)
-    assert "rank 1: MemoryError: no host memory" in first[0] and first[0] == second[0]
+def test_a_rank_that_lacks_memory_fails_on_every_rank(name, failing, config, tmp_path):
+    first, second = run_on(2, fail_after_begin, str(tmp_path), name, failing, config)
+    assert f"rank {failing}: MemoryError: no host memory" in first[0] and first[0] == second[0]
     assert first[1] == [] and find_intact(tmp_path) == tmp_path / "after"
 
 
-def fail_to_begin(rank: int, world_size: int, folder: str) -> list[str]:
-    engine, _ = start(build("gpt2"), ds_config())
-    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    with mock.patch.object(training.resumable, "sync_later", full):
-        with pytest.raises(OSError, match="No space"):
-            engine.save_checkpoint(folder)
-    return [path.name for path in Path(folder).glob(".saving*")]
-
-
-def test_a_disk_that_is_full_before_the_first_slice_keeps_no_folder(tmp_path):
-    assert run_on(2, fail_to_begin, str(tmp_path)) == [[], []]
-
-
-def two_engines(rank: int, world_size: int, folder: str) -> list[bool]:
-    """Each engine saves while the other one's save is running.
-
-    Every second time both use the same tag.
-    """
+def two_engines(rank: int, world_size: int, folder: str) -> None:
+    """Each engine saves while the other one's save is running, also under the same tag."""
     engines = [start(build("gpt2"), ds_config() | ASYNC)[0] for _ in range(2)]
-    same = []
-    for number in range(4):
-        tags = ["same", "same"] if number % 2 else ["a", "b"]
-        expected = []
+    for tags in [("a", "b"), ("same", "same")] * 2:
+        expected = defaultdict(list)
         for engine, tag in zip(engines, tags, strict=True):
             train_zero(engine, batches("gpt2", 1))
-            expected.append(state(engine))
+            expected[tag].append(state(engine))
             engine.save_checkpoint(folder, tag=tag)
         for engine in engines:
             engine.wait_for_checkpoint()
         other, _ = start(build("gpt2"), ds_config())
-        for tag in set(tags):
+        for tag, states in expected.items():
             other.load_checkpoint(folder, tag=tag)
-            wanted = expected if tag == "same" else [expected[tags.index(tag)]]
-            same.append(any(all(map(torch.equal, state(other), each)) for each in wanted))
-    return same
+            assert any(all(map(torch.equal, state(other), each)) for each in states)
 
 
 def test_two_engines_save_into_one_folder(tmp_path):
-    assert run_on(2, two_engines, str(tmp_path)) == [[True] * 6] * 2
+    run_on(2, two_engines, str(tmp_path))
     left = {path.name for path in tmp_path.iterdir() if path.name != LOCK}
     assert left == {"a", "b", "same", "latest", "zero_to_fp32.py"}
 
@@ -212,10 +188,8 @@ def test_exit_waits_and_tells_of_a_failure(disk, tmp_path):
     script.write_text(SCRIPT)
     folder = tmp_path / "checkpoints"
     process = fork_ranks(script, folder, disk, nproc=2, timeout=120, imported="zero")
-    assert find_intact(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "good", (
-        process.stderr
-    )
-    assert not list((tmp_path / "checkpoints").glob(".saving*"))
+    assert find_intact(folder) == folder / "good", process.stderr
+    assert not list(folder.glob(".saving*"))
     assert (process.returncode == 0) == (disk == "free"), process.stderr
     assert ("File too large" in process.stderr) == (disk == "full")
 
@@ -226,28 +200,30 @@ import zero
 
 config = {"train_micro_batch_size_per_gpu": 1}
 engine = zero.initialize(model=__import__("torch").nn.Linear(2, 2), config=config)[0]
-open(f"{sys.argv[1]}/{os.environ['RANK']}-{os.getpid()}", "w")
+open(f"{sys.argv[1]}/{os.getpid()}", "w")
 time.sleep(300)
 """
 
 
 def test_ranks_end_when_torchrun_is_killed(tmp_path):
-    script, pids = tmp_path / "script.py", tmp_path / "pids"
-    pids.mkdir()
+    script, folder = tmp_path / "script.py", tmp_path / "pids"
+    folder.mkdir()
     script.write_text(ENDLESS)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--nproc_per_node", "2", script, pids]
+    command = [*launcher, "--nproc_per_node", "2", script, folder]
     process = subprocess.Popen(command, env=child_environment(), stderr=subprocess.PIPE, text=True)
+
+    def ranks() -> list[int]:
+        return [int(path.name) for path in folder.iterdir()]
+
     try:
-        wait_until(lambda: len(list(pids.iterdir())) == 2)
+        wait_until(lambda: len(ranks()) == 2)
         process.kill()
-        ranks = [int(path.name.split("-")[1]) for path in pids.iterdir()]
-        wait_until(lambda: not any(map(psutil.pid_exists, ranks)))
+        wait_until(lambda: not any(map(psutil.pid_exists, ranks())))
         assert f"the launcher (process {process.pid}) is gone" in process.communicate()[1]
     finally:
-        kill_tree(process.pid)
-        for path in pids.iterdir():
-            kill_tree(int(path.name.split("-")[1]))
+        for pid in (process.pid, *ranks()):
+            kill_tree(pid)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 100) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import logging.handlers
-import multiprocessing
 import os
 import random
 import resource
+import signal
+import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -24,16 +24,13 @@ import zero
 from tests.dist.training import ds_config, start, train_zero
 from tests.parity.models import batches, build
 from tests.processes import run_on
+from zero.checkpoint import disk
 from zero.checkpoint.blocks import verify
 from zero.checkpoint.disk import LOCK
 from zero.checkpoint.files import open_checkpoint
 from zero.checkpoint.folder import locate
-from zero.checkpoint.manifest import DamagedCheckpointError, to_text
+from zero.checkpoint.manifest import MANIFEST, DamagedCheckpointError, to_text
 from zero.comm import control
-
-# A process forked from a server that has imported everything starts in a fraction of a second.
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["tests.dist.training", "tests.parity.models"])
 
 
 def two_saves(folder: str) -> zero.ZeroEngine:
@@ -92,94 +89,70 @@ def become_root() -> None:
 
 
 def test_disk_that_fills_up_on_one_rank(tmp_path):
-    messages = run_on(2, failing_save, str(tmp_path), limit_file_size, lift_file_size_limit)
-    assert messages[0] == messages[1]
-    assert (
-        "rank 1" in messages[0] and "File too large" in messages[0] and str(tmp_path) in messages[0]
-    )
+    first, second = run_on(2, failing_save, str(tmp_path), limit_file_size, lift_file_size_limit)
+    assert first == second
+    assert "rank 1" in first and "File too large" in first and str(tmp_path) in first
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_folder_that_cannot_be_written_to(tmp_path):
     for folder in (tmp_path, *tmp_path.parents[:2]):
         folder.chmod(0o755)
-    messages = run_on(2, failing_save, str(tmp_path), become_nobody, become_root)
-    assert messages[0] == messages[1]
-    assert "Permission denied" in messages[0] and str(tmp_path) in messages[0]
+    first, second = run_on(2, failing_save, str(tmp_path), become_nobody, become_root)
+    assert first == second and "Permission denied" in first and str(tmp_path) in first
 
 
-def save_under_a_file(rank: int, world_size: int, folder: str) -> str:
-    engine, _ = start(build("gpt2"), ds_config())
-    with pytest.raises(OSError) as caught:
-        engine.save_checkpoint(folder)
-    return str(caught.value)
+def flipped(content: bytes) -> bytes:
+    damaged = bytearray(content)
+    damaged[len(damaged) // 3] ^= 0x10
+    return damaged
 
 
-def test_folder_that_cannot_exist(tmp_path):
-    (tmp_path / "file").write_text("")
-    first, second = run_on(2, save_under_a_file, str(tmp_path / "file" / "checkpoints"))
-    assert first == second and "Not a directory" in first
+FORGED = {
+    "optimizer": lambda content: content["optimizer"].update(groups=[{"$type": "tuple"}]),
+    "random_states": lambda content: content["random_states"][0].update(python=[1, 2, 3]),
+}
+
+
+def forged(part: str, text: bytes) -> bytes:
+    """Values of another kind, with a correct checksum."""
+    content = json.loads(text)
+    del content["checksum"]
+    FORGED[part](content)
+    return to_text(content).encode()
 
 
 def load_damaged(rank: int, world_size: int, folder: str) -> list[str]:
     engine = two_saves(folder)
-    messages = []
-    description = json.loads((Path(folder) / "global_step2" / "checkpoint.json").read_text())
-    for name in [*sorted(description["files"]), "checkpoint.json"]:
-        path = Path(folder) / "global_step2" / name
-        content = path.read_bytes()
+    place, messages = Path(folder) / "global_step2", []
+    names = [*sorted(json.loads((place / MANIFEST).read_text())["files"]), MANIFEST]
+    damages = [(name, flipped) for name in names]
+    damages += [(MANIFEST, partial(forged, part)) for part in FORGED]
+    for name, damage in damages:
+        content = (place / name).read_bytes()
+        dist.barrier()
         if rank == 0:
-            damaged = bytearray(content)
-            damaged[len(damaged) // 3] ^= 0x10
-            path.write_bytes(damaged)
+            (place / name).write_bytes(damage(content))
         dist.barrier()
         with pytest.raises(DamagedCheckpointError) as caught:
             engine.load_checkpoint(folder)
         messages.append(str(caught.value))
-        assert f"{path} is damaged" in messages[-1]
+        assert f"{place / name} is damaged" in messages[-1]
         dist.barrier()
         if rank == 0:
-            path.write_bytes(content)
-    dist.barrier()
+            (place / name).write_bytes(content)
+        dist.barrier()
     engine.load_checkpoint(folder)
     return messages
 
 
 def test_damaged_files_are_named_on_every_rank_and_an_intact_checkpoint_is_offered(tmp_path):
     first, second = run_on(2, load_damaged, str(tmp_path))
-    assert first == second and len(first) == 3  # one file for each rank, and the manifest
-    for message in first:
-        assert message.endswith(
-            f"the newest earlier intact checkpoint is {tmp_path / 'global_step1'}"
-        )
-
-
-FORGED = {
-    "optimizer": lambda content: content["optimizer"].__setitem__("groups", [{"$type": "tuple"}]),
-    "random_states": lambda content: content["random_states"][0].__setitem__("python", [1, 2, 3]),
-}
-
-
-def load_forged(rank: int, world_size: int, folder: str) -> list[str]:
-    engine = two_saves(folder)
-    path, messages = Path(folder) / "global_step2" / "checkpoint.json", []
-    original = path.read_text()
-    for change in FORGED.values():
-        content = json.loads(original)
-        del content["checksum"]
-        change(content)
-        path.write_text(to_text(content))
-        with pytest.raises(DamagedCheckpointError) as caught:
-            engine.load_checkpoint(folder)
-        messages.append(str(caught.value))
-    path.write_text(original)
-    engine.load_checkpoint(folder)
-    return messages
-
-
-def test_values_of_another_kind_in_a_forged_manifest_are_named(tmp_path):
-    (messages,) = run_on(1, load_forged, str(tmp_path))
-    for part, message in zip(FORGED, messages, strict=True):
+    assert first == second
+    offer = f"the newest earlier intact checkpoint is {tmp_path / 'global_step1'}"
+    # One file for each rank, and the manifest.
+    assert [message.endswith(offer) for message in first[:3]] == [True] * 3
+    for part, message in zip(FORGED, first[3:], strict=True):
         assert f"checkpoint.json is damaged: {part}" in message, message
 
 
@@ -200,9 +173,8 @@ def save_late(rank: int, world_size: int, folder: str) -> list[str]:
 def test_a_rank_that_saves_alone_says_so_after_seconds(tmp_path):
     lone, late = run_on(2, save_late, str(tmp_path))
     assert "waiting" not in "".join(late) + lone[2]
-    for message in lone[:2]:
-        assert f"saving a checkpoint to {tmp_path}: rank 0 has been waiting" in message
-        assert "every rank must call this" in message
+    said = f"saving a checkpoint to {tmp_path}: rank 0 has been waiting"
+    assert all(said in message for message in lone[:2])
 
 
 # -- killed in the middle of a save
@@ -222,35 +194,28 @@ def fill(engine: zero.ZeroEngine, step: int) -> None:
 
 
 def save_until_killed(
-    rank: int, port: int, cycle: int, folder: str, reports: Connection | None
+    rank: int, world_size: int, cycle: int, folder: Path, victim: int, delay: float
 ) -> None:
-    """Load the newest checkpoint, then save step after step. Rank 0 reports each complete save."""
-    report = reports.send if reports is not None else lambda step: None
-    torch.set_num_threads(1)
-    store = dist.PrefixStore(str(cycle), dist.TCPStore("127.0.0.1", port, is_master=False))
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20)
-    )
+    """Load the newest checkpoint, then save step after step, until `victim` is killed after
+    `delay` seconds. `folder`/report has the cycle and the last complete save."""
+    report = folder.with_name("report")
     model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     config = ds_config() | {"checkpoint": {"async_save": cycle % 2 == 1}}
-    engine, _, _, _ = zero.initialize(model=model, optimizer=optimizer, config=config)
+    engine, _ = start(model, config, make=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     engine.backward(engine(torch.ones(1, 64)).sum())
     engine.step()
     step, (path, state) = 0, engine.load_checkpoint(folder)
     if path is not None:
         step = state["step"]
-        masters = [shard.master for shard in engine.optimizer.shards.values()]
-        values = {value for master in masters for value in master.unique().tolist()} - {
-            0.0
-        }  # padding
-        values |= {
-            v
-            for s in engine.optimizer.state.values()
-            for v in s["momentum_buffer"].unique().tolist()
-        } - {0.0}
+        found = [shard.master for shard in engine.optimizer.shards.values()]
+        found += [state["momentum_buffer"] for state in engine.optimizer.state.values()]
+        values = {*torch.cat(found).tolist()} - {0.0}  # padding
         assert values == {float(step)} and engine.global_steps == step
-    report(step)
+    dist.barrier()
+    report.write_text(f"{cycle} {step}")
+    dist.barrier()
+    if rank == victim:
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
     while True:
         step += 1
         fill(engine, step)
@@ -258,61 +223,28 @@ def save_until_killed(
         if cycle % 2:
             fill(engine, step + 1)  # while the save goes on in the background
             engine.wait_for_checkpoint()
-        report(step)
-
-
-def start_ranks(port: int, cycle: int, folder: Path) -> tuple[list, Connection]:
-    receiver, sender = context.Pipe(duplex=False)
-    ranks = [
-        context.Process(
-            target=save_until_killed,
-            args=(rank, port, cycle, str(folder), None if rank else sender),
-        )
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    sender.close()
-    return ranks, receiver
-
-
-def last_report(receiver: Connection) -> int:
-    """Return the last step that rank 0 reported before it was killed."""
-    step = -1
-    try:
-        while receiver.poll():
-            step = receiver.recv()
-    except EOFError:
-        pass  # everything that it sent has been read
-    return step
+        if rank == 0:
+            disk.replace_text(report, f"{cycle} {step}")
 
 
 @pytest.mark.timeout(120 + 10 * KILLS)
 def test_every_state_left_by_a_killed_save_loads(tmp_path):
     chance = random.Random(20)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     folder = tmp_path / "checkpoints"
     interrupted = complete = 0
     for cycle in range(KILLS):
-        ranks, receiver = start_ranks(store.port, cycle, folder)
-        assert receiver.poll(60), f"cycle {cycle}: the ranks did not load what the kill before left"
-        assert receiver.recv() >= complete
         # One or two saves take this time. So kills come before, within and after writing, renaming
         # and cleaning up.
-        time.sleep(chance.uniform(0.0, 0.15))
-        victims = chance.choice([[ranks[0]], [ranks[1]], ranks])
-        for victim in victims:
-            victim.kill()
-        for process in ranks:
-            process.join(60)
-            assert process.exitcode not in (None, 0), (
-                f"cycle {cycle}: a rank whose peer was killed did not end"
-            )
-        complete = max(complete, last_report(receiver))
+        victim, delay = chance.randrange(2), chance.uniform(0.0, 0.15)
+        with pytest.raises(RuntimeError) as killed:
+            run_on(2, save_until_killed, cycle, folder, victim, delay)
+        loaded, step = map(int, (tmp_path / "report").read_text().split())
+        assert loaded == cycle, f"the ranks did not load what the kill before left: {killed.value}"
+        assert step >= complete
+        complete = step
         interrupted += any(folder.glob(".saving-*"))
         if complete:
-            newest = locate(folder, None)
-            reader = open_checkpoint(newest)
+            reader = open_checkpoint(locate(folder, None))
             verify(reader.folder, reader.manifest)
             assert reader.manifest.client_state["step"] >= complete
     assert interrupted >= KILLS // 5, "hardly any kill hit a save: this test proves nothing"

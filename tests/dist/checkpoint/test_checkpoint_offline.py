@@ -14,13 +14,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import T5ForConditionalGeneration
 
-from tests.dist.checkpoint.test_export import Wide, limited_memory
+from tests.dist.checkpoint.test_export import Wide, from_pretrained, limited_memory, sums
 from tests.dist.training import ds_config, start, train_zero
 from tests.parity.models import batches, build
 from tests.processes import fork_ranks, run_on
-from zero.checkpoint.files import Slice
+from tests.unit.integrations.test_hook import assert_refused
 from zero.checkpoint.models import (
     consolidate,
     get_fp32_state_dict_from_zero_checkpoint,
@@ -29,6 +28,7 @@ from zero.checkpoint.models import (
 from zero.errors import UsageError
 from zero.integrations.deepspeed.checkpoints import get_model_state_file, get_optim_files
 from zero.optim.sharded_optimizer import precise_values
+from zero.tools.cli import main
 from zero.tools.inspect import facts
 
 
@@ -78,23 +78,11 @@ def test_load_into_an_ordinary_model(checkpoint):
         assert torch.equal(param, expected["masters"][name]), name
 
 
-def from_pretrained(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    model, report = T5ForConditionalGeneration.from_pretrained(
-        folder, dtype="auto", output_loading_info=True
-    )
-    assert model.dtype == dtype
-    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    return model.state_dict()
-
-
 def test_consolidated_as_trained_loads_with_from_pretrained(checkpoint, tmp_path):
     folder, expected = checkpoint
     written = consolidate(folder, tmp_path / "model")
     assert [path.name for path in written] == ["model.safetensors", "config.json"]
-    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
-        "config.json",
-        "model.safetensors",
-    ]
+    assert {*(tmp_path / "model").iterdir()} == {*written}
     state = from_pretrained(tmp_path / "model", torch.bfloat16)
     for name, value in expected["rounded"].items():
         assert torch.equal(state[name], value), name
@@ -170,78 +158,37 @@ def consolidate_in_little_memory(rank: int, world_size: int, folder: str) -> dic
     engine.backward(loss)
     engine.step()
     engine.save_checkpoint(folder)
-    expected = {
-        name: param.double().sum().item() for name, param in engine.module.named_parameters()
-    }
-    consolidate(
-        folder, Path(folder) / "first"
-    )  # so that nothing has to be imported under the limit
+    # so that nothing has to be imported under the limit
+    consolidate(folder, Path(folder) / "first")
     torch.set_num_threads(1)  # the stack of one more thread would take half of the limit
     with limited_memory(40 * 2**20):
         consolidate(folder, Path(folder) / "model")
-    return expected
+    return sums(dict(engine.module.named_parameters()))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit exists on Linux only")
 def test_consolidate_needs_little_memory(tmp_path):
     (expected,) = run_on(1, consolidate_in_little_memory, str(tmp_path))
-    found = load_file(tmp_path / "model" / "model.safetensors")
-    assert {name: value.double().sum().item() for name, value in found.items()} == expected
+    assert sums(load_file(tmp_path / "model" / "model.safetensors")) == expected
 
 
-def test_consolidate_overwrites_no_model(checkpoint, tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"precious")
-    with pytest.raises(ValueError, match="already holds a model"):
-        consolidate(checkpoint[0], tmp_path)
-    assert (tmp_path / "model.safetensors").read_bytes() == b"precious"
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_what_all_ranks_hold_is_written_once(world_size):
-    values, found = torch.arange(10), {}
-    for rank in range(world_size):
-        share = Slice("weights/w", 14, 3, values).share(rank, world_size)
-        found |= dict(enumerate(share.values.tolist(), share.start))
-    assert found == dict(enumerate(range(10), 3))
-
-
-def command(*arguments: object) -> tuple[int, str, str]:
-    words = map(str, arguments)
-    process = fork_ranks("-m", "zero", *words, nproc=0, timeout=120, imported="zero")
-    return process.returncode, process.stdout, process.stderr
-
-
-def test_command_line(checkpoint, tmp_path):
+def test_command_line(checkpoint, tmp_path, capsys):
     folder, expected = checkpoint
-    code, out, err = command("inspect", folder)
-    assert (code, err) == (0, "")
-    for part in (
-        "global_step2",
-        "ranks               2",
-        "stage               3",
-        "AdamW",
-        "bfloat16",
-        "optimizer exp_avg_sq",
-        "verified",
-        "epoch",
-    ):
+    main(["inspect", str(folder)])
+    out = capsys.readouterr().out
+    parts = "global_step2", "ranks               2", "stage               3", "AdamW", "bfloat16"
+    for part in (*parts, "optimizer exp_avg_sq", "verified", "epoch"):
         assert part in out, out
     numel = sum(value.numel() for value in expected["masters"].values())
     assert f"parameters          {numel:,}" in out
-
     found = json.loads(json.dumps(facts(folder)))
-    assert (found["ranks"], found["stage"], found["steps"]) == (2, 3, 2) and found["bytes"][
-        "optimizer exp_avg_sq"
-    ] > 0
+    assert (found["ranks"], found["stage"], found["steps"]) == (2, 3, 2)
+    assert found["bytes"]["optimizer exp_avg_sq"] > 0
 
-    code, out, err = command("consolidate", folder, tmp_path / "model", "--dtype", "fp16")
-    assert (code, err) == (0, "") and "model.safetensors" in out
-    code, out, err = command("consolidate", folder, tmp_path / "model", "--dtype", "fp16")
-    assert code == 2 and len(err.splitlines()) == 1 and "already holds a model" in err
-    code, out, err = command("inspect", tmp_path)
-    assert code == 2 and err.startswith(
-        f"zero: {tmp_path}: there is no checkpoint; name its folder"
-    )
+    consolidates = ["consolidate", str(folder), str(tmp_path / "model"), "--dtype", "fp16"]
+    main(consolidates)
+    assert "model.safetensors" in capsys.readouterr().out
+    assert_refused(consolidates, "already holds a model", capsys)
 
 
 def test_files_that_lightning_reads(checkpoint):

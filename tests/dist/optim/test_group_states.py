@@ -30,15 +30,12 @@ def engine_of(name: str) -> zero.ZeroEngine:
     make, option, _ = KINDS[name]
 
     def grouping(named):
-        groups = [
-            [param for _, param in named if (param.dim() > 1) == matrices]
-            for matrices in (True, False)
-        ]
-        return [{"params": groups[0]} | option, {"params": groups[1]}]
+        matrices = [param for _, param in named if param.dim() > 1]
+        vectors = [param for _, param in named if param.dim() <= 1]
+        return [{"params": matrices} | option, {"params": vectors}]
 
-    return start(
-        toy(), ds_config(stage3_param_persistence_threshold=0, sub_group_size=50), grouping, make
-    )[0]
+    config = ds_config(stage3_param_persistence_threshold=0, sub_group_size=50)
+    return start(toy(), config, grouping, make)[0]
 
 
 def read(rank: int, world_size: int, name: str) -> None:
@@ -47,14 +44,11 @@ def read(rank: int, world_size: int, name: str) -> None:
     assert all(safe_get_full_optimizer_state(param, key) is None for param in weights.values())
     train_zero(engine, toy_batches(1))
     for param in weights.values():
-        full, part = (
-            safe_get_full_optimizer_state(param, key),
-            safe_get_local_optimizer_state(param, key),
-        )
+        full = safe_get_full_optimizer_state(param, key)
+        part = safe_get_local_optimizer_state(param, key)
         if len(param.ds_shape) > 1:
-            assert (
-                full.shape == param.ds_shape and full.any() and part.shape == param.ds_tensor.shape
-            )
+            assert full.shape == param.ds_shape and full.any()
+            assert part.shape == param.ds_tensor.shape
         else:
             assert full is None
             assert part is None or not part.numel()  # empty: this rank has no part of the parameter
@@ -65,17 +59,19 @@ def test_states_of_one_group_are_read_on_all_ranks(name):
     run_on(3, read, name)
 
 
-def resumed(rank: int, world_size: int, name: str, folder: str, saves: bool) -> list[list[float]]:
-    engine, batches = engine_of(name), toy_batches(4)
-    if saves:
-        train_zero(engine, batches[:2])
-        engine.save_checkpoint(folder)
-    else:
-        engine.load_checkpoint(folder)
-    return train_zero(engine, batches[2:]).losses
+def resumed(rank: int, world_size: int, name: str, folder: str) -> None:
+    batches, losses = toy_batches(4), []
+    for saves in (True, False):
+        engine = engine_of(name)
+        if saves:
+            train_zero(engine, batches[:2])
+            engine.save_checkpoint(folder)
+        else:
+            engine.load_checkpoint(folder)
+        losses.append(train_zero(engine, batches[2:]).losses)
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_checkpoint_holds_the_states_that_each_group_has(name, tmp_path):
-    expected = run_on(2, resumed, name, str(tmp_path), True)
-    assert run_on(2, resumed, name, str(tmp_path), False) == expected
+    run_on(2, resumed, name, str(tmp_path))

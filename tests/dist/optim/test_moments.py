@@ -16,7 +16,6 @@ from tests.dist.training import (
     adamw,
     assert_same_weights,
     ds_config,
-    loss_of,
     relative,
     split,
     start,
@@ -25,13 +24,9 @@ from tests.dist.training import (
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.processes import run_on
-from zero.checkpoint.background import wait_for_background_saves
 from zero.errors import UsageError
 from zero.fragments import (
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
     safe_get_full_optimizer_state,
-    safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
 from zero.offload import tiers
@@ -118,80 +113,33 @@ def test_tiers_change_no_bit(bf16, tmp_path):
         assert_same_weights(weights, expected[1])
 
 
-def test_updates_by_torch_are_those_of_the_kernel():
-    """On an accelerator torch's optimizer makes the step.
-
-    A hook on it makes that happen here, too.
-    """
-    expected, found = (run_on(1, hooked, hooks)[0] for hooks in (False, True))
-    assert relative(found, expected) < 1e-5
-
-
-def hooked(rank: int, world_size: int, hooks: bool) -> list[float]:
-    engine = engine_with(CODED)
-    calls = []
-    if hooks:
-        engine.optimizer.optimizer.register_step_post_hook(lambda *args: calls.append(args))
-    losses = losses_of(engine, batches("llama", 4))
-    assert bool(calls) == hooks
-    return losses
-
-
-def saved(
-    rank: int, world_size: int, sections: dict, folder: str
+def continued(
+    rank: int, world_size: int, sections: dict, folder: str, saves: bool
 ) -> tuple[list[float], dict, dict]:
-    """Save in the middle of a run.
+    """Save in the middle of a run, or resume there.
 
     Return the losses that follow, the weights, and the moments when it was saved.
     """
     engine, data = engine_with(sections), batches("llama", 4)
-    losses_of(engine, data)
-    engine.save_checkpoint(folder)
-    found = moments_of(engine)
-    return losses_of(engine, data), engine._zero3_consolidated_16bit_state_dict(), found
-
-
-def resumed(
-    rank: int, world_size: int, sections: dict, folder: str
-) -> tuple[list[float], dict, dict]:
-    engine, data = engine_with(sections), batches("llama", 4)
-    engine.load_checkpoint(folder)
+    if saves:
+        losses_of(engine, data)
+        engine.save_checkpoint(folder)
+    else:
+        engine.load_checkpoint(folder)
     found = moments_of(engine)
     return losses_of(engine, data), engine._zero3_consolidated_16bit_state_dict(), found
 
 
 @pytest.mark.parametrize(("ranks", "place"), [(1, "cpu"), (2, "nvme")])
 def test_a_run_resumes_with_the_same_bits(ranks, place, tmp_path):
-    sections = CODED | {
-        "offload_optimizer": {"device": place, "nvme_path": str(tmp_path / "files")}
-    }
-    (losses, weights, adam8bit), again = (
-        run_on(ranks, each, sections, str(tmp_path))[0] for each in (saved, resumed)
+    offload = {"device": place, "nvme_path": str(tmp_path / "files")}
+    sections = CODED | {"offload_optimizer": offload}
+    (losses, *tensors), (again, *others) = (
+        run_on(ranks, continued, sections, str(tmp_path), saves)[0] for saves in (True, False)
     )
-    assert losses == again[0]
-    for found, expected in ((again[1], weights), (again[2], adam8bit)):
+    assert losses == again
+    for found, expected in zip(others, tensors, strict=True):
         assert_same_weights(found, expected)
-
-
-def saved_in_background(rank: int, world_size: int, folder: str) -> tuple[dict, dict]:
-    """Save while training goes on.
-
-    Return the moments of that step, and those of a run that resumes.
-    """
-    config = ds_config(accumulation=2, **SMALL | CODED | CPU) | {"checkpoint": {"async_save": True}}
-    engine, data = start(build("llama"), config)[0], batches("llama", 2)
-    losses_of(engine, data)
-    expected = moments_of(engine)
-    engine.save_checkpoint(folder)
-    losses_of(engine, data)
-    wait_for_background_saves()
-    engine.load_checkpoint(folder)
-    return expected, moments_of(engine)
-
-
-def test_a_save_in_the_background_has_the_moments_of_its_step(tmp_path):
-    expected, found = run_on(2, saved_in_background, str(tmp_path))[0]
-    assert_same_weights(found, expected)
 
 
 CHANGES = {
@@ -210,26 +158,23 @@ def test_checkpoints_fit_any_other_run(change, tmp_path):
     If the new run has fp32 moments, nothing is.
     """
     (before, old), (after, new) = CHANGES[change]
-    losses, _, moments = run_on(before, saved, old, str(tmp_path))[0]
-    again, _, found = run_on(after, resumed, new, str(tmp_path))[0]
+    losses, _, moments = run_on(before, continued, old, str(tmp_path), True)[0]
+    again, _, found = run_on(after, continued, new, str(tmp_path), False)[0]
     for name, value in moments.items():
         if change == "codes to fp32":
             assert torch.equal(found[name], value)
-        assert torch.allclose(
-            found[name], value, rtol=0.02, atol=0.02 * value.abs().max().item()
-        ), name
+        within = 0.02 * value.abs().max().item()
+        assert torch.allclose(found[name], value, rtol=0.02, atol=within), name
         assert not ((found[name] == 0) & (value > 0)).any() or "exp_avg_sq" not in name
     assert relative(again, losses) < 1e-3
 
 
 def third_moments(engine: zero.ZeroEngine) -> list[torch.Tensor]:
-    assert all(
-        state["max_exp_avg_sq"].dtype == torch.float32 for state in engine.optimizer.state.values()
-    )
-    return [
-        safe_get_full_optimizer_state(param, "max_exp_avg_sq")
-        for param in engine.module.parameters()
-    ]
+    assert {state["max_exp_avg_sq"].dtype for state in engine.optimizer.state.values()} == {
+        torch.float32
+    }
+    params = engine.module.parameters()
+    return [safe_get_full_optimizer_state(param, "max_exp_avg_sq") for param in params]
 
 
 def with_amsgrad(rank: int, world_size: int, folder: str) -> list[list[float]]:
@@ -238,12 +183,9 @@ def with_amsgrad(rank: int, world_size: int, folder: str) -> list[list[float]]:
 
     Return the same two losses of each. The checkpoints bring `amsgrad` along.
     """
-    engine, data = (
-        engine_with(CPU, partial(torch.optim.AdamW, lr=1e-3, amsgrad=True)),
-        batches("llama", 2),
-    )
+    engine = engine_with(CPU, partial(torch.optim.AdamW, lr=1e-3, amsgrad=True))
+    data, found = batches("llama", 2), []
     losses_of(engine, data)
-    found = []
     for sections in (CODED | CPU, CPU):
         expected = third_moments(engine)
         engine.save_checkpoint(folder, tag=f"{len(found)}")
@@ -257,37 +199,6 @@ def with_amsgrad(rank: int, world_size: int, folder: str) -> list[list[float]]:
 def test_third_moments_stay_fp32_beside_codes(tmp_path):
     fp32, codes, again = run_on(2, with_amsgrad, str(tmp_path))[0]
     assert relative(codes, fp32) < 1e-3 and relative(again, fp32) < 1e-3
-
-
-def with_bad_gradients(rank: int, world_size: int, checked: bool) -> list[bool]:
-    """A step with one infinite gradient.
-
-    Return: whether it was skipped, and whether other elements stayed finite.
-    """
-    engine = engine_with(CODED | CPU | {"bf16": {"enabled": True, "check_grad_overflow": checked}})
-    param, data = next(iter(engine.module.parameters())), batches("llama", 3)
-    for number, batch in enumerate(data):
-        for part in split(batch, 4):
-            engine.backward(loss_of(engine(**part)))
-            if number == 1 and engine.is_gradient_accumulation_boundary():
-                grad = safe_get_full_grad(param)
-                grad.view(-1)[3] = float("inf")
-                safe_set_full_grad(param, grad)
-            engine.step()
-        if number == 1:
-            break
-    finite = [value.isfinite().all().item() for value in moments_of(engine).values()]
-    weights = safe_get_full_fp32_param(param).isfinite()
-    return [
-        engine.skipped_steps == 1,
-        all(finite),
-        weights.sum().item() >= weights.numel() - (not checked),
-    ]
-
-
-@pytest.mark.parametrize("checked", [True, False])
-def test_an_infinite_gradient_reaches_no_other_element(checked):
-    assert run_on(1, with_bad_gradients, checked)[0] == [checked, True, True]
 
 
 def set_by_script(rank: int, world_size: int) -> None:
@@ -315,15 +226,12 @@ REFUSED = {
 }
 
 
-def refused(rank: int, world_size: int) -> dict[str, str]:
-    found = {}
+def refused(rank: int, world_size: int) -> None:
     for name, (sections, make) in REFUSED.items():
-        with pytest.raises(UsageError) as raised:
+        with pytest.raises(UsageError, match="zero_optimization.zero_quantized_moments") as raised:
             engine_with(CODED | sections, make)
-        found[name] = str(raised.value)
-    return found
+        assert name in str(raised.value)
 
 
 def test_what_has_no_coded_moments_is_refused():
-    for name, message in run_on(1, refused)[0].items():
-        assert "zero_optimization.zero_quantized_moments" in message and name in message
+    run_on(1, refused)

@@ -9,21 +9,20 @@ import torch
 from torch import nn
 
 import zero
-from tests.dist.training import ds_config
+from tests.dist.training import ds_config, noise, start
 from tests.processes import run_on
 from zero.errors import UsageError
 from zero.integrations.deepspeed.utilities import OffloadDeviceEnum, OffloadStateTypeEnum
 
 WIDTH, ROWS = 16, 4
+BF16 = {"bf16": {"enabled": True}}
 
 
 def engine_of(stage: int, **sections: object) -> zero.ZeroEngine:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
-    config = ds_config(accumulation=2, stage3_param_persistence_threshold=2, **sections)
-    config["zero_optimization"]["stage"] = stage
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    options = {"stage": stage, "stage3_param_persistence_threshold": 2} | sections
+    return start(model, ds_config(accumulation=2, **options))[0]
 
 
 def places(engine: zero.ZeroEngine) -> dict[str, list[int]]:
@@ -48,7 +47,7 @@ def train(
 ) -> list[float]:
     engine, losses = engine_of(stage, **sections), []
     for step in range(6):
-        batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+        batch = noise(step, rank, ROWS, WIDTH)
         loss = engine(batch.to(engine.groups[0].dtype)).float().square().mean()
         engine.backward(loss)
         engine.step()
@@ -74,16 +73,13 @@ def train(
 @pytest.mark.parametrize(
     ("stage", "sections", "names"),
     [
-        (1, {"bf16": {"enabled": True}}, None),
+        (1, BF16, None),
         (2, {}, None),
-        (3, {"bf16": {"enabled": True}}, None),
+        (3, BF16, None),
         (3, {}, None),
-        (
-            3,
-            {"bf16": {"enabled": True}},
-            [OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params],
-        ),
-        (0, {"bf16": {"enabled": True}}, ["lp_params"]),
+        (3, BF16 | {"elementwise_optimizer": False}, None),  # by whole tensors
+        (3, BF16, [OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params]),
+        (0, BF16, ["lp_params"]),
     ],
 )
 def test_states_go_and_come_back(stage, sections, names):

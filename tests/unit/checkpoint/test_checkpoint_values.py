@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from zero.checkpoint.values import decode, describe, dtype_name, dtype_of, encode, rebuild
+from zero.checkpoint.values import decode, describe, encode, rebuild
 
 
 def round_trip(value: object) -> object:
@@ -84,12 +84,6 @@ def test_subclasses_become_plain_values():
 def test_what_cannot_be_stored_is_named(value, place):
     with pytest.raises(ValueError, match=place):
         encode(value, "state")
-
-
-def test_dtype_names():
-    assert dtype_of(dtype_name(torch.bfloat16)) is torch.bfloat16
-    with pytest.raises(ValueError, match="'nn'"):
-        dtype_of("nn")
 
 
 @pytest.mark.parametrize(

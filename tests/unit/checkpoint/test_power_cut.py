@@ -1,9 +1,9 @@
-"""A save is durable before it is visible. So after a power cut at any moment, a checkpoint on the
-disk loads.
+"""A save is durable before it is visible. So after a kill or a power cut at any moment, a
+checkpoint on the disk loads.
 
 The system calls of a save are recorded. They are replayed on a model of a disk, up to each of them.
-The model loses changes that were not synchronised: all of them, none, or a random part. That part
-is some bytes of a file, or the last changes of a folder."""
+The model loses changes that were not synchronised: all of them, none (as after a kill), or a random
+part. That part is some bytes of a file, or the last changes of a folder."""
 
 from __future__ import annotations
 
@@ -81,12 +81,6 @@ class Disk:
         self.root = root
         self.top = self._durable(root)
 
-    def copy(self) -> Disk:
-        found = Disk.__new__(Disk)
-        found.root = self.root
-        found.top = deepcopy(self.top)
-        return found
-
     def _durable(self, path: Path) -> Folder:
         entries = {
             e.name: self._durable(e) if e.is_dir() else File(e.read_bytes()) for e in path.iterdir()
@@ -111,13 +105,20 @@ class Disk:
             case "write", path, position, data:
                 self.find(path).writes.append((position, data))
             case "rename", source, target:
-                moved = {Path(target).name: self.find(source), Path(source).name: None}
-                assert Path(source).parent == Path(target).parent
-                self._change(target, **moved)
+                old, new = Path(source), Path(target)
+                moved, removed = {new.name: self.find(old)}, {old.name: None}
+                if old.parent == new.parent:
+                    self._change(new, **moved | removed)
+                else:  # what lies beside a checkpoint moves to the one that replaces it
+                    self._change(new, **moved)
+                    self._change(old, **removed)
             case "remove", path:
                 self._change(path, **{Path(path).name: None})
             case "sync", path:
                 self.find(path).sync()
+
+
+REMOVALS, RENAMES = ("unlink", "rmdir"), ("rename", "replace")
 
 
 class Recorder:
@@ -126,19 +127,8 @@ class Recorder:
     def __init__(self, patch: pytest.MonkeyPatch, root: Path):
         self.calls: list[tuple] = []
         self._root = root
-        self._open = os.open
         self._paths = {}
-        for name in (
-            "open",
-            "pwrite",
-            "fsync",
-            "fdatasync",
-            "mkdir",
-            "rename",
-            "replace",
-            "unlink",
-            "rmdir",
-        ):
+        for name in ("open", "pwrite", "fsync", "fdatasync", "mkdir", *REMOVALS, *RENAMES):
             patch.setattr(os, name, self._recording(name, getattr(os, name)))
         patch.setattr(shutil, "rmtree", self._rmtree)
 
@@ -159,12 +149,10 @@ class Recorder:
                 self._note("write", self._paths[args[0]], args[2], bytes(args[1][:result]))
             elif name in ("fsync", "fdatasync"):
                 self._note("sync", self._paths[args[0]])
+            elif name in RENAMES:
+                self._note("rename", args[0], str(args[1]))
             else:
-                calls = {"mkdir": "mkdir", "rename": "rename", "replace": "rename"}
-                self._note(
-                    calls.get(name, "remove"),
-                    *(str(path) for path in args[: 1 + (name[:2] == "re")]),
-                )
+                self._note("remove" if name in REMOVALS else name, args[0])
             return result
 
         return call
@@ -178,6 +166,8 @@ def chances(seed: int) -> Keep:
     return random.Random(seed).randint
 
 
+# What lies beside a checkpoint in its folder.
+OTHERS = ("tokenizer.json", "tokenizer/merges.txt")
 KEEPS: dict[str, Keep] = {"nothing": lambda a, b: a, "everything": lambda a, b: b}
 KEEPS |= {f"chance {seed}": chances(seed) for seed in range(4)}
 
@@ -190,8 +180,12 @@ def replay(
     Load what a power cut leaves after each call. `forgotten`: paths never synced.
     """
     root = tmp_path / "disk"
-    (root / "checkpoints").mkdir(parents=True)
+    first, stale = root / "checkpoints" / "global_step1", "global_step1/rank00003.safetensors"
+    (first / "tokenizer").mkdir(parents=True)
+    for name in OTHERS:
+        (first / name).write_text("precious")
     save(root / "checkpoints", "global_step1", 1)
+    (root / "checkpoints" / stale).write_text("of a save by more ranks")
     before = Disk(root)
     with monkeypatch.context() as patch:
         recorder = Recorder(patch, root)
@@ -201,23 +195,32 @@ def replay(
     seen = set()
     for count in range(len(calls) + 1):
         for name, keep in KEEPS.items():
-            model = before.copy()
+            model = deepcopy(before)
             for call in calls[:count]:
                 model.apply(*call)
             place = tmp_path / f"{count}-{name}"
             model.top.restore(place, keep)
-            found = load(place / "checkpoints")
+            folder = place / "checkpoints"
+            found = load(folder)
             assert found == 2 or count < len(calls), name
             seen.add(found)
-            save(place / "checkpoints", "global_step3", 3)
-            assert load(place / "checkpoints") == 3
-            assert load(place / "checkpoints", "global_step1") in (1, 2)
+            # The next save cleans up and loses nothing.
+            save(folder, "global_step3", 3)
+            assert load(folder) == 3
+            kept = load(folder, "global_step1")
+            assert kept in (1, 2)
+            if name == "everything":
+                assert not [path for path in folder.glob(".*") if path.name != disk.LOCK]
+                assert kept == 1 or tag == "global_step1"
+                assert (folder / stale).exists() == (kept == 1)
+                for other in OTHERS:
+                    assert (folder / "global_step1" / other).read_text() == "precious"
             shutil.rmtree(place)
     assert seen == {1, 2} and len(calls) > 20
 
 
 @pytest.mark.parametrize("tag", ["global_step2", "global_step1"], ids=["new", "replacing"])
-def test_whenever_the_power_goes_what_is_there_loads(tag, tmp_path, monkeypatch):
+def test_whenever_a_save_ends_what_is_there_loads(tag, tmp_path, monkeypatch):
     replay(tag, tmp_path, monkeypatch, forgotten=lambda path: False)
 
 

@@ -24,9 +24,8 @@ def trainers(output_dir: Path, number: int, ranks: int = 1, **manifest: object) 
     folder = output_dir / f"checkpoint-{number}"
     save(folder, f"global_step{number}", number, world_size=ranks, **manifest)
     torch.save({"last_epoch": 1}, folder / "scheduler.pt")
-    for name in (
-        ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]
-    ):
+    suffixes = [""] if ranks == 1 else [f"_{rank}" for rank in range(ranks)]
+    for name in (f"rng_state{suffix}.pth" for suffix in suffixes):
         torch.save({"cpu": torch.get_rng_state()}, folder / name)
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": number}))
     return folder
@@ -58,9 +57,7 @@ def test_every_rank_needs_its_random_states(tmp_path, monkeypatch):
     (damaged / "rng_state_1.pth").unlink()
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert find_resumable(tmp_path) == good
-    monkeypatch.setenv(
-        "WORLD_SIZE", "3"
-    )  # random states are needed only for the same number of ranks
+    monkeypatch.setenv("WORLD_SIZE", "3")  # they are needed only for the same number of ranks
     assert find_resumable(tmp_path) == damaged
     assert find_resumable(tmp_path / "nowhere") is None
 
@@ -98,19 +95,12 @@ def test_the_newest_is_set_aside_until_it_is_complete(tmp_path, capsys):
         "checkpoint-2", "checkpoint-3", "checkpoint-5", "incomplete-checkpoint-10",
         "incomplete-checkpoint-15",
     ]  # fmt: skip
-    said = capsys.readouterr().err.splitlines()
-    assert (
-        len(said) == 2
-        and "trainer_state.json is missing" in said[0]
-        and "scheduler.pt is missing" in said[1]
-    )
+    first, second = capsys.readouterr().err.splitlines()
+    assert "trainer_state.json is missing" in first and "scheduler.pt is missing" in second
     half.mkdir()
     resumable.set_incomplete_aside(tmp_path)
-    assert (
-        (tmp_path / "incomplete-checkpoint-15-again").is_dir()
-        and good.is_dir()
-        and model_only.is_dir()
-    )
+    for folder in (tmp_path / "incomplete-checkpoint-15-again", good, model_only):
+        assert folder.is_dir()
 
 
 def test_a_model_without_a_checkpoint_of_the_engine_is_left_alone(tmp_path):
@@ -128,10 +118,8 @@ def test_a_folder_named_by_the_script_is_checked_and_another_one_offered(tmp_pat
     good, damaged = trainers(tmp_path, 5), trainers(tmp_path, 10)
     resumable.check_named(damaged)
     (damaged / "trainer_state.json").write_text("[]")
-    with pytest.raises(
-        DamagedCheckpointError,
-        match=rf"trainer_state.json is damaged.*intact checkpoint is {good}$",
-    ):
+    said = rf"trainer_state.json is damaged.*intact checkpoint is {good}$"
+    with pytest.raises(DamagedCheckpointError, match=said):
         resumable.check_named(damaged)
     copied = damaged.rename(tmp_path / "best")  # the name does not tell its step
     resumable.check_named(copied)

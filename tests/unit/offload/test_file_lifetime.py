@@ -7,14 +7,12 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import textwrap
 import threading
 import warnings
 
 import pytest
 import torch
 
-from tests.processes import fork_ranks
 from zero.offload.nvme import ScratchFile
 
 
@@ -59,38 +57,6 @@ def test_a_forked_process_is_refused_and_can_drop_what_it_got(tmp_path):
     assert forked(read) == 0
     file.write(tensors[0], torch.ones(1000)).wait()
     assert tensors[0].sum() == 1000
-
-
-def test_the_end_of_the_process(tmp_path):
-    """The process ends in spite of running transfers.
-
-    Exit handlers and remaining threads may start more.
-    """
-    program = """
-        import atexit, sys, threading, torch
-        from zero.offload.nvme import ScratchFile
-        file = ScratchFile(sys.argv[1])
-        tensor = file.empty(1 << 20, torch.float32)
-        def last(name):
-            threading.main_thread().join() if name == "thread" else None
-            host = torch.empty(1 << 20)
-            file.write(tensor, torch.ones(1 << 20)).wait()
-            file.read(tensor, host).wait()
-            print(name, host.sum().item(), flush=True)
-        atexit.register(last, "atexit")
-        threading.Thread(target=last, args=("thread",)).start()
-        for _ in range(20):
-            file.write(file.empty(1 << 20, torch.float32), torch.ones(1 << 20))
-    """
-    script, files = tmp_path / "script.py", tmp_path / "files"
-    script.write_text(textwrap.dedent(program))
-    files.mkdir()
-    ended = fork_ranks(script, files, nproc=0, timeout=200, imported="zero")
-    assert (
-        ended.stdout.split() == ["thread", "1048576.0", "atexit", "1048576.0"]
-        and ended.returncode == 0
-    )
-    assert ended.stderr == ""
 
 
 def test_a_file_that_is_dropped_ends_its_threads_and_tensors_outlive_it(tmp_path):

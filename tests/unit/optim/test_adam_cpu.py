@@ -2,7 +2,6 @@
 without a compiler.
 """
 
-import itertools
 import logging
 import os
 import shlex
@@ -57,10 +56,8 @@ def gradient(numel, dtype, step):
     From step 40 on some are infinite or NaN.
     """
     generator = torch.Generator().manual_seed(step)
-    grad = (
-        torch.randn(numel, generator=generator)
-        * torch.randn(numel, generator=generator).mul(4).exp()
-    )
+    grad, size = torch.randn(2, numel, generator=generator)
+    grad *= size.mul(4).exp()
     grad[step % 3 :: 5] = 0.0
     grad[step % 4 :: 7] = 1e-7 if dtype is torch.float16 else 1e-40
     if step >= 40:
@@ -108,14 +105,8 @@ class Reference:
 
 def adam(tensors, grad, out=None, step=1, decay=0.0, decoupled=True, factor=1.0, **settings):
     master, exp_avg, exp_avg_sq = tensors
-    settings = {
-        **SETTINGS,
-        **settings,
-        "weight_decay": decay,
-        "decoupled": decoupled,
-        "factor": factor,
-    }
-    adam_cpu.adam(master, grad, exp_avg, exp_avg_sq, out, step=step, **settings)
+    settings = SETTINGS | settings | {"weight_decay": decay, "decoupled": decoupled}
+    adam_cpu.adam(master, grad, exp_avg, exp_avg_sq, out, step=step, factor=factor, **settings)
 
 
 @needs_compiler
@@ -124,15 +115,16 @@ def adam(tensors, grad, out=None, step=1, decay=0.0, decoupled=True, factor=1.0,
 )
 @pytest.mark.parametrize(("decay", "decoupled"), DECAYS)
 def test_fifty_steps_have_the_bits_of_torch(decay, decoupled, dtype, beta1):
-    for numel in (1, 7, 8, 15, 1003):
-        ours = state(numel)
+    """Wherever a piece of a tensor begins and ends."""
+    for begin, end in ((0, 1), (0, 7), (0, 8), (0, 15), (0, 1003), (5, 700), (64, 129)):
+        ours, out = [each[begin:end] for each in state(1003)], torch.empty(1003).bfloat16()
         reference = Reference(ours, decay, decoupled, beta1)
         for step in range(1, 51):
-            grad, factor = gradient(numel, dtype, step), (1.0, 0.37, 2.0**-16)[step % 3]
-            adam(
-                ours, grad, step=step, decay=decay, decoupled=decoupled, factor=factor, beta1=beta1
-            )
+            grad, factor = gradient(1003, dtype, step), (1.0, 0.37, 2.0**-16)[step % 3]
+            grad, copy = grad[begin:end], out[begin:end]
+            adam(ours, grad, copy, step, decay, decoupled, factor, beta1=beta1)
             assert_same_bits(ours, reference.step(grad, factor, step))
+            assert_same_bits([copy], [ours[0].bfloat16()])
 
 
 @needs_compiler
@@ -187,22 +179,6 @@ def test_without_a_compiler_the_last_elements_differ_in_the_last_bits(
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN_BITS])
-def test_a_cut_anywhere_changes_no_bit(dtype):
-    whole = state(1003)
-    pieces = [tensor.clone() for tensor in whole]
-    out, out_pieces = torch.empty(2, 1003, dtype=torch.bfloat16)
-    for step in range(1, 12):
-        grad = gradient(1003, dtype, step)
-        adam(whole, grad, out, step, 0.1, factor=0.37)
-        cuts = [0, 1, step, 64 + step, 500 - 7 * step, 640, 1003]
-        for start, end in itertools.pairwise(cuts):
-            part = [tensor[start:end] for tensor in pieces]
-            adam(part, grad[start:end], out_pieces[start:end], step, 0.1, factor=0.37)
-        assert_same_bits([*whole, out], [*pieces, out_pieces])
-
-
-@needs_compiler
 def test_calls_from_several_threads_at_once(monkeypatch):
     monkeypatch.setattr(adam_cpu, "PIECE", 100)
     monkeypatch.setattr(adam_cpu, "thread_count", lambda: 2)
@@ -238,26 +214,12 @@ def test_the_copy_is_rounded_as_torch_rounds(dtype):
     exact = EVERY_16_BITS.view(dtype).float().view(torch.int32)
     tie = 1 << (15 if dtype is torch.bfloat16 else 12)
     subnormal = (torch.rand(10_000) * 2.0**-13).view(torch.int32)
-    master = torch.cat(
-        [*(exact + offset for offset in (0, 1, tie - 1, tie, tie + 1)), subnormal]
-    ).view(torch.float32)
+    near = [exact + offset for offset in (0, 1, tie - 1, tie, tie + 1)]
+    master = torch.cat([*near, subnormal]).view(torch.float32)
     out = torch.empty(len(master), dtype=dtype)
-    adam(
-        [master, torch.zeros_like(master), torch.zeros_like(master)],
-        torch.zeros_like(master),
-        out,
-        lr=0.0,
-    )
+    grad, *moments = torch.zeros(3, len(master))
+    adam([master, *moments], grad, out, lr=0.0)
     assert_same_bits([out], [master.to(dtype)])
-
-
-@needs_compiler
-def test_the_gradient_stays():
-    for dtype in (torch.float32, *SIXTEEN_BITS):
-        grad = gradient(100, dtype, 1)
-        before = grad.clone()
-        adam(state(100), grad, decay=0.1, decoupled=False, factor=0.5)
-        assert torch.equal(grad, before)
 
 
 @needs_compiler
@@ -269,16 +231,8 @@ def test_nothing_to_do():
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        (
-            "grad",
-            lambda tensor: tensor[:-1],
-            r"grad must be .* shape \(4,\) .* not of shape \(3,\)",
-        ),
-        (
-            "grad",
-            lambda tensor: tensor.double(),
-            "grad must be .* torch.float32 or torch.bfloat16 or torch.float16",
-        ),
+        ("grad", lambda tensor: tensor[:-1], r"grad must be .* shape \(4,\) .* shape \(3,\)"),
+        ("grad", lambda tensor: tensor.double(), "grad must be .* torch.float32 or torch.bfloat16"),
         ("master", lambda tensor: tensor.view(2, 2), "master must be"),
         ("exp_avg", lambda tensor: tensor.bfloat16(), "exp_avg must be"),
         ("exp_avg_sq", lambda tensor: torch.zeros(8)[::2], "exp_avg_sq must be contiguous"),
@@ -290,10 +244,9 @@ def test_other_tensors_are_refused(name, change, message):
     tensors = {key: torch.zeros(4) for key in ("master", "grad", "exp_avg", "exp_avg_sq")}
     tensors["out"] = torch.zeros(4, dtype=torch.bfloat16)
     tensors[name] = change(tensors[name])
+    master, grad, exp_avg, exp_avg_sq, out = tensors.values()
     with pytest.raises(ValueError, match=message):
-        adam_cpu.adam(
-            *tensors.values(), step=1, **SETTINGS, weight_decay=0.0, decoupled=True, factor=1.0
-        )
+        adam([master, exp_avg, exp_avg_sq], grad, out)
 
 
 # -- building
@@ -321,13 +274,18 @@ def test_ranks_that_build_at_once_all_get_the_kernel(kernels):
 
 
 @needs_compiler
-def test_a_compiler_that_fails_is_one_warning(afresh, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("text", "said"), [("this is not C++", "error"), ("int other() { return 1; }", "zero_cpu_adam")]
+)
+def test_a_kernel_that_cannot_be_built_is_one_warning(
+    text, said, afresh, tmp_path, monkeypatch, caplog
+):
     source = tmp_path / "adam_cpu.cpp"
-    source.write_text("this is not C++")
+    source.write_text(text)
     monkeypatch.setattr(build, "SOURCE", source)
     assert adam_cpu._kernel() is None
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "falls back on torch's fused kernel" in caplog.text and "error" in caplog.text
+    assert "falls back on torch's fused kernel" in caplog.text and said in caplog.text
 
 
 def test_no_compiler_is_no_warning(afresh, monkeypatch, caplog):
@@ -372,10 +330,7 @@ def test_libraries_of_other_cpus_have_other_names(library, monkeypatch):
     assert len(libraries()) == 2
 
 
-PLANTED = (
-    'extern "C" int planted; int planted = 1; __attribute__((constructor)) void run() { '
-    "__builtin_trap(); }"
-)
+PLANTED = "__attribute__((constructor)) void run() { __builtin_trap(); }"
 
 
 def plant(tmp_path: Path, library: Path) -> None:
@@ -419,9 +374,8 @@ def test_a_folder_that_others_can_write_to_is_not_used(how, library, tmp_path, c
     planted = planted_for(library, tmp_path)
     change(planted.parent, how, tmp_path)
     assert adam_cpu._kernel() is not None
-    assert [record.levelno for record in caplog.records] == [
-        logging.WARNING
-    ] and "nobody else can write" in caplog.text
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "nobody else can write" in caplog.text
     assert planted.read_bytes() != content and libraries() == [planted]
 
 
@@ -435,30 +389,12 @@ def test_a_library_that_others_can_write_to_is_not_loaded(how, library, tmp_path
     assert set(libraries()) == {planted, library}, "compiled again"
 
 
-@needs_compiler
-def test_a_library_without_the_function_is_one_warning(afresh, tmp_path, monkeypatch, caplog):
-    source = tmp_path / "adam_cpu.cpp"
-    source.write_text("int other() { return 1; }")
-    monkeypatch.setattr(build, "SOURCE", source)
-    assert adam_cpu._kernel() is None
-    assert [record.levelno for record in caplog.records] == [
-        logging.WARNING
-    ] and "zero_cpu_adam" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("cores", "ranks", "omp", "expected"),
     [
-        (8, None, None, 8),
-        (8, None, "3", 3),
-        (8, None, "1", 1),
-        (8, "4", None, 2),
-        (8, "4", "1", 2),
-        (8, "4", "3", 3),
-        (2, "4", "1", 1),
-        (2, None, "64", 2),
-        (4, "1", "0", 4),
-        (4, "1", "2,1", 4),
+        *((8, None, None, 8), (8, None, "3", 3), (8, None, "1", 1), (8, "4", None, 2)),
+        *((8, "4", "1", 2), (8, "4", "3", 3), (2, "4", "1", 1), (2, None, "64", 2)),
+        *((4, "1", "0", 4), (4, "1", "2,1", 4)),
     ],
 )
 def test_threads(cores, ranks, omp, expected, monkeypatch):

@@ -89,28 +89,8 @@ def test_a_restored_scaler_goes_on_where_it_was(hysteresis):
         assert begun + scales(second, events[cut:]) == whole
 
 
-def test_the_configuration_decides():
-    dynamic = {
-        "loss_scale": 0,
-        "initial_scale_power": 3,
-        "loss_scale_window": 2,
-        "hysteresis": 1,
-        "min_loss_scale": 4,
-    }
-
-    def scaler(fp16, stage=1):
-        config = {"fp16": {"enabled": True, **fp16}, "zero_optimization": {"stage": stage}}
-        return LossScaler(load_config(config).fp16)
-
-    assert scales(scaler(dynamic), "...x") == [8, 8, 16, 8]
-    assert scales(scaler(dynamic), "x") == [4]
-    assert scales(scaler({**dynamic, "hysteresis": 2, "consecutive_hysteresis": True}), "x.x") == [
-        8,
-        8,
-        8,
-    ]
-    assert scales(scaler({**dynamic, "loss_scale": 64}), "xx") == [64, 64]
-    assert scales(scaler({}), "xx") == [2**16, 2**15]
-    assert scales(scaler({}, stage=0), "xx") == [2**15, 2**14], (
-        "at stage 0 DeepSpeed halves at each overflow"
-    )
+@pytest.mark.parametrize(("stage", "expected"), [(1, [2**16, 2**15]), (0, [2**15, 2**14])])
+def test_defaults_are_deepspeeds(stage, expected):
+    """At stage 0, it halves at each overflow."""
+    config = load_config({"fp16": {"enabled": True}, "zero_optimization": {"stage": stage}})
+    assert scales(LossScaler(config.fp16), "xx") == expected

@@ -50,17 +50,6 @@ def sub_groups_of(shards, each=1):
     ]
 
 
-def test_run_updates_in_the_given_order_before_it_returns(updates):
-    shards, seen = [Shard(name) for name in "abc"], []
-    updates.run(
-        sub_groups_of(shards),
-        lambda values: (
-            seen.append((values.sub_group.shard.name, values.grad.sum().item())) or values.master
-        ),
-    )
-    assert seen == [("a", 4.0), ("b", 4.0), ("c", 4.0)]
-
-
 def test_a_group_that_is_preferred_comes_next_and_nothing_else_is_waited_for(updates):
     shards, seen, gates = [Shard(name) for name in "abcd"], [], defaultdict(threading.Event)
     begun = threading.Event()
@@ -96,18 +85,6 @@ def test_a_group_is_done_with_its_last_sub_group(updates):
     assert len(seen) == 6
 
 
-def test_an_error_in_the_background_is_raised_by_each_wait(updates):
-    shards = [Shard(name) for name in "ab"]
-
-    def update(values):
-        raise OSError(28, "no space")
-
-    updates.start(sub_groups_of(shards), update)
-    for shard in (shards[1], None, shards[0]):
-        with pytest.raises(OSError, match="no space"):
-            updates.wait(shard)
-
-
 def test_an_error_while_updates_are_sorted_leaves_none_of_them(updates):
     sub_groups = sub_groups_of([Shard("a"), Shard("b")])
 
@@ -127,20 +104,6 @@ def test_an_error_while_updates_are_sorted_leaves_none_of_them(updates):
     assert not updates._todo
     with pytest.raises(OSError, match="no space"):
         updates.wait()
-
-
-def test_an_error_in_the_step_is_raised_until_the_values_are_dropped(updates):
-    shards = [Shard("a")]
-
-    def update(values):
-        raise ValueError("wrong")
-
-    with pytest.raises(ValueError, match="wrong"):
-        updates.run(sub_groups_of(shards), update)
-    with pytest.raises(ValueError, match="wrong"):
-        updates.wait()
-    updates.drop()
-    updates.wait()
 
 
 def test_what_was_read_ahead_is_old_if_a_number_of_the_state_changes():
