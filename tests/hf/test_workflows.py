@@ -14,8 +14,6 @@ from tests.hf.trainer_runs import SCRIPTS
 from tests.processes import fork_ranks
 from tests.releases import needs
 
-MODELS = ["t5", "llama"]
-
 
 def report_of(script: str, folder: Path) -> dict[str, Any]:
     process = fork_ranks("-m", "zero", "run", SCRIPTS / script, folder, nproc=2, timeout=280)
@@ -25,7 +23,6 @@ def report_of(script: str, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> dict[str, Any]:
-    pytest.importorskip("peft")
     return report_of("workflows.py", tmp_path_factory.mktemp("workflows"))
 
 
@@ -40,27 +37,13 @@ def test_evaluation_and_prediction_without_training(reports):
     assert report["held"] == pytest.approx(0.5, abs=0.01)
 
 
-def test_the_best_model_is_loaded_at_the_end(reports):
-    report = reports["best_model"]
-    first, *others = report["evaluations"]
-    assert report["after"] == pytest.approx(first, rel=1e-6)
-    assert max(others) < 0.95 * first
-
-
 def test_a_batch_size_that_fits_is_found(reports):
     report = reports["batch_size_is_found"]
     assert report["batch_size"] == 2
     assert report["losses"][0] > report["losses"][-1]
 
 
-def test_each_run_begins_with_a_new_model(reports):
-    report = reports["two_runs"]
-    assert report["first"] == report["second"] == close(report["expected"])
-    assert report["other"][0] == report["first"][0]
-    assert reports["hyperparameter_trials"] == [report["other"], report["first"]]
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["t5", "llama"])
 def test_embeddings_and_heads_are_resized(reports, name):
     report = reports[f"resized_{name}"]
     assert report["differing"] == []
@@ -98,28 +81,9 @@ def test_a_sharded_checkpoint_is_loaded_into_shards(reports):
     assert report["held"] == pytest.approx(0.5, abs=0.01)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_gradient_checkpointing_of_both_kinds(reports, name):
-    report = reports[f"checkpointed_{name}"]
-    assert report["losses"] == [close(report["expected"])] * 2
-
-
-def test_frozen_layers(reports):
-    report = reports["frozen"]
-    assert report["frozen"] > 0 and report["changed"] == []
-    assert report["losses"] == close(report["expected"])
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_lora(reports, name):
-    """The frozen base is sharded. Only the adapter's weights are saved."""
-    report = reports[f"lora_{name}"]
-    assert report["losses"] == close(report["expected"])
-    assert report["held"] == pytest.approx(0.5, abs=0.01)
-    assert report["saved"]["loss"] == pytest.approx(report["losses"][-1], rel=1e-4)
-    attentions = {"t5": 6, "llama": 2}[name]
-    assert len(report["saved"]["keys"]) == attentions * 2 * 2
-    assert all("lora_" in key for key in report["saved"]["keys"])
+@pytest.mark.parametrize("name", ["clip", "llava"])
+def test_a_model_of_models_that_its_class_builds_is_sharded_and_drawn(reports, name):
+    assert len(reports[f"built_{name}"]) > 10 and min(reports[f"built_{name}"]) > 1e-3
 
 
 @needs("accelerate", "1.9", "accumulate() asks for no_sync() at stage 3, which DeepSpeed refuses")
@@ -127,7 +91,6 @@ def test_accelerate_plugins_in_turn_and_dummies(tmp_path):
     """A student with configured optimizer and schedule, two micro-batches a step, and a frozen
     teacher.
     """
-    pytest.importorskip("peft")  # code that it shares with the Trainer's script needs PEFT
     report = report_of("accelerate_workflows.py", tmp_path)
     assert report["losses"] == close(report["expected"])
     assert report["rates"] == [0.0] + [1e-2] * 4

@@ -23,11 +23,12 @@ import torch
 import transformers
 from jobs import Tokens, collate, make_model
 from packaging.version import Version
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    CLIPConfig,
+    CLIPModel,
     CLIPVisionConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -43,7 +44,6 @@ from transformers import (
     ViTModel,
     set_seed,
 )
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 LR, STEPS, SAMPLES, RANKS = 1e-2, 3, 8, 2
 CLASSES = {"t5": T5ForConditionalGeneration, "llama": LlamaForCausalLM}
@@ -71,13 +71,13 @@ def whole_batch(name: str) -> Batch:
     return collate([data(name)[index] for index in range(SAMPLES)])
 
 
-def plain_losses(model: torch.nn.Module, batch: Batch, steps: int = STEPS) -> list[float]:
+def plain_losses(model: torch.nn.Module, batch: Batch) -> list[float]:
     """Return the losses of plain AdamW steps on one batch, and the loss after them."""
     model.train()
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=0.0)
     losses = []
-    for _ in range(steps):
+    for _ in range(STEPS):
         optimizer.zero_grad()
         loss = model(**batch).loss
         loss.backward()
@@ -114,14 +114,11 @@ def trainer_for(
     )
 
 
-def log(trainer: Any, key: str = "loss") -> list[float]:
-    return [entry[key] for entry in trainer.state.log_history if key in entry]
-
-
 def trained(trainer: Any) -> list[float]:
     """Return the losses of the steps, and the loss after them."""
     trainer.train()
-    return [*log(trainer), trainer.evaluate()["eval_loss"]]
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [*losses, trainer.evaluate()["eval_loss"]]
 
 
 def full(param: torch.nn.Parameter) -> torch.Tensor:
@@ -186,21 +183,6 @@ def evaluation_only(folder: Path) -> Sharded:
     return sharded
 
 
-def best_model(folder: Path) -> Sharded:
-    def sharded() -> Any:
-        # With `greater_is_better`, the first checkpoint is the best: its loss is the greatest.
-        args = arguments(
-            folder, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
-            save_total_limit=2,
-            load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True,
-        )  # fmt: skip
-        trainer = trainer_for("t5", make_model("t5"), args)
-        trainer.train()
-        return {"evaluations": log(trainer, "eval_loss"), "after": trainer.evaluate()["eval_loss"]}
-
-    return sharded
-
-
 def batch_size_is_found(folder: Path) -> Sharded:
     """At stage 2: transformers itself refuses `auto_find_batch_size` at stage 3."""
 
@@ -218,37 +200,6 @@ def batch_size_is_found(folder: Path) -> Sharded:
         trainer = trainer_for("llama", model, args)
         losses = trained(trainer)
         return {"batch_size": trainer.state.train_batch_size, "losses": losses}
-
-    return sharded
-
-
-def two_runs(folder: Path) -> Sharded:
-    expected = plain_losses(make_model("t5"), whole_batch("t5"))
-
-    def sharded() -> Any:
-        trainer = trainer_for("t5", None, arguments(folder), model_init=lambda: make_model("t5"))
-        first, second = trained(trainer), trained(trainer)
-        other = trainer_for(
-            "t5",
-            None,
-            arguments(folder, learning_rate=LR / 10),
-            model_init=lambda: make_model("t5"),
-        )
-        return {"expected": expected, "first": first, "second": second, "other": trained(other)}
-
-    return sharded
-
-
-def hyperparameter_trials(folder: Path) -> Sharded:
-    def sharded() -> Any:
-        trainer = trainer_for("t5", None, arguments(folder), model_init=lambda: make_model("t5"))
-        trainer.hp_search_backend = "wandb"  # trials of this backend are plain dicts
-        losses = []
-        for learning_rate in (LR / 10, LR):
-            # `train(trial=...)` does this first. The rest of it needs one of the search packages.
-            trainer._hp_search_setup({"learning_rate": learning_rate})
-            losses.append(trained(trainer))
-        return losses
 
     return sharded
 
@@ -372,6 +323,18 @@ def saved_names(kind: type[PreTrainedModel], config: PretrainedConfig, folder: P
     return sharded
 
 
+def built(kind: type[PreTrainedModel], config: PretrainedConfig, folder: Path) -> Sharded:
+    """A model of models that its class builds: those inside are sharded, and then drawn."""
+
+    def sharded() -> Any:
+        args = arguments(folder)  # must stay alive while the model is built
+        assert args.hf_deepspeed_config.is_zero3()
+        params = [each for each in kind(config).parameters() if hasattr(each, "ds_tensor")]
+        return [full(param).std().item() for param in params if param.dim() > 1]
+
+    return sharded
+
+
 SMALL: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
 }  # fmt: skip
@@ -388,97 +351,21 @@ NAMED = {
 }
 
 
-def checkpointed(name: str, folder: Path) -> Sharded:
-    expected = plain_losses(make_model(name), whole_batch(name))
-
-    def sharded() -> Any:
-        losses = []
-        for reentrant in (False, True):
-            model = make_model(name)
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            losses.append(trained(trainer_for(name, model, arguments(folder))))
-        return {"expected": expected, "losses": losses}
-
-    return sharded
-
-
-def frozen(folder: Path) -> Sharded:
-    def build() -> torch.nn.Module:
-        model = make_model("t5")
-        model.encoder.block.requires_grad_(False)
-        return model
-
-    plain = build()
-    before = {
-        name: value for name, value in values_of(plain).items() if name.startswith("encoder.block")
-    }
-    expected = plain_losses(plain, whole_batch("t5"))
-
-    def sharded() -> Any:
-        model = build()
-        losses = trained(trainer_for("t5", model, arguments(folder)))
-        changed = [name for name in differing(model, values_of(plain) | before) if name in before]
-        return {"expected": expected, "losses": losses, "changed": changed, "frozen": len(before)}
-
-    return sharded
-
-
-def lora(name: str, folder: Path) -> Sharded:
-    path = private(folder)
-    make_model(name).save_pretrained(path)
-
-    def build() -> torch.nn.Module:
-        base = CLASSES[name].from_pretrained(path)
-        set_seed(3)
-        return get_peft_model(
-            base,
-            LoraConfig(r=4, target_modules=["q", "v"] if name == "t5" else ["q_proj", "v_proj"]),
-        )
-
-    expected = plain_losses(build(), whole_batch(name))
-
-    def sharded() -> Any:
-        args = arguments(folder)
-        model = build()
-        trainer = trainer_for(name, model, args)
-        losses = trained(trainer)
-        trainer.save_model()
-        base = [param for param in model.parameters() if not param.requires_grad]
-        return {"expected": expected, "losses": losses, "held": held(base)}
-
-    return sharded
-
-
-def reloaded_adapter(name: str, folder: Path) -> Any:
-    """Load the saved adapter onto the base model without sharding.
-
-    Return the loss, and what the adapter has.
-    """
-    model = PeftModel.from_pretrained(CLASSES[name].from_pretrained(private(folder)), folder)
-    with torch.no_grad():
-        loss = model(**whole_batch(name)).loss.item()
-    return {"loss": loss, "keys": sorted(load_file(folder / "adapter_model.safetensors"))}
-
-
+TEXT = SMALL | {"vocab_size": 64, "eos_token_id": 2}
+IMAGE = SMALL | {"image_size": 16, "patch_size": 8}
 WORKFLOWS: dict[str, Callable[[Path], Sharded]] = {
     "evaluation_only": evaluation_only,
-    "best_model": best_model,
     "batch_size_is_found": batch_size_is_found,
-    "two_runs": two_runs,
-    "hyperparameter_trials": hyperparameter_trials,
     "sharded_checkpoint": sharded_checkpoint,
-    "frozen": frozen,
     "random_numbers": random_numbers,
+    "built_clip": partial(built, CLIPModel, CLIPConfig(text_config=TEXT, vision_config=IMAGE)),
+    "built_llava": partial(built, *NAMED["llava"]),
+    **{f"resized_{name}": partial(resized, name) for name in CLASSES},
     # Earlier releases name the weights of these models otherwise.
     **{
         f"saved_names_{name}": partial(saved_names, *model)
         for name, model in NAMED.items()
         if Version(transformers.__version__) >= Version("5.23")
-    },
-    **{
-        f"{kind.__name__}_{name}": partial(kind, name)
-        for kind in (resized, checkpointed, lora)
-        for name in CLASSES
     },
 }
 
@@ -487,10 +374,6 @@ def main() -> None:
     folder = Path(sys.argv[1])
     prepared = {name: prepare(folder / name) for name, prepare in WORKFLOWS.items()}
     report = {name: sharded() for name, sharded in prepared.items()}
-    unset_hf_deepspeed_config()  # from now on models are built whole
-    torch.distributed.barrier()  # only rank 0 writes adapters
-    for name in CLASSES:
-        report[f"lora_{name}"]["saved"] = reloaded_adapter(name, folder / f"lora_{name}")
     if os.environ["RANK"] == "0":
         (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
 
