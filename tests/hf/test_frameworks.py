@@ -22,7 +22,6 @@ from tests.processes import fork_ranks
         ("open-instruct", 2),
         ("open-instruct", 3),
         ("ms-swift", 3),
-        ("axolotl", 3),
         ("LLaMA-Factory", 3),
         ("sentence-transformers", 3),
         ("diffusers", 2),
