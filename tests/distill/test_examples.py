@@ -169,15 +169,6 @@ def test_texts_are_tokenized_together_as_they_are_alone(tokenizer):
     assert together == [data.encode(each, tokenizer) for each in segments]
 
 
-def test_an_error_that_nobody_foresaw_keeps_its_name(file, tokenizer, monkeypatch):
-    def fail(*given):
-        raise ZeroDivisionError("in a tokenizer")
-
-    monkeypatch.setattr(data, "segments_of", fail)
-    with pytest.raises(RuntimeError, match="rank 0: ZeroDivisionError: in a tokenizer"):
-        make(file, Encoding(tokenizer, 16))
-
-
 def test_a_cache_that_cannot_be_written_is_named(file, tokenizer):
     (file.parent / "cache").write_text("a file")
     with pytest.raises(InputError, match=r"--train_file .*--cache_dir names another folder"):
