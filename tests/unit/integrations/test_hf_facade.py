@@ -14,7 +14,6 @@ from zero.config import load_config
 from zero.errors import UsageError
 from zero.integrations.deepspeed import finder
 from zero.integrations.deepspeed.checkpoints import convert_zero_checkpoint_to_fp32_state_dict
-from zero.optim.loss_scaler import LossScaler
 
 
 def ranks_of_groups(rank: int, world_size: int) -> tuple:
@@ -30,14 +29,6 @@ def ranks_of_groups(rank: int, world_size: int) -> tuple:
 
 def test_every_rank_is_a_data_parallel_rank():
     assert run_on(2, ranks_of_groups) == [(0, 2, 1), (1, 2, 1)]
-
-
-def test_loss_scale_at_stage_0_halves_at_once_unless_a_hysteresis_is_given():
-    fp16 = {"enabled": True, "initial_scale_power": 4}
-    for given, expected in (({}, 8), ({"hysteresis": 2}, 16)):
-        scaler = LossScaler(load_config({"train_batch_size": 1, "fp16": fp16 | given}).fp16)
-        scaler.update(overflow=True)
-        assert scaler.scale == expected
 
 
 def set_by_hand(rank: int, world_size: int, stage: int) -> None:
