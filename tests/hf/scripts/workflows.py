@@ -31,7 +31,6 @@ from transformers import (
     CLIPModel,
     CLIPVisionConfig,
     LlamaConfig,
-    LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
     PretrainedConfig,
@@ -39,14 +38,12 @@ from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     T5ForConditionalGeneration,
-    TrainerCallback,
     ViTConfig,
     ViTModel,
     set_seed,
 )
 
 LR, STEPS, SAMPLES, RANKS = 1e-2, 3, 8, 2
-CLASSES = {"t5": T5ForConditionalGeneration, "llama": LlamaForCausalLM}
 ZERO3 = {
     "zero_optimization": {
         "stage": 3,
@@ -69,23 +66,6 @@ def data(name: str) -> Tokens:
 
 def whole_batch(name: str) -> Batch:
     return collate([data(name)[index] for index in range(SAMPLES)])
-
-
-def plain_losses(model: torch.nn.Module, batch: Batch) -> list[float]:
-    """Return the losses of plain AdamW steps on one batch, and the loss after them."""
-    model.train()
-    params = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=0.0)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(**batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(params, 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    with torch.no_grad():
-        return [*losses, model(**batch).loss.item()]
 
 
 def arguments(folder: Path, **others: Any) -> Seq2SeqTrainingArguments:
@@ -204,49 +184,6 @@ def batch_size_is_found(folder: Path) -> Sharded:
     return sharded
 
 
-class CompareAtStart(TrainerCallback):
-    """Records which parameters of the prepared model are not the expected ones."""
-
-    def __init__(self, expected: dict[str, torch.Tensor]):
-        self.expected = expected
-        self.differing = ["not called"]
-
-    def on_train_begin(self, args, state, control, model, **kwargs):
-        self.differing = differing(model, self.expected)
-
-
-def resized(name: str, folder: Path) -> Sharded:
-    """Grow the vocabulary by 7 rows, then cut it by 2. T5's head is tied, Llama's is not."""
-    config = make_model(name).config
-    config.tie_word_embeddings = name == "t5"
-    path = private(folder)
-    CLASSES[name](config).save_pretrained(path)
-
-    def build() -> torch.nn.Module:
-        model = CLASSES[name].from_pretrained(path)
-        set_seed(2)
-        model.resize_token_embeddings(71)
-        model.resize_token_embeddings(69)
-        return model
-
-    plain = build()
-    values = values_of(plain)
-    expected = plain_losses(plain, whole_batch(name))
-
-    def sharded() -> Any:
-        args = arguments(folder)
-        model, compare = build(), CompareAtStart(values)
-        losses = trained(trainer_for(name, model, args, callbacks=[compare]))
-        head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-        return {
-            "differing": compare.differing, "expected": expected, "losses": losses,
-            "tied": head is embedding,
-            "shapes": [list(head.shape), list(embedding.shape)], "held": held([head]),
-        }  # fmt: skip
-
-    return sharded
-
-
 def sharded_checkpoint(folder: Path) -> Sharded:
     path = private(folder)
     plain = make_model("t5")
@@ -266,32 +203,22 @@ def sharded_checkpoint(folder: Path) -> Sharded:
 
 
 def random_numbers(folder: Path) -> Sharded:
-    """The random state after a ViT, whose constructor draws, was loaded, and after
-    `resize_token_embeddings` to the size that is there.
-    """
+    """The random state after a ViT, whose constructor draws, was loaded."""
     path = private(folder)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
     ViTModel(ViTConfig(num_hidden_layers=1, image_size=16, **sizes)).save_pretrained(path)
 
-    def number_after(act: Callable[[], object]) -> float:
+    def number() -> float:
         set_seed(2)
-        act()
+        ViTModel.from_pretrained(path)
         return torch.rand(()).item()
 
-    plain = number_after(lambda: ViTModel.from_pretrained(path))
+    plain = number()
 
     def sharded() -> Any:
         args = arguments(folder)
         assert args.hf_deepspeed_config.is_zero3()
-        model = make_model("t5")
-        rows, width = model.get_input_embeddings().weight.shape
-        return {
-            "plain": plain, "loaded": number_after(lambda: ViTModel.from_pretrained(path)),
-            "made": number_after(
-                lambda: (torch.nn.Embedding(rows, width), torch.nn.Linear(width, rows, bias=False))
-            ),
-            "resized": number_after(lambda: model.resize_token_embeddings(rows)),
-        }  # fmt: skip
+        return {"plain": plain, "loaded": number()}
 
     return sharded
 
@@ -360,7 +287,6 @@ WORKFLOWS: dict[str, Callable[[Path], Sharded]] = {
     "random_numbers": random_numbers,
     "built_clip": partial(built, CLIPModel, CLIPConfig(text_config=TEXT, vision_config=IMAGE)),
     "built_llava": partial(built, *NAMED["llava"]),
-    **{f"resized_{name}": partial(resized, name) for name in CLASSES},
     # Earlier releases name the weights of these models otherwise.
     **{
         f"saved_names_{name}": partial(saved_names, *model)
