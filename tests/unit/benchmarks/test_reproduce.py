@@ -7,20 +7,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from benchmarks.reproduce import __main__ as reproduce
 from benchmarks.reproduce.experiments import Experiment, Sizes
 from benchmarks.runner import Table
-from tests.processes import child_environment, kill_tree
 
 
 def made(
@@ -84,36 +79,6 @@ def test_a_failed_experiment_is_shown_and_the_others_still_run(run, capsys):
     assert sections["good"]["tables"][0]["rows"] == [[16, "a|b"]]
     assert text.index("## Bad") < text.index("the last word") < text.index("## Unread")
     assert "failed: bad, unread" in capsys.readouterr().err
-
-
-SIGTERM = """
-import runpy, sys
-import benchmarks.reproduce.experiments
-from benchmarks.reproduce.experiments import Experiment
-
-code = "import subprocess; subprocess.run(['sleep', '600'])"
-command = [sys.executable, "-c", code]
-benchmarks.reproduce.experiments.EXPERIMENTS = [
-    Experiment("long", "Long", "Takes long.", lambda sizes: [command], lambda folder, logs: [])
-]
-runpy.run_module("benchmarks.reproduce", run_name="__main__")
-"""
-
-
-def test_sigterm_ends_what_was_started(tmp_path):
-    command = [sys.executable, "-c", SIGTERM, "--output", tmp_path / "out"]
-    with subprocess.Popen(command, env=child_environment(), stderr=subprocess.DEVNULL) as process:
-        try:
-            descendants: list[psutil.Process] = []
-            while not any(each.name() == "sleep" for each in descendants):
-                assert process.poll() is None
-                time.sleep(0.1)
-                descendants = psutil.Process(process.pid).children(recursive=True)
-            process.terminate()
-            assert process.wait(timeout=120) == 128 + signal.SIGTERM
-            assert [each for each in descendants if each.is_running()] == []
-        finally:
-            kill_tree(process.pid)
 
 
 def test_only_runs_some_and_keeps_earlier_sections(run):

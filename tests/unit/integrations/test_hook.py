@@ -90,15 +90,9 @@ def test_every_name_of_the_table_resolves(tmp_path):
                 getattr(imported, name)
                 assert name in dir(imported)
         import deepspeed
-        from deepspeed.runtime.engine import DeepSpeedEngine
-        assert DeepSpeedEngine is deepspeed.DeepSpeedEngine
-        assert issubclass(DeepSpeedEngine, zero.ZeroEngine)
+        assert issubclass(deepspeed.DeepSpeedEngine, zero.ZeroEngine)
         assert deepspeed.initialize is zero.initialize and deepspeed.zero.Init is zero.Init
-        assert "WarmupLR" in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES
         assert deepspeed.comm.all_reduce is torch.distributed.all_reduce
-        import zero.fragments
-        fragments, utils = zero.fragments, deepspeed.utils
-        assert utils.safe_set_full_grad is fragments.safe_set_full_grad
         """,
         tmp_path,
     )
