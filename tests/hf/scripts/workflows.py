@@ -1,24 +1,24 @@
 """Workflows with a Trainer beyond one training. An ordinary transformers script, which does not
 mention zero.
 
-`python workflows.py FOLDER` runs them one after another. Rank 0 writes the results to
-FOLDER/report.json.
+`python workflows.py FOLDER` runs them one after another, and fails where one differs from plain
+torch.
 
-Each workflow is a function of its own folder, which has the same path on all ranks. It first does
-what needs no sharding, such as the reference in plain torch on the whole batch. It returns a
-function that does the rest. That is called when all references are done: once training arguments
-exist, transformers builds every model sharded."""
+Each workflow is a generator with a folder of its own, which has the same path on all ranks. It
+first does what needs no sharding, such as the reference in plain torch on the whole batch. What
+comes after its `yield` runs when all references are done: once training arguments exist,
+transformers builds every model sharded."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from jobs import Tokens, collate, make_model
@@ -57,7 +57,6 @@ ZERO3 = {
 }
 
 Batch = dict[str, torch.Tensor]
-Sharded = Callable[[], Any]
 
 
 def data(name: str) -> Tokens:
@@ -94,13 +93,6 @@ def trainer_for(
     )
 
 
-def trained(trainer: Any) -> list[float]:
-    """Return the losses of the steps, and the loss after them."""
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return [*losses, trainer.evaluate()["eval_loss"]]
-
-
 def full(param: torch.nn.Parameter) -> torch.Tensor:
     from deepspeed.zero import GatheredParameters
 
@@ -119,10 +111,15 @@ def differing(model: torch.nn.Module, expected: dict[str, torch.Tensor]) -> list
     ]
 
 
-def held(params: Any) -> float:
-    """Return the fraction of the parameters' elements that is in this rank's memory."""
-    params = list(params)
-    return sum(param.ds_tensor.numel() for param in params) / sum(param.numel() for param in params)
+def assert_halved(model: torch.nn.Module) -> None:
+    """This rank has half of the elements in its memory."""
+    held = sum(param.ds_tensor.numel() for param in model.parameters())
+    whole = sum(param.numel() for param in model.parameters())
+    assert held / whole == pytest.approx(0.5, abs=0.01)
+
+
+def close(values: list[float]) -> Any:
+    return pytest.approx(values, rel=1e-4)
 
 
 def values_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -140,69 +137,53 @@ def private(folder: Path) -> Path:
 # -- the workflows
 
 
-def evaluation_only(folder: Path) -> Sharded:
+def evaluation_only(folder: Path) -> Iterator[None]:
     model, batch = make_model("t5"), whole_batch("t5")
     with torch.no_grad():
         expected = model(**batch).loss.item()
-    tokens = model.generate(
-        batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=6
-    )
-
-    def sharded() -> Any:
-        trainer = trainer_for("t5", make_model("t5"), arguments(folder, predict_with_generate=True))
-        evaluated = trainer.evaluate(max_new_tokens=6)["eval_loss"]
-        predicted = trainer.predict(trainer.eval_dataset, max_new_tokens=6)
-        same = torch.equal(torch.from_numpy(predicted.predictions)[:, : tokens.shape[1]], tokens)
-        return {
-            "expected": expected, "evaluated": evaluated,
-            "predicted": predicted.metrics["test_loss"],
-            "same_tokens": same, "held": held(trainer.model.parameters()),
-            "optimizer": getattr(trainer.model_wrapped, "optimizer", None) is not None,
-        }  # fmt: skip
-
-    return sharded
+    given = {"attention_mask": batch["attention_mask"], "max_new_tokens": 6}
+    tokens = model.generate(batch["input_ids"], **given)
+    yield
+    trainer = trainer_for("t5", make_model("t5"), arguments(folder, predict_with_generate=True))
+    evaluated = trainer.evaluate(max_new_tokens=6)["eval_loss"]
+    predicted = trainer.predict(trainer.eval_dataset, max_new_tokens=6)
+    assert [evaluated, predicted.metrics["test_loss"]] == close([expected] * 2)
+    assert torch.equal(torch.from_numpy(predicted.predictions)[:, : tokens.shape[1]], tokens)
+    assert getattr(trainer.model_wrapped, "optimizer", None) is None
+    assert_halved(trainer.model)
 
 
-def batch_size_is_found(folder: Path) -> Sharded:
+def batch_size_is_found(folder: Path) -> Iterator[None]:
     """At stage 2: transformers itself refuses `auto_find_batch_size` at stage 3."""
 
     def too_large(module: torch.nn.Module, args: tuple) -> None:
         if args[0].shape[0] > 2:
             raise RuntimeError("CUDA out of memory. Tried to allocate too much")
 
-    def sharded() -> Any:
-        model = make_model("llama")
-        model.model.layers[1].register_forward_pre_hook(too_large)
-        config = ZERO3 | {"zero_optimization": {"stage": 2}}
-        args = arguments(
-            folder, deepspeed=config, auto_find_batch_size=True, per_device_eval_batch_size=2
-        )
-        trainer = trainer_for("llama", model, args)
-        losses = trained(trainer)
-        return {"batch_size": trainer.state.train_batch_size, "losses": losses}
-
-    return sharded
+    yield
+    model = make_model("llama")
+    model.model.layers[1].register_forward_pre_hook(too_large)
+    config = ZERO3 | {"zero_optimization": {"stage": 2}}
+    args = arguments(folder, deepspeed=config, auto_find_batch_size=True)
+    trainer = trainer_for("llama", model, args)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert trainer.state.train_batch_size == 2 and losses[0] > losses[-1]
 
 
-def sharded_checkpoint(folder: Path) -> Sharded:
-    path = private(folder)
-    plain = make_model("t5")
+def sharded_checkpoint(folder: Path) -> Iterator[None]:
+    path, plain = private(folder), make_model("t5")
     plain.save_pretrained(path, max_shard_size="20KB")
     values = values_of(plain)
-
-    def sharded() -> Any:
-        args = arguments(folder)  # must stay alive while the model is loaded
-        model = T5ForConditionalGeneration.from_pretrained(path)
-        report = {"differing": differing(model, values), "held": held(model.parameters())}
-        return report | {
-            "files": len(list(path.glob("*.safetensors"))),
-            "zero3": args.hf_deepspeed_config.is_zero3(),
-        }
-
-    return sharded
+    yield
+    args = arguments(folder)  # must stay alive while the model is loaded
+    model = T5ForConditionalGeneration.from_pretrained(path)
+    assert args.hf_deepspeed_config.is_zero3() and len(list(path.glob("*.safetensors"))) > 5
+    assert differing(model, values) == []
+    assert_halved(model)
 
 
-def random_numbers(folder: Path) -> Sharded:
+def random_numbers(folder: Path) -> Iterator[None]:
     """The random state after a ViT, whose constructor draws, was loaded."""
     path = private(folder)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
@@ -214,52 +195,38 @@ def random_numbers(folder: Path) -> Sharded:
         return torch.rand(()).item()
 
     plain = number()
-
-    def sharded() -> Any:
-        args = arguments(folder)
-        assert args.hf_deepspeed_config.is_zero3()
-        return {"plain": plain, "loaded": number()}
-
-    return sharded
+    yield
+    args = arguments(folder)
+    assert args.hf_deepspeed_config.is_zero3() and number() == plain
 
 
-def saved_names(kind: type[PreTrainedModel], config: PretrainedConfig, folder: Path) -> Sharded:
+def saved_names(
+    kind: type[PreTrainedModel], config: PretrainedConfig, folder: Path
+) -> Iterator[None]:
     """A model whose weights have other names in its files than in its modules."""
     path = private(folder)
     kind(config).save_pretrained(path)
     kind.from_pretrained(path).save_pretrained(path / "plain")
     expected = load_file(path / "plain" / "model.safetensors")
-
-    def sharded() -> Any:
-        args = arguments(folder, learning_rate=0.0, max_steps=1)
-        trainer = trainer_for("llama", kind.from_pretrained(path), args)
-        trainer.train()
-        trainer.save_model(str(folder))
-        if not trainer.is_world_process_zero():
-            return None
+    yield
+    args = arguments(folder, learning_rate=0.0, max_steps=1)
+    trainer = trainer_for("llama", kind.from_pretrained(path), args)
+    trainer.train()
+    trainer.save_model(str(folder))
+    if trainer.is_world_process_zero():
         found = load_file(folder / "model.safetensors")
-        return {
-            "missing": sorted(expected.keys() - found.keys()),
-            "others": sorted(found.keys() - expected.keys()),
-            "differing": [
-                name for name in expected.keys() & found.keys()
-                if not torch.equal(expected[name], found[name])
-            ],
-        }  # fmt: skip
-
-    return sharded
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def built(kind: type[PreTrainedModel], config: PretrainedConfig, folder: Path) -> Sharded:
+def built(kind: type[PreTrainedModel], config: PretrainedConfig, folder: Path) -> Iterator[None]:
     """A model of models that its class builds: those inside are sharded, and then drawn."""
-
-    def sharded() -> Any:
-        args = arguments(folder)  # must stay alive while the model is built
-        assert args.hf_deepspeed_config.is_zero3()
-        params = [each for each in kind(config).parameters() if hasattr(each, "ds_tensor")]
-        return [full(param).std().item() for param in params if param.dim() > 1]
-
-    return sharded
+    yield
+    args = arguments(folder)  # must stay alive while the model is built
+    assert args.hf_deepspeed_config.is_zero3()
+    params = [each for each in kind(config).parameters() if hasattr(each, "ds_tensor")]
+    matrices = [param for param in params if param.dim() > 1]
+    assert len(matrices) > 10 and min(full(each).std().item() for each in matrices) > 1e-3
 
 
 SMALL: dict[str, Any] = {
@@ -280,28 +247,25 @@ NAMED = {
 
 TEXT = SMALL | {"vocab_size": 64, "eos_token_id": 2}
 IMAGE = SMALL | {"image_size": 16, "patch_size": 8}
-WORKFLOWS: dict[str, Callable[[Path], Sharded]] = {
+WORKFLOWS: dict[str, Callable[[Path], Iterator[None]]] = {
     "evaluation_only": evaluation_only,
     "batch_size_is_found": batch_size_is_found,
     "sharded_checkpoint": sharded_checkpoint,
     "random_numbers": random_numbers,
     "built_clip": partial(built, CLIPModel, CLIPConfig(text_config=TEXT, vision_config=IMAGE)),
     "built_llava": partial(built, *NAMED["llava"]),
-    # Earlier releases name the weights of these models otherwise.
-    **{
-        f"saved_names_{name}": partial(saved_names, *model)
-        for name, model in NAMED.items()
-        if Version(transformers.__version__) >= Version("5.23")
-    },
 }
+# Earlier releases name the weights of these models otherwise.
+if Version(transformers.__version__) >= Version("5.23"):
+    WORKFLOWS |= {f"saved_{name}": partial(saved_names, *model) for name, model in NAMED.items()}
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    prepared = {name: prepare(folder / name) for name, prepare in WORKFLOWS.items()}
-    report = {name: sharded() for name, sharded in prepared.items()}
-    if os.environ["RANK"] == "0":
-        (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
+    workflows = [workflow(folder / name) for name, workflow in WORKFLOWS.items()]
+    for _ in range(2):
+        for workflow in workflows:
+            next(workflow, None)
 
 
 if __name__ == "__main__":
