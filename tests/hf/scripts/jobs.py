@@ -15,6 +15,7 @@ file. A job:
                 the others
     save        optional: call `save_model` at the end
     sequence    optional: how many ranks share a sequence
+    replicas    optional: how many groups of ranks hold a whole model
     tensor      optional: how many ranks share each layer, as accelerate says it; the others are
                 data-parallel
     resume      optional: the checkpoint to begin with
@@ -135,10 +136,13 @@ def reference_optimizers(model: torch.nn.Module, reference: dict) -> tuple:
 
 
 def parallelism_of(job: dict) -> dict:
-    """The arguments for a job whose ranks share sequences or layers."""
+    """The arguments for a job whose ranks share sequences or layers, or are replicas."""
     sizes = {}
     if "sequence" in job:
         sizes = {"sp_backend": "deepspeed", "sp_size": job["sequence"]}
+    if "replicas" in job:
+        others = int(os.environ["WORLD_SIZE"]) // job["replicas"]
+        sizes = {"dp_replicate_size": job["replicas"], "dp_shard_size": others}
     if "tensor" in job:
         others = int(os.environ["WORLD_SIZE"]) // job["tensor"]
         sizes = {"tp_size": job["tensor"], "dp_shard_size": others}
@@ -177,6 +181,8 @@ def run(job: dict, callbacks: list[TrainerCallback]) -> None:
         "engine": type(trainer.model_wrapped).__name__,
         "config": getattr(trainer.model_wrapped, "config", {}) if args.deepspeed else {},
         "random": torch.rand(1).item(),
+        "held": sum(getattr(each, "ds_tensor", each).numel() for each in model.parameters())
+        / sum(each.numel() for each in model.parameters()),
     }
     report["graphs"] = counters["stats"]["unique_graphs"] - graphs  # of torch.compile
     if job.get("predict"):
