@@ -2,8 +2,8 @@
 order and with its configuration. This script does not mention zero.
 
 `python frameworks.py CASE STAGE FOLDER` fails unless losses and saved weights are those of plain
-torch. Each case trains three steps on the same eight rows, of which each of two ranks has four, with
-AdamW and clipping."""
+torch. Each case trains three steps on the same eight rows, of which each of two ranks has four,
+with AdamW and clipping."""
 
 from __future__ import annotations
 
