@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from distill.options import LOSS_TYPES
 
@@ -263,37 +262,3 @@ def _binned(
         weighted = weighted[:, :-1]
     of_inside = torch.addcmul(weighted, inside, total, value=-1)
     return value, q.mul_(of_others).scatter_(-1, indices, of_inside)
-
-
-class _TokenDivergence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, student_logits, teacher, divergence, temperature):
-        log_q = log_probabilities(student_logits, temperature)
-        value, gradient = value_and_gradient(log_q, teacher, divergence, temperature)
-        ctx.save_for_backward(gradient)
-        ctx.dtype = student_logits.dtype
-        return value
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        (gradient,) = ctx.saved_tensors
-        return (gradient * grad.unsqueeze(-1)).to(ctx.dtype), None, None, None
-
-
-def token_divergence(
-    student_logits: torch.Tensor,
-    teacher_logits: torch.Tensor,
-    divergence: Divergence,
-    temperature: float = 1.0,
-    top_k: int = 0,
-) -> torch.Tensor:
-    """Return the loss of each token, (N,), differentiable in the student's logits (N, V) only.
-
-    With `top_k`, the divergence is over k + 1 bins: the teacher's k most probable tokens, and all
-    others as one."""
-    with torch.no_grad():
-        teacher: torch.Tensor | Bins = log_probabilities(teacher_logits, temperature)
-        if top_k:
-            teacher = top_k_with_tail(teacher, top_k)
-    return _TokenDivergence.apply(student_logits, teacher, divergence, temperature)

@@ -74,6 +74,11 @@ def templated(template: str):
     return tokenizer
 
 
+def dialogue(turns: list[str]) -> list[dict[str, str]]:
+    roles = ("user", "assistant") * 2
+    return [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
+
+
 def of_file(name: str):
     template = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     # The end of a turn, which is not the tokenizer's end token.
@@ -89,12 +94,7 @@ def marked(example, tokenizer) -> str:
             text += "»" if was else "«"
             was = not was
         text += tokenizer.convert_ids_to_tokens([token])[0]
-    decode = {symbol: chr(byte) for byte, symbol in _byte_symbols().items()}
-    return "".join(decode.get(each, each) for each in text) + ("»" if was else "")
-
-
-def _byte_symbols() -> dict[int, str]:
-    return {ord(" "): "Ġ", ord("\n"): "Ċ"}
+    return text.replace("Ġ", " ").replace("Ċ", "\n") + ("»" if was else "")
 
 
 @pytest.mark.parametrize("name", sorted(LEARNT))
@@ -103,10 +103,7 @@ def test_answers_and_their_ends_are_learnt(name):
     header, learnt, *last = LEARNT[name]
     prompts = [[]] if name in NO_SYSTEM else [[], [{"role": "system", "content": "a user"}]]
     for prompt in prompts:
-        roles = ("user", "assistant") * 2
-        messages = prompt + [
-            {"role": role, "content": text} for role, text in zip(roles, TURNS, strict=True)
-        ]
+        messages = prompt + dialogue(TURNS)
         example = encode(segments_of({"messages": messages}, "here", tokenizer), tokenizer)
         text = tokenizer.apply_chat_template(messages, tokenize=False)
         whole = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -123,25 +120,21 @@ def test_every_template_is_in_the_table():
     assert {path.stem for path in FOLDER.glob("*.jinja")} == LEARNT.keys()
 
 
-REASONED = [
-    {"role": "user", "content": "q"},
-    {"role": "assistant", "content": "<think>\nr1\n</think>\n\na1"},
-    {"role": "user", "content": "q2"},
-    {"role": "assistant", "content": "<think>\nr2\n</think>\n\na2"},
-]
+THOUGHTS = [f"<think>\nr{number}\n</think>\n\na{number}" for number in (1, 2)]
 
 
 @pytest.mark.parametrize(
     ("name", "learnt"),
     [
-        ("chatml", [f"{turn['content']}<|im_end|>" for turn in REASONED[1::2]]),
+        ("chatml", [f"{thought}<|im_end|>" for thought in THOUGHTS]),
         ("deepseek_r1", ["a1<｜end▁of▁sentence｜>", "a2<｜end▁of▁sentence｜>"]),
         ("qwen3", ["a1<|im_end|>", "<think>\nr2\n</think>\n\na2<|im_end|>"]),
     ],
 )
 def test_reasoning_is_learnt_where_the_template_keeps_it(name, learnt):
     tokenizer = of_file(name)
-    example = encode(segments_of(REASONED, "here", tokenizer), tokenizer)
+    reasoned = dialogue(["q", THOUGHTS[0], "q2", THOUGHTS[1]])
+    example = encode(segments_of(reasoned, "here", tokenizer), tokenizer)
     assert re.findall("«(.*?)»", marked(example, tokenizer), re.DOTALL) == learnt
 
 
@@ -158,12 +151,8 @@ def test_reasoning_of_its_own_key_is_learnt():
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "add", "description": "", "parameters": {"type": "object"}},
-    }
-]
+ADD = {"name": "add", "description": "", "parameters": {"type": "object"}}
+TOOLS = [{"type": "function", "function": ADD}]
 USES_TOOLS = (
     "{{ tools | tojson }}{% for message in messages %}<|{{ message.role }}|>"
     "{% if message.role == 'assistant' %}{% generation %}"
@@ -193,28 +182,12 @@ def test_calls_of_tools_are_learnt_where_the_template_marks_them():
 
 @pytest.mark.parametrize("name", ["chatml", "smollm3"])
 def test_only_the_completion_is_learnt(name):
-    messages = [
-        {"role": role, "content": text}
-        for role, text in zip(("user", "assistant") * 2, ["q1", "a1", "q2", "a2"], strict=True)
-    ]
+    messages = dialogue(["q1", "a1", "q2", "a2"])
     record = {"prompt": messages[:3], "completion": messages[3:], "system": "be brief"}
     tokenizer = of_file(name)
     text = marked(encode(segments_of(record, "here", tokenizer), tokenizer), tokenizer)
     assert "be brief<|im_end|>" in text and text.count("«") == 1
     assert "a2<|im_end|>" in text.split("«")[1]
-
-
-def test_an_alpaca_record_keeps_its_input():
-    record = {"instruction": "add", "input": "1 and 2", "output": "3"}
-    tokenizer = of_file("chatml")
-    text = marked(encode(segments_of(record, "here", tokenizer), tokenizer), tokenizer)
-    assert text == (
-        "<|im_start|>user\nadd\n1 and 2<|im_end|>\n<|im_start|>assistant\n«3<|im_end|>»\n"
-    )
-    without = segments_of({**record, "input": ""}, "here", tokenizer)
-    assert "".join(part.text for part in without) == text.translate({171: "", 187: ""}).replace(
-        "\n1 and 2", ""
-    )
 
 
 def test_a_dialogue_that_ends_with_a_question_has_no_end_token():
@@ -246,10 +219,7 @@ def test_the_space_that_a_tokenizer_puts_before_a_text_is_put_before_the_whole()
     )
     tokenizer.chat_template = (FOLDER / "llama2.jinja").read_text(encoding="utf-8")
     example = encode(segments_of(["hi", "hello"], "here", tokenizer), tokenizer)
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}],
-        tokenize=False,
-    )
+    text = tokenizer.apply_chat_template(dialogue(["hi", "hello"]), tokenize=False)
     assert example["input_ids"] == tokenizer(text, add_special_tokens=False)["input_ids"]
     learnt = [label for label in example["labels"] if label != IGNORED]
     assert "".join(tokenizer.convert_ids_to_tokens(learnt)) == "\u2581hello\u2581</s>"
@@ -266,18 +236,13 @@ TRAINING = {name: path for name, path in TRAINING.items() if name not in _PICTUR
 EACH = pytest.mark.parametrize("name", sorted(TRAINING))
 
 
-def dialogue() -> list[dict[str, str]]:
-    roles = ("user", "assistant") * 2
-    return [{"role": role, "content": text} for role, text in zip(roles, TURNS, strict=True)]
-
-
 @EACH
 def test_what_a_template_marks_is_learnt_as_trl_learns_it(name):
     tokenizer = templated(TRAINING[name].read_text(encoding="utf-8"))
     expected = tokenizer.apply_chat_template(
-        dialogue(), return_dict=True, return_assistant_tokens_mask=True
+        dialogue(TURNS), return_dict=True, return_assistant_tokens_mask=True
     )
-    example = encode(segments_of(dialogue(), "here", tokenizer), tokenizer)
+    example = encode(segments_of(dialogue(TURNS), "here", tokenizer), tokenizer)
     length = len(expected["input_ids"])
     assert example["input_ids"][:length] == expected["input_ids"]
     learnt = [int(label != IGNORED) for label in example["labels"]]
@@ -293,7 +258,7 @@ def test_a_template_without_marks_teaches_what_trl_marks_in_it(name):
     found = []
     for each in (path, TRAINING[name]):
         tokenizer = templated(each.read_text(encoding="utf-8"))
-        text = marked(encode(segments_of(dialogue(), "here", tokenizer), tokenizer), tokenizer)
+        text = marked(encode(segments_of(dialogue(TURNS), "here", tokenizer), tokenizer), tokenizer)
         found.append(re.findall("«(.*?)»", text, re.DOTALL))
     ours, theirs = found
     if name == "glm4moe":  # TRL writes one more header after the last answer

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from dataclasses import replace
+from unittest import mock
 
 import huggingface_hub
 import pytest
@@ -71,10 +72,11 @@ from distill.trainer import DistillationTrainer
 from distill.vocabulary import VocabularyError, align, align_rows
 from tests.distill import models
 from tests.processes import run_on
-from tests.tolerance import assert_close, rounding
+from tests.tolerance import rounding
 from translation.model import options_of_model
 from translation.records import InputError, open_records
 
+QUESTION = {"role": "user", "content": "q"}
 TEXT = ["def add(a, b):\n    return a + b\n", "class Naïve:\n    pass  # größer\n"]
 
 
@@ -102,32 +104,15 @@ def test_packed_documents_keep_their_tokens_labels_and_positions():
     assert second["position_ids"] == [0, 1, 0, 1, 2]
 
 
-@pytest.mark.parametrize("make", [models.llama, models.gpt2])
-def test_a_packed_document_reads_as_it_does_alone(make):
-    model = make(16, 2, seed=0).eval()
-    a, b = [5, 6, 7, 8], [9, 10, 11]
-    (block,) = pack([{"input_ids": x, "labels": x} for x in (a, b)], 7, pad=0)
-    with torch.no_grad():
-        inputs = {name: torch.tensor([block[name]]) for name in ("input_ids", "position_ids")}
-        packed = model(**inputs, use_cache=False).logits[0]
-        alone = torch.cat([model(torch.tensor([x])).logits[0] for x in (a, b)])
-    # A leak from another document would be as large as the logits. The tolerance: inner lengths of
-    # two layers and head.
-    assert_close(packed, alone, 2 * (16 + 7 + 16 + 16 + 32) + 16)
-
-
 @pytest.mark.parametrize(
     "record, learnt",
     [
         ({"text": "all of it"}, ["all of it"]),
         ({"prompt": "question", "response": "answer"}, ["answer\n"]),
+        ({"messages": [QUESTION, {"role": "assistant", "content": "a"}]}, ["a\n"]),
         (
-            {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
-            ["a\n"],
-        ),
-        (
-            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-            ["a\n"],
+            {"conversations": [{"from": each, "value": each} for each in ("human", "gpt")]},
+            ["gpt\n"],
         ),
         (["q", "a", "q2", "a2"], ["a\n", "a2\n"]),
         ([{"user": "q", "assistant": "a"}], ["a\n"]),
@@ -143,9 +128,7 @@ def test_only_the_assistants_turns_are_learnt(record, learnt, tokenizer):
     assert text == "".join(learnt) + tokenizer.eos_token
 
 
-@pytest.mark.parametrize(
-    "record", [{"title": "x"}, 5, [], {"messages": [{"role": "user", "content": "q"}]}, [["q"]]]
-)
+@pytest.mark.parametrize("record", [{"title": "x"}, 5, [], {"messages": [QUESTION]}, [["q"]]])
 def test_records_of_no_known_kind_are_named(record, tokenizer):
     with pytest.raises(InputError, match="^here"):
         segments_of(record, "here", tokenizer)
@@ -201,11 +184,8 @@ def test_targets_of_a_shifted_batch():
         "labels": torch.tensor([[5, 6, 7], [8, 9, -100]]),
     }
     batch = Batch.of(inputs, shifted=True)
-    assert (
-        batch.rows.tolist() == [0, 1, 3]
-        and batch.labels.tolist() == [6, 7, 9]
-        and batch.examples.tolist() == [0, 0, 1]
-    )
+    found = [each.tolist() for each in (batch.rows, batch.labels, batch.examples)]
+    assert found == [[0, 1, 3], [6, 7, 9], [0, 0, 1]]
     assert Batch.of(inputs, shifted=False).rows.tolist() == [0, 1, 2, 3, 4]
 
 
@@ -372,11 +352,9 @@ def test_relations_see_no_hidden_token_and_are_kl():
         for head in range(4):
             a, b = x[..., head * 2 : head * 2 + 2], y[..., head * 4 : head * 4 + 4]
             for row in range(5):
-                q = torch.softmax(
-                    (a[:, row : row + 1] @ a[:, : row + 1].mT)[:, 0] / math.sqrt(2), -1
-                )
-                p = torch.softmax(
-                    (b[:, row : row + 1] @ b[:, : row + 1].mT)[:, 0] / math.sqrt(4), -1
+                q, p = (
+                    torch.softmax((each[:, row, None] @ each[:, : row + 1].mT)[:, 0] / scale, -1)
+                    for each, scale in ((a, math.sqrt(2)), (b, 2.0))
                 )
                 expected[:, row] += (p * (p / q).log()).sum(-1) / 12
     torch.testing.assert_close(ours, expected)
@@ -391,12 +369,10 @@ DESCRIPTION = Description("teacher", "1", "tokenizer", 2.0, 4, models.VOCABULARY
 def say(inputs):
     """A teacher whose logits depend on the label and its position."""
     batch = Batch.of(inputs, shifted=True)
-    table = torch.randn(
-        models.VOCABULARY, models.VOCABULARY, generator=torch.Generator().manual_seed(0)
-    )
-    logits = (
-        table[batch.labels] + (batch.rows % inputs["labels"].shape[1]).unsqueeze(1) / 9 * table[0]
-    )
+    torch.manual_seed(0)
+    table = torch.randn(models.VOCABULARY, models.VOCABULARY)
+    positions = (batch.rows % inputs["labels"].shape[1]).unsqueeze(1)
+    logits = table[batch.labels] + positions / 9 * table[0]
     return batch, lambda rows: logits[rows]
 
 
@@ -494,12 +470,8 @@ def test_a_damaged_part_is_named(tmp_path):
         b'{"teacher": "import\xffnce"}',
         b"[]",
         {"sampling": "importunce"},
-        {"top_k": -8},
         {"top_k": 2.5},
-        {"tokens": "100"},
-        {"temperature": 0},
-        {"teacher": None},
-        {"unknown": 1},
+        {"new": 1},
     ],
 )
 def test_a_damaged_description_is_named(tmp_path, damage):
@@ -563,9 +535,6 @@ def test_a_cache_of_sampled_tokens_takes_100_bytes_a_target(tmp_path):
 
 def test_all_ranks_draw_the_same_writer():
     drawn = [on_policy.writer_of(step, 0, seed=3, lmbda=0.3, seq_kd=False) for step in range(500)]
-    assert drawn == [
-        on_policy.writer_of(step, 0, seed=3, lmbda=0.3, seq_kd=False) for step in range(500)
-    ]
     assert 110 < drawn.count("student") < 190 and drawn.count(None) == 500 - drawn.count("student")
     assert on_policy.writer_of(1, 0, 3, lmbda=0.0, seq_kd=True) == "teacher"
 
@@ -586,23 +555,16 @@ def test_a_batch_is_drawn_from_its_own_random_numbers():
 
 def test_a_written_batch_keeps_prompts_and_learns_answers():
     model = models.llama(16, 2, seed=0)
-    inputs = COLLATE(
-        [
-            {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]},
-            {"input_ids": [9, 3], "labels": [9, 3]},
-        ]
-    )
+    answer = {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]}
+    inputs = COLLATE([answer, {"input_ids": [9, 3], "labels": [9, 3]}])
     batch = on_policy.rewrite(model, inputs, 3, pad_token_id=0, ends=[], by_student=False)
-    assert batch["input_ids"][0, :2].tolist() == [5, 6] and batch["input_ids"][1, :1].tolist() == [
-        9
-    ]
+    assert batch["input_ids"][0, :2].tolist() == [5, 6] and batch["input_ids"][1, 0] == 9
     assert batch["attention_mask"].sum(1).tolist() == [5, 4]
     learnt = batch["labels"] != IGNORED
     assert learnt.sum(1).tolist() == [3, 3]
     assert torch.equal(batch["labels"][learnt], batch["input_ids"][learnt])
-    alone = model.generate(torch.tensor([[9]]), attention_mask=torch.ones(1, 1), max_new_tokens=3,
-        do_sample=False,
-                           eos_token_id=None, pad_token_id=0)  # fmt: skip
+    greedy = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    alone = model.generate(torch.tensor([[9]]), attention_mask=torch.ones(1, 1), **greedy)
     assert batch["input_ids"][1, :4].tolist() == alone[0].tolist()
 
 
@@ -669,7 +631,9 @@ def trainer(tmp_path, student, teacher, examples, **options) -> DistillationTrai
     return DistillationTrainer(student, teacher, args, **data)
 
 
-@pytest.mark.parametrize(("make", "isolates"), [(models.llama, True), (models.bloom, False)])
+@pytest.mark.parametrize(
+    ("make", "isolates"), [(models.llama, True), (models.gpt2, True), (models.bloom, False)]
+)
 def test_packed_documents_have_the_losses_that_they_have_alone(make, isolates, tmp_path, caplog):
     """A BLOOM does not read from position_ids where they begin."""
     documents = [{"input_ids": ids, "labels": ids} for ids in ([5, 6, 7, 8], [9, 10, 11])]
@@ -780,60 +744,40 @@ def test_a_teacher_that_predicts_nan_is_named(tmp_path):
 )
 def test_arguments_that_cannot_work_are_named(arguments, named, tmp_path):
     with pytest.raises(ValueError, match=named):
-        check(
-            DistillationConfig(
-                output_dir=str(tmp_path), use_cpu=True, report_to="none", **arguments
-            )
-        )
+        check(DistillationConfig(str(tmp_path), use_cpu=True, report_to="none", **arguments))
 
 
-def test_a_model_is_loaded_in_the_dtype_of_its_file_by_every_transformers(tmp_path, monkeypatch):
+def test_a_model_is_loaded_in_the_dtype_of_its_file(tmp_path, monkeypatch):
     """transformers 4 loads in float32 unless it is told otherwise."""
     models.llama(16, 1, seed=0).to(torch.float16).save_pretrained(tmp_path)
-    given, load = [], AutoModelForCausalLM.from_pretrained
-
-    def loaded(*names, **options):
-        given.append(options["dtype"])
-        return load(*names, **options)
-
+    assert load_model(str(tmp_path)).dtype == torch.float16
+    loaded = mock.Mock()
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
     for dtype in (None, "auto", "float32"):
-        loads_as = torch.float32 if dtype == "float32" else torch.float16
-        assert load_model(str(tmp_path), **options_of_model(None, dtype)).dtype == loads_as
+        load_model(str(tmp_path), **options_of_model(None, dtype))
+    given = [call.kwargs["dtype"] for call in loaded.call_args_list]
     assert given == ["auto", "auto", "float32"]
 
 
 def test_the_temperature_follows_its_schedule(tmp_path):
-    options = {
-        "output_dir": str(tmp_path),
-        "use_cpu": True,
-        "report_to": "none",
-        "temperature": 4.0,
-    }
-    linear = DistillationConfig(**options, temperature_schedule="linear", final_temperature=2.0)
+    options = {"use_cpu": True, "report_to": "none", "temperature": 4.0, "final_temperature": 2.0}
+    linear, cosine = (
+        DistillationConfig(str(tmp_path), temperature_schedule=kind, **options)
+        for kind in ("linear", "cosine")
+    )
     assert [linear.temperature_at(x) for x in (0, 0.5, 1)] == [4, 3, 2]
-    cosine = DistillationConfig(**options, temperature_schedule="cosine", final_temperature=2.0)
-    assert cosine.temperature_at(0.5) == pytest.approx(3) and cosine.temperature_at(
-        0.1
-    ) > linear.temperature_at(0.1)
+    assert cosine.temperature_at(0.5) == pytest.approx(3)
+    assert cosine.temperature_at(0.1) > linear.temperature_at(0.1)
 
 
-def test_files_of_every_kind_are_read(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n')
-    (tmp_path / "b.json").write_text(json.dumps([{"text": "three"}]))
+def test_texts_are_read(tmp_path):
+    """Records of other kinds are in tests/unit/translation."""
     (tmp_path / "c.txt").write_text("four")
-    found = [
-        record["text"]
-        for name in ("a.jsonl", "b.json", "c.txt")
-        for _, record in open_records(str(tmp_path / name), "--train_file")
-    ]
-    assert found == ["one", "two", "three", "four"]
+    ((_, record),) = open_records(str(tmp_path / "c.txt"), "--train_file")
+    assert record == {"text": "four"}
     (tmp_path / "e.jsonl").write_text('{"text": "a\u2028b"}\n', encoding="utf-8")
     ((_, record),) = open_records(str(tmp_path / "e.jsonl"), "--train_file")
     assert record == {"text": "a\u2028b"}
-    (tmp_path / "d.docx").write_text("x")
-    with pytest.raises(InputError, match=r"^--train_file .*d.docx: unknown kind of file"):
-        open_records(str(tmp_path / "d.docx"), "--train_file")
     (tmp_path / "texts").mkdir()
     for name in ("b.md", "a.py"):
         (tmp_path / "texts" / name).write_text(name)
@@ -872,7 +816,6 @@ def test_a_short_run_logs_its_loss(tmp_path, monkeypatch):
     [
         ("", 300, 1200),
         ("--max_steps 20", 20, 20),
-        ("--max_steps 1", 1, 1),
         ("--max_steps 5000", 5000, 1200),
         ("--max_steps 20 --teacher_steps 40", 20, 40),
         ("--max_steps 20 --num_train_epochs 2", 20, 20),
@@ -896,15 +839,9 @@ def test_no_file_has_the_access_token(parse, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["run_distill.py", *line, "--token", "hf_secret"])
     *_, args = parse(line)
     torch.save(args, tmp_path / "training_args.bin")
-    write_card(
-        tmp_path,
-        DistillationConfig("out", use_cpu=True, report_to="none"),
-        "a teacher",
-        {},
-        "train.jsonl",
-    )
+    own = DistillationConfig("out", use_cpu=True, report_to="none")
+    write_card(tmp_path, own, "a teacher", {}, "train.jsonl")
     assert all(b"hf_secret" not in path.read_bytes() for path in tmp_path.iterdir())
-    assert "--hub_token '<TOKEN>' '--hub-token=<TOKEN>' --max_steps 3" in (
-        tmp_path / "README.md"
-    ).read_text(encoding="utf-8")
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "--hub_token '<TOKEN>' '--hub-token=<TOKEN>' --max_steps 3" in card
     assert huggingface_hub.get_token() == "hf_secret"

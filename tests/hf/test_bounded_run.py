@@ -1,66 +1,48 @@
-"""`zero trace` of scripts on several ranks: under tensor parallelism, and where the Trainer saves
-before the step that is asked for.
+"""`zero trace` of a Trainer on several ranks: under tensor parallelism, and where it saves before
+the step that is asked for.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import recorded
-from tests.processes import REPOSITORY, fork_ranks
+from tests.hf.trainer_runs import AUTO, SCRIPTS, write_jobs
+from tests.releases import needs
 from zero.tools.cli import main
 from zero.tools.profile import command
 
-CUT = """
-import torch, zero
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
-specs = [
-    {"patterns": ["0.weight"], "partition_type": "column"},
-    {"patterns": ["2.weight"], "partition_type": "row"},
-]
-config = {
-    "train_micro_batch_size_per_gpu": 1,
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-    "zero_optimization": {"stage": 3},
-    "tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": specs}},
-}
-engine, *_ = zero.initialize(model=model, model_parameters=model.parameters(), config=config)
-for _ in range(3):
-    engine.backward(engine(torch.ones(1, 4)).square().mean())
-    engine.step()
-"""
+Trace = Callable[..., str]
 
-SAVES = """
-import sys
-import torch
-from transformers import Trainer, TrainingArguments
 
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 4)
+@pytest.fixture
+def trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Trace:
+    """Trace a step of two ranks, and return what was printed."""
+    run = partial(recorded.run, nproc=2, imported="transformers on zero")
+    monkeypatch.setattr(command, "run", run)
 
-    def forward(self, x, labels=None):
-        return {"loss": (self.layer(x) - labels).square().mean()}
+    def trace(step: int, code: int, stage: int, **sections: Any) -> str:
+        config = {"zero_optimization": {"stage": stage}, **AUTO, **sections}
+        output = {"output_dir": str(tmp_path / "output"), "save_steps": 2}
+        arguments = {"deepspeed": config, "max_steps": 4, "use_cpu": True, **output}
+        path = write_jobs([{"model": "llama", "arguments": arguments}], tmp_path)
+        words = ("--step", step, "--out", tmp_path / "trace.json", SCRIPTS / "jobs.py", path)
+        with pytest.raises(SystemExit) as ended:
+            main(["trace", *map(str, words)])
+        stderr = capsys.readouterr().err
+        assert ended.value.code == code, stderr
+        assert not list(tmp_path.glob("output/checkpoint-*"))
+        return stderr
 
-folder = sys.argv[1]
-config = {
-    "train_micro_batch_size_per_gpu": 1,
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-    "zero_optimization": {"stage": 2},
-}
-arguments = TrainingArguments(
-    output_dir=f"{folder}/output", deepspeed=config, max_steps=4, save_steps=2, use_cpu=True,
-    per_device_train_batch_size=1, report_to=[], learning_rate=0.1, disable_tqdm=True,
-)
-rows = [{"x": torch.ones(4), "labels": torch.zeros(4)}] * 16
-Trainer(Model(), arguments, train_dataset=rows).train()
-"""
+    return trace
 
 
 def ranks_in(path: Path) -> set[str]:
@@ -70,31 +52,14 @@ def ranks_in(path: Path) -> set[str]:
     return {names[each["pid"]] for each in events if each.get("dur", 0) > 0}
 
 
-def test_ranks_of_one_model_have_tracks_of_their_own(tmp_path: Path):
-    script = tmp_path / "cut.py"
-    script.write_text(CUT)
-    words = ("trace", "--step", "2", "--out", tmp_path / "trace.json")
-    words += ("torchrun", "--standalone", "--nproc_per_node", "2", script)
-    others = {"nproc": 0, "timeout": 180, "imported": "zero", "cwd": REPOSITORY}
-    done = fork_ranks("-m", "zero", *words, **others)
-    assert done.returncode == 0, done.stderr
+@needs("transformers", "5.23", "it does not shard a model that exists by its plan")
+def test_ranks_of_one_model_have_tracks_of_their_own(trace: Trace, tmp_path: Path):
+    trace(step=2, code=0, stage=3, tensor_parallel={"autotp_size": 2})
     assert ranks_in(tmp_path / "trace.json") == {"rank 0", "rank 1"}
 
 
-def test_the_trainer_saves_nothing_and_all_ranks_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_the_trainer_saves_nothing_and_all_ranks_end(trace: Trace, tmp_path: Path):
     """At stage 2 only rank 0 makes the checkpoint's folder, before the others call the engine."""
-    run = partial(recorded.run, nproc=2, imported="transformers on zero")
-    monkeypatch.setattr(command, "run", run)
-    script, out = tmp_path / "saves.py", tmp_path / "trace.json"
-    script.write_text(SAVES)
-    for step, code in ((4, 2), (2, 0)):
-        words = ("--step", str(step), "--out", str(out), str(script), str(tmp_path))
-        with pytest.raises(SystemExit) as ended:
-            main(["trace", *words])
-        _, stderr = capsys.readouterr()
-        assert ended.value.code == code, stderr
-        assert (code == 2) == ("took fewer than 4 optimizer steps" in stderr)
-        assert not list(tmp_path.glob("output/checkpoint-*"))
-    assert ranks_in(out) == {"rank 0", "rank 1"}
+    assert "took fewer than 4 optimizer steps" in trace(step=4, code=2, stage=2)
+    trace(step=2, code=0, stage=2)
+    assert ranks_in(tmp_path / "trace.json") == {"rank 0", "rank 1"}

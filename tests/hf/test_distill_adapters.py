@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ from peft import (
 )
 from safetensors.torch import load_file
 from torch.nn.functional import kl_div, log_softmax
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill import data
 from distill.batch import IGNORED
-from distill.corpus import train_tokenizer
-from tests.processes import REPOSITORY, fork_ranks
+from tests.hf import distill_runs
+from tests.hf.distill_runs import LINES, log, run_jobs, save_llama, write_stage
 from tests.tolerance import assert_close, rounding
 
 pytestmark = [
@@ -33,100 +32,55 @@ pytestmark = [
 ]
 
 ADAPTER = "adapter_model.safetensors"
-COMMANDS = REPOSITORY / "tests" / "distill" / "scripts" / "commands.py"
-LINES = [f"def add_{i}(a, b):\n    return a + b + {i}\n" for i in range(40)]
 LENGTH, BATCH, STEPS, RATE = 32, 4, 3, 0.5
 CLOSE = rounding(torch.float32, 600, STEPS)
-LORA = ["--use_peft", "True", "--lora_r", "4", "--lora_alpha", "8", "--lora_dropout", "0"]
-COMMON = [
-    "--model_name_or_path", "{}/student", "--teacher_model_name_or_path", "{}/teacher",
-    "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--max_length", str(LENGTH),
-    "--max_steps", str(STEPS), "--logging_steps", "1", "--learning_rate", str(RATE), "--optim",
-    "sgd", "--lr_scheduler_type", "constant", "--max_grad_norm", "0", "--kd_alpha", "0.5",
-    "--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "True", "--do_train",
-    "--ddp_find_unused_parameters", "False", "--max_train_tokens", str(LENGTH * BATCH), *LORA,
-]  # fmt: skip
-JOBS: dict[int, dict[str, list[str]]] = {
+LORA = "--use_peft True --lora_r 4 --lora_alpha 8 --lora_dropout 0"
+COMMON = (
+    f"{distill_runs.COMMON} {LORA} --max_length {LENGTH} --max_train_tokens {LENGTH * BATCH} "
+    f"--max_steps {STEPS} --learning_rate {RATE} --optim sgd --lr_scheduler_type constant "
+    "--max_grad_norm 0 --kd_alpha 0.5 --save_strategy no --model_name_or_path {}/student "
+    "--teacher_model_name_or_path {}/teacher --train_file {}/text.txt --validation_file {}/text.txt"
+)
+WHOLE = f"{COMMON} --per_device_train_batch_size {BATCH}"
+HALF = f"{COMMON} --per_device_train_batch_size {BATCH // 2}"
+MERGES = "--merge_adapters True --export_dtype float32"
+WRITES = "--lmbda 1 --max_new_tokens 4 --hidden_loss_weight 0.1"
+STAGES = [f"--deepspeed {{}}/stage{stage}.json" for stage in range(4)]
+JOBS: dict[int, dict[str, str]] = {
     0: {
-        "plain": [*COMMON, "--per_device_train_batch_size", str(BATCH)],
-        "untrained": [*COMMON, "--learning_rate", "0", "--max_steps", "1"],
-        "merged": [
-            *COMMON, "--per_device_train_batch_size", str(BATCH), "--merge_adapters", "True",
-            "--export_dtype", "float32", "--do_eval",
-        ],
-        "writes": [
-            *COMMON, "--lora_target_modules", "all-linear", "--lmbda", "1", "--max_new_tokens", "4",
-            "--hidden_loss_weight", "0.1", "--attn_relation_weight", "0.1",
-        ],
-        "no model": [
-            *LORA, "--student_config", "{}/student", "--kd_alpha", "0", "--train_file",
-            "{}/text.txt", "--do_train",
-        ],
-        "no layers": [*COMMON, "--lora_target_modules", "nothing_like_it"],
-        "no adapters": [
-            "--merge_adapters", "True", "--model_name_or_path", "{}/student", "--kd_alpha", "0",
-            "--train_file", "{}/text.txt", "--do_train",
-        ],
+        "plain": WHOLE,
+        "untrained": f"{COMMON} --learning_rate 0 --max_steps 1",
+        "merged": f"{WHOLE} --do_eval {MERGES}",
+        "writes": f"{COMMON} --lora_target_modules all-linear --attn_relation_weight 0.1 {WRITES}",
+        "no model": f"{LORA} --do_train --student_config {{}}/student --kd_alpha 0 "
+        "--train_file {}/text.txt",
+        "no layers": f"{COMMON} --lora_target_modules nothing_like_it",
     },
     2: {
-        **{
-            f"stage {stage}": [
-                *COMMON, "--per_device_train_batch_size", str(BATCH // 2), "--deepspeed",
-                f"{{}}/stage{stage}.json",
-            ]
-            for stage in range(4)
-        },
-        "merged at stage 3": [
-            *COMMON, "--per_device_train_batch_size", str(BATCH // 2), "--deepspeed",
-            "{}/stage3.json", "--merge_adapters", "True", "--export_dtype", "float32",
-        ],
-        "writes at stage 3": [
-            *COMMON, "--lmbda", "1", "--max_new_tokens", "4", "--hidden_loss_weight", "0.1",
-            "--deepspeed", "{}/stage3.json",
-        ],
+        **{f"stage {stage}": f"{HALF} {option}" for stage, option in enumerate(STAGES)},
+        "merged at stage 3": f"{HALF} {STAGES[3]} {MERGES}",
+        "writes at stage 3": f"{COMMON} {STAGES[3]} {WRITES}",
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("adapters")
-    tokenizer = train_tokenizer(LINES, 290)
-    tokens: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
     for name, layers in (("student", 2), ("teacher", 3)):
-        torch.manual_seed(layers)
-        config = LlamaConfig(
-            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48,
-            num_hidden_layers=layers, num_attention_heads=4, initializer_range=0.3, **tokens,
-        )  # fmt: skip
-        LlamaForCausalLM(config).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+        save_llama(folder / name, layers)
     (folder / "text.txt").write_text("".join(LINES))
     for stage in range(4):
-        section = {"stage": stage, "stage3_param_persistence_threshold": 100}
-        section["stage3_gather_16bit_weights_on_model_save"] = True
-        auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        settings = {"zero_optimization": section, **dict.fromkeys(auto, "auto")}
-        (folder / f"stage{stage}.json").write_text(json.dumps(settings))
+        write_stage(folder, stage)
     return folder
 
 
 @pytest.fixture(scope="module")
 def results(folder) -> dict[str, Any]:
-    results = {}
+    found = {}
     for ranks, jobs in JOBS.items():
-        path = folder / f"jobs{ranks}.json"
-        words = {name: [*job, "--output_dir", f"{{}}/{name}"] for name, job in jobs.items()}
-        path.write_text(json.dumps([[w.format(folder) for w in job] for job in words.values()]))
-        process = fork_ranks(COMMANDS, path, nproc=ranks, timeout=240)
-        assert process.returncode == 0, process.stdout + process.stderr
-        results |= dict(zip(jobs, json.loads(path.with_suffix(".out").read_text()), strict=True))
-    return results
-
-
-def losses(folder: Path) -> list[float]:
-    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    return [entry["loss"] for entry in history if "loss" in entry]
+        found |= run_jobs(folder, jobs, ranks)[0]
+    return found
 
 
 def by_hand(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -163,7 +117,7 @@ def by_hand(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
 def test_adapters_are_trained_as_plain_peft_trains_them(folder, results):
     assert results["plain"] == [0, ""]
     expected_losses, expected = by_hand(folder)
-    assert losses(folder / "plain") == pytest.approx(expected_losses, rel=CLOSE)
+    assert log(folder / "plain") == pytest.approx(expected_losses, rel=CLOSE)
     found, first = (load_file(folder / name / ADAPTER) for name in ("plain", "untrained"))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -176,16 +130,14 @@ def test_adapters_are_trained_as_plain_peft_trains_them(folder, results):
 def test_every_stage_trains_the_same_adapters(stage, folder, results):
     name = f"stage {stage}"
     assert results[name] == [0, ""]
-    assert losses(folder / name) == pytest.approx(losses(folder / "plain"), rel=CLOSE)
+    assert log(folder / name) == pytest.approx(log(folder / "plain"), rel=CLOSE)
     found, expected = (load_file(folder / each / ADAPTER) for each in (name, "plain"))
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert_close(found[key], value, 600, STEPS)
 
 
-def test_saved_adapters_load_on_their_base(folder, results):
-    student = AutoPeftModelForCausalLM.from_pretrained(folder / "plain")
-    assert student.peft_config["default"].r == 4
+def test_the_card_names_the_base(folder, results):
     card = (folder / "plain" / "README.md").read_text()
     assert f"base_model: {folder}/student" in card and "kd_alpha" in card
 
@@ -214,7 +166,6 @@ def test_adapted_students_write_and_match_layers(name, folder, results):
     [
         ("no model", "--use_peft needs a trained student: give --model_name_or_path"),
         ("no layers", "--lora_target_modules: "),
-        ("no adapters", "--merge_adapters needs adapters: give --use_peft"),
     ],
 )
 def test_what_adapters_cannot_do_is_named(name, words, results):

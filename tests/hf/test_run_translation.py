@@ -1,5 +1,5 @@
-"""run_translation.py from the command line: the demonstration, the documented arguments, the loss,
-and bad input.
+"""run_translation.py from the command line: the demonstration, the documented arguments and the
+loss.
 """
 
 import json
@@ -79,7 +79,6 @@ def test_demonstration(tmp_path):
     ]  # fmt: skip
     process = script(*command, nproc=2)
     assert process.returncode == 0, process.stderr
-    assert json.loads((output / "predict_results.json").read_text())["predict_bleu"] >= 0
     assert "predict_chrf" in json.loads((output / "predict_results.json").read_text())
     assert "eval_loss" in json.loads((output / "eval_results.json").read_text())
     # 13 sentences on two ranks: one is repeated, and that one is neither scored nor written.
@@ -120,57 +119,16 @@ def test_own_data_without_a_model(data_files, tmp_path):
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     assert process.stdout.count("no model was named: making a small T5") == 1
-    losses = [
-        entry["loss"]
-        for entry in json.loads((output / "trainer_state.json").read_text())["log_history"][:-1]
-    ]
-    assert losses[-1] < losses[0]
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    assert history[-2]["loss"] < history[0]["loss"]
     assert "eval_bleu" in json.loads((output / "eval_results.json").read_text())
-    assert (output / "generated_predictions.txt").read_text().count("\n") == 20
-
-
-def test_adafactor_on_a_model_from_scratch(data_files, tmp_path):
-    """`--optim` acts if the configuration has no optimizer. In bf16, on two ranks."""
-    config = json.loads(CONFIG.read_text())
-    del config["optimizer"], config["scheduler"]
-    config["zero_force_ds_cpu_optimizer"] = (
-        False  # otherwise accelerate replaces an offloaded optimizer by Adam
-    )
-    (tmp_path / "adafactor.json").write_text(json.dumps(config))
-    output = tmp_path / "out"
-    process = script(
-        "--deepspeed", tmp_path / "adafactor.json", "--optim", "adafactor", "--do_train",
-        "--output_dir", output,
-        *language_arguments(data_files, "train"), "--max_steps", 4, "--max_train_samples", 4,
-        "--learning_rate", "1e-3",
-        "--logging_steps", 1, "--bf16", "--per_device_train_batch_size", 2, nproc=2,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr
-    assert (
-        process.stderr.count(
-            "optimizer Adafactor updates whole tensors, each on the rank that owns it"
-        )
-        == 1
-    )
-    losses = [
-        entry["loss"]
-        for entry in json.loads((output / "trainer_state.json").read_text())["log_history"][:-1]
-    ]
-    assert (
-        len(losses) == 4 and losses[-1] < losses[0] - 0.1
-    )  # each step has the same four sentences
 
 
 STEPS = 3
 GLOBAL_BATCH = 4
-# (world size, batch per rank, accumulation): a step always has the same four sentences. The
+# World size, batch per rank and accumulation: a step always has the same four sentences. The
 # learning rate is 0, so the weights never change, and every step can be compared with plain torch.
-CUTS = {
-    "1 rank": (1, 4, 1),
-    "1 rank x 4": (1, 1, 4),
-    "2 ranks": (2, 2, 1),
-    "2 ranks x 2": (2, 1, 2),
-}
+CUTS = [(1, 1, 4), (2, 1, 2)]
 
 
 def plain_losses(model_folder, corpus):
@@ -183,12 +141,12 @@ def plain_losses(model_folder, corpus):
     losses, norms = [], []
     for step in range(STEPS):
         pairs = corpus.train[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH]
-        batch = collate(
-            [
-                dict(tokenizer(pair.source), labels=tokenizer(pair.target).input_ids)
-                for pair in pairs
-            ]
-        )
+        rows = [
+            dict(tokenizer(pair.source), labels=tokenizer(pair.target).input_ids) for pair in pairs
+        ]
+        # Otherwise a mean of means would pass for the mean over tokens.
+        assert len({len(row["labels"]) for row in rows}) > 1
+        batch = collate(rows)
         labels = batch.pop("labels")
         model.zero_grad()
         loss = cross_entropy(model(**batch).logits.flatten(0, 1), labels.flatten())
@@ -200,11 +158,10 @@ def plain_losses(model_folder, corpus):
     return losses, norms
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("world", "batch", "accumulation"), CUTS)
 def test_loss_is_the_mean_over_the_tokens_of_the_step(
-    cut, model_folder, data_files, corpus, tmp_path
+    world, batch, accumulation, model_folder, data_files, corpus, tmp_path
 ):
-    world, batch, accumulation = CUTS[cut]
     output = tmp_path / "out"
     process = script(
         "--deepspeed", CONFIG, "--model_name_or_path", model_folder, "--do_train", "--output_dir",
@@ -220,38 +177,3 @@ def test_loss_is_the_mean_over_the_tokens_of_the_step(
     losses, norms = plain_losses(model_folder, corpus)
     assert [entry["loss"] for entry in history] == pytest.approx(losses, rel=1e-5)
     assert [entry["grad_norm"] for entry in history] == pytest.approx(norms, rel=1e-4)
-
-
-def test_sentences_of_a_step_differ_in_length(corpus):
-    """Otherwise a mean of means would pass for the mean over tokens."""
-    lengths = [len(pair.target) for pair in corpus.train[:GLOBAL_BATCH]]
-    assert max(lengths) > 1.5 * min(lengths)
-
-
-def test_bad_configuration_ends_every_rank_before_anything_is_written(data_files, tmp_path):
-    config = json.loads(CONFIG.read_text())
-    config["zero_optimization"]["overlap_com"] = True
-    (tmp_path / "bad.json").write_text(json.dumps(config))
-    output = tmp_path / "out"
-    process = script(
-        "--deepspeed", tmp_path / "bad.json", "--do_train", "--output_dir", output,
-        *language_arguments(data_files, "train"), nproc=2,
-    )  # fmt: skip
-    assert process.returncode != 0
-    errors = [line for line in process.stderr.splitlines() if "run_translation.py: error:" in line]
-    assert errors and all("overlap_com" in line and "overlap_comm" in line for line in errors)
-    assert not output.exists()
-
-
-def test_fault_deep_in_a_file_is_named(data_files, tmp_path):
-    lines = data_files["train"].read_text().splitlines() * 4
-    lines[1200] = '{"translation": {"en": "Germany"'
-    (tmp_path / "broken.jsonl").write_text("\n".join(lines))
-    process = script(
-        "--do_train", "--output_dir", tmp_path / "out", "--train_file", tmp_path / "broken.jsonl",
-        "--source_lang", "en", "--target_lang", "de", nproc=0,
-    )  # fmt: skip
-    assert process.returncode == 2
-    assert process.stderr.splitlines()[-1].startswith("run_translation.py: error:")
-    assert "broken.jsonl, line 1201: not valid JSON" in process.stderr.splitlines()[-1]
-    assert not (tmp_path / "out").exists()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.compatibility.__main__ import SCRIPTS, command, find, read_log, write_inputs
-from tests.hf.trainer_runs import AUTO, column, run_plain, run_unmodified
+from tests.hf.trainer_runs import AUTO, assert_trains_as, column, run_plain, run_unmodified
 from tests.processes import fork_ranks
 from tests.releases import needs
 
@@ -26,11 +26,8 @@ ARGUMENTS = {
     "logging_steps": 1,
     "max_grad_norm": 0.5, "learning_rate": 1e-3, "save_strategy": "no",
 }  # fmt: skip
+SHARED_BY_TWO = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2"}
 CHECKPOINT = 6  # in the middle of the second epoch
-
-
-def close(values: list[float]) -> Any:
-    return pytest.approx(values, rel=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -41,23 +38,18 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         [{"model": "llama", "arguments": ARGUMENTS | {"use_cpu": True}}], folder / "plain"
     )
     shared = {"model": "llama", "sequence": 2, "arguments": ARGUMENTS | {"deepspeed": DEEPSPEED}}
-    saving = {
-        "output_dir": str(folder / "saved"),
-        "save_strategy": "steps",
-        "save_steps": CHECKPOINT,
-    }
+    saving = {"save_strategy": "steps", "save_steps": CHECKPOINT}
+    saving["output_dir"] = str(folder / "saved")
     first = {**shared, "arguments": shared["arguments"] | saving}
     resumed = {**shared, "resume": str(folder / "saved" / f"checkpoint-{CHECKPOINT}")}
     return plain + run_unmodified([first, resumed], folder / "shared", nproc=2)
 
 
 def test_the_trainer_has_the_losses_of_one_process(reports):
+    """In the evaluation each rank has whole sequences."""
     plain, shared, _ = reports
-    assert shared["engine"] == "DeepSpeedEngine" and shared["world_size"] == 2
+    assert_trains_as(shared, plain, ranks=2)
     assert shared["config"]["train_batch_size"] == 4
-    for key in ("loss", "grad_norm"):
-        assert len(column(plain, key)) == 8
-        assert column(shared, key) == close(column(plain, key))
     assert max(column(plain, "grad_norm")) > 0.5, "clipping must be at work"
 
 
@@ -65,12 +57,6 @@ def test_the_trainer_resumes_within_an_epoch(reports):
     _, shared, resumed = reports
     for key in ("loss", "grad_norm"):
         assert column(resumed, key) == column(shared, key)
-
-
-def test_evaluation_is_that_of_one_process(reports):
-    """There each rank has whole sequences."""
-    plain, shared, _ = reports
-    assert shared["evaluation"]["eval_loss"] == close(plain["evaluation"]["eval_loss"])
 
 
 def test_trl_packs_sequences(tmp_path):
@@ -82,23 +68,15 @@ def test_trl_packs_sequences(tmp_path):
         out = tmp_path / f"out{stage}"
         line = command(script, file, data, "full", stage, out)
         # A step has one batch on one process, and one on two that share it.
-        line += [
-            "--packing",
-            "--gradient_accumulation_steps",
-            "1",
-            *([] if stage else ["--use_cpu"]),
-        ]
-        sharing = (
-            {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2"}
-            if stage
-            else {}
-        )
-        imported = "transformers on zero" if stage else "transformers"
-        process = fork_ranks(
-            *line, nproc=2 if stage else 1, timeout=240, imported=imported, env=sharing
-        )
+        line += ["--packing", "--gradient_accumulation_steps", "1"]
+        options = {"nproc": 2, "env": SHARED_BY_TWO} if stage else {"nproc": 1}
+        if not stage:
+            line.append("--use_cpu")
+            options["imported"] = "transformers"
+        process = fork_ranks(*line, timeout=240, **options)
         assert process.returncode == 0, process.stdout + process.stderr
         logs.append([entry for entry in read_log(out) if "loss" in entry])
     assert len(logs[0]) == 4
     for key in ("loss", "grad_norm"):
-        assert [entry[key] for entry in logs[1]] == close([entry[key] for entry in logs[0]])
+        expected, found = ([entry[key] for entry in log] for log in logs)
+        assert found == pytest.approx(expected, rel=1e-6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -43,11 +42,3 @@ def test_a_generator_gets_merged_weights_block_by_block(
         nproc=2, timeout=280,
     )  # fmt: skip
     assert process.returncode == 0, process.stdout + process.stderr
-    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    assert len(report["syncs"]) == len(report["losses"]) == 3
-    for sync in report["syncs"]:
-        assert sync["differing"] == [] and sync["received"] == sync["expected"] > 20
-        assert sync["peak"] <= sync["block"] <= sync["whole"] / 2
-        assert sync["gathered"] <= 1.01 * sync["whole"], "padding apart, everything comes once"
-        assert sync["left"] == 0
-        assert sync["metadata"] is (True if mode == "server" else None)

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.processes import REPOSITORY, fork_ranks, run
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -76,3 +78,19 @@ def run_own(jobs: list[Job], folder: Path) -> list[dict[str, Any]]:
 def column(report: dict[str, Any], key: str) -> list[float]:
     """Return the value of `key` in each logged training step."""
     return [entry[key] for entry in report["log"] if key in entry]
+
+
+def assert_trains_as(
+    report: dict[str, Any],
+    plain: dict[str, Any],
+    ranks: int,
+    loss: float = 1e-6,
+    norm: float = 1e-6,
+) -> None:
+    """The engine's losses, norms and evaluation are those of a plain run, within so much."""
+    assert (report["engine"], report["world_size"]) == ("DeepSpeedEngine", ranks)
+    for key, allowed in (("loss", loss), ("grad_norm", norm)):
+        assert len(column(plain, key)) > 1
+        assert column(report, key) == pytest.approx(column(plain, key), rel=allowed)
+    found, expected = (each["evaluation"]["eval_loss"] for each in (report, plain))
+    assert found == pytest.approx(expected, rel=loss)

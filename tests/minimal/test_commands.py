@@ -126,15 +126,9 @@ def test_importing_zero_imports_no_torch(place: Path):
     assert python(place, "-c", code) == (0, "True\n", "")
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("doctor", "0 fault(s)"),
-    ],
-)  # fmt: skip
-def test_a_command_prints_only_its_own_lines(place: Path, line: str, said: str):
-    code, out, err = zero(place, line)
-    assert (code, err) == (0, "") and said in out
+def test_a_command_prints_only_its_own_lines(place: Path):
+    code, out, err = zero(place, "doctor")
+    assert (code, err) == (0, "") and "0 fault(s)" in out
 
 
 @pytest.mark.parametrize(
@@ -148,11 +142,7 @@ def test_a_command_prints_only_its_own_lines(place: Path, line: str, said: str):
         ("trace --step 2 train.py", "trace.json: open it", "trace:"),
         ("verify --steps 1 train.py", "Equal", "verify: on"),
         ("estimate model --ds-config ds.json --world 2 --seq 16", "26,784 parameters", "trying"),
-        (
-            "plan model --device-memory 1G --seq 16 --out made.json",
-            "the fastest that fits",
-            "trying",
-        ),
+        ("plan model --device-memory 1G --seq 16 --out made.json", "the fastest that fi", "trying"),
     ],
 )
 def test_a_command_shows_its_progress(place: Path, line: str, said: str, first: str):

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 steps.py jobs.json
 
-A job: {"name", "kind": llama|gpt2|t5, "arguments": DistillationConfig's, "pad": multiple, "report":
+A job: {"kind": llama|gpt2|t5, "arguments": DistillationConfig's, "pad": multiple, "report":
 file}. The report holds the log, the held-out metrics, and the trained student's weights. With SGD
 the weights show the gradients."""
 # ruff: noqa: E402
@@ -20,17 +20,10 @@ from distill.trainer import DistillationTrainer
 from tests.distill import models
 
 DEFAULTS = {
-    "max_steps": 2,
-    "logging_steps": 1,
-    "learning_rate": 0.01,
-    "lr_scheduler_type": "constant",
-    "optim": "sgd",
-    "max_grad_norm": 0.0,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
-}
+    "max_steps": 2, "logging_steps": 1, "learning_rate": 0.01, "lr_scheduler_type": "constant",
+    "optim": "sgd", "max_grad_norm": 0.0, "save_strategy": "no", "report_to": "none",
+    "disable_tqdm": True, "use_cpu": True,
+}  # fmt: skip
 
 
 def main() -> None:
@@ -49,14 +42,12 @@ def main() -> None:
         evaluation = trainer.evaluate()
         trainer.save_model()
         engine = trainer.teacher.engine
-        residency = getattr(engine, "residency", None)
+        residency, groups = getattr(engine, "residency", None), getattr(engine, "groups", [])
         report = {
             "engine": type(trainer.model_wrapped).__name__,
             "teacher": type(engine).__name__,
             "peak": None if residency is None else residency.peak,
-            "groups": None
-            if residency is None
-            else sorted(u.layout.numel for u in engine.groups if not u.persistent),
+            "groups": sorted(each.layout.numel for each in groups if not each.persistent),
             "log": trainer.state.log_history,
             "evaluation": evaluation,
         }

@@ -24,7 +24,6 @@ from transformers import (
     Seq2SeqTrainingArguments,
     Trainer,
     TrainerCallback,
-    TrainingArguments,
     set_seed,
 )
 
@@ -36,14 +35,14 @@ DEEPSPEED = sys.argv[2] if len(sys.argv) > 2 else None
 CLASSIFIER = FOLDER / "classifier"
 
 
-def arguments(name: str, kind: type = TrainingArguments, **others: Any) -> Any:
+def arguments(name: str, **others: Any) -> Seq2SeqTrainingArguments:
     settings: dict[str, Any] = {
         "max_steps": 3, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2,
         "learning_rate": 1e-2, "logging_steps": 1, "report_to": [], "save_strategy": "no",
         "disable_tqdm": True, "use_cpu": True, "seed": 5, "lr_scheduler_type": "constant",
         "dataloader_pin_memory": False,
     }  # fmt: skip
-    return kind(str(FOLDER / name), deepspeed=DEEPSPEED, **settings | others)
+    return Seq2SeqTrainingArguments(str(FOLDER / name), deepspeed=DEEPSPEED, **settings | others)
 
 
 def trainer(
@@ -52,13 +51,14 @@ def trainer(
     """A Trainer. `others` beginning with `with_` are its own arguments, the rest those of
     `TrainingArguments`.
     """
-    own = {key.removeprefix("with_"): each for key, each in others.items() if "with_" in key}
-    given = {key: each for key, each in others.items() if "with_" not in key}
+    own = {key[5:]: each for key, each in others.items() if key.startswith("with_")}
+    given = {key: each for key, each in others.items() if not key.startswith("with_")}
     args = arguments(name, **given)  # first: it decides how models are built
-    net = net() if net is not None else parts.model()
+    if "model_init" not in own:
+        own["model"] = net() if net is not None else parts.model()
     set_seed(2)
     data = parts.Tokens() if data is None else data
-    return kind(net, args, train_dataset=data, eval_dataset=parts.Tokens(8), **own)
+    return kind(args=args, train_dataset=data, **{"eval_dataset": parts.Tokens(8)} | own)
 
 
 def numbers(trained: Any) -> list[float]:
@@ -198,14 +198,10 @@ def averaged_model(name: str, gathers: bool = True) -> list[float]:
 
 
 def restored_callback(name: str) -> list[float]:
-    saves = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    saves: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     run(name, with_callbacks=[parts.Counted()], **saves)
-    made = trainer(
-        name,
-        with_callbacks=[parts.Counted()],
-        restore_callback_states_from_checkpoint=True,
-        **saves,
-    )
+    saves["restore_callback_states_from_checkpoint"] = True
+    made = trainer(name, with_callbacks=[parts.Counted()], **saves)
     made.train(resume_from_checkpoint=str(FOLDER / name / "checkpoint-2"))
     counted = [each for each in made.callback_handler.callbacks if isinstance(each, parts.Counted)]
     return [*numbers(made), *(float(each.steps) for each in counted)]
@@ -213,28 +209,14 @@ def restored_callback(name: str) -> list[float]:
 
 def search(name: str) -> list[float]:
     sys.modules["optuna"] = parts.stub_of_optuna()
-    args, logs = arguments(name), parts.Losses()
-    made = Trainer(
-        None,
-        args,
-        train_dataset=parts.Tokens(),
-        eval_dataset=parts.Tokens(8),
-        model_init=lambda: parts.model(),
-        callbacks=[logs],
-    )
+    logs = parts.Losses()
+    made = trainer(name, with_model_init=lambda: parts.model(), with_callbacks=[logs])
     made.hyperparameter_search(
         lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-2)},
         n_trials=2,
         backend="optuna",
     )
     return logs.seen
-
-
-def model_init(name: str) -> list[float]:
-    args = arguments(name)
-    made = Trainer(None, args, train_dataset=parts.Tokens(), model_init=lambda: parts.model())
-    made.train()
-    return numbers(made)
 
 
 def bf16_evaluation(name: str) -> list[float]:
@@ -244,18 +226,17 @@ def bf16_evaluation(name: str) -> list[float]:
 
 
 def several_evaluations(name: str) -> list[float]:
-    args, net = arguments(name, **EVALUATES), parts.model()
     data = {"first": parts.Tokens(8), "second": parts.Tokens(6)}
-    made = Trainer(net, args, train_dataset=parts.Tokens(), eval_dataset=data)
+    made = trainer(name, with_eval_dataset=data, **EVALUATES)
     made.train()
     log = made.state.log_history
     return [entry[key] for entry in log for key in entry if key.endswith("_loss")]
 
 
 def named_labels(name: str) -> list[float]:
-    args, net = arguments(name, label_names=["targets"], remove_unused_columns=False), parts.model()
-    data = parts.Named()
-    made = parts.NamedLoss(net, args, train_dataset=data, eval_dataset=parts.Named(8))
+    labels = {"label_names": ["targets"], "remove_unused_columns": False}
+    data = {"data": parts.Named(), "with_eval_dataset": parts.Named(8)}
+    made = trainer(name, kind=parts.NamedLoss, **labels, **data)
     made.train()
     found = made.predict(parts.Named(6))
     return [*numbers(made), found.metrics["test_loss"], float(found.label_ids.sum())]
@@ -271,21 +252,12 @@ def only_model(name: str) -> list[float]:
 
 
 def written(name: str) -> list[float]:
-    args = arguments(
-        name, kind=Seq2SeqTrainingArguments, predict_with_generate=True, generation_max_length=6,
-        **EVALUATES,
-    )  # fmt: skip
-    net = parts.encoder_decoder()
-
     def metrics(prediction: Any) -> dict[str, float]:
         return {"right": float(abs(prediction.predictions).sum())}
 
-    made = Seq2SeqTrainer(
-        net,
-        args,
-        train_dataset=parts.Tokens(),
-        eval_dataset=parts.Tokens(8),
-        compute_metrics=metrics,
+    generates = {"predict_with_generate": True, "generation_max_length": 6} | EVALUATES
+    made = trainer(
+        name, parts.encoder_decoder, Seq2SeqTrainer, with_compute_metrics=metrics, **generates
     )
     made.train()
     return numbers(made) + made.predict(parts.Tokens(6)).predictions.flatten().tolist()
@@ -367,7 +339,7 @@ RUNS: dict[str, Callable[[str], list[float]]] = {
     "smaller_batches": lambda name: run(name, auto_find_batch_size=True),
     "two_trainers": two_trainers,
     "second_run": second_run,
-    "model_init": model_init,
+    "model_init": lambda name: run(name, with_model_init=lambda: parts.model()),
     "search": search,
     "averaged_model": averaged_model,
     "averaged_alone": lambda name: averaged_model(name, gathers=False),

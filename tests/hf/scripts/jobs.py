@@ -5,6 +5,8 @@ not mention zero.
 file. A job:
 
     model       "llama", "mixtral" or "t5"
+    dropout     optional: of the T5
+    samples     optional: how many samples it trains on
     arguments   keyword arguments of `Seq2SeqTrainingArguments`
     reference   optional: {"optimizer": "Adam" | "AdamW", "parameters": {...}, "factors": [...]},
                 the optimizer and the learning-rate factor of each step, for a run without DeepSpeed
@@ -13,6 +15,7 @@ file. A job:
                 the others
     save        optional: call `save_model` at the end
     sequence    optional: how many ranks share a sequence
+    replicas    optional: how many groups of ranks hold a whole model
     tensor      optional: how many ranks share each layer, as accelerate says it; the others are
                 data-parallel
     resume      optional: the checkpoint to begin with
@@ -23,6 +26,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -39,17 +43,14 @@ from transformers import (
     StoppingCriteriaList,
     T5Config,
     T5ForConditionalGeneration,
+    TrainerCallback,
     set_seed,
 )
 
-SAMPLES = (
-    16  # a multiple of every global batch used here, so that no sample is repeated to fill a batch
-)
-EVALUATION_SAMPLES = {
-    "llama": 8,
-    "mixtral": 8,
-    "t5": 7,
-}  # 7 leaves the ranks with unequal numbers of samples
+# A multiple of every global batch used here, so that no sample is repeated to fill a batch.
+SAMPLES = 16
+# 7 leaves the ranks with unequal numbers of samples.
+EVALUATION_SAMPLES = {"llama": 8, "mixtral": 8, "t5": 7}
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -90,12 +91,12 @@ def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     }
 
 
-def make_model(name: str) -> torch.nn.Module:
+def make_model(name: str, dropout: float = 0.0) -> torch.nn.Module:
     set_seed(0)
     if name == "t5":
         config = T5Config(
-            vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
-            decoder_start_token_id=0,
+            vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+            dropout_rate=dropout, decoder_start_token_id=0,
         )  # fmt: skip
         return T5ForConditionalGeneration(config)
     if name == "mixtral":
@@ -135,10 +136,13 @@ def reference_optimizers(model: torch.nn.Module, reference: dict) -> tuple:
 
 
 def parallelism_of(job: dict) -> dict:
-    """The arguments for a job whose ranks share sequences or layers."""
+    """The arguments for a job whose ranks share sequences or layers, or are replicas."""
     sizes = {}
     if "sequence" in job:
         sizes = {"sp_backend": "deepspeed", "sp_size": job["sequence"]}
+    if "replicas" in job:
+        others = int(os.environ["WORLD_SIZE"]) // job["replicas"]
+        sizes = {"dp_replicate_size": job["replicas"], "dp_shard_size": others}
     if "tensor" in job:
         others = int(os.environ["WORLD_SIZE"]) // job["tensor"]
         sizes = {"tp_size": job["tensor"], "dp_shard_size": others}
@@ -149,20 +153,21 @@ def parallelism_of(job: dict) -> dict:
     return {"parallelism_config": ParallelismConfig(**sizes)}
 
 
-def run(job: dict) -> None:
+def run(job: dict, callbacks: list[TrainerCallback]) -> None:
     # The arguments come first: they tell transformers to build the model sharded.
     job["arguments"] |= parallelism_of(job)
     args = Seq2SeqTrainingArguments(
         report_to=[], disable_tqdm=True, dataloader_pin_memory=False, **job["arguments"]
     )
-    model = make_model(job["model"])
+    model = make_model(job["model"], job.get("dropout", 0.0))
     seq2seq = job["model"] == "t5"
     trainer = Seq2SeqTrainer(
         model=model,
         args=args,
-        train_dataset=Tokens(SAMPLES, seq2seq),
+        train_dataset=Tokens(job.get("samples", SAMPLES), seq2seq),
         eval_dataset=Tokens(EVALUATION_SAMPLES[job["model"]], seq2seq),
         data_collator=collate,
+        callbacks=callbacks,
         optimizers=reference_optimizers(model, job["reference"])
         if "reference" in job
         else (None, None),
@@ -175,7 +180,9 @@ def run(job: dict) -> None:
         "world_size": args.world_size,
         "engine": type(trainer.model_wrapped).__name__,
         "config": getattr(trainer.model_wrapped, "config", {}) if args.deepspeed else {},
-        "parameters": model.num_parameters(),
+        "random": torch.rand(1).item(),
+        "held": sum(getattr(each, "ds_tensor", each).numel() for each in model.parameters())
+        / sum(each.numel() for each in model.parameters()),
     }
     report["graphs"] = counters["stats"]["unique_graphs"] - graphs  # of torch.compile
     if job.get("predict"):
@@ -191,9 +198,9 @@ def run(job: dict) -> None:
         Path(job["report"]).write_text(json.dumps(report, default=str), encoding="utf-8")
 
 
-def main() -> None:
+def main(callbacks: Callable[[dict], list[TrainerCallback]] = lambda job: []) -> None:
     for job in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
-        run(job)
+        run(job, callbacks(job))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
 """TRL's GRPO or RLOO with a stand-in for vLLM, which keeps what it is sent. An ordinary script,
 which does not mention zero but to measure it.
 
-`python weight_sync.py FOLDER TRAINER MODE ADAPTER`: rank 0 writes FOLDER/report.json. For each
-synchronization of the weights: which of them differ from those of a model that PEFT has merged in
-one process, how many elements were gathered, and how many were gathered at a time."""
+`python weight_sync.py FOLDER TRAINER MODE ADAPTER` fails unless each synchronization of the weights
+sends those of a model that PEFT has merged in one process, gathers each element once, and never
+more than a block at a time."""
 
 from __future__ import annotations
 
 import copy
-import json
-import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,12 +41,9 @@ ADAPTERS: dict[str, Any] = {
         init_ia3_weights=False,
     ),
 }
-DEEPSPEED = {
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-}
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+STAGE_3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
+DEEPSPEED = {"zero_optimization": STAGE_3, **dict.fromkeys(SIZES, "auto")}
 
 RECEIVED: dict[str, torch.Tensor] = {}
 METADATA: list[list[Any]] = []
@@ -115,12 +112,12 @@ def stand_in() -> None:
         module.is_vllm_available = generation.is_vllm_available
 
 
-class Measured:
-    """Stands for a trainer's `VLLMGeneration`: measures each of its synchronizations."""
+class Checked:
+    """Stands for a trainer's `VLLMGeneration`, and checks each of its synchronizations."""
 
     def __init__(self, trainer: Any, plain: torch.nn.Module):
         self._trainer, self._generation, self._plain = trainer, trainer.vllm_generation, plain
-        self.syncs: list[dict[str, Any]] = []
+        self.syncs = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generation, name)
@@ -129,37 +126,26 @@ class Measured:
         engine = self._trainer.model_wrapped
         expected = self._expected(engine)
         RECEIVED.clear()
-        gathered, residency = self._elements(engine), engine.residency
-        residency.peak = residency.live
-        live = residency.live
+        residency, before = engine.residency, self._elements(engine)
+        residency.peak = live = residency.live
         self._generation.sync_weights()
-        blocks: dict[Any, int] = {}
+        sizes: Counter[Any] = Counter()
         for group in engine.groups:
-            key = tuple(group.modules)
-            blocks[key] = blocks.get(key, 0) + group.layout.numel
-        self.syncs.append(
-            {
-                "gathered": self._elements(engine) - gathered,
-                "peak": residency.peak - live,
-                "left": residency.live - live,
-                "block": max(blocks.values()),
-                "whole": sum(blocks.values()),
-                "received": len(RECEIVED),
-                "expected": len(expected),
-                "differing": [
-                    name
-                    for name, value in RECEIVED.items()
-                    if not torch.equal(value, expected.get(name, value + 1))
-                ],
-                "metadata": [
-                    [name, str(value.dtype).removeprefix("torch."), list(value.shape)]
-                    for name, value in RECEIVED.items()
-                ]
-                == [list(entry) for entry in METADATA[-1]]
-                if METADATA
-                else None,
-            }
-        )
+            sizes[tuple(group.modules)] += group.layout.numel
+        assert residency.peak - live <= max(sizes.values()) <= sizes.total() / 2
+        # Padding apart, everything comes once.
+        assert self._elements(engine) - before <= 1.01 * sizes.total()
+        assert residency.live == live
+        self.syncs += 1
+        if not self._trainer.accelerator.is_main_process:
+            return
+        assert RECEIVED.keys() == expected.keys() and len(RECEIVED) > 20
+        assert all(torch.equal(value, expected[name]) for name, value in RECEIVED.items())
+        if METADATA:
+            assert [tuple(entry) for entry in METADATA[-1]] == [
+                (name, str(value.dtype).removeprefix("torch."), list(value.shape))
+                for name, value in RECEIVED.items()
+            ]
 
     def _elements(self, engine: Any) -> int:
         counted = engine.comm.elements
@@ -185,34 +171,20 @@ class Measured:
 def main() -> None:
     folder, kind, mode, adapter = Path(sys.argv[1]), *sys.argv[2:]
     stand_in()
-    config, trainer_class = {
-        "grpo": (GRPOConfig, GRPOTrainer),
-        "rloo": (RLOOConfig, RLOOTrainer),
-    }[kind]
+    kinds = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}
+    config, trainer_class = kinds[kind]
     plain = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     if ADAPTERS[adapter] is not None:
         plain = get_peft_model(plain, copy.deepcopy(ADAPTERS[adapter]))
-    (folder / "ds.json").write_text(json.dumps(DEEPSPEED))
+    if kind == "grpo":
+        config = partial(config, vllm_importance_sampling_correction=False)
     args = config(
-        output_dir=str(folder / f"{kind}_{mode}_{adapter}"),
-        deepspeed=str(folder / "ds.json"),
-        use_vllm=True,
-        vllm_mode=mode,
-        max_steps=3,
-        num_generations=2,
-        max_completion_length=8,
-        per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        beta=0.1,
-        bf16=False,
-        use_cpu=True,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        logging_steps=1,
+        output_dir=str(folder / f"{kind}_{mode}_{adapter}"), deepspeed=DEEPSPEED, use_vllm=True,
+        vllm_mode=mode, max_steps=3, num_generations=2, max_completion_length=8,
+        per_device_train_batch_size=2, learning_rate=1e-2, beta=0.1, bf16=False, use_cpu=True,
+        save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=1,
         model_init_kwargs={"dtype": "float32"},
-        **({"vllm_importance_sampling_correction": False} if kind == "grpo" else {}),
-    )
+    )  # fmt: skip
     trainer = trainer_class(
         model=str(folder / "model"),
         reward_funcs=vowels,
@@ -220,12 +192,11 @@ def main() -> None:
         train_dataset=datasets.load_dataset(str(folder / "prompt"), split="train"),
         peft_config=ADAPTERS[adapter],
     )
-    measured = trainer.vllm_generation = Measured(trainer, plain)
+    checked = trainer.vllm_generation = Checked(trainer, plain)
     trainer.train()
-    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    if os.environ["RANK"] == "0":
-        report = {"syncs": measured.syncs, "losses": logged}
-        (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
+    assert checked.syncs == 3
+    if trainer.accelerator.is_main_process:
+        assert bool(METADATA) == (mode == "server")
 
 
 if __name__ == "__main__":

@@ -13,41 +13,33 @@ from benchmarks.scaling.timeline import Machine, predict
 from zero.build import warn_if_crowded
 from zero.config import load_config
 
-RANKS, NUMEL = 2, 1 << 20
-# Two groups of 4 MiB; gathering one takes 2 s, and computing takes `cost`.
+NUMEL = 1 << 20
+# Groups of 4 MiB; gathering one takes two ranks 2 s.
 LINK = NUMEL * 4 / 2 / 2.0
+NODES = {"per_node": 2, "between": LINK / 100, "latency_between": 0.0}
+
+
+def predicted(
+    program: list[Op], groups: int, ranks: int, machine: dict[str, Any], section: dict[str, Any]
+) -> dict[str, Any]:
+    section = {"stage": 3, **section}
+    config = load_config({"train_micro_batch_size_per_gpu": 1, "zero_optimization": section})
+    with torch.device("meta"):
+        layers = (nn.Linear(1024, 1024, bias=False) for _ in range(groups))
+        made = make_groups(nn.Sequential(*layers), config, ranks)
+    speeds = {"flops": 1.0, "device_memory_bandwidth": float("inf")}
+    links = {"within": LINK, "latency_within": 0.0}
+    return predict(made, program, config, Machine(**speeds | links | machine), ranks)
 
 
 def waits(
-    cost: float, machine: dict[str, Any] | None = None, ranks: int = RANKS, **section: Any
+    cost: float, machine: dict[str, Any] | None = None, ranks: int = 2, **section: Any
 ) -> dict[str, Any]:
-    config = load_config(
-        {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **section}}
-    )
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False))
-    groups = make_groups(model, config, ranks)
-    program = [
-        Op("gather", 0),
-        Op("gather", 1),
-        Op("use", 0),
-        Op("compute", -1, cost),
-        Op("use", 1),
-    ]
-    program += [
-        Op("reduce", 1),
-        Op("compute", -1, cost),
-        Op("reduce", 0),
-        Op("backward ends"),
-        Op("step"),
-    ]
-    speeds = {
-        "flops": 1.0,
-        "within": LINK,
-        "latency_within": 0.0,
-        "device_memory_bandwidth": float("inf"),
-    }
-    return predict(groups, program, config, Machine(**speeds | (machine or {})), ranks)
+    """Of two groups, each of which computes for `cost` seconds."""
+    compute, ends = Op("compute", -1, cost), [Op("backward ends"), Op("step")]
+    program = [Op("gather", 0), Op("gather", 1), Op("use", 0), compute, Op("use", 1)]
+    program += [Op("reduce", 1), compute, Op("reduce", 0), *ends]
+    return predicted(program, 2, ranks, machine or {}, section)
 
 
 @pytest.mark.parametrize(("cost", "gather", "reduce"), [(10.0, 2.0, 2.0), (1.0, 3.0, 3.0)])
@@ -73,19 +65,13 @@ def test_an_update_on_the_host_runs_beside_the_next_forward():
     assert blocking["waits"]["update"] == pytest.approx(6.0, rel=1e-3)
 
 
-def test_a_ring_crosses_nodes_at_the_speed_of_the_slowest_link():
+def test_a_ring_crosses_nodes_at_the_speed_of_the_slowest_link_that_groups_share():
     machine = Machine(
         within=100.0, between=10.0, per_node=2, latency_within=1.0, latency_between=5.0
     )
     assert machine.collective(100, 1) == 0
     assert machine.collective(100, 2) == pytest.approx(50 / 100 + 1)
     assert machine.collective(100, 4) == pytest.approx(75 / 10 + 5 + 2 * 1)
-
-
-def test_groups_of_all_ranks_of_a_node_share_its_links():
-    machine = Machine(
-        within=100.0, between=10.0, per_node=2, latency_within=1.0, latency_between=5.0
-    )
     # 2 ranks on 2 nodes; the other rank of each node has such a group as well.
     assert machine.collective(100, 2, stride=2) == pytest.approx(50 / (10 / 2) + 5)
     # Directly, both ranks of a node send half of their buffers to the other node.
@@ -93,15 +79,9 @@ def test_groups_of_all_ranks_of_a_node_share_its_links():
     assert machine.exchange(100, 2) == pytest.approx(50 / 100 + 1)
 
 
-NODES = {"per_node": 2, "between": LINK / 100}
-
-
 def network(**section: Any) -> float:
-    """Seconds of communication of 4 ranks on 2 nodes.
-
-    Groups are 4 MiB: 2 s a collective within a node.
-    """
-    return waits(1.0, NODES | {"latency_between": 0.0}, ranks=4, **section)["busy"]["network"]
+    """Seconds of communication of 4 ranks on 2 nodes."""
+    return waits(1.0, NODES, ranks=4, **section)["busy"]["network"]
 
 
 def test_shards_of_groups_stay_within_a_node_and_gradients_are_summed_over_both():
@@ -114,37 +94,17 @@ def test_shards_of_groups_stay_within_a_node_and_gradients_are_summed_over_both(
 
 @pytest.mark.parametrize(("coded", "part"), [(False, 1.0), (True, 260 / 1024)])
 def test_second_shards_are_gathered_within_a_node_and_uncoded(coded, part):
-    section = {"stage": 3, "zero_hpz_partition_size": 2, "zero_quantized_weights": coded}
-    config = load_config({"train_micro_batch_size_per_gpu": 1, "zero_optimization": section})
-    with torch.device("meta"):
-        groups = make_groups(nn.Linear(1024, 1024, bias=False), config, 4)
+    section = {"zero_hpz_partition_size": 2, "zero_quantized_weights": coded}
     program = [Op("gather", 0), Op("use", 0), Op("gather", 0), Op("use", 0), Op("step")]
-    machine = Machine(
-        within=LINK, between=LINK / 100, per_node=2, latency_within=0.0, latency_between=0.0
-    )
-    found = predict(groups, program, config, machine, 4)
+    found = predicted(program, 1, 4, NODES, section)
     assert found["busy"]["network"] == pytest.approx(part * 3 / 4 * 4 * NUMEL / (LINK / 100) + 2)
 
 
 def test_coded_gradients_of_nodes_that_are_not_full_are_exchanged_among_all():
-    config = load_config(
-        {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3, "zero_quantized_gradients": True},
-        }
-    )
-    machine = Machine(
-        within=LINK, between=LINK / 100, per_node=2, latency_within=0.0, latency_between=0.0
-    )
-    spent = {}
-    for ranks in (3, 4):
-        with torch.device("meta"):
-            groups = make_groups(nn.Linear(1024, 1024, bias=False), config, ranks)
-        found = predict(
-            groups, [Op("reduce", 0), Op("backward ends"), Op("step")], config, machine, ranks
-        )
-        spent[ranks] = found["busy"]["network"]
-    assert spent[3] > spent[4] > 0
+    program = [Op("reduce", 0), Op("backward ends"), Op("step")]
+    section = {"zero_quantized_gradients": True}
+    partly, full = (predicted(program, 1, ranks, NODES, section) for ranks in (3, 4))
+    assert partly["busy"]["network"] > full["busy"]["network"] > 0
 
 
 def test_coded_messages_are_smaller():
@@ -160,7 +120,7 @@ def test_blocks_that_find_no_room_beside_each_other_are_a_warning(limit, warned,
     config = load_config({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(30_000, 30_000, bias=False) for _ in range(3)))
-    warn_if_crowded(make_groups(model, config, RANKS), limit)
+    warn_if_crowded(make_groups(model, config, 2), limit)
     assert [f"{2 * 30_000**2:,} would be enough" in each for each in caplog.messages] == [
         True
     ] * warned

@@ -100,6 +100,7 @@ def test_groups_of_a_torch_optimizer_keep_what_they_say():
         (partial(torch.optim.RAdam, lr=0.1), "no amsgrad"),
         (Adafactor, "clip_threshold"),
         (torch.optim.Adafactor, "beta2_decay"),
+        (lambda params: pytest.importorskip("schedulefree").AdamWScheduleFree(params), "lr_power"),
         pytest.param(
             lambda params: torch.optim.Muon(params),
             "momentum, nesterov, ns_steps",
@@ -111,14 +112,6 @@ def test_adam_does_not_take_the_place_of_another_optimizer(make, key):
     """accelerate calls it for any offloaded optimizer."""
     user = make([nn.Parameter(torch.ones(2, 2))])
     with pytest.raises(UsageError, match=f"{key}.*set zero_force_ds_cpu_optimizer to false"):
-        DeepSpeedCPUAdam(user.param_groups, lr=0.1, weight_decay=0.0, adamw_mode=False)
-
-
-def test_adam_does_not_take_the_place_of_a_schedule_free_optimizer():
-    user = pytest.importorskip("schedulefree").AdamWScheduleFree([nn.Parameter(torch.ones(2))])
-    with pytest.raises(
-        UsageError, match="weight_lr_power.*set zero_force_ds_cpu_optimizer to false"
-    ):
         DeepSpeedCPUAdam(user.param_groups, lr=0.1, weight_decay=0.0, adamw_mode=False)
 
 

@@ -1,6 +1,7 @@
 """DeepSpeed's names beside the engine: groups, checkpoints, fragments."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from zero.config import load_config
 from zero.errors import UsageError
 from zero.integrations.deepspeed import finder
 from zero.integrations.deepspeed.checkpoints import convert_zero_checkpoint_to_fp32_state_dict
-from zero.optim.loss_scaler import LossScaler
 
 
 def ranks_of_groups(rank: int, world_size: int) -> tuple:
@@ -30,14 +30,6 @@ def ranks_of_groups(rank: int, world_size: int) -> tuple:
 
 def test_every_rank_is_a_data_parallel_rank():
     assert run_on(2, ranks_of_groups) == [(0, 2, 1), (1, 2, 1)]
-
-
-def test_loss_scale_at_stage_0_halves_at_once_unless_a_hysteresis_is_given():
-    fp16 = {"enabled": True, "initial_scale_power": 4}
-    for given, expected in (({}, 8), ({"hysteresis": 2}, 16)):
-        scaler = LossScaler(load_config({"train_batch_size": 1, "fp16": fp16 | given}).fp16)
-        scaler.update(overflow=True)
-        assert scaler.scale == expected
 
 
 def set_by_hand(rank: int, world_size: int, stage: int) -> None:
@@ -82,28 +74,21 @@ def test_a_checkpoint_needs_a_folder_and_keeps_the_samples(tmp_path):
         out = tmp_path / "new" / name
         convert_zero_checkpoint_to_fp32_state_dict(tmp_path, out, safe_serialization=safe)
         state = load_file(out / name) if safe else torch.load(out / name)
-        assert {key: tuple(value.shape) for key, value in state.items()} == {
-            "weight": (1, 2),
-            "bias": (1,),
-        }
+        shapes = {key: tuple(value.shape) for key, value in state.items()}
+        assert shapes == {"weight": (1, 2), "bias": (1,)}
 
 
 def with_an_unknown_state(rank: int, world_size: int) -> None:
     config = ds_config(optimizer={"type": "Adam", "params": {"lr": 0.1}})
     engine = initialize(model=nn.Linear(2, 2), config=config)[0]
-    fragments.safe_set_full_optimizer_state(
-        engine.module.weight, torch.ones(2, 2), "exp_avg"
-    )  # no step yet: no state
+    # No step yet: no state.
+    fragments.safe_set_full_optimizer_state(engine.module.weight, torch.ones(2, 2), "exp_avg")
     engine.backward(engine(torch.ones(1, 2)).sum())
     engine.step()
     with pytest.raises(UsageError, match="no state 'momentum'; it has exp_avg, exp_avg_sq"):
         fragments.safe_set_full_optimizer_state(engine.module.weight, torch.ones(2, 2), "momentum")
     with pytest.raises(UsageError, match="no backend 'inducter'"):
         engine.compile("inducter")
-
-
-def test_an_unknown_optimizer_state_or_backend_is_refused():
-    run_on(1, with_an_unknown_state)
 
 
 def attributes(rank: int, world_size: int) -> None:
@@ -117,10 +102,6 @@ def attributes(rank: int, world_size: int) -> None:
     message = "neither zero's engine.* nor the model \\(BatchNorm1d\\) has an attribute 'csr_names'"
     with pytest.raises(AttributeError, match=message):
         engine.csr_names  # noqa: B018
-
-
-def test_attributes_of_deepspeeds_engine():
-    run_on(1, attributes)
 
 
 def with_hooks(rank: int, world_size: int, stage: int) -> None:
@@ -142,9 +123,12 @@ def with_hooks(rank: int, world_size: int, stage: int) -> None:
     torch.testing.assert_close(after, before - 0.5)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_hooks_get_the_gradient_whether_they_are_put_on_before_or_after_initialize(stage):
-    run_on(1, with_hooks, stage)
+@pytest.mark.parametrize(
+    "check",
+    [with_an_unknown_state, attributes, *(partial(with_hooks, stage=stage) for stage in (0, 3))],
+)
+def test_an_engine(check):
+    run_on(1, check)
 
 
 def with_log_level(rank: int, world_size: int) -> None:

@@ -61,11 +61,6 @@ def test_warmup_and_decay_over_30_steps(kind):
     assert seen[26:] == [0.01] * 4
 
 
-@pytest.mark.parametrize("kind", ["log", "linear"])
-def test_the_first_two_optimizer_steps_see_the_minimum(kind):
-    assert rates_over(WarmupLR(optimizer(), 0.01, 0.1, 10, kind), 2) == [0.01, 0.01]
-
-
 @pytest.mark.parametrize("length", [0, 1, 2])
 def test_a_warmup_shorter_than_two_steps_acts_as_two(length):
     assert rates_over(WarmupLR(optimizer(), 0.0, 0.1, length), 5) == [0.0, 0.0, 0.1, 0.1, 0.1]
@@ -114,15 +109,8 @@ def test_range_test_rises_in_a_line_or_in_stairs():
 
 
 def test_one_cycle_goes_up_and_down_and_decays():
-    scheduler = OneCycle(
-        optimizer(),
-        0.1,
-        0.5,
-        0.5,
-        cycle_first_step_size=4,
-        cycle_second_step_size=2,
-        decay_step_size=2,
-    )
+    steps = {"cycle_first_step_size": 4, "cycle_second_step_size": 2, "decay_step_size": 2}
+    scheduler = OneCycle(optimizer(), 0.1, 0.5, 0.5, **steps)
     cycle = [0.1, 0.2, 0.3, 0.4, 0.5, 0.3, 0.1]
     assert rates_over(scheduler, 10) == pytest.approx(
         [*cycle, *(0.1 / (1 + 0.5 * i / 2) for i in (1, 2, 3))], rel=1e-12
@@ -135,11 +123,9 @@ def test_one_cycle_without_decay_stays_at_the_bottom():
 
 
 def test_one_cycle_in_stairs():
-    scheduler = OneCycle(
-        optimizer(), 0, 1, cycle_first_step_size=6, cycle_second_step_size=3,
-        cycle_first_stair_count=2,
-        cycle_second_stair_count=1,
-    )  # fmt: skip
+    steps = {"cycle_first_step_size": 6, "cycle_second_step_size": 3}
+    stairs = {"cycle_first_stair_count": 2, "cycle_second_stair_count": 1}
+    scheduler = OneCycle(optimizer(), 0, 1, **steps, **stairs)
     assert rates_over(scheduler, 9) == [0, 0, 0, 0.5, 0.5, 0.5, 1, 0, 0]
 
 
@@ -153,15 +139,10 @@ def momenta_over(scheduler, steps):
 
 
 def test_one_cycle_moves_the_momentum_against_the_rate():
-    settings = {
-        "cycle_first_step_size": 2,
-        "decay_step_size": 1,
-        "cycle_min_mom": [0.5, 0.6],
-        "cycle_max_mom": 0.9,
-    }
     scheduler = OneCycle(
-        optimizer(1.0, 2.0, kind=torch.optim.Adam), 0.1, 0.5, decay_mom_rate=0.01, **settings
-    )
+        optimizer(1.0, 2.0, kind=torch.optim.Adam), 0.1, 0.5, decay_mom_rate=0.01,
+        cycle_first_step_size=2, decay_step_size=1, cycle_min_mom=[0.5, 0.6], cycle_max_mom=0.9,
+    )  # fmt: skip
     seen = momenta_over(scheduler, 6)
     first = [0.5, 0.7, 0.5, 0.7, 0.9, 0.9 * 1.01]
     second = [0.6, 0.75, 0.6, 0.75, 0.9, 0.9 * 1.01]
@@ -191,22 +172,19 @@ NEEDED = {
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("WarmupLR", {"warmup_num_steps": -5}, "warmup_num_steps"),
-        ("WarmupLR", {"warmup_type": "cosine"}, "warmup_type"),
-        ("WarmupCosineLR", {"warmup_num_steps": None}, "warmup_num_steps"),
-        ("LRRangeTest", {"lr_range_test_step_size": 0}, "lr_range_test_step_size"),
-        ("OneCycle", {"cycle_first_step_size": 0}, "cycle_first_step_size"),
-        ("OneCycle", {"cycle_second_step_size": -1}, "cycle_second_step_size"),
-        (
-            "OneCycle",
-            {"cycle_max_mom": [0.9, 0.8]},
-            "cycle_max_mom: 2 values for 1 parameter groups",
-        ),
+        ("WarmupLR", {"warmup_num_steps": -5}, ""),
+        ("WarmupLR", {"warmup_type": "cosine"}, ": expected one of 'log' or 'linear', got"),
+        ("WarmupCosineLR", {"warmup_num_steps": None}, ""),
+        ("LRRangeTest", {"lr_range_test_step_size": 0}, ""),
+        ("OneCycle", {"cycle_first_step_size": 0}, ""),
+        ("OneCycle", {"cycle_second_step_size": -1}, ""),
+        ("OneCycle", {"cycle_max_mom": [0.9, 0.8]}, ": 2 values for 1 parameter groups"),
     ],
 )
 def test_impossible_settings_are_refused(name, params, message):
-    with pytest.raises(ValueError, match=message):
-        VALID_LR_SCHEDULES[name](optimizer(), **{**NEEDED[name], **params})
+    (key,) = params
+    with pytest.raises(ValueError, match=key + message):
+        VALID_LR_SCHEDULES[name](optimizer(), **NEEDED[name] | params)
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
@@ -242,34 +220,6 @@ def test_a_restored_schedule_goes_on_where_it_was(name):
     assert begun + rates_over(second, 12) == whole
 
 
-@pytest.mark.parametrize(
-    ("name", "extra"),
-    [
-        (
-            "WarmupLR",
-            {
-                "warmup_min_lr": 0.01,
-                "warmup_max_lr": 0.1,
-                "warmup_num_steps": 10,
-                "warmup_type": "linear",
-            },
-        ),
-        ("WarmupDecayLR", {"warmup_num_steps": 10, "last_batch_iteration": 3}),
-        ("WarmupCosineLR", {"warmup_num_steps": 10, "warmup_min_ratio": 0.5}),
-        ("LRRangeTest", {"lr_range_test_staircase": True, "lr_range_test_step_size": 3}),
-        ("OneCycle", {"cycle_first_step_size": 4, "decay_lr_rate": 1, "decay_step_size": 3}),
-    ],
-)
-def test_the_configuration_builds_the_schedule_it_names(name, extra):
-    params = {**NEEDED[name], **extra}
-    built = build_scheduler(
-        load_config({"scheduler": {"type": name, "params": params}}).scheduler, optimizer()
-    )
-    direct = VALID_LR_SCHEDULES[name](optimizer(), **params)
-    assert type(built).__name__ == name
-    assert rates_over(built, 30) == rates_over(direct, 30)
-
-
 def test_defaults_differ_as_in_deepspeed():
     for name, extra, top in (
         ("WarmupLR", {}, 0.5),
@@ -279,18 +229,3 @@ def test_defaults_differ_as_in_deepspeed():
         scheduler = build_scheduler(section, optimizer(0.5))
         scheduler.step(1000)
         assert scheduler.get_last_lr() == [top]
-
-
-def test_an_unknown_type_or_parameter_is_an_error_of_the_configuration():
-    with pytest.raises(
-        ValueError, match="scheduler.type: expected one of 'WarmupLR', 'WarmupDecayLR', .* or "
-    ):
-        load_config({"scheduler": {"type": "WarmupDecay"}})
-    with pytest.raises(ValueError, match="did you mean scheduler.params.warmup_num_steps?"):
-        load_config({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}})
-
-
-def test_a_wrong_value_is_named_with_those_that_are_right():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    with pytest.raises(UsageError, match="warmup_type: expected one of 'log' or 'linear', got"):
-        WarmupCosineLR(optimizer, total_num_steps=10, warmup_type="bad")

@@ -108,21 +108,16 @@ def test_small_names(caplog):
 
 def test_the_accelerator_has_torchs_functions():
     device = FacadeModule("deepspeed").get_accelerator()
-    assert device.memory_allocated() > 0 and device.max_memory_allocated() > 0
-    assert device.total_memory() > device.memory_allocated()
+    assert device.total_memory() > device.memory_allocated() > 0
     device.empty_cache()
     device.synchronize()
     assert device.communication_backend_name() == "gloo" and device.device_count() == 1
     asked = "is_synchronized_device use_host_timers resolves_data_dependency is_available"
     assert all(getattr(device, name)() for name in asked.split())
-    assert torch.bfloat16 in device.supported_dtypes() and device.available_memory() > 0
     weight, state = device.FloatTensor([1.0]), device.get_rng_state()
     assert device.on_accelerator(device.pin_memory(weight))
     drawn = torch.rand(3)
     device.set_rng_state(state)
     assert torch.equal(torch.rand(3), drawn)
-    device.range_push("step")
-    device.range_pop()
-    device.manual_seed(device.initial_seed())
     with pytest.raises(AttributeError, match="get_accelerator\\(\\).nonsense is not provided"):
         _ = device.nonsense

@@ -17,75 +17,51 @@ PAIR = '{"translation": {"en": "Germany", "de": "Deutschland"}}\n'
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Return a working directory with a good training file and a good configuration."""
+    """Return a working directory with a good training file, and files that are not."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.jsonl").write_text(PAIR)
-    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
     (tmp_path / "adamw.json").write_text(json.dumps({"optimizer": {"type": "AdamW"}}))
+    (tmp_path / "syntax.json").write_text('{"zero_optimization": {"stage": 3,}}')
+    (tmp_path / "misspelt.json").write_text('{"zero_optimization": {"overlap_com": true}}')
+    (tmp_path / "list.yaml").write_text("- a\n")
+    (tmp_path / "broken.yaml").write_text("a: [")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text("{}")
     return tmp_path
 
 
-TRAIN = "--do_train --output_dir out --train_file train.jsonl --source_lang en --target_lang de"
+DATA = "--output_dir out --train_file train.jsonl --source_lang en --target_lang de"
+TRAIN = f"--do_train {DATA}"
 
-BAD_ARGUMENTS = {
-    "no stage": (
-        "--train_file train.jsonl --source_lang en --target_lang de --output_dir out",
-        "--do_train",
-    ),
-    "nothing trained": (
-        "--do_predict --test_file train.jsonl --output_dir out",
-        "--model_name_or_path",
-    ),
-    "no file": (
-        TRAIN.replace("train.jsonl", "missing.jsonl"),
-        "--train_file missing.jsonl: no such file or folder",
-    ),
-    "no source language": (
-        TRAIN.replace("--source_lang en", ""),
-        "--source_lang is missing",
-    ),
-    "one language": (TRAIN.replace("--target_lang de", "--target_lang en"), "both 'en'"),
-    "missing column": (
-        TRAIN.replace("--target_lang de", "--target_lang fr"),
-        "no column 'fr'.*--target_lang.*en, de",
-    ),
-    "no validation data": (TRAIN + " --do_eval", "--do_eval needs data: give --validation_file"),
-    "no samples": (TRAIN + " --max_train_samples 0", "--max_train_samples is 0"),
-    "no model there": (TRAIN + " --model_name_or_path .", "--model_name_or_path .*no config.json"),
-    "no such folder": (
-        TRAIN + " --model_name_or_path ./t5",
-        "--model_name_or_path ./t5: no such folder",
-    ),
-    "no configuration": (TRAIN + " --deepspeed missing.json", "missing.json"),
-    "an empty name of a configuration": (
-        TRAIN + " --deepspeed=",
-        "--deepspeed: .*name of the file is empty",
-    ),
-    "no checkpoint": (
-        TRAIN + " --resume_from_checkpoint out/checkpoint-5",
-        "checkpoint-5: there is no trainer_state",
-    ),
-    "no last checkpoint": (
-        TRAIN + " --resume_from_checkpoint True",
-        "there is no whole checkpoint in out",
-    ),
-    "no folder can be made there": (
-        TRAIN.replace("out ", "train.jsonl/out "),
-        "--output_dir.*cannot be created or written to",
-    ),
-    "not even by root": (
-        TRAIN.replace("out ", "/proc/out "),
-        "--output_dir /proc/out: this folder cannot be created",
-    ),
-    "two optimizers": (
-        TRAIN + " --optim adafactor --deepspeed adamw.json",
-        "--optim adafactor: adamw.json.*AdamW.*delete",
-    ),
-    "fp16 and bf16": (TRAIN + " --fp16 --bf16", "fp16 and bf16"),
-}
+BAD_ARGUMENTS = [
+    (DATA, "--do_train"),
+    ("--do_predict --test_file train.jsonl --output_dir out", "--model_name_or_path"),
+    (TRAIN.replace("train.", "no."), "--train_file no.jsonl: no such file or folder"),
+    (TRAIN.replace("--source_lang en", ""), "--source_lang is missing"),
+    (TRAIN.replace("lang de", "lang en"), "both 'en'"),
+    (TRAIN.replace("lang de", "lang fr"), "no column 'fr'.*--target_lang.*en, de"),
+    (f"{TRAIN} --do_eval", "--do_eval needs data: give --validation_file"),
+    (f"{TRAIN} --max_train_samples 0", "--max_train_samples is 0"),
+    (f"{TRAIN} --model_name_or_path .", "--model_name_or_path .*no config.json"),
+    (f"{TRAIN} --model_name_or_path ./t5", "--model_name_or_path ./t5: no such folder"),
+    (f"{TRAIN} --model_name_or_path empty", r"no weights .*--config_name"),
+    (f"{TRAIN} --deepspeed missing.json", "missing.json"),
+    (f"{TRAIN} --deepspeed=", "--deepspeed: .*name of the file is empty"),
+    (f"{TRAIN} --deepspeed syntax.json", "syntax.json"),
+    (f"{TRAIN} --deepspeed misspelt.json", "overlap_comm"),
+    (f"{TRAIN} --resume_from_checkpoint out/checkpoint-5", "checkpoint-5: there is no trainer_sta"),
+    (f"{TRAIN} --resume_from_checkpoint True", "there is no whole checkpoint in out"),
+    (TRAIN.replace("out ", "train.jsonl/out "), "--output_dir.*cannot be created or written to"),
+    (TRAIN.replace("out ", "/proc/out "), "--output_dir /proc/out: this folder cannot be created"),
+    (f"{TRAIN} --optim adafactor --deepspeed adamw.json", "adafactor: adamw.json.*AdamW.*delete"),
+    (f"{TRAIN} --fp16 --bf16", "fp16 and bf16"),
+    ("--config missing.yaml", "--config missing.yaml: .*No such file"),
+    ("--config broken.yaml", "--config broken.yaml: "),
+    ("--config list.yaml", "--config list.yaml: it has no arguments"),
+]
 
 
-@pytest.mark.parametrize("line, message", BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
+@pytest.mark.parametrize("line, message", BAD_ARGUMENTS)
 def test_bad_arguments(folder, line, message):
     with pytest.raises(InputError, match=message):
         parse_arguments(line.split())
@@ -95,41 +71,23 @@ def test_bad_arguments(folder, line, message):
 @pytest.mark.parametrize(
     "line, message",
     [
-        ("--sorce_lang en", "unknown argument --sorce_lang: did you mean --source_lang?"),
         (
             "--max_train_samples many",
-            "argument --max_train_samples/--max-train-samples: invalid int value: 'many'",
+            "argument --max_train_samples/--max-train-samples: invalid int",
         ),
-        ("train.jsonl", "unexpected 'train.jsonl'"),
+        ("--config wrong.yaml", "unknown argument --max_step: did you mean --max_steps?"),
+        ("--config=nested.yaml", "unknown argument --train"),
     ],
 )
 def test_usage_errors_exit_with_2_and_one_line(folder, capsys, line, message):
+    (folder / "wrong.yaml").write_text("max_step: 3\n")
+    (folder / "nested.yaml").write_text("train:\n  max_steps: 3\n  seed: 1\n")
     with pytest.raises(SystemExit) as exit:
         parse_arguments(line.split())
     assert exit.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith(f"run_translation.py: error: {message}")
     assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ('{"zero_optimization": {"stage": 3,}}', "zero.json"),
-        ('{"zero_optimization": {"stage": 3, "overlap_com": true}}', "overlap_comm"),
-    ],
-    ids=["syntax", "misspelt"],
-)
-def test_bad_configuration(folder, text, message):
-    (folder / "zero.json").write_text(text)
-    with pytest.raises(InputError, match=message):
-        parse_arguments([*TRAIN.split(), "--deepspeed", "zero.json"])
-
-
-def test_a_folder_without_weights(folder):
-    (folder / "config.json").write_text("{}")
-    with pytest.raises(InputError, match=r"no weights .*--config_name"):
-        parse_arguments([*TRAIN.split(), "--model_name_or_path", str(folder)])
 
 
 def saved_model(folder):
@@ -156,12 +114,9 @@ def test_a_cut_model(folder):
 
 
 def test_an_output_folder_that_can_be_made_is_not_made_yet(folder):
+    before = set(folder.iterdir())
     check_output_dir("a/b/c")
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "adamw.json",
-        "train.jsonl",
-        "zero.json",
-    ]
+    assert set(folder.iterdir()) == before
     with pytest.raises(InputError, match="cannot be created or written to"):
         check_output_dir("x" * 300)
     (folder / "a file").touch()
@@ -221,10 +176,7 @@ def test_a_checkpoint_of_another_model_is_named(folder):
     *_, args = parse_arguments(TRAIN.split())
     assert checkpoint_of(args, False, T5Config(d_model=64)) == "out/checkpoint-5"
     assert checkpoint_of(args, True, T5Config()) is None
-    for config, named in (
-        (T5Config(), "d_model is 64, and here 512"),
-        (BartConfig(), "model_type"),
-    ):
+    for config, named in ((T5Config(), "d_model is 64, and here 512"), (BartConfig(), "model_t")):
         with pytest.raises(InputError, match=f"out/checkpoint-5 is a checkpoint .*{named}"):
             checkpoint_of(args, False, config)
 
@@ -248,9 +200,8 @@ def test_the_demonstration_gives_way_to_explicit_arguments(folder):
 def test_a_named_model_gets_the_usual_defaults(folder):
     saved_model(folder)
     (folder / "tokenizer.json").touch()
-    _, _, args = parse_arguments(
-        f"--model_name_or_path {folder} --do_train --output_dir out".split()
-    )
+    line = f"--model_name_or_path {folder} --do_train --output_dir out"
+    _, _, args = parse_arguments(line.split())
     assert (args.learning_rate, args.per_device_train_batch_size, args.bf16) == (5e-5, 8, False)
 
 
@@ -279,29 +230,21 @@ def test_good_files(tmp_path, name, text):
     assert read(tmp_path / name)[0] == {"source": "Germany", "target": "Deutschland"}
 
 
-BAD_FILES = {
-    "a.docx": ("Germany", "must end in one of .json, .jsonl, .csv, .tsv"),
-    "a.txt": ("Germany", "no column 'en' for --source_lang; the columns are text"),
-    "empty.jsonl": ("", "it is empty"),
-    "blank.jsonl": ("\n\n", "it is empty"),
-    "header.csv": ("en,de\n", "it is empty"),
-    "broken.jsonl": (
-        PAIR + '{"translation": {"en"',
-        "line 2: not valid JSON .*one record in each line",
-    ),
-    "list.jsonl": ("[1, 2]", "line 1: a record must be an object"),
-    "null.jsonl": ('{"en": "Germany", "de": null}', r"\('de'\) is None; it must be a string"),
-    "short.tsv": ("en\tde\nGermany\n", r"line 2: the text for --target_lang \('de'\) is None"),
-    "fr.csv": (
-        "en,fr\nGermany,Allemagne\n",
-        "no column 'de' for --target_lang; the columns are en, fr",
-    ),
-}
+BAD_FILES = [
+    ("a.docx", "Germany", "must end in one of .json, .jsonl, .csv, .tsv"),
+    ("a.txt", "Germany", "no column 'en' for --source_lang; the columns are text"),
+    ("blank.jsonl", "\n\n", "it is empty"),
+    ("header.csv", "en,de\n", "it is empty"),
+    ("a.jsonl", PAIR + '{"en', "line 2: not valid JSON .*one record in each line"),
+    ("list.jsonl", "[1, 2]", "line 1: a record must be an object"),
+    ("null.jsonl", '{"en": "Germany", "de": null}', r"\('de'\) is None; it must be a string"),
+    ("a.tsv", "en\tde\nGermany\n", r"line 2: the text for --target_lang \('de'\) is None"),
+    ("fr.csv", "en,fr\na,b\n", "no column 'de' for --target_lang; the columns are en, fr"),
+]
 
 
-@pytest.mark.parametrize("name", BAD_FILES)
-def test_bad_files(tmp_path, name):
-    text, message = BAD_FILES[name]
+@pytest.mark.parametrize("name, text, message", BAD_FILES)
+def test_bad_files(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(InputError, match=f"^--train_file .*{name}.*{message}"):
         read(tmp_path / name)
@@ -323,55 +266,14 @@ def test_a_language_code_with_a_region(tmp_path):
 
 @pytest.mark.parametrize("name", ["run.yaml", "run.json"])
 def test_arguments_in_a_file_are_overridden_by_those_of_the_command_line(folder, name):
-    arguments = {
-        "train_file": "train.jsonl",
-        "source_lang": "en",
-        "target_lang": "de",
-        "source_prefix": "translate English to German: ",
-        "output_dir": "out",
-        "do_train": True,
-        "do_eval": False,
-        "learning_rate": 3e-5,
-        "max_steps": 7,
-        "seed": None,
-        "lr_scheduler_type": "cosine_with_min_lr",
-        "lr_scheduler_kwargs": {"min_lr": 1e-6},
-        "report_to": ["none"],
-    }
+    given = {"train_file": "train.jsonl", "source_lang": "en", "target_lang": "de", "seed": None}
+    given |= {"output_dir": "out", "do_train": True, "do_eval": False, "report_to": ["none"]}
+    given |= {"source_prefix": "translate to German: ", "learning_rate": 3e-5, "max_steps": 7}
+    given |= {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-6}}
     write = json.dumps if name.endswith("json") else yaml.safe_dump
-    (folder / name).write_text(write(arguments))
+    (folder / name).write_text(write(given))
     _, data_args, args = parse_arguments(["--config", name, "--max_steps", "9"])
-    assert data_args.source_prefix == arguments["source_prefix"]
+    assert data_args.source_prefix == given["source_prefix"]
     assert (args.learning_rate, args.max_steps, args.seed) == (3e-5, 9, 42)
     assert args.do_train and not args.do_eval and args.report_to == []
     assert args.lr_scheduler_kwargs == {"min_lr": 1e-6}
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        (None, "--config run.yaml: .*No such file"),
-        ("a: [", "--config run.yaml: "),
-        ("- a\n", "--config run.yaml: it has no arguments"),
-    ],
-)
-def test_a_bad_file_of_arguments_is_named(folder, text, message):
-    if text is not None:
-        (folder / "run.yaml").write_text(text)
-    with pytest.raises(InputError, match=message):
-        parse_arguments(["--config", "run.yaml"])
-
-
-@pytest.mark.parametrize(
-    "text, name",
-    [
-        ("max_step: 3\n", "--max_step: did you mean --max_steps?"),
-        ("train:\n  max_steps: 3\n  seed: 1\n", "--train"),
-        ("source_prefx: translate it\n", "--source_prefx: did you mean --source_prefix?"),
-    ],
-)
-def test_a_misspelt_argument_in_a_file(folder, capsys, text, name):
-    (folder / "run.yaml").write_text(text)
-    with pytest.raises(SystemExit):
-        parse_arguments(["--config=run.yaml"])
-    assert f"unknown argument {name}" in capsys.readouterr().err

@@ -34,14 +34,12 @@ def tokenizer():
     )
 
 
-def arguments(line):
-    return parse_arguments(
-        f"{line} --do_train --output_dir out --source_lang en --target_lang de".split()
-    )
+def arguments_of(line):
+    return f"{line} --do_train --output_dir out --source_lang en --target_lang de".split()
 
 
 def load(line):
-    model_args, data_args, args = arguments(line)
+    model_args, data_args, args = parse_arguments(arguments_of(line))
     return data.load_splits(data_args, model_args, args, build_corpus)
 
 
@@ -51,13 +49,13 @@ def pairs(dataset):
 
 @pytest.mark.parametrize("kind", ["nested.jsonl", "flat.json", "table.csv", "table.tsv"])
 def test_every_format_gives_the_same_pairs(folder, kind):
-    separator = "\t" if kind.endswith("tsv") else ","
-    lines = {
-        "nested.jsonl": [
-            json.dumps({"translation": {"en": en, "de": de}, "id": 1}) for en, de in PAIRS
-        ],
-        "flat.json": [json.dumps({"de": de, "en": en}) for en, de in PAIRS],
-    }.get(kind, ["de" + separator + "en", *(f'"{de}"{separator}"{en}"' for en, de in PAIRS)])
+    records = [{"en": en, "de": de} for en, de in PAIRS]
+    if kind == "nested.jsonl":
+        records = [{"translation": record, "id": 1} for record in records]
+    lines = [json.dumps(record) for record in records]
+    if kind.startswith("table"):
+        rows = (("de", "en"), *((f'"{de}"', f'"{en}"') for en, de in PAIRS))
+        lines = [("\t" if kind.endswith("tsv") else ",").join(row) for row in rows]
     (folder / kind).write_text("\n".join(lines) + "\n")
     splits = load(f"--train_file {kind}")
     assert list(splits) == ["train"]
@@ -71,9 +69,7 @@ def test_saved_datasets(folder):
     datasets.DatasetDict(train=saved, test=saved.select([2])).save_to_disk("several")
     assert pairs(load("--dataset_name one")["train"]) == PAIRS
     assert pairs(load("--dataset_name several --do_predict")["test"]) == PAIRS[2:]
-    with pytest.raises(
-        InputError, match="--dataset_name several has no split 'validation', only train, test"
-    ):
+    with pytest.raises(InputError, match="several has no split 'validation', only train, test"):
         load("--dataset_name several --do_eval")
 
 
@@ -99,21 +95,10 @@ def test_a_damaged_dataset_is_named(folder, damage):
         load("--dataset_name damaged")
 
 
-def test_a_saved_dataset_without_the_language(folder):
-    datasets.Dataset.from_dict({"en": ["one"], "fr": ["un"]}).save_to_disk("french")
-    with pytest.raises(
-        InputError,
-        match="^--dataset_name french, record 1: .* no column 'de' for --target_lang; .* en, fr",
-    ):
-        load("--dataset_name french")
-
-
 def test_a_record_without_text(folder):
     datasets.Dataset.from_dict({"en": ["one", "two"], "de": ["eins", None]}).save_to_disk("hole")
-    with pytest.raises(
-        InputError,
-        match=r"^--dataset_name hole, record 2: the text for --target_lang \('de'\) is None",
-    ):
+    named = r"^--dataset_name hole, record 2: the text for --target_lang \('de'\) is None"
+    with pytest.raises(InputError, match=named):
         load("--dataset_name hole")
 
 
@@ -121,24 +106,18 @@ def test_a_record_without_text(folder):
 def tokens(folder, tokenizer):
     """Return a function from (command line, split) to (tokens of PAIRS, their collator)."""
     (folder / "train.jsonl").write_text(json.dumps({"en": "one", "de": "eins"}))
-    text = datasets.Dataset.from_dict(
-        {"source": [en for en, _ in PAIRS], "target": [de for _, de in PAIRS]}
-    )
+    text = datasets.Dataset.from_list([{"source": en, "target": de} for en, de in PAIRS])
 
     def tokenize(*line, split="train"):
-        names = ["--train_file", "train.jsonl", "--do_train", "--output_dir", "out"]
-        _, data_args, args = parse_arguments(
-            [*names, "--source_lang", "en", "--target_lang", "de", *line]
-        )
+        line = [*arguments_of("--train_file train.jsonl"), *line]
+        _, data_args, args = parse_arguments(line)
         return data.tokenize(text, tokenizer, data_args, args, split)
 
     return tokenize
 
 
 def test_texts_without_a_word(folder):
-    (folder / "train.jsonl").write_text(
-        '{"en": "Germany", "de": ""}\n{"en": "France", "de": " "}\n'
-    )
+    (folder / "train.jsonl").write_text('{"en": "a", "de": ""}\n{"en": "b", "de": " "}\n')
     with pytest.raises(InputError, match="^--train_file train.jsonl: all texts of 'de' are empty"):
         load("--train_file train.jsonl")
 
@@ -147,9 +126,7 @@ def test_more_characters_than_pieces():
     letters = [chr(0x4E00 + number) for number in range(200)]
     text = datasets.Dataset.from_dict({"source": letters, "target": letters})
     size = ScratchSize(vocab_size=100, character_coverage=1.0, d_model=32, num_layers=1)
-    with pytest.raises(
-        InputError, match="vocabulary of 100 pieces cannot be made .*--tokenizer_name"
-    ):
+    with pytest.raises(InputError, match="vocabulary of 100 pieces cannot .*--tokenizer_name"):
         _make_tokenizer(text, size, SimpleNamespace(process_index=0))
 
 
@@ -160,16 +137,9 @@ def test_prefix_and_labels(tokens, tokenizer):
 
 
 def test_lengths_are_cut_at_the_end_of_sentence(tokens, tokenizer):
-    limits = [
-        "--max_source_length",
-        "4",
-        "--max_target_length",
-        "3",
-        "--val_max_target_length",
-        "5",
-    ]
+    limits = "--max_source_length 4 --max_target_length 3 --val_max_target_length 5"
     for split, length in [("train", 3), ("validation", 5)]:
-        long = tokens(*limits, split=split)[2]
+        long = tokens(*limits.split(), split=split)[2]
         assert (len(long["input_ids"]), len(long["labels"])) == (4, length)
         assert long["input_ids"][-1] == long["labels"][-1] == tokenizer.eos_token_id
 

@@ -38,10 +38,8 @@ def test_micro_batches_add_up_to_the_mean_over_tokens(batch, parts):
     expected = cross_entropy(logits.flatten(0, 1), labels.flatten())
     tokens = (labels != -100).sum()
     pieces = zip(logits.chunk(parts), labels.chunk(parts), strict=True)
-    losses = [
-        GlobalTokenMean()(Seq2SeqLMOutput(logits=x), y, num_items_in_batch=tokens)
-        for x, y in pieces
-    ]
+    mean = GlobalTokenMean()
+    losses = [mean(Seq2SeqLMOutput(logits=x), y, num_items_in_batch=tokens) for x, y in pieces]
     torch.testing.assert_close(sum(losses), expected)
 
 
@@ -55,14 +53,11 @@ def test_label_smoothing_is_that_of_transformers(batch):
 
 def test_16_bit_logits_are_summed_in_fp32(batch):
     logits, labels = batch
-    loss = GlobalTokenMean()(
-        Seq2SeqLMOutput(logits=logits.bfloat16()), labels, num_items_in_batch=1
-    )
+    logits = logits.bfloat16()
+    loss = GlobalTokenMean()(Seq2SeqLMOutput(logits=logits), labels, num_items_in_batch=1)
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(
-        loss,
-        cross_entropy(logits.bfloat16().float().flatten(0, 1), labels.flatten(), reduction="sum"),
-    )
+    flat = logits.float().flatten(0, 1)
+    torch.testing.assert_close(loss, cross_entropy(flat, labels.flatten(), reduction="sum"))
 
 
 @pytest.mark.parametrize("generates", [False, True])
@@ -80,27 +75,18 @@ def test_the_evaluation_loss_is_the_mean_over_all_tokens(generates, tmp_path):
         options = {"reduction": "sum", "label_smoothing": 0.1}
         total += cross_entropy(logits[0], labels[0], **options).item()
         tokens += labels.numel()
+    tokenizer = t5_tokenizer([(piece, 0.0) for piece in (PAD, EOS, UNK)])
     for size in (1, 2, 8):
         arguments = Seq2SeqTrainingArguments(
-            str(tmp_path),
-            use_cpu=True,
-            report_to="none",
-            per_device_eval_batch_size=size,
-            predict_with_generate=generates,
-            generation_max_length=4,
-            label_smoothing_factor=0.1,
-        )
+            str(tmp_path), use_cpu=True, report_to="none", per_device_eval_batch_size=size,
+            predict_with_generate=generates, generation_max_length=4, label_smoothing_factor=0.1,
+        )  # fmt: skip
         trainer = TranslationTrainer(
-            model=model,
-            args=arguments,
-            eval_dataset=rows,
-            processing_class=(
-                tokenizer := t5_tokenizer([(piece, 0.0) for piece in (PAD, EOS, UNK)])
-            ),
+            model=model, args=arguments, eval_dataset=rows, processing_class=tokenizer,
             data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
             compute_loss_func=GlobalTokenMean(0.1),
             compute_metrics=lambda result: {"sentences": len(result.predictions)},
-        )
+        )  # fmt: skip
         metrics = trainer.evaluate()
         assert metrics["eval_loss"] == pytest.approx(total / tokens, rel=1e-5)
         if generates:

@@ -32,11 +32,8 @@ def ids(tokenizer, sentences, padding):
 def test_equal_sentences_score_100(tokenizer):
     compute = make_compute_metrics(tokenizer, SENTENCES)
     # Both kinds of padding: the tokenizer's own, and -100 as the Trainer pads between batches.
-    scores = compute(
-        EvalPrediction(
-            predictions=ids(tokenizer, SENTENCES, 0), label_ids=ids(tokenizer, SENTENCES, -100)
-        )
-    )
+    given = EvalPrediction(ids(tokenizer, SENTENCES, 0), ids(tokenizer, SENTENCES, -100))
+    scores = compute(given)
     assert scores["bleu"] == pytest.approx(100)
     assert scores["chrf"] == pytest.approx(100)
     lengths = [len(row) for row in tokenizer(SENTENCES).input_ids]
@@ -45,12 +42,8 @@ def test_equal_sentences_score_100(tokenizer):
 
 def test_bleu_of_one_wrong_word(tokenizer):
     prediction, reference = ["one two three four park"], ["one two three four five"]
-    compute = make_compute_metrics(tokenizer, reference)
-    scores = compute(
-        EvalPrediction(
-            predictions=ids(tokenizer, prediction, 0), label_ids=ids(tokenizer, reference, 0)
-        )
-    )
+    given = EvalPrediction(ids(tokenizer, prediction, 0), ids(tokenizer, reference, 0))
+    scores = make_compute_metrics(tokenizer, reference)(given)
     # Precisions of 1- to 4-grams: 4/5, 3/4, 2/3, 1/2. The lengths are equal, so BLEU is their
     # geometric mean.
     assert scores["bleu"] == pytest.approx(100 * (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25, abs=1e-3)
