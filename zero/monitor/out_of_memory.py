@@ -116,9 +116,6 @@ def _remedy(engine: ZeroEngine, kind: str, place: str) -> str:
         return f"zero_optimization.{_ON_HOST[kind]}"
     if kind == ACTIVATIONS and getattr(engine.module, "is_gradient_checkpointing", False):
         return "half of train_micro_batch_size_per_gpu, with twice the gradient_accumulation_steps"
-    kept = engine.settings.activation_checkpointing
-    if kind == ACTIVATIONS and kept.batch_slices not in (None, 1) and not kept.cpu_checkpointing:
-        return "activation_checkpointing.cpu_checkpointing true (the price: more copies)"
     if shards and stage < needed:
         price = " (the price: weights are gathered for each use)" if needed == 3 else ""
         return f"zero_optimization.stage {needed}{price}"

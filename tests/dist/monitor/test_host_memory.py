@@ -18,7 +18,7 @@ import torch
 from tests.dist.training import ds_config, relative, start, step
 from tests.parity.models import build
 from tests.processes import run_on
-from zero.monitor.out_of_memory import ACTIVATIONS, _remedy, full_memory
+from zero.monitor.out_of_memory import full_memory
 
 ROWS = 768
 LARGE = 1 << 36  # bytes: more than malloc may have kept of what was freed
