@@ -23,7 +23,7 @@ from zero.errors import UsageError
 from zero.monitor.memory_usage import DEVICE, bytes_by_kind
 
 STEPS, LONGER = 3, 6
-# The first step with a cap, and how much of what cutting saves it leaves. `memory_caps` draws many.
+# The first step with a cap, and how much of what cutting saves it leaves.
 CAPS = [(0, 0.2), (2, 0.6)]
 HOST = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
 ENOUGH = 1 << 30
