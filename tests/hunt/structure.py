@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -10,7 +16,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
-from tests.hunt.parts import WIDTH, illegal, linear, matrix, part
+from tests.hunt.parts import PARTS, WIDTH, illegal, linear, matrix, part
 
 # -- sharing
 
@@ -212,6 +218,81 @@ class Experts(nn.Module):
         return out
 
 
+# -- results anywhere
+
+
+class Direct(nn.Module):
+    """Two matrices in a row: the gradient of the first one needs the second one's values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = matrix(), matrix()
+
+    def forward(self, x):
+        return torch.tanh(x @ self.first) @ self.second
+
+
+@dataclass(slots=True)
+class Slotted:
+    value: torch.Tensor
+    other: object = None
+
+
+class Packed(nn.Module):
+    """What a module with weights of its own returns: a backward hook on it unshards the weights,
+    so it has to be found in whatever this is.
+    """
+
+    class Inner(Direct):
+        def __init__(self, pack: Callable) -> None:
+            super().__init__()
+            self.pack = pack
+
+        def forward(self, x):
+            return self.pack(super().forward(x))
+
+    def __init__(self, pack: Callable, unpack: Callable) -> None:
+        super().__init__()
+        self.inner, self.unpack = self.Inner(pack), unpack
+
+    def forward(self, x):
+        return self.unpack(self.inner(x))
+
+
+def in_circle(value: torch.Tensor) -> Slotted:
+    child = Slotted(value)
+    child.other = Slotted(value, child)
+    return child
+
+
+PACKINGS: dict[str, tuple[Callable, Callable]] = {
+    "Object": (lambda value: SimpleNamespace(value=value), attrgetter("value")),
+    "Nest": (lambda value: {"a": [SimpleNamespace(b=value)]}, lambda nest: nest["a"][0].b),
+    "Slotted": (Slotted, attrgetter("value")),
+    "Mapping": (lambda value: UserDict(value=value), lambda found: found["value"]),
+    "Set": (lambda value: {value}, lambda found: [*found][0]),
+    "Circle": (in_circle, attrgetter("other.other.value")),
+    "WithSparse": (lambda value: (torch.eye(2).to_sparse(), value), lambda found: found[1]),
+}
+for name, packing in PACKINGS.items():
+    PARTS[f"Returns{name}"] = partial(Packed, *packing)
+
+
+@part
+class KeepsResult(nn.Module):
+    class Inner(Direct):
+        def forward(self, x):
+            self.kept = super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = self.Inner()
+
+    def forward(self, x):
+        self.inner(x)
+        return self.inner.kept
+
+
 # -- in place
 
 
@@ -241,13 +322,9 @@ class InPlaceOnInput(CalledTwice):
 
 @part
 class OutputIntoArgument(nn.Module):
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = matrix(), matrix()
-
+    class Inner(Direct):
         def forward(self, x, out):
-            out.copy_(torch.tanh(x @ self.first) @ self.second)
+            out.copy_(super().forward(x))
 
     def __init__(self) -> None:
         super().__init__()

@@ -72,6 +72,29 @@ class ReadsInManyWays(ReadsAnother):
 
 
 @part
+class Merged(ReadsAnother):
+    """Merges a frozen weight with two factors in each forward, as DoRA does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other.requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x):
+        merged = self.other.weight + 0.5 * self.up.weight @ self.down.weight
+        return nn.functional.linear(self.linear(x), merged / merged.norm(dim=1, keepdim=True))
+
+
+@part
+class CallsItself(ReadsAnother):
+    def forward(self, x, is_inside=False):
+        if is_inside:
+            return torch.tanh(self.linear(x)) @ self.other.weight
+        return self.other(self(x, is_inside=True))
+
+
+@part
 class ReadsByNumpy(ReadsAnother):
     def forward(self, x):
         with torch.no_grad():
@@ -207,6 +230,22 @@ class MaxNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(3, WIDTH, max_norm=1.0)
+
+    def forward(self, x):
+        return self.table(torch.arange(len(x)) % 3) * x
+
+
+@part
+class EmbeddingTimesItself(nn.Module):
+    """Multiplies by its own weight: unlike an embedding's, its backward needs the weight."""
+
+    class Inner(nn.Embedding):
+        def forward(self, x):
+            return (super().forward(x) @ self.weight.t()) @ self.weight
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = self.Inner(3, WIDTH)
 
     def forward(self, x):
         return self.table(torch.arange(len(x)) % 3) * x
