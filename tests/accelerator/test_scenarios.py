@@ -25,13 +25,16 @@ from tests.dist.training import (
     relative,
     start,
     step,
+    together,
     train_zero,
 )
 from tests.parity import test_experts as experts
 from tests.parity import test_experts_stay as experts_stay
+from tests.parity import test_hybrid as hybrid
 from tests.parity import test_pipeline as pipeline
 from tests.parity import test_sequence as sequence
 from tests.parity import test_tensor_parallel as tensor
+from tests.parity.models import batches, build
 from tests.processes import run_on
 from zero.offload import activations
 
@@ -78,6 +81,35 @@ def test_two_machines_have_the_bits_of_gloo():
     found = curve_on(4, compressed, settings, 2, simulated=True)
     assert_equal(found, curve_on(4, compressed, settings, 2))
     assert found.losses != curve_on(4, compressed, settings, simulated=True).losses
+
+
+# -- shards over groups of ranks
+
+
+def with_second_shards(rank: int, world_size: int) -> Curve:
+    keys = hybrid.WAYS["hpZ"] | hybrid.EACH_USE | HOST
+    config = ds_config(clip=hybrid.CLIP, accumulation=hybrid.ACCUMULATION, **keys)
+    return train_zero(start(build("llama"), config)[0], batches("llama", hybrid.STEPS))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ranks", "size", "section"),
+    [
+        ("AdamW", 4, 2, {}),
+        ("torch's Adafactor", 4, 2, {"stage": 2}),
+        ("AdamW", 2, 1, {"offload_param": {"device": "cpu"}}),
+        ("AdamW", 4, None, {}),
+    ],
+    ids=["MiCS", "whole tensors", "host", "hpZ"],
+)
+def test_groups_of_ranks(optimizer, ranks, size, section, tmp_path):
+    given = hybrid.sharded, "llama", str(tmp_path), size, optimizer, {"": section}
+    train = given if size else (with_second_shards,)
+    of_ranks = run_on(ranks, on_own_device, *train, simulated=True)
+    curve = together([found[0] if size else found for found in of_ranks])
+    expected = hybrid.whole_batches("llama", optimizer)
+    assert relative(curve.mean_losses(), expected.mean_losses()) < 1e-6
+    assert relative(curve.norms, expected.norms) < 1e-6
 
 
 # -- experts in slices

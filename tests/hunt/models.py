@@ -303,8 +303,8 @@ def penalty_alone(net, model, backward, x, y):
 def sharpness(net, model, backward, x, y):
     """The norm of the gradient of all weights as a part of the loss."""
     loss = mse(net(x), y)
-    gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-    loss = loss + sum(gradient.square().sum() for gradient in gradients)
+    found = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    loss = loss + sum(gradient.square().sum() for gradient in found)
     backward(loss)
     return loss
 

@@ -270,7 +270,7 @@ PACKINGS: dict[str, tuple[Callable, Callable]] = {
     "Nest": (lambda value: {"a": [SimpleNamespace(b=value)]}, lambda nest: nest["a"][0].b),
     "Slotted": (Slotted, attrgetter("value")),
     "Mapping": (lambda value: UserDict(value=value), lambda found: found["value"]),
-    "Set": (lambda value: {value}, lambda found: [*found][0]),
+    "Set": (lambda value: {value}, lambda found: next(iter(found))),
     "Circle": (in_circle, attrgetter("other.other.value")),
     "WithSparse": (lambda value: (torch.eye(2).to_sparse(), value), lambda found: found[1]),
 }

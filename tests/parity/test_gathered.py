@@ -1,5 +1,5 @@
-"""`GatheredParameters`: views that a module keeps, and writes that would be lost. The hunt reads and
-writes inside of it at any moment of a step.
+"""`GatheredParameters`: views that a module keeps, and writes that would be lost. The hunt reads
+and writes inside of it at any moment of a step.
 """
 
 from __future__ import annotations
