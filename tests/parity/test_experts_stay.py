@@ -1,7 +1,7 @@
-"""Experts that stay on their ranks, over data-parallel ranks, against plain torch in one process on
-the same global batches.
+"""Experts that stay on their ranks, over data-parallel ranks or those of tensor parallelism,
+against plain torch in one process on the same global batches.
 
-As in `test_expert_parallel`, plain torch computes in float64."""
+Plain torch computes in float64 here (see `tests.parity.models.in_float64`)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
+    AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     GptOssConfig,
@@ -28,6 +29,7 @@ from transformers import (
     OlmoeConfig,
     OlmoeForCausalLM,
 )
+from transformers.distributed import DistributedConfig
 
 import zero
 from tests.dist.training import Curve, ds_config, relative, together, train_zero
@@ -47,6 +49,7 @@ from tests.processes import run_on
 from zero.checkpoint.models import consolidate
 from zero.comm.traffic import MOVED, NETWORK
 from zero.errors import UsageError
+from zero.integrations.deepspeed.tensor import tp_model_init
 from zero.slicing import blocks
 
 pytest.importorskip(
@@ -86,10 +89,15 @@ def adapted(model: nn.Module, *parameters: str, **keys: Any) -> nn.Module:
     return get_peft_model(model, lora)
 
 
-def configuration(world_size: int, size: int, accumulation: int = 1, **keys: Any) -> dict[str, Any]:
-    config = ds_config(accumulation=accumulation, clip=CLIP, **NOTHING_PERSISTS, **keys)
-    config["train_micro_batch_size_per_gpu"] = ROWS // accumulation // world_size
-    return config | {"expert_parallel": {"enabled": size > 1, "autoep_size": size}}
+def configuration(
+    world_size: int, size: int, accumulation: int = 1, tensor: int = 1, **keys: Any
+) -> dict[str, Any]:
+    config = ds_config(accumulation=accumulation, clip=CLIP, **NOTHING_PERSISTS | keys)
+    config["train_micro_batch_size_per_gpu"] = ROWS // accumulation // (world_size // tensor)
+    return config | {
+        "tensor_parallel": {"autotp_size": tensor},
+        "expert_parallel": {"enabled": size > 1, "autoep_size": size},
+    }
 
 
 @cache
@@ -109,18 +117,24 @@ def trained(rank: int, world_size: int, cases: list[tuple[str, str, int, dict]])
         if (reentrant := keys.pop("reentrant", None)) is not None:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         engine = start(model, configuration(world_size, size, **keys))
+        if "tensor" in keys:
+            own = EXPERTS // size * 3 * WIDTH * INNER
+            sizes = [
+                each.layout.numel for each in engine.groups if "experts" in str(each.param_names)
+            ]
+            assert sizes == [own] * {"qwen3": 1}.get(name, 2)
         found.append(train_zero(engine, batches("llama", STEPS)))
         engine.destroy()
     return found
 
 
-def compare(found: Curve, expected: Curve) -> None:
+def compare(found: Curve, expected: Curve, within: float = 2e-6) -> None:
     assert min(found.norms) > CLIP, "clipping must be at work"
     assert relative(found.mean_losses(), expected.mean_losses()) < 1e-6
     assert relative(found.norms, expected.norms) < 1e-6
     assert found.weights.keys() == expected.weights.keys()
     for key, value in expected.weights.items():
-        torch.testing.assert_close(found.weights[key], value.float(), rtol=0, atol=2e-6, msg=key)
+        torch.testing.assert_close(found.weights[key], value.float(), rtol=0, atol=within, msg=key)
 
 
 ON_TWO = [
@@ -151,11 +165,37 @@ ON_FOUR = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(4, ON_FOUR), (2, ON_TWO)])
+MESH = {"tensor": 2, "accumulation": 3}
+IN_MESHES = [
+    ("mixtral", "eager", 2, {"stage": 0} | MESH),
+    ("qwen3", "grouped_mm", 2, {"stage": 1} | MESH),
+    ("mixtral", "batched_mm", 2, {"stage": 2, "offload_optimizer": CPU} | MESH),
+    ("qwen3", "eager", 2, {"stage": 3} | MESH),
+    ("one-sided", "eager", 2, {"stage": 3} | MESH),
+    ("mixtral", "grouped_mm", 2, {"stage": 3, "offload_param": CPU} | MESH),
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"), [(4, ON_FOUR), (2, ON_TWO), (4, IN_MESHES), (2, IN_MESHES[:2])]
+)
 def test_losses_norms_and_weights_are_those_of_plain_torch(ranks, cases):
     of_ranks = run_on(ranks, trained, cases)
-    for number, (name, *_) in enumerate(cases):
-        compare(together([curves[number] for curves in of_ranks]), plain(name))
+    for number, (name, _, _, keys) in enumerate(cases):
+        curves, size = [curves[number] for curves in of_ranks], keys.get("tensor", 1)
+        for rank, curve in enumerate(curves):
+            assert curve.losses == curves[rank - rank % size].losses, "ranks of one mesh differ"
+        compare(together(curves[::size]), plain(name), 1e-5 if size > 1 else 2e-6)
+
+
+def by_the_trainer(rank: int, world_size: int) -> Curve:
+    config = configuration(world_size, 2, stage=3, **MESH)
+    model = tp_model_init(build("mixtral"), 2, config=config)  # as transformers calls it
+    return train_zero(start(model, config), batches("llama", STEPS))
+
+
+def test_the_trainer_cuts_the_model_before_the_engine_is_made():
+    compare(run_on(2, by_the_trainer)[0], plain("mixtral"), 1e-5)
 
 
 # -- slices of batches that differ
@@ -207,7 +247,8 @@ def run(
 
 
 def resumed_on_four(rank: int, world_size: int, folder: str) -> dict[str, Curve]:
-    first, second, of_one, of_all = slice(HALF), slice(HALF, None), f"{folder}/1", f"{folder}/4"
+    first, second = slice(HALF), slice(HALF, None)
+    of_one, of_all, of_mesh = (f"{folder}/{name}" for name in ("1", "4", "mesh"))
     return {
         "whole": run(4, 2, slice(None)),
         "first": run(4, 2, first, save=folder),
@@ -219,6 +260,10 @@ def resumed_on_four(rank: int, world_size: int, folder: str) -> dict[str, Curve]
         "from one": run(4, 4, second, of_one),
         "first of all": run(4, 4, first, save=of_all, stage=0),
         "from all": run(4, 2, second, of_all),
+        "in a mesh": run(4, 2, second, folder, **MESH),
+        "first in a mesh": run(4, 2, first, save=of_mesh, **MESH),
+        "from a mesh": run(4, 1, second, of_mesh, stage=2),
+        "a part of each expert": run(4, 1, second, of_mesh, stage=1, **MESH),
     }
 
 
@@ -242,6 +287,7 @@ def test_checkpoints_resume_with_any_division(tmp_path):
             assert relative(curve.mean_losses(), whole.mean_losses()[HALF:]) < 1e-6, name
             assert relative(curve.norms, whole.norms[HALF:]) < 1e-6, name
     folders = {"": first, "1": found["first of one"], "4": found["first of all"]}
+    folders["mesh"] = found["first in a mesh"]
     for folder, curve in folders.items():
         out = tmp_path / "consolidated" / folder
         consolidate(tmp_path / folder, out)
@@ -249,6 +295,25 @@ def test_checkpoints_resume_with_any_division(tmp_path):
             model = MixtralForCausalLM.from_pretrained(written)
             for name, value in curve.weights.items():
                 assert torch.equal(model.state_dict()[name], value), (folder, name)
+
+
+def loaded(rank: int, world_size: int, folder: str) -> Curve:
+    """transformers itself gives each rank its experts."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=DistributedConfig(tp_size=2, ep_size=2)
+    )
+    engine = start(model.train(), configuration(world_size, 2, **MESH))
+    return train_zero(engine, batches("llama", STEPS))
+
+
+def from_the_folder(rank: int, world_size: int, folder: str) -> Curve:
+    return in_float64(AutoModelForCausalLM.from_pretrained(folder).train(), batches("llama", STEPS))
+
+
+def test_a_model_whose_experts_transformers_has_divided(tmp_path):
+    build("mixtral").save_pretrained(tmp_path)
+    (expected,) = run_on(1, from_the_folder, str(tmp_path))
+    compare(run_on(2, loaded, str(tmp_path))[0], expected, 1e-5)
 
 
 # -- adapters that are merged
@@ -361,9 +426,9 @@ def test_only_tokens_travel(stage, ranks):
 # -- refusals
 
 
-def refused(rank: int, world_size: int) -> list[str]:
-    def message(model: nn.Module, size: int = 2, **keys: Any) -> str:
-        config = configuration(world_size, size)
+def refused(rank: int, world_size: int, folder: str) -> list[str]:
+    def message(model: nn.Module, size: int = 2, tensor: int = 1, **keys: Any) -> str:
+        config = configuration(world_size, size, tensor=tensor)
         for section, value in keys.items():
             config[section] = config.get(section, {}) | value if isinstance(value, dict) else value
         with pytest.raises(UsageError) as found:
@@ -379,6 +444,12 @@ def refused(rank: int, world_size: int) -> list[str]:
         {"zero_quantized_weights": True},
         {"zero_quantized_gradients": True},
     ]
+    if rank == 0:
+        build("mixtral").save_pretrained(folder)
+    torch.distributed.barrier()
+    over_data = DistributedConfig(fsdp_size=2, ep_size=2)
+    by_fsdp = MixtralForCausalLM.from_pretrained(folder, distributed_config=over_data)
+    in_slices = {"zero_optimization": {"stage3_max_live_parameters": 0}}
     muon = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
     engine = start(build("mixtral"), configuration(world_size, 2, stage=3))
     copied = deepcopy(engine.module)  # an average of weights begins with one
@@ -400,10 +471,14 @@ def refused(rank: int, world_size: int) -> list[str]:
         *(message(build("mixtral"), zero_optimization=keys) for keys in zero_keys),
         str(of_muon.value),
         str(of_writer.value),
+        message(build("mixtral"), 3, tensor=2),
+        message(tp_model_init(build("mixtral"), 2), tensor=2),
+        message(by_fsdp, tensor=2),
+        message(build("mixtral"), tensor=2, **in_slices),
     ]
 
 
-def test_refusals_name_the_key():
+def test_refusals_name_the_key(tmp_path):
     expected = [
         "expert_parallel.autoep_size: 3 does not divide the number of ranks, 2",
         "LlamaForCausalLM has no ep_plan",
@@ -417,8 +492,12 @@ def test_refusals_name_the_key():
         "zero_optimization.zero_quantized_gradients",
         "updates whole tensors",
         "each rank has a part of 'model.layers.0.mlp.experts.down_proj'",
+        "set tensor_parallel.autotp_size to 3, or delete it",
+        "each process has a part of each expert",
+        "fully_shard has sharded",
+        "experts that are divided over ranks cannot run in slices",
     ]
-    for found in run_on(2, refused):
+    for found in run_on(2, refused, str(tmp_path)):
         for text, part in zip(found, expected, strict=True):
             assert part in text
 
