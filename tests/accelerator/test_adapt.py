@@ -122,24 +122,6 @@ def capped(
     return usual, found
 
 
-def one_sample(rank: int, world_size: int) -> tuple[Losses, Losses, list[str]]:
-    """Losses of micro-batches of one sample with enough memory, and with as much for the last rank
-    as they take if activations are recomputed; and what was said.
-    """
-    given = "llama", {}, ROWS // world_size
-    usual, _, _ = train(*given, "explain", [ENOUGH] * STEPS)
-    _, most, _ = train(*given, "adapt", [ENOUGH] * STEPS, recomputes=True)
-    limits = [most if rank == world_size - 1 else ENOUGH] * STEPS
-    losses, _, said = train(*given, "adapt", limits)
-    return usual, losses, said
-
-
-def test_activations_are_recomputed_if_there_is_one_sample():
-    for rank, (usual, losses, said) in enumerate(run_on(2, one_sample, simulated=True)):
-        assert losses == usual
-        assert rank or ["activations are now recomputed" in text for text in said] == [True]
-
-
 class SquareOfLoss(LlamaForCausalLM):
     def forward(self, *args, **kwargs):
         output = super().forward(*args, **kwargs)
@@ -212,50 +194,6 @@ def test_what_cannot_be_repeated_is_said(kept):
     for text, expected in zip(found, REFUSED.values(), strict=True):
         assert expected in text
     assert "call engine.backward(loss) instead of loss.backward()" in by_script
-
-
-def losses_of_logits(rank: int, world_size: int) -> tuple[list[float], list[float], list[str]]:
-    """Losses that the script computes of the logits too, as TRL does: with enough memory, with half
-    as much for the last rank, and in slices; and what is said.
-    """
-    found, limits = [], [ENOUGH, ENOUGH, ENOUGH]
-    given = data("llama")
-    with listening() as said:
-        for act in "explain", "adapt":
-            gc.collect()
-            config = ds_config(stage3_max_live_parameters=0) | {"on_out_of_memory": act}
-            engine, _ = start(build("llama").to(device.NAME), config)
-            losses = []
-            for number, (each, limit) in enumerate(zip(given, limits, strict=True)):
-                if number == 2 and engine.adaptation is not None:
-                    engine.slices.refine(3)
-                part = {name: value.to(device.NAME) for name, value in each.items()}
-                torch.accelerator.reset_peak_memory_stats()
-                before = torch.accelerator.memory_allocated()
-                device.set_limit(limit)
-                output = engine(**part)
-                loss = output.loss + output.logits.square().mean()
-                engine.backward(loss)
-                if number == 1:
-                    most = torch.accelerator.max_memory_allocated()
-                device.set_limit(ENOUGH)
-                engine.step()
-                losses.append(loss.item())
-                del output, loss
-            if rank == world_size - 1:
-                limits[1] = (before + most) // 2
-            with torch.no_grad():
-                losses.append(engine(**part).loss.item())
-            found.append(losses)
-            engine.destroy()
-    return *found, said
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_script_may_compute_its_loss_from_other_outputs(world_size):
-    ranks = run_on(world_size, losses_of_logits, simulated=True)
-    assert all(relative(losses, usual) < 1e-6 for usual, losses, _ in ranks)
-    assert "activations are now recomputed" in ranks[0][2][0]
 
 
 def refusal(rank: int, world_size: int) -> str:
