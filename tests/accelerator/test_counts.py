@@ -17,7 +17,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -307,31 +306,3 @@ def test_files_do_not_block_the_host_in_copies(tmp_path, ranks):
     for found in run_on(ranks, with_files, str(tmp_path), simulated=True):
         assert (found.blocks, found.host_bytes) == (0, 0)
         assert found.syncs == NORM, "the host waits for the norm only"
-
-
-def profiled(rank: int, world_size: int) -> set[str]:
-    engine, _ = start(Model().to(device.NAME), ds_config(**EVERY_UNIT))
-    batch = {"x": torch.randn(ROWS, WIDTH, device=device.NAME)}
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        step(engine, [batch])
-    return {
-        event.name.removeprefix("zero: ")
-        for event in profiler.events()
-        if event.name.startswith("zero: ")
-    }
-
-
-def test_a_profiler_sees_the_phases():
-    for names in run_on(2, profiled, simulated=True):
-        assert names >= {
-            "forward",
-            "backward",
-            "step",
-            "wait for gather",
-            "wait for reduce",
-        }
-        assert names >= {
-            f"{what} of blocks.{i}"
-            for what in ("all-gather", "reduction", "update")
-            for i in range(BLOCKS)
-        }
