@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import zero
-from tests.dist.training import take_step
 from tests.processes import run_on
 from zero.core.quantized_weights import quantized_tensors
 from zero.errors import UsageError
@@ -279,37 +278,6 @@ def test_a_consolidated_state_dict_has_the_names_and_bits_of_plain_torch(kind, t
 
 
 # -- experts
-
-
-def adapters_beside_ddp(rank: int, world_size: int, base: Path, folder: Path) -> bool:
-    from safetensors.torch import load_file
-
-    kind, files = "nf4, experts too", []
-    model = with_adapter(base, kind).train()
-    # All ranks have quantized the same weights, and those in 4 bits cannot be written to.
-    ddp = nn.parallel.DistributedDataParallel(model, init_sync=False)
-    optimizer = torch.optim.AdamW(trainable(model), lr=1e-2, weight_decay=0.0, fused=True)
-    for ids in batches():
-        part = ids.chunk(world_size)[rank]
-        ddp(input_ids=part, labels=part).loss.backward()
-        take_step(optimizer)
-        optimizer.zero_grad()
-    engine = engine_on(base, kind, world_size, gradient_clipping=0.0)
-    steps(engine, rank, world_size)
-    state = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
-    if rank > 0:
-        return True
-    for saved, values in ((model, None), (engine.module, state)):
-        saved.save_pretrained(folder, state_dict=values)
-        files.append(load_file(folder / "adapter_model.safetensors"))
-    same = [torch.equal(value, files[1][name]) for name, value in files[0].items()]
-    return all(same) and files[0].keys() == files[1].keys() and len(same) == 2 * 2 * 4
-
-
-@pytest.mark.parametrize("kind", [needs("nf4, experts too")])
-def test_adapters_of_experts_are_those_of_ddp(kind, tmp_path):
-    base = saved_base(tmp_path / "base", kind)
-    assert all(run_on(2, adapters_beside_ddp, base, tmp_path))
 
 
 Run = tuple[list[float], list[float], int]
