@@ -512,18 +512,6 @@ class KeepsItsState(CalledTwice):
 
 
 @part
-class Reentrant(CalledTwice):
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=True)
-
-
-@part
-class NonReentrant(CalledTwice):
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-@part
 class CheckpointedRead(Tied):
     def _run(self, x):
         return torch.tanh(x @ self.first.weight) @ self.second.weight + self.second.bias

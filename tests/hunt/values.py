@@ -132,16 +132,6 @@ class ReadsAllWeights(ReadsAnother):
 
 
 @part
-class DetachedTwin(CalledTwice):
-    """The same module without gradients first, as for a target of its own."""
-
-    def forward(self, x):
-        with torch.no_grad():
-            target = self.linear(x)
-        return self.linear(x) - 0.5 * target
-
-
-@part
 class KeepsView(CalledTwice):
     """Looks at the weight of the last forward, which plain torch shows as it is now."""
 
