@@ -458,7 +458,7 @@ def test_after_an_exception_the_next_batch_is_a_step():
     assert run_on(2, failing, timeout=60.0) == [(True, True)] * 2
 
 
-def mistakes(rank: int, world_size: int) -> list[str]:
+def mistakes(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "shard"))
     without = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     with zero.Init(config_dict_or_path=config_of(CASES["Llama, tied, GPipe, stage 1"], 2)):
@@ -477,33 +477,22 @@ def mistakes(rank: int, world_size: int) -> list[str]:
         return Pipeline(engine, mesh, LENGTH)
 
     enough = {"gradient_accumulation_steps": 2, "train_batch_size": 8}
-    found = []
-    for wrong in (
-        lambda: split(build("llama"), mesh),
-        lambda: split(build("t5"), mesh),
-        lambda: split(gemma2(), mesh),
-        lambda: split(llama(False), without),
-        lambda: split(sharded, mesh),
-        lambda: pipeline(1),
-        lambda: pipeline(2, **enough),
-        lambda: pipeline(1, cut=False, **enough),
+    for text, wrong in (
+        (
+            r"3 layers \(model.layers\) do not divide into 2 stages",
+            lambda: split(build("llama"), mesh),
+        ),
+        ("T5ForConditionalGeneration has no plan for a pipeline", lambda: split(build("t5"), mesh)),
+        ("Gemma2ForCausalLM changes hidden states or logits out", lambda: split(gemma2(), mesh)),
+        ("one named 'pp' is missing", lambda: split(llama(False), without)),
+        ("zero.Init has sharded", lambda: split(sharded, mesh)),
+        ("gradient_accumulation_steps is 1.*2 ranks", lambda: pipeline(1)),
+        ("Schedule1F1B runs one stage per rank", lambda: pipeline(2, **enough)),
+        ("call zero.parallel.pipeline.split", lambda: pipeline(1, cut=False, **enough)),
     ):
-        with pytest.raises(UsageError) as error:
+        with pytest.raises(UsageError, match=text):
             wrong()
-        found.append(str(error.value))
-    return found
 
 
 def test_mistakes_are_named():
-    for layers, t5, gemma, mesh, init, few, stages, whole in run_on(2, mistakes):
-        assert "3 layers (model.layers) do not divide into 2 stages" in layers
-        assert "T5ForConditionalGeneration has no plan for a pipeline" in t5
-        assert (
-            "Gemma2ForCausalLM changes hidden states or logits outside of the modules of its plan"
-            in gemma
-        )
-        assert "one named 'pp' is missing" in mesh
-        assert "zero.Init has sharded" in init
-        assert "gradient_accumulation_steps is 1" in few and "2 ranks" in few
-        assert "Schedule1F1B runs one stage per rank" in stages
-        assert "call zero.parallel.pipeline.split before" in whole
+    run_on(2, mistakes)
