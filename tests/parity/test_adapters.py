@@ -445,7 +445,7 @@ def tp_refused(rank: int, world_size: int) -> None:
         if change is not None:
             change(base)
         model = peft.get_peft_model(base, config("llama"))
-        with pytest.raises(UsageError, match=f"^tensor parallelism.*{named}"):
+        with pytest.raises(UsageError, match=f"(?s)^tensor parallelism.*{named}"):
             start(model, ds_config() | {"tensor_parallel": {"autotp_size": 2}})
 
 

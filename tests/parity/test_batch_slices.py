@@ -411,7 +411,7 @@ def unknown(rank: int, world_size: int) -> None:
 
     def says(model: Any, text: str) -> None:
         trust = "set activation_checkpointing.trust_slices to true"
-        with pytest.raises(UsageError, match=f"{text}.*{trust}"):
+        with pytest.raises(UsageError, match=f"(?s){text}.*{trust}"):
             start(model, ds_config(**section))
 
     for change, text in UNKNOWN.items():
