@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from functools import cache, partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +42,6 @@ from tests.dist.training import (
 from tests.parity.models import ROWS, VOCABULARY, batches, t5
 from tests.processes import run_on
 from tests.releases import needs
-from zero.checkpoint.models import consolidate
 from zero.errors import UsageError
 from zero.integrations.deepspeed.finder import FacadeModule
 
@@ -294,67 +292,6 @@ def test_losses_norms_and_weights_are_those_of_plain_torch(ranks, cases):
     compare(run_on(ranks, trained, cases), cases)
 
 
-# -- checkpoints
-
-
-HALF = 2
-
-
-def resumed(rank: int, world_size: int, folder: str) -> dict[str, Curve]:
-    """Runs of `STEPS` steps: without a break, and with one, after which the mesh, the stage or both
-    are others.
-    """
-
-    def run(tp: int, stage: int, first: int, last: int, load: str = "", save: str = "") -> Curve:
-        config = ds_config(accumulation=ACCUMULATION, clip=CLIP, stage=stage, **NOTHING_PERSISTS)
-        config["train_micro_batch_size_per_gpu"] = ROWS // ACCUMULATION // (world_size // tp)
-        engine = start(build("tied llama"), config | {"tensor_parallel": {"autotp_size": tp}})
-        if load:
-            engine.load_checkpoint(folder, load)
-        curve = train_zero(engine, data_of("tied llama")[first:last])
-        if save:
-            engine.save_checkpoint(folder, save)
-            engine.save_16bit_model(str(Path(folder, f"model of {save}")))
-        engine.destroy()
-        return curve
-
-    config = ds_config(**NOTHING_PERSISTS) | {"tensor_parallel": {"autotp_size": 2}}
-    with pytest.raises(
-        UsageError, match="experts that are divided over ranks cannot run in slices"
-    ):
-        start(build("mixtral"), config)
-    return {
-        "whole": run(2, 3, 0, 2 * HALF),
-        "to cut": run(2, 3, 0, HALF, save="cut"),
-        "cut as before": run(2, 3, HALF, 2 * HALF, load="cut"),
-        "not cut any more": run(1, 2, HALF, 2 * HALF, load="cut"),
-        "not cut yet": run(1, 3, 0, HALF, save="plain"),
-        "cut now": run(2, 1, HALF, 2 * HALF, load="plain"),
-    }
-
-
-def test_checkpoints_continue_on_the_same_mesh_and_on_others(tmp_path):
-    of_ranks = run_on(4, resumed, str(tmp_path))
-    curves = {
-        name: together(
-            [found[name] for found in (of_ranks if name.startswith("not") else of_ranks[::2])]
-        )
-        for name in of_ranks[0]
-    }
-    whole = curves["whole"]
-    assert curves["cut as before"].losses == whole.losses[HALF:]
-    assert curves["cut as before"].norms == whole.norms[HALF:]
-    for name in ("cut as before", "not cut any more", "cut now"):
-        assert relative(curves[name].mean_losses(), whole.mean_losses()[HALF:]) < 1e-6, name
-        assert relative(curves[name].norms, whole.norms[HALF:]) < 1e-6, name
-    expected = curves["to cut"].weights
-    consolidate(tmp_path / "cut", tmp_path / "consolidated")
-    for folder in (tmp_path / "consolidated", tmp_path / "model of cut"):
-        model = LlamaForCausalLM.from_pretrained(folder)
-        assert expected.keys() == model.state_dict().keys()
-        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
-
-
 # -- refusals
 
 
@@ -401,6 +338,8 @@ def refused(rank: int, world_size: int) -> None:
     gathers = dividing({"patterns": ["lm_head"], "gather_output": True})
     says("'embedding.weight' is tied to a weight that the plan", tied, tensor_parallel=gathers)
     packed = dividing({"patterns": [".*packed"], "shape": [3, -1]})
+    small = {"zero_optimization": {"stage": 3, **NOTHING_PERSISTS}}
+    says("experts that are divided over ranks cannot run in slices", "mixtral", **small)
     says("layers.0.num_heads is 3, which 2 ranks do not", few_heads, tensor_parallel=packed)
 
 
