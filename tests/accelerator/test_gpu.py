@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.accelerator.test_offload import ON_GPU, here
-from tests.dist.checkpoint.test_checkpoint import stored
 from tests.dist.training import (
     Curve,
     assert_same_training,
@@ -116,31 +115,3 @@ def test_compiled_blocks_train_alike():
         run_on(1, compiled, enabled, gpu=True, timeout=300)[0] for enabled in (True, False)
     )
     assert relative(found, expected) <= rounding(torch.bfloat16, VOCABULARY, STEPS)
-
-
-def resumed(rank: int, world_size: int, folder: str, sections: dict) -> tuple[list, list]:
-    """Save in the middle.
-
-    Return the losses after it, without and with a restart from the checkpoint.
-    """
-    deterministic()
-    config = ds_config(**{**SMALL, **SECTIONS[torch.bfloat16], **sections})
-    engine, _ = start(here(build("t5")), config)
-    first, last = data("t5", 6)[:3], data("t5", 6)[3:]
-    train_zero(engine, first)
-    engine.save_checkpoint(folder)
-    straight = [step(engine, [batch]) for batch in last]
-    again, _ = start(here(build("t5")), config)
-    again.load_checkpoint(folder)
-    return straight, [step(again, [batch]) for batch in last]
-
-
-@pytest.mark.parametrize(
-    "sections", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["GPU", "host"]
-)
-def test_a_checkpoint_resumes_bit_for_bit(tmp_path, sections):
-    straight, again = run_on(1, resumed, str(tmp_path), sections, gpu=True)[0]
-    assert again == straight
-    assert all(
-        value.isfinite().all() for value in stored(tmp_path).values() if value.is_floating_point()
-    )
