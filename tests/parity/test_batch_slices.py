@@ -1,4 +1,6 @@
-"""A batch that each block runs in slices trains as the whole batch does."""
+"""A batch that each block runs in slices trains as the whole batch does. `test_sliced_head` compares
+models of several kinds with plain torch.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,9 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.dist.training import Curve, curve_on, ds_config, relative, start, train_plain, train_zero
+from tests.dist.training import Curve, ds_config, relative, start, train_zero
 from tests.parity.models import VOCABULARY, batches, build
 from tests.processes import run_on
 from tests.releases import needs
@@ -34,23 +35,11 @@ TRUSTED = {"trust_slices": True}
 TERMS = 500
 
 
-def model_of(name: str) -> nn.Module:
-    if name == "mixtral":
-        torch.manual_seed(7)
-        config = MixtralConfig(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
-            initializer_range=0.06,
-        )  # fmt: skip
-        return MixtralForCausalLM(config).train()
-    return build(name)
-
-
 def data(name: str) -> list[dict[str, torch.Tensor]]:
     """Batches of T5 and Llama with masks, so that their blocks are given some. In those of Mixtral,
     each row packs two sequences, which only their positions tell apart.
     """
-    made = batches("llama" if name == "mixtral" else name, STEPS)
+    made = batches(name, STEPS)
     for batch in made:
         rows, length = batch["input_ids"].shape
         if name == "mixtral":
@@ -60,28 +49,6 @@ def data(name: str) -> list[dict[str, torch.Tensor]]:
             batch["attention_mask"] = mask = torch.ones_like(batch["input_ids"])
             mask[::2, -2:] = 0
     return made
-
-
-def plain(rank: int, world_size: int, name: str) -> Curve:
-    return train_plain(model_of(name), data(name))
-
-
-def sliced(rank: int, world_size: int, name: str, slices: int, sections: dict) -> Curve:
-    config = ds_config(
-        activation_checkpointing={"batch_slices": slices},
-        stage3_param_persistence_threshold=40,
-        **sections,
-    )
-    engine, _ = start(model_of(name), config)
-    return train_zero(engine, data(name))
-
-
-@pytest.mark.parametrize("name", ["t5", "llama", "mixtral"])
-def test_the_losses_of_one_batch(name):
-    expected = curve_on(1, plain, name).mean_losses()
-    for ranks in (1, 2):
-        found = curve_on(ranks, sliced, name, 4, {}).mean_losses()
-        assert relative(found, expected) <= rounding(torch.float32, TERMS)
 
 
 def with_adapter(rank: int, world_size: int, folder: str) -> list[Curve]:
@@ -133,7 +100,7 @@ def test_the_losses_of_one_batch_in_fp16():
 
 def with_router_logits(rank: int, world_size: int) -> None:
     """Their loss is that of the experts of the whole batch. There is one tensor for each block."""
-    plain, model = model_of("mixtral"), model_of("mixtral")
+    plain, model = build("mixtral"), build("mixtral")
     (batch,) = data("mixtral")[:1]
     for each in (plain, model):
         each.config.output_router_logits = each.model.config.output_router_logits = True
