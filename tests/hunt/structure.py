@@ -126,20 +126,6 @@ class FrozenAliases(Tied):
 
 
 @part
-class Frozen(CalledTwice):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear.requires_grad_(False)
-
-
-@part
-class HalfFrozen(CalledTwice):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear.weight.requires_grad_(False)
-
-
-@part
 class FrozenLater(CalledTwice):
     first_step, last_step = 1, 9
 
@@ -352,43 +338,6 @@ class FunctionalScaled(CalledTwice):
         return functional_call(self.linear, params, (x,)) + self.linear(x)
 
 
-@part
-class WeightNorm(CalledTwice):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = parametrizations.weight_norm(linear())
-
-
-@part
-class OldWeightNorm(CalledTwice):
-    def __init__(self) -> None:
-        super().__init__()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            self.linear = nn.utils.weight_norm(linear())
-
-
-@part
-class SpectralNorm(CalledTwice):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = parametrizations.spectral_norm(linear())
-
-
-@part
-class OldSpectralNorm(CalledTwice):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.utils.spectral_norm(linear())
-
-
-@part
-class Orthogonal(CalledTwice):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = parametrizations.orthogonal(linear(), orthogonal_map="cayley")
-
-
 class Symmetric(nn.Module):
     def forward(self, weight):
         return weight.triu() + weight.triu(1).t()
@@ -405,11 +354,34 @@ class CachedParametrization(CalledTwice):
             return super().forward(x) + x @ self.linear.weight
 
 
-@part
-class Pruned(CalledTwice):
-    def __init__(self) -> None:
+def old_weight_norm(layer: nn.Linear) -> nn.Module:
+    with warnings.catch_warnings(action="ignore"):
+        return nn.utils.weight_norm(layer)
+
+
+def half_frozen(layer: nn.Linear) -> nn.Module:
+    layer.weight.requires_grad_(False)
+    return layer
+
+
+class Changed(CalledTwice):
+    def __init__(self, change: Callable) -> None:
         super().__init__()
-        prune.l1_unstructured(self.linear, "weight", 0.3)
+        self.linear = change(self.linear)
+
+
+CHANGES: dict[str, Callable] = {
+    "Frozen": lambda layer: layer.requires_grad_(False),
+    "HalfFrozen": half_frozen,
+    "WeightNorm": parametrizations.weight_norm,
+    "OldWeightNorm": old_weight_norm,
+    "SpectralNorm": parametrizations.spectral_norm,
+    "OldSpectralNorm": nn.utils.spectral_norm,
+    "Orthogonal": partial(parametrizations.orthogonal, orthogonal_map="cayley"),
+    "Pruned": partial(prune.l1_unstructured, name="weight", amount=0.3),
+}
+for name, change in CHANGES.items():
+    PARTS[name] = partial(Changed, change)
 
 
 # -- buffers and norms

@@ -15,44 +15,44 @@ class Wrapper(nn.Module):
         self.inner = inner
 
 
+class Nested(Wrapper):
+    """Has a module of its own around the part."""
+
+    Inner: type[Wrapper]
+
+    def __init__(self, inner: nn.Module):
+        super().__init__(self.Inner(inner))
+
+
 class Result:
     def __init__(self, value: torch.Tensor):
         self.value = value
 
 
-class GivesObject(Wrapper):
+class GivesObject(Nested):
     class Inner(Wrapper):
         def forward(self, x):
             return Result(self.inner(x))
-
-    def __init__(self, inner: nn.Module):
-        super().__init__(self.Inner(inner))
 
     def forward(self, x):
         return self.inner(x).value
 
 
-class GivesNest(Wrapper):
+class GivesNest(Nested):
     class Inner(Wrapper):
         def forward(self, x):
             return None, [{"out": (self.inner(x), "text")}]
-
-    def __init__(self, inner: nn.Module):
-        super().__init__(self.Inner(inner))
 
     def forward(self, x):
         return self.inner(x)[1][0]["out"][0]
 
 
-class GivesNothing(Wrapper):
+class GivesNothing(Nested):
     """Keeps the result on the module."""
 
     class Inner(Wrapper):
         def forward(self, x):
             self.kept = self.inner(x)
-
-    def __init__(self, inner: nn.Module):
-        super().__init__(self.Inner(inner))
 
     def forward(self, x):
         self.inner(x)
@@ -101,13 +101,10 @@ class NoGradFirst(Wrapper):
         return self.inner(x) + before
 
 
-class ByKeyword(Wrapper):
+class ByKeyword(Nested):
     class Inner(Wrapper):
         def forward(self, *, x):
             return self.inner(x)
-
-    def __init__(self, inner: nn.Module):
-        super().__init__(self.Inner(inner))
 
     def forward(self, x):
         return self.inner(x=x)
