@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+import zero
 from tests.accelerator import device
 from tests.dist.comm.test_compression import FOUR_BITS, GRADIENTS, WEIGHTS, WHOLE, data, model
+from tests.dist.core import test_quantized_weights as quantized
 from tests.dist.optim import test_moments as coded
 from tests.dist.optim import test_schedule_free as free
 from tests.dist.optim import test_without_masters as bf16
@@ -121,7 +123,7 @@ def sliced(rank: int, world_size: int, place: str) -> Curve:
         "offload_param": {"device": "cpu"},
     }
     mixtral = experts.build("mixtral", "eager").to(place)
-    engine, _ = start(mixtral, ds_config(**experts.WHOLE, **settings))
+    engine, _ = start(mixtral, ds_config(**experts.NOTHING_PERSISTS, **settings))
     assert len(engine._sliced) == 2 and engine.comm.device.type == place
     curve = train_zero(engine, experts.data())
     curve.weights = {}
@@ -133,6 +135,44 @@ def test_experts_in_slices_have_the_numbers_of_gloo():
     found, expected = curve_on(2, sliced, device.NAME, simulated=True), curve_on(2, sliced, "cpu")
     assert relative(found.mean_losses(), expected.mean_losses()) < 1e-6
     assert relative(found.norms, expected.norms) < 1e-6
+
+
+# -- quantized weights
+
+
+class Floats8(quantized.Codes):
+    """Without complex numbers, whose parts the simulated device cannot show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.phases
+
+    def matrix(self) -> torch.Tensor:
+        return self.weight.float() * self.weight_scale_inv * self.factor.float()
+
+
+def with_quantized(rank: int, world_size: int, place: str, folder: str) -> list[list[float]]:
+    """The losses with each tier. Each forward compares all bytes."""
+    found = []
+    for tier in ("none", "cpu", "nvme"):
+        settings = {"device": tier, "nvme_path": folder, "max_in_cpu": 0}
+        formats = [quantized.Wide, Floats8, quantized.Aliased, quantized.Buffered]
+        model = quantized.Model(formats).to(place)
+        model.layers[2].base.holder.codes = model.layers[2].base.weight.data
+        for layer in model.layers:
+            made = {name: value.to(place) for name, value in layer.made.items()}
+            layer.made = quantized.Plain(made)
+        params = [param for param in model.parameters() if param.requires_grad]
+        config = quantized.config(offload_param=settings)
+        engine = zero.initialize(model=model, model_parameters=params, config=config)[0]
+        found.append(quantized.steps(engine, place=place))
+    return found
+
+
+def test_quantized_weights_have_the_bits_and_losses_of_gloo(tmp_path):
+    [found, _] = run_on(2, with_quantized, device.NAME, str(tmp_path), simulated=True)
+    [expected, _] = run_on(2, with_quantized, "cpu", str(tmp_path))
+    assert found == [pytest.approx(each, rel=1e-6) for each in expected]
 
 
 # -- bf16 without masters, schedule-free optimizers, 8-bit moments

@@ -1,5 +1,5 @@
-"""A batch that each block runs in slices trains as the whole batch does. `test_sliced_head` compares
-models of several kinds with plain torch.
+"""A batch that each block runs in slices trains as the whole batch does. `test_sliced_head`
+compares models of several kinds with plain torch.
 """
 
 from __future__ import annotations
