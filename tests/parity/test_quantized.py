@@ -5,6 +5,7 @@ each rank holds its share of the base.
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import zero
+from tests.dist.training import train_plain
 from tests.processes import run_on
 from zero.core.quantized_weights import quantized_tensors
 from zero.errors import UsageError
@@ -126,20 +128,6 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.requires_grad]
 
 
-def plain(base: Path, kind: str) -> list[float]:
-    model = with_adapter(base, kind).train()
-    optimizer = torch.optim.AdamW(trainable(model), lr=1e-2, weight_decay=0.0)
-    losses = []
-    for ids in batches():
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trainable(model), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def settings(
     world_size: int, gradient_clipping: float = 1.0, experts: int = 1, **section: object
 ) -> dict:
@@ -211,7 +199,9 @@ def test_losses_are_those_of_one_process_and_each_rank_holds_its_share(kind, tmp
 
 
 def in_plain_torch(rank: int, world_size: int, base: Path, kind: str) -> list[float]:
-    return plain(base, kind)
+    data = [{"input_ids": ids, "labels": ids} for ids in batches()]
+    make = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0)
+    return train_plain(with_adapter(base, kind).train(), data, 1.0, make=make).mean_losses()
 
 
 @pytest.mark.parametrize(
