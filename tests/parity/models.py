@@ -23,7 +23,7 @@ from transformers import (
 
 import zero
 from tests.dist import training
-from tests.dist.training import Batch, Curve, train_plain
+from tests.dist.training import Batch, Curve, train_in_slices, train_plain
 
 VOCABULARY = 97
 # Divisible by 1, 2, 3 and 4 ranks.
@@ -100,6 +100,19 @@ def batches(name: str, steps: int) -> list[dict[str, torch.Tensor]]:
         )
         made.append({"input_ids": ids, "labels": labels})
     return made
+
+
+def in_slices(
+    rank: int,
+    world_size: int,
+    name: str,
+    steps: int,
+    ranks: int,
+    accumulation: int,
+    options: dict[str, Any],
+) -> Curve:
+    """`train_in_slices` for `run_on`, with one of these models and its batches."""
+    return train_in_slices(build(name), batches(name, steps), ranks, accumulation, **options)
 
 
 # -- mixtures whose experts are divided over ranks

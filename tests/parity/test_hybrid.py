@@ -29,11 +29,10 @@ from tests.dist.training import (
     start,
     step,
     together,
-    train_in_slices,
     train_plain,
     train_zero,
 )
-from tests.parity.models import batches, build
+from tests.parity.models import batches, build, in_slices
 from tests.parity.test_fp32 import SMALL
 from tests.processes import run_on
 from zero.offload import tiers
@@ -82,35 +81,12 @@ def _one(name: str, folder: str, size: int, optimizer: str, case: dict[str, Any]
 
 
 @cache
-def reference(
-    name: str, ranks: int, size: int, own_first: bool, optimizer: str, norms: tuple[float, ...]
-) -> Curve:
-    return curve_on(1, plain, name, ranks, size, own_first, optimizer, norms)
-
-
-@cache
 def whole_batches(name: str, optimizer: str) -> Curve:
     return curve_on(1, plain_on_whole_batches, name, optimizer)
 
 
 def plain_on_whole_batches(rank: int, world_size: int, name: str, optimizer: str) -> Curve:
     return train_plain(build(name), batches(name, STEPS), CLIP, make=OPTIMIZERS[optimizer])
-
-
-def plain(
-    rank: int,
-    world_size: int,
-    name: str,
-    ranks: int,
-    size: int,
-    own_first: bool,
-    optimizer: str,
-    norms: tuple,
-) -> Curve:
-    order = {"own_first": own_first, "shard_size": size, "make": OPTIMIZERS[optimizer]}
-    return train_in_slices(
-        build(name), batches(name, STEPS), ranks, ACCUMULATION, clip=CLIP, norms=norms, **order
-    )
 
 
 @pytest.mark.parametrize(
@@ -138,10 +114,10 @@ def test_shards_over_groups_train_bit_for_bit_as_plain_torch(
         expected = whole_batches(name, optimizer)
         assert relative(found.mean_losses(), expected.mean_losses()) < 1e-6
         assert relative(found.norms, expected.norms) < 1e-6
-        own_first = case.get("stage", 3) < 2
-        assert_same_training(
-            found, reference(name, ranks, size, own_first, optimizer, tuple(found.norms))
-        )
+        order = {"own_first": case.get("stage", 3) < 2, "shard_size": size}
+        order |= {"clip": CLIP, "norms": found.norms, "make": OPTIMIZERS[optimizer]}
+        given = name, STEPS, ranks, ACCUMULATION, order
+        assert_same_training(found, curve_on(1, in_slices, *given))
 
 
 # -- second shards

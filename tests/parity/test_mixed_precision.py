@@ -8,6 +8,8 @@ exchange the sums; at stages 2 and 3 they exchange each micro-batch's gradients)
 step in fp32. Only norms may differ by fp32 rounding: the squares of a parameter on several ranks
 are summed in parts. So with clipping the reference divides by the engine's norms."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,10 +20,9 @@ from tests.dist.training import (
     curve_on,
     ds_config,
     start,
-    train_in_slices,
     train_zero,
 )
-from tests.parity.models import batches, build
+from tests.parity.models import batches, build, in_slices
 from tests.parity.test_fp32 import SMALL
 
 STEPS = 3
@@ -35,20 +36,8 @@ SECTIONS = {
 DTYPES = [torch.float32, *SECTIONS]
 
 
-def reference(
-    rank: int,
-    world_size: int,
-    name: str,
-    dtype: torch.dtype,
-    ranks: int,
-    accumulation: int,
-    clip: float,
-    norms: list[float] | None,
-    own_first: bool,
-) -> Curve:
-    settings = {"dtype": dtype, "clip": clip, "norms": norms, "own_first": own_first}
-    settings["scale"] = SCALE if dtype == torch.float16 else 1.0
-    return train_in_slices(build(name), batches(name, STEPS), ranks, accumulation, **settings)
+def options(dtype: torch.dtype, **others: Any) -> dict[str, Any]:
+    return {"dtype": dtype, "scale": SCALE if dtype == torch.float16 else 1.0, **others}
 
 
 def sharded(
@@ -72,7 +61,7 @@ def sharded(
 @pytest.mark.parametrize("name", ["t5", "llama", "deepseek"])
 def test_world_of_one_is_bit_for_bit(name, dtype):
     """The norms too, because no parameter is cut."""
-    expected = curve_on(1, reference, name, dtype, 1, 1, CLIP, None, False)
+    expected = curve_on(1, in_slices, name, STEPS, 1, 1, options(dtype, clip=CLIP))
     assert max(expected.norms) > CLIP, "clipping must be at work"
     assert_equal(curve_on(1, sharded, name, 3, dtype, 1, CLIP), expected)
 
@@ -96,6 +85,6 @@ CASES += [
 def test_stages_and_ranks_are_bit_for_bit(name, stage, dtype, ranks, accumulation, clip):
     found = curve_on(ranks, sharded, name, stage, dtype, accumulation, clip)
     assert min(found.norms) > clip, "clipping must be at work in every step"
-    norms, own_first = found.norms if clip else None, stage < 2 and accumulation > 1
-    given = name, dtype, ranks, accumulation, clip, norms, own_first
-    assert_same_training(found, curve_on(1, reference, *given))
+    others = {"norms": found.norms if clip else None, "own_first": stage < 2 and accumulation > 1}
+    given = name, STEPS, ranks, accumulation, options(dtype, clip=clip, **others)
+    assert_same_training(found, curve_on(1, in_slices, *given))

@@ -25,7 +25,7 @@ from tests.dist.training import (
     train_zero,
     two_groups,
 )
-from tests.parity.models import VOCABULARY, batches, build
+from tests.parity.models import VOCABULARY, batches, build, in_slices
 from tests.parity.test_fp32 import SMALL
 
 STEPS = 3
@@ -163,15 +163,11 @@ def in_layers(rank: int, world_size: int, stage: int) -> Curve:
     return train_zero(engine, batches("gpt2", STEPS))
 
 
-def slices_in_layers(rank: int, world_size: int, count: int) -> Curve:
-    return train_in_slices(
-        build("gpt2"), batches("gpt2", STEPS), count, grouping=layer_wise, make=grown
-    )
-
-
 @pytest.mark.parametrize(("stage", "ranks"), [(1, 3), (3, 2)])
 def test_layer_wise_groups_are_bit_for_bit(stage, ranks):
-    assert_same_training(curve_on(ranks, in_layers, stage), curve_on(1, slices_in_layers, ranks))
+    options = {"grouping": layer_wise, "make": grown}
+    expected = curve_on(1, in_slices, "gpt2", STEPS, ranks, 1, options)
+    assert_same_training(curve_on(ranks, in_layers, stage), expected)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
