@@ -129,23 +129,10 @@ class SquareOfLoss(LlamaForCausalLM):
         return output
 
 
-def hooked() -> Any:
-    """A hook may keep what it sees."""
-    model: Any = build("llama").to(device.NAME)
-    model.model.layers[1].register_forward_hook(lambda *_: None)
-    return model
-
-
 def clipped() -> Any:
     """The sum of clipped gradients is not the clipped sum."""
     model: Any = build("llama").to(device.NAME)
     model.lm_head.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
-    return model
-
-
-def with_own_loss() -> Any:
-    model: Any = build("llama").to(device.NAME)
-    model.loss_function = lambda logits, labels, **_: logits.flatten(1).std(0).mean()
     return model
 
 
@@ -157,8 +144,6 @@ def with_own_forward() -> Any:
 
 REFUSED = {
     with_own_forward: "the model is a SquareOfLoss, whose forward is not transformers' own",
-    with_own_loss: "the model is a LlamaForCausalLM with '_loss_function' of the script",
-    hooked: "a hook of the script is on 'model.layers.1'",
     clipped: "parameter 'lm_head.weight' has a hook of the script",
 }
 

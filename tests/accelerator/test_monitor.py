@@ -1,4 +1,4 @@
-"""What a record of a step says beside an accelerator of links and memory."""
+"""The monitors beside an accelerator: what a record says of links and memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.processes import run_on
 
 
 def train(rank: int, world_size: int, folder: Path) -> None:
-    """Train with an optimizer in host memory."""
+    """Train with an optimizer in host memory, and with records."""
     sections = {"json_monitor": {"enabled": True, "output_path": str(folder)}}
     offload = {"offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
     engine, _ = start(Model().to(device.NAME), ds_config(**offload) | sections)
