@@ -25,15 +25,13 @@ from transformers import (
 
 from tests.dist.training import (
     Curve,
-    adamw,
     ds_config,
     relative,
     start,
-    take_step,
     train_plain,
     train_zero,
 )
-from tests.parity.models import VOCABULARY, batches, build
+from tests.parity.models import ROWS, VOCABULARY, batches, build
 from tests.parity.test_adapters import IN_PEFT, quantized
 from tests.parity.test_batch_slices import data as masked_or_packed
 from tests.processes import run_on
@@ -210,7 +208,9 @@ def test_what_needs_logits_as_a_whole_is_named(model, caplog):
             act()
 
 
-def of_other_lengths(rank: int, world_size: int, stage: int) -> tuple[list[float], list[str]]:
+def of_other_lengths(
+    rank: int, world_size: int, stage: int, chunk: int
+) -> tuple[list[float], list[str]]:
     """Losses where some ranks have chunks and others have not, in turn; and what is said to a rank
     that reads logits alone, before and after backward and the step.
     """
@@ -224,7 +224,7 @@ def of_other_lengths(rank: int, world_size: int, stage: int) -> tuple[list[float
     for number, batch in enumerate(batches("llama", 4)):
         length = 9 if rank == number % 2 else 2
         part = {name: value[2 * rank : 2 * rank + 2, :length] for name, value in batch.items()}
-        with mock.patch.dict(head.CHUNK_ELEMENTS, cpu=5 * VOCABULARY):
+        with mock.patch.dict(head.CHUNK_ELEMENTS, cpu=chunk * VOCABULARY):
             output = engine(**part)
             for row in output.logits[rank:] if number == 2 else ():
                 torch.logsumexp(row, -1)  # one rank has one row, the other two
@@ -242,22 +242,12 @@ def of_other_lengths(rank: int, world_size: int, stage: int) -> tuple[list[float
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_need_not_have_as_many_chunks(stage):
-    found = run_on(2, of_other_lengths, stage)
-    model, expected = model_of("llama"), []
-    optimizer = adamw([{"params": [*model.parameters()]}])
-    for number, batch in enumerate(batches("llama", 4)):
-        losses = []
-        for rank in range(2):
-            length = 9 if rank == number % 2 else 2
-            part = {name: value[2 * rank : 2 * rank + 2, :length] for name, value in batch.items()}
-            losses.append(model(**part).loss)
-        (sum(losses) / 2).backward()
-        take_step(optimizer)
-        optimizer.zero_grad()
-        expected.append([loss.item() for loss in losses])
-    for rank, (losses, said) in enumerate(found):
-        assert relative(losses, [each[rank] for each in expected]) <= rounding(torch.float32, TERMS)
-        assert len(said) == 2
+    whole = run_on(2, of_other_lengths, stage, ROWS * 9)
+    for (losses, said), (expected, nothing) in zip(
+        run_on(2, of_other_lengths, stage, 5), whole, strict=True
+    ):
+        assert relative(losses, expected) <= rounding(torch.float32, TERMS)
+        assert (len(said), nothing) == (2, [])
         assert all("call logits.whole(), before backward" in each for each in said)
 
 
@@ -280,30 +270,14 @@ def test_one_loss_of_two_backwards_and_of_other_scales(model):
         torch.autograd.grad(loss, [*model.parameters()][:1], create_graph=True)
 
 
-def by_library(logits: torch.Tensor) -> torch.Tensor:
-    """A function that takes the logits past `__torch_function__`."""
-
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
-            return 2 * given
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            return 2 * grad
-
-    return Doubled.apply(logits)
-
-
-@pytest.mark.parametrize("act", [lambda logits: logits, by_library])
-def test_what_logits_are_multiplied_with_is_trained(model, act):
+def test_what_logits_are_multiplied_with_is_trained(model):
     (batch,) = batches("llama", 1)
     found = []
     for whole in (False, True):
         scale = torch.tensor(1.3, requires_grad=True)
         bias = torch.linspace(-1, 1, VOCABULARY).requires_grad_()
         logits = model(input_ids=batch["input_ids"]).logits
-        scaled = act((logits.whole() if whole else logits) * scale.exp() + bias)
+        scaled = (logits.whole() if whole else logits) * scale.exp() + bias
         loss = nn.functional.cross_entropy(scaled.flatten(0, 1), batch["labels"].flatten())
         found.append(torch.autograd.grad(loss, [scale, bias, model.lm_head.weight]))
     for chunked, expected in zip(*found, strict=True):
