@@ -144,16 +144,6 @@ class KeepsView(CalledTwice):
 
 
 @part
-class KeepsCopy(CalledTwice):
-    seen: torch.Tensor | None = None
-
-    def forward(self, x):
-        scale = 1.0 if self.seen is None else 1 + self.seen.abs().mean()
-        self.seen = self.linear.weight.detach().clone()
-        return super().forward(x) * scale
-
-
-@part
 class ReadsStateDict(ReadsAnother):
     def forward(self, x):
         state = {name: value.clone() for name, value in self.other.state_dict().items()}

@@ -15,50 +15,6 @@ class Wrapper(nn.Module):
         self.inner = inner
 
 
-class Nested(Wrapper):
-    """Has a module of its own around the part."""
-
-    Inner: type[Wrapper]
-
-    def __init__(self, inner: nn.Module):
-        super().__init__(self.Inner(inner))
-
-
-class Result:
-    def __init__(self, value: torch.Tensor):
-        self.value = value
-
-
-class GivesObject(Nested):
-    class Inner(Wrapper):
-        def forward(self, x):
-            return Result(self.inner(x))
-
-    def forward(self, x):
-        return self.inner(x).value
-
-
-class GivesNest(Nested):
-    class Inner(Wrapper):
-        def forward(self, x):
-            return None, [{"out": (self.inner(x), "text")}]
-
-    def forward(self, x):
-        return self.inner(x)[1][0]["out"][0]
-
-
-class GivesNothing(Nested):
-    """Keeps the result on the module."""
-
-    class Inner(Wrapper):
-        def forward(self, x):
-            self.kept = self.inner(x)
-
-    def forward(self, x):
-        self.inner(x)
-        return self.inner.kept
-
-
 class GivesGenerator(Wrapper):
     """Its forward runs when somebody asks for the result."""
 
@@ -101,10 +57,13 @@ class NoGradFirst(Wrapper):
         return self.inner(x) + before
 
 
-class ByKeyword(Nested):
+class ByKeyword(Wrapper):
     class Inner(Wrapper):
         def forward(self, *, x):
             return self.inner(x)
+
+    def __init__(self, inner: nn.Module):
+        super().__init__(self.Inner(inner))
 
     def forward(self, x):
         return self.inner(x=x)
@@ -118,6 +77,6 @@ class Unregistered(Wrapper):
 
 
 WRAPPERS: list[type[Wrapper]] = [
-    *(GivesObject, GivesNest, GivesNothing, GivesGenerator, Again, Checkpointed),
-    *(CheckpointedReentrant, NoGradFirst, ByKeyword, Unregistered),
+    *(GivesGenerator, Again, Checkpointed, CheckpointedReentrant, NoGradFirst, ByKeyword),
+    Unregistered,
 ]
