@@ -1,5 +1,5 @@
 """The engine on the simulated accelerator: no mistake is found, and the losses are those of plain
-torch on that device.
+torch.
 
 Without offload, torch updates the weights, so the bits are equal. Offloaded state is updated by
 `adam_cpu`, which computes the last elements of tensors otherwise. So its numbers equal plain
@@ -35,10 +35,9 @@ from tests.dist.training import (
     split,
     start,
     step,
-    train_in_slices,
     train_zero,
 )
-from tests.parity.models import VOCABULARY, batches, build
+from tests.parity.models import VOCABULARY, batches, build, in_slices
 from tests.parity.test_fp32 import SMALL
 from tests.parity.test_mixed_precision import SECTIONS
 from tests.parity.test_offload import BOTH, NVME
@@ -67,14 +66,6 @@ def data_on_device() -> list[Batch]:
         {name: value.to(device.NAME) for name, value in batch.items()}
         for batch in batches("t5", STEPS)
     ]
-
-
-def plain(
-    rank: int, world_size: int, ranks: int, accumulation: int, dtype: torch.dtype | None
-) -> Curve:
-    curve = train_in_slices(model_on_device(), data_on_device(), ranks, accumulation, dtype=dtype)
-    curve.weights = {name: value.cpu() for name, value in curve.weights.items()}
-    return curve
 
 
 def engine_with(
@@ -111,7 +102,7 @@ def as_it_is() -> None:
 
 @cache
 def expected(ranks: int, accumulation: int, dtype: torch.dtype | None) -> Curve:
-    return curve_on(1, plain, ranks, accumulation, dtype, simulated=True)
+    return curve_on(1, in_slices, "t5", STEPS, ranks, accumulation, {"dtype": dtype})
 
 
 def found(
