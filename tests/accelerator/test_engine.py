@@ -23,7 +23,6 @@ import zero
 from tests.accelerator import device
 from tests.dist.checkpoint.test_checkpoint import load_train, train_save_train
 from tests.dist.training import (
-    Batch,
     Curve,
     Make,
     adamw,
@@ -57,17 +56,6 @@ STEPS = 4
 Prepare = Callable[[], None]
 
 
-def model_on_device() -> torch.nn.Module:
-    return build("t5").to(device.NAME)
-
-
-def data_on_device() -> list[Batch]:
-    return [
-        {name: value.to(device.NAME) for name, value in batch.items()}
-        for batch in batches("t5", STEPS)
-    ]
-
-
 def engine_with(
     folder: str, sections: dict, accumulation: int = 1, saves: bool = False, make: Make = adamw
 ) -> zero.ZeroEngine:
@@ -78,7 +66,7 @@ def engine_with(
     }
     config = ds_config(accumulation=accumulation, **{**SMALL, "sub_group_size": 20000, **sections})
     config["checkpoint"] = {"async_save": saves}
-    engine, _ = start(model_on_device(), config, make=make)
+    engine, _ = start(build("t5").to(device.NAME), config, make=make)
     assert engine.comm.device == torch.device(device.NAME, engine.comm.rank)
     return engine
 
@@ -88,7 +76,7 @@ def sharded(
 ) -> Curve:
     prepare()
     engine = engine_with(folder, sections, accumulation)
-    curve = train_zero(engine, data_on_device())
+    curve = train_zero(engine, batches("t5", STEPS))
     engine.destroy()
     assert torch.accelerator.max_memory_allocated(1 - rank) == 0, (
         "memory of the other rank's device was used"
@@ -132,7 +120,7 @@ def beside_gloo(rank: int, world_size: int) -> Curve:
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    curve = train_zero(engine_with("", {}), data_on_device())
+    curve = train_zero(engine_with("", {}), batches("t5", STEPS))
     return curve
 
 
@@ -211,7 +199,7 @@ def late_updates(rank: int, world_size: int) -> list[tuple[str, int, bool]]:
         return round_into_shard(self, start, values)
 
     with mock.patch.object(OptimizerShard, "round_into_shard", recorded):
-        for batch in data_on_device()[:2]:
+        for batch in batches("t5", STEPS)[:2]:
             step(engine, split(batch, world_size)[rank : rank + 1])
         engine.optimizer.wait()
     return sorted(places)
@@ -249,7 +237,7 @@ def test_registered_memory_is_this_processes_alone_and_outlives_copies():
 
 def whole(rank: int, world_size: int, folder: str, name: str, sections: dict) -> Curve:
     engine = engine_with(folder, sections, make=MAKE[name])
-    curve = train_zero(engine, data_on_device())
+    curve = train_zero(engine, batches("t5", STEPS))
     state = [
         each
         for tensor in engine.optimizer.whole.own
@@ -295,7 +283,7 @@ def out_of_memory(rank: int, world_size: int) -> list[float]:
     """
     engine, losses = engine_with("", {"offload_param": {"device": "cpu"}}), []
     _free, total = torch.accelerator.get_memory_info()
-    for number, batch in enumerate(data_on_device()):
+    for number, batch in enumerate(batches("t5", STEPS)):
         if number == 2:
             device.set_limit(torch.accelerator.memory_allocated() + 30_000)
             with pytest.raises(torch.OutOfMemoryError, match="sim out of memory") as raised:
@@ -363,14 +351,14 @@ def saved_on_the_way(
     resumed from a save.
     """
     engine, losses = engine_with(folder, sections, saves=True), []
-    for number, batch in enumerate(data_on_device()):
+    for number, batch in enumerate(batches("t5", STEPS)):
         losses += step(engine, [batch])
         engine.save_checkpoint(folder, tag=str(number))
     wait_for_background_saves()
     engine.destroy()
     again = engine_with(folder, sections)
     again.load_checkpoint(folder, tag="1")
-    repeated = [loss for batch in data_on_device()[2:] for loss in step(again, [batch])]
+    repeated = [loss for batch in batches("t5", STEPS)[2:] for loss in step(again, [batch])]
     again.destroy()
     return losses, repeated
 
@@ -415,7 +403,7 @@ def with_mistake(
     prepare()
     losses = []
     with contextlib.suppress(NonFiniteGradientError):
-        for batch in data_on_device()[:3]:
+        for batch in batches("t5", STEPS)[:3]:
             losses += step(engine, split(batch, world_size)[rank : rank + 1])
     torch.accelerator.synchronize()
     return device.mistakes(), losses

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import zero
-from tests.dist.training import Curve, assert_equal, curve_on, ds_config, start
+from tests.dist.training import Curve, assert_equal, curve_on, ds_config, start, step
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.parity.test_offload import BOTH, NVME, offloaded
@@ -89,10 +89,7 @@ def relocated(rank: int, world_size: int, stage: int, moves: bool) -> list[float
     states = (2 + 4 + 8) * sum(group.layout.shard_numel for group in engine.groups)
     losses = []
     for batch in batches("t5", 4):
-        loss = engine(**{name: here(value) for name, value in batch.items()}).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses += step(engine, [batch])
         if moves:
             before = torch.accelerator.memory_allocated()
             engine.offload_states()
@@ -163,10 +160,7 @@ def kept(rank: int, world_size: int, ratio: float) -> tuple[set[str], set[str]]:
         "offload_optimizer": {"device": "cpu", "ratio": ratio},
     }
     engine, _ = start(here(build("t5")), ds_config(**SMALL | offload))
-    engine.backward(
-        engine(**{name: here(value) for name, value in batches("t5", 1)[0].items()}).loss
-    )
-    engine.step()
+    step(engine, batches("t5", 1))
     shards = engine.optimizer.shards.values()
     return {each.tier.device.type for each in shards}, {
         each.grad.device.type for each in shards if each.grad is not None
