@@ -416,7 +416,7 @@ def _build(names: tuple[str, ...]) -> nn.Module:
 
 def alone() -> list[Recipe]:
     """Each part, each wrapper around a layer and each way of training it, with nothing else."""
-    kinds = [((name,), "plain") for name in sorted(PARTS)]
+    kinds: list[tuple[tuple[str, ...], str]] = [((name,), "plain") for name in sorted(PARTS)]
     kinds += [((kind.__name__, "CalledTwice"), "plain") for kind in WRAPPERS]
     kinds += [(("CalledTwice",), style) for style in WAYS]
     return [

@@ -35,10 +35,12 @@ KINDS = {
 }
 
 
-def needs(kind: str) -> Any:
-    library = KINDS[kind]
-    missing = importlib.util.find_spec(library) is None
-    return pytest.param(kind, marks=pytest.mark.skipif(missing, reason=f"needs {library}"))
+def needs(*libraries: str) -> pytest.MarkDecorator:
+    missing = [name for name in libraries if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {missing}")
+
+
+INSTALLED = needs("bitsandbytes", "torchao")
 
 
 def quantization(kind: str) -> Any:
@@ -185,7 +187,9 @@ def mean(runs: list[Any]) -> list[float]:
     return [sum(of_ranks) / len(runs) for of_ranks in zip(*(run[0] for run in runs), strict=True)]
 
 
-@pytest.mark.parametrize("kind", [needs(kind) for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=needs(library)) for kind, library in KINDS.items()]
+)
 def test_losses_are_those_of_one_process_and_each_rank_holds_its_share(kind, tmp_path):
     base = saved_base(tmp_path, kind)
     [expected] = run_on(1, in_plain_torch, base, kind)
@@ -204,12 +208,9 @@ def in_plain_torch(rank: int, world_size: int, base: Path, kind: str) -> list[fl
     return train_plain(with_adapter(base, kind).train(), data, 1.0, make=make).mean_losses()
 
 
+@INSTALLED
 @pytest.mark.parametrize(
-    ("kind", "device"),
-    [
-        pytest.param(name, device, marks=needs(name).marks)
-        for name, device in (("nf4 in bf16, nested", "cpu"), ("nf4, experts too", "nvme"))
-    ],
+    ("kind", "device"), [("nf4 in bf16, nested", "cpu"), ("nf4, experts too", "nvme")]
 )
 def test_an_offloaded_base_gives_the_same_losses(kind, device, tmp_path):
     base = saved_base(tmp_path / "base", kind)
@@ -236,13 +237,8 @@ def resumes(rank: int, world_size: int, base: Path, folder: Path, kind: str) -> 
     return steps(engine, rank, world_size, slice(2, None))
 
 
-@pytest.mark.parametrize(
-    ("kind", "experts"),
-    [
-        pytest.param(name, experts, marks=needs(name).marks)
-        for name, experts in (("nf4, experts too", 2), ("int8 by torchao", 1))
-    ],
-)
+@INSTALLED
+@pytest.mark.parametrize(("kind", "experts"), [("nf4, experts too", 2), ("int8 by torchao", 1)])
 def test_resuming_on_other_ranks(kind, experts, tmp_path):
     """If the experts were divided over 2 ranks, each of the 3 has all of them afterwards."""
     base = saved_base(tmp_path / "base", kind)
@@ -262,9 +258,9 @@ def exports(rank: int, world_size: int, base: Path, folder: Path) -> bool:
     return state is None or all(torch.equal(state[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("kind", [needs("nf4")])
-def test_a_consolidated_state_dict_has_the_names_and_bits_of_plain_torch(kind, tmp_path):
-    assert all(run_on(2, exports, saved_base(tmp_path, kind), tmp_path))
+@INSTALLED
+def test_a_consolidated_state_dict_has_the_names_and_bits_of_plain_torch(tmp_path):
+    assert all(run_on(2, exports, saved_base(tmp_path, "nf4"), tmp_path))
 
 
 # -- experts
@@ -297,23 +293,20 @@ def divided(
     return found
 
 
+ON_FOUR: list[tuple[int, dict]] = [
+    (4, {"stage": 1}),
+    (2, {"stage": 2, "offload_optimizer": {"device": "cpu"}}),
+    (2, {"offload_param": {"device": "cpu"}}),
+    (4, {}),
+]
+
+
+@INSTALLED
 @pytest.mark.parametrize(
     ("ranks", "kind", "cases"),
     [
-        pytest.param(ranks, kind, cases, marks=needs(kind).marks)
-        for ranks, kind, cases in (
-            (2, "nf4, experts too, nested", [(2, {"stage": 0}), (2, {})]),
-            (
-                4,
-                "nf4, experts too",
-                [
-                    (4, {"stage": 1}),
-                    (2, {"stage": 2, "offload_optimizer": {"device": "cpu"}}),
-                    (2, {"offload_param": {"device": "cpu"}}),
-                    (4, {}),
-                ],
-            ),
-        )
+        (2, "nf4, experts too, nested", [(2, {"stage": 0}), (2, {})]),
+        (4, "nf4, experts too", ON_FOUR),
     ],
 )
 def test_experts_that_are_divided_over_ranks_train_as_without_it(ranks, kind, cases, tmp_path):
@@ -347,10 +340,11 @@ def in_use_after_experts(rank: int, world_size: int, base: Path) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("kind", [needs("nf4, experts too")])
-def test_adapted_experts_are_gathered_for_their_own_layer_alone(kind, tmp_path):
+@INSTALLED
+def test_adapted_experts_are_gathered_for_their_own_layer_alone(tmp_path):
     """PEFT reads the parameter before it calls the module that has it."""
-    assert run_on(2, in_use_after_experts, saved_base(tmp_path, kind)) == [[0] * 4] * 2
+    base = saved_base(tmp_path, "nf4, experts too")
+    assert run_on(2, in_use_after_experts, base) == [[0] * 4] * 2
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -396,8 +390,9 @@ def trained_with_little_room(rank: int, world_size: int, base: Path) -> tuple[fl
     return expected, engine(input_ids=ids, labels=ids).loss.item()
 
 
-@pytest.mark.parametrize("kind", [needs("nf4, experts too")])
-def test_experts_without_adapters_are_not_run_in_slices(kind, tmp_path):
+@INSTALLED
+def test_experts_without_adapters_are_not_run_in_slices(tmp_path):
     """Slices are of elements, and these groups have bytes."""
-    for expected, found in run_on(2, trained_with_little_room, saved_base(tmp_path, kind)):
+    base = saved_base(tmp_path, "nf4, experts too")
+    for expected, found in run_on(2, trained_with_little_room, base):
         assert found == expected
