@@ -42,6 +42,15 @@ from tests.parity.models import batches, build
 from tests.processes import run_on
 from zero.offload import activations
 
+
+def on_own_device(rank: int, world_size: int, train: Callable, *args: Any) -> Any:
+    activations.MIN_BYTES = 1
+    found = train(rank, world_size, *args)
+    used = [torch.accelerator.max_memory_allocated(number) > 0 for number in range(2)]
+    assert used == [number == rank % 2 for number in range(2)]
+    return found
+
+
 # -- compressed communication, by the device's own collectives
 
 HOST = {"offload_param": {"device": "cpu"}, "stage3_max_reuse_distance": 0}
@@ -58,12 +67,6 @@ def compressed(rank: int, world_size: int, settings: dict, machine: int | None =
     return curve
 
 
-def compressed_on_device(rank: int, world_size: int, settings: dict) -> Curve:
-    found = compressed(rank, world_size, settings)
-    assert torch.accelerator.current_accelerator().type == device.NAME
-    return found
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -75,7 +78,7 @@ def compressed_on_device(rank: int, world_size: int, settings: dict) -> Curve:
 )
 def test_compressed_training_has_the_bits_of_gloo(settings):
     """Of two ranks: their mean is half of the sum, which no rounding changes."""
-    found = curve_on(2, compressed_on_device, settings, simulated=True)
+    found = curve_on(2, on_own_device, compressed, settings, simulated=True)
     assert_equal(found, curve_on(2, compressed, settings))
 
 
@@ -232,14 +235,6 @@ def test_8_bit_moments_train_on_the_device_and_in_host_memory(ratio):
 
 
 # -- parallel layers, pipelines, sequences
-
-
-def on_own_device(rank: int, world_size: int, train: Callable, *args: Any) -> Any:
-    activations.MIN_BYTES = 1
-    found = train(rank, world_size, *args)
-    used = [torch.accelerator.max_memory_allocated(number) > 0 for number in range(2)]
-    assert used == [number == rank % 2 for number in range(2)]
-    return found
 
 
 def test_layers_in_parts():
