@@ -15,7 +15,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 import zero
@@ -31,6 +30,7 @@ from tests.dist.training import (
     train_plain,
     train_zero,
 )
+from tests.hunt.saves import files
 from tests.parity.models import ROWS, batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.parity.test_quantized import saved_base, with_adapter
@@ -148,20 +148,12 @@ def adapted(name: str, case: str, base: Any = None) -> Any:
     return model.train()
 
 
-def files_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Tensors of all saved adapters, by file and name."""
-    return {
-        f"{file.relative_to(folder)}/{key}": value
-        for file in sorted(folder.rglob("*.safetensors"))
-        for key, value in load_file(file).items()
-    }
-
-
 def assert_same_adapters(found: Path, expected: Path, within: float = 0.0) -> None:
     """Their tensors and their configurations."""
-    assert files_of(found).keys() == files_of(expected).keys() and files_of(expected)
-    for key, value in files_of(expected).items():
-        assert torch.allclose(files_of(found)[key], value, rtol=0, atol=within), key
+    here, there = files(found), files(expected)
+    assert here.keys() == there.keys() and there
+    for key, value in there.items():
+        assert torch.allclose(here[key], value, rtol=0, atol=within), key
     for file in expected.rglob("adapter_config.json"):
         here = json.loads((found / file.relative_to(expected)).read_text())
         there = json.loads(file.read_text())
