@@ -150,10 +150,10 @@ def adapted(name: str, case: str, base: Any = None) -> Any:
 
 def assert_same_adapters(found: Path, expected: Path, within: float = 0.0) -> None:
     """Their tensors and their configurations."""
-    here, there = files(found), files(expected)
-    assert here.keys() == there.keys() and there
-    for key, value in there.items():
-        assert torch.allclose(here[key], value, rtol=0, atol=within), key
+    saved, wanted = files(found), files(expected)
+    assert saved.keys() == wanted.keys() and wanted
+    for key, value in wanted.items():
+        assert torch.allclose(saved[key], value, rtol=0, atol=within), key
     for file in expected.rglob("adapter_config.json"):
         here = json.loads((found / file.relative_to(expected)).read_text())
         there = json.loads(file.read_text())

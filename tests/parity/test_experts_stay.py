@@ -19,16 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
     MixtralForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
 )
 from transformers.distributed import DistributedConfig
 
@@ -44,6 +35,7 @@ from tests.parity.models import (
     batches,
     in_float64,
     mixture,
+    small,
     start,
 )
 from tests.processes import run_on
@@ -64,20 +56,16 @@ SLICES = {"batch_slices": 3}
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(7)
+    sizes = MIXTURE | {"intermediate_size": INNER}
     if name == "olmoe":
-        experts = {"intermediate_size": INNER, "num_experts": EXPERTS}
-        return OlmoeForCausalLM(OlmoeConfig(**MIXTURE | experts | {"head_dim": 6})).train()
+        return small("olmoe", **sizes, num_experts=EXPERTS, head_dim=6)
     if name == "gpt-oss":
-        experts = {"intermediate_size": INNER, "num_local_experts": EXPERTS}
-        return GptOssForCausalLM(GptOssConfig(**experts, **MIXTURE)).train()
+        return small("gpt_oss", **sizes, num_local_experts=EXPERTS)
     if name == "deepseek":
         experts = {"moe_intermediate_size": INNER, "n_routed_experts": EXPERTS, "n_group": 2}
         ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
-        sizes = MIXTURE | ranks | {"v_head_dim": 8, "num_key_value_heads": 4, "head_dim": 4}
-        config = DeepseekV3Config(
-            intermediate_size=32, first_k_dense_replace=1, topk_group=1, **experts, **sizes
-        )
-        return DeepseekV3ForCausalLM(config).train()
+        sizes |= {"v_head_dim": 8, "num_key_value_heads": 4, "head_dim": 4, "topk_group": 1}
+        return small("deepseek_v3", **sizes | experts | ranks, first_k_dense_replace=1)
     if name == "lora":
         names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         model = mixture("mixtral", EXPERTS)
@@ -435,8 +423,7 @@ def refused(rank: int, world_size: int, folder: str) -> None:
 
     divided, whole = build("mixtral"), build("mixtral")
     start(divided, configuration(world_size, 2)).destroy()
-    llama = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=8))
-    odd = MixtralForCausalLM(MixtralConfig(intermediate_size=INNER, num_local_experts=5, **MIXTURE))
+    odd = small("mixtral", **MIXTURE, intermediate_size=INNER, num_local_experts=5)
     biases = adapted(build("gpt-oss"), "mlp.experts.down_proj_bias")
     engine = start(build("mixtral"), configuration(world_size, 2, stage=3))
     copied = deepcopy(engine.module)  # an average of weights begins with one
@@ -450,7 +437,7 @@ def refused(rank: int, world_size: int, folder: str) -> None:
     with pytest.raises(UsageError, match="updates whole tensors"):
         zero.initialize(model=build("mixtral"), config=configuration(world_size, 2) | muon)
     says("expert_parallel.autoep_size: 3 does not divide the number of ranks, 2", whole, 3)
-    says("LlamaForCausalLM has no ep_plan", llama)
+    says("LlamaForCausalLM has no ep_plan", small("llama"))
     name = "'model.layers.0.mlp.experts"
     says(f"2 ranks do not divide the 5 experts of {name}.gate_up_proj'", odd)
     says(f"{name}' is a ParamWrapper with", biases)
@@ -494,7 +481,7 @@ def refused_codes(rank: int, world_size: int) -> None:
             ", and weights of two of 2 parts share a scale",
         ),
     ):
-        model = MixtralForCausalLM(MixtralConfig(**sizes))
+        model = small("mixtral", **sizes)
         experts = model.model.layers[1].mlp.experts
         experts.down_proj = nn.Parameter(change(experts.down_proj), requires_grad=False)
         name = "expert_parallel.autoep_size: 'model.layers.1.mlp.experts.down_proj' is quantized"

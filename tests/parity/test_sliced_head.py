@@ -15,12 +15,6 @@ from torch import nn
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
 )
 
 from tests.dist.training import (
@@ -31,7 +25,7 @@ from tests.dist.training import (
     train_plain,
     train_zero,
 )
-from tests.parity.models import ROWS, VOCABULARY, batches, build
+from tests.parity.models import ROWS, VOCABULARY, batches, build, small
 from tests.parity.test_adapters import IN_PEFT, quantized
 from tests.parity.test_batch_slices import data as masked_or_packed
 from tests.processes import run_on
@@ -41,31 +35,17 @@ from zero.slicing import head
 from zero.slicing.head import Logits, sliced_head
 
 STEPS, TERMS = 2, 500
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-DECODER: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "loss_type": "ForCausalLM",
-}
+SIZES = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def gemma2() -> nn.Module:
     """Build a model with tied weights that caps its logits."""
-    config = Gemma2Config(**SIZES, **DECODER, head_dim=8, final_logit_softcapping=0.5)
-    return Gemma2ForCausalLM(config)
+    return small("gemma2", **SIZES, final_logit_softcapping=0.5)
 
 
 def cohere() -> nn.Module:
     """Build a model with tied weights that scales its logits."""
-    return CohereForCausalLM(CohereConfig(**SIZES, **DECODER, logit_scale=0.3))
+    return small("cohere", **SIZES, logit_scale=0.3)
 
 
 def bart() -> nn.Module:
@@ -94,7 +74,7 @@ def saved() -> nn.Module:
 
 def packed() -> nn.Module:
     """Build a model with an adapter on a head in NF4."""
-    base = LlamaForCausalLM(LlamaConfig(**SIZES, **DECODER))
+    base = small("llama", **SIZES)
     quantized(base, ["lm_head"])
     return adapted(base)
 
