@@ -15,6 +15,7 @@ from torch import nn
 
 import zero
 from tests.dist.training import train_plain
+from tests.parity.models import small
 from tests.processes import run_on
 from zero.core.quantized_weights import quantized_tensors
 from zero.errors import UsageError
@@ -61,23 +62,15 @@ def quantization(kind: str) -> Any:
 
 
 def saved_base(folder: Path, kind: str, seed: int = 0) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
     torch.manual_seed(seed)
-    sizes = {
-        "vocab_size": 128,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
+    sizes = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    sizes |= {"max_position_embeddings": 64, "initializer_range": 0.02}
     if "experts" in kind:
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts)).save_pretrained(folder)
+        model = small("qwen3_moe", **sizes, **experts)
     else:
-        LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
+        model = small("llama", **sizes)
+    model.save_pretrained(folder)
     return folder
 
 
