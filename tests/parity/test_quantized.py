@@ -63,8 +63,8 @@ def quantization(kind: str) -> Any:
 
 def saved_base(folder: Path, kind: str, seed: int = 0) -> Path:
     torch.manual_seed(seed)
-    sizes = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
-    sizes |= {"max_position_embeddings": 64, "initializer_range": 0.02}
+    sizes: dict[str, Any] = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256}
+    sizes |= {"head_dim": 32, "max_position_embeddings": 64, "initializer_range": 0.02}
     if "experts" in kind:
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
         model = small("qwen3_moe", **sizes, **experts)
