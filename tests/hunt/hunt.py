@@ -87,7 +87,7 @@ def train_zero(drawn: Recipe, setting: Setting, rank: int) -> Trained:
                 x, y = batch(step, micro, rank)
                 losses.append(WAYS[drawn.style](engine, model, backward, x, y).item())
                 engine.step()
-                assert setting.stage < 3 or engine.residency.live == 0
+            assert setting.stage < 3 or engine.residency.live == 0
         with zero.GatheredParameters(model.parameters()):
             return Trained([losses], [tensors_of(model)])
     finally:
