@@ -338,8 +338,6 @@ def refused(rank: int, world_size: int) -> None:
     gathers = dividing({"patterns": ["lm_head"], "gather_output": True})
     says("'embedding.weight' is tied to a weight that the plan", tied, tensor_parallel=gathers)
     packed = dividing({"patterns": [".*packed"], "shape": [3, -1]})
-    small = {"zero_optimization": {"stage": 3, **NOTHING_PERSISTS}}
-    says("experts that are divided over ranks cannot run in slices", "mixtral", **small)
     says("layers.0.num_heads is 3, which 2 ranks do not", few_heads, tensor_parallel=packed)
 
 
