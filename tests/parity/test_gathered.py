@@ -59,6 +59,25 @@ def test_views_that_a_module_keeps_show_what_was_written():
     run_on(2, shown_by_views)
 
 
+def shows(rank: int, world_size: int) -> None:
+    """A sharded parameter stays the same object and leaf, with its true shape and dtype."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    weight = model[1].weight
+    engine = sgd_engine(model)
+    with torch.no_grad():
+        engine(batch(0, rank))
+    assert model[1].weight is weight and isinstance(weight, nn.Parameter)
+    assert weight.is_leaf and weight.requires_grad and weight.dtype == torch.float32
+    assert weight.shape == (WIDTH, WIDTH) and weight.numel() == WIDTH**2
+    assert "'1.weight', sharded over the ranks, shape=(8, 8)" in repr(weight)
+    with zero.GatheredParameters(weight):
+        assert type(weight) is nn.Parameter and weight.isfinite().all()
+
+
+def test_a_sharded_parameter_is_the_same_leaf():
+    run_on(2, shows)
+
+
 def lost(rank: int, world_size: int, single: bool) -> list[str]:
     engine, found = sgd_engine(nn.Linear(WIDTH, WIDTH), enable_sanity_checks=True), []
     params = list(engine.module.parameters())
