@@ -551,7 +551,8 @@ def describe_quantized(model: nn.Module, settings: Config, ranks: int) -> Iterat
         kept = own.keys() | {alias for each in found for alias in each.aliases}
         kept |= {param for param in params.values() if param.is_floating_point()}
         plain = {key: value for key, value in vars(module).items() if key not in _REGISTERED}
-        for name, value in (plain | module._parameters | module._buffers).items():
+        buffers = dict(module.named_buffers(recurse=False))
+        for name, value in (plain | params | buffers).items():
             for path, tensor in reachable(value, f"{prefix}.{name}".lstrip(".")):
                 is_code = bool(found) or is_quantized(tensor) or name in params
                 if is_code and tensor not in kept and local(tensor).nbytes >= LEAST_BYTES:

@@ -73,7 +73,6 @@ SETS = {
     "parity": (
         "tests/parity/test_fp32.py",
         "tests/parity/test_mixed_precision.py",
-        "tests/parity/test_stages.py",
         "tests/parity/test_offload.py",
         "tests/parity/test_compile.py",
         "tests/parity/test_pipeline.py",

@@ -23,7 +23,7 @@ from zero.errors import UsageError
 from zero.monitor.memory_usage import DEVICE, bytes_by_kind
 
 STEPS, LONGER = 3, 6
-# The first step with a cap, and how much of what cutting saves it leaves. `memory_caps` draws many.
+# The first step with a cap, and how much of what cutting saves it leaves.
 CAPS = [(0, 0.2), (2, 0.6)]
 HOST = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
 ENOUGH = 1 << 30
@@ -122,24 +122,6 @@ def capped(
     return usual, found
 
 
-def one_sample(rank: int, world_size: int) -> tuple[Losses, Losses, list[str]]:
-    """Losses of micro-batches of one sample with enough memory, and with as much for the last rank
-    as they take if activations are recomputed; and what was said.
-    """
-    given = "llama", {}, ROWS // world_size
-    usual, _, _ = train(*given, "explain", [ENOUGH] * STEPS)
-    _, most, _ = train(*given, "adapt", [ENOUGH] * STEPS, recomputes=True)
-    limits = [most if rank == world_size - 1 else ENOUGH] * STEPS
-    losses, _, said = train(*given, "adapt", limits)
-    return usual, losses, said
-
-
-def test_activations_are_recomputed_if_there_is_one_sample():
-    for rank, (usual, losses, said) in enumerate(run_on(2, one_sample, simulated=True)):
-        assert losses == usual
-        assert rank or ["activations are now recomputed" in text for text in said] == [True]
-
-
 class SquareOfLoss(LlamaForCausalLM):
     def forward(self, *args, **kwargs):
         output = super().forward(*args, **kwargs)
@@ -147,23 +129,10 @@ class SquareOfLoss(LlamaForCausalLM):
         return output
 
 
-def hooked() -> Any:
-    """A hook may keep what it sees."""
-    model: Any = build("llama").to(device.NAME)
-    model.model.layers[1].register_forward_hook(lambda *_: None)
-    return model
-
-
 def clipped() -> Any:
     """The sum of clipped gradients is not the clipped sum."""
     model: Any = build("llama").to(device.NAME)
     model.lm_head.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
-    return model
-
-
-def with_own_loss() -> Any:
-    model: Any = build("llama").to(device.NAME)
-    model.loss_function = lambda logits, labels, **_: logits.flatten(1).std(0).mean()
     return model
 
 
@@ -175,8 +144,6 @@ def with_own_forward() -> Any:
 
 REFUSED = {
     with_own_forward: "the model is a SquareOfLoss, whose forward is not transformers' own",
-    with_own_loss: "the model is a LlamaForCausalLM with '_loss_function' of the script",
-    hooked: "a hook of the script is on 'model.layers.1'",
     clipped: "parameter 'lm_head.weight' has a hook of the script",
 }
 
@@ -212,50 +179,6 @@ def test_what_cannot_be_repeated_is_said(kept):
     for text, expected in zip(found, REFUSED.values(), strict=True):
         assert expected in text
     assert "call engine.backward(loss) instead of loss.backward()" in by_script
-
-
-def losses_of_logits(rank: int, world_size: int) -> tuple[list[float], list[float], list[str]]:
-    """Losses that the script computes of the logits too, as TRL does: with enough memory, with half
-    as much for the last rank, and in slices; and what is said.
-    """
-    found, limits = [], [ENOUGH, ENOUGH, ENOUGH]
-    given = data("llama")
-    with listening() as said:
-        for act in "explain", "adapt":
-            gc.collect()
-            config = ds_config(stage3_max_live_parameters=0) | {"on_out_of_memory": act}
-            engine, _ = start(build("llama").to(device.NAME), config)
-            losses = []
-            for number, (each, limit) in enumerate(zip(given, limits, strict=True)):
-                if number == 2 and engine.adaptation is not None:
-                    engine.slices.refine(3)
-                part = {name: value.to(device.NAME) for name, value in each.items()}
-                torch.accelerator.reset_peak_memory_stats()
-                before = torch.accelerator.memory_allocated()
-                device.set_limit(limit)
-                output = engine(**part)
-                loss = output.loss + output.logits.square().mean()
-                engine.backward(loss)
-                if number == 1:
-                    most = torch.accelerator.max_memory_allocated()
-                device.set_limit(ENOUGH)
-                engine.step()
-                losses.append(loss.item())
-                del output, loss
-            if rank == world_size - 1:
-                limits[1] = (before + most) // 2
-            with torch.no_grad():
-                losses.append(engine(**part).loss.item())
-            found.append(losses)
-            engine.destroy()
-    return *found, said
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_script_may_compute_its_loss_from_other_outputs(world_size):
-    ranks = run_on(world_size, losses_of_logits, simulated=True)
-    assert all(relative(losses, usual) < 1e-6 for usual, losses, _ in ranks)
-    assert "activations are now recomputed" in ranks[0][2][0]
 
 
 def refusal(rank: int, world_size: int) -> str:

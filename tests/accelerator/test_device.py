@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -169,52 +168,6 @@ def read_before_the_event(rank: int, world_size: int) -> None:
 
 def test_a_host_that_reads_before_the_event_finds_nan():
     run_on(1, read_before_the_event, simulated=True)
-
-
-def memory(rank: int, world_size: int) -> None:
-    free, total = torch.accelerator.get_memory_info()
-    held = torch.empty(1 << 20, dtype=torch.uint8, device=device.NAME)
-    assert torch.accelerator.get_memory_info() == (free - held.nbytes, total)
-    assert (
-        torch.accelerator.memory_allocated()
-        == torch.accelerator.max_memory_allocated()
-        >= held.nbytes
-    )
-    storage = held.untyped_storage()
-    storage.resize_(0)
-    assert torch.accelerator.get_memory_info() == (free, total)
-    torch.accelerator.reset_peak_memory_stats()
-    assert torch.accelerator.max_memory_allocated() == total - free
-    with pytest.raises(RuntimeError, match="memory was freed"):
-        held.add_(1)
-    device.set_limit(total // 2)
-    with pytest.raises(torch.OutOfMemoryError, match="sim out of memory"):
-        torch.empty(total // 2 + 1, dtype=torch.uint8, device=device.NAME)
-
-
-def test_memory_is_counted_and_ends():
-    run_on(1, memory, simulated=True)
-
-
-def devices(rank: int, world_size: int) -> None:
-    here, there = ones(), torch.ones(N, device=f"{device.NAME}:1")
-    assert (here.device.index, there.device.index) == (0, 1)
-    for number, tensor in enumerate((here, there)):
-        assert torch.accelerator.memory_allocated(number) == tensor.nbytes
-        assert (
-            tensor.clone().device == tensor.device
-            and torch.ones_like(tensor).device == tensor.device
-        )
-    with pytest.raises(RuntimeError, match="sim:0 and sim:1"):
-        here.add_(there)
-    assert torch.accelerator.current_stream(1).device_index == 1
-    torch.accelerator.set_device_index(1)
-    assert ones().device.index == 1 and (there + there).sum().item() == 2 * N
-    assert torch.equal(there.to(here.device).cpu(), here.cpu())
-
-
-def test_there_are_two_devices():
-    run_on(1, devices, simulated=True)
 
 
 def other_orders(rank: int, world_size: int) -> tuple[list[float], bool, float]:

@@ -8,7 +8,6 @@ theirs, and packed batches, which have no mask, have none of them."""
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -17,8 +16,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from distill.batch import Batch
 from distill.config import DistillationConfig
@@ -28,49 +25,34 @@ from distill.objective import HeadLoss
 from distill.teacher import LiveTeacher, TeacherStream
 from distill.trainer import DistillationTrainer
 from tests.accelerator import device
+from tests.accelerator.test_counts import Counting
 from tests.dist.training import ds_config, start
 from tests.distill import models
 from tests.parity.test_offload import NVME
 from tests.processes import run_on
 from zero.offload import tiers
 
-WAITING = ("aten.nonzero", "aten.masked_select", "aten._local_scalar_dense", "aten.unique")
-TORCH = str(Path(torch.__file__).parent)
 TRANSFORMERS = Path(transformers.__file__).parent
 STEPS = 3
 
 
-class WaitingOperations(TorchDispatchMode):
+class WaitingOperations(Counting):
     """Counts the operations on the device for which the host waits, by the folder of the package
     that calls torch.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
+    waiting = ("aten.nonzero", "aten.masked_select", "aten._local_scalar_dense", "aten.unique")
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        name = str(func).rpartition(".")[0]
-        leaves = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
-        devices = {tensor.device.type for tensor in leaves}
-        copies = name in ("aten._to_copy", "aten.copy_") and len(devices) == 2
-        asynchronous = copies and (kwargs or {}).get("non_blocking", args[2:3] == (True,))
-        if device.NAME in devices and (name in WAITING or (copies and not asynchronous)):
-            self.counts[_caller()] += 1
-        return out
+    def name_of(self, file: Path, function: str) -> str:
+        package = TRANSFORMERS if TRANSFORMERS in file.parents else file.parent
+        return package.name
 
-
-def _caller() -> str:
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(TORCH):
-        frame = frame.f_back
-    assert frame is not None
-    file = Path(frame.f_code.co_filename)
-    package = TRANSFORMERS if TRANSFORMERS in file.parents else file.parent
-    return package.name
+    @property
+    def counts(self) -> Counter[str]:
+        found = Counter[str]()
+        for place, number in self.syncs.items():
+            found[place.partition(":")[0]] += number
+        return found
 
 
 def waits_of_losses(

@@ -5,16 +5,12 @@ The state is updated on the GPU. If the optimizer is offloaded, the CPU updates 
 equal within rounding. `test_offload` has the tiers. The simulated device has what one process
 cannot show."""
 
-import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
 
-import zero
 from tests.accelerator.test_offload import ON_GPU, here
-from tests.dist.checkpoint.test_checkpoint import stored
 from tests.dist.training import (
     Curve,
     assert_same_training,
@@ -26,11 +22,10 @@ from tests.dist.training import (
     train_in_slices,
     train_zero,
 )
-from tests.hf.trainer_runs import SCRIPTS, TIMEOUT, column, write_jobs
 from tests.parity.models import VOCABULARY, batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.parity.test_mixed_precision import SCALE, SECTIONS
-from tests.processes import fork_ranks, run_on
+from tests.processes import run_on
 from tests.tolerance import rounding
 
 pytestmark = ON_GPU
@@ -120,82 +115,3 @@ def test_compiled_blocks_train_alike():
         run_on(1, compiled, enabled, gpu=True, timeout=300)[0] for enabled in (True, False)
     )
     assert relative(found, expected) <= rounding(torch.bfloat16, VOCABULARY, STEPS)
-
-
-def resumed(rank: int, world_size: int, folder: str, sections: dict) -> tuple[list, list]:
-    """Save in the middle.
-
-    Return the losses after it, without and with a restart from the checkpoint.
-    """
-    deterministic()
-    config = ds_config(**{**SMALL, **SECTIONS[torch.bfloat16], **sections})
-    engine, _ = start(here(build("t5")), config)
-    first, last = data("t5", 6)[:3], data("t5", 6)[3:]
-    train_zero(engine, first)
-    engine.save_checkpoint(folder)
-    straight = [step(engine, [batch]) for batch in last]
-    again, _ = start(here(build("t5")), config)
-    again.load_checkpoint(folder)
-    return straight, [step(again, [batch]) for batch in last]
-
-
-@pytest.mark.parametrize(
-    "sections", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["GPU", "host"]
-)
-def test_a_checkpoint_resumes_bit_for_bit(tmp_path, sections):
-    straight, again = run_on(1, resumed, str(tmp_path), sections, gpu=True)[0]
-    assert again == straight
-    assert all(
-        value.isfinite().all() for value in stored(tmp_path).values() if value.is_floating_point()
-    )
-
-
-def by_optimizer(rank: int, world_size: int, kind: str, stage: int) -> list[float]:
-    config = ds_config(
-        stage=stage, bf16={"enabled": True}, optimizer={"type": kind, "params": {"lr": 1e-3}}
-    )
-    engine, *_ = zero.initialize(model=here(build("llama")), config=config)
-    return [step(engine, [batch])[0] for batch in data("llama")]
-
-
-@pytest.mark.parametrize("kind", ["Muon", "Adam"])
-def test_an_optimizer_of_the_configuration_gives_the_losses_of_stage_0(kind):
-    found, expected = (run_on(1, by_optimizer, kind, stage, gpu=True)[0] for stage in (3, 0))
-    assert relative(found, expected) <= rounding(torch.bfloat16, VOCABULARY, STEPS)
-
-
-def test_the_trainer_trains_as_without_the_engine(tmp_path):
-    arguments = {
-        "max_steps": 4, "logging_steps": 1, "per_device_train_batch_size": 4, "learning_rate": 1e-3,
-        "bf16": True,
-        "save_strategy": "no", "seed": 5,
-    }  # fmt: skip
-    keys = (
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-    )
-    host = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
-    configs = [
-        {"zero_optimization": zero, "bf16": {"enabled": "auto"}, **dict.fromkeys(keys, "auto")}
-        for zero in ({"stage": 2}, {"stage": 3}, {"stage": 3, **host})
-    ]
-    jobs = [
-        {"model": "llama", "arguments": arguments | {"deepspeed": config}} for config in configs
-    ]
-    plain = [{"model": "llama", "arguments": arguments}]
-    first_gpu, losses = {"CUDA_VISIBLE_DEVICES": "0"}, []
-    for number, (group, command, imported) in enumerate(
-        ((plain, [], "transformers"), (jobs, ["-m", "zero", "run"], "transformers on zero"))
-    ):
-        path = write_jobs(group, tmp_path / str(number))
-        script = [*command, SCRIPTS / "jobs.py", path]
-        done = fork_ranks(*script, nproc=number, timeout=TIMEOUT, imported=imported, env=first_gpu)
-        assert done.returncode == 0, done.stdout + done.stderr
-        losses += [
-            column(json.loads(Path(job["report"]).read_text(encoding="utf-8")), "loss")
-            for job in group
-        ]
-    for found in losses[1:]:
-        assert relative(found, losses[0]) <= rounding(torch.bfloat16, VOCABULARY, 4)

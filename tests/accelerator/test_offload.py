@@ -9,12 +9,11 @@ import pytest
 import torch
 
 import zero
-from tests.dist.training import Curve, assert_equal, curve_on, ds_config, start, train_zero
+from tests.dist.training import Curve, assert_equal, curve_on, ds_config, start, step
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
-from tests.parity.test_offload import BOTH, NVME
+from tests.parity.test_offload import BOTH, NVME, offloaded
 from tests.processes import run_on
-from zero.offload import tiers
 
 ON_GPU = [
     pytest.mark.gpu,
@@ -26,7 +25,7 @@ DEVICES = [
     pytest.param({"gpu": True}, id="gpu", marks=ON_GPU),
 ]
 CASES = {
-    "parameters": ({"device": "cpu"}, {"device": "none"}),
+    "parameters": ({"device": "cpu"}, {}),
     "both": ({"device": "cpu"}, {"device": "cpu"}),
     "both, pageable": (
         {"device": "cpu", "pin_memory": False},
@@ -51,49 +50,34 @@ def sleepy(kind: type, name: str) -> None:
     setattr(kind, name, after_a_sleep)
 
 
-def trained(
-    rank: int, world_size: int, folder: str, param: dict, optimizer: dict, steps: int, sleeps: bool
-) -> Curve:
-    tiers.LEAST_BYTES_IN_A_FILE = 1
+def asleep(rank: int, world_size: int, sleeps: bool, *given: object) -> Curve:
     if sleeps:
         sleepy(torch.Tensor, "copy_")
         sleepy(torch.nn.Linear, "forward")
-    offload = {
-        "offload_param": {"nvme_path": folder, **param},
-        "offload_optimizer": {"nvme_path": folder, **optimizer},
-    }
-    config = ds_config(clip=0.5, **{**SMALL, "sub_group_size": 20000, **offload})
-    engine, _ = start(here(build("t5")), config)
-    return train_zero(
-        engine,
-        [{name: here(value) for name, value in batch.items()} for batch in batches("t5", steps)],
-    )
+    return offloaded(rank, world_size, *given)
 
 
-def assert_same_bits(
-    device: dict, folder: object, case: str, steps: int, sleeps: bool = False
-) -> None:
-    """Compare with a run that updates on the same processor:
-
-    CPU and GPU do not round Adam's update alike.
+def assert_same_bits(device: dict, folder: object, case: str, sleeps: bool = False) -> None:
+    """Compare with a run that updates on the same processor: CPU and GPU do not round Adam's update
+    alike.
     """
     param, optimizer = CASES[case]
-    away = optimizer["device"] != "none"
-    found = curve_on(1, trained, str(folder), param, optimizer, steps, sleeps, **device)
-    same = ({"device": "cpu"}, {"device": "cpu", "overlap_step": False}) if away else ({}, {})
-    assert_equal(found, curve_on(1, trained, str(folder), *same, steps, False, **device))
+    same = ({"device": "cpu"}, {"device": "cpu", "overlap_step": False}) if optimizer else ({}, {})
+    given = asleep, sleeps, str(folder), torch.float32, param, optimizer, {}
+    expected = curve_on(1, offloaded, str(folder), torch.float32, *same, {}, **device)
+    assert_equal(curve_on(1, *given, **device), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES)
 def test_same_bits(tmp_path, device, case):
-    assert_same_bits(device, tmp_path, case, steps=5)
+    assert_same_bits(device, tmp_path, case)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=ON_GPU) for case in CASES])
 def test_same_bits_if_copies_and_kernels_take_long(tmp_path, case):
     """A GPU is made to sleep. The simulated device is always late."""
-    assert_same_bits({"gpu": True}, tmp_path, case, steps=20, sleeps=True)
+    assert_same_bits({"gpu": True}, tmp_path, case, sleeps=True)
 
 
 def relocated(rank: int, world_size: int, stage: int, moves: bool) -> list[float]:
@@ -105,10 +89,7 @@ def relocated(rank: int, world_size: int, stage: int, moves: bool) -> list[float
     states = (2 + 4 + 8) * sum(group.layout.shard_numel for group in engine.groups)
     losses = []
     for batch in batches("t5", 4):
-        loss = engine(**{name: here(value) for name, value in batch.items()}).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses += step(engine, [batch])
         if moves:
             before = torch.accelerator.memory_allocated()
             engine.offload_states()
@@ -179,10 +160,7 @@ def kept(rank: int, world_size: int, ratio: float) -> tuple[set[str], set[str]]:
         "offload_optimizer": {"device": "cpu", "ratio": ratio},
     }
     engine, _ = start(here(build("t5")), ds_config(**SMALL | offload))
-    engine.backward(
-        engine(**{name: here(value) for name, value in batches("t5", 1)[0].items()}).loss
-    )
-    engine.step()
+    step(engine, batches("t5", 1))
     shards = engine.optimizer.shards.values()
     return {each.tier.device.type for each in shards}, {
         each.grad.device.type for each in shards if each.grad is not None

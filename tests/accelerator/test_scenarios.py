@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+import zero
 from tests.accelerator import device
 from tests.dist.comm.test_compression import FOUR_BITS, GRADIENTS, WEIGHTS, WHOLE, data, model
+from tests.dist.core import test_quantized_weights as quantized
 from tests.dist.optim import test_moments as coded
 from tests.dist.optim import test_schedule_free as free
 from tests.dist.optim import test_without_masters as bf16
@@ -25,15 +28,28 @@ from tests.dist.training import (
     relative,
     start,
     step,
+    together,
+    train_plain,
     train_zero,
 )
 from tests.parity import test_experts as experts
 from tests.parity import test_experts_stay as experts_stay
+from tests.parity import test_hybrid as hybrid
 from tests.parity import test_pipeline as pipeline
 from tests.parity import test_sequence as sequence
 from tests.parity import test_tensor_parallel as tensor
+from tests.parity.models import batches, build
 from tests.processes import run_on
 from zero.offload import activations
+
+
+def on_own_device(rank: int, world_size: int, train: Callable, *args: Any) -> Any:
+    activations.MIN_BYTES = 1
+    found = train(rank, world_size, *args)
+    used = [torch.accelerator.max_memory_allocated(number) > 0 for number in range(2)]
+    assert used == [number == rank % 2 for number in range(2)]
+    return found
+
 
 # -- compressed communication, by the device's own collectives
 
@@ -51,12 +67,6 @@ def compressed(rank: int, world_size: int, settings: dict, machine: int | None =
     return curve
 
 
-def compressed_on_device(rank: int, world_size: int, settings: dict) -> Curve:
-    found = compressed(rank, world_size, settings)
-    assert torch.accelerator.current_accelerator().type == device.NAME
-    return found
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -68,7 +78,7 @@ def compressed_on_device(rank: int, world_size: int, settings: dict) -> Curve:
 )
 def test_compressed_training_has_the_bits_of_gloo(settings):
     """Of two ranks: their mean is half of the sum, which no rounding changes."""
-    found = curve_on(2, compressed_on_device, settings, simulated=True)
+    found = curve_on(2, on_own_device, compressed, settings, simulated=True)
     assert_equal(found, curve_on(2, compressed, settings))
 
 
@@ -80,6 +90,35 @@ def test_two_machines_have_the_bits_of_gloo():
     assert found.losses != curve_on(4, compressed, settings, simulated=True).losses
 
 
+# -- shards over groups of ranks
+
+
+def with_second_shards(rank: int, world_size: int) -> Curve:
+    keys = hybrid.WAYS["hpZ"] | hybrid.EACH_USE | HOST
+    config = ds_config(clip=hybrid.CLIP, accumulation=hybrid.ACCUMULATION, **keys)
+    return train_zero(start(build("llama"), config)[0], batches("llama", hybrid.STEPS))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ranks", "size", "section"),
+    [
+        ("AdamW", 4, 2, {}),
+        ("torch's Adafactor", 4, 2, {"stage": 2}),
+        ("AdamW", 2, 1, {"offload_param": {"device": "cpu"}}),
+        ("AdamW", 4, None, {}),
+    ],
+    ids=["MiCS", "whole tensors", "host", "hpZ"],
+)
+def test_groups_of_ranks(optimizer, ranks, size, section, tmp_path):
+    given = hybrid.sharded, "llama", str(tmp_path), size, optimizer, {"": section}
+    train = given if size else (with_second_shards,)
+    of_ranks = run_on(ranks, on_own_device, *train, simulated=True)
+    curve = together([found[0] if size else found for found in of_ranks])
+    expected = hybrid.whole_batches("llama", optimizer)
+    assert relative(curve.mean_losses(), expected.mean_losses()) < 1e-6
+    assert relative(curve.norms, expected.norms) < 1e-6
+
+
 # -- experts in slices
 
 
@@ -89,7 +128,7 @@ def sliced(rank: int, world_size: int, place: str) -> Curve:
         "offload_param": {"device": "cpu"},
     }
     mixtral = experts.build("mixtral", "eager").to(place)
-    engine, _ = start(mixtral, ds_config(**experts.WHOLE, **settings))
+    engine, _ = start(mixtral, ds_config(**experts.NOTHING_PERSISTS, **settings))
     assert len(engine._sliced) == 2 and engine.comm.device.type == place
     curve = train_zero(engine, experts.data())
     curve.weights = {}
@@ -101,6 +140,49 @@ def test_experts_in_slices_have_the_numbers_of_gloo():
     found, expected = curve_on(2, sliced, device.NAME, simulated=True), curve_on(2, sliced, "cpu")
     assert relative(found.mean_losses(), expected.mean_losses()) < 1e-6
     assert relative(found.norms, expected.norms) < 1e-6
+
+
+# -- quantized weights
+
+
+class Floats8(quantized.Codes):
+    """Without complex numbers, whose parts the simulated device cannot show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.phases
+
+    def matrix(self) -> torch.Tensor:
+        return self.weight.float() * self.weight_scale_inv * self.factor.float()
+
+
+FORMATS = [quantized.Wide, Floats8, quantized.Aliased, quantized.Buffered]
+
+
+def with_quantized(rank: int, world_size: int, folder: str) -> list[list[float]]:
+    """The losses with each tier. Each forward compares all bytes."""
+    found = []
+    for tier in ("none", "cpu", "nvme"):
+        model = quantized.Model(FORMATS).to(device.NAME)
+        model.layers[2].base.holder.codes = model.layers[2].base.weight.data
+        for layer in model.layers:
+            made = {name: value.to(device.NAME) for name, value in layer.made.items()}
+            layer.made = quantized.Plain(made)
+        params = [param for param in model.parameters() if param.requires_grad]
+        offload = {"device": tier, "nvme_path": folder, "max_in_cpu": 0}
+        config = quantized.config(offload_param=offload) | {"gradient_clipping": 1.0}
+        engine = zero.initialize(model=model, model_parameters=params, config=config)[0]
+        found.append(quantized.steps(engine, place=device.NAME))
+    return found
+
+
+def test_quantized_weights_have_their_bits_and_the_losses_of_plain_torch(tmp_path):
+    generator = torch.Generator().manual_seed(1)
+    inputs = [{"x": torch.randn(2, quantized.WIDTH, generator=generator)} for _ in range(3)]
+    make = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.0)
+    plain = train_plain(quantized.Model(FORMATS), inputs, 1.0, make=make)
+    [found, _] = run_on(2, with_quantized, str(tmp_path), simulated=True)
+    assert found == [pytest.approx(plain.mean_losses(), abs=1e-6)] * 3
 
 
 # -- bf16 without masters, schedule-free optimizers, 8-bit moments
@@ -153,14 +235,6 @@ def test_8_bit_moments_train_on_the_device_and_in_host_memory(ratio):
 
 
 # -- parallel layers, pipelines, sequences
-
-
-def on_own_device(rank: int, world_size: int, train: Callable, *args: Any) -> Any:
-    activations.MIN_BYTES = 1
-    found = train(rank, world_size, *args)
-    used = [torch.accelerator.max_memory_allocated(number) > 0 for number in range(2)]
-    assert used == [number == rank % 2 for number in range(2)]
-    return found
 
 
 def test_layers_in_parts():

@@ -1,5 +1,4 @@
-"""The unpatched Trainer, and a teacher beside a student, on the simulated accelerator, compared
-with the CPU.
+"""The unpatched Trainer on the simulated accelerator, compared with the CPU.
 
 They are equal within rounding, because norms are summed in parts."""
 
@@ -8,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.distill import test_invariance
-from tests.distill.test_invariance import CLOSE, HIDDEN, ZERO_3, arguments
 from tests.hf.trainer_runs import AUTO, TIMEOUT, column, run_plain, write_jobs
 from tests.processes import fork_ranks
 
@@ -35,7 +32,7 @@ def test_the_trainer_trains_as_without_the_engine(tmp_path):
         for config in configs
     ]
     path = write_jobs(jobs, tmp_path / "sharded")
-    done = fork_ranks(SCRIPT, "jobs", path, nproc=2, timeout=TIMEOUT)
+    done = fork_ranks(SCRIPT, path, nproc=2, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout + done.stderr
     reports = [json.loads(Path(job["report"]).read_text(encoding="utf-8")) for job in jobs]
     arguments = {**ARGUMENTS, "per_device_train_batch_size": 4, "use_cpu": True}
@@ -55,37 +52,8 @@ def test_the_trainer_goes_on_if_memory_is_not_enough(tmp_path):
         job = {"model": "llama", "arguments": given}
         paths.append(write_jobs([job], tmp_path / act))
         reports.append(Path(job["report"]))
-    done = fork_ranks(SCRIPT, "jobs", paths[0], "0.7", paths[1], nproc=2, timeout=TIMEOUT)
+    done = fork_ranks(SCRIPT, paths[0], "0.7", paths[1], nproc=2, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "runs its batch in 2 slices" in done.stderr
     whole, cut = (json.loads(report.read_text(encoding="utf-8")) for report in reports)
     assert column(cut, "loss") == pytest.approx(column(whole, "loss"), rel=1e-5)
-
-
-def test_a_teacher_beside_a_student_gives_the_losses_of_the_cpu(tmp_path):
-    """The teacher's parameters are on the host, the student's are not. On the device, the teacher
-    runs beside the student.
-
-    HIDDEN adds a loss on hidden states.
-    """
-    runs = {"cpu": [test_invariance.SCRIPT], "sim": [SCRIPT, "steps"]}
-    logs = {}
-    for name, command in runs.items():
-        options = arguments(2, 1, **HIDDEN, deepspeed=ZERO_3, use_cpu=name == "cpu")
-        options["overlap_teacher"] = name == "sim"
-        job = {
-            "name": name,
-            "kind": "llama",
-            "arguments": options,
-            "report": str(tmp_path / f"{name}.json"),
-        }
-        path = tmp_path / f"{name} jobs.json"
-        path.write_text(json.dumps([job]), encoding="utf-8")
-        done = fork_ranks(*command, path, nproc=2, timeout=TIMEOUT)
-        assert done.returncode == 0, done.stdout + done.stderr
-        logs[name] = json.loads(Path(job["report"]).read_text(encoding="utf-8"))["log"]
-    for key in ("loss", "ce_loss", "kd_loss", "hidden_loss", "relation_loss"):
-        expected = [entry[key] for entry in logs["cpu"] if key in entry]
-        assert [entry[key] for entry in logs["sim"] if key in entry] == pytest.approx(
-            expected, rel=CLOSE
-        ), key

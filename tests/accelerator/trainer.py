@@ -1,6 +1,6 @@
-"""Runs a Trainer script of the other tests on the simulated accelerator:
+"""Runs the Trainer script of the other tests on the simulated accelerator:
 
-`trainer.py jobs|steps JOBS [PART CAPPED]`. With PART, `CAPPED` runs after `JOBS`, with this part of
+`trainer.py JOBS [PART CAPPED]`. With PART, `CAPPED` runs after `JOBS`, with this part of
 the memory that they took.
 """
 
@@ -15,13 +15,12 @@ import torch
 from tests.accelerator import device
 
 LOCAL_RANK = int(os.environ["LOCAL_RANK"])
-TESTS = Path(__file__).parents[1]
 
 if __name__ == "__main__":
     device.register()
     torch.accelerator.set_device_index(LOCAL_RANK)
-    sys.path += [str(TESTS / "hf" / "scripts"), str(TESTS / "distill" / "scripts")]
-    script = importlib.import_module(sys.argv.pop(1))
+    sys.path.append(str(Path(__file__).parents[1] / "hf" / "scripts"))
+    script = importlib.import_module("jobs")
     capped = sys.argv[2:]
     script.main()
     if capped:

@@ -37,6 +37,20 @@ class _Unsaved(_Product):
         return grad @ ctx.weight.t(), ctx.x.t() @ grad
 
 
+class _FixedWeight(_Product):
+    """Has no gradient of its weight, as a loss with a teacher's head has none."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ ctx.saved_tensors[1].t(), None
+
+
+@part
+class FunctionGivesNone(ReadsAnother):
+    def forward(self, x):
+        return _FixedWeight.apply(torch.tanh(self.linear(x)), self.other.weight)
+
+
 @part
 class OwnFunction(ReadsAnother):
     def forward(self, x):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import zero
 from tests.dist.training import ds_config
-from tests.hunt.models import STEPS, STYLES, Recipe, Trained, batch, recipe, tensors_of, train_plain
+from tests.hunt.models import STEPS, WAYS, Recipe, Trained, batch, recipe, tensors_of, train_plain
 from tests.processes import run_on
 
 EQUAL, REFUSED, DIFFERENT = "equal", "refused by name", "different"
@@ -85,8 +85,9 @@ def train_zero(drawn: Recipe, setting: Setting, rank: int) -> Trained:
             model.before_step(step)
             for micro in range(setting.accumulation):
                 x, y = batch(step, micro, rank)
-                losses.append(STYLES[drawn.style](engine, model, backward, x, y).item())
+                losses.append(WAYS[drawn.style](engine, model, backward, x, y).item())
                 engine.step()
+            assert setting.stage < 3 or engine.residency.live == 0
         with zero.GatheredParameters(model.parameters()):
             return Trained([losses], [tensors_of(model)])
     finally:

@@ -7,9 +7,12 @@ import random
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
 
 import zero
 from tests.hunt import gradients, structure, values  # noqa: F401 (they fill PARTS)
@@ -90,7 +93,12 @@ def gathered_penalty(net, model, backward, x, y):
         before = 0.01 * sum(param.float().square().sum() for param in params[::2])
     loss = mse(net(x), y) + before
     with zero.GatheredParameters(params):
-        loss = loss + 0.01 * sum(param.float().pow(4).sum() for param in params)
+        for param in params:
+            given = param.float()
+            loss = loss + 0.01 * (given.reshape(-1)[1:].pow(3).sum() + given.clamp(-0.1, 0.1).sum())
+            loss = loss + 0.01 * (given.abs().sum() + (given * given.detach()).sum())
+    with zero.GatheredParameters(model.head.weight):
+        loss = loss + 0.01 * (model.head.weight @ model.head.weight.t()).norm()
     backward(loss)
     return loss
 
@@ -111,6 +119,20 @@ def gathered_write(net, model, backward, x, y):
 
 def head_read_after(net, model, backward, x, y):
     loss = mse(net(x) @ model.head.weight, y)
+    backward(loss)
+    return loss
+
+
+def reads_after_two(net, model, backward, x, y):
+    """Two forwards, each with a read after it, before one backward."""
+    first = mse(net(x) @ model.head.weight, y)
+    loss = first + mse(net(x.flip(1)) @ model.head.weight.t(), y)
+    backward(loss)
+    return loss
+
+
+def by_functional_call(net, model, backward, x, y):
+    loss = mse(functional_call(model, dict(model.named_parameters()), (x,)), y)
     backward(loss)
     return loss
 
@@ -198,15 +220,138 @@ def written_before_forward(net, model, backward, x, y):
     return loss
 
 
+def frozen_for_backward(net, model, backward, x, y):
+    """Between forward and backward: the gradient there still counts."""
+    model.head.requires_grad_(True)
+    loss = mse(net(x), y)
+    model.head.requires_grad_(False)
+    backward(loss)
+    return loss
+
+
+def frozen_for_step(net, model, backward, x, y):
+    """Between micro-batches, and for the step, as a script that alternates between two models
+    does.
+    """
+    model.head.requires_grad_(True)
+    loss = mse(net(x), y)
+    backward(loss)
+    model.head.requires_grad_(False)
+    return loss
+
+
+def thawed_for_step(net, model, backward, x, y):
+    """From the second micro-batch on there is no gradient, only momentum."""
+    model.head.requires_grad_(not hasattr(model, "has_begun"))
+    loss = mse(net(x), y)
+    backward(loss)
+    model.head.requires_grad_(True)
+    model.has_begun = True
+    return loss
+
+
+# -- derivatives that a script takes itself, beside the backward of its loss
+
+
+def of_input(net, model, backward, x, y):
+    """A saliency map before the backward, from the same graph."""
+    x.requires_grad_()
+    out = net(x)
+    (gradient,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    loss = mse(out * gradient.norm(), y)
+    backward(loss)
+    return loss
+
+
+def of_another_forward(net, model, backward, x, y):
+    """Adversarial inputs: the graph of the first forward is used for its derivative only."""
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad(mse(net(x), y), x)
+    loss = mse(net((x + 0.1 * gradient.sign()).detach()), y)
+    backward(loss)
+    return loss
+
+
+def by_backward_to_input(net, model, backward, x, y):
+    x.requires_grad_()
+    mse(net(x), y).backward(inputs=[x])
+    loss = mse(net((x + 0.1 * x.grad.sign()).detach()), y)
+    backward(loss)
+    return loss
+
+
+def gradient_penalty(net, model, backward, x, y):
+    """The derivative is differentiated once more."""
+    x.requires_grad_()
+    out = net(x)
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    loss = mse(out, y) + gradient.square().sum()
+    backward(loss)
+    return loss
+
+
+def penalty_alone(net, model, backward, x, y):
+    """A backward of the loss and one of a penalty with a forward of its own, as for a critic."""
+    loss = mse(net(x), y)
+    backward(loss)
+    mixed = (x * 0.5).requires_grad_()
+    (gradient,) = torch.autograd.grad(net(mixed).sum(), mixed, create_graph=True)
+    backward((gradient.norm(dim=1) - 1).square().mean())
+    return loss
+
+
+def sharpness(net, model, backward, x, y):
+    """The norm of the gradient of all weights as a part of the loss."""
+    loss = mse(net(x), y)
+    found = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    loss = loss + sum(gradient.square().sum() for gradient in found)
+    backward(loss)
+    return loss
+
+
+def mapped(net, model, backward, x, y):
+    loss = mse(torch.func.vmap(net)(x), y)
+    backward(loss)
+    return loss
+
+
+def of_each_output(net, model, backward, x, y):
+    """A Jacobian, whose rows are computed by vmap."""
+    rows = torch.autograd.functional.jacobian(
+        lambda given: net(given).sum(0), x, create_graph=True, vectorize=True
+    )
+    loss = rows.square().sum() + mse(net(x), y)
+    backward(loss)
+    return loss
+
+
+def forward_mode(net, model, backward, x, y):
+    with forward_ad.dual_level():
+        out, change = forward_ad.unpack_dual(net(forward_ad.make_dual(x, torch.ones_like(x))))
+        loss = mse(out, y) + change.square().mean()
+        backward(loss)
+    return loss
+
+
 STYLES: dict[str, Style] = {
     style.__name__: style
     for style in (
         *(plain, two_forwards, two_backwards, retained, penalty, head_read_after),
-        *(gathered_penalty, gathered_write),
+        *(reads_after_two, by_functional_call, gathered_penalty, gathered_write),
         *(evaluated_between, discarded, part_alone, part_and_whole, other_order),
         *(gradients_first, input_gradient, split, written_before_step, written_before_forward),
+        *(frozen_for_backward, frozen_for_step, thawed_for_step),
     )
 }
+# Not every part has all of these derivatives, so these ways are tried with a layer alone.
+DERIVATIVES: dict[str, Style] = {
+    style.__name__: style
+    for style in (
+        *(of_input, of_another_forward, by_backward_to_input, gradient_penalty, penalty_alone),
+        *(sharpness, mapped, of_each_output, forward_mode),
+    )
+}
+WAYS = STYLES | DERIVATIVES
 
 
 @dataclass(frozen=True)
@@ -256,7 +401,7 @@ class Recipe:
         is_illegal = any(names[-1] in ILLEGAL for names in self.parts)
         return is_illegal or self.style.startswith("written")
 
-    def _kinds(self) -> list[type[nn.Module]]:
+    def _kinds(self) -> list[Any]:
         return [PARTS[names[-1]] for names in self.parts]
 
 
@@ -269,10 +414,23 @@ def _build(names: tuple[str, ...]) -> nn.Module:
     return made
 
 
+def alone() -> list[Recipe]:
+    """Each part, each wrapper around a layer and each way of training it, with nothing else."""
+    kinds: list[tuple[tuple[str, ...], str]] = [((name,), "plain") for name in sorted(PARTS)]
+    kinds += [((kind.__name__, "CalledTwice"), "plain") for kind in WRAPPERS]
+    kinds += [(("CalledTwice",), style) for style in WAYS]
+    return [
+        Recipe(seed, (names,), False, style, "SGD", style == "split", False)
+        for seed, (names, style) in enumerate(kinds, start=-len(kinds))
+    ]
+
+
 def recipe(seed: int) -> Recipe:
-    """Draw a recipe that plain torch can train.
+    """Draw a recipe that plain torch can train; a negative seed is that of one of `alone`.
 
     Parts do not always fit together: an in-place part may change what the one before it needs."""
+    if seed < 0:
+        return alone()[seed]
     for attempt in range(100):
         drawn = _draw(seed, random.Random(1000 * seed + attempt))
         with contextlib.suppress(RuntimeError), warnings.catch_warnings(action="ignore"):
@@ -341,7 +499,7 @@ def train_plain(recipe: Recipe, world_size: int, accumulation: int) -> Trained:
             model.before_step(step)
             for micro in range(accumulation):
                 x, y = batch(step, micro, rank)
-                losses[rank].append(STYLES[recipe.style](model, model, backward, x, y).item())
+                losses[rank].append(WAYS[recipe.style](model, model, backward, x, y).item())
         for params in zip(*(model.parameters() for model in replicas), strict=True):
             given = [param.grad for param in params if param.grad is not None]
             given = [grad.to_dense() if grad.is_sparse else grad for grad in given]

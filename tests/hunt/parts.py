@@ -6,12 +6,14 @@ The parts are in `structure`, `values` and `gradients`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 WIDTH = 6
 
-PARTS: dict[str, type[nn.Module]] = {}
+PARTS: dict[str, Callable[[], nn.Module]] = {}
 # Those that the engine refuses, whatever is around them.
 ILLEGAL: set[str] = set()
 

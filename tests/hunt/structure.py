@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -10,7 +16,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
-from tests.hunt.parts import WIDTH, illegal, linear, matrix, part
+from tests.hunt.parts import PARTS, WIDTH, illegal, linear, matrix, part
 
 # -- sharing
 
@@ -120,20 +126,6 @@ class FrozenAliases(Tied):
 
 
 @part
-class Frozen(CalledTwice):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear.requires_grad_(False)
-
-
-@part
-class HalfFrozen(CalledTwice):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear.weight.requires_grad_(False)
-
-
-@part
 class FrozenLater(CalledTwice):
     first_step, last_step = 1, 9
 
@@ -212,6 +204,81 @@ class Experts(nn.Module):
         return out
 
 
+# -- results anywhere
+
+
+class Direct(nn.Module):
+    """Two matrices in a row: the gradient of the first one needs the second one's values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = matrix(), matrix()
+
+    def forward(self, x):
+        return torch.tanh(x @ self.first) @ self.second
+
+
+@dataclass(slots=True)
+class Slotted:
+    value: torch.Tensor
+    other: object = None
+
+
+class Packed(nn.Module):
+    """What a module with weights of its own returns: a backward hook on it unshards the weights,
+    so it has to be found in whatever this is.
+    """
+
+    class Inner(Direct):
+        def __init__(self, pack: Callable) -> None:
+            super().__init__()
+            self.pack = pack
+
+        def forward(self, x):
+            return self.pack(super().forward(x))
+
+    def __init__(self, pack: Callable, unpack: Callable) -> None:
+        super().__init__()
+        self.inner, self.unpack = self.Inner(pack), unpack
+
+    def forward(self, x):
+        return self.unpack(self.inner(x))
+
+
+def in_circle(value: torch.Tensor) -> Slotted:
+    child = Slotted(value)
+    child.other = Slotted(value, child)
+    return child
+
+
+PACKINGS: dict[str, tuple[Callable, Callable]] = {
+    "Object": (lambda value: SimpleNamespace(value=value), attrgetter("value")),
+    "Nest": (lambda value: {"a": [SimpleNamespace(b=value)]}, lambda nest: nest["a"][0].b),
+    "Slotted": (Slotted, attrgetter("value")),
+    "Mapping": (lambda value: UserDict(value=value), lambda found: found["value"]),
+    "Set": (lambda value: {value}, lambda found: next(iter(found))),
+    "Circle": (in_circle, attrgetter("other.other.value")),
+    "WithSparse": (lambda value: (torch.eye(2).to_sparse(), value), lambda found: found[1]),
+}
+for name, packing in PACKINGS.items():
+    PARTS[f"Returns{name}"] = partial(Packed, *packing)
+
+
+@part
+class KeepsResult(nn.Module):
+    class Inner(Direct):
+        def forward(self, x):
+            self.kept = super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = self.Inner()
+
+    def forward(self, x):
+        self.inner(x)
+        return self.inner.kept
+
+
 # -- in place
 
 
@@ -241,13 +308,9 @@ class InPlaceOnInput(CalledTwice):
 
 @part
 class OutputIntoArgument(nn.Module):
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = matrix(), matrix()
-
+    class Inner(Direct):
         def forward(self, x, out):
-            out.copy_(torch.tanh(x @ self.first) @ self.second)
+            out.copy_(super().forward(x))
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,43 +338,6 @@ class FunctionalScaled(CalledTwice):
         return functional_call(self.linear, params, (x,)) + self.linear(x)
 
 
-@part
-class WeightNorm(CalledTwice):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = parametrizations.weight_norm(linear())
-
-
-@part
-class OldWeightNorm(CalledTwice):
-    def __init__(self) -> None:
-        super().__init__()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            self.linear = nn.utils.weight_norm(linear())
-
-
-@part
-class SpectralNorm(CalledTwice):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = parametrizations.spectral_norm(linear())
-
-
-@part
-class OldSpectralNorm(CalledTwice):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.utils.spectral_norm(linear())
-
-
-@part
-class Orthogonal(CalledTwice):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = parametrizations.orthogonal(linear(), orthogonal_map="cayley")
-
-
 class Symmetric(nn.Module):
     def forward(self, weight):
         return weight.triu() + weight.triu(1).t()
@@ -328,11 +354,34 @@ class CachedParametrization(CalledTwice):
             return super().forward(x) + x @ self.linear.weight
 
 
-@part
-class Pruned(CalledTwice):
-    def __init__(self) -> None:
+def old_weight_norm(layer: nn.Linear) -> nn.Module:
+    with warnings.catch_warnings(action="ignore"):
+        return nn.utils.weight_norm(layer)
+
+
+def half_frozen(layer: nn.Linear) -> nn.Module:
+    layer.weight.requires_grad_(False)
+    return layer
+
+
+class Changed(CalledTwice):
+    def __init__(self, change: Callable) -> None:
         super().__init__()
-        prune.l1_unstructured(self.linear, "weight", 0.3)
+        self.linear = change(self.linear)
+
+
+CHANGES: dict[str, Callable] = {
+    "Frozen": lambda layer: layer.requires_grad_(False),
+    "HalfFrozen": half_frozen,
+    "WeightNorm": parametrizations.weight_norm,
+    "OldWeightNorm": old_weight_norm,
+    "SpectralNorm": parametrizations.spectral_norm,
+    "OldSpectralNorm": nn.utils.spectral_norm,
+    "Orthogonal": partial(parametrizations.orthogonal, orthogonal_map="cayley"),
+    "Pruned": partial(prune.l1_unstructured, name="weight", amount=0.3),
+}
+for name, change in CHANGES.items():
+    PARTS[name] = partial(Changed, change)
 
 
 # -- buffers and norms
@@ -432,18 +481,6 @@ class KeepsItsState(CalledTwice):
 
 
 # -- checkpoints
-
-
-@part
-class Reentrant(CalledTwice):
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=True)
-
-
-@part
-class NonReentrant(CalledTwice):
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 @part

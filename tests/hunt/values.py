@@ -72,6 +72,29 @@ class ReadsInManyWays(ReadsAnother):
 
 
 @part
+class Merged(ReadsAnother):
+    """Merges a frozen weight with two factors in each forward, as DoRA does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other.requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x):
+        merged = self.other.weight + 0.5 * self.up.weight @ self.down.weight
+        return nn.functional.linear(self.linear(x), merged / merged.norm(dim=1, keepdim=True))
+
+
+@part
+class CallsItself(ReadsAnother):
+    def forward(self, x, is_inside=False):
+        if is_inside:
+            return torch.tanh(self.linear(x)) @ self.other.weight
+        return self.other(self(x, is_inside=True))
+
+
+@part
 class ReadsByNumpy(ReadsAnother):
     def forward(self, x):
         with torch.no_grad():
@@ -109,16 +132,6 @@ class ReadsAllWeights(ReadsAnother):
 
 
 @part
-class DetachedTwin(CalledTwice):
-    """The same module without gradients first, as for a target of its own."""
-
-    def forward(self, x):
-        with torch.no_grad():
-            target = self.linear(x)
-        return self.linear(x) - 0.5 * target
-
-
-@part
 class KeepsView(CalledTwice):
     """Looks at the weight of the last forward, which plain torch shows as it is now."""
 
@@ -127,16 +140,6 @@ class KeepsView(CalledTwice):
     def forward(self, x):
         scale = 1.0 if self.seen is None else 1 + self.seen.abs().mean()
         self.seen = self.linear.weight.detach()
-        return super().forward(x) * scale
-
-
-@part
-class KeepsCopy(CalledTwice):
-    seen: torch.Tensor | None = None
-
-    def forward(self, x):
-        scale = 1.0 if self.seen is None else 1 + self.seen.abs().mean()
-        self.seen = self.linear.weight.detach().clone()
         return super().forward(x) * scale
 
 
@@ -207,6 +210,22 @@ class MaxNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(3, WIDTH, max_norm=1.0)
+
+    def forward(self, x):
+        return self.table(torch.arange(len(x)) % 3) * x
+
+
+@part
+class EmbeddingTimesItself(nn.Module):
+    """Multiplies by its own weight: unlike an embedding's, its backward needs the weight."""
+
+    class Inner(nn.Embedding):
+        def forward(self, x):
+            return (super().forward(x) @ self.weight.t()) @ self.weight
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = self.Inner(3, WIDTH)
 
     def forward(self, x):
         return self.table(torch.arange(len(x)) % 3) * x

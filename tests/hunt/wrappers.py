@@ -15,50 +15,6 @@ class Wrapper(nn.Module):
         self.inner = inner
 
 
-class Result:
-    def __init__(self, value: torch.Tensor):
-        self.value = value
-
-
-class GivesObject(Wrapper):
-    class Inner(Wrapper):
-        def forward(self, x):
-            return Result(self.inner(x))
-
-    def __init__(self, inner: nn.Module):
-        super().__init__(self.Inner(inner))
-
-    def forward(self, x):
-        return self.inner(x).value
-
-
-class GivesNest(Wrapper):
-    class Inner(Wrapper):
-        def forward(self, x):
-            return None, [{"out": (self.inner(x), "text")}]
-
-    def __init__(self, inner: nn.Module):
-        super().__init__(self.Inner(inner))
-
-    def forward(self, x):
-        return self.inner(x)[1][0]["out"][0]
-
-
-class GivesNothing(Wrapper):
-    """Keeps the result on the module."""
-
-    class Inner(Wrapper):
-        def forward(self, x):
-            self.kept = self.inner(x)
-
-    def __init__(self, inner: nn.Module):
-        super().__init__(self.Inner(inner))
-
-    def forward(self, x):
-        self.inner(x)
-        return self.inner.kept
-
-
 class GivesGenerator(Wrapper):
     """Its forward runs when somebody asks for the result."""
 
@@ -121,6 +77,6 @@ class Unregistered(Wrapper):
 
 
 WRAPPERS: list[type[Wrapper]] = [
-    *(GivesObject, GivesNest, GivesNothing, GivesGenerator, Again, Checkpointed),
-    *(CheckpointedReentrant, NoGradFirst, ByKeyword, Unregistered),
+    *(GivesGenerator, Again, Checkpointed, CheckpointedReentrant, NoGradFirst, ByKeyword),
+    Unregistered,
 ]

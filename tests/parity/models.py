@@ -7,23 +7,19 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
+    AutoConfig,
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 import zero
 from tests.dist import training
-from tests.dist.training import Batch, Curve, train_plain
+from tests.dist.training import Batch, Curve, train_in_slices, train_plain
 
 VOCABULARY = 97
 # Divisible by 1, 2, 3 and 4 ranks.
@@ -60,26 +56,28 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+def small(kind: str, **options: Any) -> Any:
+    """A causal language model of transformers, by the type in its configuration."""
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "max_position_embeddings": 16, "initializer_range": 0.06, "loss_type": "ForCausalLM",
+    }  # fmt: skip
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | options)).train()
+
+
 def mixtral() -> nn.Module:
-    config = MixtralConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
-        max_position_embeddings=16, bos_token_id=1, eos_token_id=2, loss_type="ForCausalLM",
-    )  # fmt: skip
-    return MixtralForCausalLM(config)
+    return small("mixtral", num_local_experts=4, num_experts_per_tok=2, initializer_range=0.02)
 
 
 def deepseek() -> nn.Module:
     """Build a DeepSeek-V3, whose routers are kept in fp32, with rules for choosing that 16 bits
     would change."""
-    config = DeepseekV3Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, moe_intermediate_size=16,
-        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4,
-        n_group=2, topk_group=1, num_experts_per_tok=2, q_lora_rank=8, kv_lora_rank=8,
-        qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,
-        max_position_embeddings=16, initializer_range=0.3, loss_type="ForCausalLM",
-    )  # fmt: skip
-    return DeepseekV3ForCausalLM(config)
+    heads = {"num_attention_heads": 2, "head_dim": 4, "v_head_dim": 8}
+    ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
+    experts = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+    experts |= {"moe_intermediate_size": 16, "first_k_dense_replace": 1}
+    return small("deepseek_v3", **heads, **ranks, **experts, initializer_range=0.3)
 
 
 MODELS = {"t5": t5, "gpt2": gpt2, "llama": llama, "mixtral": mixtral, "deepseek": deepseek}
@@ -102,16 +100,23 @@ def batches(name: str, steps: int) -> list[dict[str, torch.Tensor]]:
     return made
 
 
+def in_slices(
+    rank: int,
+    world_size: int,
+    name: str,
+    steps: int,
+    ranks: int,
+    accumulation: int,
+    options: dict[str, Any],
+) -> Curve:
+    """`train_in_slices` for `run_on`, with one of these models and its batches."""
+    return train_in_slices(build(name), batches(name, steps), ranks, accumulation, **options)
+
+
 # -- mixtures whose experts are divided over ranks
 
 CLIP, WIDTH, INNER = 0.2, 24, 16
-MIXTURE = {
-    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "head_dim": 8,
-    "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 16,
-    "initializer_range": 0.06,
-    "loss_type": "ForCausalLM",
-}  # fmt: skip
+MIXTURE = {"hidden_size": WIDTH, "num_experts_per_tok": 2}
 NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 
 
@@ -122,10 +127,8 @@ def mixture(name: str, experts: int) -> nn.Module:
     torch.manual_seed(7)
     if name == "qwen3":  # the second layer has no experts
         sizes = {"moe_intermediate_size": INNER, "num_experts": experts, "mlp_only_layers": [1]}
-        config = Qwen3MoeConfig(intermediate_size=32, **sizes, **MIXTURE)
-        return Qwen3MoeForCausalLM(config).train()
-    config = MixtralConfig(intermediate_size=INNER, num_local_experts=experts, **MIXTURE)
-    model = MixtralForCausalLM(config).train()
+        return small("qwen3_moe", **MIXTURE | sizes | {"intermediate_size": 32})
+    model = small("mixtral", **MIXTURE, intermediate_size=INNER, num_local_experts=experts)
     if name == "one-sided":
         for layer in model.model.layers:
             nn.init.zeros_(layer.mlp.gate.weight).requires_grad_(False)

@@ -1,4 +1,4 @@
-"""PEFT's adapters against plain torch: losses, weights and saved adapters, at all stages.
+"""PEFT's adapters against plain torch: losses and weights at all stages, and what is saved.
 
 They are equal bit for bit on any CPU: the reference runs the micro-batches of all ranks in turn, so
 that shapes and the order of sums are the same (`train_in_slices`)."""
@@ -15,7 +15,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 import zero
@@ -31,6 +30,7 @@ from tests.dist.training import (
     train_plain,
     train_zero,
 )
+from tests.hunt.saves import files
 from tests.parity.models import ROWS, batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.parity.test_quantized import saved_base, with_adapter
@@ -93,7 +93,6 @@ def checkpointed(reentrant: bool) -> Callable[[Any], None]:
 
 # What is done to the base model, and the adapter's configuration.
 Case = tuple[Callable[[Any], None] | None, Callable[[str], peft.PeftConfig]]
-NF4: Case = (quantized, lora)
 CASES: dict[str, Case] = {
     "LoRA": (None, lora),
     "rsLoRA": (None, lambda name: lora(name, use_rslora=True)),
@@ -123,41 +122,38 @@ CASES: dict[str, Case] = {
     "non-reentrant": (checkpointed(False), lora),
     "reentrant DoRA": (checkpointed(True), lambda name: lora(name, use_dora=True)),
 }
+OTHERS: dict[str, Case] = {
+    "NF4": (quantized, lora),
+    "NF4, cut": (lambda model: quantized(model, ["q_proj"]), lora),
+    "all linear": (None, lambda name: lora(name, target_modules="all-linear")),
+    "all biases": (None, lambda name: lora(name, use_rslora=True, bias="all")),
+    "two with a head": (None, lambda name: lora(name, target_modules=["q_proj", "lm_head"])),
+    "head and embeddings": (
+        None,
+        lambda name: lora(name, modules_to_save=["lm_head", "embed_tokens"]),
+    ),
+}
 
 
-def changed_base(name: str, case: str) -> Any:
-    change, _ = NF4 if case == "NF4" else CASES[case]
-    base = build(name)
+def adapted(name: str, case: str, base: Any = None) -> Any:
+    change, config = (CASES | OTHERS)[case]
+    base = base or build(name)
     if change is not None:
         change(base)
-    return base
-
-
-def adapted(name: str, case: str) -> Any:
-    base = changed_base(name, case)
-    _, config = NF4 if case == "NF4" else CASES[case]
     torch.manual_seed(4)
     model = peft.get_peft_model(base, config(name))
-    if case == "two":
+    if case.startswith("two"):
         model.add_adapter("second", config(name))
         model.base_model.set_adapter(["default", "second"])
     return model.train()
 
 
-def files_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Tensors of all saved adapters, by file and name."""
-    return {
-        f"{file.relative_to(folder)}/{key}": value
-        for file in sorted(folder.rglob("*.safetensors"))
-        for key, value in load_file(file).items()
-    }
-
-
 def assert_same_adapters(found: Path, expected: Path, within: float = 0.0) -> None:
     """Their tensors and their configurations."""
-    assert files_of(found).keys() == files_of(expected).keys() and files_of(expected)
-    for key, value in files_of(expected).items():
-        assert torch.allclose(files_of(found)[key], value, rtol=0, atol=within), key
+    saved, wanted = files(found), files(expected)
+    assert saved.keys() == wanted.keys() and wanted
+    for key, value in wanted.items():
+        assert torch.allclose(saved[key], value, rtol=0, atol=within), key
     for file in expected.rglob("adapter_config.json"):
         here = json.loads((found / file.relative_to(expected)).read_text())
         there = json.loads(file.read_text())
@@ -166,14 +162,8 @@ def assert_same_adapters(found: Path, expected: Path, within: float = 0.0) -> No
         assert here == there, file
 
 
-Result = tuple[Curve, dict[str, torch.Tensor]]
-
-
-def reference(rank: int, world_size: int, name: str, case: str, count: int, folder: Path) -> Result:
-    model = adapted(name, case)
-    curve = train_in_slices(model, batches(name, STEPS), count)
-    model.save_pretrained(folder / "plain")
-    return curve, files_of(folder / "plain")
+def reference(rank: int, world_size: int, name: str, case: str) -> Curve:
+    return train_in_slices(adapted(name, case), batches(name, STEPS), 2)
 
 
 NOTHING_PERSISTS = SMALL | {"stage3_param_persistence_threshold": 0}
@@ -190,26 +180,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def sharded(
-    rank: int, world_size: int, name: str, case: str, first: str, folder: Path
-) -> list[Result]:
-    """Train with one of `SETTINGS` and where nothing persists, and save as transformers does."""
-    results = []
-    for title, settings in {first: SETTINGS[first], "nothing persists": NOTHING_PERSISTS}.items():
-        model = adapted(name, case)
-        engine, _ = start(model, ds_config(**settings))
-        curve = train_zero(engine, batches(name, STEPS))
-        state = engine._zero3_consolidated_16bit_state_dict()
-        if rank == 0:
-            model.save_pretrained(folder / title, state_dict=state)
-        if title == "nothing persists":
-            engine.save_checkpoint(folder / "checkpoint", exclude_frozen_parameters=True)
-        torch.distributed.barrier()
-        results.append((curve, files_of(folder / title)))
-    return results
+def sharded(rank: int, world_size: int, name: str, case: str, settings: str) -> list[Curve]:
+    """Train with one of `SETTINGS`, and where nothing persists."""
+    return [
+        train_zero(start(adapted(name, case), ds_config(**section))[0], batches(name, STEPS))
+        for section in (SETTINGS[settings], NOTHING_PERSISTS)
+    ]
 
 
-# Each kind with one of the models and one of the settings, in turn.
+# Each kind with one of the models and one of the settings, in turn. `tests/hunt/saves.py` saves
+# most of them.
 @pytest.mark.filterwarnings(IN_PEFT)
 @pytest.mark.parametrize(
     ("name", "case", "settings"),
@@ -218,21 +198,10 @@ def sharded(
         for number, case in enumerate(CASES)
     ],
 )
-def test_adapters_are_bit_for_bit(name: str, case: str, settings: str, tmp_path: Path) -> None:
-    ((expected, saved),) = run_on(1, reference, name, case, 2, tmp_path)
-    of_ranks = run_on(2, sharded, name, case, settings, tmp_path)
-    titles = settings, "nothing persists"
-    for title, results in zip(titles, zip(*of_ranks, strict=True), strict=True):
-        found = together([curve for curve, _ in results])
-        try:
-            assert_same_training(found, expected)
-            assert results[0][1].keys() == saved.keys() and saved
-            for key, value in saved.items():
-                assert torch.equal(results[0][1][key], value), key
-        except AssertionError as error:
-            raise AssertionError(title) from error
-    consolidate(tmp_path / "checkpoint", tmp_path / "consolidated")
-    assert_same_adapters(tmp_path / "consolidated", tmp_path / "plain")
+def test_adapters_are_bit_for_bit(name: str, case: str, settings: str) -> None:
+    (expected,) = run_on(1, reference, name, case)
+    for curves in zip(*run_on(2, sharded, name, case, settings), strict=True):
+        assert_same_training(together(curves), expected)
 
 
 # -- resuming and merging
@@ -356,32 +325,10 @@ def test_a_quantized_base_is_merged_into_block_by_block(kind: str, tmp_path: Pat
 # -- tensor parallelism
 
 
-TP_CASES = {
-    "LoRA": lambda: lora("llama", target_modules="all-linear"),
-    "rsLoRA with biases": lambda: lora(
-        "llama", target_modules=["q_proj", "v_proj"], use_rslora=True, bias="all"
-    ),
-    "two": lambda: lora("llama", target_modules=["q_proj", "o_proj", "lm_head"]),
-    "head": lambda: lora("llama", modules_to_save=["lm_head", "embed_tokens"]),
-    "prompt": lambda: CASES["prompt"][1]("llama"),
-}
-
-
-def tp_model(case: str) -> Any:
-    base = tensor_parallel_model("llama")
-    torch.manual_seed(4)
-    config = TP_CASES[case]()
-    model = peft.get_peft_model(base, config)
-    if case == "two":
-        model.add_adapter("second", config)
-        model.base_model.set_adapter(["default", "second"])
-    return model.train()
-
-
 def tp_reference(rank: int, world_size: int, cases: list[str], folder: Path) -> dict[str, Curve]:
     found = {}
     for case in cases:
-        model = tp_model(case)
+        model = adapted("llama", case, tensor_parallel_model("llama"))
         found[case] = train_plain(model, batches("llama", STEPS))
         model.save_pretrained(folder / case)
     return found
@@ -395,14 +342,14 @@ def tp_trained(
         config = ds_config(stage=stage, stage3_param_persistence_threshold=0)
         config["train_micro_batch_size_per_gpu"] = ROWS // (world_size // 2)
         config["tensor_parallel"] = {"autotp_size": 2}
-        model = tp_model(case)
+        model = adapted("llama", case, tensor_parallel_model("llama"))
         engine, _ = start(model, config)
         found[case] = train_zero(engine, batches("llama", STEPS))
         state = engine._zero3_consolidated_16bit_state_dict()
         if rank == 0:
             model.save_pretrained(folder / case, state_dict=state)
         # PEFT saves the output layer with its adapters.
-        without = case != "two"
+        without = case != "two with a head"
         engine.save_checkpoint(folder / f"{case} checkpoint", exclude_frozen_parameters=without)
         engine.destroy()
     return found
@@ -411,8 +358,8 @@ def tp_trained(
 @pytest.mark.parametrize(
     ("ranks", "stage", "cases"),
     [
-        (2, 1, ["rsLoRA with biases", "head", "prompt"]),
-        (4, 3, ["LoRA", "two"]),
+        (2, 1, ["all biases", "head and embeddings", "prompt"]),
+        (4, 3, ["all linear", "two with a head"]),
     ],
 )
 def test_tensor_parallelism(ranks: int, stage: int, cases: list[str], tmp_path: Path) -> None:
@@ -430,31 +377,22 @@ def test_tensor_parallelism(ranks: int, stage: int, cases: list[str], tmp_path: 
             assert_same_adapters(tmp_path / kind / case, tmp_path / "plain" / case, within=1e-5)
 
 
-REFUSED: dict[str, tuple[Case, str]] = {
-    "tokens": (CASES["tokens"], "embed_tokens'"),
-    "NF4": ((lambda model: quantized(model, ["q_proj"]), lora), "base_layer.weight' is quantized"),
-    "DoRA": ((None, lambda name: lora(name, use_dora=True)), "cannot be sharded with it"),
-    "IA3": ((None, ia3), "cannot be sharded with it"),
-    "prefix": ((None, lambda name: CASES["prefix"][1](name)), "prefix tuning"),
+REFUSED = {
+    "tokens": "embed_tokens'",
+    "NF4, cut": "base_layer.weight' is quantized",
+    "DoRA": "cannot be sharded with it",
+    "IA3": "cannot be sharded with it",
+    "prefix": "prefix tuning",
 }
 
 
-def tp_refused(rank: int, world_size: int) -> dict[str, str]:
-    messages = {}
-    for title, ((change, config), _) in REFUSED.items():
-        base = tensor_parallel_model("llama")
-        if change is not None:
-            change(base)
-        model = peft.get_peft_model(base, config("llama"))
-        with pytest.raises(UsageError) as found:
+def tp_refused(rank: int, world_size: int) -> None:
+    for case, named in REFUSED.items():
+        model = adapted("llama", case, tensor_parallel_model("llama"))
+        with pytest.raises(UsageError, match=f"(?s)^tensor parallelism.*{named}"):
             start(model, ds_config() | {"tensor_parallel": {"autotp_size": 2}})
-        messages[title] = str(found.value)
-    return messages
 
 
 def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     pytest.importorskip("bitsandbytes")
-    first, second = run_on(2, tp_refused)
-    assert first == second
-    for title, (_, named) in REFUSED.items():
-        assert first[title].startswith("tensor parallelism") and named in first[title]
+    run_on(2, tp_refused)

@@ -1,9 +1,11 @@
-"""A batch that each block runs in slices trains as the whole batch does."""
+"""A batch that each block runs in slices trains as the whole batch does. `test_sliced_head`
+compares models of several kinds with plain torch.
+"""
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
-from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,10 +17,9 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.dist.training import Curve, curve_on, ds_config, relative, start, train_plain, train_zero
+from tests.dist.training import Curve, ds_config, relative, start, train_zero
 from tests.parity.models import VOCABULARY, batches, build
 from tests.processes import run_on
 from tests.releases import needs
@@ -34,23 +35,11 @@ TRUSTED = {"trust_slices": True}
 TERMS = 500
 
 
-def model_of(name: str) -> nn.Module:
-    if name == "mixtral":
-        torch.manual_seed(7)
-        config = MixtralConfig(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
-            initializer_range=0.06,
-        )  # fmt: skip
-        return MixtralForCausalLM(config).train()
-    return build(name)
-
-
 def data(name: str) -> list[dict[str, torch.Tensor]]:
     """Batches of T5 and Llama with masks, so that their blocks are given some. In those of Mixtral,
     each row packs two sequences, which only their positions tell apart.
     """
-    made = batches("llama" if name == "mixtral" else name, STEPS)
+    made = batches(name, STEPS)
     for batch in made:
         rows, length = batch["input_ids"].shape
         if name == "mixtral":
@@ -60,28 +49,6 @@ def data(name: str) -> list[dict[str, torch.Tensor]]:
             batch["attention_mask"] = mask = torch.ones_like(batch["input_ids"])
             mask[::2, -2:] = 0
     return made
-
-
-def plain(rank: int, world_size: int, name: str) -> Curve:
-    return train_plain(model_of(name), data(name))
-
-
-def sliced(rank: int, world_size: int, name: str, slices: int, sections: dict) -> Curve:
-    config = ds_config(
-        activation_checkpointing={"batch_slices": slices},
-        stage3_param_persistence_threshold=40,
-        **sections,
-    )
-    engine, _ = start(model_of(name), config)
-    return train_zero(engine, data(name))
-
-
-@pytest.mark.parametrize("name", ["t5", "llama", "mixtral"])
-def test_the_losses_of_one_batch(name):
-    expected = curve_on(1, plain, name).mean_losses()
-    for ranks in (1, 2):
-        found = curve_on(ranks, sliced, name, 4, {}).mean_losses()
-        assert relative(found, expected) <= rounding(torch.float32, TERMS)
 
 
 def with_adapter(rank: int, world_size: int, folder: str) -> list[Curve]:
@@ -133,7 +100,7 @@ def test_the_losses_of_one_batch_in_fp16():
 
 def with_router_logits(rank: int, world_size: int) -> None:
     """Their loss is that of the experts of the whole batch. There is one tensor for each block."""
-    plain, model = model_of("mixtral"), model_of("mixtral")
+    plain, model = build("mixtral"), build("mixtral")
     (batch,) = data("mixtral")[:1]
     for each in (plain, model):
         each.config.output_router_logits = each.model.config.output_router_logits = True
@@ -231,12 +198,6 @@ class KeepingLoss(Block):
         hidden, _ = super().forward(hidden, scale)
         self.loss = hidden.square().mean()
         return hidden, None
-
-
-class KeepingMean(Block):
-    def forward(self, hidden: torch.Tensor, scale: dict[str, Any]) -> tuple[torch.Tensor, None]:
-        self.mean = hidden.detach().mean()
-        return super().forward(hidden, scale)
 
 
 class KeepingList(Block):
@@ -345,7 +306,6 @@ REFUSED = {
     WithLoss: "block 'blocks.0' returns a tensor without a batch dimension",
     WithLossInTraining: "block 'blocks.0' draws random numbers and returns other outputs",
     KeepingLoss: "block 'blocks.0' keeps 'loss', of which each slice has another value",
-    KeepingMean: "block 'blocks.0' keeps 'mean', of which each slice has another value",
     KeepingList: "block 'blocks.0' keeps 'losses', of which each slice has another value",
     Writing: "block 'blocks.0' changes a list or dict that it is given",
     Counting: "block 'blocks.0' writes to its buffer 'seen'",
@@ -356,29 +316,26 @@ REFUSED = {
 }
 
 
-def messages(rank: int, world_size: int) -> list[str]:
-    found = []
-    scales = (Thing(), torch.arange(4), [1.0] * 4)
-    others = (*(Model(Block, scale=each) for each in scales), nn.Linear(WIDTH, 1))
-    for model in (*map(Model, REFUSED), *others):
-        with pytest.raises(UsageError) as caught:
-            section = {"batch_slices": 2} | TRUSTED
-            engine, _ = start(model, ds_config(activation_checkpointing=section))
-            for _ in range(2):
-                engine.backward(engine(torch.randn(4, WIDTH)).sum())
-                engine.step()
-        found.append(str(caught.value))
-    return found
+def refuses(model: nn.Module, text: str) -> None:
+    section = {"batch_slices": 2} | TRUSTED
+    with pytest.raises(UsageError, match=re.escape(text)):
+        engine, _ = start(model, ds_config(activation_checkpointing=section))
+        for _ in range(2):
+            engine.backward(engine(torch.randn(4, WIDTH)).sum())
+            engine.step()
+
+
+def refused(rank: int, world_size: int) -> None:
+    for kind, text in REFUSED.items():
+        refuses(Model(kind), text)
+    refuses(Model(Block, scale=Thing()), "block 'blocks.0' is given a Thing")
+    for scale in (torch.arange(4), [1.0] * 4):
+        refuses(Model(Block, scale=scale), "which may belong to its 4 examples")
+    refuses(nn.Linear(WIDTH, 1), "has no blocks")
 
 
 def test_blocks_that_cannot_run_in_slices_are_named():
-    *found, thing, lengths, values, no_block = run_on(1, messages)[0]
-    for message, expected in zip(found, REFUSED.values(), strict=True):
-        assert expected in message
-    assert "block 'blocks.0' is given a Thing" in thing
-    assert "which may belong to its 4 examples" in lengths
-    assert "which may belong to its 4 examples" in values
-    assert "has no blocks" in no_block
+    run_on(1, refused)
 
 
 class Clipped(nn.Linear):
@@ -413,28 +370,28 @@ UNKNOWN = {
 }
 
 
-def unknown(rank: int, world_size: int) -> list[str]:
+def unknown(rank: int, world_size: int) -> None:
     """What is said of blocks that no one trusts: of a script's class, and of Llama's with something
     of the script inside.
     """
     section = {"activation_checkpointing": {"batch_slices": 2}}
-    found = []
-    for change in UNKNOWN:
+
+    def says(model: Any, text: str) -> None:
+        trust = "set activation_checkpointing.trust_slices to true"
+        with pytest.raises(UsageError, match=f"(?s){text}.*{trust}"):
+            start(model, ds_config(**section))
+
+    for change, text in UNKNOWN.items():
         model = build("llama")
         change(model)
-        with pytest.raises(UsageError) as caught:
-            start(model, ds_config(**section))
-        found.append(str(caught.value))
+        says(model, text)
+    says(Model(Plain), "block 'blocks.0' is a Plain, which is none of transformers' blocks")
     model = build("llama")
     model.model.layers[1].mlp.up_proj.__class__ = Clipped
-    with pytest.raises(UsageError, match=r"layers\.1"):
-        start(model, ds_config(**section))
+    says(model, r"layers\.1")
     # The layer before it is as it was.
     assert not any("forward" in vars(module) for module in model.modules())
-    with pytest.raises(UsageError) as caught:
-        start(Model(Plain), ds_config(**section))
-    found.append(str(caught.value))
-    model: Any = build("llama")
+    model = build("llama")
     engine, _ = start(model, ds_config(**section))
     (batch,) = data("llama")[:1]
     kept: list[Any] = []
@@ -442,34 +399,20 @@ def unknown(rank: int, world_size: int) -> list[str]:
     engine.backward(engine(**batch).loss)
     assert [len(each) for each in kept] == [len(batch["input_ids"])]  # a hook on a block is right
     outer.remove()
-    for register in (
-        model.model.layers[1].mlp.register_forward_hook,
-        model.model.layers[1].mlp.register_full_backward_hook,
-        nn.modules.module.register_module_forward_hook,
+    for register, text in (
+        (model.model.layers[1].mlp.register_forward_hook, "is on 'mlp'"),
+        (model.model.layers[1].mlp.register_full_backward_hook, "is on 'mlp'"),
+        (nn.modules.module.register_module_forward_hook, "is registered for all modules"),
     ):
         handle = register(lambda *args: None)
-        with pytest.raises(UsageError) as caught:
+        with pytest.raises(UsageError, match=f"a hook of the script {text}"):
             engine(**batch)
         handle.remove()
-        found.append(str(caught.value))
-    return found
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_blocks_that_are_neither_known_nor_trusted_are_named(world_size):
-    for found in run_on(world_size, unknown):
-        expected = [
-            *UNKNOWN.values(),
-            "block 'blocks.0' is a Plain, which is none of transformers' blocks",
-            "a hook of the script is on 'mlp'",
-            "a hook of the script is on 'mlp'",
-            "a hook of the script is registered for all modules",
-        ]
-        for message, part in zip(found, expected, strict=True):
-            assert part in message
-        assert all(
-            "set activation_checkpointing.trust_slices to true" in each for each in found[:4]
-        )
+    run_on(world_size, unknown)
 
 
 def compiled(rank: int, world_size: int) -> list[list[float]]:
@@ -488,19 +431,13 @@ def test_slices_are_compiled():
         assert relative(in_slices, whole) <= rounding(torch.float32, TERMS)
 
 
-@pytest.mark.parametrize(
-    ("section", "key"),
-    [("activation_checkpointing", "batch_slices")],
-)
-def test_accelerate_leaves_the_word_to_zero(section, key):
-    """It fills in each "auto", and has no argument for these keys."""
-    inner: dict[str, Any] = {key: "Auto"}
-    for name in reversed(section.split(".")):
-        inner = {name: inner}
-    plugin: Any = SimpleNamespace(hf_ds_config=HfDeepSpeedConfig(inner))
-    DeepSpeedPlugin.fill_match(plugin, f"{section}.{key}")
+def test_accelerate_leaves_the_word_to_zero():
+    """It fills in each "auto", and has no argument for this key."""
+    section = {"activation_checkpointing": {"batch_slices": "Auto"}}
+    plugin: Any = SimpleNamespace(hf_ds_config=HfDeepSpeedConfig(section))
+    DeepSpeedPlugin.fill_match(plugin, "activation_checkpointing.batch_slices")
     found = load_config(plugin.hf_ds_config.config)
-    assert attrgetter(f"{section}.{key}")(found) == "auto"
+    assert found.activation_checkpointing.batch_slices == "auto"
 
 
 def copies(rank: int, world_size: int) -> None:

@@ -1,10 +1,11 @@
-"""Experts that stay on their ranks, over data-parallel ranks, against plain torch in one process on
-the same global batches.
+"""Experts that stay on their ranks, over data-parallel ranks or those of tensor parallelism,
+against plain torch in one process on the same global batches.
 
-As in `test_expert_parallel`, plain torch computes in float64."""
+Plain torch computes in float64 here (see `tests.parity.models.in_float64`)."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from copy import deepcopy
 from functools import cache
@@ -17,17 +18,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
+    AutoModelForCausalLM,
     MixtralForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
 )
+from transformers.distributed import DistributedConfig
 
 import zero
 from tests.dist.training import Curve, ds_config, relative, together, train_zero
@@ -41,12 +35,14 @@ from tests.parity.models import (
     batches,
     in_float64,
     mixture,
+    small,
     start,
 )
 from tests.processes import run_on
 from zero.checkpoint.models import consolidate
 from zero.comm.traffic import MOVED, NETWORK
 from zero.errors import UsageError
+from zero.integrations.deepspeed.tensor import tp_model_init
 from zero.slicing import blocks
 
 pytest.importorskip(
@@ -60,20 +56,16 @@ SLICES = {"batch_slices": 3}
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(7)
+    sizes = MIXTURE | {"intermediate_size": INNER}
     if name == "olmoe":
-        experts = {"intermediate_size": INNER, "num_experts": EXPERTS}
-        return OlmoeForCausalLM(OlmoeConfig(**MIXTURE | experts | {"head_dim": 6})).train()
+        return small("olmoe", **sizes, num_experts=EXPERTS, head_dim=6)
     if name == "gpt-oss":
-        experts = {"intermediate_size": INNER, "num_local_experts": EXPERTS}
-        return GptOssForCausalLM(GptOssConfig(**experts, **MIXTURE)).train()
+        return small("gpt_oss", **sizes, num_local_experts=EXPERTS)
     if name == "deepseek":
         experts = {"moe_intermediate_size": INNER, "n_routed_experts": EXPERTS, "n_group": 2}
         ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
-        sizes = MIXTURE | ranks | {"v_head_dim": 8, "num_key_value_heads": 4, "head_dim": 4}
-        config = DeepseekV3Config(
-            intermediate_size=32, first_k_dense_replace=1, topk_group=1, **experts, **sizes
-        )
-        return DeepseekV3ForCausalLM(config).train()
+        sizes |= {"v_head_dim": 8, "num_key_value_heads": 4, "head_dim": 4, "topk_group": 1}
+        return small("deepseek_v3", **sizes | experts | ranks, first_k_dense_replace=1)
     if name == "lora":
         names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         model = mixture("mixtral", EXPERTS)
@@ -86,10 +78,15 @@ def adapted(model: nn.Module, *parameters: str, **keys: Any) -> nn.Module:
     return get_peft_model(model, lora)
 
 
-def configuration(world_size: int, size: int, accumulation: int = 1, **keys: Any) -> dict[str, Any]:
-    config = ds_config(accumulation=accumulation, clip=CLIP, **NOTHING_PERSISTS, **keys)
-    config["train_micro_batch_size_per_gpu"] = ROWS // accumulation // world_size
-    return config | {"expert_parallel": {"enabled": size > 1, "autoep_size": size}}
+def configuration(
+    world_size: int, size: int, accumulation: int = 1, tensor: int = 1, **keys: Any
+) -> dict[str, Any]:
+    config = ds_config(accumulation=accumulation, clip=CLIP, **NOTHING_PERSISTS | keys)
+    config["train_micro_batch_size_per_gpu"] = ROWS // accumulation // (world_size // tensor)
+    return config | {
+        "tensor_parallel": {"autotp_size": tensor},
+        "expert_parallel": {"enabled": size > 1, "autoep_size": size},
+    }
 
 
 @cache
@@ -109,18 +106,22 @@ def trained(rank: int, world_size: int, cases: list[tuple[str, str, int, dict]])
         if (reentrant := keys.pop("reentrant", None)) is not None:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         engine = start(model, configuration(world_size, size, **keys))
+        if "tensor" in keys:
+            own = EXPERTS // size * 3 * WIDTH * INNER
+            groups = [g for g in engine.groups if any("experts" in name for name in g.param_names)]
+            assert [each.layout.numel for each in groups] == [own] * {"qwen3": 1}.get(name, 2)
         found.append(train_zero(engine, batches("llama", STEPS)))
         engine.destroy()
     return found
 
 
-def compare(found: Curve, expected: Curve) -> None:
+def compare(found: Curve, expected: Curve, within: float = 2e-6) -> None:
     assert min(found.norms) > CLIP, "clipping must be at work"
     assert relative(found.mean_losses(), expected.mean_losses()) < 1e-6
     assert relative(found.norms, expected.norms) < 1e-6
     assert found.weights.keys() == expected.weights.keys()
     for key, value in expected.weights.items():
-        torch.testing.assert_close(found.weights[key], value.float(), rtol=0, atol=2e-6, msg=key)
+        torch.testing.assert_close(found.weights[key], value.float(), rtol=0, atol=within, msg=key)
 
 
 ON_TWO = [
@@ -151,11 +152,37 @@ ON_FOUR = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(4, ON_FOUR), (2, ON_TWO)])
+MESH = {"tensor": 2, "accumulation": 3}
+IN_MESHES = [
+    ("mixtral", "eager", 2, {"stage": 0} | MESH),
+    ("qwen3", "grouped_mm", 2, {"stage": 1} | MESH),
+    ("mixtral", "batched_mm", 2, {"stage": 2, "offload_optimizer": CPU} | MESH),
+    ("qwen3", "eager", 2, {"stage": 3} | MESH),
+    ("one-sided", "eager", 2, {"stage": 3} | MESH),
+    ("mixtral", "grouped_mm", 2, {"stage": 3, "offload_param": CPU} | MESH),
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"), [(4, ON_FOUR), (2, ON_TWO), (4, IN_MESHES), (2, IN_MESHES[:2])]
+)
 def test_losses_norms_and_weights_are_those_of_plain_torch(ranks, cases):
     of_ranks = run_on(ranks, trained, cases)
-    for number, (name, *_) in enumerate(cases):
-        compare(together([curves[number] for curves in of_ranks]), plain(name))
+    for number, (name, _, _, keys) in enumerate(cases):
+        curves, size = [curves[number] for curves in of_ranks], keys.get("tensor", 1)
+        for rank, curve in enumerate(curves):
+            assert curve.losses == curves[rank - rank % size].losses, "ranks of one mesh differ"
+        compare(together(curves[::size]), plain(name), 1e-5 if size > 1 else 2e-6)
+
+
+def by_the_trainer(rank: int, world_size: int) -> Curve:
+    config = configuration(world_size, 2, stage=3, **MESH)
+    model = tp_model_init(build("mixtral"), 2, config=config)  # as transformers calls it
+    return train_zero(start(model, config), batches("llama", STEPS))
+
+
+def test_the_trainer_cuts_the_model_before_the_engine_is_made():
+    compare(run_on(2, by_the_trainer)[0], plain("mixtral"), 1e-5)
 
 
 # -- slices of batches that differ
@@ -207,7 +234,12 @@ def run(
 
 
 def resumed_on_four(rank: int, world_size: int, folder: str) -> dict[str, Curve]:
-    first, second, of_one, of_all = slice(HALF), slice(HALF, None), f"{folder}/1", f"{folder}/4"
+    first, second = slice(HALF), slice(HALF, None)
+    of_one, of_all, of_mesh = (f"{folder}/{name}" for name in ("1", "4", "mesh"))
+    for size in (1, 2):  # whether each rank has a part of each expert, or some experts
+        config = configuration(4, size, **MESH, stage3_max_live_parameters=0)
+        with pytest.raises(UsageError, match="divided over ranks cannot run in slices"):
+            start(build("mixtral"), config)
     return {
         "whole": run(4, 2, slice(None)),
         "first": run(4, 2, first, save=folder),
@@ -219,6 +251,10 @@ def resumed_on_four(rank: int, world_size: int, folder: str) -> dict[str, Curve]
         "from one": run(4, 4, second, of_one),
         "first of all": run(4, 4, first, save=of_all, stage=0),
         "from all": run(4, 2, second, of_all),
+        "in a mesh": run(4, 2, second, folder, **MESH),
+        "first in a mesh": run(4, 2, first, save=of_mesh, **MESH),
+        "from a mesh": run(4, 1, second, of_mesh, stage=2),
+        "a part of each expert": run(4, 1, second, of_mesh, stage=1, **MESH),
     }
 
 
@@ -242,6 +278,7 @@ def test_checkpoints_resume_with_any_division(tmp_path):
             assert relative(curve.mean_losses(), whole.mean_losses()[HALF:]) < 1e-6, name
             assert relative(curve.norms, whole.norms[HALF:]) < 1e-6, name
     folders = {"": first, "1": found["first of one"], "4": found["first of all"]}
+    folders["mesh"] = found["first in a mesh"]
     for folder, curve in folders.items():
         out = tmp_path / "consolidated" / folder
         consolidate(tmp_path / folder, out)
@@ -249,6 +286,25 @@ def test_checkpoints_resume_with_any_division(tmp_path):
             model = MixtralForCausalLM.from_pretrained(written)
             for name, value in curve.weights.items():
                 assert torch.equal(model.state_dict()[name], value), (folder, name)
+
+
+def loaded(rank: int, world_size: int, folder: str) -> Curve:
+    """transformers itself gives each rank its experts."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=DistributedConfig(tp_size=2, ep_size=2)
+    )
+    engine = start(model.train(), configuration(world_size, 2, **MESH))
+    return train_zero(engine, batches("llama", STEPS))
+
+
+def from_the_folder(rank: int, world_size: int, folder: str) -> Curve:
+    return in_float64(AutoModelForCausalLM.from_pretrained(folder).train(), batches("llama", STEPS))
+
+
+def test_a_model_whose_experts_transformers_has_divided(tmp_path):
+    build("mixtral").save_pretrained(tmp_path)
+    (expected,) = run_on(1, from_the_folder, str(tmp_path))
+    compare(run_on(2, loaded, str(tmp_path))[0], expected, 1e-5)
 
 
 # -- adapters that are merged
@@ -361,94 +417,82 @@ def test_only_tokens_travel(stage, ranks):
 # -- refusals
 
 
-def refused(rank: int, world_size: int) -> list[str]:
-    def message(model: nn.Module, size: int = 2, **keys: Any) -> str:
-        config = configuration(world_size, size)
+def refused(rank: int, world_size: int, folder: str) -> None:
+    def says(text: str, model: nn.Module, size: int = 2, tensor: int = 1, **keys: Any) -> None:
+        config = configuration(world_size, size, tensor=tensor)
         for section, value in keys.items():
             config[section] = config.get(section, {}) | value if isinstance(value, dict) else value
-        with pytest.raises(UsageError) as found:
+        with pytest.raises(UsageError, match=re.escape(text)):
             start(model, config)
-        return str(found.value)
 
-    divided = build("mixtral")
+    divided, whole = build("mixtral"), build("mixtral")
     start(divided, configuration(world_size, 2)).destroy()
-    llama = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=8))
-    odd = MixtralForCausalLM(MixtralConfig(intermediate_size=INNER, num_local_experts=5, **MIXTURE))
-    zero_keys: list[dict[str, Any]] = [
-        {"stage": 3, "mics_shard_size": 1},
-        {"zero_quantized_weights": True},
-        {"zero_quantized_gradients": True},
-    ]
-    muon = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+    odd = small("mixtral", **MIXTURE, intermediate_size=INNER, num_local_experts=5)
+    biases = adapted(build("gpt-oss"), "mlp.experts.down_proj_bias")
     engine = start(build("mixtral"), configuration(world_size, 2, stage=3))
     copied = deepcopy(engine.module)  # an average of weights begins with one
     assert [each.shape for each in copied.parameters()] != []
     experts = engine.module.model.layers[0].mlp.experts.down_proj
-    with pytest.raises(UsageError) as of_writer, zero.GatheredParameters(experts, modifier_rank=0):
+    text = "each rank has a part of 'model.layers.0.mlp.experts.down_proj'"
+    with pytest.raises(UsageError, match=text), zero.GatheredParameters(experts, modifier_rank=0):
         pass
     engine.destroy()
-    with pytest.raises(UsageError) as of_muon:
+    muon = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+    with pytest.raises(UsageError, match="updates whole tensors"):
         zero.initialize(model=build("mixtral"), config=configuration(world_size, 2) | muon)
-    return [
-        message(build("mixtral"), 3),
-        message(llama),
-        message(odd),
-        message(adapted(build("gpt-oss"), "mlp.experts.down_proj_bias")),
-        message(divided, 1),
-        message(build("mixtral"), sequence_parallel_size=2),
-        message(build("mixtral"), on_out_of_memory="adapt"),
-        *(message(build("mixtral"), zero_optimization=keys) for keys in zero_keys),
-        str(of_muon.value),
-        str(of_writer.value),
-    ]
+    says("expert_parallel.autoep_size: 3 does not divide the number of ranks, 2", whole, 3)
+    says("LlamaForCausalLM has no ep_plan", small("llama"))
+    name = "'model.layers.0.mlp.experts"
+    says(f"2 ranks do not divide the 5 experts of {name}.gate_up_proj'", odd)
+    says(f"{name}' is a ParamWrapper with", biases)
+    says("the model's experts are divided over 2 ranks", divided, 1)
+    says("sequence_parallel_size", build("mixtral"), sequence_parallel_size=2)
+    says("on_out_of_memory", build("mixtral"), on_out_of_memory="adapt")
+    for key, value in {
+        "mics_shard_size": 1,
+        "zero_quantized_weights": True,
+        "zero_quantized_gradients": True,
+    }.items():
+        keys = {"stage": 3, key: value}
+        says(f"zero_optimization.{key}", build("mixtral"), zero_optimization=keys)
+    # With tensor parallelism
+    if rank == 0:
+        build("mixtral").save_pretrained(folder)
+    torch.distributed.barrier()
+    over_data = DistributedConfig(fsdp_size=2, ep_size=2)
+    by_fsdp = MixtralForCausalLM.from_pretrained(folder, distributed_config=over_data)
+    in_parts = tp_model_init(build("mixtral"), 2)
+    says("set tensor_parallel.autotp_size to 3, or delete it", build("mixtral"), 3, tensor=2)
+    says("each process has a part of each expert", in_parts, tensor=2)
+    says("fully_shard has sharded", by_fsdp, tensor=2)
 
 
-def test_refusals_name_the_key():
-    expected = [
-        "expert_parallel.autoep_size: 3 does not divide the number of ranks, 2",
-        "LlamaForCausalLM has no ep_plan",
-        "2 ranks do not divide the 5 experts of 'model.layers.0.mlp.experts.gate_up_proj'",
-        "'model.layers.0.mlp.experts' is a ParamWrapper with",
-        "the model's experts are divided over 2 ranks",
-        "sequence_parallel_size",
-        "on_out_of_memory",
-        "zero_optimization.mics_shard_size",
-        "zero_optimization.zero_quantized_weights",
-        "zero_optimization.zero_quantized_gradients",
-        "updates whole tensors",
-        "each rank has a part of 'model.layers.0.mlp.experts.down_proj'",
-    ]
-    for found in run_on(2, refused):
-        for text, part in zip(found, expected, strict=True):
-            assert part in text
+def test_refusals_name_the_key(tmp_path):
+    run_on(2, refused, str(tmp_path))
 
 
-def refused_codes(rank: int, world_size: int) -> list[str]:
+def refused_codes(rank: int, world_size: int) -> None:
     from zero.integrations.hf.quantized_experts import QuantizedExperts
 
-    def of_eight_bits(param: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(param.to(torch.float8_e4m3fn), requires_grad=False)
-
-    def in_four_bits(param: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(QuantizedExperts.of(param, "nf4", False), requires_grad=False)
-
-    messages, sizes = [], MIXTURE | {"intermediate_size": 1, "num_local_experts": 2}
-    for change in (of_eight_bits, in_four_bits):
-        model = MixtralForCausalLM(MixtralConfig(**sizes))
+    sizes = MIXTURE | {"intermediate_size": 1, "num_local_experts": 2}
+    for change, text in (
+        (lambda param: param.to(torch.float8_e4m3fn), r" \(Parameter of torch.float8_e4m3fn\)"),
+        (
+            lambda param: QuantizedExperts.of(param, "nf4", False),
+            ", and weights of two of 2 parts share a scale",
+        ),
+    ):
+        model = small("mixtral", **sizes)
         experts = model.model.layers[1].mlp.experts
-        experts.down_proj = change(experts.down_proj)
-        with pytest.raises(UsageError) as found:
+        experts.down_proj = nn.Parameter(change(experts.down_proj), requires_grad=False)
+        name = "expert_parallel.autoep_size: 'model.layers.1.mlp.experts.down_proj' is quantized"
+        with pytest.raises(UsageError, match=name + text):
             start(model, configuration(world_size, 2))
-        messages.append(str(found.value))
-    return messages
 
 
 def test_codes_that_cannot_be_divided_are_named():
     pytest.importorskip("bitsandbytes")
-    for of_eight_bits, in_four_bits in run_on(2, refused_codes):
-        name = "expert_parallel.autoep_size: 'model.layers.1.mlp.experts.down_proj' is quantized"
-        assert f"{name} (Parameter of torch.float8_e4m3fn)" in of_eight_bits
-        assert f"{name}, and weights of two of 2 parts share a scale" in in_four_bits
+    run_on(2, refused_codes)
 
 
 # -- a rank that does not come

@@ -6,7 +6,6 @@ by the engine's norms, which equal its own within rounding (`assert_same_trainin
 compares the reference with training on whole batches. These are equal within rounding only, because
 products of other shapes round differently."""
 
-from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -27,7 +26,7 @@ from tests.dist.training import (
     train_plain,
     train_zero,
 )
-from tests.parity.models import VOCABULARY, batches, build
+from tests.parity.models import VOCABULARY, batches, build, in_slices
 from tests.processes import run_on
 from tests.tolerance import rounding
 
@@ -45,14 +44,6 @@ SMALL = {
 
 def plain(rank: int, world_size: int, name: str) -> Curve:
     return train_plain(build(name), batches(name, STEPS))
-
-
-def slices(
-    rank: int, world_size: int, name: str, ranks: int, accumulation: int, norms: Sequence[float]
-) -> Curve:
-    return train_in_slices(
-        build(name), batches(name, STEPS), ranks, accumulation, clip=1.0, norms=norms
-    )
 
 
 def sharded(rank: int, world_size: int, name: str, clip: float, accumulation: int) -> Curve:
@@ -101,7 +92,9 @@ def test_losses_and_weights_with_clipping_are_bit_for_bit_those_of_slices(
 ):
     found = curve_on(world_size, sharded, name, 1.0, accumulation)
     assert max(found.norms) > 1.0, "clipping must be at work"
-    assert_same_training(found, curve_on(1, slices, name, world_size, accumulation, found.norms))
+    options = {"clip": 1.0, "norms": found.norms}
+    given = name, STEPS, world_size, accumulation, options
+    assert_same_training(found, curve_on(1, in_slices, *given))
 
 
 @pytest.mark.parametrize("name", ["t5", "gpt2", "llama"])

@@ -1,15 +1,15 @@
-"""Reads and writes inside `GatheredParameters` at any moment of a step: as in plain torch."""
+"""`GatheredParameters`: views that a module keeps, and writes that would be lost. The hunt reads
+and writes inside of it at any moment of a step.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from torch import nn
 
 import zero
-from tests.dist.training import assert_close_to, noise, sgd_engine
+from tests.dist.training import noise, sgd_engine
 from tests.processes import run_on
 from tests.tolerance import assert_close
 
@@ -17,120 +17,8 @@ WIDTH, ROWS, STEPS = 8, 4, 3
 TERMS = 200
 
 
-def net() -> nn.Sequential:
-    torch.manual_seed(1)
-    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ModuleList(layers)[0], *layers[1:])
-
-
 def batch(step: int, rank: int) -> torch.Tensor:
     return noise(step, rank, ROWS, WIDTH)
-
-
-def engine_of(stage: int, **section: object) -> zero.ZeroEngine:
-    return sgd_engine(net(), stage=stage, **section)
-
-
-def same(engine: zero.ZeroEngine, reference: nn.Module, what: object) -> None:
-    assert_close_to(engine.module, reference, TERMS, 10 * STEPS, what)
-
-
-def add(params: Iterable[nn.Parameter]) -> None:
-    for param in params:
-        param.add_(0.25)
-
-
-@torch.no_grad()
-def writes(rank: int, world_size: int, stage: int) -> None:
-    """After a forward, which may leave a group gathered, and inside of another context."""
-    engine, reference = engine_of(stage), net()
-    params, last = list(engine.module.parameters()), world_size - 1
-    inputs = batch(0, 0)
-    engine(inputs)
-    with zero.GatheredParameters(params, modifier_rank=last):
-        if rank == last:
-            add(params)
-    add(reference.parameters())
-    assert_close(engine(inputs), reference(inputs), TERMS, STEPS, "after a forward")
-    with zero.GatheredParameters(params):
-        with zero.GatheredParameters(params[:4], modifier_rank=last):
-            if rank == last:
-                add(params[:4])
-        add(list(reference.parameters())[:4])
-        same(engine, reference, "inside")
-        assert_close(engine(inputs), reference(inputs), TERMS, STEPS, "forward inside")
-    assert_close(engine(inputs), reference(inputs), TERMS, STEPS, "after a context")
-    same(engine, reference, "after a context")
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_all_ranks_have_what_one_has_written(stage):
-    run_on(2, writes, stage)
-
-
-Penalty = Callable[[Iterable[nn.Parameter]], torch.Tensor]
-PENALTIES: dict[str, Penalty] = {
-    "absolute": lambda params: sum(p.abs().sum() for p in params),
-    "clamp": lambda params: sum(p.clamp(-0.1, 0.1).sum() for p in params),
-    "square": lambda params: sum(p.square().sum() for p in params),
-    "view": lambda params: sum(p.view(-1)[2:].pow(3).sum() for p in params),
-    "product": lambda params: sum((p * p.detach()).sum() for p in params),
-    "matrix": lambda params: sum((p @ p.t()).square().sum() for p in params if p.dim() == 2),
-    "norm": lambda params: sum(p.norm() for p in params),
-}
-
-
-def penalized(rank: int, world_size: int, stage: int) -> None:
-    for name, penalty in PENALTIES.items():
-        for single in (False, True):
-            engine, reference = engine_of(stage), net()
-            optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-            chosen = slice(0, 1) if single else slice(None)
-            for step in range(STEPS):
-                params = list(engine.module.parameters())[chosen]
-                added = []
-                for is_before in (True, False):
-                    if is_before == (step == 1):
-                        with zero.GatheredParameters(params):
-                            added.append(penalty(params))
-                    if is_before:
-                        loss = engine(batch(step, rank)).square().mean()
-                engine.backward(loss + 0.01 * added[0])
-                engine.step()
-                for each in range(world_size):
-                    loss = reference(batch(step, each)).square().mean() / world_size
-                    loss.backward()
-                (0.01 * penalty(list(reference.parameters())[chosen])).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            same(engine, reference, (name, single))
-            engine.destroy()
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_penalty_made_inside(world_size):
-    run_on(world_size, penalized, 3)
-
-
-def open_in_backward(rank: int, world_size: int) -> None:
-    for modifier_rank in (None, 0):
-        engine, reference = engine_of(3), net()
-        optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-        for step in range(STEPS):
-            loss = engine(batch(step, rank)).square().mean()
-            with zero.GatheredParameters(engine.module.parameters(), modifier_rank=modifier_rank):
-                engine.backward(loss)
-            engine.step()
-            for each in range(world_size):
-                (reference(batch(step, each)).square().mean() / world_size).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        same(engine, reference, modifier_rank)
-        engine.destroy()
-
-
-def test_backward_inside():
-    run_on(2, open_in_backward)
 
 
 class KeepsView(nn.Linear):
@@ -171,8 +59,27 @@ def test_views_that_a_module_keeps_show_what_was_written():
     run_on(2, shown_by_views)
 
 
+def shows(rank: int, world_size: int) -> None:
+    """A sharded parameter stays the same object and leaf, with its true shape and dtype."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    weight = model[1].weight
+    engine = sgd_engine(model)
+    with torch.no_grad():
+        engine(batch(0, rank))
+    assert model[1].weight is weight and isinstance(weight, nn.Parameter)
+    assert weight.is_leaf and weight.requires_grad and weight.dtype == torch.float32
+    assert weight.shape == (WIDTH, WIDTH) and weight.numel() == WIDTH**2
+    assert "'1.weight', sharded over the ranks, shape=(8, 8)" in repr(weight)
+    with zero.GatheredParameters(weight):
+        assert type(weight) is nn.Parameter and weight.isfinite().all()
+
+
+def test_a_sharded_parameter_is_the_same_leaf():
+    run_on(2, shows)
+
+
 def lost(rank: int, world_size: int, single: bool) -> list[str]:
-    engine, found = engine_of(3, enable_sanity_checks=True), []
+    engine, found = sgd_engine(nn.Linear(WIDTH, WIDTH), enable_sanity_checks=True), []
     params = list(engine.module.parameters())
     asked = params[1:2] if single else params
     for write in (lambda: asked[0].data.add_(1.0), lambda: asked[-1].add_(1.0)):

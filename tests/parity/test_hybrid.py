@@ -23,17 +23,15 @@ from tests.dist.training import (
     assert_same_training,
     curve_on,
     ds_config,
-    loss_of,
     relative,
     split,
     start,
     step,
     together,
-    train_in_slices,
     train_plain,
     train_zero,
 )
-from tests.parity.models import batches, build
+from tests.parity.models import batches, build, in_slices
 from tests.parity.test_fp32 import SMALL
 from tests.processes import run_on
 from zero.offload import tiers
@@ -82,35 +80,12 @@ def _one(name: str, folder: str, size: int, optimizer: str, case: dict[str, Any]
 
 
 @cache
-def reference(
-    name: str, ranks: int, size: int, own_first: bool, optimizer: str, norms: tuple[float, ...]
-) -> Curve:
-    return curve_on(1, plain, name, ranks, size, own_first, optimizer, norms)
-
-
-@cache
 def whole_batches(name: str, optimizer: str) -> Curve:
     return curve_on(1, plain_on_whole_batches, name, optimizer)
 
 
 def plain_on_whole_batches(rank: int, world_size: int, name: str, optimizer: str) -> Curve:
     return train_plain(build(name), batches(name, STEPS), CLIP, make=OPTIMIZERS[optimizer])
-
-
-def plain(
-    rank: int,
-    world_size: int,
-    name: str,
-    ranks: int,
-    size: int,
-    own_first: bool,
-    optimizer: str,
-    norms: tuple,
-) -> Curve:
-    order = {"own_first": own_first, "shard_size": size, "make": OPTIMIZERS[optimizer]}
-    return train_in_slices(
-        build(name), batches(name, STEPS), ranks, ACCUMULATION, clip=CLIP, norms=norms, **order
-    )
 
 
 @pytest.mark.parametrize(
@@ -138,10 +113,10 @@ def test_shards_over_groups_train_bit_for_bit_as_plain_torch(
         expected = whole_batches(name, optimizer)
         assert relative(found.mean_losses(), expected.mean_losses()) < 1e-6
         assert relative(found.norms, expected.norms) < 1e-6
-        own_first = case.get("stage", 3) < 2
-        assert_same_training(
-            found, reference(name, ranks, size, own_first, optimizer, tuple(found.norms))
-        )
+        order = {"own_first": case.get("stage", 3) < 2, "shard_size": size}
+        order |= {"clip": CLIP, "norms": found.norms, "make": OPTIMIZERS[optimizer]}
+        given = name, STEPS, ranks, ACCUMULATION, order
+        assert_same_training(found, curve_on(1, in_slices, *given))
 
 
 # -- second shards
@@ -172,24 +147,12 @@ def count(
         gathered = engine.comm.elements["all_gather"]
         parts = split(data[1], world_size * accumulation)[rank::world_size]
         with counted_messages() as sent:
-            losses = [loss_of(engine(**part)) for part in parts[:1]]
-            engine.backward(losses[0])
-            second = sum(
-                group.second.numel()
-                for group in engine.groups
-                if getattr(group, "second", None) is not None
-            )
-            engine.step()
-            curve.losses.append([losses[0].item(), *step(engine, parts[1:])])
+            curve.losses.append(step(engine, parts))
         curve.norms.append(engine.get_global_grad_norm())
         crossed["gathered"] = engine.comm.elements["all_gather"] - gathered
         for (operation, peer), numel in sent.items():
             crossed[operation] += numel * (peer // 2 != rank // 2)
         whole = sum(group.layout.padded for group in engine.groups)
-        assert second == (whole // 2 if "zero_hpz_partition_size" in way else 0)
-        assert not any(getattr(group, "second", None) is not None for group in engine.groups), (
-            "stale after the update"
-        )
         last = train_zero(engine, data[2:])
         found.append(
             (

@@ -5,6 +5,7 @@ each rank holds its share of the base.
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from torch import nn
 
 import zero
-from tests.dist.training import take_step
+from tests.dist.training import train_plain
+from tests.parity.models import small
 from tests.processes import run_on
 from zero.core.quantized_weights import quantized_tensors
 from zero.errors import UsageError
@@ -34,10 +36,12 @@ KINDS = {
 }
 
 
-def needs(kind: str) -> Any:
-    library = KINDS[kind]
-    missing = importlib.util.find_spec(library) is None
-    return pytest.param(kind, marks=pytest.mark.skipif(missing, reason=f"needs {library}"))
+def needs(*libraries: str) -> pytest.MarkDecorator:
+    missing = [name for name in libraries if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {missing}")
+
+
+INSTALLED = needs("bitsandbytes", "torchao")
 
 
 def quantization(kind: str) -> Any:
@@ -58,23 +62,15 @@ def quantization(kind: str) -> Any:
 
 
 def saved_base(folder: Path, kind: str, seed: int = 0) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
     torch.manual_seed(seed)
-    sizes = {
-        "vocab_size": 128,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
+    sizes: dict[str, Any] = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256}
+    sizes |= {"head_dim": 32, "max_position_embeddings": 64, "initializer_range": 0.02}
     if "experts" in kind:
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts)).save_pretrained(folder)
+        model = small("qwen3_moe", **sizes, **experts)
     else:
-        LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
+        model = small("llama", **sizes)
+    model.save_pretrained(folder)
     return folder
 
 
@@ -125,20 +121,6 @@ def batches() -> list[torch.Tensor]:
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.requires_grad]
-
-
-def plain(base: Path, kind: str) -> list[float]:
-    model = with_adapter(base, kind).train()
-    optimizer = torch.optim.AdamW(trainable(model), lr=1e-2, weight_decay=0.0)
-    losses = []
-    for ids in batches():
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trainable(model), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def settings(
@@ -198,7 +180,9 @@ def mean(runs: list[Any]) -> list[float]:
     return [sum(of_ranks) / len(runs) for of_ranks in zip(*(run[0] for run in runs), strict=True)]
 
 
-@pytest.mark.parametrize("kind", [needs(kind) for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=needs(library)) for kind, library in KINDS.items()]
+)
 def test_losses_are_those_of_one_process_and_each_rank_holds_its_share(kind, tmp_path):
     base = saved_base(tmp_path, kind)
     [expected] = run_on(1, in_plain_torch, base, kind)
@@ -212,15 +196,14 @@ def test_losses_are_those_of_one_process_and_each_rank_holds_its_share(kind, tmp
 
 
 def in_plain_torch(rank: int, world_size: int, base: Path, kind: str) -> list[float]:
-    return plain(base, kind)
+    data = [{"input_ids": ids, "labels": ids} for ids in batches()]
+    make = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0)
+    return train_plain(with_adapter(base, kind).train(), data, 1.0, make=make).mean_losses()
 
 
+@INSTALLED
 @pytest.mark.parametrize(
-    ("kind", "device"),
-    [
-        pytest.param(name, device, marks=needs(name).marks)
-        for name, device in (("nf4 in bf16, nested", "cpu"), ("nf4, experts too", "nvme"))
-    ],
+    ("kind", "device"), [("nf4 in bf16, nested", "cpu"), ("nf4, experts too", "nvme")]
 )
 def test_an_offloaded_base_gives_the_same_losses(kind, device, tmp_path):
     base = saved_base(tmp_path / "base", kind)
@@ -247,13 +230,8 @@ def resumes(rank: int, world_size: int, base: Path, folder: Path, kind: str) -> 
     return steps(engine, rank, world_size, slice(2, None))
 
 
-@pytest.mark.parametrize(
-    ("kind", "experts"),
-    [
-        pytest.param(name, experts, marks=needs(name).marks)
-        for name, experts in (("nf4, experts too", 2), ("int8 by torchao", 1))
-    ],
-)
+@INSTALLED
+@pytest.mark.parametrize(("kind", "experts"), [("nf4, experts too", 2), ("int8 by torchao", 1)])
 def test_resuming_on_other_ranks(kind, experts, tmp_path):
     """If the experts were divided over 2 ranks, each of the 3 has all of them afterwards."""
     base = saved_base(tmp_path / "base", kind)
@@ -273,43 +251,12 @@ def exports(rank: int, world_size: int, base: Path, folder: Path) -> bool:
     return state is None or all(torch.equal(state[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("kind", [needs("nf4")])
-def test_a_consolidated_state_dict_has_the_names_and_bits_of_plain_torch(kind, tmp_path):
-    assert all(run_on(2, exports, saved_base(tmp_path, kind), tmp_path))
+@INSTALLED
+def test_a_consolidated_state_dict_has_the_names_and_bits_of_plain_torch(tmp_path):
+    assert all(run_on(2, exports, saved_base(tmp_path, "nf4"), tmp_path))
 
 
 # -- experts
-
-
-def adapters_beside_ddp(rank: int, world_size: int, base: Path, folder: Path) -> bool:
-    from safetensors.torch import load_file
-
-    kind, files = "nf4, experts too", []
-    model = with_adapter(base, kind).train()
-    # All ranks have quantized the same weights, and those in 4 bits cannot be written to.
-    ddp = nn.parallel.DistributedDataParallel(model, init_sync=False)
-    optimizer = torch.optim.AdamW(trainable(model), lr=1e-2, weight_decay=0.0, fused=True)
-    for ids in batches():
-        part = ids.chunk(world_size)[rank]
-        ddp(input_ids=part, labels=part).loss.backward()
-        take_step(optimizer)
-        optimizer.zero_grad()
-    engine = engine_on(base, kind, world_size, gradient_clipping=0.0)
-    steps(engine, rank, world_size)
-    state = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
-    if rank > 0:
-        return True
-    for saved, values in ((model, None), (engine.module, state)):
-        saved.save_pretrained(folder, state_dict=values)
-        files.append(load_file(folder / "adapter_model.safetensors"))
-    same = [torch.equal(value, files[1][name]) for name, value in files[0].items()]
-    return all(same) and files[0].keys() == files[1].keys() and len(same) == 2 * 2 * 4
-
-
-@pytest.mark.parametrize("kind", [needs("nf4, experts too")])
-def test_adapters_of_experts_are_those_of_ddp(kind, tmp_path):
-    base = saved_base(tmp_path / "base", kind)
-    assert all(run_on(2, adapters_beside_ddp, base, tmp_path))
 
 
 Run = tuple[list[float], list[float], int]
@@ -339,23 +286,20 @@ def divided(
     return found
 
 
+ON_FOUR: list[tuple[int, dict]] = [
+    (4, {"stage": 1}),
+    (2, {"stage": 2, "offload_optimizer": {"device": "cpu"}}),
+    (2, {"offload_param": {"device": "cpu"}}),
+    (4, {}),
+]
+
+
+@INSTALLED
 @pytest.mark.parametrize(
     ("ranks", "kind", "cases"),
     [
-        pytest.param(ranks, kind, cases, marks=needs(kind).marks)
-        for ranks, kind, cases in (
-            (2, "nf4, experts too, nested", [(2, {"stage": 0}), (2, {})]),
-            (
-                4,
-                "nf4, experts too",
-                [
-                    (4, {"stage": 1}),
-                    (2, {"stage": 2, "offload_optimizer": {"device": "cpu"}}),
-                    (2, {"offload_param": {"device": "cpu"}}),
-                    (4, {}),
-                ],
-            ),
-        )
+        (2, "nf4, experts too, nested", [(2, {"stage": 0}), (2, {})]),
+        (4, "nf4, experts too", ON_FOUR),
     ],
 )
 def test_experts_that_are_divided_over_ranks_train_as_without_it(ranks, kind, cases, tmp_path):
@@ -389,10 +333,11 @@ def in_use_after_experts(rank: int, world_size: int, base: Path) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("kind", [needs("nf4, experts too")])
-def test_adapted_experts_are_gathered_for_their_own_layer_alone(kind, tmp_path):
+@INSTALLED
+def test_adapted_experts_are_gathered_for_their_own_layer_alone(tmp_path):
     """PEFT reads the parameter before it calls the module that has it."""
-    assert run_on(2, in_use_after_experts, saved_base(tmp_path, kind)) == [[0] * 4] * 2
+    base = saved_base(tmp_path, "nf4, experts too")
+    assert run_on(2, in_use_after_experts, base) == [[0] * 4] * 2
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -438,8 +383,9 @@ def trained_with_little_room(rank: int, world_size: int, base: Path) -> tuple[fl
     return expected, engine(input_ids=ids, labels=ids).loss.item()
 
 
-@pytest.mark.parametrize("kind", [needs("nf4, experts too")])
-def test_experts_without_adapters_are_not_run_in_slices(kind, tmp_path):
+@INSTALLED
+def test_experts_without_adapters_are_not_run_in_slices(tmp_path):
     """Slices are of elements, and these groups have bytes."""
-    for expected, found in run_on(2, trained_with_little_room, saved_base(tmp_path, kind)):
+    base = saved_base(tmp_path, "nf4, experts too")
+    for expected, found in run_on(2, trained_with_little_room, base):
         assert found == expected

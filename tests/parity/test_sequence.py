@@ -14,17 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 import zero
 from tests.dist.training import ds_config, relative
+from tests.parity.models import VOCABULARY, small
 from tests.processes import run_on
 from tests.releases import needs
 from zero.errors import UsageError
 from zero.integrations.deepspeed.finder import FacadeModule
 from zero.parallel.sequence import MicroBatches, current_group
 
-STEPS, ACCUMULATION, ROWS, VOCABULARY = 4, 2, 3, 97
+STEPS, ACCUMULATION, ROWS = 4, 2, 3
 CLIP = 1.0
 Batch = dict[str, torch.Tensor]
 
@@ -41,19 +41,14 @@ class Case(NamedTuple):
 def build(case: Case) -> Any:
     torch.manual_seed(7)
     sizes: dict[str, Any] = {
-        "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 37,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 12, "num_key_value_heads": case.key_value_heads,
-        "max_position_embeddings": 32,
-        "initializer_range": 0.06, "pad_token_id": 0, "use_cache": False,
+        "hidden_size": 24, "intermediate_size": 37,
+        "num_attention_heads": 12, "num_key_value_heads": case.key_value_heads, "head_dim": 2,
+        "max_position_embeddings": 32, "pad_token_id": 0, "use_cache": False,
         "attn_implementation": case.attention,
     }  # fmt: skip
-    config = (
-        LlamaConfig(**sizes)
-        if case.window is None
-        else MistralConfig(**sizes, sliding_window=case.window)
-    )
-    return AutoModelForCausalLM.from_config(config, attn_implementation=case.attention).train()
+    if case.window is None:
+        return small("llama", **sizes)
+    return small("mistral", **sizes, sliding_window=case.window)
 
 
 def micro_batch(number: int) -> Batch:

@@ -15,26 +15,19 @@ from torch import nn
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
 )
 
 from tests.dist.training import (
     Curve,
-    adamw,
     ds_config,
     relative,
     start,
-    take_step,
     train_plain,
     train_zero,
 )
-from tests.parity.models import VOCABULARY, batches, build
+from tests.parity.models import ROWS, VOCABULARY, batches, build, small
 from tests.parity.test_adapters import IN_PEFT, quantized
+from tests.parity.test_batch_slices import data as masked_or_packed
 from tests.processes import run_on
 from tests.tolerance import assert_close, rounding
 from zero.errors import UsageError
@@ -42,31 +35,17 @@ from zero.slicing import head
 from zero.slicing.head import Logits, sliced_head
 
 STEPS, TERMS = 2, 500
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-DECODER: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "loss_type": "ForCausalLM",
-}
+SIZES = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def gemma2() -> nn.Module:
     """Build a model with tied weights that caps its logits."""
-    config = Gemma2Config(**SIZES, **DECODER, head_dim=8, final_logit_softcapping=0.5)
-    return Gemma2ForCausalLM(config)
+    return small("gemma2", **SIZES, final_logit_softcapping=0.5)
 
 
 def cohere() -> nn.Module:
     """Build a model with tied weights that scales its logits."""
-    return CohereForCausalLM(CohereConfig(**SIZES, **DECODER, logit_scale=0.3))
+    return small("cohere", **SIZES, logit_scale=0.3)
 
 
 def bart() -> nn.Module:
@@ -95,7 +74,7 @@ def saved() -> nn.Module:
 
 def packed() -> nn.Module:
     """Build a model with an adapter on a head in NF4."""
-    base = LlamaForCausalLM(LlamaConfig(**SIZES, **DECODER))
+    base = small("llama", **SIZES)
     quantized(base, ["lm_head"])
     return adapted(base)
 
@@ -121,7 +100,7 @@ def model_of(name: str) -> Any:
 
 
 def data(name: str) -> list[dict[str, torch.Tensor]]:
-    return batches("t5" if name == "bart" else name, STEPS)
+    return masked_or_packed("t5" if name == "bart" else name)[:STEPS]
 
 
 def plain(rank: int, world_size: int, name: str) -> Curve:
@@ -138,7 +117,7 @@ def in_chunks(rank: int, world_size: int, name: str, stages: list[int]) -> list[
         away = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
         accumulates = name in ADAPTED and stage == 3
         config = ds_config(
-            activation_checkpointing={"batch_slices": 2},
+            activation_checkpointing={"batch_slices": 3},
             stage=stage,
             accumulation=3 if accumulates else 1,
             stage3_param_persistence_threshold=40,
@@ -209,7 +188,9 @@ def test_what_needs_logits_as_a_whole_is_named(model, caplog):
             act()
 
 
-def of_other_lengths(rank: int, world_size: int, stage: int) -> tuple[list[float], list[str]]:
+def of_other_lengths(
+    rank: int, world_size: int, stage: int, chunk: int
+) -> tuple[list[float], list[str]]:
     """Losses where some ranks have chunks and others have not, in turn; and what is said to a rank
     that reads logits alone, before and after backward and the step.
     """
@@ -223,7 +204,7 @@ def of_other_lengths(rank: int, world_size: int, stage: int) -> tuple[list[float
     for number, batch in enumerate(batches("llama", 4)):
         length = 9 if rank == number % 2 else 2
         part = {name: value[2 * rank : 2 * rank + 2, :length] for name, value in batch.items()}
-        with mock.patch.dict(head.CHUNK_ELEMENTS, cpu=5 * VOCABULARY):
+        with mock.patch.dict(head.CHUNK_ELEMENTS, cpu=chunk * VOCABULARY):
             output = engine(**part)
             for row in output.logits[rank:] if number == 2 else ():
                 torch.logsumexp(row, -1)  # one rank has one row, the other two
@@ -241,22 +222,12 @@ def of_other_lengths(rank: int, world_size: int, stage: int) -> tuple[list[float
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_need_not_have_as_many_chunks(stage):
-    found = run_on(2, of_other_lengths, stage)
-    model, expected = model_of("llama"), []
-    optimizer = adamw([{"params": [*model.parameters()]}])
-    for number, batch in enumerate(batches("llama", 4)):
-        losses = []
-        for rank in range(2):
-            length = 9 if rank == number % 2 else 2
-            part = {name: value[2 * rank : 2 * rank + 2, :length] for name, value in batch.items()}
-            losses.append(model(**part).loss)
-        (sum(losses) / 2).backward()
-        take_step(optimizer)
-        optimizer.zero_grad()
-        expected.append([loss.item() for loss in losses])
-    for rank, (losses, said) in enumerate(found):
-        assert relative(losses, [each[rank] for each in expected]) <= rounding(torch.float32, TERMS)
-        assert len(said) == 2
+    whole = run_on(2, of_other_lengths, stage, ROWS * 9)
+    for (losses, said), (expected, nothing) in zip(
+        run_on(2, of_other_lengths, stage, 5), whole, strict=True
+    ):
+        assert relative(losses, expected) <= rounding(torch.float32, TERMS)
+        assert (len(said), nothing) == (2, [])
         assert all("call logits.whole(), before backward" in each for each in said)
 
 
@@ -279,30 +250,14 @@ def test_one_loss_of_two_backwards_and_of_other_scales(model):
         torch.autograd.grad(loss, [*model.parameters()][:1], create_graph=True)
 
 
-def by_library(logits: torch.Tensor) -> torch.Tensor:
-    """A function that takes the logits past `__torch_function__`."""
-
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
-            return 2 * given
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            return 2 * grad
-
-    return Doubled.apply(logits)
-
-
-@pytest.mark.parametrize("act", [lambda logits: logits, by_library])
-def test_what_logits_are_multiplied_with_is_trained(model, act):
+def test_what_logits_are_multiplied_with_is_trained(model):
     (batch,) = batches("llama", 1)
     found = []
     for whole in (False, True):
         scale = torch.tensor(1.3, requires_grad=True)
         bias = torch.linspace(-1, 1, VOCABULARY).requires_grad_()
         logits = model(input_ids=batch["input_ids"]).logits
-        scaled = act((logits.whole() if whole else logits) * scale.exp() + bias)
+        scaled = (logits.whole() if whole else logits) * scale.exp() + bias
         loss = nn.functional.cross_entropy(scaled.flatten(0, 1), batch["labels"].flatten())
         found.append(torch.autograd.grad(loss, [scale, bias, model.lm_head.weight]))
     for chunked, expected in zip(*found, strict=True):

@@ -25,7 +25,7 @@ from tests.dist.training import (
     train_zero,
     two_groups,
 )
-from tests.parity.models import VOCABULARY, batches, build
+from tests.parity.models import VOCABULARY, batches, build, in_slices
 from tests.parity.test_fp32 import SMALL
 
 STEPS = 3
@@ -67,8 +67,6 @@ def variant(kind: str) -> nn.Module:
     elif kind == "frozen biases and norms":
         for param in model.parameters():
             param.requires_grad_(param.dim() > 1)
-    elif kind == "unused block":
-        model.add_module("unused", nn.Linear(32, 32))
     elif kind == "untied":
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
         model.config.tie_word_embeddings = False
@@ -129,13 +127,6 @@ def test_checkpointing_changes_nothing(kind):
         assert_same_training(found, expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_param_groups_keep_their_learning_rate_and_weight_decay(world_size):
-    found = curve_on(world_size, sharded, "plain", True)
-    assert_same_training(found, curve_on(1, slices, "plain", world_size, True))
-    assert found.losses != curve_on(world_size, sharded, "plain", False).losses
-
-
 def layer_wise(named: list[tuple[str, nn.Parameter]]) -> list[dict]:
     """Groups as scripts of Hugging Face make them, from the last layer to the first: the learning
     rate shrinks by a fifth for each layer, and biases and norms have no weight decay."""
@@ -172,15 +163,11 @@ def in_layers(rank: int, world_size: int, stage: int) -> Curve:
     return train_zero(engine, batches("gpt2", STEPS))
 
 
-def slices_in_layers(rank: int, world_size: int, count: int) -> Curve:
-    return train_in_slices(
-        build("gpt2"), batches("gpt2", STEPS), count, grouping=layer_wise, make=grown
-    )
-
-
 @pytest.mark.parametrize(("stage", "ranks"), [(1, 3), (3, 2)])
 def test_layer_wise_groups_are_bit_for_bit(stage, ranks):
-    assert_same_training(curve_on(ranks, in_layers, stage), curve_on(1, slices_in_layers, ranks))
+    options = {"grouping": layer_wise, "make": grown}
+    expected = curve_on(1, in_slices, "gpt2", STEPS, ranks, 1, options)
+    assert_same_training(curve_on(ranks, in_layers, stage), expected)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -188,10 +175,3 @@ def test_several_dtypes_keep_theirs_with_fp32_masters(world_size):
     found = curve_on(world_size, sharded, "several dtypes", True)
     assert_same_training(found, curve_on(1, slices, "several dtypes", world_size, True))
     assert found.weights["blocks.1.weight"].dtype == torch.bfloat16
-
-
-def test_a_trainable_module_that_no_forward_uses_does_not_hold_up_the_step():
-    """Its parameters stay as they are, as in plain torch."""
-    assert_same_training(
-        curve_on(2, sharded, "unused block"), curve_on(1, slices, "unused block", 2)
-    )

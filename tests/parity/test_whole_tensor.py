@@ -23,11 +23,10 @@ from tests.dist.training import (
     ds_config,
     one_group,
     start,
-    train_in_slices,
     train_zero,
     two_groups,
 )
-from tests.parity.models import MODELS, batches, build
+from tests.parity.models import MODELS, batches, build, in_slices
 from tests.parity.test_fp32 import SMALL
 from zero.optim.lamb import Lamb
 from zero.optim.muon import MuonWithAdamW, is_hidden_matrix
@@ -119,21 +118,6 @@ MAKE = {
 SECTIONS = {torch.float32: {}, torch.bfloat16: {"bf16": {"enabled": True}}}
 
 
-def reference(
-    rank, world_size, name, model, dtype, ranks, accumulation, clip, norms, own_first, grouping
-) -> Curve:
-    settings = {
-        "dtype": dtype,
-        "clip": clip,
-        "norms": norms,
-        "own_first": own_first,
-        "grouping": grouping,
-    }
-    return train_in_slices(
-        build(model), batches(model, STEPS), ranks, accumulation, make=MAKE[name], **settings
-    )
-
-
 def sharded(rank, world_size, name, model, dtype, accumulation, clip, stage, grouping) -> Curve:
     config = ds_config(
         clip=clip, accumulation=accumulation, **SECTIONS[dtype], **SMALL | {"stage": stage}
@@ -153,10 +137,8 @@ def sharded(rank, world_size, name, model, dtype, accumulation, clip, stage, gro
 def test_world_of_one_is_bit_for_bit(name):
     found = curve_on(1, sharded, name, "llama", torch.float32, 2, 0.5, 3, one_group)
     assert max(found.norms) > 0.5, "clipping must be at work"
-    assert_equal(
-        found,
-        curve_on(1, reference, name, "llama", torch.float32, 1, 2, 0.5, None, False, one_group),
-    )
+    options = {"clip": 0.5, "make": MAKE[name]}
+    assert_equal(found, curve_on(1, in_slices, "llama", STEPS, 1, 2, options))
 
 
 # (optimizer, model, dtype, ranks, micro-batches in a step, clipping, stage)
@@ -179,11 +161,15 @@ CASES = [
 def test_ranks_are_bit_for_bit(case):
     name, model, dtype, ranks, accumulation, clip, stage = case
     found = curve_on(ranks, sharded, name, model, dtype, accumulation, clip, stage, two_groups)
-    own_first = stage < 2 and accumulation > 1
-    norms = found.norms if clip else None
-    expected = curve_on(
-        1, reference, name, model, dtype, ranks, accumulation, clip, norms, own_first, two_groups
-    )
+    options = {
+        "dtype": dtype,
+        "clip": clip,
+        "norms": found.norms if clip else None,
+        "own_first": stage < 2 and accumulation > 1,
+        "grouping": two_groups,
+        "make": MAKE[name],
+    }
+    expected = curve_on(1, in_slices, model, STEPS, ranks, accumulation, options)
     assert not clip or max(found.norms) > clip, "clipping must be at work"
     assert_same_training(found, expected)
 
@@ -228,12 +214,8 @@ def configured(rank, world_size, under_init) -> Curve:
     return train_zero(engine, batches("llama", STEPS))
 
 
-def configured_reference(rank, world_size, ranks) -> Curve:
-    return train_in_slices(
-        build("llama"), batches("llama", STEPS), ranks, grouping=halves, make=muon_in_halves
-    )
-
-
 @pytest.mark.parametrize("under_init", [False, True], ids=["initialize", "Init"])
 def test_configured_muon_is_bit_for_bit(under_init):
-    assert_same_training(curve_on(2, configured, under_init), curve_on(1, configured_reference, 2))
+    options = {"grouping": halves, "make": muon_in_halves}
+    expected = curve_on(1, in_slices, "llama", STEPS, 2, 1, options)
+    assert_same_training(curve_on(2, configured, under_init), expected)

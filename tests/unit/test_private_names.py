@@ -68,11 +68,11 @@ torch.utils._pytree.tree_map_only                  tests/dist/core/test_engine.p
 torch.utils._python_dispatch.is_traceable_wrapper_subclass  tests/dist/core/test_aliases.py
 torch.utils._python_dispatch._disable_current_modes  tests/dist/tools/test_estimate.py
 torch._C._autograd._get_current_graph_task_keep_graph  tests/parity/test_derivatives.py
-torch._C._current_autograd_node                    tests/parity/test_derivatives.py
-torch._C._will_engine_execute_node                 tests/parity/test_derivatives.py
+torch._C._current_autograd_node                    tests/hunt/test_hunt.py
+torch._C._will_engine_execute_node                 tests/hunt/test_hunt.py
 torch._C._functorch.peek_interpreter_stack         tests/parity/test_derivatives.py
 torch._C._functorch.is_functorch_wrapped_tensor    tests/parity/test_derivatives.py
-torch.autograd.forward_ad._current_level           tests/parity/test_derivatives.py
+torch.autograd.forward_ad._current_level           tests/hunt/test_hunt.py
 torch._C._DisableFuncTorch                         tests/parity/test_derivatives.py
 torch.Tensor._make_subclass                        tests/dist/core/test_quantized_weights.py
 torch.Tensor._make_wrapper_subclass                tests/parity/test_quantized.py
