@@ -16,18 +16,16 @@ from zero.tools.cli import main
 from zero.tools.profile import command
 
 CUT = """
+from types import SimpleNamespace
 import torch, zero
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
-specs = [
-    {"patterns": ["0.weight"], "partition_type": "column"},
-    {"patterns": ["2.weight"], "partition_type": "row"},
-]
+model.config = SimpleNamespace(base_model_tp_plan={"0": "colwise", "2": "rowwise"})
 config = {
     "train_micro_batch_size_per_gpu": 1,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
     "zero_optimization": {"stage": 3},
-    "tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": specs}},
+    "tensor_parallel": {"autotp_size": 2},
 }
 engine, *_ = zero.initialize(model=model, model_parameters=model.parameters(), config=config)
 for _ in range(3):

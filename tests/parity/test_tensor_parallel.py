@@ -88,7 +88,7 @@ class Planned(Layers):
     def __init__(self) -> None:
         super().__init__()
         plan = {"wide": "colwise", "narrow": "rowwise", "blocks.*.0": "colwise"}
-        plan["blocks.*.2"] = "rowwise"
+        plan |= {"blocks.*.2": "rowwise", "head": "colwise_gather_output"}
         self.config = SimpleNamespace(base_model_tp_plan=plan)
         self.blocks = nn.ModuleList(
             [nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 16)) for _ in range(2)]
@@ -102,63 +102,12 @@ class Planned(Layers):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
-class Attention(nn.Module):
-    """It counts on the number of its heads, as code for DeepSpeed does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads = 4
-        self.head_size = 4
-        self.packed = nn.Linear(16, 3 * 16)
-        self.scale = nn.RMSNorm(4)
-        self.out = nn.Linear(16, 16)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        batch, length, _ = hidden.shape
-        heads = self.packed(hidden).view(batch, length, 3, self.num_heads, self.head_size)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(
-            self.scale(query), self.scale(key), value, is_causal=True
-        )
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
-
-
-class Specified(nn.Module):
-    """A model that `SPECS` divide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 16)
-        self.layers = nn.ModuleList([Attention(), Attention()])
-        self.lm_head = nn.Linear(16, VOCABULARY)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(input_ids)
-        for layer in self.layers:
-            hidden = hidden + layer(hidden)
-        return nn.functional.cross_entropy(self.lm_head(hidden).flatten(0, 1), labels.flatten())
-
-
-# The embedding is matched by none of them.
-SPECS = {
-    "use_default_specs": False,
-    "layer_specs": [
-        {"patterns": [r"layers\.\d+\.out\.weight$"], "partition_type": "row"},
-        {"patterns": [r".*\.packed\.weight$"], "shape": ((16,) * 3, -1), "partition_dim": 0},
-        {"patterns": [r".*\.scale\.weight$"], "partition_type": "skip", "grad_allreduce": True},
-        {"patterns": ["lm_head"], "partition_type": "column", "gather_output": True},
-    ],
-}
-
-
 def build(name: str) -> nn.Module:
     torch.manual_seed(7)
     if name == "layers":
         return Layers()
     if name == "planned":
         return Planned()
-    if name == "specified":
-        return Specified()
     if name == "mixtral":
         return MixtralForCausalLM(
             MixtralConfig(**SIZES | {"intermediate_size": 32}, num_local_experts=4)
@@ -228,8 +177,6 @@ def trained(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]])
             cut_by_torch(model, 2)
         else:
             config["tensor_parallel"] = {"autotp_size": 2}
-            if name == "specified":
-                config["tensor_parallel"]["partition_config"] = SPECS
         engine = start(model, config)
         assert (
             engine.comm.world_size == world_size // 2 and engine.comm.job.world_size == world_size
@@ -280,10 +227,9 @@ CASES_ON_FOUR = [
     ("mixtral", {"stage3_param_persistence_threshold": 0}),  # experts are cut in two blocks
     ("layers", NOTHING_PERSISTS),
     ("planned", NOTHING_PERSISTS),
-    ("specified", NOTHING_PERSISTS),
 ]
 CASES_ON_TWO = [
-    ("specified", {"stage": 1}),
+    ("planned", {"stage": 1}),
     ("llama", {"stage": 3, "activation_checkpointing": {"batch_slices": 2}}),
 ]
 
@@ -372,10 +318,8 @@ def refused(rank: int, world_size: int) -> list[str]:
         )
     )
     shards = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-    tied, few_heads = build("specified"), build("specified")
-    tied.lm_head.weight = tied.embedding.weight
-    few_heads.layers[0].num_heads = 3
-    unknown = build("planned")
+    tied, unknown = build("planned"), build("planned")
+    tied.head.weight = tied.embedding.weight
     unknown.config.base_model_tp_plan = {"wide": "column"}
     return [
         message(odd),
@@ -388,22 +332,8 @@ def refused(rank: int, world_size: int) -> list[str]:
         ),
         message(build("llama"), sequence_parallel_size=2),
         message(unknown),
-        *[
-            message(build("specified"), tensor_parallel=dividing(*specs))
-            for specs in (
-                [{"patterns": ["lm_head"], "shape": [5, -1]}],
-                [{"patterns": ["embedding"]}],
-                [{"patterns": ["nothing"]}],
-                [{"patterns": ["lm_head"], "model_types": ["llama"]}],
-            )
-        ],
-        message(tied, tensor_parallel=dividing({"patterns": ["lm_head"], "gather_output": True})),
-        message(few_heads, tensor_parallel=dividing({"patterns": [".*packed"], "shape": [3, -1]})),
+        message(tied),
     ]
-
-
-def dividing(*specs: dict[str, Any]) -> dict[str, Any]:
-    return {"autotp_size": 2, "partition_config": {"layer_specs": list(specs)}}
 
 
 def test_refusals_name_the_numbers():
@@ -416,12 +346,7 @@ def test_refusals_name_the_numbers():
         "the dimensions are ('tp', 'shard')",
         "sequence_parallel_size is 2, and the mesh {'shard': 1, 'tp': 2}: give one",
         "Planned's plan has the style 'column' for 'wide.weight'; transformers has",
-        "'lm_head' has 97 outputs, which 5 matrices on 2 ranks do not divide",
-        "'embedding' is of class Embedding, and only torch.nn.Linear can be divided",
-        "no pattern matches a weight of Specified, whose first ones are embedding.weight",
-        "no pattern matches a weight of Specified",
         "'embedding.weight' is tied to a weight that the plan names",
-        "layers.0.num_heads is 3, which 2 ranks do not divide",
     ]
     for found in run_on(2, refused):
         for text, part in zip(found, expected, strict=True):
