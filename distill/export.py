@@ -17,8 +17,7 @@ from distill.config import DistillationConfig
 from distill.options import GenerationArguments, LossArguments
 from translation.command_line import without_tokens
 from translation.records import required
-from zero.engine import ZeroEngine
-from zero.streaming import stream_weights
+from zero.streaming import GatheredWhenRead
 
 # Arguments of a run beside its losses and what its models write.
 _OF_THE_RUN = (
@@ -86,16 +85,14 @@ def save_merged(trainer: Trainer, folder: str | Path) -> None:
     """Replace the saved adapters by the whole student with its adapters merged. All ranks call this
     together, and rank 0 has the student in host memory.
     """
-    adapted = cast(Any, trainer.model)
-    student, weights = adapted.get_base_model(), None
-    if trainer.args.deepspeed:
-        weights = {}
-        engine = cast(ZeroEngine, trainer.model_wrapped)
-        for name, value in stream_weights(engine, merge_adapters=True):
-            if trainer.args.should_save:
-                weights[name] = value.to("cpu", copy=True)
-    elif trainer.args.should_save:
+    adapted, weights = cast(Any, trainer.model), {}
+    with GatheredWhenRead(adapted):
         student = adapted.merge_and_unload()
+        saved = student.state_dict(keep_vars=True).keys()
+        for name, tensor in (*student.named_parameters(), *student.named_buffers()):
+            value = tensor.data  # every rank takes part in gathering it
+            if trainer.args.should_save and name in saved:
+                weights[name] = value.to("cpu", copy=True)
     if trainer.args.should_save:
         student.save_pretrained(folder, state_dict=weights)
         for path in Path(folder).glob("adapter_*"):  # not before: the disk may be full

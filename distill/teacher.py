@@ -33,7 +33,6 @@ from distill.options import TeacherArguments
 from translation.model import options_of_model
 from translation.records import InputError, required
 from zero.comm.communicator import apart
-from zero.config.sharding import frozen_beside
 from zero.device import compute_stream, is_accelerator, new_stream
 
 
@@ -78,8 +77,6 @@ def require_same_kind(student: PretrainedConfig, teacher: PretrainedConfig) -> N
 def teacher_ds_config(args: DistillationConfig, teacher: PreTrainedModel) -> dict:
     """Return the teacher's ds_config: the file of `--teacher_deepspeed`, or one with the student's
     stage and precision.
-
-    `zero estimate --teacher` predicts what the default takes.
     """
     source = args.teacher_deepspeed or args.deepspeed or {}
     given = (
@@ -98,8 +95,18 @@ def teacher_ds_config(args: DistillationConfig, teacher: PreTrainedModel) -> dic
         key: value for key, value in given.get("zero_optimization", {}).items() if value != "auto"
     }
     if not args.teacher_deepspeed:
-        hidden_size = teacher.config.get_text_config().hidden_size
-        section = frozen_beside(section, hidden_size, torch.accelerator.is_available())
+        section.pop("offload_optimizer", None)
+        if section.get("stage") == 3:
+            # One group is prefetched while another is in use, so at most two groups are gathered at
+            # a time, besides persistent parameters.
+            threshold = 10 * teacher.config.get_text_config().hidden_size
+            section.setdefault("stage3_param_persistence_threshold", threshold)
+            pinned = torch.accelerator.is_available()
+            section |= {
+                "offload_param": {"device": "cpu", "pin_memory": pinned},
+                "stage3_prefetch_bucket_size": 1,
+                "stage3_max_reuse_distance": 0,
+            }
     return (
         config
         | {key: given[key] for key in ("aio",) if key in given}

@@ -1,7 +1,7 @@
-"""Weights for an inference engine: in bounded memory, with adapters merged.
+"""Weights for an inference engine, in bounded memory.
 
 `stream_weights` gives them to every rank one by one. `GatheredWhenRead` lets code that was written
-for a whole model read them itself.
+for a whole model read them itself, with adapters merged.
 
 Adapters are PEFT's, recognised by their interface, so PEFT is not imported."""
 
@@ -18,77 +18,31 @@ from torch import nn
 from zero.checkpoint.export import Weights
 from zero.core.param_group import ParamGroup, owning_group, unsharded
 from zero.core.quantized_weights import is_quantized, public_attributes
-from zero.core.sharded_param import (
-    ReadHook,
-    ShardedParameter,
-    cut_of,
-    hide,
-    local,
-    placeholder,
-    show,
-)
+from zero.core.sharded_param import ReadHook, ShardedParameter, show
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
-from zero.gathered_parameters import GatheredParameters
 
 
 def stream_weights(
-    engine: ZeroEngine,
-    dtype: torch.dtype | None = None,
-    max_bytes: int = 1 << 30,
-    merge_adapters: bool = False,
+    engine: ZeroEngine, dtype: torch.dtype | None = None, max_bytes: int = 1 << 30
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield all weights one by one, as (name, tensor on the compute device). While one is in use,
     the next ones are gathered.
 
     All ranks must iterate at the same time, and stop at the same weight. A tensor is valid until
     you request the next one, and must not be changed. Tied weights come once, under their first
-    name. Persistent buffers come last.
+    name. Persistent buffers come last. To merge adapters, read the model in `GatheredWhenRead`.
 
     Args:
         dtype: the dtype of floating-point weights. Default: the one they are trained in.
         max_bytes: the size of the two buffers together. They take more if a single weight is
             larger than half of it.
-        merge_adapters: have PEFT merge its active adapters into their base weights, and yield the
-            result under the base model's names, instead of yielding both. Meanwhile the adapters
-            are gathered as a whole (but not their base weights), in addition to `max_bytes`.
 
     Raises:
-        ValueError: for a merge into quantized weights, and if weights change before all are read.
+        ValueError: if weights change before all are read.
     """
-    if not merge_adapters:
-        weights = Weights(engine.module, engine.groups, engine.comm, dtype, by_parameter=True)
-        yield from weights.stream(max_bytes)
-        return
-    if engine.comm.model is not None:
-        raise UsageError(
-            "stream_weights: merge_adapters=True needs whole adapters, but tensor parallelism "
-            "splits them: save the adapter, and merge it into the base model in one process"
-        )
-    params = dict(engine.module.named_parameters(remove_duplicate=False))
-    layers_of: dict[nn.Parameter, list[Any]] = {}
-    adapters: dict[nn.Parameter, None] = {}
-    for layer in _merging_layers(engine.module):
-        for param in layer.get_base_layer().parameters():
-            if is_quantized(param):
-                raise UsageError(
-                    "stream_weights: merge_adapters=True cannot merge into quantized weights, "
-                    "because PEFT replaces them: read the model in zero.GatheredWhenRead, after "
-                    "merge_adapter(), or merge the saved adapter into a 16-bit base"
-                )
-            layers_of.setdefault(param, []).append(layer)
-        adapters |= dict.fromkeys(layer.parameters())
-    kept_apart = adapters.keys() - layers_of.keys()
-    weights = Weights(engine.module, engine.groups, engine.comm, by_parameter=True)
-    with torch.no_grad(), GatheredParameters(kept_apart):
-        for name, value in weights.stream(max_bytes):
-            param, own = params.get(name), _base_name(engine.module, name)
-            if own is None or param in kept_apart:
-                continue
-            if param is not None and param in layers_of:
-                value = _merged(layers_of[param], param, value.clone())
-            is_cast = dtype is not None and value.is_floating_point()
-            yield own, value.to(dtype) if is_cast else value
+    weights = Weights(engine.module, engine.groups, engine.comm, dtype, by_parameter=True)
+    yield from weights.stream(max_bytes)
 
 
 # -- PEFT's merge
@@ -103,41 +57,6 @@ def _merging_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if _is_merging(module)]
 
 
-def _merged(layers: Sequence[Any], param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-    """The base layer's parameter `param` after PEFT's merge, if `value` is its value before, which
-    may be overwritten. Meanwhile, the base layer's other parameters are zeros, so that nothing is
-    merged into `param` by way of them.
-    """
-    base = list(dict.fromkeys(p for layer in layers for p in layer.get_base_layer().parameters()))
-    former = {
-        other: None if isinstance(other, ShardedParameter) else local(other).data for other in base
-    }
-    cut = cut_of(param)
-    value = value if cut is None else cut.of(value)
-    for other in base:
-        zeros = torch.zeros_like(local(other), device=value.device)
-        show(other, value if other is param else zeros)
-    try:
-        for layer in layers:
-            if not getattr(layer, "disable_adapters", False):
-                before = layer.get_base_layer()
-                with _merge_undone(layer):
-                    layer.merge()
-                if layer.get_base_layer() is not before:
-                    raise UsageError(
-                        f"PEFT's {type(layer).__name__} replaces a layer when it merges: load the "
-                        "whole model, and merge the adapter with merge_and_unload"
-                    )
-        merged = local(param).data
-        return merged if cut is None else cut.gather(merged)
-    finally:
-        for other, data in former.items():
-            if data is None:
-                hide(other, placeholder(local(other).shape, other.dtype, value.device))
-            else:
-                show(other, data)
-
-
 @contextmanager
 def _merge_undone(layer: Any) -> Iterator[None]:
     """Context for a `layer.merge()` that the layer does not remember afterwards."""
@@ -148,27 +67,6 @@ def _merge_undone(layer: Any) -> Iterator[None]:
         layer.merged_adapters = before
         if hasattr(layer, "_caches"):
             layer._caches = caches
-
-
-def _base_name(model: nn.Module, name: str) -> str | None:
-    """The weight's name in the base model.
-
-    None if a trained copy (PEFT's `modules_to_save`) replaces it.
-    """
-    owner, _, rest = name.partition(".original_module.")
-    if rest:
-        if getattr(model.get_submodule(owner), "modules_to_save", None):
-            return None
-        name = f"{owner}.{rest}"  # some of its rows are trained
-    owner, _, rest = name.partition(".modules_to_save.")
-    if rest:
-        copy, _, rest = rest.partition(".")
-        wrapper: Any = model.get_submodule(owner)
-        if copy not in wrapper.active_adapters:
-            return None
-        name = f"{owner}.{rest}"
-    parts = name.removeprefix("base_model.model.").split(".")
-    return ".".join(part for part in parts if part not in ("base_layer", "token_adapter"))
 
 
 # -- a model that is read block by block

@@ -326,9 +326,7 @@ def merged(rank: int, world_size: int, stage: int) -> dict[str, tuple[Weights, W
     alone.load_state_dict(everything[0])
     whole: Any = alone.merge_and_unload()
     expected = {name: value.detach() for name, value in whole.named_parameters()}
-    found = {
-        "streamed": {k: v.clone() for k, v in zero.stream_weights(engine, merge_adapters=True)}
-    }
+    found: dict[str, Weights] = {}
 
     def shown() -> Weights:
         inside = ((name, param.data) for name, param in model.named_parameters())
@@ -366,7 +364,7 @@ def merged(rank: int, world_size: int, stage: int) -> dict[str, tuple[Weights, W
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_merge_has_the_bits_of_one_in_the_whole_model(stage):
     for found in run_on(2, merged, stage):
-        assert len(found) == (4 if stage < 3 else 3)
+        assert len(found) == (3 if stage < 3 else 2)
         for kind, (weights, expected) in found.items():
             assert weights.keys() == expected.keys(), kind
             for name, value in expected.items():

@@ -87,7 +87,7 @@ class Planned(Layers):
     def __init__(self) -> None:
         super().__init__()
         plan = {"wide": "colwise", "narrow": "rowwise", "blocks.*.0": "colwise"}
-        plan["blocks.*.2"] = "rowwise"
+        plan |= {"blocks.*.2": "rowwise", "head": "colwise_gather_output"}
         self.config = SimpleNamespace(base_model_tp_plan=plan)
         self.blocks = nn.ModuleList(
             [nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 16)) for _ in range(2)]
@@ -101,63 +101,12 @@ class Planned(Layers):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
-class Attention(nn.Module):
-    """It counts on the number of its heads, as code for DeepSpeed does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads = 4
-        self.head_size = 4
-        self.packed = nn.Linear(16, 3 * 16)
-        self.scale = nn.RMSNorm(4)
-        self.out = nn.Linear(16, 16)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        batch, length, _ = hidden.shape
-        heads = self.packed(hidden).view(batch, length, 3, self.num_heads, self.head_size)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(
-            self.scale(query), self.scale(key), value, is_causal=True
-        )
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
-
-
-class Specified(nn.Module):
-    """A model that `SPECS` divide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 16)
-        self.layers = nn.ModuleList([Attention(), Attention()])
-        self.lm_head = nn.Linear(16, VOCABULARY)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(input_ids)
-        for layer in self.layers:
-            hidden = hidden + layer(hidden)
-        return nn.functional.cross_entropy(self.lm_head(hidden).flatten(0, 1), labels.flatten())
-
-
-# The embedding is matched by none of them.
-SPECS = {
-    "use_default_specs": False,
-    "layer_specs": [
-        {"patterns": [r"layers\.\d+\.out\.weight$"], "partition_type": "row"},
-        {"patterns": [r".*\.packed\.weight$"], "shape": ((16,) * 3, -1), "partition_dim": 0},
-        {"patterns": [r".*\.scale\.weight$"], "partition_type": "skip", "grad_allreduce": True},
-        {"patterns": ["lm_head"], "partition_type": "column", "gather_output": True},
-    ],
-}
-
-
 def build(name: str) -> nn.Module:
     torch.manual_seed(7)
     if name == "layers":
         return Layers()
     if name == "planned":
         return Planned()
-    if name == "specified":
-        return Specified()
     if name == "mixtral":
         return MixtralForCausalLM(
             MixtralConfig(**SIZES | {"intermediate_size": 32}, num_local_experts=4)
@@ -227,8 +176,6 @@ def trained(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]])
             cut_by_torch(model, 2)
         else:
             config["tensor_parallel"] = {"autotp_size": 2}
-            if name == "specified":
-                config["tensor_parallel"]["partition_config"] = SPECS
         engine = start(model, config)
         assert (
             engine.comm.world_size == world_size // 2 and engine.comm.job.world_size == world_size
@@ -279,10 +226,9 @@ CASES_ON_FOUR = [
     ("mixtral", {"stage3_param_persistence_threshold": 0}),  # experts are cut in two blocks
     ("layers", NOTHING_PERSISTS),
     ("planned", NOTHING_PERSISTS),
-    ("specified", NOTHING_PERSISTS),
 ]
 CASES_ON_TWO = [
-    ("specified", {"stage": 1}),
+    ("planned", {"stage": 1}),
     ("llama", {"stage": 3, "activation_checkpointing": {"batch_slices": 2}}),
 ]
 
@@ -293,10 +239,6 @@ def test_losses_norms_and_weights_are_those_of_plain_torch(ranks, cases):
 
 
 # -- refusals
-
-
-def dividing(*specs: dict[str, Any]) -> dict[str, Any]:
-    return {"autotp_size": 2, "partition_config": {"layer_specs": list(specs)}}
 
 
 def refused(rank: int, world_size: int) -> None:
@@ -311,9 +253,8 @@ def refused(rank: int, world_size: int) -> None:
 
     three_heads = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
     odd = LlamaForCausalLM(LlamaConfig(**SIZES | three_heads))
-    tied, few_heads, unknown = build("specified"), build("specified"), build("planned")
-    tied.lm_head.weight = tied.embedding.weight
-    few_heads.layers[0].num_heads = 3
+    tied, unknown = build("planned"), build("planned")
+    tied.head.weight = tied.embedding.weight
     unknown.config.base_model_tp_plan = {"wide": "column"}
     shards = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     exchanged = init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "shard"))
@@ -328,17 +269,7 @@ def refused(rank: int, world_size: int) -> None:
     both = "sequence_parallel_size is 2, and the mesh {'shard': 1, 'tp': 2}: give one"
     says(both, "llama", sequence_parallel_size=2)
     says("plan has the style 'column' for 'wide.weight'; transformers has", unknown)
-    for text, spec in (
-        ("has 97 outputs, which 5 matrices on 2 ranks do not divide", {"shape": [5, -1]}),
-        ("no pattern matches a weight of Specified", {"model_types": ["llama"]}),
-        ("'embedding' is of class Embedding, and only", {"patterns": ["embedding"]}),
-        ("of Specified, whose first ones are embedding.weight", {"patterns": ["nothing"]}),
-    ):
-        says(text, "specified", tensor_parallel=dividing({"patterns": ["lm_head"]} | spec))
-    gathers = dividing({"patterns": ["lm_head"], "gather_output": True})
-    says("'embedding.weight' is tied to a weight that the plan", tied, tensor_parallel=gathers)
-    packed = dividing({"patterns": [".*packed"], "shape": [3, -1]})
-    says("layers.0.num_heads is 3, which 2 ranks do not", few_heads, tensor_parallel=packed)
+    says("'embedding.weight' is tied to a weight that the plan names", tied)
 
 
 def test_refusals_name_the_numbers():

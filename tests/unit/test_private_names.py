@@ -78,7 +78,6 @@ torch.Tensor._make_subclass                        tests/dist/core/test_quantize
 torch.Tensor._make_wrapper_subclass                tests/parity/test_quantized.py
 torch._C._disabled_torch_function_impl             tests/parity/test_quantized.py
 torch._C._EnableTorchFunction                      tests/parity/test_quantized.py
-torch.distributed.tensor.placement_types._StridedShard  tests/parity/test_tensor_parallel.py
 torch._C._current_graph_task_id                    tests/dist/core/test_late_gradients.py
 torch._C._profiler._ExperimentalConfig             tests/dist/tools/test_trace.py
 torch._dynamo.config.recompile_limit               tests/parity/test_compile.py

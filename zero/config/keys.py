@@ -4,7 +4,7 @@ A key with an effect is declared once, as a field of its section. The section's 
 "Attributes" what the key does; a list there says what individual values mean, with `N` for any
 other one. The tables of `docs/configuration.md`, the table at the start of a run, `zero explain`
 and the error messages all come from these declarations. Keys without effect are in
-`idle_keys.json`.
+`idle_keys.json`, and those that are only passed on to an optimizer or schedule in `optim.json`.
 
 Names, types and defaults follow DeepSpeed 0.19.8 (``runtime/config.py``, ``runtime/zero/config.py``
 and the section files that they import)."""

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -381,9 +380,7 @@ def _validate(data: dict) -> tuple[Config | None, dict[str, str]]:
         for item in error.errors(include_url=False)[:1000]:
             key = _key_of(item)
             section, name = find(data, key)
-            place = _place_in_list(item)
-            given = item["input"] if place else section.get(name, item["input"])
-            problems.setdefault(key, place + _explain(item, given))
+            problems.setdefault(key, _explain(item, section.get(name, item["input"])))
     for key in problems:
         section, name = find(data, key)
         section.pop(name, None)
@@ -406,20 +403,10 @@ def _key_of(error: Any) -> str:
     return ".".join(path)
 
 
-def _place_in_list(error: Any) -> str:
-    """Which key of which object in a list an error of pydantic is about; "" for other errors."""
-    for number, name in pairwise(error["loc"]):
-        if isinstance(number, int) and isinstance(name, str):
-            return f"{name} of object {number + 1}: "
-    return ""
-
-
 def _explain(error: Any, given: Any) -> str:
     """Return the message for one of pydantic's errors about a value."""
     if error["type"] == "missing":
         return "is required"
-    if error["type"] == "extra_forbidden":
-        return "unknown key"
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     if given == "auto":

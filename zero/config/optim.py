@@ -1,72 +1,37 @@
 """The sections ``optimizer`` and ``scheduler``: the available types, and the settings of each.
+`optim.json` lists them.
 
 ``params`` is one section with the settings of all kinds, so that the message about a misspelt key
 can name the right one. ``contradictions`` names the settings that the chosen kind does not have.
 Settings that the user did not write are left to the optimizer or schedule. Their defaults are
 DeepSpeed's. Nothing here creates an optimizer."""
 
+import json
 from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 
 from zero.config import sources
 from zero.config.idle import with_idle_keys
-from zero.config.keys import (
-    WHOLE,
-    AnyCase,
-    Betas,
-    Count,
-    Fraction,
-    Momenta,
-    NonNegative,
-    Positive,
-    Rates,
-    Section,
-    key,
-)
+from zero.config.keys import AnyCase, Section
 
-# Lower-case class name -> why it cannot work here, worded so that it can follow the name.
-_COMPRESSES = "compresses the momentum across ranks by itself"
-REFUSED = {
-    "onebitadam": _COMPRESSES,
-    "onebitlamb": _COMPRESSES,
-    "zerooneadam": _COMPRESSES,
-    "schedulefreewrapper": "wraps another optimizer; use a schedule-free class, such as "
-    "AdamWScheduleFree",
-    "lbfgs": "evaluates the model several times in a step",
-    "sparseadam": "needs sparse gradients, and they are reduced as dense ones",
-}
-# The same for several processes. In one process they work.
-REFUSED_ON_SEVERAL = dict.fromkeys(
-    "prodigy dadaptadam dadaptsgd dadaptlion dadaptadagrad dadaptadan "
-    "fusedlamb nvlamb adagc adams prodigyplusschedulefree".split(),
-    "computes sums over all parameters, and each process has only some of them",
-) | {
-    "muonwithauxadam": "exchanges tensors between processes by itself; use its single-device class"
-}
-ELEMENTWISE = "Adam AdamW SGD Adagrad Lion RMSprop NAdam RAdam Adamax Adadelta ASGD Rprop".split()
-TYPES = [*ELEMENTWISE, "Muon", "Lamb"]
-# Settings that DeepSpeed accepts in addition to those of torch's class.
-_ADAM = "adam_w_mode torch_adam bias_correction set_grad_none fp32_optimizer_states"
-_DEEPSPEEDS = {
-    "Adam": _ADAM,
-    "AdamW": _ADAM,
-    "Adagrad": "fp32_optimizer_states",
-    "Lion": "set_grad_none fp32_optimizer_states",
-    "Lamb": "set_grad_none",
-    "Muon": "torch_adam fp32_optimizer_states",
-}
+_TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("optim.json").read_text("utf-8"))
+ELEMENTWISE: list[str] = _TABLE["element by element"]
+TYPES = [*ELEMENTWISE, *_TABLE["whole tensors"]]
+# In the order of the arguments of DeepSpeed's classes.
+SCHEDULE_KEYS: dict[str, list[str]] = _TABLE["arguments of schedules"]
 
 
 def why_refused(name: str, world_size: int) -> str | None:
     """The message for an optimizer class of this name if it cannot work on so many processes, else
     None.
     """
-    reason = REFUSED.get(name.lower())
-    if reason is None and world_size > 1:
-        reason = REFUSED_ON_SEVERAL.get(name.lower())
-    return reason and f"{name} cannot be used: it {reason}; use another one, such as AdamW"
+    for row in _TABLE["refused"]:
+        if name.lower() in row["classes"] and world_size >= row["from processes"]:
+            return f"{name} cannot be used: it {row['why']}; use another one, such as AdamW"
+    return None
 
 
 def _optimizer_type(given: str) -> str:
@@ -81,35 +46,19 @@ def _optimizer_type(given: str) -> str:
 
 
 def optimizer_defaults(kind: str, torch_adam: bool = False) -> dict[str, Any]:
-    """The keys of ``optimizer.params`` that an optimizer of this type has, with their defaults."""
-    if kind == "Muon":
-        # Those of matrices. Other parameters have `adam_lr` 3e-4; see `zero.optim.muon`.
-        defaults = {
-            "lr": 0.02,
-            "muon_lr": None,
-            "momentum": 0.95,
-            "ns_method": "gram",
-            "per_head_muon": False,
-            "weight_decay": 0.0,
-            "adam_lr": None,
-            "betas": (0.9, 0.95),
-            "eps": 1e-10,
-            "adam_w_mode": True,
-        }
-    elif kind == "Lion":
-        defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
-    elif kind == "Lamb":
-        defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-        defaults |= {"bias_correction": True, "max_coeff": 10.0, "min_coeff": 0.01}
-    else:
-        defaults = {**sources.defaults(f"torch.optim.{kind.lower()}", kind)}
+    """The keys of ``optimizer.params`` that an optimizer of this type has, with their defaults.
+
+    Those of Muon are its matrices'. Other parameters have `adam_lr` 3e-4; see `zero.optim.muon`.
+    """
+    own = _TABLE["defaults"].get(kind) or sources.defaults(f"torch.optim.{kind.lower()}", kind)
+    defaults = {key: tuple(v) if isinstance(v, list) else v for key, v in own.items()}
     if kind in ("Adam", "AdamW") and not torch_adam:
         # As in DeepSpeed: no weight decay by default.
         defaults["weight_decay"] = 0.0
     if kind == "Adam":
         # The same as adam_w_mode.
         del defaults["decoupled_weight_decay"]
-    return dict.fromkeys(_DEEPSPEEDS.get(kind, "").split()) | defaults
+    return dict.fromkeys(_TABLE["added by DeepSpeed"].get(kind, ())) | defaults
 
 
 class Settings(Section):
@@ -121,17 +70,12 @@ class Settings(Section):
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
 
+    if TYPE_CHECKING:
 
-def _in_order(pair: tuple[float, float]) -> tuple[float, float]:
-    if not 0 < pair[0] <= pair[1]:
-        raise ValueError(f"expected two numbers above 0, the smaller one first, got {list(pair)}")
-    return pair
+        def __getattr__(self, name: str) -> Any: ...
 
 
-_Factors = Annotated[tuple[float, float], Field(strict=False), AfterValidator(_in_order)]
-
-
-@with_idle_keys("optimizer.params")
+@with_idle_keys("optimizer.params", acting=_TABLE["optimizer.params"])
 class OptimizerParams(Settings):
     """The arguments of the optimizer. A setting that the chosen type does not have is an error.
 
@@ -173,38 +117,6 @@ class OptimizerParams(Settings):
         step_sizes: For Rprop: the smallest and the largest step.
     """
 
-    lr: NonNegative | None = key(None, auto="learning_rate")
-    weight_decay: NonNegative | None = key(None, auto="weight_decay")
-    betas: Betas | None = key(None, auto="adam_beta1, adam_beta2")
-    eps: NonNegative | None = key(None, auto="adam_epsilon")
-    foreach: bool | None = None
-    fused: bool | None = None
-    maximize: bool = False
-
-    adam_w_mode: bool = True
-    torch_adam: bool = False
-    bias_correction: bool = True
-    amsgrad: bool = False
-    max_coeff: NonNegative | None = None
-    min_coeff: NonNegative | None = None
-    muon_lr: NonNegative | None = None
-    adam_lr: NonNegative | None = None
-
-    momentum: Fraction | None = None
-    dampening: Fraction | None = None
-    nesterov: bool = False
-    alpha: Fraction | None = None
-    centered: bool = False
-    lr_decay: NonNegative | None = None
-    initial_accumulator_value: NonNegative | None = None
-    momentum_decay: NonNegative | None = None
-    decoupled_weight_decay: bool = False
-    rho: Fraction | None = None
-    lambd: NonNegative | None = None
-    t0: NonNegative | None = None
-    etas: _Factors | None = None
-    step_sizes: _Factors | None = None
-
 
 @with_idle_keys("optimizer")
 class OptimizerConfig(Section):
@@ -236,6 +148,7 @@ class OptimizerConfig(Section):
         yield from _misplaced("optimizer", self.type, given, kinds)
 
 
+@with_idle_keys("scheduler.params", acting=_TABLE["scheduler.params"])
 class SchedulerParams(Settings):
     """The arguments of the schedule. A setting that the chosen type does not have is an error.
 
@@ -269,68 +182,6 @@ class SchedulerParams(Settings):
         cycle_max_mom: The highest momentum.
         decay_mom_rate: Growth of the momentum after the cycle.
     """
-
-    last_batch_iteration: Annotated[int, Field(ge=-1), WHOLE] = -1
-
-    warmup_min_lr: Rates = key(0.0, auto="always 0")
-    warmup_max_lr: Rates | None = key(None, auto="learning_rate")
-    warmup_num_steps: Count = key(1000, auto="warmup_steps")
-    warmup_type: Annotated[Literal["log", "linear"], AnyCase()] = "log"
-    total_num_steps: Positive | None = key(
-        None, auto="the steps that follow from max_steps or num_train_epochs"
-    )
-    warmup_min_ratio: NonNegative = 0.0
-    cos_min_ratio: NonNegative = 0.0001
-
-    lr_range_test_min_lr: Rates = 1e-3
-    lr_range_test_step_size: Positive = 2000
-    lr_range_test_step_rate: NonNegative = 1.0
-    lr_range_test_staircase: bool = False
-
-    cycle_min_lr: Rates | None = None
-    cycle_max_lr: Rates | None = None
-    decay_lr_rate: NonNegative = 0.0
-    cycle_first_step_size: Positive = 2000
-    cycle_second_step_size: Count | None = None
-    cycle_first_stair_count: Count = 0
-    cycle_second_stair_count: Count | None = None
-    decay_step_size: Count = 0
-    cycle_momentum: bool = True
-    cycle_min_mom: Momenta = 0.8
-    cycle_max_mom: Momenta = 0.9
-    decay_mom_rate: NonNegative = 0.0
-
-
-def _keys_like(*beginnings: str) -> tuple[str, ...]:
-    names = (name for name in SchedulerParams.model_fields if name.startswith(beginnings))
-    return *names, "last_batch_iteration"
-
-
-_WARMUP_LR = _keys_like("warmup_num", "warmup_type", "warmup_min_lr", "warmup_max_lr")
-# In the order of the arguments of DeepSpeed's classes.
-SCHEDULE_KEYS = {
-    "WarmupLR": _WARMUP_LR,
-    "WarmupDecayLR": ("total_num_steps", *_WARMUP_LR),
-    "WarmupCosineLR": tuple(
-        "total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type "
-        "last_batch_iteration".split()
-    ),
-    "OneCycle": _keys_like("cycle_", "decay_"),
-    "LRRangeTest": _keys_like("lr_range_test_"),
-}
-REQUIRED = {
-    "WarmupDecayLR": ("total_num_steps",),
-    "WarmupCosineLR": ("total_num_steps",),
-    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
-}
-
-# (a setting, another one that it must not exceed)
-_ORDERED = (
-    ("warmup_min_lr", "warmup_max_lr"),
-    ("warmup_num_steps", "total_num_steps"),
-    ("cycle_min_lr", "cycle_max_lr"),
-    ("cycle_min_mom", "cycle_max_mom"),
-)
 
 
 def _exceeds(low: Any, high: Any) -> bool:
@@ -371,10 +222,10 @@ class SchedulerConfig(Section):
 
         given: the names of all settings in the user's configuration, including those that are
             still "auto"."""
-        for name in REQUIRED.get(self.type, ()):
+        for name in _TABLE["required"].get(self.type, ()):
             if self.params[name] is None and (name in self.params.keys() or name not in given):
                 yield f"scheduler.params.{name}", f"is required by {self.type}"
-        for low, high in _ORDERED:
+        for low, high in _TABLE["ordered"]:
             both_given = {low, high} <= self.params.model_fields_set
             if both_given and _exceeds(self.params[low], self.params[high]):
                 message = f"{self.params[low]} is more than {high}, which is {self.params[high]}"

@@ -207,21 +207,3 @@ class ZeroConfig(Section):
     def offloads_optimizer(self) -> bool:
         """Whether gradients, masters and optimizer state live elsewhere than on the device."""
         return self.offload_optimizer is not None and self.offload_optimizer.device != "none"
-
-
-def frozen_beside(section: dict[str, Any], hidden_size: int, pin_memory: bool) -> dict[str, Any]:
-    """Return the section for a frozen model, such as a teacher, from that of the model that is
-    trained beside it.
-
-    At stage 3 its parameters are offloaded, and one group is prefetched while another is in use, so
-    at most two groups are gathered at a time, besides persistent parameters.
-    """
-    section = {key: value for key, value in section.items() if key != "offload_optimizer"}
-    if section.get("stage") != 3:
-        return section
-    section.setdefault("stage3_param_persistence_threshold", 10 * hidden_size)
-    return section | {
-        "offload_param": {"device": "cpu", "pin_memory": pin_memory},
-        "stage3_prefetch_bucket_size": 1,
-        "stage3_max_reuse_distance": 0,
-    }

@@ -82,17 +82,12 @@ def mesh_in(model: nn.Module) -> DeviceMesh | None:
 
 @torch.no_grad()
 def prepare(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    plan: Plan | None = None,
+    model: nn.Module, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype | None
 ) -> None:
     """Prepare a model with DTensors on `mesh` for an engine that computes in `dtype` (None: their
     own dtypes).
 
-    `plan`: the plan by which it was sharded (None: its own). Ordinary parameters and buffers get
-    the values of the mesh's first rank. All ranks must call it.
+    Ordinary parameters and buffers get the values of the mesh's first rank. All ranks must call it.
     """
     if mesh.device_type != device.type:
         raise UsageError(
@@ -109,7 +104,7 @@ def prepare(
         if not isinstance(tensor, DTensor) and owning_group(tensor) is None and tensor.numel():
             of_first = distribute_tensor(tensor.detach().to(device), mesh, [Replicate()])
             tensor.copy_(of_first.to_local())
-    for module in _summed_over_ranks(model, plan):
+    for module in _summed_over_ranks(model):
         # transformers sums these gradients in a hook that it adds in the first forward. This must
         # come before the engine's hook, which takes the gradient away.
         with torch.enable_grad():
@@ -173,19 +168,20 @@ def make_mesh(
 
 @torch.no_grad()
 def parallelize(
-    model: nn.Module, mesh: DeviceMesh, whole_experts: bool, plan: Plan | None = None
+    model: nn.Module, mesh: DeviceMesh, whole_experts: bool
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Shard a model over `mesh` by `plan`, or by its own plan: transformers' `tp_plan`, or that of
-    any model whose `config` has a `base_model_tp_plan`. Returns the new parameters, by the ones
-    that they replace.
+    """Shard a model over `mesh` by its own plan: transformers' `tp_plan`, or that of any model
+    whose `config` has a `base_model_tp_plan`. Returns the new parameters, by the ones that they
+    replace.
 
     whole_experts: each rank gets some of the experts, and tokens are sent to them (expert
     parallelism). Otherwise it gets a part of each expert. Raises UsageError for a model without a
     plan, and if the mesh does not divide its heads or experts. All ranks must call it."""
-    planned, styles = _plan_of(model, plan)
-    if plan is None and not styles:
+    planned, styles = _plan_of(model)
+    if not styles:
         raise UsageError(
-            f"{type(model).__name__} has no tp_plan, and its config no base_model_tp_plan: call "
+            f"{type(model).__name__} has no tp_plan, and its config no base_model_tp_plan: set one "
+            "(docs/tensor-parallelism.md), or call "
             "torch.distributed.tensor.parallel.parallelize_module on it first, with a mesh of one "
             "dimension"
         )
@@ -240,13 +236,10 @@ def take_steps(
     return found
 
 
-def _plan_of(model: nn.Module, plan: Plan | None) -> tuple[Any, Plan]:
+def _plan_of(model: nn.Module) -> tuple[Any, Plan]:
     """Return the module of `model` that has a plan for tensor parallelism, and the styles by the
-    names of its modules and parameters; no styles if there is none. `plan`, if given, is the
-    model's.
+    names of its modules and parameters; no styles if there is none.
     """
-    if plan is not None:
-        return model, plan
     from transformers import PreTrainedModel, __version__
 
     if not hasattr(PreTrainedModel, "_expand_parallel_plan"):
@@ -387,9 +380,9 @@ def _take_back(param: nn.Parameter) -> None:
     set_owner(param, None)
 
 
-def _summed_over_ranks(model: nn.Module, plan: Plan | None) -> Iterator[nn.Module]:
+def _summed_over_ranks(model: nn.Module) -> Iterator[nn.Module]:
     """Return the modules whose weight gradients transformers sums over the ranks of the mesh."""
-    planned, plan = _plan_of(model, plan)
+    planned, plan = _plan_of(model)
     modules = dict(planned.named_modules())
     for name, style in plan.items():
         if style == "replicated_with_grad_allreduce" and name in modules:

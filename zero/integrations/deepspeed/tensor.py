@@ -18,7 +18,6 @@ from zero.comm.communicator import Communicator, communicator
 from zero.comm.mesh import groups, mesh_of_accelerate, sizes_of
 from zero.config import Config, load_config
 from zero.errors import UsageError
-from zero.integrations.deepspeed import partition
 from zero.integrations.deepspeed.distributed import set_parallel_sizes
 from zero.parallel import experts
 from zero.parallel import tensor as tensor_parallel
@@ -32,27 +31,20 @@ def tp_model_init(
     dtype: torch.dtype | None = None,
     config: Any = None,
 ) -> nn.Module:
-    """Shard a model over `tp_size` neighbouring ranks by its own plan, or by `partition_config`, in
-    place, and return it.
+    """Shard a model over `tp_size` neighbouring ranks by its own plan, in place, and return it.
 
     `config` is the configuration, as the Trainer passes it. The engine, not `dtype`, gives the
     parameters their dtype. All ranks must call it."""
     world.init_distributed()
     settings = load_config({} if config is None else config, allow_auto=True)
     whole_experts = settings.expert_parallel.size == tp_size > 1
-    _parallelize(model, tp_size, None, whole_experts, _plan(model, settings, tp_size))
+    _parallelize(model, tp_size, None, whole_experts)
     set_parallel_sizes(1, tp_size, communicator().device)
     return model
 
 
-def _plan(model: nn.Module, settings: Config, size: int) -> tensor_parallel.Plan | None:
-    """The plan that `partition_config` makes; None for the model's own."""
-    config = settings.tensor_parallel.partition_config
-    return None if config is None or size == 1 else partition.plan_of(model, config, size)
-
-
 def _parallelize(
-    model: nn.Module, size: int, mesh: Any, whole_experts: bool, plan: tensor_parallel.Plan | None
+    model: nn.Module, size: int, mesh: Any, whole_experts: bool
 ) -> tuple[Any, Replaced]:
     """Shard `model` over `size` neighbouring ranks, unless it has DTensors already.
 
@@ -65,9 +57,7 @@ def _parallelize(
             found = tensor_parallel.make_mesh(size, comm.world_size, comm.device)
         else:
             found = mesh["tp"]
-        replaced = tensor_parallel.parallelize(model, found, whole_experts, plan)
-        if plan is not None:
-            partition.divide_sizes(model, plan, size)
+        replaced = tensor_parallel.parallelize(model, found, whole_experts)
     elif whole_experts and not any(
         getattr(module, "_is_expert_parallel", False) for module in model.modules()
     ):
@@ -107,10 +97,9 @@ def share_model(
             f"expert_parallel.autoep_size is {ep}, and the mesh is {sizes}: processes that share "
             f"layers can share all experts; set tensor_parallel.autotp_size to {ep}, or delete it"
         )
-    plan = _plan(model, settings, tp)
-    found, replaced = _parallelize(model, tp, mesh, ep > 1, plan)
+    found, replaced = _parallelize(model, tp, mesh, ep > 1)
     if found is not None:
-        tensor_parallel.prepare(model, found, job.device, settings.sixteen_bit_dtype, plan)
+        tensor_parallel.prepare(model, found, job.device, settings.sixteen_bit_dtype)
     models = groups(sizes, of_data=False)
     set_parallel_sizes(sizes.get("pp", 1), tp, job.device, ranks_of_sample)
     if len(models[0]) == 1:

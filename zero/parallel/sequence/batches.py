@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -58,23 +58,22 @@ class MicroBatches(IterableDataset):
                 return
             yield from pieces
 
-    def _split(self, batch: Mapping[str, Any]) -> tuple[Batch, list[torch.Tensor]]:
-        """The batch with a `_Kind` in place of each tensor; and for each rank its pieces of all
-        tensors, as bytes.
+    def _complete(self, batch: Mapping[str, Any]) -> Batch:
+        """The batch as the ranks split it: on the host, with shifted labels and positions, and of a
+        length that their number divides.
         """
         batch = {key: value for key, value in batch.items() if key not in _DERIVED}
         if "input_ids" not in batch:
             raise UsageError(
                 f"sequence parallelism: a batch needs 'input_ids'; this one has {sorted(batch)}"
             )
-        ids, size = batch["input_ids"], self.ranks.size
+        ids = batch["input_ids"]
         if "position_ids" not in batch:
             positions = torch.arange(ids.shape[1], device=ids.device)
             batch["position_ids"] = positions.expand(ids.shape[:2])
         if "labels" in batch:
             labels = batch.pop("labels")
             batch.setdefault("shift_labels", pad(labels[:, 1:], (0, 1), value=IGNORED))
-        parts: list[list[torch.Tensor]] = [[] for _ in range(size)]
         for key, value in batch.items():
             if not isinstance(value, torch.Tensor):
                 continue
@@ -84,22 +83,20 @@ class MicroBatches(IterableDataset):
                     "along the sequence: "
                     f"'input_ids' is {tuple(ids.shape)}; leave it out of the batch"
                 )
-            pieces = _fill(key, value, -ids.shape[1] % size).chunk(size, dim=1)
-            batch[key] = _Kind(pieces[0].shape, value.dtype)
-            for part, piece in zip(parts, pieces, strict=True):
-                part.append(piece.contiguous().view(-1).view(torch.uint8))
-        return batch, [torch.cat(part) for part in parts]
+            batch[key] = _fill(key, value, -ids.shape[1] % self.ranks.size).cpu()
+        return batch
 
     def _exchange(self, load: Callable[[], Mapping[str, Any] | None]) -> list[Batch] | None:
         """This rank's piece of each rank's batch. None if a loader has ended. An error of one
         rank's loader is raised on all ranks of the group, which would wait for its batch.
+
+        Batches are sent whole: they are small beside what a model computes with them.
         """
         own: Any = None
-        parts: list[torch.Tensor] = []
         failure: Exception | None = None
         try:
             if (batch := load()) is not None:
-                own, parts = self._split(batch)
+                own = self._complete(batch)
         except Exception as error:
             own, failure = f"{type(error).__name__}: {error}", error
         batches: list[Any] = self.ranks.all_gather_objects(own)
@@ -109,26 +106,13 @@ class MicroBatches(IterableDataset):
             raise RuntimeError(f"another rank of the sequence could not load its batch: {found[0]}")
         if None in batches:
             return None
-        kinds = [
-            {key: kind for key, kind in each.items() if isinstance(kind, _Kind)} for each in batches
-        ]
-        sizes = [[kind.bytes for kind in each.values()] for each in kinds]
-        received = self.ranks.all_to_all_bytes(parts, [sum(each) for each in sizes])
-        for each, found, split, whole in zip(batches, kinds, sizes, received, strict=True):
-            for (key, kind), piece in zip(found.items(), whole.split(split), strict=True):
-                each[key] = piece.clone().view(kind.dtype).view(kind.shape)  # a copy is aligned
-        return batches
+        return [{key: self._piece(value) for key, value in each.items()} for each in batches]
 
-
-class _Kind(NamedTuple):
-    """What a piece of a tensor is."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
+    def _piece(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        piece = value.chunk(self.ranks.size, dim=1)[self.ranks.rank]
+        return piece.contiguous().to(self.ranks.device)
 
 
 def _fill(key: str, value: torch.Tensor, missing: int) -> torch.Tensor:

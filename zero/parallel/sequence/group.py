@@ -66,19 +66,6 @@ class SequenceGroup:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def all_to_all_bytes(
-        self, parts: list[torch.Tensor], sizes: list[int]
-    ) -> tuple[torch.Tensor, ...]:
-        """Send part i (1-D, uint8) to rank i.
-
-        Returns what each rank has sent here, of `sizes` bytes.
-        """
-        received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        sent = torch.cat(parts).to(self.device)
-        sent_sizes = [part.numel() for part in parts]
-        dist.all_to_all_single(received, sent, sizes, sent_sizes, group=self.group)
-        return received.split(sizes)
-
     def mean_loss(self, loss: torch.Tensor, shift_labels: torch.Tensor) -> torch.Tensor:
         """The mean over the tokens of whole sequences, from each rank's mean over the tokens of its
         piece.
