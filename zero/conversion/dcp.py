@@ -66,7 +66,7 @@ def _open(folder: Path) -> dict[str, Any]:
         places = {_identity(index): info for index, info in metadata.storage_data.items()}
         return {
             name: _tensor(folder, name, entry, places)
-            if entry.kind.name == "TensorStorageMetadata"
+            if entry.kind.endswith(".TensorStorageMetadata")
             else _load(folder, places[name, None])
             for name, entry in metadata.state_dict_metadata.items()
         }
@@ -76,19 +76,19 @@ def _open(folder: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is damaged: {type(error).__name__}: {error}") from None
 
 
-def _identity(index: pickles.Record) -> tuple[str, tuple[int, ...] | None]:
+def _identity(index: Any) -> tuple[str, tuple[int, ...] | None]:
     offset = index.state.get("offset")
     return index.fqn, None if offset is None else tuple(offset)
 
 
-def _load(folder: Path, info: pickles.Record) -> Any:
+def _load(folder: Path, info: Any) -> Any:
     file = Path(info.relative_path)
     if file.name != info.relative_path or info.state.get("transform_descriptors"):
         raise UsageError(f"{folder / METADATA}: {file} is elsewhere, or compressed")
     return pickles.load(folder / file, info.offset, info.offset + info.length)
 
 
-def _tensor(folder: Path, name: str, entry: pickles.Record, places: dict) -> Stored:
+def _tensor(folder: Path, name: str, entry: Any, places: dict) -> Stored:
     """Return a tensor of chunks that follow each other along its first dimension."""
     shape, dtype = tuple(entry.size), entry.properties.state[0]
     wrong = f"{folder / METADATA}: {name} has "
