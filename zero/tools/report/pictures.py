@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from zero.errors import UsageError
@@ -21,19 +22,6 @@ KINDS = {
     "optimizer": "#16a34a",
     "buffers": "#94a3b8",
 }
-_STYLE: dict[Any, Any] = {  # the keys are a literal type of matplotlib 3.11, which 3.10 lacks
-    "svg.fonttype": "none",
-    "svg.hashsalt": "zero",
-    "text.parse_math": False,  # a dollar in a run's name is a dollar
-    "font.size": 9,
-    "axes.grid": True,
-    "grid.color": "#e5e7eb",
-    "axes.edgecolor": "#9ca3af",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-}
 
 
 def pyplot() -> Any:
@@ -45,7 +33,8 @@ def pyplot() -> Any:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    matplotlib.rcParams.update(_STYLE)
+    style = Path(__file__).with_name("pictures.mplstyle")
+    matplotlib.rc_file(style, use_default_template=False)
     return pyplot
 
 
