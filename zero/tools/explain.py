@@ -90,7 +90,7 @@ def _advice(config: Config) -> Iterator[str]:
     if zero.offloads_optimizer or zero.offloads_params:
         yield (
             "Offload makes each step slower, and is needed only if the GPUs are too small for the "
-            "model. To find out: zero estimate MODEL --ds-config FILE --device-memory 24G"
+            "model. To find out: zero plan MODEL --device-memory 24G"
         )
 
 

@@ -94,7 +94,7 @@ def test_the_price_of_offload_is_said(tmp_path):
     file = tmp_path / "ds.json"
     for offload, is_said in ({"device": "none"}, False), ({"device": "cpu"}, True):
         file.write_text(json.dumps(zero3(offload_optimizer=offload)))
-        assert ("zero estimate MODEL --ds-config" in in_a_line(file)) is is_said
+        assert ("zero plan MODEL" in in_a_line(file)) is is_said
 
 
 NVME = {"device": "nvme", "nvme_path": "/tmp", "pin_memory": True, "pipeline_read": True}
