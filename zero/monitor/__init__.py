@@ -3,7 +3,6 @@
 Measured, gathered and written.
 """
 
-from zero.monitor.collectives import log_summary
-from zero.monitor.monitor import Monitor, make
+from zero.monitor.monitor import Monitor, log_summary, make
 
 __all__ = ["Monitor", "log_summary", "make"]
