@@ -8,6 +8,8 @@ becomes a `Stored`, whose values stay in the mapped file until they are needed."
 
 from __future__ import annotations
 
+import io
+import math
 import os
 import pickle
 import struct
@@ -81,16 +83,21 @@ def load(path: Path, start: int = 0, end: int | None = None) -> Any:
             mapped = torch.UntypedStorage.from_file(str(path.resolve()), False, size)[start:end]
             with _open_zipfile_reader(_create_file_view(file, start, end - start)) as archive:
                 content = _load(archive, "cpu", _MODULE, overall_storage=mapped)
-        return tree_map_only(torch.Tensor, Stored.of, content)
+        return tree_map_only(torch.Tensor, _stored, content)
     except _WRONG as error:
         raise _unreadable(path, error) from None
+
+
+def _stored(tensor: torch.Tensor) -> Stored:
+    if math.prod(tensor.shape) * tensor.itemsize > tensor.untyped_storage().nbytes():
+        raise ValueError(f"a tensor of shape {list(tensor.shape)} that is larger than its storage")
+    return Stored.of(tensor)
 
 
 def load_plain(path: Path) -> Any:
     """Return the content of a file of `pickle.dump`."""
     try:
-        with open(disk.open_regular(path.resolve()), "rb") as file:
-            return _Unpickler(file).load()
+        return _Unpickler(io.BytesIO(disk.read(path.resolve()))).load()
     except _WRONG as error:
         raise _unreadable(path, error) from None
 
