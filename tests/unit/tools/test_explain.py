@@ -248,9 +248,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
 
 def test_the_command(tmp_path, capsys):
     main(["explain", str(SHIPPED)])
-    assert capsys.readouterr().out.startswith(
-        f"{SHIPPED}:\n  optimizer state, gradients and parameters are sharded"
-    )
+    assert capsys.readouterr().out.startswith(f"{SHIPPED}:\n")
     with pytest.raises(SystemExit) as ended:
         main(["explain", str(tmp_path / "none.json")])
     assert ended.value.code == 2 and "none.json" in capsys.readouterr().err
