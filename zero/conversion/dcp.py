@@ -63,7 +63,7 @@ def _open(folder: Path) -> dict[str, Any]:
     path = folder / METADATA
     try:
         metadata = pickles.load_plain(path)
-        places = {_identity(index): info for index, info in metadata.storage_data.items()}
+        places = {(key.fqn, key.offset): info for key, info in metadata.storage_data.items()}
         return {
             name: _tensor(folder, name, entry, places)
             if entry.kind.endswith(".TensorStorageMetadata")
@@ -74,11 +74,6 @@ def _open(folder: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is missing") from None
     except (AttributeError, LookupError, TypeError) as error:
         raise UsageError(f"{path} is damaged: {type(error).__name__}: {error}") from None
-
-
-def _identity(index: Any) -> tuple[str, tuple[int, ...] | None]:
-    offset = index.state.get("offset")
-    return index.fqn, None if offset is None else tuple(offset)
 
 
 def _load(folder: Path, info: Any) -> Any:
