@@ -20,7 +20,7 @@ from zero.config.table import table
 
 REPOSITORY = Path(__file__).parents[2]
 # Nobody has to install these for zero.
-OPTIONAL = "peft trl bitsandbytes torchao deepspeed lightning".split()
+OPTIONAL = "peft trl bitsandbytes torchao matplotlib deepspeed lightning".split()
 # Each takes seconds to import, or a part of one.
 HEAVY = ["torch", "transformers", "accelerate", "numpy", "sympy", "triton", *OPTIONAL]
 
