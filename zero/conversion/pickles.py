@@ -4,7 +4,8 @@ of classes that need not be installed.
 torch reads the archive, and Python's own reader in Python the pickle in it. It gets the classes and
 functions that torch allows with `weights_only=True`, which make tensors and containers, and for any
 other name a class of its own, of which an object is a `Record`, which does nothing. A tensor
-becomes a `Stored`, whose values stay in the mapped file until they are needed."""
+becomes a `Stored`: torch finds its place in the mapped file, from which its values are read when
+they are needed."""
 
 from __future__ import annotations
 
@@ -82,16 +83,21 @@ def load(path: Path, start: int = 0, end: int | None = None) -> Any:
                 raise ValueError(f"bytes {start} to {end} of {size}")
             mapped = torch.UntypedStorage.from_file(str(path.resolve()), False, size)[start:end]
             with _open_zipfile_reader(_create_file_view(file, start, end - start)) as archive:
+                if archive.has_record("byteorder") and archive.get_record("byteorder") != b"little":
+                    raise ValueError("its byte order is not little-endian")
                 content = _load(archive, "cpu", _MODULE, overall_storage=mapped)
-        return tree_map_only(torch.Tensor, _stored, content)
+
+        def stored(tensor: torch.Tensor) -> Stored:
+            shape, first = tuple(tensor.shape), tensor.data_ptr() - mapped.data_ptr()
+            if math.prod(shape) * tensor.itemsize > tensor.untyped_storage().nbytes():
+                raise ValueError(f"a tensor of shape {list(shape)} that is larger than its storage")
+            if tensor.is_contiguous() and 0 <= first < mapped.nbytes():
+                return Stored.at(path, start + first, shape, tensor.dtype)
+            return Stored.of(tensor)
+
+        return tree_map_only(torch.Tensor, stored, content)
     except _WRONG as error:
         raise _unreadable(path, error) from None
-
-
-def _stored(tensor: torch.Tensor) -> Stored:
-    if math.prod(tensor.shape) * tensor.itemsize > tensor.untyped_storage().nbytes():
-        raise ValueError(f"a tensor of shape {list(tensor.shape)} that is larger than its storage")
-    return Stored.of(tensor)
 
 
 def load_plain(path: Path) -> Any:
