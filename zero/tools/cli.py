@@ -15,6 +15,7 @@ from typing import Any, NoReturn, cast
 import zero
 from zero.errors import DamagedCheckpointError, nearest, refuse
 
+
 def _read_table() -> tuple[dict[str, str], str]:
     """The functions by command, and the table as `zero` prints it.
 

@@ -14,7 +14,7 @@ from zero.checkpoint.manifest import MANIFEST
 from zero.conversion import dcp, deepspeed, full, ours
 from zero.conversion.training_state import TrainingState
 from zero.errors import UsageError
-from zero.tools.arguments import Parser, working, count
+from zero.tools.arguments import Parser, count, working
 
 # Each can say whether a folder has its files, and read it. The first that recognizes a folder does.
 READERS = (deepspeed, dcp, full)

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import os
-import pickle
 import random
 import sys
 import tracemalloc

@@ -23,7 +23,7 @@ from tests.processes import REPOSITORY
 from tests.unit.checkpoints import flip, save
 from tests.unit.integrations.test_hook import assert_refused
 from zero.tools import launch
-from zero.tools.arguments import Parser, working, check_command, judged, output_file
+from zero.tools.arguments import Parser, check_command, judged, output_file, working
 from zero.tools.cli import COMMANDS, USAGE, main
 
 

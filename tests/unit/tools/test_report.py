@@ -79,7 +79,9 @@ def curves_of(text: str) -> list[list[dict[str, Any]]]:
 
 
 def test_bars_are_parts_of_the_longest_one():
-    found = _bars({"a": {"x": 3.0, "y": 1.0}, "b": {"y": 1.0, "z": 9.0}}, {"y": "red", "x": "blue"}, str)
+    found = _bars(
+        {"a": {"x": 3.0, "y": 1.0}, "b": {"y": 1.0, "z": 9.0}}, {"y": "red", "x": "blue"}, str
+    )
     parts = [("y", "1.0", "red", 25.0), ("x", "3.0", "blue", 75.0)]
     assert found == [("a", parts), ("b", [("y", "1.0", "red", 25.0)])]
     assert _bars({"a": {}}, {"x": "blue"}, str) == [("a", [])]

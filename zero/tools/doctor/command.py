@@ -14,7 +14,7 @@ from pathlib import Path
 from zero.comm.communicator import Communicator, communicator
 from zero.comm.world import compute_device, init_distributed
 from zero.errors import UsageError
-from zero.tools.arguments import Parser, working, judged
+from zero.tools.arguments import Parser, judged, working
 from zero.tools.doctor import checks, links, speeds
 from zero.tools.doctor.checks import FAILS, SLOW, Finding, device_name
 from zero.tools.estimate.speeds import default_file, read

@@ -12,11 +12,11 @@ from zero.config import Config, load_config
 from zero.errors import UsageError
 from zero.tools.arguments import (
     Parser,
-    working,
     above_zero,
     count,
     gibibytes,
     output_file,
+    working,
 )
 from zero.tools.estimate.question import PLAIN, Question, model_folder, with_batch
 from zero.tools.estimate.speeds import DEVICES, GIVEN, chosen

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from zero.errors import UsageError
-from zero.tools.arguments import Parser, working, output_file
+from zero.tools.arguments import Parser, output_file, working
 from zero.tools.report.page import page
 from zero.tools.report.runs import file_of, read
 

@@ -31,7 +31,7 @@ _TEMPLATES = Environment(
 def page(runs: Sequence[Run]) -> str:
     """One HTML page about one run or two."""
     keys, given = _configuration(runs)
-    times = [run.time_by_part() for run in runs]
+    names, times = [run.name for run in runs], [run.time_by_part() for run in runs]
     milliseconds = [{part: _milliseconds(spent) for part, spent in of.items()} for of in times]
     waits = sorted({part for of in times for part in of} - _PARTS.keys())
     colours = _PARTS | {part: _WAITS[number % len(_WAITS)] for number, part in enumerate(waits)}
@@ -52,7 +52,7 @@ def page(runs: Sequence[Run]) -> str:
         colours=COLOURS,
         summary=_rows([run.summary() for run in runs], marks=False),
         curves=[(title, _curves(runs, key)) for key, title in titles.items()],
-        time=_bars({run.name: of for run, of in zip(runs, times, strict=True)}, colours, _milliseconds),
+        time=_bars(dict(zip(names, times, strict=True)), colours, _milliseconds),
         times=_rows(milliseconds, marks=False),
         ranks=_rows(ranks, marks=False),
         memory=_bars(memory, KINDS, size),

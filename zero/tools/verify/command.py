@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from zero.errors import UsageError
-from zero.tools.arguments import Parser, working, check_command, count, judged
+from zero.tools.arguments import Parser, check_command, count, judged, working
 from zero.tools.profile.running import run, what_went_wrong
 from zero.tools.verify.compare import Result, compare, steps_in
 
