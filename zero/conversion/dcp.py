@@ -63,7 +63,10 @@ def _open(folder: Path) -> dict[str, Any]:
     path = folder / METADATA
     try:
         metadata = pickles.load_plain(path)
-        places = {(key.fqn, key.offset): info for key, info in metadata.storage_data.items()}
+        places = {  # values that are no tensors have no offset
+            (key.fqn, getattr(key, "offset", None)): info
+            for key, info in metadata.storage_data.items()
+        }
         return {
             name: _tensor(folder, name, entry, places)
             if entry.kind.endswith(".TensorStorageMetadata")
