@@ -16,7 +16,7 @@ import pickle
 import struct
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch._weights_only_unpickler import _get_allowed_globals
@@ -81,8 +81,9 @@ def load(path: Path, start: int = 0, end: int | None = None) -> Any:
             end = size if end is None else end
             if not 0 <= start < end <= size:
                 raise ValueError(f"bytes {start} to {end} of {size}")
-            mapped = torch.UntypedStorage.from_file(str(path.resolve()), False, size)[start:end]
-            with _open_zipfile_reader(_create_file_view(file, start, end - start)) as archive:
+            whole: Any = torch.UntypedStorage.from_file(str(path.resolve()), False, size)
+            mapped, view = whole[start:end], _create_file_view(file, start, end - start)
+            with cast(Any, _open_zipfile_reader)(view) as archive:
                 if archive.has_record("byteorder") and archive.get_record("byteorder") != b"little":
                     raise ValueError("its byte order is not little-endian")
                 content = _load(archive, "cpu", _MODULE, overall_storage=mapped)
