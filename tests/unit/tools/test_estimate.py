@@ -101,14 +101,6 @@ def test_only_active_experts_compute():
 
 
 @pytest.fixture
-def prompt_host(tmp_path) -> list[str]:
-    """Options for a host that starts operations in no time, because the models here are small."""
-    file = tmp_path / "prompt.json"
-    file.write_text('{"speeds": {"calls": 1e6}}')
-    return ["--speeds", str(file)]
-
-
-@pytest.fixture
 def ask(tmp_path, capsys) -> Callable[..., Any]:
     """Call the command for a model's configuration and a ds_config.json.
 
