@@ -1,7 +1,11 @@
-"""The monitors beside an accelerator: what a record says of links and memory."""
+"""The monitors beside an accelerator: the log of collectives, and what a record says of links and
+memory.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 
@@ -12,20 +16,30 @@ from tests.accelerator import device
 from tests.accelerator.test_counts import EVERY_UNIT, ROWS, WIDTH, Model
 from tests.dist.training import ds_config, start, step
 from tests.processes import run_on
+from zero.monitor import log_summary
 
 
-def train(rank: int, world_size: int, folder: Path) -> None:
-    """Train with an optimizer in host memory, and with records."""
-    sections = {"json_monitor": {"enabled": True, "output_path": str(folder)}}
+def train(rank: int, world_size: int, folder: Path) -> str:
+    """Train with an optimizer in host memory. Return what this rank's log of collectives prints."""
+    sections = {
+        "comms_logger": {"enabled": True},
+        "json_monitor": {"enabled": True, "output_path": str(folder)},
+    }
     offload = {"offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
     engine, _ = start(Model().to(device.NAME), ds_config(**offload) | sections)
     for _ in range(3):
         step(engine, [{"x": torch.randn(ROWS, WIDTH, device=device.NAME)}])
     assert device.mistakes() == []
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        log_summary()
+    return printed.getvalue()
 
 
-def test_links_are_counted(tmp_path: Path):
-    run_on(2, train, tmp_path, simulated=True)
+def test_collectives_are_logged_and_links_counted(tmp_path: Path):
+    first, second = run_on(2, train, tmp_path, simulated=True)
+    assert {"all_gather", "reduce_scatter", "all_reduce"} <= set(
+        first.splitlines()
+    ) and second == ""
     records = [
         json.loads(line)
         for line in (tmp_path / "DeepSpeedJobName" / "steps.jsonl").read_text().splitlines()

@@ -1,9 +1,10 @@
 """Counts the bytes that this process has moved over each link, and how long its disk was busy; and
 tells an observer of each collective, and of each copy between host memory and the compute device.
 
-`zero/tools/estimate/traffic.py` predicts the same numbers; its note says what is counted. In a
-run there is no observer. Reads and writes of files are not reported to it, but `transfer` labels
-them for the profiler."""
+`zero/tools/estimate/traffic.py` predicts the same numbers; its note says what is counted. In an
+ordinary run there is no observer, and nothing is measured: `comms_logger`
+(zero/monitor/collectives.py) sets one for its time. Reads and writes of files are not reported to
+it, but `transfer` labels them for the profiler."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The sections about measurements during training."""
 
 from zero.config.idle import with_idle_keys
-from zero.config.keys import Int, Positive, Section, key
+from zero.config.keys import Int, Names, Positive, Section, key
 
 
 class Measured(Section):
@@ -55,6 +55,25 @@ class WandbConfig(Measured):
     group: str | None = key(None, needs="enabled")
     team: str | None = key(None, needs="enabled")
     project: str = key("deepspeed", needs="enabled")
+
+
+class CommsLoggerConfig(Measured):
+    """Times the engine's collectives. Rank 0 prints a table by kind and message size at the end of
+    the process, and whenever `deepspeed.comm.log_summary()` is called.
+
+    Attributes:
+        enabled: Time the engine's collectives. On a GPU the host then waits for each of them.
+        verbose: Print a line for each collective.
+        prof_all: Time all collectives. `false`: only those in `prof_ops`.
+        prof_ops: Kinds of collectives, such as `all_gather`.
+        debug: Add rows for each parameter group.
+    """
+
+    enabled: bool = False
+    verbose: bool = key(False, needs="enabled")
+    prof_all: bool = key(True, needs="enabled")
+    prof_ops: Names = key([], needs="enabled")
+    debug: bool = key(False, needs="enabled")
 
 
 @with_idle_keys("flops_profiler")

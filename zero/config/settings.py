@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, ValidationInfo, field_valid
 from zero.config.idle import with_idle_keys
 from zero.config.keys import AnyCase, DType, Flag, NonNegative, Positive, Section, key
 from zero.config.monitor import (
+    CommsLoggerConfig,
     CsvMonitorConfig,
     FlopsProfilerConfig,
     JsonMonitorConfig,
@@ -213,6 +214,7 @@ class Config(Section):
     csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
     tensorboard: TensorBoardConfig = TensorBoardConfig()
     wandb: WandbConfig = WandbConfig()
+    comms_logger: CommsLoggerConfig = CommsLoggerConfig()
     flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
 
     _origin: Origin = PrivateAttr(default_factory=Origin)

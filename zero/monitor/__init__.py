@@ -3,6 +3,7 @@
 Measured, gathered and written.
 """
 
-from zero.monitor.monitor import Monitor, log_summary, make
+from zero.monitor.collectives import log_summary
+from zero.monitor.monitor import Monitor, make
 
 __all__ = ["Monitor", "log_summary", "make"]

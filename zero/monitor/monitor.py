@@ -21,6 +21,7 @@ from zero.comm import traffic
 from zero.comm.world import ranks_of_machine
 from zero.device import CPU, is_accelerator, memory_in_use, peak_memory
 from zero.engine import ZeroEngine
+from zero.monitor.collectives import use_log
 from zero.monitor.memory_usage import bytes_by_kind
 from zero.monitor.mfu import operations_per_token, peak
 from zero.monitor.run_info import describe_run
@@ -38,16 +39,16 @@ def make(engine: ZeroEngine) -> Monitor | None:
     # accelerate sets `steps_per_print` to infinity.
     prints = math.isfinite(settings.steps_per_print or math.inf)
     wants_records = prints or any(section.enabled for section in sections)
-    if not (wants_records or settings.wall_clock_breakdown or settings.memory_breakdown):
+    others = (
+        settings.wall_clock_breakdown,
+        settings.memory_breakdown,
+        settings.comms_logger.enabled,
+    )
+    if not wants_records and not any(others):
         return None
     control = engine.comm.control("opening the monitors")
     opened = control.together(lambda: writers(settings) if control.rank == 0 else [])
     return Monitor(engine, opened, wants_records)
-
-
-def log_summary(show_straggler: bool = False) -> None:
-    """Say what to use in place of DeepSpeed's table of collectives."""
-    logger.warning("log_summary: collectives are not timed; zero trace shows each of them")
 
 
 class Monitor:
@@ -76,6 +77,8 @@ class Monitor:
         if writers:
             logger.addFilter(self._warnings)
             self._at_end(logger.removeFilter, self._warnings)
+        if engine.settings.comms_logger.enabled:
+            self._at_end(use_log(engine.settings.comms_logger, engine.comm.job).leave)
 
     def _at_end(self, act: Callable[..., object], *args: object) -> None:
         self._endings.append(weakref.finalize(self, act, *args))

@@ -26,9 +26,10 @@ from tests.dist.toys import ROWS, toy, toy_batches
 from tests.dist.training import ds_config, loss_of, start, train_zero
 from tests.parity.models import batches, build
 from tests.processes import run_on
+from zero.comm import traffic
 from zero.config import load_config
 from zero.errors import UsageError
-from zero.monitor import monitor, run_info
+from zero.monitor import log_summary, monitor, run_info
 from zero.monitor.writers import writers
 from zero.offload import tiers
 from zero.tools.report.runs import read
@@ -205,18 +206,67 @@ def _multiplied(module: nn.Module) -> int:
     return sum(param.numel() for params in of_modules for param in params)
 
 
-def printed(rank: int, world_size: int) -> list[str]:
-    """Train with `memory_breakdown`. Return the lines that this rank prints of its steps."""
-    with contextlib.redirect_stderr(io.StringIO()) as out:
-        engine, _ = start(toy(), ds_config() | {"memory_breakdown": True})
+def logged(rank: int, world_size: int, section: dict[str, Any]) -> str:
+    """Train with the log of collectives. Return what this rank prints."""
+    config = ds_config(stage3_param_persistence_threshold=0) | {
+        "comms_logger": section,
+        "memory_breakdown": True,
+    }
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        engine, optimizer = start(toy(), config)
         train_zero(engine, toy_batches(2))
-    return [line for line in out.getvalue().splitlines() if line.startswith("step ")]
+        log_summary(show_straggler=True)
+    calls = engine.comm.calls["all_gather"]
+    del engine, optimizer
+    gc.collect()
+    with pytest.raises(UsageError, match="comms_logger.enabled"):
+        log_summary()
+    assert traffic.begin("load", torch.ones(1)) is traffic._nothing
+    return f"{calls}\n{printed.getvalue()}"
 
 
-def test_memory_is_printed_on_rank_0():
-    first, second = run_on(RANKS, printed)
-    assert len(first) == 2 and not second
-    assert all("host parameters " in line and ", optimizer " in line for line in first)
+def test_collectives_and_memory_are_printed_on_rank_0():
+    first, second = run_on(RANKS, logged, {"enabled": True, "prof_ops": [], "verbose": True})
+    calls, *lines = first.splitlines()
+    assert len(second.splitlines()) == 1
+    shown = [line for line in lines if line.startswith("step ")]
+    assert len(shown) == 2 and all(
+        "host parameters " in line and ", optimizer " in line for line in shown
+    )
+    ended = [line for line in lines if line.startswith("comm op: all_gather ")]
+    head = next(number for number, line in enumerate(lines) if line.startswith("Comm. Op "))
+    assert lines[head].split("  ")[-1].strip() == "Straggler(ms)"
+    name, table = "", list[tuple[str, list[str]]]()
+    for line in lines[head + 1 :]:
+        if line.startswith(" "):
+            table.append((name, line.split()[2:]))  # without the size
+        else:
+            name = line
+    assert {"all_gather", "reduce_scatter"} <= {name for name, _ in table}
+    assert (
+        sum(int(row[0]) for name, row in table if name == "all_gather") == len(ended) <= int(calls)
+    )
+    for name, (count, *numbers) in table:
+        total, average, rate, bus, straggler = map(float, numbers)
+        assert total == pytest.approx(int(count) * average, abs=0.01 * (1 + int(count)))
+        # Two ranks: an all-reduce moves its buffer once over the bus, the other two half of it.
+        factor = {"all_reduce": 1, "broadcast": 1}.get(name, 0.5)
+        assert bus == pytest.approx(factor * rate, abs=0.02) and straggler >= 0
+
+
+def test_chosen_collectives_have_rows_for_each_group():
+    section = {
+        "enabled": True,
+        "prof_all": False,
+        "prof_ops": ["all_gather_into_tensor"],
+        "debug": True,
+    }
+    first, _ = run_on(RANKS, logged, section)
+    names = [line for line in first.splitlines() if line.startswith(("all_", "reduce"))]
+    assert (
+        all(name.startswith("all_gather") for name in names)
+        and sum(" | " in name for name in names) > 2
+    )
 
 
 def test_operations_are_counted_exactly(tmp_path: Path):
@@ -330,7 +380,7 @@ def replaced(rank: int, world_size: int, folder: Path) -> tuple[int, int, int]:
     Return hooks of monitors, and the filters of the logger after the first engine and with the
     second one."""
     where = {"enabled": True, "output_path": str(folder), "job_name": "job"}
-    config = ds_config() | {"json_monitor": where}
+    config = ds_config() | {"json_monitor": where, "comms_logger": {"enabled": True}}
     model, own = toy(), len(logging.getLogger("zero").filters)
     first, _ = start(model, config)
     first.destroy()
@@ -349,7 +399,7 @@ def forgotten(rank: int, world_size: int, folder: Path, again: bool) -> list[str
     """Train with a monitor, and forget the engine but not the model; `again`: another engine takes
     it over. Return what of the first one lives on."""
     where = {"enabled": True, "output_path": str(folder), "job_name": "job"}
-    config = ds_config() | {"json_monitor": where}
+    config = ds_config() | {"json_monitor": where, "comms_logger": {"enabled": True}}
     model = toy()
     engine, optimizer = start(model, config)
     train_zero(engine, toy_batches(1))

@@ -96,7 +96,7 @@ def bound_first_engine(
 
 
 def _without_monitors(settings: Config) -> Config:
-    names = "json_monitor csv_monitor tensorboard wandb flops_profiler".split()
+    names = "json_monitor csv_monitor tensorboard wandb flops_profiler comms_logger".split()
     off = {name: getattr(settings, name).model_copy(update={"enabled": False}) for name in names}
     others = {"steps_per_print": None, "wall_clock_breakdown": False, "memory_breakdown": False}
     return settings.model_copy(update=off | others)
