@@ -20,7 +20,6 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint.utils
 import torch.testing._internal.distributed.fake_pg
 import transformers
 from packaging.version import Version
@@ -75,10 +74,6 @@ torch._C._functorch.peek_interpreter_stack         tests/parity/test_derivatives
 torch._C._functorch.is_functorch_wrapped_tensor    tests/parity/test_derivatives.py
 torch.autograd.forward_ad._current_level           tests/parity/test_derivatives.py
 torch._C._DisableFuncTorch                         tests/parity/test_derivatives.py
-torch._weights_only_unpickler._get_allowed_globals  tests/unit/conversion/test_pickles.py
-torch.serialization._load                          tests/unit/conversion/test_pickles.py
-torch.serialization._open_zipfile_reader           tests/unit/conversion/test_pickles.py
-torch.distributed.checkpoint.utils._create_file_view  tests/dist/conversion/test_fsdp.py
 torch.Tensor._make_subclass                        tests/dist/core/test_quantized_weights.py
 torch.Tensor._make_wrapper_subclass                tests/parity/test_quantized.py
 torch._C._disabled_torch_function_impl             tests/parity/test_quantized.py

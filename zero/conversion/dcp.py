@@ -63,13 +63,10 @@ def _open(folder: Path) -> dict[str, Any]:
     path = folder / METADATA
     try:
         metadata = pickles.load_plain(path)
-        places = {  # values that are no tensors have no offset
-            (key.fqn, getattr(key, "offset", None)): info
-            for key, info in metadata.storage_data.items()
-        }
+        places = {_identity(index): info for index, info in metadata.storage_data.items()}
         return {
             name: _tensor(folder, name, entry, places)
-            if entry.kind.endswith(".TensorStorageMetadata")
+            if entry.kind.name == "TensorStorageMetadata"
             else _load(folder, places[name, None])
             for name, entry in metadata.state_dict_metadata.items()
         }
@@ -79,14 +76,19 @@ def _open(folder: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is damaged: {type(error).__name__}: {error}") from None
 
 
-def _load(folder: Path, info: Any) -> Any:
+def _identity(index: pickles.Record) -> tuple[str, tuple[int, ...] | None]:
+    offset = index.state.get("offset")
+    return index.fqn, None if offset is None else tuple(offset)
+
+
+def _load(folder: Path, info: pickles.Record) -> Any:
     file = Path(info.relative_path)
     if file.name != info.relative_path or info.state.get("transform_descriptors"):
         raise UsageError(f"{folder / METADATA}: {file} is elsewhere, or compressed")
     return pickles.load(folder / file, info.offset, info.offset + info.length)
 
 
-def _tensor(folder: Path, name: str, entry: Any, places: dict) -> Stored:
+def _tensor(folder: Path, name: str, entry: pickles.Record, places: dict) -> Stored:
     """Return a tensor of chunks that follow each other along its first dimension."""
     shape, dtype = tuple(entry.size), entry.properties.state[0]
     wrong = f"{folder / METADATA}: {name} has "

@@ -483,7 +483,7 @@ def _of_rank(values: Stored, rank: int, ranks: int) -> torch.Tensor:
     return torch.nn.functional.pad(part, (0, most - part.numel()))
 
 
-def _scaler(state: TrainingState) -> Any:
+def _scaler(state: TrainingState) -> pickles.Record:
     found = state.loss_scaler
     if found is None or (found["steps"] == 0 < state.global_steps):  # a static scale counts nothing
         scale = 1.0 if found is None else found["scale"]
@@ -503,7 +503,6 @@ def _scaler(state: TrainingState) -> Any:
     )
 
 
-def _of_deepspeed(name: str, **values: Any) -> Any:
-    record = pickles.kind_of(f"deepspeed.runtime.fp16.loss_scaler.{name}")()
-    record.__setstate__(values)
-    return record
+def _of_deepspeed(name: str, **values: Any) -> pickles.Record:
+    kind = pickles.Global("deepspeed.runtime.fp16.loss_scaler", name)
+    return pickles.Record(kind, (), values)

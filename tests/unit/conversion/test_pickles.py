@@ -1,8 +1,8 @@
 """Files of `torch.save` and `pickle` are read, and nothing in them is executed."""
 
-import contextlib
 import io
 import os
+import pickle
 import random
 import sys
 import tracemalloc
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
 from zero.checkpoint.stored import Stored
 from zero.conversion import pickles
@@ -59,49 +58,85 @@ def test_reads_what_torch_saved(tmp_path: Path) -> None:
         first, last = tensor.numel() // 3, tensor.numel()
         assert torch.equal(read["state"][name].read(first, last), tensor.reshape(-1)[first:last])
     assert read["param_groups"] == saved["param_groups"] and read["shape"] == (2,)
-    assert read["evil"].kind.endswith("system") and read["evil"].args == ("touch executed",)
+    assert str(read["evil"].kind).endswith("system") and read["evil"].args == ("touch executed",)
     left_out: list[str] = []
     values = {"step": read["state"]["step"], "evil": read["evil"]}
     kept = pickles.without_records(values, left_out)
     assert kept == {"step": torch.tensor(3.0)} and left_out == ["evil"]
 
 
+def nested(levels: int, times: int) -> list:
+    value: list = []
+    for _ in range(levels):
+        value = [value] * times
+    return value
+
+
+def circle() -> list:
+    value: list = []
+    value.append(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        pytest.param(nested(100, 1), "levels deep", id="deep"),
+        pytest.param(nested(40, 2), "too often", id="wide"),
+        pytest.param(circle(), "levels deep", id="circular"),
+    ],
+)
+def test_refuses_what_would_grow(tmp_path: Path, value: list, why: str) -> None:
+    (tmp_path / "file").write_bytes(pickle.dumps(value))
+    with pytest.raises(UsageError, match=why):
+        pickles.load_plain(tmp_path / "file")
+
+
+@pytest.mark.parametrize("kind", ["__builtin__ set", "torch Size", "collections OrderedDict"])
+def test_refuses_calls_that_copy_one_list_many_times(tmp_path: Path, kind: str) -> None:
+    pairs = b"".join(b"J" + number.to_bytes(4, "little") + b"N\x86" for number in range(2000))
+    one_copy = b"c" + kind.replace(" ", "\n").encode() + b"\nh\x00\x85R"
+    (tmp_path / "file").write_bytes(b"\x80\x02]q\x00(" + pairs + b"e0(" + one_copy * 100 + b"l.")
+    with pytest.raises(UsageError, match="copy the same parts too often"):
+        pickles.load_plain(tmp_path / "file")
+
+
 NAME = b"cposix\nsystem\n"
+DEEP = b")" + b"\x85" * 100_000  # tuples in tuples, whose hash Python computes recursively
+MANY = b"(" + b"K\x01" * 20_000 + b"t"
 
 
 @pytest.mark.parametrize(
     "attack",
     [
+        pytest.param(b"}" + DEEP + b"Ns.", id="deep-key"),
+        pytest.param(b"}(" + DEEP + b"Nu.", id="deep-keys"),
+        pytest.param(b"(" + DEEP + b"Nd.", id="deep-key-of-a-dict"),
+        pytest.param(b"\x8f(" + DEEP + b"\x90.", id="deep-element"),
+        pytest.param(b"(" + DEEP + b"\x91.", id="deep-element-of-a-frozenset"),
+        pytest.param(b"cbuiltins\nset\n(" + DEEP + b"l\x85R.", id="deep-element-of-a-call"),
+        pytest.param(DEEP + b".", id="deep"),
         pytest.param(b"(S'touch executed'\niposix\nsystem\n.", id="INST"),
-        pytest.param(b"(" + NAME + b"X\x0e\0\0\0touch executedo.", id="OBJ"),
-        pytest.param(NAME + b"X\x0e\0\0\0touch executed\x85R.", id="REDUCE"),
-        pytest.param(NAME + b"X\x0e\0\0\0touch executed\x85\x81.", id="NEWOBJ"),
-        pytest.param(NAME + b"X\x0e\0\0\0touch executed\x85}\x92.", id="NEWOBJ_EX"),
-        pytest.param(NAME + b")R}X\x0c\0\0\0__setstate__" + NAME + b"sb.", id="BUILD"),
-    ],
-)
-def test_attacks_execute_nothing(
-    tmp_path: Path, attack: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file.pkl").write_bytes(b"\x80\x04" + attack)
-    with contextlib.suppress(UsageError):
-        pickles.load_plain(tmp_path / "file.pkl")
-    assert not (tmp_path / "executed").exists()
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
+        pytest.param(b"(" + NAME + b"X\x01\0\0\0ao.", id="OBJ"),
+        pytest.param(NAME + b"X\x01\0\0\0aR.", id="text-as-arguments"),
+        pytest.param(NAME + b"](NNeR.", id="list-as-arguments"),
         pytest.param(b"X\x05\0\0\0upper)R.", id="call-of-a-text"),
+        pytest.param(NAME + b")}\x92.", id="NEWOBJ_EX"),
         pytest.param(b"\x82\x01.", id="EXT1"),
         pytest.param(b"Pname\n.", id="PERSID"),
         pytest.param(b"NQ.", id="BINPERSID"),
         pytest.param(b"\x97.", id="NEXT_BUFFER"),
+        pytest.param(b"\x96" + b"\xff" * 4 + b"\0" * 4 + b".", id="huge-bytearray"),
         pytest.param(b"\x8e" + b"\xff" * 4 + b"\0" * 4 + b".", id="huge-bytes"),
         pytest.param(b"X" + b"\xff" * 4 + b".", id="huge-text"),
         pytest.param(b"\x8b\xff\xff\xff\x7f.", id="huge-number"),
+        pytest.param(b"\x95" + b"\xff" * 4 + b"\0" * 4 + b".", id="huge-frame"),
         pytest.param(b"N" + b"r" + b"\xff" * 4 + b"0j\xfe\xff\xff\xff.", id="memo"),
+        pytest.param(b"c_codecs\nencode\nX\x01\0\0\0aX\x03\0\0\0zip\x86R.", id="codec"),
+        pytest.param(
+            b"]q\0cc\na\nq\x01" + MANY + b"q\x02" + b"(h\x01h\x02Re" * 9000 + b".",
+            id="records-of-one-tuple",
+        ),
         pytest.param(
             b"ctorch._utils\n_rebuild_tensor\n(cc\na\n)\x81}(X\x06\0\0\0nbytesJ\xff\xff\xff\x7f"
             b"X\x05\0\0\0dtypectorch\nuint8\nX\x04\0\0\0pathX\x0b\0\0\0/etc/passwd"
@@ -110,11 +145,18 @@ def test_attacks_execute_nothing(
         ),
     ],
 )
-def test_damage_is_named(tmp_path: Path, damage: bytes) -> None:
+def test_refuses_attacks(tmp_path: Path, attack: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "file.pkl"
-    path.write_bytes(b"\x80\x04" + damage)
-    with pytest.raises(UsageError, match=r"file\.pkl is damaged"):
-        pickles.load_plain(path)
+    path.write_bytes(b"\x80\x04" + attack)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UsageError, match=r"file\.pkl is damaged"):
+            pickles.load_plain(path)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000 + 200 * path.stat().st_size
+    finally:
+        tracemalloc.stop()
+    assert not (tmp_path / "executed").exists()
 
 
 def test_attributes_are_set_on_records_alone(tmp_path: Path) -> None:
@@ -134,6 +176,7 @@ def test_attributes_are_set_on_records_alone(tmp_path: Path) -> None:
         ((2**62, 4), (0, 0), 0),
         ((2,), (-1,), 5),
         ((-1,), (1,), 0),
+        ((1,) * 65, (1,) * 65, 0),
         ((2.0,), (1,), 0),
         ((2, 2), (1,), 0),
         ((1,), (1,), 2**63),
@@ -195,6 +238,12 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
     return bytes(data)
 
 
+def tensors_in(value: object) -> list[Stored]:
+    if isinstance(value, Stored):
+        return [value]
+    return [tensor for inside in pickles._inside(value) for tensor in tensors_in(inside)]
+
+
 def test_mutated_files_execute_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file is read or ends in one line, in no more memory than its size explains."""
     global watched
@@ -207,8 +256,6 @@ def test_mutated_files_execute_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     (pickled,) = (data for name, data in entries.items() if name.endswith("data.pkl"))
     monkeypatch.chdir(tmp_path)
     path, refused = tmp_path / "file.pt", 0
-    path.write_bytes(file.getvalue())
-    pickles.load(path)  # the first one imports
     tracemalloc.start()
     try:
         for number in range(400):
@@ -219,10 +266,9 @@ def test_mutated_files_execute_nothing(tmp_path: Path, monkeypatch: pytest.Monke
             tracemalloc.reset_peak()
             before, watched = tracemalloc.get_traced_memory()[0], True
             try:
-                for value in tree_leaves(pickles.load(path)):
-                    if isinstance(value, Stored):
-                        assert value.nbytes <= path.stat().st_size
-                        value.tensor()
+                for tensor in tensors_in(pickles.load(path)):
+                    assert tensor.nbytes <= path.stat().st_size
+                    tensor.tensor()
             except UsageError as error:
                 assert str(path) in str(error) and len(str(error).splitlines()) == 1
                 refused += 1
