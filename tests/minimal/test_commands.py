@@ -156,7 +156,6 @@ def test_a_command_shows_its_progress(place: Path, line: str, said: str, first: 
     [
         ("estimate model --ds-config ds.json --adapter 8", "peft", "pip install peft"),
         ("plan model --device-memory 1G --adapter 8 --seq 8", "peft", "pip install peft"),
-        ("report records/run", "matplotlib", "pip install matplotlib"),
     ],
 )
 def test_a_package_that_is_missing_is_named_in_one_line(

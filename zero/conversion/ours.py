@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -159,15 +158,12 @@ class _Reader(CheckpointReader):
 def reader(state: TrainingState, folder: Path) -> CheckpointReader:
     """Return a reader with which an engine loads the state. `folder` is named in errors."""
     description, values = describe(state), to_store(state)
-    stored = {key: each for key, each in values.items() if each.numel()}
-    order = sorted(stored, key=lambda key: -stored[key].itemsize)
-    *starts, size = accumulate((stored[key].nbytes for key in order), initial=0)
-    name = DATA_FILE.format(0)
-    for key, start in zip(order, starts, strict=True):
-        numel = stored[key].numel()
-        entry = {"dtype": dtype_name(stored[key].dtype), "slices": [[0, numel, name, start]]}
-        description["tensors"][key] = entry | {"numel": numel}
-    description["files"][name] = {"bytes": size, "sums": [""] * -(-size // BLOCK)}
+    for number, (key, each) in enumerate(values.items()):
+        if numel := each.numel():
+            name, nbytes = DATA_FILE.format(number), each.nbytes  # as if it had a file of its own
+            description["files"][name] = {"bytes": nbytes, "sums": [""] * -(-nbytes // BLOCK)}
+            entry = {"dtype": dtype_name(each.dtype), "slices": [[0, numel, name, 0]]}
+            description["tensors"][key] = entry | {"numel": numel}
     return _Reader(folder, Manifest.model_validate(description), values)
 
 

@@ -24,11 +24,12 @@ def bytes_by_kind(engine: ZeroEngine) -> dict[str, dict[str, int]]:
     waited for."""
     found: dict[str, Counter[str]] = {DEVICE: Counter(), HOST: Counter(), DISK: Counter()}
     seen: set[tuple[int, int]] = set()
-    for kind, place, tensor in tensors(engine):
+    for kind, tensor, tier in _tensors(engine):
         key = tensor.data_ptr(), tensor.nbytes
-        if key not in seen:
+        if tensor.nbytes and key not in seen:
             seen.add(key)
-            found[place][kind] += tensor.nbytes
+            in_file = tier is not None and tier.holds_in_file(tensor)
+            found[DISK if in_file else place_of(tensor.device)][kind] += tensor.nbytes
     if engine.optimizer is not None:
         carried = sum(tensor.numel() for tensor in _carried(engine))
         item = (engine.reducer.dtype or engine.settings.compute_dtype).itemsize
@@ -41,21 +42,16 @@ def place_of(device: torch.device) -> str:
     return HOST if device.type == "cpu" else DEVICE
 
 
-def tensors(engine: ZeroEngine) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """(kind, place, tensor) of everything that the engine keeps; some come twice."""
-    for kind, tensor, tier in _with_tiers(engine):
-        if tensor.nbytes:
-            in_file = tier is not None and tier.holds_in_file(tensor)
-            yield kind, DISK if in_file else place_of(tensor.device), tensor
-
-
 def _carried(engine: ZeroEngine) -> list[torch.Tensor]:
     """This rank's sums of gradients that wait for a last micro-batch."""
     sums = (each.carried for each in engine.reducer.gradients.values())
     return [tensor for tensor in sums if tensor is not None]
 
 
-def _with_tiers(engine: ZeroEngine) -> Iterator[tuple[str, torch.Tensor, Tier | None]]:
+def _tensors(engine: ZeroEngine) -> Iterator[tuple[str, torch.Tensor, Tier | None]]:
+    """(kind, tensor, the tier that may have it) of everything that the engine keeps; some come
+    twice.
+    """
     for group in engine.groups:
         if group.persistent:
             yield PARAMETERS, group.full, group.tier

@@ -4,9 +4,11 @@ device can do.
 
 from __future__ import annotations
 
+import json
 import re
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,36 +25,13 @@ from zero.engine import ZeroEngine
 _TRAINED, _FROZEN = 6, 4
 
 
-class Peak(NamedTuple):
-    """Dense operations in 1e12 a second. None: the device has no groups for this type."""
-
-    fp16: float
-    bf16: float | None
-    tf32: float | None
-    fp32: float
-
-
-# By the name that torch gives a device. From the vendors' data sheets, without sparsity; 16-bit
-# products are summed in fp32. NVIDIA: A100, A10, L4, L40S, H100 (SXM, PCIe and NVL), H200 and H200
-# NVL, HGX B200, V100, T4; white papers on GA102 (RTX 3090) and Ada (RTX 4090). AMD: MI300X; MI250X,
-# of which torch sees each half as a device.
-PEAKS = {
-    r"B200": Peak(2250, 2250, 1125, 75),
-    r"H[12]00 NVL": Peak(835.5, 835.5, 417.5, 60),
-    r"H100 PCIe": Peak(756, 756, 378, 51),
-    r"H[12]00": Peak(989.4, 989.4, 494.7, 66.9),
-    r"A100": Peak(312, 312, 156, 19.5),
-    r"A10": Peak(125, 125, 62.5, 31.2),
-    r"L40S": Peak(362, 362, 183, 91.6),
-    r"L4": Peak(121, 121, 60, 30.3),
-    r"RTX 4090(?! )": Peak(165.2, 165.2, 82.6, 82.6),
-    r"RTX 3090(?! )": Peak(71, 71, 35.6, 35.6),
-    r"V100-SXM\d": Peak(125, None, None, 15.7),
-    r"V100-PCIE": Peak(112, None, None, 14),
-    r"T4": Peak(65, None, None, 8.1),
-    r"MI300X": Peak(1307.4, 1307.4, 653.7, 163.4),
-    r"MI250X": Peak(191.5, 191.5, None, 47.9),
-}
+# Dense operations in 1e12 a second by type, by the name that torch gives a device; null: the device
+# has no groups for this type. From the vendors' data sheets, without sparsity; 16-bit products are
+# summed in fp32. NVIDIA: A100, A10, L4, L40S, H100 (SXM, PCIe and NVL), H200 and H200 NVL, HGX
+# B200, V100, T4; white papers on GA102 (RTX 3090) and Ada (RTX 4090). AMD: MI300X; MI250X, of which
+# torch sees each half as a device.
+PEAKS = json.loads(Path(__file__).with_name("peaks.json").read_text())
+_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def peak_of(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
@@ -62,12 +41,11 @@ def peak_of(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
     tf32: fp32 products may be rounded to TF32. A part of a device (MIG) is not known.
     """
     found = (each for pattern, each in PEAKS.items() if re.search(rf"\b{pattern}\b", name))
-    peak = next(found, None)
-    if peak is None or "MIG" in name:
+    peaks = next(found, None)
+    if peaks is None or "MIG" in name:
         return None
-    of_fp32 = peak.tf32 if tf32 and peak.tf32 is not None else peak.fp32
-    found = {torch.float16: peak.fp16, torch.bfloat16: peak.bf16, torch.float32: of_fp32}.get(dtype)
-    return None if found is None else found * 1e12
+    kind = "tf32" if tf32 and dtype == torch.float32 and peaks["tf32"] else _TYPES.get(dtype)
+    return peaks[kind] * 1e12 if kind and peaks[kind] else None
 
 
 def peak(device: torch.device, dtype: torch.dtype) -> float | None:

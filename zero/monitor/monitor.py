@@ -13,7 +13,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -50,32 +49,6 @@ def make(engine: ZeroEngine) -> Monitor | None:
     control = engine.comm.control("opening the monitors")
     opened = control.together(lambda: writers(settings) if control.rank == 0 else [])
     return Monitor(engine, opened, wants_records)
-
-
-class RankNumbers(NamedTuple):
-    """What one rank reports about a step. For all ranks together: a tensor for each field."""
-
-    loss: Any
-    has_loss: Any
-    seconds: Any
-    waited: Any
-    host_peak: Any
-    host_now: Any
-    device_peak: Any
-    device_now: Any
-    tokens: Any
-    operations: Any
-
-
-class Totals(NamedTuple):
-    """So far: elements and bytes of collectives, bytes by link, seconds in which the disk was
-    busy.
-    """
-
-    elements: Counter[str]
-    bytes: Counter[str]
-    links: Counter[str]
-    disk_seconds: dict[str, float]
 
 
 class Monitor:
@@ -121,10 +94,13 @@ class Monitor:
         self._before = self._totals()
         self._start = time.perf_counter()
 
-    def _totals(self) -> Totals:
-        comm = self._engine.comm
-        busy = {link: traffic.busy_seconds(link) for link in _DISK}
-        return Totals(Counter(comm.elements), Counter(comm.bytes), Counter(traffic.MOVED), busy)
+    def _totals(self) -> dict[str, Counter[str]]:
+        """So far: elements and bytes of collectives, bytes by link, seconds in which the disk was
+        busy.
+        """
+        comm, busy = self._engine.comm, {link: traffic.busy_seconds(link) for link in _DISK}
+        counts = {"elements": comm.elements, "bytes": comm.bytes, "links": traffic.MOVED}
+        return {name: Counter(count) for name, count in (counts | {"disk": busy}).items()}
 
     def count_tokens(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Count the tokens that a language model gets, padding included, in `input_ids` and for a
@@ -179,49 +155,50 @@ class Monitor:
                 logger.warning("%s: nothing more is written here: %s", type(writer).__name__, error)
                 self._writers.remove(writer)
 
-    def _exchange(self, seconds: float) -> RankNumbers:
-        """Every rank's numbers, fp64 on the host."""
+    def _exchange(self, seconds: float) -> dict[str, torch.Tensor]:
+        """What each rank reports about a step: a number for each of them, fp64 on the host."""
         comm = self._engine.comm.job
         loss = sum(loss.double() for loss in self._losses)
         has_device = is_accelerator(comm.device)
-        own = RankNumbers(
-            loss=float(loss),
-            has_loss=bool(self._losses),
-            seconds=seconds,
-            waited=sum(comm.clock.waits.values()),
-            host_peak=peak_memory(CPU),
-            host_now=memory_in_use(CPU),
-            device_peak=peak_memory(comm.device) if has_device else 0,
-            device_now=memory_in_use(comm.device) if has_device else 0,
-            tokens=self._tokens,
-            operations=self._operations,
-        )
+        own = {
+            "loss": float(loss),
+            "has_loss": bool(self._losses),
+            "seconds": seconds,
+            "waited": sum(comm.clock.waits.values()),
+            "host_bytes_peak": peak_memory(CPU),
+            "host_bytes": memory_in_use(CPU),
+            "device_bytes_peak": peak_memory(comm.device) if has_device else 0,
+            "device_bytes": memory_in_use(comm.device) if has_device else 0,
+            "tokens": self._tokens,
+            "operations": self._operations,
+        }
         table = torch.zeros(comm.world_size, len(own), dtype=torch.float64)
-        table[comm.rank] = torch.tensor(own, dtype=torch.float64)
-        return RankNumbers(*comm.all_reduce(table).unbind(1))
+        table[comm.rank] = torch.tensor([*own.values()], dtype=torch.float64)
+        return dict(zip(own, comm.all_reduce(table).unbind(1), strict=True))
 
-    def _record(self, ranks: RankNumbers) -> Record:
+    def _record(self, ranks: dict[str, torch.Tensor]) -> Record:
         engine, clock = self._engine, self._engine.comm.clock
-        before, now = self._before, self._totals()
-        with_loss = ranks.has_loss.sum().item()
-        working = ranks.seconds - ranks.waited
-        seconds = ranks.seconds.max().item()
+        now = self._totals()
+        moved = {name: count - self._before[name] for name, count in now.items()}
+        with_loss = ranks["has_loss"].sum().item()
+        working = ranks["seconds"] - ranks["waited"]
+        seconds = ranks["seconds"].max().item()
         copies = engine.comm.model.world_size if engine.comm.model else 1  # share their tokens
-        flops = ranks.operations.mean().item() / seconds
+        flops = ranks["operations"].mean().item() / seconds
         links = (*traffic.LINKS, traffic.BETWEEN) if ranks_of_machine() else traffic.LINKS
-        moved = {link: now.links[link] - before.links[link] for link in links}
-        busy = {link: now.disk_seconds[link] - before.disk_seconds[link] for link in _DISK}
+        memory = "host_bytes_peak", "host_bytes", "device_bytes_peak", "device_bytes"
+        held = {name: ranks[name].long().tolist() for name in memory}
         assert engine.optimizer is not None
         return {
             "step": engine.global_steps,
             "samples": engine.global_samples,
-            "loss": _finite(ranks.loss.sum().item() / with_loss) if with_loss else None,
+            "loss": _finite(ranks["loss"].sum().item() / with_loss) if with_loss else None,
             "skipped": not engine.was_step_applied(),
             "grad_norm": _finite(engine.get_global_grad_norm()),
             "lr": float(engine.optimizer.param_groups[0]["lr"]),
             "loss_scale": None if engine.scaler is None else engine.scaler.scale,
             "samples_per_second": engine.settings.train_batch_size / seconds,
-            "tokens_per_second": ranks.tokens.sum().item() / seconds / copies or None,
+            "tokens_per_second": ranks["tokens"].sum().item() / seconds / copies or None,
             "model_flops_per_second": flops or None,
             "mfu": flops / self._peak if flops and self._peak else None,
             "seconds": {name: round(spent, 6) for name, spent in clock.phases.items()},
@@ -229,24 +206,21 @@ class Monitor:
                 f"{phase}_{what.replace(' ', '_')}": round(spent, 6)
                 for (phase, what), spent in clock.waits.items()
             },
-            "elements": dict(now.elements - before.elements),
-            "bytes": dict(now.bytes - before.bytes),
-            "links": moved,
+            "elements": dict(moved["elements"]),
+            "bytes": dict(moved["bytes"]),
+            "links": {link: moved["links"][link] for link in links},
             "disk_bytes_per_second": {
-                name: moved[link] / busy[link] for link, name in _DISK.items() if busy[link]
+                _DISK[link]: moved["links"][link] / busy for link, busy in moved["disk"].items()
             },
             "memory": {
                 "gathered_elements_peak": engine.residency.peak,
-                "host_bytes_peak": int(ranks.host_peak.max()),
-                "device_bytes_peak": int(ranks.device_peak.max()),
+                "host_bytes_peak": max(held["host_bytes_peak"]),
+                "device_bytes_peak": max(held["device_bytes_peak"]),
             },
             "ranks": {
                 "slowest": int(working.argmax()),  # a rank that others wait for waits least
                 "working_seconds": [round(spent, 6) for spent in working.tolist()],
-                "host_bytes_peak": ranks.host_peak.long().tolist(),
-                "host_bytes": ranks.host_now.long().tolist(),
-                "device_bytes_peak": ranks.device_peak.long().tolist(),
-                "device_bytes": ranks.device_now.long().tolist(),
+                **held,
             },
         }
 

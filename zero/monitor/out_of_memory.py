@@ -3,48 +3,22 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
+from pathlib import Path
 
 import psutil
 import torch
 
 from zero.engine import ZeroEngine
 from zero.errors import size
-from zero.monitor.memory_usage import (
-    BUFFERS,
-    DEVICE,
-    GATHERED,
-    GRADIENTS,
-    HOST,
-    OPTIMIZER,
-    PARAMETERS,
-    bytes_by_kind,
-    place_of,
-)
+from zero.monitor.memory_usage import DEVICE, HOST, bytes_by_kind, place_of
 
 ACTIVATIONS = "activations and temporary tensors"
 _MODEL = "the model, of which an engine is being made"
-_OFFLOAD = "zero_optimization.offload_optimizer.device cpu (the price: copies and a slower update)"
-# The stage that shards a kind, what helps if it is in host memory, and otherwise.
-_STAGES = {OPTIMIZER: 1, GRADIENTS: 2, PARAMETERS: 3}
-_TO_FILES = "offload_optimizer.device nvme (the price: each step reads and writes files)"
-_ON_HOST = {
-    OPTIMIZER: _TO_FILES,
-    GRADIENTS: _TO_FILES,
-    PARAMETERS: "offload_param.device nvme (the price: each use reads from files)",
-}
-_REMEDIES = {
-    OPTIMIZER: _OFFLOAD,
-    GRADIENTS: _OFFLOAD,
-    PARAMETERS: "zero_optimization.offload_param.device cpu (the price: copies for each use)",
-    ACTIVATIONS: "gradient checkpointing (the price: activations are computed twice)",
-    GATHERED: "zero_optimization.stage3_max_live_parameters 0 (the price: nothing is gathered in "
-    "advance)",
-    BUFFERS: "a smaller zero_optimization.reduce_bucket_size",
-    _MODEL: "zero_optimization.stage 3, with TrainingArguments before the model or zero.Init, so "
-    "that it is built sharded",
-}
+# By kind of memory: the stage that shards it, what helps, and what helps if it is in host memory.
+_REMEDIES = json.loads(Path(__file__).with_name("remedies.json").read_text(encoding="utf-8"))
 _ESTIMATE = "zero estimate MODEL --ds-config FILE --world {ranks} --{place}-memory {total:.1f}G"
 # What torch says of host memory: its errors for that have no class of their own.
 _HOST_TEXTS = os.strerror(errno.ENOMEM), "std::bad_alloc"
@@ -111,12 +85,13 @@ def _host_memory() -> tuple[int, int]:
 
 def _remedy(engine: ZeroEngine, kind: str, place: str) -> str:
     stage, shards = engine.settings.zero_optimization.stage, engine.comm.job.world_size > 1
-    needed = _STAGES.get(kind, 0)
-    if place == HOST and kind in _ON_HOST:
-        return f"zero_optimization.{_ON_HOST[kind]}"
+    found = _REMEDIES[kind]
+    needed = found.get("stage", 0)
+    if place == HOST and "on the host" in found:
+        return found["on the host"]
     if kind == ACTIVATIONS and getattr(engine.module, "is_gradient_checkpointing", False):
         return "half of train_micro_batch_size_per_gpu, with twice the gradient_accumulation_steps"
     if shards and stage < needed:
         price = " (the price: weights are gathered for each use)" if needed == 3 else ""
         return f"zero_optimization.stage {needed}{price}"
-    return _REMEDIES[kind]
+    return found["remedy"]

@@ -12,7 +12,8 @@ import sys
 import tempfile
 import time
 from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -103,38 +104,32 @@ def judged(text: str, verdict: bool | None) -> str:
     return f"\x1b[{code}m{text}\x1b[0m"
 
 
-class Working:
-    """Shows on stderr that a long step is running: on a terminal as a line with the elapsed time,
-    otherwise by printing new texts of `show`, at most one in `interval` seconds.
+@contextmanager
+def working(text: str = "", interval: float = 0.0) -> Iterator[Callable[[str], None]]:
+    """Context that shows on stderr that a long step is running: on a terminal as a line with the
+    elapsed time. It yields a function that replaces the text; without a terminal, that prints new
+    texts, at most one in `interval` seconds.
     """
+    from rich.console import Console  # here: most commands do without
+    from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
-    def __init__(self, text: str, interval: float = 0.0):
-        from rich.console import Console  # here: most commands do without
-        from rich.progress import Progress, TextColumn, TimeElapsedColumn
+    # do not let rich decide: in CI logs, FORCE_COLOR makes it assume a terminal
+    is_terminal = sys.stderr.isatty()
+    console = Console(file=sys.stderr, force_terminal=is_terminal)
+    columns = TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    line = Progress(*columns, console=console, transient=True, disable=not is_terminal)
+    task, following = line.add_task(text), time.monotonic() + interval
 
-        self._text = text
-        self._interval = interval
-        self._next = time.monotonic() + interval
-        # do not let rich decide: in CI logs, FORCE_COLOR makes it assume a terminal
-        is_terminal = sys.stderr.isatty()
-        console = Console(file=sys.stderr, force_terminal=is_terminal)
-        columns = TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-        self._line = Progress(*columns, console=console, transient=True, disable=not is_terminal)
-        self._task = self._line.add_task(text)
+    def show(new: str) -> None:
+        nonlocal text, following
+        if new != text and not is_terminal and time.monotonic() >= following:
+            print(new, file=sys.stderr, flush=True)
+            following = time.monotonic() + interval
+        text = new
+        line.update(task, description=new)
 
-    def __enter__(self) -> Working:
-        self._line.start()
-        return self
-
-    def show(self, text: str) -> None:
-        if text != self._text and self._line.disable and time.monotonic() >= self._next:
-            print(text, file=sys.stderr, flush=True)
-            self._next = time.monotonic() + self._interval
-        self._text = text
-        self._line.update(self._task, description=text)
-
-    def __exit__(self, *_: object) -> None:
-        self._line.stop()
+    with line:
+        yield show
 
 
 def program(target: str) -> str | None:

@@ -9,44 +9,22 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import zero
 from zero.errors import DamagedCheckpointError, nearest, refuse
 
-# A line without indentation says what one wants to do. The others have a command, the function that
-# gets its arguments and returns the exit code or None, and what `zero` says about the command.
-_TABLE = """
-train
-    run          run:run                     run a script or launcher; its deepspeed is zero
-    launch       launch:launch               run a script on all GPUs, of one machine or several
-    hook         run:hook                    print a folder that does the same in PYTHONPATH
-
-check a setup
-    doctor       doctor.command:doctor       check this machine, and name remedies
-    explain      explain:command             say what each key of a configuration does
-    verify       verify.command:verify       compare a script's first steps with plain torch
-
-fit a model
-    estimate     estimate.command:estimate   predict memory and time of a step, without a GPU
-    plan         estimate.command:plan       write the fastest configuration that fits
-
-look at a run
-    report       report.command:report       make a page of losses, times, memory and waits
-    trace        profile.command:trace       record what all ranks do and hold in one step
-
-use checkpoints
-    inspect      inspect:command             list checkpoints, or show and verify one
-    consolidate  consolidate:command         make a model folder for from_pretrained
-    convert      convert:convert             write one as DeepSpeed, FSDP or the Trainer loads it
-    adopt        convert:adopt               make one from DeepSpeed's, FSDP's or the Trainer's
-"""
-
 
 def _read_table() -> tuple[dict[str, str], str]:
-    """The functions by command, and the table as `zero` prints it."""
-    homes, shown = {}, []
-    for line in _TABLE.splitlines():
+    """The functions by command, and the table as `zero` prints it.
+
+    In the file, a line without indentation says what one wants to do. The others have a command,
+    the function that gets its arguments and returns the exit code or None, and what `zero` says
+    about the command.
+    """
+    homes, shown = {}, [""]
+    for line in Path(__file__).with_name("commands.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith(" "):
             name, home, text = line.split(maxsplit=2)
             homes[name] = home

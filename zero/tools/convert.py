@@ -14,7 +14,7 @@ from zero.checkpoint.manifest import MANIFEST
 from zero.conversion import dcp, deepspeed, full, ours
 from zero.conversion.training_state import TrainingState
 from zero.errors import UsageError
-from zero.tools.arguments import Parser, Working, count
+from zero.tools.arguments import Parser, count, working
 
 # Each can say whether a folder has its files, and read it. The first that recognizes a folder does.
 READERS = (deepspeed, dcp, full)
@@ -70,9 +70,9 @@ def _carry(command: str, options: Namespace, kind: str, read: Read, write: Write
     """Write a checkpoint of this kind from the one in `options.folder`, and say what is missing."""
     folder = Path(options.folder).resolve()
     out = _new(folder, options.out, kind)
-    with Working(f"{command}: reading {folder}", 5.0) as working:
+    with working(f"{command}: reading {folder}", 5.0) as show:
         state = read(folder)
-        working.show(f"{command}: writing {out}")
+        show(f"{command}: writing {out}")
         _write(write, state, out)
     print(f"{out}: step {state.global_steps} of {state.source}")
     for each in state.missing:

@@ -51,16 +51,15 @@ def command(arguments: list[str]) -> None:
 
 
 def explain(source: str, as_json: bool = False) -> str:
-    """The explanation of a configuration as text, or as a JSON object: "summary", "keys" (a list)
-    and "unknown" (names). Raises ValueError as `load_config` does.
+    """The explanation of a configuration as text, or as a JSON object: "keys" (a list) and
+    "unknown" (names). Raises ValueError as `load_config` does.
     """
     config = load(source)
     keys = list(_explained(config))
     if as_json:
         listed = [entry._asdict() for entry in keys]
-        parts = {"summary": _summary(config), "keys": listed, "unknown": config.origin.ignored}
-        return json.dumps(parts, indent=2)
-    lines = [f"{source}:", *map(_indented, [_summary(config), *_advice(config)])]
+        return json.dumps({"keys": listed, "unknown": config.origin.ignored}, indent=2)
+    lines = [f"{source}:", *map(_indented, _advice(config))]
     for group in (ACTING, FILLED_IN, IDLE):
         members = [entry for entry in keys if entry.group == group]
         if members:
@@ -90,7 +89,7 @@ def _advice(config: Config) -> Iterator[str]:
     if zero.offloads_optimizer or zero.offloads_params:
         yield (
             "Offload makes each step slower, and is needed only if the GPUs are too small for the "
-            "model. To find out: zero estimate MODEL --ds-config FILE --device-memory 24G"
+            "model. To find out: zero plan MODEL --device-memory 24G"
         )
 
 
@@ -210,28 +209,3 @@ def _processes(config: Config) -> str:
     sharing = config.sequence_parallel_size * config.tensor_parallel.autotp_size
     processes = config.train_batch_size // (micro * steps) * sharing
     return f"With this file's micro-batch and accumulation, it needs {processes} process(es)."
-
-
-_SHARDED = {
-    0: "nothing is sharded (stage 0)",
-    1: "the optimizer state is sharded (stage 1)",
-    2: "optimizer state and gradients are sharded (stage 2)",
-    3: "optimizer state, gradients and parameters are sharded (stage 3)",
-}
-
-
-def _summary(config: Config) -> str:
-    zero, auto = config.zero_optimization, config.origin.auto
-    unknown_stage = "zero_optimization.stage" in auto
-    parts = ["the stage is filled in" if unknown_stage else _SHARDED[zero.stage]]
-    if zero.offload_optimizer and zero.offloads_optimizer:
-        parts.append(f"the optimizer state is offloaded to {zero.offload_optimizer.device}")
-    if zero.offload_param and zero.offloads_params:
-        parts.append(f"parameters are offloaded to {zero.offload_param.device}")
-    waiting = [name for name in ("fp16", "bf16") if f"{name}.enabled" in auto]
-    chosen = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else ""
-    if waiting and not chosen:
-        parts.append(f"{' or '.join(waiting)} if the Trainer's arguments say so")
-    else:
-        parts.append(f"{chosen or 'fp32'} compute")
-    return ", ".join(parts)

@@ -38,11 +38,9 @@ _POLL = 0.1
 _LAST_WORDS = 5.0
 # Seconds that they then have to end.
 _GRACE = 30.0
-# Seconds after which a line names the hosts that have printed nothing yet; the next one comes after
-# twice the time.
-_SILENCE = 5.0
-# ssh gives up after three of these seconds without a sign of life. Its exit code is then 255.
-_ALIVE = 15
+# Seconds after which ssh gives up to connect, and later after three times without a sign of life.
+# Its exit code is then 255, and it names the host.
+_CONNECT, _ALIVE = 30, 15
 
 # [Note: variables] Everybody on a machine can read the command lines of its processes, so tokens
 # such as HF_TOKEN may not be in them. A host prints `_READY` when it waits for its variables, and
@@ -343,11 +341,6 @@ def _binding(options: Namespace, slots: list[int]) -> dict[str, str]:
 # -- the job
 
 
-def _exit_code(code: int) -> int:
-    """A process's exit code as a shell reports it: 128 + the signal that ended it."""
-    return code if code >= 0 else 128 - code
-
-
 def _run_here(options: Namespace) -> NoReturn:
     if (options.num_nodes or 1) > 1:
         raise UsageError(f"launch: --num_nodes {options.num_nodes} needs --hostfile")
@@ -410,7 +403,8 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
         print(f"zero launch: {ranks} ranks on {where}, by ssh", file=sys.stderr, flush=True)
     # A terminal (-tt) so that the remote processes get SIGHUP when the connection ends, whatever
     # ended it.
-    ssh = ["ssh", "-tt", "-o", "BatchMode=yes", "-o", f"ServerAliveInterval={_ALIVE}"]
+    ssh = ["ssh", "-tt", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT}"]
+    ssh += ["-o", f"ServerAliveInterval={_ALIVE}"]
     ssh += ["-p", str(options.ssh_port)] if options.ssh_port else []
     jobs = {
         name: subprocess.Popen(
@@ -423,7 +417,7 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
         )
         for index, name in enumerate(hosts)
     }
-    out, silent = sys.stdout, set() if is_quiet else set(jobs)
+    out = sys.stdout
     if isinstance(out, io.TextIOWrapper):
         out.reconfigure(errors="replace")  # not every terminal can show a progress bar
 
@@ -437,7 +431,6 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
                 with suppress(BrokenPipeError), sent:  # ssh has ended, which `_wait` notices
                     sent.write(json.dumps(variables[name]) + "\n")
                 continue
-            silent.discard(name)
             try:
                 out.write(f"[{name}] {line.rstrip()}\n")
                 out.flush()
@@ -450,13 +443,12 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
         for name, job in jobs.items()
     ]
     fewest = options.min_elastic_nodes if options.elastic_training else len(hosts)
-    failed: dict[str, int] = {}
     try:
         # Before the first line is shown, so that whoever waits for it may interrupt.
         signal.signal(signal.SIGTERM, _interrupt)
         for thread in threads:
             thread.start()
-        code = _wait(jobs, fewest, failed, silent)
+        code = _wait(jobs, fewest)
     except KeyboardInterrupt as interrupt:  # its argument is the signal, if that is not SIGINT
         code = 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
     finally:
@@ -478,22 +470,16 @@ def _discard(out: TextIO) -> None:
     os.close(nowhere)
 
 
-def _wait(
-    jobs: dict[str, subprocess.Popen[str]], fewest: int, failed: dict[str, int], silent: set[str]
-) -> int:
-    """Wait until all hosts have ended, or too few are left.
-
-    `failed` gets the codes of those that failed, in order.
+def _wait(jobs: dict[str, subprocess.Popen[str]], fewest: int) -> int:
+    """Wait until all hosts have ended, or fewer than `fewest` are left. Returns the first failure's
+    code.
     """
-    deadline, start, patience = math.inf, time.monotonic(), _SILENCE
+    deadline, failed = math.inf, dict[str, int]()
     while True:
-        if silent and (waited := time.monotonic() - start) > patience:
-            patience *= 2
-            names = ", ".join(sorted(silent))
-            print(f"zero launch: nothing from {names} in {waited:.0f} s", file=sys.stderr)
         for name, job in jobs.items():
             if job.poll() and name not in failed:
-                failed[name] = _exit_code(job.returncode)
+                code = job.returncode
+                failed[name] = code if code >= 0 else 128 - code  # as a shell reports a signal
                 print(f"zero launch: {name} ended with code {failed[name]}", file=sys.stderr)
         too_few = len(jobs) - len(failed) < fewest
         if too_few:

@@ -142,11 +142,23 @@ def test_the_wheel_has_the_engine_and_the_applications(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        entries = next(name for name in names if name.endswith("entry_points.txt"))
-        scripts = archive.read(entries).decode()
-    folders = {name.split("/")[0] for name in names if ".dist-info" not in name}
-    assert folders == {"zero", "distill", "translation"}
-    data = "integrations/hf/startup/sitecustomize.py optim/adam_cpu/kernel.cpp "
-    data += "tools/report/page.html.jinja"
-    assert {f"zero/{name}" for name in data.split()} <= {*names}
+        scripts = archive.read(
+            next(name for name in names if name.endswith("entry_points.txt"))
+        ).decode()
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {
+        "zero",
+        "distill",
+        "translation",
+    }
+    data = {".cpp", ".jinja", ".json", ".txt"}
+    assert {
+        "zero/integrations/hf/startup/sitecustomize.py",
+        "distill/trainer.py",
+        "translation/bleu_chrf.py",
+        *(
+            str(file.relative_to(source))
+            for file in (source / "zero").rglob("*.*")
+            if file.suffix in data
+        ),
+    } <= {*names}
     assert "zero = zero.tools.cli:main" in scripts

@@ -51,7 +51,8 @@ def test_types_have_peaks_of_their_own():
         and peak_of(a100, torch.float32, tf32=True) == 156e12
     )
     assert all(
-        each.fp16 >= (each.tf32 or 0) >= 0 and each.fp16 > each.fp32 for each in PEAKS.values()
+        each["fp16"] >= (each["tf32"] or 0) and each["fp16"] > each["fp32"]
+        for each in PEAKS.values()
     )
     assert peak(torch.device("cpu"), torch.float32) is None
 

@@ -23,7 +23,7 @@ from tests.processes import REPOSITORY
 from tests.unit.checkpoints import flip, save
 from tests.unit.integrations.test_hook import assert_refused
 from zero.tools import launch
-from zero.tools.arguments import Parser, Working, check_command, judged, output_file
+from zero.tools.arguments import Parser, check_command, judged, output_file, working
 from zero.tools.cli import COMMANDS, USAGE, main
 
 
@@ -243,18 +243,18 @@ def test_a_long_step_counts_its_seconds_on_a_terminal(monkeypatch: pytest.Monkey
     def shown() -> str:
         return re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue())  # without colours
 
-    with Working("counting [1]") as working:
+    with working("counting [1]") as show:
         assert until(lambda: "counting [1] 0:00:01" in shown())
-        working.show("counted")
+        show("counted")
         assert until(lambda: "counted 0:00:0" in shown())
     assert shown().endswith("\x1b[1A\x1b[2K")  # the line is gone before the result
 
 
 def test_a_long_step_prints_its_changes_to_a_file(capsys, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with Working("counting") as working:
+    with working("counting") as show:
         for number in (1, 1, 2):
-            working.show(f"step {number}")
+            show(f"step {number}")
     assert capsys.readouterr().err == "step 1\nstep 2\n"
 
 

@@ -73,7 +73,6 @@ def test_each_key_is_in_the_group_where_it_belongs(tmp_path):
     )
     assert keys["zero_optimization.reduce_scatter"]["group"] == "Keys without effect"
     assert found["unknown"] == ["_note"]
-    assert found["summary"].startswith("optimizer state and gradients are sharded (stage 2)")
 
 
 def test_settings_without_which_experts_cannot_stay_are_named(tmp_path):
@@ -94,7 +93,7 @@ def test_the_price_of_offload_is_said(tmp_path):
     file = tmp_path / "ds.json"
     for offload, is_said in ({"device": "none"}, False), ({"device": "cpu"}, True):
         file.write_text(json.dumps(zero3(offload_optimizer=offload)))
-        assert ("zero estimate MODEL --ds-config" in in_a_line(file)) is is_said
+        assert ("zero plan MODEL" in in_a_line(file)) is is_said
 
 
 NVME = {"device": "nvme", "nvme_path": "/tmp", "pin_memory": True, "pipeline_read": True}
@@ -184,8 +183,8 @@ def test_a_file_of_accelerate_names_the_configuration_or_has_its_keys(tmp_path):
         "  deepspeed_multinode_launcher: standard\n"
     )
     text = in_a_line(file)
-    assert "gradients and parameters are sharded (stage 3), parameters are offloaded to cpu" in text
-    assert "zero_optimization.offload_param.device = " in text and "fp16 compute" in text
+    assert "zero_optimization.stage = 3" in text and "fp16.enabled = true" in text
+    assert "zero_optimization.offload_param.device = " in text
     assert "cast them in the script" in text  # accelerate writes fp16.auto_cast
     for content in ("distributed_type: MULTI_GPU", "a: [", "- 1"):
         file.write_text(content)
@@ -249,9 +248,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
 
 def test_the_command(tmp_path, capsys):
     main(["explain", str(SHIPPED)])
-    assert capsys.readouterr().out.startswith(
-        f"{SHIPPED}:\n  optimizer state, gradients and parameters are sharded"
-    )
+    assert capsys.readouterr().out.startswith(f"{SHIPPED}:\n")
     with pytest.raises(SystemExit) as ended:
         main(["explain", str(tmp_path / "none.json")])
     assert ended.value.code == 2 and "none.json" in capsys.readouterr().err

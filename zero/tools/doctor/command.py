@@ -14,7 +14,7 @@ from pathlib import Path
 from zero.comm.communicator import Communicator, communicator
 from zero.comm.world import compute_device, init_distributed
 from zero.errors import UsageError
-from zero.tools.arguments import Parser, Working, judged
+from zero.tools.arguments import Parser, judged, working
 from zero.tools.doctor import checks, links, speeds
 from zero.tools.doctor.checks import FAILS, SLOW, Finding, device_name
 from zero.tools.estimate.speeds import default_file, read
@@ -56,7 +56,7 @@ def doctor(arguments: list[str]) -> int:
     if options.speeds is not None:
         return _speeds(options, is_alone)
     if is_alone:
-        with Working("doctor: checking this machine"):
+        with working("doctor: checking this machine"):
             machines = {"": list(checks.findings(options.folder))}
         return _show(machines, options.json)
     try:
@@ -88,9 +88,9 @@ def _speeds(options: Namespace, is_alone: bool) -> int:
         init_distributed(timeout=CONNECTING)
     comm = None if is_alone else communicator()
     device = compute_device() if comm is None else comm.device
-    with Working("") as working:
+    with working() as show:
         if comm is None or comm.rank == 0:
-            working.show("doctor: measuring matrix products, copies, disk and updates, about 20 s")
+            show("doctor: measuring matrix products, copies, disk and updates, about 20 s")
         here = speeds.measure(device, folder)
     measured = [here] if comm is None else comm.control("measured speeds").exchange(lambda: here)
     if comm is None or comm.rank == 0:

@@ -12,11 +12,11 @@ from zero.config import Config, load_config
 from zero.errors import UsageError
 from zero.tools.arguments import (
     Parser,
-    Working,
     above_zero,
     count,
     gibibytes,
     output_file,
+    working,
 )
 from zero.tools.estimate.question import PLAIN, Question, model_folder, with_batch
 from zero.tools.estimate.speeds import DEVICES, GIVEN, chosen
@@ -93,14 +93,14 @@ def _searching(options: Namespace, config: Config, source: str) -> Iterator[Sear
     config, question = with_batch(config, source, question)
     given = {"device": options.device_memory, "host": (options.host_memory or 0) / per_host}
     limits = {place: int(amount * 2**30) for place, amount in given.items() if amount}
-    with Working("following steps on fake tensors", _SECONDS) as working:
+    with working("following steps on fake tensors", _SECONDS) as show:
         from zero.tools.estimate.model import build, fill_in, read_config
         from zero.tools.estimate.remedies import Search
 
         shape = read_config(options.model)
         config = fill_in(config, shape)
         model = build(shape, config.compute_dtype, options.adapter)
-        yield Search(model, config, question, limits, working.show)
+        yield Search(model, config, question, limits, show)
 
 
 def _parse(parser: Parser, arguments: list[str], batch: int, length: int) -> Namespace:

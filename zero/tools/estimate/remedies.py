@@ -1,5 +1,4 @@
-"""Finds changes for a training run that does not fit, or that would also fit with less offload or
-sharding. The change with the fastest step comes first.
+"""Finds changes with which a training run fits. The change with the fastest step comes first.
 
 A slower change is also named if it needs less memory than all faster ones.
 """
@@ -27,8 +26,6 @@ from zero.tools.estimate.rank import Estimate, estimate
 MOST, LESS = 5, 0.9
 # Twice the micro-batch has at least twice the activations, divided by this.
 GROWTH = 1.2
-# A change is named for its speed if a step takes less than this fraction of the time.
-FASTER = 0.95
 NO_OFFLOAD = {"offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}
 FEW_LIVE = {"stage": 3, "stage3_max_live_parameters": 0}
 # The Trainer would fill in "auto".
@@ -119,20 +116,6 @@ class Search:
         most = math.gcd(self.question.world_size, self.question.per_host, *found)
         return [parts for parts in range(2, most + 1) if most % parts == 0]
 
-    def faster(self) -> Remedy | None:
-        """Return the fastest change to less offload, sharding or recomputation that fits and makes
-        a step faster. None if there is none, or if the device's memory is not limited.
-        """
-        if DEVICE not in self.limits:
-            return None
-        asked = self.question
-        changes = _new(_larger(self.config.zero_optimization), self.config)
-        tried = [self._fitting(each, asked.batch, asked.checkpointing) for each in changes]
-        if asked.checkpointing:
-            tried.append(self._fitting({}, asked.batch, False))
-        best = min(filter(None, tried), key=lambda remedy: remedy.seconds, default=None)
-        return best if best and best.found.seconds < FASTER * self.found.seconds else None
-
     def _enough(self, changes: Iterable[Sections]) -> Iterator[Remedy]:
         """Return the changes that fit, each with the largest micro-batch that fits."""
         for sections in changes:
@@ -210,14 +193,6 @@ def _halves(batch: int) -> Iterator[int]:
     while batch > 1:
         batch = batch // 2 if batch % 2 == 0 else 1
         yield batch
-
-
-def _larger(zero: ZeroConfig) -> Iterator[Keys]:
-    """Return changes that may make a step faster, and take more memory."""
-    yield NO_OFFLOAD
-    yield {"offload_param": {"device": "none"}}
-    for stage in range(zero.stage):
-        yield NO_OFFLOAD | {"stage": stage}
 
 
 def _smaller(zero: ZeroConfig, host_is_limited: bool) -> Iterator[Keys]:

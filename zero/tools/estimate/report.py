@@ -25,15 +25,14 @@ NAMED = 3
 
 
 def report(source: str, search: Search, as_json: bool) -> str:
-    """Return the estimate of the model in the folder `source`, and what could be changed: with
-    which changes it fits, if it does not, or which one also fits and is faster.
+    """Return the estimate of the model in the folder `source`, and with which changes it fits, if
+    it does not.
     """
     fits = search.fits(search.found)
     remedies = [] if fits else search.remedies()
-    faster = search.faster() if fits else None
     if as_json:
-        return json.dumps(_facts(search, fits, remedies, faster), indent=2)
-    lines = [*_verdict(search, fits, remedies, faster), "", *_details(source, search)]
+        return json.dumps(_facts(search, fits, remedies), indent=2)
+    lines = [*_verdict(search, fits, remedies), "", *_details(source, search)]
     return "\n".join([*map(_wrapped, lines), str(search.question.speeds)])
 
 
@@ -81,9 +80,7 @@ def _wrapped(line: str) -> str:
     return lines.replace("\xa0", " ")
 
 
-def _facts(
-    search: Search, fits: bool, remedies: list[Remedy], faster: Remedy | None
-) -> dict[str, Any]:
+def _facts(search: Search, fits: bool, remedies: list[Remedy]) -> dict[str, Any]:
     found, question = search.found, search.question
     traffic, itemsize = found.traffic, search.config.compute_dtype.itemsize
     return {
@@ -99,7 +96,6 @@ def _facts(
         **_facts_of(found),
         "fits": fits,
         "remedies": [{"change": each.words} | _facts_of(each.found) for each in remedies],
-        "not_needed": faster and {"change": faster.words} | _facts_of(faster.found),
     }
 
 
@@ -116,9 +112,7 @@ def _room(search: Search) -> str:
     return " and ".join(f"{size(most)} of {place} memory" for place, most in search.limits.items())
 
 
-def _verdict(
-    search: Search, fits: bool, remedies: list[Remedy], faster: Remedy | None
-) -> list[str]:
+def _verdict(search: Search, fits: bool, remedies: list[Remedy]) -> list[str]:
     """Whether it fits, what it takes, and what to change."""
     lines = []
     if search.limits:
@@ -128,9 +122,6 @@ def _verdict(
     ranks = "The rank" if world == 1 else f"Each of {world} ranks"
     without = "" if search.question.batch else ", without activations and computation"
     lines.append(f"{ranks} needs {_sizes(found)}, {_time(found)}{without}.")
-    if faster is not None:
-        times = rounded(found.seconds / faster.found.seconds, 2)
-        lines.append(f"  also fits, and is {times} times as fast, with {_described(faster)}")
     for place, most in search.limits.items():
         if found.total(place) > most:
             parts = found.parts[place]

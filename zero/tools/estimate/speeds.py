@@ -64,45 +64,19 @@ _NUMBERS = [each.name for each in fields(Speeds) if each.type == "float"]
 
 # The fractions of the makers' figures that training reaches: 0.66 for 16-bit matrix products, with
 # which three measured steps of an H100 (docs/results.md) are predicted within 5%: 1B, on the device
-# and offloaded, and 8B in slices; 0.5 for those in fp32, not measured; 0.8 for memory and PCIe; 0.7
-# for a drive that writes for a long time.
-
-
-def _gpu(compute: float, compute_fp32: float, memory: float) -> dict[str, float]:
-    """TFLOP/s of dense 16-bit matrix products with sums in fp32, and of fp32; GB/s of memory."""
-    return {
-        "compute": 0.66 * compute,
-        "compute_fp32": 0.5 * compute_fp32,
-        "device_memory": 0.8 * memory,
-    }
-
-
-def _pcie(speed: float) -> dict[str, float]:
-    return {"to_device": 0.8 * speed, "from_device": 0.8 * speed}
-
-
-def _nvme(read: float, written: float) -> dict[str, float]:
-    return {"disk_read": 0.7 * read, "disk_written": 0.7 * written}
-
-
-# NVIDIA: whitepapers of GA102 (2.1), Ada (1.1) and RTX Blackwell (1.1); data sheets of A100 80GB
-# SXM, H100 SXM, H200 SXM, and HGX B200. PCIe, sixteen lanes in one direction, 128b/130b: PCI-SIG,
-# "PCI Express Base Specification" 3.0, 4.0, 5.0. Sequential reads and writes: Samsung's data sheets
-# of 970 EVO Plus and 980 PRO, Crucial's of T705.
-DEVICES = {
-    "rtx3090": _gpu(71, 35.6, 936) | _pcie(31.5),
-    "rtx4090": _gpu(165.2, 82.6, 1008) | _pcie(31.5),
-    "rtx5090": _gpu(209.5, 104.8, 1792) | _pcie(63.0),
-    "a100": _gpu(312, 19.5, 2039) | _pcie(31.5),
-    "h100": _gpu(989, 67, 3350) | _pcie(63.0),
-    "h200": _gpu(989, 67, 4800) | _pcie(63.0),
-    "b200": _gpu(2250, 75, 8000) | _pcie(63.0),
-    "pcie3": _pcie(15.75),
-    "pcie4": _pcie(31.5),
-    "pcie5": _pcie(63.0),
-    "nvme3": _nvme(3.5, 3.3),
-    "nvme4": _nvme(7.0, 5.0),
-    "nvme5": _nvme(14.5, 12.7),
+# and offloaded, and 8B in slices; 0.5 for those in fp32, not measured; 0.7 for a drive that writes
+# for a long time; 0.8 for memory and PCIe.
+_REACHED = {"compute": 0.66, "compute_fp32": 0.5, "disk_read": 0.7, "disk_written": 0.7}
+# In the file: dense 16-bit matrix products with sums in fp32. NVIDIA: whitepapers of GA102 (2.1),
+# Ada (1.1) and RTX Blackwell (1.1); data sheets of A100 80GB SXM, H100 SXM, H200 SXM, and HGX B200.
+# PCIe, sixteen lanes in one direction, 128b/130b: PCI-SIG, "PCI Express Base Specification" 3.0,
+# 4.0, 5.0. Sequential reads and writes: Samsung's data sheets of 970 EVO Plus and 980 PRO,
+# Crucial's of T705.
+DEVICES: dict[str, dict[str, float]] = {
+    device: {name: _REACHED.get(name, 0.8) * figure for name, figure in figures.items()}
+    for device, figures in json.loads(
+        Path(__file__).with_name("devices.json").read_text(encoding="utf-8")
+    ).items()
 }
 
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from zero.errors import UsageError
-from zero.tools.arguments import Working
+from zero.tools.arguments import working
 from zero.tools.launch import end, python_path
 
 # What a process of the command is told: the folder for its recording, and the last step.
@@ -44,12 +44,12 @@ def run(command: list[str], recorder: str, folder: Path, steps: int, what: str) 
         )  # fmt: skip
         before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
-            with Working("") as working:
-                working.show(f"{what}: before its first step")
+            with working() as show:
+                show(f"{what}: before its first step")
                 while process.poll() is None:
                     time.sleep(_POLL)
                     if (file := folder / PROGRESS).exists() and (done := file.read_text()):
-                        working.show(f"{what}: step {done} of {steps}")
+                        show(f"{what}: step {done} of {steps}")
         finally:
             signal.signal(signal.SIGTERM, before)
             end([process], _GRACE)

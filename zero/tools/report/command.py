@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from zero.errors import UsageError
-from zero.tools.arguments import Parser, Working, output_file
+from zero.tools.arguments import Parser, output_file, working
 from zero.tools.report.page import page
 from zero.tools.report.runs import file_of, read
 
@@ -32,7 +32,7 @@ def report(arguments: list[str]) -> None:
             f"report: --out {options.out} is the record of the run, which the page would replace: "
             "name another file"
         )
-    with Working("report: reading and drawing"):
+    with working("report: reading and drawing"):
         runs = [read(path) for path in paths]
         if len(runs) == 2 and runs[0].name == runs[1].name:
             for number, run in enumerate(runs, start=1):

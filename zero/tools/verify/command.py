@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from zero.errors import UsageError
-from zero.tools.arguments import Parser, Working, check_command, count, judged
+from zero.tools.arguments import Parser, check_command, count, judged, working
 from zero.tools.profile.running import run, what_went_wrong
 from zero.tools.verify.compare import Result, compare, steps_in
 
@@ -44,8 +44,8 @@ def verify(arguments: list[str]) -> int:
         folders = [Path(temporary, mode) for mode in MODES]
         for folder in folders:
             _record(folder, options.steps, options.command)
-        with Working("") as working:
-            working.show("verify: comparing")
+        with working() as show:
+            show("verify: comparing")
             result = compare(*folders)
             steps = steps_in(*folders)
     print(as_text(result))
