@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.dist.core.test_own_loops import LR, ROWS, SMALL, WIDTH, Experts, build, engine_of
-from tests.dist.training import ds_config
+from tests.dist.core.test_own_loops import LR, ROWS, WIDTH, Experts, build, engine_of
 from tests.processes import fork_ranks, run_on
 from zero import fragments
 from zero.integrations.deepspeed.labels import ZeroParamStatus
@@ -20,9 +19,7 @@ def chosen_by_rank(rank: int, world_size: int, stage: int) -> None:
     """Ranks use different experts, one expert is never used, and one rank has a shorter batch."""
     model, reference = build(Experts), build(Experts)
     with pytest.raises(ValueError, match="no module of class Expertz"):
-        engine_of(
-            build(Experts), stage, zero_optimization={"leaf_module": {"classes": ["Expertz"]}}
-        )
+        engine_of(build(Experts), stage, leaf_module={"classes": ["Expertz"]})
     set_z3_leaf_modules(model, [nn.ModuleList])
     engine = engine_of(model, stage)
     for step in range(4):
@@ -80,8 +77,7 @@ def without_room(rank: int, world_size: int) -> None:
     """
     model, reference = build(Mixtures), build(Mixtures)
     set_z3_leaf_modules(model, [Mixture])
-    zero_optimization = {**ds_config(**SMALL)["zero_optimization"], "reduce_bucket_size": 1}
-    engine = engine_of(model, zero_optimization=zero_optimization)
+    engine = engine_of(model, reduce_bucket_size=1)
     for step in range(4):
         used = [[0, 1] if (part + step) % 2 else [0] for part in range(world_size)]
         batches = [torch.full((ROWS, WIDTH), 0.1 * (step + 1) + part) for part in range(world_size)]
@@ -124,7 +120,7 @@ def test_ranks_that_part_are_named(tmp_path):
 
 
 def unused(rank: int, world_size: int) -> str:
-    engine = engine_of(build(Experts), 2, zero_optimization={"ignore_unused_parameters": False})
+    engine = engine_of(build(Experts), 2, ignore_unused_parameters=False)
     with pytest.raises(ValueError, match="ignore_unused_parameters is false") as raised:
         engine.backward(engine(torch.ones(ROWS, WIDTH), 0))
     return str(raised.value)
