@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zero
 from tests.dist.toys import toy, toy_batches
-from tests.dist.training import ds_config, loss_of, start, step, weights_of
+from tests.dist.training import ds_config, loss_of, sgd_engine, start, step, weights_of
 from tests.processes import run_on
 from zero.errors import UsageError
 
@@ -48,6 +49,9 @@ def reads(rank: int, world_size: int) -> None:
             read()
     with pytest.raises(UsageError, match="would read the values .*save_16bit_model"):
         torch.save(state, file)
+    for value in (weight, weight.data):
+        with pytest.raises(UsageError, match="would read the values of parameter .*head.weight"):
+            pickle.dumps(value)
     for write in (
         lambda: setattr(weight, "data", torch.zeros_like(weight)),
         lambda: model.half(),
@@ -212,41 +216,29 @@ def test_contexts_inside_of_each_other():
     run_on(2, nests)
 
 
-class KeepsView(nn.Linear):
+class KeepsViews(nn.Sequential):
+    """Keeps views of its layers' weights: of one that has run, and of one that will."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = self.weight.detach()
-        return super().forward(x)
-
-
-class KeepsViewsInDict(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = {"rows": [self.weight.data[0]], "all": self.weight.t()}
-        return super().forward(x)
-
-
-class KeepsViewOfAnother(nn.Sequential):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = self[2].weight.detach()
-        return super().forward(x)
+        self.second = self[1].weight.detach()
+        x = self[0](x)
+        self.first = {"rows": [self[0].weight.data[0]], "all": self[0].weight.t()}
+        return self[1](x)
 
 
 def reads_kept_views(rank: int, world_size: int, grad: bool) -> None:
     torch.manual_seed(1)
-    layers = KeepsView(256, 256), KeepsViewsInDict(256, 256), nn.Linear(256, 1)
-    model = KeepsViewOfAnother(*layers)
-    config = ds_config(stage3_param_persistence_threshold=0, stage3_max_live_parameters=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = zero.initialize(model=model, optimizer=optimizer, config=config)[0]
-    for _ in range(3):
+    model = KeepsViews(nn.Linear(256, 256), nn.Linear(256, 1))
+    engine = sgd_engine(model, stage3_max_live_parameters=0)
+
+    def check() -> None:
         with zero.GatheredParameters(model.parameters()):
-            weights = [layer.weight.detach().clone() for layer in model]
+            first, second = (layer.weight.detach().clone() for layer in model)
+        assert torch.equal(model.first["rows"][0], first[0])
+        assert torch.equal(model.first["all"].detach(), first.t())
+        assert torch.equal(model.second, second)
 
-        def check(weights: list[torch.Tensor] = weights) -> None:
-            assert torch.equal(model[0].seen, weights[0])
-            assert torch.equal(model[1].seen["rows"][0], weights[1][0])
-            assert torch.equal(model[1].seen["all"].detach(), weights[1].t())
-            assert torch.equal(model.seen, weights[2])
-
+    for _ in range(3):
         with torch.set_grad_enabled(grad):
             loss = engine(torch.randn(2, 256)).square().mean()
         check()
@@ -254,8 +246,7 @@ def reads_kept_views(rank: int, world_size: int, grad: bool) -> None:
             engine.backward(loss)
             check()
             engine.step()
-            with zero.GatheredParameters(model.parameters()):
-                check([layer.weight.detach().clone() for layer in model])
+            check()
     assert engine.residency.live == 0
 
 
