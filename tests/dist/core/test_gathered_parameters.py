@@ -150,37 +150,6 @@ def test_what_the_modifier_rank_writes_is_every_ranks_and_the_masters():
             assert_same_weights(found.weights, expected.weights)
 
 
-def partly(rank: int, world_size: int) -> tuple[bool, bool, bool]:
-    """Writing one parameter of a group leaves the others as they are.
-
-    Persistent and sharded parameters act alike.
-    """
-    true = weights_of(toy())
-    model = toy()
-    _engine, _ = start(model, SOME_PERSISTENT)
-    block = model.blocks[1]
-    with (
-        torch.no_grad(),
-        zero.GatheredParameters([block.up.weight, block.norm.bias], modifier_rank=0),
-    ):
-        if rank == 0:
-            block.up.weight.fill_(0.5)
-            block.norm.bias.fill_(0.25)
-    persistent = bool((block.norm.bias == 0.25).all())
-    with zero.GatheredParameters(model.parameters()):
-        written = bool((block.up.weight == 0.5).all())
-        same = all(
-            torch.equal(param, true[name])
-            for name, param in model.named_parameters()
-            if name not in ("blocks.1.up.weight", "blocks.1.norm.bias")
-        )
-    return persistent, written, same
-
-
-def test_writing_one_parameter_leaves_the_rest():
-    assert run_on(2, partly) == [(True, True, True)] * 2
-
-
 def masters_beside_a_write(rank: int, world_size: int, folder: str) -> dict[str, list[str]]:
     """By place of the masters: the parameters whose fp32 values a write after a step left wrong."""
     tiers.LEAST_BYTES_IN_A_FILE = 1
@@ -283,30 +252,6 @@ def refused(rank: int, world_size: int) -> bool:
 
 def test_changes_without_a_modifier_rank_are_refused_on_request():
     assert run_on(2, refused) == [True, True]
-
-
-def between_steps(rank: int, world_size: int) -> tuple[bool, int]:
-    """Gather between a forward and its backward, as callbacks do. Neither is disturbed."""
-    losses = []
-    for gather in (False, True):
-        model = toy()
-        engine, _ = start(model, SOME_PERSISTENT)
-        of_run = []
-        for batch in toy_batches(4):
-            loss = engine(**batch)
-            with zero.GatheredParameters(model.parameters(), enabled=gather):
-                pass
-            engine.backward(loss)
-            with zero.GatheredParameters(model.blocks[0], enabled=gather):
-                pass
-            engine.step()
-            of_run.append((loss.item(), engine.get_global_grad_norm()))
-        losses.append(of_run)
-    return losses[0] == losses[1], engine.residency.live
-
-
-def test_gathering_in_the_midst_of_a_step():
-    assert run_on(2, between_steps) == [(True, 0)] * 2
 
 
 def refused_on_one_rank(rank: int, world_size: int) -> str:

@@ -16,7 +16,7 @@ import torch
 
 import zero
 from tests.dist.toys import Toy, toy, toy_batches
-from tests.dist.training import adamw, ds_config, start
+from tests.dist.training import adamw, ds_config, start, step
 from tests.parity.models import build
 from tests.processes import run_on
 from zero.adapting.call import Call
@@ -53,26 +53,7 @@ def fails_at(owner: Any, name: str, call: int) -> Iterator[None]:
 
 def trained(engine: zero.ZeroEngine, steps: int = 2) -> list[float]:
     """The losses of some steps."""
-    losses = []
-    for batch in toy_batches(steps):
-        loss = engine(**batch)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
-def stopping_a_stream(rank: int, world_size: int, merge: bool) -> list[float]:
-    engine, _ = start(toy(), ds_config(**SHARDED))
-    for _ in zero.stream_weights(engine, merge_adapters=merge):
-        break
-    return trained(engine)
-
-
-@pytest.mark.parametrize("merge", [False, True])
-def test_a_stream_of_weights_that_stops_early_leaves_nothing_in_flight(merge):
-    first, second = run_on(2, stopping_a_stream, merge, timeout=LIMIT)
-    assert first == second
+    return step(engine, toy_batches(steps))
 
 
 def retrying(rank: int, world_size: int, mistake: str) -> None:
@@ -204,29 +185,6 @@ def checkpointing_alone(rank: int, world_size: int, stage: int) -> list[float]:
 def test_one_rank_alone_may_use_reentrant_checkpointing(stage):
     first, second = run_on(2, checkpointing_alone, stage, timeout=LIMIT)
     assert first == second
-
-
-def another_key(rank: int, world_size: int, stage: int) -> str:
-    """As a scheduler of torch, made on rank 0 alone, sets one."""
-    engine, _ = start(toy(), ds_config(**SHARDED | {"stage": stage}))
-    trained(engine)
-    batch = toy_batches(1)[0]
-    engine.backward(engine(**batch))
-    groups = engine.optimizer.param_groups
-    if rank == 0:
-        groups[0]["initial_lr"] = groups[0]["lr"]
-    with pytest.raises(ValueError) as raised:
-        engine.step()
-    groups[0].pop("initial_lr", None)
-    engine.step()
-    assert engine.was_step_applied() and engine.global_steps == 3
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_key_of_a_param_group_on_one_rank_is_named(stage):
-    for message in run_on(2, another_key, stage, timeout=LIMIT):
-        assert "param group 0, initial_lr: 0.001 on rank 0, missing on rank 1" in message
 
 
 def script_gradient_alone(rank: int, world_size: int) -> torch.Tensor:

@@ -223,57 +223,10 @@ def test_bits_survive_training_and_each_rank_holds_half(case):
         assert whole <= held * 2 < whole + (4096 if "threshold" in case else 1)
 
 
-def in_files(rank: int, world_size: int, folder: str) -> list[bool]:
-    offload = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}
-    model = Model([Wide, Carried])
-    params = [param for param in model.parameters() if param.requires_grad]
-    settings = config(offload_param=offload)
-    engine = zero.initialize(model=model, model_parameters=params, config=settings)[0]
-    steps(engine)
-    return [group.tier.holds_in_file(group.shard) for group in engine.groups if group.packed]
-
-
-def test_bits_survive_in_files(tmp_path):
-    """A shard of less than 1 MiB stays in host memory."""
-    assert run_on(2, in_files, str(tmp_path)) == [[True, False]] * 2
-
-
 @pytest.mark.parametrize("section", [{"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}])
 def test_bits_survive_groups_of_ranks(section):
     for _, held, whole in run_on(4, trained, config(**section), torch.float32):
         assert held == whole // (2 if "mics_shard_size" in section else 4)
-
-
-def test_losses_are_those_of_plain_torch():
-    model = Model()
-    params = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(params, lr=1e-3, weight_decay=0.0)
-    generator, expected = torch.Generator().manual_seed(1), []
-    for _ in range(3):
-        loss = model(torch.randn(2, WIDTH, generator=generator))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
-    for world_size in (1, 3):
-        for losses, _, _ in run_on(world_size, trained, config(), torch.float32):
-            assert losses == pytest.approx(expected, abs=1e-6)
-
-
-def below_stage_3(rank: int, world_size: int, stage: int) -> bool:
-    model, engine = start(config(stage=stage, bf16={"enabled": True}))
-    steps(engine, torch.bfloat16)
-    return all(
-        owning_group(each.tensor) is None
-        for layer in model.layers
-        for each in tensors_of(layer.base)
-    )
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_below_stage_3_they_are_left_alone(stage):
-    assert all(run_on(2, below_stage_3, stage))
 
 
 def sharded(rank: int, world_size: int) -> dict[str, bool]:

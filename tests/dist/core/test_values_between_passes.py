@@ -231,22 +231,25 @@ def reads_kept_views(rank: int, world_size: int, grad: bool) -> None:
     model = KeepsViews(nn.Linear(256, 256), nn.Linear(256, 1))
     engine = sgd_engine(model, stage3_max_live_parameters=0)
 
-    def check() -> None:
+    def weights() -> list[torch.Tensor]:
         with zero.GatheredParameters(model.parameters()):
-            first, second = (layer.weight.detach().clone() for layer in model)
+            return [layer.weight.detach().clone() for layer in model]
+
+    def check(first: torch.Tensor, second: torch.Tensor) -> None:
         assert torch.equal(model.first["rows"][0], first[0])
         assert torch.equal(model.first["all"].detach(), first.t())
         assert torch.equal(model.second, second)
 
     for _ in range(3):
+        before = weights()
         with torch.set_grad_enabled(grad):
             loss = engine(torch.randn(2, 256)).square().mean()
-        check()
+        check(*before)
         if grad:
             engine.backward(loss)
-            check()
+            check(*before)
             engine.step()
-            check()
+            check(*weights())
     assert engine.residency.live == 0
 
 
