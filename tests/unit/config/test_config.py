@@ -59,13 +59,6 @@ def test_hjson_is_read_where_it_is_installed(monkeypatch):
     assert load_config(text).gradient_clipping == 0.5
 
 
-def test_a_bucket_that_deepspeed_refuses_is_refused():
-    with pytest.raises(
-        ValueError, match="allgather_bucket_size must be a multiple of nccl_start_alignment_factor"
-    ):
-        load_config(zero3(allgather_bucket_size=1001))
-
-
 def test_the_users_dict_is_kept_and_left_unchanged():
     raw = {"bfloat16": {"enabled": True}, "train_batch_size": "auto", **zero3(cpu_offload=True)}
     before = copy.deepcopy(raw)
@@ -87,32 +80,11 @@ def test_a_syntax_error_has_file_line_and_column(tmp_path):
     assert str(caught.value).startswith(f"{path}: line 2, column ")
 
 
-@pytest.mark.parametrize("source", ["[1]", 5, None])
-def test_anything_but_an_object_is_an_error(source):
-    assert "expected" in errors(source)[0]
-
-
-def test_the_shipped_file_is_valid_and_every_key_of_it_has_an_effect():
+def test_every_key_of_the_shipped_file_has_an_effect():
+    """fp16.enabled is "auto". The other keys of fp16 act only with it."""
+    assert [key for key in without_effect(SHIPPED) if not key.startswith("fp16.")] == []
     config = load_config(SHIPPED, allow_auto=True)
-    zero = config.zero_optimization
-    assert (zero.stage, zero.offload_param.device, zero.offload_optimizer.device) == (
-        3,
-        "cpu",
-        "cpu",
-    )
-    assert (
-        zero.sub_group_size
-        == zero.stage3_max_live_parameters
-        == zero.stage3_max_reuse_distance
-        == 10**9
-    )
-    # fp16.enabled is "auto". The other keys of fp16 act only with it.
-    assert (
-        [key for key in without_effect(SHIPPED) if not key.startswith("fp16.")]
-        == []
-        == config.origin.renamed
-    )
-    assert len(config.origin.auto) == 16
+    assert config.origin.renamed == [] and len(config.origin.auto) == 16
 
 
 # ---- "auto"
@@ -189,42 +161,28 @@ def test_missing_batch_sizes_follow_from_the_others(given, resolved):
     assert tuple(getattr(config, key) for key in keys) == given
 
 
+GIVEN = {
+    "train_batch_size": 6, "train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 1,
+}  # fmt: skip
+NOTHING = "and train_batch_size is not given either; set one of them to a number"
+
+
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (
-            {
-                "train_batch_size": 6,
-                "train_micro_batch_size_per_gpu": 6,
-                "gradient_accumulation_steps": 1,
-            },
-            "train_batch_size: 6 is not train_micro_batch_size_per_gpu 6 x "
-            "gradient_accumulation_steps 1 x world size 2"
-            " = 12; change one of them or leave one out",
-        ),
-        (
-            {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 6},
-            "train_batch_size: 6 is not a whole multiple of train_micro_batch_size_per_gpu 6 x "
-            "world size 2",
-        ),
+        (GIVEN, "6 is not train_micro_batch_size_per_gpu 6 x gradient_accumulation_steps 1 x"),
+        (GIVEN | {"gradient_accumulation_steps": None}, "multiple of train_micro_batch_size_per_g"),
         ({"train_batch_size": 1}, "train_batch_size: 1 is not a whole multiple of world size 2"),
         (
             {"gradient_accumulation_steps": 4},
-            "train_micro_batch_size_per_gpu: is missing, and train_batch_size is not given either; "
-            "set one of them to a number",
+            f"train_micro_batch_size_per_gpu: is missing, {NOTHING}",
         ),
-        (
-            {"train_micro_batch_size_per_gpu": "auto"},
-            "train_micro_batch_size_per_gpu: is still 'auto', and train_batch_size is not given "
-            "either; "
-            "set one of them to a number",
-        ),
+        ({"train_micro_batch_size_per_gpu": "auto"}, f"is still 'auto', {NOTHING}"),
     ],
 )
 def test_batch_sizes_that_do_not_multiply_out(raw, message):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=message):
         load_config(raw).resolve(2)
-    assert str(caught.value).endswith(message)
 
 
 # ---- settings
@@ -251,19 +209,6 @@ def test_defaults_are_deepspeeds():
     assert load_config(zero3()).fp16.hysteresis == 2
 
 
-@pytest.mark.parametrize(
-    ("raw", "dtype"),
-    [
-        ({}, torch.float32),
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, torch.float16),
-        ({"bf16": {"enabled": True}}, torch.bfloat16),
-        ({"bfloat16": {"enabled": True}}, torch.bfloat16),
-    ],
-)
-def test_compute_dtype(raw, dtype):
-    assert load_config(raw).compute_dtype == dtype
-
-
 def test_dtype_names():
     config = load_config(
         {"communication_data_type": "FP32", "data_types": {"grad_accum_dtype": "bfloat16"}}
@@ -274,21 +219,9 @@ def test_dtype_names():
 
 
 def test_parameters_of_an_optimizer_are_what_the_user_set_and_has_an_effect():
-    params = {
-        "lr": 0.1,
-        "betas": [0.5, 0.6],
-        "fused": None,
-        "bias_correction": True,
-        "set_grad_none": False,
-    }
-    config = load_config(optimizer("adam", **params))
-    assert config.optimizer.type == "Adam"
-    assert dict(**config.optimizer.params) == {
-        "lr": 0.1,
-        "betas": (0.5, 0.6),
-        "fused": None,
-        "bias_correction": True,
-    }
+    params = {"lr": 0.1, "betas": (0.5, 0.6), "fused": None, "bias_correction": True}
+    config = load_config(optimizer("adam", **params | {"betas": [0.5, 0.6]}, set_grad_none=False))
+    assert config.optimizer.type == "Adam" and dict(**config.optimizer.params) == params
     assert without_effect(config.origin.raw) == ["optimizer.params.set_grad_none"]
 
 
@@ -385,14 +318,9 @@ def test_every_key_says_what_it_does_or_why_it_does_nothing():
     assert len(sections) > 12 and idle > 200
 
 
-def test_bits_of_compressed_gradients_are_8_or_4_and_act_only_with_compression():
+def test_bits_of_compressed_gradients_act_only_with_compression():
     section = {"zero_quantized_gradients": True, "zero_quantized_gradient_bits": 4}
     zero = load_config({"zero_optimization": section}).zero_optimization
-    assert (
-        zero.zero_quantized_gradient_bits == 4
-        and zero.why_idle("zero_quantized_gradient_bits") is None
-    )
+    assert zero.why_idle("zero_quantized_gradient_bits") is None
     assert zero.why_idle("zero_quantized_weights") == "needs stage 3, and this is stage 0"
     assert load_config({}).zero_optimization.why_idle("zero_quantized_gradient_bits")
-    message = errors({"zero_optimization": {**section, "zero_quantized_gradient_bits": 6}})
-    assert "zero_quantized_gradient_bits" in str(message) and "4 or 8" in str(message)
