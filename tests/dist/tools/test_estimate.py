@@ -4,14 +4,12 @@ moves.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import transformers
 
 import zero
 from tests.parity.models import batches, build
@@ -21,7 +19,6 @@ from zero.comm.communicator import GlooCommunicator
 from zero.config import load_config
 from zero.config.optim import TYPES
 from zero.offload.nvme import ScratchFile
-from zero.tools.cli import main
 from zero.tools.estimate.machine import DEVICE, DISK, HOST
 from zero.tools.estimate.model import build as build_fake
 from zero.tools.estimate.model import fill_in, read_config
@@ -346,87 +343,3 @@ def test_auto_is_what_transformers_fills_in(tmp_path):
     assert (
         section.stage3_param_persistence_threshold == 300 and filled.compute_dtype == torch.bfloat16
     )
-
-
-def test_the_command(tmp_path, capsys):
-    build("gpt2").save_pretrained(tmp_path / "model")
-    file = tmp_path / "ds.json"
-    batch = {"train_batch_size": 64}  # two micro-batches of 8 on each of 4 ranks
-    file.write_text(
-        json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}} | batch)
-    )
-    asked = [
-        str(tmp_path / "model"),
-        "--ds-config",
-        str(file),
-        "--world",
-        "4",
-        "--batch",
-        "8",
-        "--seq",
-        "16",
-    ]
-    main(["estimate", *asked])
-    text = " ".join(capsys.readouterr().out.split())
-    assert "Each of 4 ranks needs" in text and "activations" in text
-    assert "Each rank holds at most:" in text
-    assert "moves in a step (micro-batches: 2)" in text and "network" in text
-    main(["estimate", *asked, "--device-memory", "24G"])
-    assert "This fits: each rank has 24 GiB of device memory." in capsys.readouterr().out
-    main(["estimate", *asked, "--json"])
-    found = json.loads(capsys.readouterr().out)
-    # Of each micro-batch's gradients a rank sends three quarters.
-    numel = sum(param.numel() for param in build("gpt2").parameters())
-    assert found["traffic"]["network"]["gradients"] == pytest.approx(2 * 2 * 0.75 * numel, rel=0.02)
-    for wrong, words in (
-        (["nowhere", *asked[1:]], "config.json"),
-        ([*asked[:-2]], "--seq"),
-        ([*asked, "--world", "0"], "0"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main(["estimate", *wrong])
-        assert ended.value.code == 2 and words in capsys.readouterr().err
-
-
-def test_a_model_that_is_not_one_of_language(tmp_path, capsys):
-    """Its states are estimated, also where its constructor looks at values; its activations are
-    refused in one line.
-    """
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    vit = transformers.ViTConfig(
-        **sizes, image_size=8, patch_size=4, architectures=["ViTForImageClassification"]
-    )
-    vit.save_pretrained(tmp_path / "vit")
-    bert = transformers.BertConfig(
-        **sizes, vocab_size=64, architectures=["BertForSequenceClassification"]
-    )
-    bert.save_pretrained(tmp_path / "bert")
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    file = tmp_path / "ds.json"
-    file.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
-    tokens = ["--batch", "2", "--seq", "8"]
-
-    def ask(name, *more):
-        main(["estimate", str(tmp_path / name), "--ds-config", str(file), *more])
-        return capsys.readouterr().out
-
-    elements = sum(
-        param.numel() for param in transformers.ViTForImageClassification(vit).parameters()
-    )
-    assert f"{elements:,} parameters" in " ".join(ask("vit").split())
-    assert "activations" in ask("bert", *tokens)
-    for arguments, words in (
-        (["vit", *tokens], "leave --batch and --seq out"),
-        (["adapter"], "base model"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            ask(*arguments)
-        assert ended.value.code == 2
-        error = capsys.readouterr().err
-        assert words in error and error.count("\n") == 1

@@ -195,19 +195,6 @@ def call(capsys, *arguments: str) -> tuple[int, str, str]:
     return ended.value.code, *capsys.readouterr()
 
 
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        ([], "name a script"),
-        (["--step", "0", "x.py"], "number above 0"),
-        (["--out", "/none/x", "x.py"], "--out"),
-    ],
-)
-def test_bad_arguments_are_one_line(arguments: list[str], said: str, capsys):
-    code, _, stderr = call(capsys, *arguments)
-    assert code == 2 and said in stderr and len(stderr.splitlines()) == 1
-
-
 def test_ranks_lie_on_one_clock_and_streams_are_devices(tmp_path: Path):
     kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "pid": 1, "tid": 7, "ts": 2.5, "dur": 1.0}
     flow = {"ph": "f", "cat": "ac2g", "name": "ac2g", "id": 5, "pid": 1, "tid": 7, "ts": 2.5}

@@ -20,7 +20,7 @@ import zero
 from tests import recorded
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import adamw, ds_config, loss_of, one_group, split, trainable
-from tests.processes import REPOSITORY, fork_ranks, kill_tree, run_on
+from tests.processes import REPOSITORY, kill_tree, run_on
 from zero.comm.communicator import Communicator
 from zero.config import load_config
 from zero.core.param_group import ParamGroup
@@ -299,15 +299,6 @@ def test_nothing_is_saved_while_a_script_is_verified(verify: Callable, tmp_path:
     code, stdout, stderr = verify(script, output)
     assert code == 0, stdout + stderr
     assert "Equal within rounding for 1 step(s)." in stdout and not output.exists()
-
-
-def test_the_command_runs_a_script_twice():
-    words = ("verify", "--steps", "1", "examples/torch_loop.py", "--output", "/nowhere")
-    others = {"nproc": 0, "timeout": 120, "cwd": REPOSITORY, "imported": "zero"}
-    done = fork_ranks("-m", "zero", *words, **others)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("Equal within rounding for 1 step(s).\n")
-    assert "on plain torch: step 1 of 1" in done.stderr
 
 
 def test_a_script_without_a_step_is_refused(verify: Callable, tmp_path: Path):
