@@ -26,37 +26,36 @@ from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import estimate
 from zero.tools.estimate.traffic import NETWORK, READ, WRITTEN
 
-SMALL = {"stage3_param_persistence_threshold": 40, "stage3_prefetch_bucket_size": 3000}
+SMALL = {
+    "stage": 3, "stage3_param_persistence_threshold": 40, "stage3_prefetch_bucket_size": 3000,
+}  # fmt: skip
 CPU = {"device": "cpu"}
 CASES: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
-    "stage 3": {"stage": 3, **SMALL},
-    "stage 3, few live": {"stage": 3, **SMALL, "stage3_max_live_parameters": 6000},
-    "stage 3, no reuse": {"stage": 3, **SMALL, "stage3_max_reuse_distance": 0},
+    "stage 3": SMALL,
+    "stage 3, few live": {**SMALL, "stage3_max_live_parameters": 6000},
+    "stage 3, no reuse": {**SMALL, "stage3_max_reuse_distance": 0},
 }
 GROUPS = {
-    "groups of 2": {"stage": 3, **SMALL, "mics_shard_size": 2},
-    "8-bit moments": {"stage": 3, **SMALL, "zero_quantized_moments": True},
-    "groups of 1": {"stage": 3, **SMALL, "mics_shard_size": 1},
-    "groups of 2, second shards": {"stage": 3, **SMALL, "zero_hpz_partition_size": 2},
+    "groups of 2": {**SMALL, "mics_shard_size": 2},
+    "8-bit moments": {**SMALL, "zero_quantized_moments": True},
+    "groups of 1": {**SMALL, "mics_shard_size": 1},
+    "groups of 2, second shards": {**SMALL, "zero_hpz_partition_size": 2},
 }
 MODELS = ("t5", "gpt2", "llama")
 
 
 def config(zero_section: dict[str, Any], **others: Any) -> dict[str, Any]:
-    sizes = {
+    return {
         "train_micro_batch_size_per_gpu": 6,
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 1.0,
-    }
-    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
-    return (
-        sizes
-        | {"optimizer": optimizer, "bf16": {"enabled": True}, "zero_optimization": zero_section}
-        | others
-    )
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "bf16": {"enabled": True},
+        "zero_optimization": zero_section,
+    } | others
 
 
 def storages(tensors: list[torch.Tensor | None]) -> int:
@@ -78,33 +77,21 @@ def measure(rank: int, world_size: int, name: str, settings: dict[str, Any]) -> 
         rows = {key: value.chunk(world_size)[rank] for key, value in batch.items()}
         engine.backward(engine(**rows).loss)
         if number == 2:
-            carried = storages(
-                [engine.reducer.gradients[param_group].carried for param_group in engine.groups]
-            )
+            gradients = engine.reducer.gradients
+            carried = storages([gradients[group].carried for group in engine.groups])
         if number < 3:
             engine.step()
     shards = list(engine.optimizer.shards.values())
-    moments = [
-        value
-        for state in engine.optimizer.state.values()
-        for value in state.values()
-        if value.dim()
-    ]
+    states = engine.optimizer.state.values()
+    groups = engine.groups
     return {
         "gradients": storages([shard.grad for shard in shards]),
         "masters": storages([shard.master for shard in shards]),
-        "optimizer state": storages(moments),
+        "optimizer state": storages([v for state in states for v in state.values() if v.dim()]),
         "sums of micro-batches": carried,
         "gathered": engine.residency.peak,
-        "second shards": storages(
-            [getattr(param_group, "second", None) for param_group in engine.groups]
-        ),
-        "parameters": storages(
-            [
-                param_group.full if param_group.persistent else param_group.shard
-                for param_group in engine.groups
-            ]
-        ),
+        "second shards": storages([getattr(group, "second", None) for group in groups]),
+        "parameters": storages([each.full if each.persistent else each.shard for each in groups]),
     }
 
 
@@ -164,48 +151,32 @@ MUON = {"optimizer": {"type": "Muon", "params": {}}}
 FP32 = {"bf16": {"enabled": False}}
 QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 NVME = {"device": "nvme", "nvme_path": "/tmp", "max_in_cpu": 0}
-FILES = {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp", "overlap_step": False}}
+FILES = {
+    "stage": 3,
+    "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp", "overlap_step": False},
+}
+ONE = {"gradient_accumulation_steps": 1}
+BITS = {"zero_quantized_gradient_bits": 4}
 TRAFFIC: dict[str, tuple[str, dict[str, Any]]] = {
     "stage 0": ("gpt2", config({"stage": 0}, **FP32)),
     "stage 1": ("llama", config({"stage": 1}, **FP32)),
-    "stage 1, bf16 messages": (
-        "llama",
-        config({"stage": 1}, **FP32, communication_data_type="bf16"),
-    ),
+    "bf16 messages": ("llama", config({"stage": 1}, **FP32, communication_data_type="bf16")),
     "stage 2": ("t5", config({"stage": 2})),
-    **{
-        f"{name}, stage 3": (name, config({"stage": 3, **SMALL}, gradient_accumulation_steps=3))
-        for name in MODELS
-    },
-    "stage 3, few live": (
-        "gpt2",
-        config({"stage": 3, **SMALL, "stage3_max_live_parameters": 6000}),
-    ),
-    "stage 3, no reuse": ("t5", config({"stage": 3, **SMALL, "stage3_max_reuse_distance": 0})),
-    "stage 3, Muon": ("gpt2", config({"stage": 3, **SMALL}, **MUON)),
-    "stage 3, Muon, no accumulation": (
-        "llama",
-        config({"stage": 3}, gradient_accumulation_steps=1, **MUON),
-    ),
-    "stage 3, codes": (
-        "llama",
-        config({"stage": 3, **SMALL, **QUANTIZED, "zero_quantized_gradient_bits": 4}),
-    ),
-    "optimizer in files": ("large", config({"stage": 2, **FILES})),
-    "8-bit moments in files": (
-        "large",
-        config({"stage": 3, "zero_quantized_moments": True, **FILES}),
-    ),
-    "all in files": ("large", config({"stage": 3, **FILES, "offload_param": NVME}, **FP32)),
-    "all in files, bf16": ("large", config({"stage": 3, **FILES, "offload_param": NVME})),
+    **{f"{name}, stage 3": (name, config(SMALL, gradient_accumulation_steps=3)) for name in MODELS},
+    "stage 3, few live": ("gpt2", config({**SMALL, "stage3_max_live_parameters": 6000})),
+    "stage 3, no reuse": ("t5", config({**SMALL, "stage3_max_reuse_distance": 0})),
+    "stage 3, Muon": ("gpt2", config(SMALL, **MUON)),
+    "stage 3, Muon, no accumulation": ("llama", config({"stage": 3}, **ONE, **MUON)),
+    "stage 3, codes": ("llama", config({**SMALL, **QUANTIZED, **BITS})),
+    "optimizer in files": ("large", config({**FILES, "stage": 2})),
+    "8-bit moments in files": ("large", config({**FILES, "zero_quantized_moments": True})),
+    "all in files": ("large", config({**FILES, "offload_param": NVME}, **FP32)),
+    "all in files, bf16": ("large", config({**FILES, "offload_param": NVME})),
 }
 HYBRID_TRAFFIC = {
-    "groups of 2": ("llama", config({"stage": 3, **SMALL, "mics_shard_size": 2}, **FP32)),
-    "second shards": ("gpt2", config({"stage": 3, **SMALL, "zero_hpz_partition_size": 2})),
-    "second shards, codes": (
-        "gpt2",
-        config({"stage": 3, **SMALL, "zero_hpz_partition_size": 2, **QUANTIZED}),
-    ),
+    "groups of 2": ("llama", config({**SMALL, "mics_shard_size": 2}, **FP32)),
+    "second shards": ("gpt2", config({**SMALL, "zero_hpz_partition_size": 2})),
+    "codes": ("gpt2", config({**SMALL, "zero_hpz_partition_size": 2, **QUANTIZED})),
 }
 
 

@@ -42,29 +42,40 @@ def no_measured_speeds(tmp_path, monkeypatch):
 
 
 SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "vocab_size": 128,
-}
+}  # fmt: skip
 HEADS = {"num_key_value_heads": 4}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "vocab_size": 64}
 BATCH, LENGTH = 2, 24
+# Of a model whose parts differ enough to be told apart.
+LARGE = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 2048}
+CPU = {"device": "cpu"}
+OFFLOADED = {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}
 
 
 def llama(**sizes: Any) -> transformers.PretrainedConfig:
     return transformers.LlamaConfig(**SIZES | HEADS | sizes, architectures=["LlamaForCausalLM"])
 
 
-def counted(
-    shape: transformers.PretrainedConfig,
-    checkpointing: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-) -> int:
-    settings = load_config({"zero_optimization": {"stage": 0}})
+def mixtral(**sizes: Any) -> transformers.PretrainedConfig:
+    sizes = SIZES | HEADS | sizes
+    return transformers.MixtralConfig(**sizes, architectures=["MixtralForCausalLM"])
+
+
+def estimated(
+    shape: transformers.PretrainedConfig, question: Question, stage: int = 3, **sections: Any
+) -> Estimate:
+    """With bf16, unless `sections` have another dtype."""
+    config = load_config(
+        {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}} | sections
+    )
+    return estimate(build(shape, config.compute_dtype), config, question)
+
+
+def counted(shape: transformers.PretrainedConfig, checkpointing: bool = False, **dtype: Any) -> int:
     question = Question(1, BATCH, LENGTH, checkpointing)
-    return estimate(build(shape, dtype), settings, question).traffic.operations
+    return estimated(shape, question, 0, **dtype).traffic.operations
 
 
 def products(model: torch.nn.Module) -> int:
@@ -85,19 +96,16 @@ def test_operations_are_those_of_the_products():
 
 
 def test_only_active_experts_compute():
-    def mixture(experts: int, active: int, dtype: torch.dtype = torch.bfloat16) -> int:
-        sizes = {
-            "num_local_experts": experts,
-            "num_experts_per_tok": active,
-            "architectures": ["MixtralForCausalLM"],
-        }
-        return counted(transformers.MixtralConfig(**SIZES | HEADS | sizes), dtype=dtype)
+    def mixture(experts: int, active: int, **dtype: Any) -> int:
+        return counted(mixtral(num_local_experts=experts, num_experts_per_tok=active), **dtype)
 
     of_an_expert = 3 * 2 * BATCH * LENGTH * 2 * 3 * 64 * 96
     assert mixture(8, 2) - mixture(8, 1) == of_an_expert
     router = 3 * 2 * BATCH * LENGTH * 2 * 64 * 8
     assert mixture(16, 2) - mixture(8, 2) == router
-    assert mixture(8, 2, torch.float32) == mixture(8, 2, torch.float16) == mixture(8, 2)
+    for bf16, fp16 in ((False, False), (False, True)):
+        dtype = {"bf16": {"enabled": bf16}, "fp16": {"enabled": fp16}}
+        assert mixture(8, 2, **dtype) == mixture(8, 2)
 
 
 @pytest.fixture
@@ -118,18 +126,11 @@ def ask(tmp_path, capsys) -> Callable[..., Any]:
     def call(
         shape: transformers.PretrainedConfig, section: dict[str, Any], *options: str, **others: Any
     ) -> Any:
-        shape.save_pretrained(tmp_path / "model")
+        model, file = tmp_path / "model", tmp_path / "ds.json"
+        shape.save_pretrained(model)
         settings = {"bf16": {"enabled": True}, "zero_optimization": section} | others
-        (tmp_path / "ds.json").write_text(json.dumps(settings))
-        main(
-            [
-                "estimate",
-                str(tmp_path / "model"),
-                "--ds-config",
-                str(tmp_path / "ds.json"),
-                *options,
-            ]
-        )
+        file.write_text(json.dumps(settings))
+        main(["estimate", str(model), "--ds-config", str(file), *options])
         text = capsys.readouterr().out
         return json.loads(text) if "--json" in options else text
 
@@ -194,18 +195,19 @@ def test_the_batch_may_come_from_the_file(ask, capsys):
     assert "--batch needs --seq" in refusal(capsys, ask, llama(), {"stage": 3}, "--batch", "4")
 
 
-def test_other_inputs_than_tokens_are_named(ask, capsys):
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    vit = transformers.ViTConfig(
-        **sizes, image_size=8, patch_size=4, architectures=["ViTForImageClassification"]
+def test_other_inputs_than_tokens_have_no_activations(ask, capsys):
+    """States are estimated, also where the model's constructor looks at values."""
+    shape = transformers.ViTConfig(**SIZES, image_size=8, patch_size=4)
+    shape.architectures = ["ViTForImageClassification"]
+    vit = transformers.ViTForImageClassification(shape)
+    assert ask(shape, {"stage": 3}, "--json")["elements"] == sum(
+        p.numel() for p in vit.parameters()
     )
     options = ["--batch", "2", "--seq", "8"]
-    assert "takes pixel_values, not token ids" in refusal(capsys, ask, vit, {"stage": 3}, *options)
+    says = "takes pixel_values, not token ids"
+    assert says in refusal(capsys, ask, shape, {"stage": 3}, *options)
+    bert = transformers.BertConfig(**SIZES, architectures=["BertForSequenceClassification"])
+    assert ask(bert, {"stage": 3}, *options, "--json")["activations"] > 0
     bare = llama()
     bare.architectures = ["LlamaModel"]
     assert "LlamaModel has no loss" in refusal(capsys, ask, bare, {"stage": 3}, *options)
@@ -215,13 +217,11 @@ def parts(found: dict[str, Any], place: str) -> int:
     return sum(found["bytes"][place].values())
 
 
-def test_whole_tensors_move_to_their_owners_only_if_they_are_sharded(ask):
+def test_whole_tensors_move_to_their_owners_only_if_they_are_sharded():
     muon = {"type": "Muon", "params": {"lr": 1e-3}}
     alone, one, sharded = (
-        ask(llama(), {"stage": stage}, "--world", world, "--json", optimizer=muon)["bytes"][
-            "device"
-        ]
-        for stage, world in ((0, "2"), (2, "1"), (2, "2"))
+        estimated(llama(), Question(world), stage, optimizer=muon).parts["device"]
+        for stage, world in ((0, 2), (2, 1), (2, 2))
     )
     elements = sum(param.numel() for param in build(llama(), torch.bfloat16).parameters())
     # Gradients get 4 bytes. The eight square matrices are the largest batch: 4 bytes for the
@@ -248,7 +248,7 @@ def test_a_slower_remedy_needs_less_memory():
 
 
 def test_files_are_a_remedy_for_too_little_host_memory(ask):
-    shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
+    shape = llama(**LARGE)
     section = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     limits = ["--device-memory", "40M", "--host-memory", "120M"]
     found = ask(shape, section, "--world", "2", "--json", *limits, aio={"queue_depth": 4})
@@ -318,7 +318,7 @@ def test_speeds_can_be_given(ask):
         "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"},
         "offload_param": {"device": "cpu"},
     }
-    shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
+    shape = llama(**LARGE)
     options = ["--batch", "2", "--seq", "8"]
     section["offload_optimizer"] |= {"overlap_step": False, "pipeline_read": False}
     slow, fast = (
@@ -335,7 +335,7 @@ def test_speeds_can_be_given(ask):
 
 
 def test_what_the_configuration_lets_overlap_is_not_added(ask):
-    shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
+    shape = llama(**LARGE)
     options = ["--batch", "2", "--seq", "8", "--json"]
 
     def seconds(**settings: Any) -> float:
@@ -404,23 +404,19 @@ def test_a_named_link_replaces_the_one_of_the_device():
 
 
 def test_without_an_accelerator_nothing_is_copied(ask, tmp_path):
-    cpu = {"device": "cpu"}
-    both = {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu}
     file = tmp_path / "speeds.json"
     file.write_text('{"speeds": {"has_accelerator": false}}')
-    found = ask(llama(), both, "--json", "--speeds", str(file))
+    found = ask(llama(), OFFLOADED, "--json", "--speeds", str(file))
     assert sum(found["traffic"]["host to device"].values()) > 0
     assert "host to device" not in found["parts_of_a_step"]
 
 
 def test_an_update_on_the_host_takes_the_time_of_the_bytes_that_it_moves(ask):
-    cpu = {"device": "cpu"}
-    both = {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu}
-    shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
-    found = ask(shape, both, "--json")
+    shape = llama(**LARGE)
+    found = ask(shape, OFFLOADED, "--json")
     # In bf16: a gradient is read, masters and two moments are read and written, weights written.
     assert found["host_memory_of_updates"] == pytest.approx(28 * found["elements"], rel=1e-3)
-    coded = ask(shape, both | {"zero_quantized_moments": True}, "--json")
+    coded = ask(shape, OFFLOADED | {"zero_quantized_moments": True}, "--json")
     assert coded["host_memory_of_updates"] == pytest.approx(16 * found["elements"], rel=0.02)
 
 
@@ -434,22 +430,20 @@ def test_predicted_seconds_are_near_those_of_a_gpu_and_in_their_order():
 
 
 def test_offload_that_is_not_needed_is_named(ask, prompt_host):
-    cpu = {"device": "cpu"}
-    both = {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu}
-    shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
+    shape = llama(**LARGE)
     options = [*prompt_host, "--batch", "2", "--seq", "8", "--device-memory"]
-    text = ask(shape, both, *options, "1G")
+    text = ask(shape, OFFLOADED, *options, "1G")
     assert text.startswith("This fits: each rank has 1 GiB of device memory.")
     text = " ".join(text.split())
     assert re.search("also fits, and is .* times as fast, with no offload_optimizer, no", text)
-    found = ask(shape, both, *options, "1G", "--json")
+    found = ask(shape, OFFLOADED, *options, "1G", "--json")
     plain = ask(shape, {"stage": 3}, *options[:-1], "--json")
     unneeded = found["not_needed"]
     assert unneeded["seconds"] < found["seconds"] and unneeded["host"] == 0
     assert unneeded["device"] == parts(plain, "device") > parts(found, "device")
     # The optimizer does not fit, the parameters do: with few live ones they are copied twice.
-    optimizer = {"stage": 3, "offload_optimizer": cpu, "stage3_max_live_parameters": 0}
-    both = optimizer | {"offload_param": cpu}
+    optimizer = {"stage": 3, "offload_optimizer": CPU, "stage3_max_live_parameters": 0}
+    both = optimizer | {"offload_param": CPU}
     enough = parts(ask(shape, optimizer, *options[:-1], "--json"), "device")
     less = ask(shape, both, *options, str((enough + 1024) / 2**30), "--json")["not_needed"]
     assert less["change"] == "no offload_param" and less["device"] == enough
@@ -461,7 +455,7 @@ def test_offload_that_is_not_needed_is_named(ask, prompt_host):
 
 
 def test_remedies_are_ordered_by_time(ask):
-    shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
+    shape = llama(**LARGE)
     found = ask(shape, {"stage": 3}, "--json", "--device-memory", "40M")
     enough = found["remedies"]
     assert not found["fits"]
@@ -477,8 +471,7 @@ def test_a_plan_divides_experts_where_that_is_faster(monkeypatch, tmp_path):
         return found
 
     monkeypatch.setattr(remedies_of_estimate, "estimate", faster_in_parts)
-    sizes = {"num_local_experts": 6, "architectures": ["MixtralForCausalLM"]}
-    shape, out = transformers.MixtralConfig(**SIZES | HEADS | sizes), tmp_path / "ds_config.json"
+    shape, out = mixtral(num_local_experts=6), tmp_path / "ds_config.json"
     model = build(shape, torch.bfloat16)
     search = Search(
         model, load_config(PLAIN), Question(4, 1, LENGTH, per_host=4), {"device": 3000000}
@@ -500,7 +493,7 @@ def test_what_cannot_fit_is_tried_once(monkeypatch):
         return estimate(model, config, question)
 
     monkeypatch.setattr(remedies_of_estimate, "estimate", counted_estimate)
-    shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
+    shape = llama(**LARGE)
     question = Question(1, 8, 16, True)
     config = load_config({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}})
     model = build(shape, torch.bfloat16)
@@ -511,52 +504,32 @@ def test_what_cannot_fit_is_tried_once(monkeypatch):
 
 
 def test_tensor_parallelism_shares_weights_and_products():
+    question = Question(2, BATCH, LENGTH)
     whole, half = (
-        estimate(
-            build(llama(), torch.bfloat16),
-            load_config(
-                {
-                    "bf16": {"enabled": True},
-                    "zero_optimization": {"stage": 0},
-                    "tensor_parallel": {"autotp_size": size},
-                }
-            ),
-            Question(2, BATCH, LENGTH),
-        )
-        for size in (1, 2)
+        estimated(llama(), question, 0, tensor_parallel={"autotp_size": size}) for size in (1, 2)
     )
     assert half.traffic.operations == whole.traffic.operations / 2
     for part in ("parameters", "masters", "optimizer state"):
-        # norms are whole
-        assert half.parts["device"][part] == pytest.approx(
-            whole.parts["device"][part] / 2, rel=0.01
-        )
+        expected = whole.parts["device"][part] / 2  # but norms are whole
+        assert half.parts["device"][part] == pytest.approx(expected, rel=0.01)
     assert (whole.tokens, half.tokens) == (2 * BATCH * LENGTH, BATCH * LENGTH)
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (3, 4)])
 def test_experts_that_stay_are_never_gathered(stage, ranks):
-    sizes = {"num_local_experts": 4, "architectures": ["MixtralForCausalLM"]}
-    shape = transformers.MixtralConfig(**SIZES | HEADS | sizes)
+    shape, question = mixtral(num_local_experts=4), Question(ranks, BATCH, LENGTH)
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     found = {
-        size: estimate(
-            build(shape, torch.bfloat16),
-            load_config(
-                {
-                    "bf16": {"enabled": True},
-                    "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-                    "expert_parallel": {"enabled": True, "autoep_size": size},
-                }
-            ),
-            Question(ranks, BATCH, LENGTH),
+        size: estimated(
+            shape,
+            question,
+            zero_optimization=zero,
+            expert_parallel={"enabled": True, "autoep_size": size},
         )
         for size in (1, 2, ranks)
     }
-    experts = sum(
-        param.nbytes
-        for name, param in build(shape, torch.bfloat16).named_parameters()
-        if "experts" in name
-    )
+    named = build(shape, torch.bfloat16).named_parameters()
+    experts = sum(param.nbytes for name, param in named if "experts" in name)
     gathered, stay = found[1], found[ranks]
     assert stay.traffic.operations == gathered.traffic.operations
     assert stay.tokens == gathered.tokens
@@ -576,21 +549,9 @@ def test_experts_that_stay_are_never_gathered(stage, ranks):
 
 
 def test_expert_parallelism_shares_experts_and_their_products():
-    sizes = {"num_local_experts": 4, "architectures": ["MixtralForCausalLM"]}
-    shape = transformers.MixtralConfig(**SIZES | HEADS | sizes)
+    shape, question = mixtral(num_local_experts=4), Question(2, BATCH, LENGTH)
     parts_of_experts, whole_experts = (
-        estimate(
-            build(shape, torch.bfloat16),
-            load_config(
-                {
-                    "bf16": {"enabled": True},
-                    "zero_optimization": {"stage": 1},
-                    "tensor_parallel": {"autotp_size": 2},
-                    **section,
-                }
-            ),
-            Question(2, BATCH, LENGTH),
-        )
+        estimated(shape, question, 1, tensor_parallel={"autotp_size": 2}, **section)
         for section in ({}, {"expert_parallel": {"enabled": True, "autoep_size": 2}})
     )
     # Each rank has a half of each expert, or all of every second one, which gets half the tokens.
@@ -648,8 +609,7 @@ def test_a_plan_fits_and_is_the_fastest(plan, ask, tmp_path):
         found = re.findall(r"([\d,]+)\s+tokens/s", text)
         return [float(rate.replace(",", "")) for rate in found]
 
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 2048}
-    shape = llama(**sizes, num_hidden_layers=1)
+    shape = llama(**LARGE, num_hidden_layers=1)
     limits = ["--device-memory", "25M", "--host-memory", "87M"]
     text = plan(shape, *limits)
     keys = json.loads((tmp_path / "planned.json").read_text())

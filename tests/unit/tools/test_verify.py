@@ -15,16 +15,14 @@ EPS = torch.finfo(torch.float32).eps
 START = {"a": torch.ones(8), "b": torch.ones(4)}
 
 
-def write(
-    folder: Path, gradients: dict[str, torch.Tensor], loss: float = 1.0, applied: bool = True
-) -> Path:
+def write(folder: Path, gradients: dict[str, torch.Tensor], applied: bool = True) -> Path:
     """One step of SGD with a learning rate of 0.1."""
     folder.mkdir()
     norm = torch.cat(list(gradients.values())).norm().item()
     facts = {"applied": applied, "eps": EPS, "eps_of_update": EPS}
     for step in (0, 1):
         (folder / f"{step}.json").write_text(json.dumps(facts))
-    numbers = {"loss": {"a loss": loss}, "setting": {"lr": 0.1}, "norm": {"all gradients": norm}}
+    numbers = {"loss": {"a loss": 1.0}, "setting": {"lr": 0.1}, "norm": {"all gradients": norm}}
     for kind, found in numbers.items():
         tensors = {name: torch.tensor(value) for name, value in found.items()}
         torch.save(tensors, folder / f"1.{kind}.pt")
