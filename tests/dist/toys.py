@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -102,6 +103,15 @@ def after_each(cls: type, name: str, look: Any) -> Iterator[None]:
 
     with mock.patch.object(cls, name, wrapped):
         yield
+
+
+def messages() -> list[str]:
+    """What the logger `zero` is told from now on."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logging.getLogger("zero").addHandler(handler)
+    return texts
 
 
 def gathered(engine: ZeroEngine) -> int:

@@ -5,9 +5,9 @@ and mistakes.
 from __future__ import annotations
 
 import copy
-import logging
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -29,13 +29,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import zero
-from tests.dist.training import ds_config, relative
+from tests.dist.toys import messages
+from tests.dist.training import ds_config, relative, start
 from tests.processes import run_on
 from zero.errors import UsageError
 from zero.parallel.sequence import (
     MicroBatches,
     SequenceGroup,
-    all_to_all,
     attach,
     current_group,
     detach,
@@ -51,24 +51,6 @@ def llama(**settings: Any) -> LlamaForCausalLM:
         "num_key_value_heads": 2, "use_cache": False, "initializer_range": 0.06,
     }  # fmt: skip
     return LlamaForCausalLM(LlamaConfig(**sizes | settings)).train()
-
-
-def exchanged(rank: int, world_size: int) -> tuple:
-    ranks = make_group(2)
-    whole = torch.arange(2 * 4 * 6 * 3.0).view(2, 4, 6, 3)  # (batch, heads, sequence, channels)
-    own = whole.chunk(2, dim=2)[rank].clone().requires_grad_()
-    heads = all_to_all(own, ranks.group, scatter_dim=1, gather_dim=2)
-    weights = torch.arange(heads.numel()).view_as(heads) + 1000.0 * rank
-    heads.backward(weights)
-    expected = torch.cat([weights - 1000.0 * rank, weights + 1000.0 * (1 - rank)] if rank == 0 else
-                         [weights - 1000.0, weights], dim=1)  # fmt: skip
-    return torch.equal(heads, whole.chunk(2, dim=1)[rank]), torch.equal(
-        own.grad, expected.chunk(2, dim=2)[rank]
-    )
-
-
-def test_the_exchange_and_its_gradient():
-    assert run_on(2, exchanged) == [(True, True)] * 2
 
 
 def pieces(rank: int, world_size: int) -> list[dict[str, Any]]:
@@ -244,13 +226,9 @@ def test_other_architectures():
 def compiled(rank: int, world_size: int) -> list[float]:
     losses = []
     for compiles in (False, True):
-        model = llama(num_hidden_layers=1)
-        config = ds_config() | {
-            "sequence_parallel_size": 2,
-            "compile": {"enabled": compiles, "backend": "aot_eager"},
-        }
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=config)
+        compiler = {"enabled": compiles, "backend": "aot_eager"}
+        config = ds_config(sequence_parallel_size=2, compile=compiler)
+        engine, _ = start(llama(num_hidden_layers=1), config)
         ids = torch.randint(97, (2, 8), generator=torch.Generator().manual_seed(1))
         for _ in range(2):
             batch = {"input_ids": ids, "labels": ids, "position_ids": PACKED}
@@ -281,47 +259,61 @@ def test_other_models_are_left_alone():
     assert run_on(2, other_models) == [True, True]
 
 
-def mistakes(rank: int, world_size: int) -> list[str]:
-    model, ids = llama(), torch.ones(2, 8, dtype=torch.int64)
-    t5 = T5ForConditionalGeneration(
-        T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    )
-    three_heads = llama(num_attention_heads=3, num_key_value_heads=1, hidden_size=12)
-    hybrid = llama()
-    hybrid.config.layer_types = ["full_attention", "linear_attention"]
-    initialize = zero.initialize
-    config = ds_config() | {"sequence_parallel_size": 2}
-    calls = [
-        lambda: initialize(model=model, config=config | {"sequence_parallel_size": 3}),
-        lambda: initialize(model=model, config=config | {"train_batch_size": 2,
-        "train_micro_batch_size_per_gpu": 2,
-                                                         "gradient_accumulation_steps": 2}),
-        lambda: initialize(model=three_heads, config=config),
-        lambda: initialize(model=torch.nn.Linear(2, 2), config=config),
-        lambda: initialize(model=t5, config=config),
-        lambda: initialize(model=hybrid, config=config),
-        lambda: initialize(model=model, config=config, mpu=object()),
-        lambda: list(MicroBatches([{"input_ids": ids, "scores": ids[:, :4]}], make_group(2))),
-        lambda: list(MicroBatches([{"inputs_embeds": ids}], make_group(2))),
-        lambda: call(attach_to(model), ids, attention_mask=torch.ones(2, 16)),
-        lambda: call(attach_to(llama(num_hidden_layers=0)), ids),
-        lambda: attach_to(model).generate(ids, max_new_tokens=2, use_cache=True),
-    ]  # fmt: skip
-    found = []
-    for mistake in calls:
-        with pytest.raises(UsageError) as error:
-            mistake()
-        found.append(str(error.value))
-    return found
+IDS = torch.ones(2, 8, dtype=torch.int64)
+# What an error says, and the call that raises it.
+MISTAKES: dict[str, Callable[[], object]] = {
+    "sequence_parallel_size: 3 does not divide the number of ranks, 2": lambda: initialize(
+        sequence_parallel_size=3
+    ),
+    "train_batch_size: 2 is not": lambda: initialize(
+        train_batch_size=2, train_micro_batch_size_per_gpu=2, accumulation=2
+    ),
+    "size: 2 does not divide the model's 3 attention heads": lambda: initialize(
+        llama(num_attention_heads=3, num_key_value_heads=1, hidden_size=12)
+    ),
+    "Linear is not a model of transformers": lambda: initialize(torch.nn.Linear(2, 2)),
+    "T5ForConditionalGeneration, which has an encoder and a decoder": lambda: initialize(
+        T5ForConditionalGeneration(T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
+    ),
+    "layers of type ['linear_attention']": lambda: initialize(
+        llama(layer_types=["full_attention", "linear_attention"])
+    ),
+    "mpu has no get_sequence_parallel_world_size": lambda: initialize(mpu=object()),
+    "'scores' of shape (2, 4) cannot be split along the sequence: 'input_ids' is (2, 8)": (
+        lambda: list(MicroBatches([{"input_ids": IDS, "scores": IDS[:, :4]}], make_group(2)))
+    ),
+    "a batch needs 'input_ids'": lambda: list(MicroBatches([{"embeds": IDS}], make_group(2))),
+    "attention_mask of shape (2, 16) does not belong to a piece of shape (2, 8)": (
+        lambda: attached()(input_ids=IDS, attention_mask=torch.ones(2, 16))
+    ),
+    "LlamaForCausalLM has called none of transformers' attention functions": (
+        lambda: attached(num_hidden_layers=0)(input_ids=IDS)
+    ),
+    "a cache of earlier tokens is not supported": lambda: attached().generate(
+        IDS, max_new_tokens=2, use_cache=True
+    ),
+}
 
 
-def attach_to(model: LlamaForCausalLM) -> LlamaForCausalLM:
+def initialize(model: Any = None, mpu: object = None, **keys: Any) -> None:
+    config = ds_config(**{"sequence_parallel_size": 2} | keys)
+    zero.initialize(model=model or llama(), config=config, mpu=mpu)
+
+
+def attached(**sizes: int) -> LlamaForCausalLM:
+    model = llama(**sizes)
     attach(model, make_group(2))
     return model
 
 
-def call(model: LlamaForCausalLM, ids: torch.Tensor, **inputs: torch.Tensor) -> None:
-    model(input_ids=ids, **inputs)
+def mistakes(rank: int, world_size: int) -> None:
+    for says, mistake in MISTAKES.items():
+        with pytest.raises(UsageError, match=re.escape(says)):
+            mistake()
+
+
+def test_mistakes_are_named():
+    run_on(2, mistakes)
 
 
 def load_on_one_rank(rank: int, world_size: int) -> str:
@@ -341,33 +333,9 @@ def test_an_error_of_a_loader_is_raised_on_all_ranks_of_its_sequence():
     assert second == "no such shard"
 
 
-def test_mistakes_are_named():
-    expected = [
-        "sequence_parallel_size: 3 does not divide the number of ranks, 2",
-        "train_batch_size: 2 is not",
-        "sequence_parallel_size: 2 does not divide the model's 3 attention heads",
-        "Linear is not a model of transformers",
-        "T5ForConditionalGeneration, which has an encoder and a decoder",
-        "layers of type ['linear_attention']",
-        "mpu has no get_sequence_parallel_world_size",
-        "'scores' of shape (2, 4) cannot be split along the sequence: 'input_ids' is (2, 8)",
-        "a batch needs 'input_ids'",
-        "attention_mask of shape (2, 16) does not belong to a piece of shape (2, 8)",
-        "LlamaForCausalLM has called none of transformers' attention functions",
-        "a cache of earlier tokens is not supported",
-    ]
-    found = run_on(2, mistakes)
-    assert found[0] == found[1]
-    for message, part in zip(found[0], expected, strict=True):
-        assert part in message
-
-
 def replicas(rank: int, world_size: int) -> bool:
     """Whether rank 0 alone warns of replicas that accelerate has asked for beside `sp_size`."""
-    warnings: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("zero").addHandler(handler)
+    warnings = messages()
     parallel = ParallelismConfig(sp_backend="deepspeed", sp_size=2, dp_replicate_size=2)
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
