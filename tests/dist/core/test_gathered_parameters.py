@@ -21,7 +21,7 @@ from tests.dist.training import (
     weights_of,
 )
 from tests.processes import run_on
-from zero.core.param_group import ParamGroup, owning_group
+from zero.core.param_group import ParamGroup
 from zero.core.sharded_param import ShardedParameter
 from zero.errors import UsageError
 from zero.fragments import safe_get_full_fp32_param
@@ -51,6 +51,10 @@ def reading(rank: int, world_size: int) -> dict:
         found["disabled"] = isinstance(model.head.weight, ShardedParameter)
     with zero.GatheredParameters([]):
         found["empty"] = True
+    with torch.no_grad(), zero.GatheredParameters(model.head.weight):
+        model.head.weight.zero_()
+    with zero.GatheredParameters(model.head.weight):
+        found["without a modifier rank"] = torch.equal(model.head.weight, true["head.weight"])
     found["freed"] = engine.residency.live == gathered(engine) == 0
     return found
 
@@ -215,20 +219,6 @@ def failing(rank: int, world_size: int) -> dict:
 def test_an_exception_leaves_the_values_and_nothing_gathered():
     for found in run_on(2, failing):
         assert found == dict.fromkeys(found, True)
-
-
-def without_modifier(rank: int, world_size: int) -> bool:
-    """Whether changed values are lost on exit if there is no `modifier_rank`."""
-    model = toy()
-    start(model, SOME_PERSISTENT)
-    with torch.no_grad(), zero.GatheredParameters(model.head.weight):
-        model.head.weight.zero_()
-    with zero.GatheredParameters(model.head.weight):
-        return bool(model.head.weight.any()) and owning_group(model.head.weight) is not None
-
-
-def test_changes_without_a_modifier_rank_are_discarded():
-    assert run_on(2, without_modifier) == [True, True]
 
 
 def refused(rank: int, world_size: int) -> bool:

@@ -5,11 +5,13 @@ The tests measure storages, and compare the engine's own counter with them.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from tests.dist.toys import BLOCK, after_each, gathered, toy, toy_batches
-from tests.dist.training import adamw, ds_config, start, step, train_zero
+from tests.dist.training import ds_config, start, step, train_zero
 from tests.parity.test_variants import data, variant
 from tests.processes import run_on
 from zero.core.param_group import ParamGroup, State
@@ -19,27 +21,27 @@ from zero.engine import ZeroEngine
 LIMITS = [0, 1500, 12000, 10**9]
 
 
+def look_at(engine: ZeroEngine, seen: list[int], _: ParamGroup) -> None:
+    seen.append(gathered(engine))
+
+
 def peaks(rank: int, world_size: int, kind: str, accumulation: int) -> list[dict[str, int]]:
     """Return the peaks for each limit on live parameters, with settings that push the engine to
     exceed it.
     """
     found = []
+    is_toy = kind == "toy"
     for limit in LIMITS:
         settings = {
             "stage3_param_persistence_threshold": 50,
             "stage3_max_live_parameters": limit,
             "stage3_prefetch_bucket_size": 6000,
         }
-        model, batches = (
-            (toy(), toy_batches(3)) if kind == "toy" else (variant(kind), data(kind)[:3])
-        )
+        model, batches = (toy(), toy_batches(3)) if is_toy else (variant(kind), data(kind)[:3])
         engine, _ = start(model, ds_config(accumulation=accumulation, **settings))
-        measured = []
-        with after_each(
-            ParamGroup,
-            "all_gather",
-            lambda _, engine=engine, seen=measured: seen.append(gathered(engine)),
-        ):
+        measured: list[int] = []
+        look = partial(look_at, engine, measured)
+        with after_each(ParamGroup, "all_gather", look):
             train_zero(engine, batches)
         loose = [group.layout for group in engine.groups if not group.persistent]
         found.append(
@@ -114,10 +116,6 @@ def test_a_sharded_group_holds_no_byte_and_shows_no_values():
     assert run_on(2, states) == [[], []]
 
 
-def test_evaluation_frees_what_it_gathers():
-    assert run_on(2, evaluation) == [(0, 0)] * 2
-
-
 def evaluation(rank: int, world_size: int) -> tuple[int, int]:
     engine, _ = start(toy(), ds_config(stage3_param_persistence_threshold=0))
     train_zero(engine, toy_batches(2))
@@ -128,6 +126,10 @@ def evaluation(rank: int, world_size: int) -> tuple[int, int]:
     engine.train()
     step(engine, toy_batches(1))
     return engine.residency.live, gathered(engine)
+
+
+def test_evaluation_frees_what_it_gathers():
+    assert run_on(2, evaluation) == [(0, 0)] * 2
 
 
 def state_bytes(engine: ZeroEngine) -> int:
@@ -164,18 +166,13 @@ def test_state_of_a_rank_is_its_share(sections):
     assert held > 0.7 * share
 
 
-def test_the_model_itself_holds_nothing_once_it_is_sharded():
-    assert run_on(2, left_over) == [1, 1]
-
-
 def left_over(rank: int, world_size: int) -> int:
     """Return the elements of memory that the parameters hold while they are sharded."""
     model = toy()
-    engine, _ = start(model, ds_config(stage3_param_persistence_threshold=0))
-    optimizer = adamw([{"params": [torch.nn.Parameter(torch.zeros(1))]}])
-    assert type(engine.optimizer.optimizer) is type(optimizer)
-    storages = {
-        param.untyped_storage().data_ptr(): param.untyped_storage().nbytes()
-        for param in model.parameters()
-    }
-    return sum(storages.values()) // 4
+    start(model, ds_config(stage3_param_persistence_threshold=0))
+    storages = [param.untyped_storage() for param in model.parameters()]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values()) // 4
+
+
+def test_the_model_itself_holds_nothing_once_it_is_sharded():
+    assert run_on(2, left_over) == [1, 1]
