@@ -24,7 +24,6 @@ from zero.tools.cli import main
 from zero.tools.estimate import machine
 from zero.tools.estimate import remedies as remedies_of_estimate
 from zero.tools.estimate import report as report_of_estimate
-from zero.tools.estimate.calls import known_calls
 from zero.tools.estimate.machine import _on_host
 from zero.tools.estimate.model import build
 from zero.tools.estimate.question import PLAIN, Question
@@ -294,16 +293,6 @@ def test_what_transformers_refuses_is_one_line(key, value, words, tmp_path, caps
     assert words in refusal(capsys, main, arguments)
 
 
-def test_the_configuration_may_be_that_of_accelerate(ask, tmp_path, capsys):
-    usual = ask(llama(), {"stage": 2}, "--json")
-    (tmp_path / "accelerate.yaml").write_text(
-        f"deepspeed_config:\n  deepspeed_config_file: {tmp_path / 'ds.json'}\n"
-    )
-    options = ["--ds-config", str(tmp_path / "accelerate.yaml"), "--json"]
-    main(["estimate", str(tmp_path / "model"), *options])
-    assert json.loads(capsys.readouterr().out) == usual
-
-
 def test_a_name_on_the_hub_is_refused_with_the_command_that_gets_it(tmp_path, capsys):
     (tmp_path / "ds.json").write_text("{}")
     name = "meta-llama/Llama-3.1-8B"
@@ -454,16 +443,6 @@ def test_offload_that_is_not_needed_is_named(ask, prompt_host):
     assert re.fullmatch("stage [012]", lower["change"])
 
 
-def test_remedies_are_ordered_by_time(ask):
-    shape = llama(**LARGE)
-    found = ask(shape, {"stage": 3}, "--json", "--device-memory", "40M")
-    enough = found["remedies"]
-    assert not found["fits"]
-    assert all(each["device"] <= 40 << 20 for each in enough)
-    seconds = [float(f"{each['seconds']:.1e}") for each in enough]
-    assert len(seconds) > 1 and seconds == sorted(seconds)
-
-
 def test_a_plan_divides_experts_where_that_is_faster(monkeypatch, tmp_path):
     def faster_in_parts(model: Any, config: Any, question: Question) -> Estimate:
         found = estimate(model, config, question)
@@ -558,20 +537,6 @@ def test_expert_parallelism_shares_experts_and_their_products():
     assert whole_experts.traffic.operations == parts_of_experts.traffic.operations
     for part in ("parameters", "masters", "optimizer state"):
         assert whole_experts.parts["device"][part] == parts_of_experts.parts["device"][part]
-
-
-def test_an_estimate_does_not_depend_on_those_before():
-    shape, config = llama(), load_config({"zero_optimization": {"stage": 3}})
-
-    def found(checkpointing: bool, dtype: torch.dtype = torch.float32) -> Estimate:
-        return estimate(build(shape, dtype), config, Question(2, 2, 8, checkpointing))
-
-    known_calls.clear()
-    first = found(False)
-    known_calls.clear()
-    found(True, torch.bfloat16)
-    again = found(False)
-    assert (again.parts, again.traffic) == (first.parts, first.traffic)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
