@@ -17,9 +17,7 @@ import torch
 import zero
 from tests.dist.toys import Toy, toy, toy_batches
 from tests.dist.training import adamw, ds_config, start, step
-from tests.parity.models import build
 from tests.processes import run_on
-from zero.adapting.call import Call
 from zero.comm.communicator import apart, communicator
 from zero.config import load_config
 from zero.core.param_group import ParamGroup
@@ -207,54 +205,6 @@ def script_gradient_alone(rank: int, world_size: int) -> torch.Tensor:
 def test_a_gradient_that_one_rank_puts_on_a_parameter_counts():
     for found in run_on(2, script_gradient_alone, timeout=LIMIT):
         assert found == pytest.approx(0.5, abs=1e-6)
-
-
-def copying_fails(rank: int, world_size: int, folder: str) -> tuple[str, int]:
-    engine, _ = start(toy(), ds_config(**SHARDED) | {"checkpoint": {"async_save": True}})
-    trained(engine)
-    planted = mock.patch("zero.checkpoint.background.beside", side_effect=MemoryError("planted"))
-    with planted if rank == 0 else contextlib.nullcontext():
-        engine.save_checkpoint(folder)
-        with pytest.raises(RuntimeError) as raised:
-            engine.wait_for_checkpoint()
-    trained(engine)
-    engine.save_checkpoint(folder)
-    engine.wait_for_checkpoint()
-    return str(raised.value), engine.global_steps
-
-
-def test_a_copy_that_fails_in_the_background_is_an_error_on_all_ranks(tmp_path):
-    first, second = run_on(2, copying_fails, str(tmp_path), timeout=LIMIT)
-    assert first == second and "rank 0: MemoryError: planted" in first[0]
-
-
-def adapting(rank: int, world_size: int) -> tuple[str, ...]:
-    config = ds_config(stage=2) | {"on_out_of_memory": "adapt"}
-    model = build("llama")
-    adaptation = start(model, config)[0].adaptation
-    assert adaptation is not None
-    ids = torch.ones(4, 2, dtype=torch.int64)
-    call = Call(dict, model, (ids,), {"labels": ids}, object())
-    with mock.patch.object(adaptation, "_why_not_repeated", lambda *_: "planted" * rank):
-        with pytest.raises(torch.OutOfMemoryError) as raised:
-            adaptation._change([call], None)
-    said = [str(raised.value)]
-
-    def fails() -> None:
-        if rank == 1:
-            raise _Planned("a forward")
-
-    with pytest.raises(Exception) as error:
-        adaptation._together("forward", fails)
-    said.append(f"{type(error.value).__name__}: {error.value}")
-    assert not adaptation._control.any(False)
-    return tuple(said)
-
-
-def test_a_rank_that_adapts_to_its_memory_shares_its_errors():
-    first, second = run_on(2, adapting, timeout=LIMIT)
-    assert "planted" in first[0] and "planted" in second[0]
-    assert "rank 1: _Planned: a forward" in first[1] and second[1] == "_Planned: a forward"
 
 
 def without_a_compiler(rank: int, world_size: int) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.unit.configurations import errors, optimizer, zero3
+from tests.unit.configurations import all_keys, errors, optimizer, zero3
 from zero.config import Config, load_config
 from zero.config.load import section_of
 from zero.config.optim import OptimizerParams
@@ -90,40 +90,25 @@ def test_every_key_of_the_shipped_file_has_an_effect():
 # ---- "auto"
 
 
-def test_auto_takes_deepspeeds_default_where_there_is_one():
-    raw = {
-        "gradient_clipping": "auto",
-        "optimizer": {
-            "type": "adamw",
-            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-        },
-        **zero3(stage3_prefetch_bucket_size="auto", reduce_bucket_size="auto"),
-    }
-    config = load_config(raw)
-    assert config.gradient_clipping == 1.0
-    assert config.zero_optimization.stage3_prefetch_bucket_size == 50_000_000
-    assert dict(**config.optimizer.params) == {}, (
-        "left to the optimizer, see test_optimizer_factory.py"
-    )
-    assert "zero_optimization.reduce_bucket_size" in config.origin.auto
-
-
 def test_auto_without_a_trainer_is_the_default_in_every_key_that_deepspeed_drops():
     """OpenRLHF writes such a section, and calls `initialize` itself."""
     keys = (
         "sub_group_size stage3_max_live_parameters stage3_max_reuse_distance offload_param "
         "stage3_param_persistence_threshold stage3_prefetch_bucket_size reduce_bucket_size"
     ).split()
+    offload = {"device": "cpu", "ratio": "auto"}
     raw = {
+        "gradient_clipping": "auto",
         "bf16": {"enabled": True, "check_grad_overflow": "auto"},
-        **zero3(
-            **dict.fromkeys(keys, "auto"), offload_optimizer={"device": "cpu", "ratio": "auto"}
-        ),
+        **optimizer("adamw", lr="auto", betas="auto", eps="auto", weight_decay="auto"),
+        **zero3(**dict.fromkeys(keys, "auto"), offload_optimizer=offload),
     }
     config, default = load_config(raw), load_config(zero3())
     for key in keys:
         assert getattr(config.zero_optimization, key) == getattr(default.zero_optimization, key)
-    assert config.zero_optimization.offload_optimizer.ratio == 1.0
+    assert config.gradient_clipping == config.zero_optimization.offload_optimizer.ratio == 1.0
+    assert dict(**config.optimizer.params) == {}, "left to test_optimizer_factory.py"
+    assert "zero_optimization.reduce_bucket_size" in config.origin.auto
 
 
 def test_auto_without_a_default_is_an_error_unless_it_will_be_filled_in():
@@ -191,21 +176,15 @@ def test_batch_sizes_that_do_not_multiply_out(raw, message):
 def test_defaults_are_deepspeeds():
     config = Config()
     zero = config.zero_optimization
-    assert (
-        config.gradient_clipping == 1.0
-        and config.steps_per_print is None
-        and config.zero_force_ds_cpu_optimizer
-    )
+    assert config.gradient_clipping == 1.0 and config.steps_per_print is None
+    assert config.zero_force_ds_cpu_optimizer
     assert (zero.stage, zero.contiguous_gradients, zero.overlap_comm) == (0, True, False)
     assert load_config(zero3()).zero_optimization.overlap_comm is True
     assert (zero.reduce_bucket_size, zero.sub_group_size) == (5e8, 1e9)
     assert (zero.stage3_prefetch_bucket_size, zero.stage3_param_persistence_threshold) == (5e7, 1e5)
     assert (zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance) == (1e9, 1e9)
-    assert (
-        config.fp16.initial_scale_power,
-        config.fp16.hysteresis,
-        config.fp16.loss_scale_window,
-    ) == (16, 1, 1000)
+    fp16 = config.fp16
+    assert (fp16.initial_scale_power, fp16.hysteresis, fp16.loss_scale_window) == (16, 1, 1000)
     assert load_config(zero3()).fp16.hysteresis == 2
 
 
@@ -226,18 +205,13 @@ def test_parameters_of_an_optimizer_are_what_the_user_set_and_has_an_effect():
 
 
 def test_old_names_act_as_the_new_ones_and_are_reported():
-    config = load_config(
-        zero3(
-            cpu_offload=True, cpu_offload_param=False, stage3_gather_fp16_weights_on_model_save=True
-        )
-    )
+    gathers = {"stage3_gather_fp16_weights_on_model_save": True}
+    config = load_config(zero3(cpu_offload=True, cpu_offload_param=False, **gathers))
     zero = config.zero_optimization
     assert zero.offloads_optimizer and not zero.offloads_params
     assert zero.stage3_gather_16bit_weights_on_model_save
-    assert (
-        "zero_optimization.cpu_offload",
-        "zero_optimization.offload_optimizer",
-    ) in config.origin.renamed
+    old, new = "zero_optimization.cpu_offload", "zero_optimization.offload_optimizer"
+    assert (old, new) in config.origin.renamed
     assert len(config.origin.renamed) == 3
 
 
@@ -245,28 +219,18 @@ def test_old_names_act_as_the_new_ones_and_are_reported():
 
 
 def test_keys_without_effect_are_listed_by_name():
-    raw = {
-        "gradient_clipping": 1.0,
+    idle = {
+        "activation_checkpointing.partition_activations": True,
+        "aio.block_size": 1e6,
         "disable_allgather": True,
-        "timers": {"throughput": {"enabled": True, "synchronized": True}},
-        "aio": {"block_size": 1e6},
-        "activation_checkpointing": {"partition_activations": True},
-        **zero3(
-            round_robin_gradients=True,
-            allgather_bucket_size=5e8,
-            offload_optimizer={"device": "cpu", "pin_memory": True, "pipeline_read": True},
-        ),
+        "timers.throughput.enabled": True,
+        "timers.throughput.synchronized": True,
+        "zero_optimization.allgather_bucket_size": 5e8,
+        "zero_optimization.offload_optimizer.pipeline_read": True,
+        "zero_optimization.round_robin_gradients": True,
     }
-    assert without_effect(raw) == [
-        "activation_checkpointing.partition_activations",
-        "aio.block_size",
-        "disable_allgather",
-        "timers.throughput.enabled",
-        "timers.throughput.synchronized",
-        "zero_optimization.allgather_bucket_size",
-        "zero_optimization.offload_optimizer.pipeline_read",
-        "zero_optimization.round_robin_gradients",
-    ]
+    acting = {"gradient_clipping": 1.0, **zero3(offload_optimizer={"device": "cpu"})}
+    assert without_effect(idle | acting) == list(idle)
     assert without_effect(zero3()) == []
 
 
@@ -304,18 +268,14 @@ def test_every_key_without_a_mark_is_read_by_the_engine():
 
 
 def test_every_key_says_what_it_does_or_why_it_does_nothing():
-    sections, idle = [Config], 0
-    for section in sections:
-        for key in section.model_fields:
-            inner, text = section_of(section, key), section.describe(key)[0]
-            if inner is not None:
-                sections.append(inner)
-                text = inner.__doc__
-            if section.about(key).get("idle"):
-                idle += 1
-            else:
-                assert text, f"{section.__name__}.{key}"
-    assert len(sections) > 12 and idle > 200
+    idle = 0
+    for section, key in all_keys():
+        inner, text = section_of(section, key), section.describe(key)[0]
+        if section.about(key).get("idle"):
+            idle += 1
+        else:
+            assert inner.__doc__ if inner else text, f"{section.__name__}.{key}"
+    assert idle > 200
 
 
 def test_bits_of_compressed_gradients_act_only_with_compression():

@@ -9,10 +9,10 @@ import sys
 import pytest
 
 from benchmarks.faults.config import GOOD, known_configurations, mutate
-from tests.unit.configurations import errors, zero3
-from zero.config import Config, load_config
+from tests.unit.configurations import all_keys, errors, zero3
+from zero.config import load_config
 from zero.config.idle import OLD_NAMES, REMOVED_KEYS
-from zero.config.load import nearest, section_of
+from zero.config.load import nearest
 from zero.config.table import announce, report
 
 
@@ -57,13 +57,6 @@ def test_a_dotted_key_that_contradicts_the_nested_one_is_an_error_in_a_file(tmp_
 # ---- unknown keys
 
 
-def acting_keys(model=Config):
-    for key in model.model_fields:
-        yield key
-        if (section := section_of(model, key)) is not None:
-            yield from acting_keys(section)
-
-
 def test_a_key_like_no_other_is_passed_over_and_named():
     keys = {"_comment": "?", "monitor_config": {}, "cuda_visible_devices": "0", "log": {}}
     config = load_config({**keys, **zero3(), "tensorboard": {"_comment": 1, "enabled": False}})
@@ -75,7 +68,10 @@ def test_a_key_like_no_other_is_passed_over_and_named():
 
 def test_no_key_with_one_wrong_letter_is_taken_for_an_unknown_one():
     others = (*OLD_NAMES, *REMOVED_KEYS)
-    names = {*acting_keys(), *(part for dotted in others for part in dotted.split("."))}
+    names = {
+        *(key for _, key in all_keys()),
+        *(part for dotted in others for part in dotted.split(".")),
+    }
     assert len(names) > 200
     for name in names:
         for at in range(len(name)):

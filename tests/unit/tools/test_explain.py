@@ -8,9 +8,7 @@ from typing import Annotated
 import pytest
 from pydantic import ConfigDict, TypeAdapter
 
-from tests.unit.configurations import zero3
-from zero.config.load import section_of
-from zero.config.settings import Config
+from tests.unit.configurations import all_keys, zero3
 from zero.tools.cli import main
 from zero.tools.explain import explain
 
@@ -149,14 +147,6 @@ def test_a_power_that_fp16_would_refuse_is_explained_while_fp16_is_open(tmp_path
     )
 
 
-def sections(section=Config):
-    yield section
-    for key in section.model_fields:
-        inner = section_of(section, key)
-        if inner is not None:
-            yield from sections(inner)
-
-
 def value_in(word):
     try:
         return json.loads(word)
@@ -166,17 +156,16 @@ def value_in(word):
 
 def test_each_sentence_about_a_value_is_about_a_valid_one():
     """A sentence about a misspelt value would never be shown."""
-    count = 0
-    for section in sections():
-        adapters = {}
-        for key, field in section.model_fields.items():
-            for word in section.describe(key)[1].keys() - {"N"}:
-                if key not in adapters:
-                    kinds = (field.annotation, *field.metadata)
-                    kind = Annotated[kinds] if field.metadata else field.annotation
-                    adapters[key] = TypeAdapter(kind, config=ConfigDict(strict=True))
-                adapters[key].validate_python(value_in(word))
-                count += 1
+    adapters, count = {}, 0
+    for section, key in all_keys():
+        field = section.model_fields[key]
+        for word in section.describe(key)[1].keys() - {"N"}:
+            if (section, key) not in adapters:
+                kinds = (field.annotation, *field.metadata)
+                kind = Annotated[kinds] if field.metadata else field.annotation
+                adapters[section, key] = TypeAdapter(kind, config=ConfigDict(strict=True))
+            adapters[section, key].validate_python(value_in(word))
+            count += 1
     assert count > 40
 
 
