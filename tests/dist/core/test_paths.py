@@ -15,6 +15,14 @@ from zero.integrations.deepspeed.labels import ZeroParamStatus
 from zero.integrations.deepspeed.leaf import set_z3_leaf_modules
 
 
+def assert_gradients(model: nn.Module, reference: nn.Module, ranks: int, step: int) -> None:
+    """Assert that they are those of `reference`, whose losses were summed over ranks."""
+    for (name, param), plain in zip(model.named_parameters(), reference.parameters(), strict=True):
+        expected = torch.zeros_like(plain) if plain.grad is None else plain.grad / ranks
+        found = fragments.safe_get_full_grad(param)
+        assert torch.equal(found, expected), f"{name} in step {step}"
+
+
 def chosen_by_rank(rank: int, world_size: int, stage: int) -> None:
     """Ranks use different experts, one expert is never used, and one rank has a shorter batch."""
     model, reference = build(Experts), build(Experts)
@@ -27,10 +35,7 @@ def chosen_by_rank(rank: int, world_size: int, stage: int) -> None:
         engine.backward(engine(batches[rank], rank if step else 0))
         for part in range(world_size):
             reference(batches[part], part if step else 0).backward()
-        for name, param in reference.named_parameters():
-            found = fragments.safe_get_full_grad(dict(model.named_parameters())[name])
-            expected = torch.zeros_like(param) if param.grad is None else param.grad / world_size
-            assert torch.equal(found, expected), f"{name} in step {step}"
+        assert_gradients(model, reference, world_size, step)
         engine.step()
         with torch.no_grad():
             for param in reference.parameters():
@@ -84,10 +89,7 @@ def without_room(rank: int, world_size: int) -> None:
         engine.backward(engine(batches[rank], used[rank]))
         for part in range(world_size):
             reference(batches[part], used[part]).backward()
-        for name, param in reference.named_parameters():
-            found = fragments.safe_get_full_grad(dict(model.named_parameters())[name])
-            expected = torch.zeros_like(param) if param.grad is None else param.grad / world_size
-            assert torch.equal(found, expected), f"{name} in step {step}"
+        assert_gradients(model, reference, world_size, step)
         engine.zero_grad()
         reference.zero_grad()
 
