@@ -15,7 +15,6 @@ from tests.processes import run_on
 from tests.tolerance import assert_close
 from zero import fragments
 from zero.errors import UsageError
-from zero.integrations.deepspeed.labels import ZeroParamStatus
 
 WIDTH, ROWS, LR = 8, 4, 1e-2
 # The inner lengths of two layers, forward and backward, and the sums over rows and micro-batches.
@@ -242,43 +241,3 @@ def parts_of_a_parameter(rank: int, world_size: int) -> None:
 
 def test_parts_of_a_parameter_that_is_a_group_by_itself():
     run_on(2, parts_of_a_parameter)
-
-
-def generation(rank: int, world_size: int) -> None:
-    """While all parameters are shown nothing is gathered, with hooks or without them.
-
-    After it, the model runs as before.
-    """
-    engine = engine_of(build(Tied))
-    before = engine(*tokens(0, rank))
-    engine.backward(before)
-    engine.zero_grad()
-    hooks = engine.optimizer.parameter_offload
-    with zero.GatheredParameters(engine.parameters()), torch.no_grad():
-        gathered = engine.comm.calls["all_gather"]
-        for _ in range(2):
-            assert torch.equal(engine(*tokens(0, rank)), before)
-        assert engine.comm.calls["all_gather"] == gathered
-    with zero.GatheredParameters(engine.parameters()), torch.no_grad():  # as TRL does it
-        for param in [*hooks.module.parameters(), *hooks.module.ds_external_parameters()]:
-            param.ds_active_sub_modules.clear()
-        for handle in [*hooks.forward_hooks, *hooks.backward_hooks]:
-            handle.remove()
-        hooks.forward_hooks = []
-        hooks.backward_hooks = []
-        assert torch.equal(engine.module(*tokens(0, rank)), before)
-        hooks._register_deepspeed_module(hooks.module)
-        assert hooks.forward_hooks and hooks.backward_hooks
-    assert (
-        engine.module.embed.weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
-        and engine.residency.live == 0
-    )
-    reference = build(Tied)
-    engine.backward(engine(*tokens(0, rank)))
-    for part in range(world_size):
-        reference(*tokens(0, part)).backward()
-    follows(engine, reference, world_size)
-
-
-def test_generation_without_hooks():
-    run_on(2, generation)

@@ -54,48 +54,40 @@ def llama(**settings: Any) -> LlamaForCausalLM:
 
 
 def pieces(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Rank 0's batch has 5 tokens and a mask, rank 1's has 4 and positions of its own, in other
-    dtypes.
-    """
+    """Rank 0's batch has 5 tokens and a mask, rank 1's has 4, positions of its own, and more."""
     ids = torch.arange(5)[None] + 10
     batch: dict[str, Any] = {
-        "input_ids": ids,
-        "labels": ids,
-        "attention_mask": torch.ones_like(ids),
-        "name": "first",
-    }
+        "input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), "name": "first",
+    }  # fmt: skip
     if rank == 1:
-        positions = torch.tensor([[0, 1, 0, 1]], dtype=torch.int32)
         batch = {
             "input_ids": ids[:, :4] + 10,
-            "position_ids": positions,
+            "position_ids": torch.tensor([[0, 1, 0, 1]], dtype=torch.int32),
             "cu_seq_lens_q": torch.tensor([0, 2, 4]),
+            "scores": torch.arange(8.0).view(1, 4, 2) / 3,
         }
-        batch["scores"] = torch.arange(8.0).view(1, 4, 2) / 3
     loader = MicroBatches([batch], make_group(2))
     assert len(loader) == 2
     return [
-        {key: value.tolist() if key != "name" else value for key, value in each.items()}
+        {key: value if key == "name" else value.tolist() for key, value in each.items()}
         for each in loader
     ]
 
 
 def test_each_rank_gets_its_piece_of_every_batch():
-    found = run_on(2, pieces)
-    assert found[0] == [
-        {
-            "input_ids": [[10, 11, 12]], "attention_mask": [[1, 1, 1]], "name": "first",
-            "position_ids": [[0, 1, 2]], "shift_labels": [[11, 12, 13]],
-        },
-        {"input_ids": [[20, 21]], "position_ids": [[0, 1]], "scores": found[0][1]["scores"]},
-    ]  # fmt: skip
-    assert found[1][0] == {
+    (first, second), (third, fourth) = run_on(2, pieces)
+    assert first == {
+        "input_ids": [[10, 11, 12]], "attention_mask": [[1, 1, 1]], "name": "first",
+        "position_ids": [[0, 1, 2]], "shift_labels": [[11, 12, 13]],
+    }  # fmt: skip
+    assert third == {
         "input_ids": [[13, 14, 0]], "attention_mask": [[1, 1, 0]], "name": "first",
         "position_ids": [[3, 4, 5]], "shift_labels": [[14, -100, -100]],
     }  # fmt: skip
-    assert found[1][1]["position_ids"] == [[0, 1]]
-    scores = [found[rank][1]["scores"][0] for rank in range(2)]
-    assert scores[0] + scores[1] == (torch.arange(8.0).view(4, 2) / 3).tolist()
+    scores = second.pop("scores")[0] + fourth["scores"][0]
+    assert scores == (torch.arange(8.0).view(4, 2) / 3).tolist()
+    assert second == {"input_ids": [[20, 21]], "position_ids": [[0, 1]]}
+    assert fourth["position_ids"] == [[0, 1]]
 
 
 def single_tokens(rank: int, world_size: int) -> list[Any]:

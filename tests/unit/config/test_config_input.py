@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from benchmarks.faults.config import GOOD, known_configurations, mutate
 from tests.unit.configurations import all_keys, errors, zero3
 from zero.config import load_config
 from zero.config.idle import OLD_NAMES, REMOVED_KEYS
@@ -182,12 +181,3 @@ def test_every_row_is_true():
     )
     effect = table["zero_optimization.offload_param.device"][3]
     assert effect == "none: needs stage 3, and this is stage 2"
-
-
-# ---- damaged configurations
-
-
-def test_damaged_configurations_are_accepted_or_refused():
-    outcomes = mutate(60, seed=1, configs=known_configurations())
-    assert outcomes.keys() <= GOOD and sum(outcomes.values()) >= 50, outcomes
-    assert outcomes["accepted"] > 0 and outcomes["refused"] > 10

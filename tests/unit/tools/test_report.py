@@ -9,10 +9,8 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
@@ -211,14 +209,6 @@ def test_a_record_that_was_cut_off_is_left_out(tmp_path: Path):
     with (folder / "steps.jsonl").open("a") as out:
         out.write('{"step": 3, "sam')
     assert [each["step"] for each in read(folder).records] == [1, 2]
-
-
-def test_missing_matplotlib_is_one_line(tmp_path: Path, capsys):
-    folder = write(tmp_path / "a", [first()])
-    words = ["report", str(folder), "--out", str(tmp_path / "x.html")]
-    with mock.patch.dict(sys.modules, {"matplotlib": None}):
-        assert_refused(words, "pip install matplotlib", capsys)
-    assert not (tmp_path / "x.html").exists()
 
 
 def test_two_runs_of_one_name_are_told_apart(tmp_path: Path):
