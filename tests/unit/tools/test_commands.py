@@ -10,7 +10,6 @@ import json
 import re
 import sys
 import time
-from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,6 @@ from unittest import mock
 
 import pytest
 
-from benchmarks import runner as benchmark
 from tests.processes import REPOSITORY
 from tests.unit.checkpoints import save
 from tests.unit.integrations.test_hook import assert_refused
@@ -315,25 +313,6 @@ BENCHMARKS = {
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_benchmarks_help_has_an_example(name: str):
     assert f"    python -m {name}" in BENCHMARKS[name].read_text().split('"""')[1]
-
-
-def test_a_benchmarks_mistake_is_one_line(capsys):
-    parser = benchmark.Parser("Measures.")
-    parser.add_argument("--python", type=benchmark.interpreter)
-    for words in (["--pithon", "x"], ["--python", "/no/python"]):
-        with pytest.raises(SystemExit) as ended:
-            parser.parse_args(words)
-        error = capsys.readouterr().err
-        assert ended.value.code == 2 and error.count("\n") == 1 and words[1] in error
-
-
-@pytest.mark.parametrize("given", ["folder", "x.py/new/r.json", "none/r.json"])
-def test_a_benchmarks_result_can_be_written_or_is_refused_before_the_work(given: str, here: Path):
-    if given == "none/r.json":  # benchmarks make missing folders
-        assert benchmark.result_file(given) == Path(given) and not (here / "none").exists()
-    else:
-        with pytest.raises(ArgumentTypeError, match=given):
-            benchmark.result_file(given)
 
 
 @pytest.mark.parametrize(
