@@ -17,6 +17,7 @@ from tests.dist.toys import toy, toy_batches
 from tests.dist.training import (
     LR,
     adamw,
+    assert_same_weights,
     ds_config,
     start,
     step,
