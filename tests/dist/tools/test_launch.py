@@ -56,11 +56,12 @@ dist.destroy_process_group()  # else a thread of gloo may end the process with a
 """
 # A secret, and a variable that is longer than a line of a terminal may be.
 TOKEN, LONG = "hf_secret", 9000
-# As ssh does, it stays, with the command in its command line, until the command has ended.
+# As ssh does, it stays, with the command in its command line, until the command has ended, which
+# gets no variables but those that it sets itself.
 SHELL = """#!/bin/sh
 for command; do :; done
 exec 3<&0
-sh -c "$command" <&3 &
+env -i PATH="$PATH" sh -c "$command" <&3 &
 trap 'kill $!' TERM
 wait $!
 """
