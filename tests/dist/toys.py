@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -112,6 +112,12 @@ def messages() -> list[str]:
     handler.emit = lambda record: texts.append(record.getMessage())
     logging.getLogger("zero").addHandler(handler)
     return texts
+
+
+def bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
+    """The bytes of the distinct storages: a shard may be a part of a full buffer."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 def gathered(engine: ZeroEngine) -> int:

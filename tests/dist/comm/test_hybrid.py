@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero
@@ -126,24 +127,18 @@ def single_values(rank: int, world_size: int, folder: str) -> int:
 
 
 def test_whole_values_of_single_parameters_on_a_mesh(tmp_path):
-    from safetensors.torch import load_file
-
     assert run_on(4, single_values, str(tmp_path)) == [2] * 4
     assert (load_file(tmp_path / "model.safetensors")["head.weight"] == 2).all()
 
 
 def mistakes(rank: int, world_size: int) -> None:
+    one = (world_size,)
     cp, shard = (
-        init_device_mesh("cpu", (world_size,), mesh_dim_names=(name,))
-        for name in ("cp", "dp_shard")
+        init_device_mesh("cpu", one, mesh_dim_names=(name,)) for name in ("cp", "dp_shard")
     )
     both = {"mics_shard_size": 2, "zero_hpz_partition_size": 2}
     for says, mesh, section in (
-        (
-            "mics_shard_size is 3, which does not divide .* processes, 2",
-            None,
-            {"mics_shard_size": 3},
-        ),
+        ("size is 3, which does not divide .* processes, 2", None, {"mics_shard_size": 3}),
         ("hpz_partition_size is 4, which does not", None, {"zero_hpz_partition_size": 4}),
         (r"mics_shard_size \(or a mesh\) 2 and zero_hpz_partition_size 2", None, both),
         (r"\('cp',\).*'replicate', 'shard'", cp, {}),

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 import zero
-from tests.dist.toys import BLOCK, WIDTH, Toy, toy, toy_batches
+from tests.dist.toys import BLOCK, WIDTH, Toy, bytes_of, toy, toy_batches
 from tests.dist.training import (
     Curve,
     assert_same_training,
@@ -96,31 +96,22 @@ class Watch:
 
     def elements(self) -> int:
         alive = [module for reference in self.modules if (module := reference()) is not None]
-        params = {param for module in alive for param in module.parameters()}
-        storages = {
-            param.untyped_storage().data_ptr(): param.untyped_storage().nbytes() for param in params
-        }
-        return sum(storages.values()) // 4
+        return bytes_of(param for module in alive for param in module.parameters()) // 4
 
 
-def building(rank: int, world_size: int) -> tuple[int, int, int]:
-    """Return the most elements outside of shards, those at the end, and the elements of this rank's
-    shards.
-    """
-    watch = Watch()
+def building(rank: int, world_size: int) -> None:
+    watch, total = Watch(), sum(param.numel() for param in toy().parameters())
     handle = register_module_module_registration_hook(watch)
     model = built(3)
     handle.remove()
     shards = sum(owning_group(param).shard.numel() for param in model.parameters())
-    return watch.peak, watch.elements(), shards
+    assert watch.peak <= BLOCK, "one block at most"
+    assert watch.elements() == 1, "all parameters show one and the same element"
+    assert total / 2 <= shards <= 0.6 * total
 
 
 def test_no_rank_holds_more_than_its_shards_and_the_module_being_built():
-    total = sum(param.numel() for param in toy().parameters())
-    for peak, left, shards in run_on(2, building):
-        assert peak <= BLOCK, "one block at most"
-        assert left == 1, "all parameters show one and the same element"
-        assert total / 2 <= shards <= 0.6 * total
+    run_on(2, building)
 
 
 def dtypes(rank: int, world_size: int) -> list[set[torch.dtype]]:
@@ -159,11 +150,8 @@ def nesting(rank: int, world_size: int) -> list[int]:
         disabled = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     built_before = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     zero.Init(module=built_before)
-    try:
-        with zero.Init():
-            raise KeyError("in the middle of a model")
-    except KeyError:
-        pass
+    with pytest.raises(KeyError), zero.Init():
+        raise KeyError("in the middle of a model")
     after_error = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     modules = (inner, between, outside, disabled, built_before, after_error)
     return [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.dist.toys import BLOCK, after_each, gathered, toy, toy_batches
+from tests.dist.toys import BLOCK, after_each, bytes_of, gathered, toy, toy_batches
 from tests.dist.training import ds_config, start, step, train_zero
 from tests.parity.test_variants import data, variant
 from tests.processes import run_on
@@ -113,15 +113,10 @@ def test_evaluation_frees_what_it_gathers():
 def state_bytes(engine: ZeroEngine) -> int:
     """Return the bytes of shards, masters, gradients and moments. Each storage counts once."""
     tensors = [group.shard for group in engine.groups]
-    tensors += [
-        t
-        for shard in engine.optimizer.shards.values()
-        for t in (shard.master, shard.grad)
-        if t is not None
-    ]
-    tensors += [t for state in engine.optimizer.state.values() for t in state.values() if t.dim()]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+    for shard in engine.optimizer.shards.values():
+        tensors += [shard.master, shard.grad]
+    states = engine.optimizer.state.values()
+    return bytes_of([*tensors, *(t for state in states for t in state.values() if t.dim())])
 
 
 def state_of_a_rank(rank: int, world_size: int, sections: dict) -> tuple[int, int]:
@@ -148,8 +143,7 @@ def left_over(rank: int, world_size: int) -> int:
     """Return the elements of memory that the parameters hold while they are sharded."""
     model = toy()
     start(model, ds_config(stage3_param_persistence_threshold=0))
-    storages = [param.untyped_storage() for param in model.parameters()]
-    return sum({each.data_ptr(): each.nbytes() for each in storages}.values()) // 4
+    return bytes_of(model.parameters()) // 4
 
 
 def test_the_model_itself_holds_nothing_once_it_is_sharded():

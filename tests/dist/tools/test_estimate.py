@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import zero
+from tests.dist.toys import bytes_of
 from tests.parity.models import batches, build
 from tests.processes import run_on
 from zero.comm import traffic
@@ -58,15 +59,6 @@ def config(zero_section: dict[str, Any], **others: Any) -> dict[str, Any]:
     } | others
 
 
-def storages(tensors: list[torch.Tensor | None]) -> int:
-    """Return the bytes of the distinct storages: a shard may be a part of a full buffer."""
-    found = {}
-    for tensor in tensors:
-        if tensor is not None and tensor.untyped_storage().nbytes():
-            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return sum(found.values())
-
-
 def measure(rank: int, world_size: int, name: str, settings: dict[str, Any]) -> dict[str, int]:
     """Return what this rank holds after its second backward, in bytes, and the most elements that
     it gathered.
@@ -78,20 +70,20 @@ def measure(rank: int, world_size: int, name: str, settings: dict[str, Any]) -> 
         engine.backward(engine(**rows).loss)
         if number == 2:
             gradients = engine.reducer.gradients
-            carried = storages([gradients[group].carried for group in engine.groups])
+            carried = bytes_of([gradients[group].carried for group in engine.groups])
         if number < 3:
             engine.step()
     shards = list(engine.optimizer.shards.values())
     states = engine.optimizer.state.values()
     groups = engine.groups
     return {
-        "gradients": storages([shard.grad for shard in shards]),
-        "masters": storages([shard.master for shard in shards]),
-        "optimizer state": storages([v for state in states for v in state.values() if v.dim()]),
+        "gradients": bytes_of([shard.grad for shard in shards]),
+        "masters": bytes_of([shard.master for shard in shards]),
+        "optimizer state": bytes_of([v for state in states for v in state.values() if v.dim()]),
         "sums of micro-batches": carried,
         "gathered": engine.residency.peak,
-        "second shards": storages([getattr(group, "second", None) for group in groups]),
-        "parameters": storages([each.full if each.persistent else each.shard for each in groups]),
+        "second shards": bytes_of([getattr(group, "second", None) for group in groups]),
+        "parameters": bytes_of([each.full if each.persistent else each.shard for each in groups]),
     }
 
 
