@@ -9,15 +9,10 @@ from torch import nn
 import zero
 from tests.dist.toys import gathered, recorded, toy, toy_batches
 from tests.dist.training import (
-    Curve,
-    assert_same_weights,
-    curve_on,
     ds_config,
     loss_of,
     start,
     step,
-    train_in_slices,
-    train_zero,
     weights_of,
 )
 from tests.processes import run_on
@@ -98,45 +93,6 @@ def doubled(model: nn.Module) -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(2.0)
-
-
-def modified(rank: int, world_size: int, sections: dict, under_init: bool) -> Curve:
-    """Rank 1, the modifier rank, doubles all weights.
-
-    Other ranks write wrong values. Then training goes on.
-    """
-    config = ds_config(stage3_param_persistence_threshold=30, **sections)
-    torch.manual_seed(3)
-    with zero.Init(config_dict_or_path=config, enabled=under_init):
-        model = toy()
-    engine, _ = (None, None) if under_init else start(model, config)
-    with zero.GatheredParameters(model.parameters(), modifier_rank=1):
-        doubled(model)
-        if rank != 1:
-            doubled(model)
-    engine = engine or start(model, config)[0]
-    return train_zero(engine, toy_batches(3))
-
-
-def expected_after_doubling(
-    rank: int, world_size: int, dtype: torch.dtype | None, rounded: bool
-) -> Curve:
-    model = toy()
-    doubled(model)
-    for param in model.parameters() if rounded else ():
-        param.data = param.data.to(dtype).float()
-    return train_in_slices(model, toy_batches(3), 2, dtype=dtype)
-
-
-def test_what_the_modifier_rank_writes_is_every_ranks_and_the_masters():
-    """An engine and `Init` show 16-bit values, and written values go to the masters."""
-    bf16 = {"bf16": {"enabled": True}}
-    for sections, dtype in (({}, None), (bf16, torch.bfloat16)):
-        for under_init in (False, True):
-            expected = curve_on(1, expected_after_doubling, dtype, dtype is not None)
-            found = curve_on(2, modified, sections, under_init)
-            assert found.losses == expected.losses
-            assert_same_weights(found.weights, expected.weights)
 
 
 def masters_beside_a_write(rank: int, world_size: int, folder: str) -> dict[str, list[str]]:

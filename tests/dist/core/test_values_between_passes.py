@@ -76,9 +76,7 @@ def looks(rank: int, world_size: int) -> None:
         assert value.view(-1).shape == expected.view(-1).shape, name
     for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
         assert param.data.shape == param.detach().t().t().shape == expected.shape
-        assert param.numel() == expected.numel() and param.element_size() == 4
-        assert param.is_leaf and param.requires_grad and param.data_ptr() is not None
-        assert isinstance(repr(param), str) and torch.zeros_like(param).shape == expected.shape
+        assert param.element_size() == 4 and param.data_ptr() is not None
     assert model.to("cpu") is model and model.float() is model
     model.to(torch.float32)
     step(engine, toy_batches(1))
