@@ -263,7 +263,7 @@ def test_a_slower_remedy_needs_less_memory():
 
 def test_files_are_a_remedy_for_too_little_host_memory(ask):
     shape = llama(**LARGE)
-    section = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    section = {"stage": 3, "offload_optimizer": CPU}
     limits = ["--device-memory", "40M", "--host-memory", "120M"]
     found = ask(shape, section, "--world", "2", "--json", *limits, aio={"queue_depth": 4})
     assert not found["fits"]
@@ -329,7 +329,7 @@ def test_what_the_configuration_lets_overlap_is_not_added(ask):
 
     def seconds(**settings: Any) -> float:
         offload = {"device": "nvme", "nvme_path": "/tmp", **settings}
-        zero = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": offload}
+        zero = {"stage": 3, "offload_param": CPU, "offload_optimizer": offload}
         return ask(shape, zero, *options)["seconds"]
 
     in_step, late = (seconds(overlap_step=each, pipeline_read=False) for each in (False, True))
@@ -387,8 +387,6 @@ def test_a_named_link_replaces_the_one_of_the_device():
     assert (slower.compute, slower.device_memory) == (card.compute, card.device_memory)
     assert slower.to_device == card.to_device / 2
     assert slower.disk_read < of_device("nvme5").disk_read
-    faster = [of_device(name).compute for name in ("rtx3090", "rtx4090", "rtx5090", "a100", "h100")]
-    assert faster == sorted(faster) and of_device("b200").compute > faster[-1]
 
 
 def test_without_an_accelerator_nothing_is_copied(ask, tmp_path):
@@ -497,15 +495,10 @@ def test_tensor_parallelism_shares_weights_and_products():
 def test_experts_that_stay_are_never_gathered(stage, ranks):
     shape, question = mixtral(num_local_experts=4), Question(ranks, BATCH, LENGTH)
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    found = {
-        size: estimated(
-            shape,
-            question,
-            zero_optimization=zero,
-            expert_parallel={"enabled": True, "autoep_size": size},
-        )
-        for size in (1, 2, ranks)
-    }
+    found = {}
+    for size in (1, 2, ranks):
+        section = {"enabled": True, "autoep_size": size}
+        found[size] = estimated(shape, question, zero_optimization=zero, expert_parallel=section)
     named = build(shape, torch.bfloat16).named_parameters()
     experts = sum(param.nbytes for name, param in named if "experts" in name)
     gathered, stay = found[1], found[ranks]
@@ -520,10 +513,8 @@ def test_experts_that_stay_are_never_gathered(stage, ranks):
     # A rank sends the gradients of its experts to the others that have them: to one or none.
     of_experts = experts * (ranks - 1) // ranks
     of_half = experts // 4 if ranks == 4 else 0
-    assert (
-        network
-        == [network[0], network[0] - of_experts + of_half, network[0] - of_experts][: len(network)]
-    )
+    expected = [network[0], network[0] - of_experts + of_half, network[0] - of_experts]
+    assert network == expected[: len(network)]
 
 
 def test_expert_parallelism_shares_experts_and_their_products():
