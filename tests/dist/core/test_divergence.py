@@ -36,7 +36,10 @@ SETTINGS = {
 TRAIN = ("train", ())
 # Each of them is (action, argument).
 SCRIPTS: dict[str, Script] = {
-    "dropped layers": ([TRAIN] * 3 + [("train", (1,))] * 2 + [("train", (0, 3)), TRAIN]) * 2,
+    "dropped layers": [
+        *[TRAIN] * 3,
+        *[("train", (1,)), ("train", (1,)), ("train", (0, 3)), TRAIN] * 2,
+    ],
     "evaluation": [TRAIN, TRAIN, ("eval", ()), ("eval", (2,)), TRAIN, ("eval", ()), TRAIN],
     "forward without backward": [TRAIN, ("forward", ()), TRAIN, ("forward", (2,)), TRAIN, TRAIN],
     "failed": [
