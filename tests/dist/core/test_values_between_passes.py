@@ -9,7 +9,6 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zero
 from tests.dist.toys import toy, toy_batches
@@ -107,40 +106,6 @@ def copies(rank: int, world_size: int) -> None:
 
 def test_a_copy_of_the_model_is_an_ordinary_model():
     run_on(2, copies)
-
-
-def averages(rank: int, world_size: int) -> dict[str, torch.Tensor]:
-    engine = engine_after_a_step()
-    model = engine.module
-    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    with pytest.raises(UsageError, match="GatheredParameters"):
-        averaged.update_parameters(model)
-    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    for _ in range(3):
-        with zero.GatheredParameters(model.parameters()):
-            averaged.update_parameters(model)
-        step(engine, toy_batches(1))
-    return weights_of(averaged.module)
-
-
-def test_an_averaged_model_is_that_of_plain_torch():
-    model = toy()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-    (batch,) = toy_batches(1)
-
-    def train() -> None:
-        loss_of(model(**batch)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    train()
-    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    for _ in range(3):
-        averaged.update_parameters(model)
-        train()
-    for found in run_on(2, averages):
-        for name, value in weights_of(averaged.module).items():
-            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
 def early(rank: int, world_size: int) -> None:
