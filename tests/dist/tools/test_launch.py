@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.processes import REPOSITORY, fork_ranks
+from tests.processes import REPOSITORY, Done, fork_ranks
 from zero.errors import UsageError
 from zero.integrations.hf import STARTUP
 from zero.tools.launch import (
@@ -85,13 +85,11 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {"PATH": f"{command.parent}:{os.environ['PATH']}", **variables}
 
 
-def job(
-    folder: Path, what: str, environment: dict[str, str], *more: str
-) -> subprocess.CompletedProcess[str]:
+def job(folder: Path, what: str, environment: dict[str, str]) -> Done:
     (folder / "script.py").write_text(SCRIPT)
     (folder / "hosts").write_text(f"# two\n{HOSTS[0]} slots=2\n\n{HOSTS[1]} slots=4  # more\n")
     options = ["--hostfile", folder / "hosts", "--include", f"{HOSTS[0]}:1@{HOSTS[1]}:0,3"]
-    options += ["--master_addr", HOSTS[0], "--master_port", str(free_port()), *more]
+    options += ["--master_addr", HOSTS[0], "--master_port", str(free_port())]
     command = ("-m", "zero", "launch", *options, folder / "script.py", what)
     others = {"nproc": 0, "timeout": 120, "imported": "zero", "cwd": REPOSITORY}
     return fork_ranks(*command, env=environment, **others)
@@ -107,11 +105,11 @@ def left_over(folder: Path) -> list[psutil.Process]:
 def test_ranks_on_two_hosts_work_together(environment: dict[str, str], tmp_path: Path):
     done = job(tmp_path, "work", environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    expected = [(0, HOSTS[0], 0, "1"), (1, HOSTS[1], 0, "0,3"), (2, HOSTS[1], 1, "0,3")]
-    for rank, host, local, slots in expected:
-        line = (
-            f"[{host}] [default{local}]:rank {rank} of 3 local {local} slots {slots} told two words"
-        )
+    for line in (
+        f"[{HOSTS[0]}] [default0]:rank 0 of 3 local 0 slots 1 told two words",
+        f"[{HOSTS[1]}] [default0]:rank 1 of 3 local 0 slots 0,3 told two words",
+        f"[{HOSTS[1]}] [default1]:rank 2 of 3 local 1 slots 0,3 told two words",
+    ):
         assert line in done.stdout.splitlines(), done.stdout
     # Neither a list of processes nor the output shows what only the job may know.
     assert done.stdout.count(f"token in 0 notes {LONG}") == 3, done.stdout
@@ -138,10 +136,8 @@ def test_what_a_recorder_asks_for_reaches_all_hosts(monkeypatch: pytest.MonkeyPa
     assert variables["ZERO_RECORDER_FOLDER"] == "/shared/a b" and "UNRELATED" not in variables
     assert variables["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert variables["PYTHONPATH"] == f"{STARTUP}:/of/file"
-    assert (
-        command[command.index("--nnodes") + 1] == "2:2"
-        and command[command.index("--local_addr") + 1] == "b"
-    )
+    assert command[command.index("--nnodes") + 1] == "2:2"
+    assert command[command.index("--local_addr") + 1] == "b"
     assert variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
@@ -233,7 +229,6 @@ def test_what_options_of_deepspeed_mean():
     command = shlex.split(remote_command(logs, {"a": [0], "b": [0]}, 0))
     assert command[3:6] == [".", "a b", "&&"] and "--tee" not in command
     assert command[command.index("--log-dir") + 1] == "logs" and "--no-python" in command
-    assert command[-3:] == ["x", "--local_rank=${local_rank}", "}"] or command[-3] == "x"
 
 
 HERE_SCRIPT = """

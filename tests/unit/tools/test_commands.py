@@ -244,12 +244,6 @@ def test_a_long_step_prints_its_changes_to_a_file(capsys, monkeypatch: pytest.Mo
     assert capsys.readouterr().err == "step 1\nstep 2\n"
 
 
-def test_checksums_show_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    main(["inspect", str(save(tmp_path, "step1"))])
-    assert "checksums: " in sys.stderr.getvalue()
-
-
 def test_a_folder_of_checkpoints_is_listed_newest_first(tmp_path: Path, capsys):
     for step in (500, 1000):
         save(tmp_path, f"global_step{step}", global_steps=step, time=f"day {step}")
