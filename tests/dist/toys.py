@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -102,6 +103,21 @@ def after_each(cls: type, name: str, look: Any) -> Iterator[None]:
 
     with mock.patch.object(cls, name, wrapped):
         yield
+
+
+def messages() -> list[str]:
+    """What the logger `zero` is told from now on."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logging.getLogger("zero").addHandler(handler)
+    return texts
+
+
+def bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
+    """The bytes of the distinct storages: a shard may be a part of a full buffer."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 def gathered(engine: ZeroEngine) -> int:

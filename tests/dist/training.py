@@ -17,6 +17,7 @@ from torch.nn import functional
 import zero
 from tests.processes import run_on
 from tests.tolerance import assert_close, rounding
+from zero.config import Config
 
 LR = 1e-3
 WEIGHT_DECAY = 0.1
@@ -218,15 +219,13 @@ def train_in_slices(
     return curve
 
 
-def ds_config(*, accumulation: int = 1, clip: float = 0.0, **sections: Any) -> dict[str, Any]:
+def ds_config(*, accumulation: int = 1, clip: float = 0.0, **keys: Any) -> dict[str, Any]:
     """Return a configuration for stage 3.
 
-    Keywords that name no section are keys of `zero_optimization`.
+    Keywords that name no key of the top level are keys of `zero_optimization`.
     """
-    named = ("fp16", "bf16", "data_types", "optimizer", "scheduler", "communication_data_type")
-    named += ("activation_checkpointing",)
-    top = {key: value for key, value in sections.items() if key in named}
-    stage3 = {key: value for key, value in sections.items() if key not in named}
+    top = {key: value for key, value in keys.items() if key in Config.model_fields}
+    stage3 = {key: value for key, value in keys.items() if key not in top}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulation,

@@ -52,6 +52,9 @@ def test_no_function_swallows_keyword_arguments() -> None:
     assert found == TAKE_ANY
 
 
+ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+
+
 @pytest.mark.parametrize(
     ("module", "name", "args"),
     [
@@ -60,11 +63,7 @@ def test_no_function_swallows_keyword_arguments() -> None:
         ("deepspeed.comm", "init_distributed", ()),
         ("deepspeed.checkpointing", "configure", (None,)),
         ("deepspeed.runtime.config", "DeepSpeedConfig", ({},)),
-        (
-            "deepspeed.runtime.sequence_parallel.ulysses_sp",
-            "UlyssesSPDataLoaderAdapter",
-            ([], 0, None, 1, None),
-        ),
+        (ULYSSES, "UlyssesSPDataLoaderAdapter", ([], 0, None, 1, None)),
     ],
 )
 def test_deepspeeds_names_refuse_arguments_that_deepspeed_refuses(module, name, args) -> None:

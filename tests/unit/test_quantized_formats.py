@@ -30,9 +30,8 @@ def quantized():
 
 
 def test_the_table_says_what_each_rank_holds():
-    assert (
-        described(quantized()) == "\nquantized weights take 4,096 bytes, 2,048 on each of 2 ranks"
-    )
+    taken = "\nquantized weights take 4,096 bytes, 2,048 on each of 2 ranks"
+    assert described(quantized()) == taken
     assert "all of them on every rank, because only stage 3" in described(quantized(), stage=2)
     assert described(nn.Linear(64, 64)) == ""
 
@@ -66,9 +65,8 @@ def test_the_table_says_what_experts_take():
     line = "\nexperts that are not quantized: 'experts.down_proj', 16,384 bytes, 8,192 on each of 2"
     assert line in described(model)
     pytest.importorskip("bitsandbytes")
-    model.experts.down_proj = nn.Parameter(
-        QuantizedExperts.of(values, "nf4", False), requires_grad=False
-    )
+    packed = QuantizedExperts.of(values, "nf4", False)
+    model.experts.down_proj = nn.Parameter(packed, requires_grad=False)
     table = described(model)
     assert "take 6,400 bytes (2,304 of them for fused experts), 3,200 on each" in table
     assert "not quantized" not in table

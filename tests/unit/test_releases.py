@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 from importlib.metadata import version
 
 import pytest
 from packaging.version import Version
-from torch import nn, optim
+from torch import nn
 
-import zero
+from tests.dist.training import sgd_engine
 from tests.processes import REPOSITORY, run_on
 from zero import releases
 from zero.tools.doctor import checks
@@ -68,15 +70,9 @@ def test_a_run_names_it_once_on_rank_0():
 
 
 def start_with_a_newer_library(rank, world_size):
-    import contextlib
-    import io
-
     releases.NEWEST_TESTED["torch"] = "1.0.0"
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed):
         for _ in range(2):  # as a Trainer, which makes an engine for each training
-            model = nn.Linear(2, 2)
-            zero.initialize(
-                model=model, optimizer=optim.SGD(model.parameters()), config={"train_batch_size": 2}
-            )
+            sgd_engine(nn.Linear(2, 2))
     return printed.getvalue().count("is newer than the newest tested, 1.0.0")

@@ -4,21 +4,27 @@ all ranks.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import zero
 from tests.dist.messages import counted_messages
-from tests.dist.training import ds_config, relative, start, train_in_slices, train_zero, weights_of
+from tests.dist.training import (
+    Curve,
+    assert_same_weights,
+    curve_on,
+    ds_config,
+    relative,
+    start,
+    train_in_slices,
+    train_zero,
+    weights_of,
+)
 from tests.processes import run_on
 from zero.build import make_training_comm
 from zero.comm.communicator import communicator
@@ -38,7 +44,6 @@ WHOLE = {"stage3_param_persistence_threshold": 0}
 WEIGHTS = {"zero_quantized_weights": True}
 GRADIENTS = {"zero_quantized_gradients": True}
 FOUR_BITS = {**GRADIENTS, "zero_quantized_gradient_bits": 4}
-BF16 = {"bf16": {"enabled": True}}
 
 
 class Model(nn.Module):
@@ -51,9 +56,6 @@ class Model(nn.Module):
         for layer in self.layers:
             hidden = hidden + torch.tanh(layer(hidden))
         return (hidden.float() - y).square().mean()
-
-
-NUMEL = 3 * WIDTH * WIDTH
 
 
 def model() -> Model:
@@ -116,74 +118,35 @@ def test_16_bit_values_are_rounded_once_more_only():
     assert torch.equal(coded(values, 8), coded(values.float(), 8).bfloat16())
 
 
+@pytest.mark.parametrize(("bits", "bytes_of_block"), [(8, BLOCK), (4, BLOCK // 2)])
+def test_a_message_takes_a_byte_or_half_a_byte_for_a_value_and_its_scales(bits, bytes_of_block):
+    """That ranks send no more is in `tests/dist/tools/test_estimate.py`."""
+    assert message_bytes(5 * BLOCK, bits) == 5 * (bytes_of_block + SCALE_BYTES)
+
+
 # -- messages between ranks
 
 
-@contextlib.contextmanager
-def counted_bytes() -> Iterator[Counter]:
-    """Bytes that this rank really sends: of gathers, and of reductions, by what a message's tag
-    says.
-    """
-    sent: Counter[str] = Counter()
-    isend = dist.isend
+def looked_at(engine: zero.ZeroEngine) -> dict[str, torch.Tensor]:
+    """The weights as the layers see them in a forward."""
+    seen: dict[str, torch.Tensor] = {}
 
-    def counted(tensor, *args, tag=0, **kwargs):
-        sent["reduce" if tag >> 8 & 1 else "gather"] += tensor.nbytes
-        return isend(tensor, *args, tag=tag, **kwargs)
+    def look(name: str, own: nn.Linear, *_: object) -> None:
+        seen[name] = own.weight.detach().clone()
 
-    with mock.patch.object(dist, "isend", counted):
-        yield sent
+    for name, layer in engine.module.layers.named_children():
+        layer.register_forward_hook(partial(look, f"{name}.weight"))
+    with torch.no_grad():
+        engine(**data(1)[0])
+    return seen
 
 
-def sent_bytes(rank: int, world_size: int, settings: dict) -> tuple[Counter, int]:
-    """Of the second forward and backward, and the groups that were gathered in it."""
-    engine, _ = start(model(), ds_config(**WHOLE, stage3_max_reuse_distance=0, **settings))
-    batch = data(1)[0]
-    with contextlib.ExitStack() as stack:
-        for number in range(2):
-            if number:
-                sent = stack.enter_context(counted_bytes())
-                before = engine.comm.calls["all_gather"]
-            engine.backward(engine(**batch))
-            gathers = engine.comm.calls["all_gather"] - before if number else 0
-            engine.step()
-    return sent, gathers
-
-
-def test_a_message_takes_a_quarter_of_fp32_and_half_of_bf16_and_its_scales():
-    found = {}
-    for name, settings in {
-        "fp32": {},
-        "fp32, compressed": {**WEIGHTS, **GRADIENTS},
-        "bf16": BF16,
-        "bf16, compressed": {**WEIGHTS, **GRADIENTS, **BF16},
-        "4 bits": {**WEIGHTS, **FOUR_BITS},
-    }.items():
-        (found[name], gathers), _ = run_on(2, sent_bytes, settings)
-    slice_of_a_rank = NUMEL // 2  # goes to the one peer
-    scales = slice_of_a_rank // BLOCK * SCALE_BYTES
-    uses = gathers * slice_of_a_rank // 3
-    assert uses >= slice_of_a_rank
-    scales_of_gathers = uses // BLOCK * SCALE_BYTES
-    assert found["fp32"] == {"gather": 4 * uses, "reduce": 4 * slice_of_a_rank}
-    assert found["bf16"] == {"gather": 2 * uses, "reduce": 2 * slice_of_a_rank}
-    expected = {"gather": uses + scales_of_gathers, "reduce": slice_of_a_rank + scales}
-    assert found["fp32, compressed"] == found["bf16, compressed"] == expected
-    assert found["4 bits"] == {**expected, "reduce": slice_of_a_rank // 2 + scales}
-
-
-def gathered_weights(rank: int, world_size: int, settings: dict) -> tuple[dict, dict, dict]:
+def gathered_weights(rank: int, world_size: int) -> tuple[dict, dict, dict]:
     """As forward sees them, as `GatheredParameters` shows them after it, and what a checkpoint
     would get.
     """
-    engine, _ = start(model(), ds_config(**WHOLE, **settings))
-    seen: dict[str, torch.Tensor] = {}
-    for name, layer in engine.module.layers.named_children():
-        layer.register_forward_hook(
-            lambda own, *_, name=name: seen.update({name: own.weight.detach().clone()})
-        )
-    with torch.no_grad():
-        engine(**data(1)[0])
+    engine, _ = start(model(), ds_config(**WHOLE, **WEIGHTS))
+    seen = looked_at(engine)
     assert any(group.source is not group.comm for group in engine.groups)
     with zero.GatheredParameters(list(engine.module.parameters())):
         shown = weights_of(engine.module.layers)
@@ -191,17 +154,18 @@ def gathered_weights(rank: int, world_size: int, settings: dict) -> tuple[dict, 
 
 
 def test_all_ranks_compute_with_the_same_rounded_weights_and_nothing_else_is_rounded():
-    ranks = run_on(2, gathered_weights, WEIGHTS)
+    ranks = run_on(2, gathered_weights)
     exact = weights_of(model().layers)
-    for name in ranks[0][0]:
-        expected = torch.cat([coded(part, 8) for part in exact[f"{name}.weight"].view(-1).chunk(2)])
-        for seen, _, _ in ranks:
-            assert torch.equal(seen[name].view(-1), expected)
-        assert not torch.equal(seen[name], exact[f"{name}.weight"])
-    assert len(ranks[0][0]) == 3
-    for _, shown, _ in ranks:
-        assert all(torch.equal(shown[name], value) for name, value in exact.items())
-    assert all(torch.equal(ranks[0][2][f"layers.{name}"], value) for name, value in exact.items())
+    saved = {name.removeprefix("layers."): value for name, value in ranks[0][2].items()}
+    rounded = {
+        name: torch.cat([coded(part, 8) for part in value.view(-1).chunk(2)]).view_as(value)
+        for name, value in exact.items()
+    }
+    assert not any(torch.equal(rounded[name], value) for name, value in exact.items())
+    assert_same_weights(saved, exact)
+    for seen, shown, _ in ranks:
+        assert_same_weights(seen, rounded)
+        assert_same_weights(shown, exact)
 
 
 def changed_after_evaluation(rank: int, world_size: int) -> torch.Tensor:
@@ -287,7 +251,7 @@ def reduced_by_machines(
     """
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     section = {**GRADIENTS, "stage": 2, "zero_quantized_gradient_bits": bits}
-    config = load_config({"train_micro_batch_size_per_gpu": 1, "zero_optimization": section})
+    config = load_config(ds_config(**section))
     comm = make_training_comm(config, communicator(), [])
     full, out = gradient_of(rank, size * world_size), torch.empty(size)
     with counted_messages() as sent:
@@ -305,25 +269,20 @@ def test_ranks_of_a_machine_sum_before_they_send_to_other_machines(bits):
     # Each sum has one rounding of the other rank of the machine, and one of the other machine's
     # sum.
     for owner, (found, sent) in enumerate(results):
-        sums = [
-            sum(g[owner * size :][:size] for g in gradients[machine : machine + 2])
-            for machine in (0, 2)
-        ]
-        neighbour, other = gradients[owner ^ 1][owner * size :][:size], sums[1 - owner // 2]
-        far = gradients[(owner + 2) % 4 ^ 1][owner * size :][
-            :size
-        ]  # of the other machine, rounded there
+        own = slice(owner * size, (owner + 1) * size)
+        sums = [sum(g[own] for g in gradients[machine : machine + 2]) for machine in (0, 2)]
+        neighbour, other = gradients[owner ^ 1][own], sums[1 - owner // 2]
+        # Of the other machine, rounded there.
+        far = gradients[(owner + 2) % 4 ^ 1][own]
         steps = [each.abs().amax() / (2 ** (bits - 1) - 1) / 2 for each in (neighbour, far)]
         steps.append((other.abs().amax() + steps[1]) / (2 ** (bits - 1) - 1) / 2)
-        error = (found - exact[owner * size :][:size]).abs().max()
+        error = (found - exact[own]).abs().max()
         assert 0 < error <= 2 * sum(steps) / ranks * (1 + 1e-5)
         # Per sum two slices to the neighbour, and one to the same place of the other machine; none
         # to the fourth rank.
         slices = 2 * (message_bytes(2 * BLOCK, bits) + message_bytes(12, bits))
-        assert sent == {
-            ("all_to_all", owner ^ 1): 2 * slices,
-            ("all_to_all", (owner + 2) % 4): slices,
-        }
+        near, other_machine = ("all_to_all", owner ^ 1), ("all_to_all", (owner + 2) % 4)
+        assert sent == {near: 2 * slices, other_machine: slices}
 
 
 def compressed_gathers(rank: int, world_size: int) -> dict[str, bool]:
@@ -331,19 +290,14 @@ def compressed_gathers(rank: int, world_size: int) -> dict[str, bool]:
     frozen = model()
     frozen.layers[1].requires_grad_(False)
     engine, _ = start(frozen, ds_config(**WHOLE, zero_quantized_nontrainable_weights=True))
-    rounded, exact = {}, weights_of(model().layers)
-
-    def look(name, own, *_):
-        rounded[name] = not torch.equal(own.weight, exact[f"{name}.weight"])
-
-    for name, layer in engine.module.layers.named_children():
-        layer.register_forward_hook(partial(look, name))
-    engine(**data(1)[0])
-    return rounded
+    exact = weights_of(model().layers)
+    return {name: not torch.equal(seen, exact[name]) for name, seen in looked_at(engine).items()}
 
 
 def test_frozen_weights_alone_can_be_compressed():
-    assert run_on(2, compressed_gathers) == 2 * [{"0": False, "1": True, "2": False}]
+    assert run_on(2, compressed_gathers) == 2 * [
+        {"0.weight": False, "1.weight": True, "2.weight": False}
+    ]
 
 
 # -- training
@@ -353,9 +307,8 @@ STEPS = 12
 LARGEST_DRIFT = {8: 1e-3, 4: 2e-2}
 
 
-def trained(rank: int, world_size: int, settings: dict) -> tuple[list[list[float]], list[float]]:
-    curve = train_zero(start(model(), ds_config(**WHOLE, **settings))[0], data(STEPS))
-    return curve.losses, curve.norms
+def trained(rank: int, world_size: int, settings: dict) -> Curve:
+    return train_zero(start(model(), ds_config(**WHOLE, **settings))[0], data(STEPS))
 
 
 @pytest.mark.parametrize(
@@ -369,9 +322,7 @@ def trained(rank: int, world_size: int, settings: dict) -> tuple[list[list[float
     ids=["stage 3", "stage 1", "stage 0", "4 bits"],
 )
 def test_training_stays_close_to_plain_torch(settings, bits):
-    (losses, norms), (others, other_norms) = run_on(2, trained, settings)
+    found = curve_on(2, trained, settings)
     expected = train_in_slices(model(), data(STEPS), 2, settings.get("accumulation", 1), clip=0.05)
-    assert norms == other_norms
-    found = [(sum(a) + sum(b)) / 2 / len(a) for a, b in zip(losses, others, strict=True)]
-    assert 0 < relative(found, expected.mean_losses()) < LARGEST_DRIFT[bits]
-    assert 0 < relative(norms, expected.norms) < LARGEST_DRIFT[bits]
+    assert 0 < relative(found.mean_losses(), expected.mean_losses()) < LARGEST_DRIFT[bits]
+    assert 0 < relative(found.norms, expected.norms) < LARGEST_DRIFT[bits]

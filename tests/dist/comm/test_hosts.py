@@ -83,18 +83,8 @@ while engine.global_steps < {STEPS}:
 @contextlib.contextmanager
 def job(on: Host, folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     """`zero launch` of the script on a host. Its lines go to the file `out`."""
-    words = [
-        sys.executable,
-        "-m",
-        "zero",
-        "launch",
-        "--hostfile",
-        folder / "hosts",
-        "--ssh_port",
-        str(PORT),
-        "--no_local_rank",
-        *options,
-    ]
+    launch = [sys.executable, "-m", "zero", "launch", "--hostfile", folder / "hosts"]
+    words = [*launch, "--ssh_port", str(PORT), "--no_local_rank", *options]
     with open(folder / "out", "w") as out:
         pipes = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
         command = on.command(*words, folder / "script.py", folder)
@@ -165,18 +155,15 @@ def test_a_broken_link_ends_the_job_on_both_sides(folder: Path, alone: dict[int,
     expected = [alone[step] for step in range(1, CUT + 1)]
     assert list(found.values()) == pytest.approx(expected, rel=rounding_of(CUT))
     assert "rank 1 does not answer" in (folder / "node0.log").read_text()
-    assert (
-        "[rank 1] ranks wait for each other, and the machine of rank 0"
-        in (folder / "node1.log").read_text()
-    )
+    log = (folder / "node1.log").read_text()
+    assert "[rank 1] ranks wait for each other, and the machine of rank 0" in log
 
 
 def test_an_elastic_job_goes_on_without_a_lost_host(folder: Path, alone: dict[int, float]):
+    options = "--num_gpus 1 --elastic_training --min_elastic_nodes 2".split()
     with (
         hosts(3, folder, rate="200mbit") as (first, _, third),
-        job(
-            first, folder, "--num_gpus", "1", "--elastic_training", "--min_elastic_nodes", "2"
-        ) as started,
+        job(first, folder, *options) as started,
     ):
         cut(third, folder, ranks=3)
         third.kill()
@@ -189,9 +176,8 @@ def test_an_elastic_job_goes_on_without_a_lost_host(folder: Path, alone: dict[in
 
 
 def processes(host: Host) -> str:
-    return subprocess.run(
-        host.command("ps", "ax"), capture_output=True, text=True, check=True
-    ).stdout
+    command = host.command("ps", "ax")
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def rounding_of(steps: int) -> float:

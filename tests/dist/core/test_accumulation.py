@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 import zero
-from tests.dist.training import ds_config
+from tests.dist.training import assert_close_to, noise, sgd_engine
 from tests.processes import run_on
 from zero.errors import UsageError
 
 WIDTH, ROWS, STEPS = 8, 4, [2, 4, 1]
+TERMS = 4 * WIDTH + 4 * ROWS
 
 
 def model() -> nn.Sequential:
@@ -22,21 +23,15 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
 
 
-def engine_of(stage: int, **top: object) -> zero.ZeroEngine:
-    trained = model()
-    config = ds_config(stage3_param_persistence_threshold=0) | top
-    config["zero_optimization"] |= {"stage": stage, "overlap_comm": stage >= 2}
-    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-    return zero.initialize(model=trained, optimizer=optimizer, config=config)[0]
+def engine_of(stage: int, **keys: object) -> zero.ZeroEngine:
+    return sgd_engine(model(), stage=stage, overlap_comm=stage >= 2, **keys)
 
 
 def inputs(rank: int, step: int, part: int) -> torch.Tensor:
-    return torch.randn(
-        ROWS, WIDTH, generator=torch.Generator().manual_seed(100 * rank + 10 * step + part)
-    )
+    return noise(10 * step + part, rank, ROWS, WIDTH)
 
 
-def expected(world_size: int) -> list[torch.Tensor]:
+def expected(world_size: int) -> nn.Module:
     """Train in plain torch. The loss of a step is the mean over the micro-batches of all ranks."""
     plain = model()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -46,12 +41,7 @@ def expected(world_size: int) -> list[torch.Tensor]:
             for part in range(parts):
                 (plain(inputs(rank, step, part)).square().mean() / parts / world_size).backward()
         optimizer.step()
-    return list(plain.parameters())
-
-
-def values(engine: zero.ZeroEngine) -> list[torch.Tensor]:
-    with zero.GatheredParameters(list(engine.parameters())):
-        return [param.detach().clone() for param in engine.parameters()]
+    return plain
 
 
 def unmanaged(rank: int, world_size: int, stage: int) -> None:
@@ -62,10 +52,8 @@ def unmanaged(rank: int, world_size: int, stage: int) -> None:
             engine.backward(loss, scale_wrt_gas=False)
         engine.step()
         assert engine.was_step_applied() and engine.global_steps == step + 1
-    assert (
-        engine.global_samples == sum(STEPS) * engine.train_micro_batch_size_per_gpu() * world_size
-    )
-    torch.testing.assert_close(values(engine), [param.detach() for param in expected(world_size)])
+    assert engine.global_samples == sum(STEPS) * world_size
+    assert_close_to(engine.module, expected(world_size), TERMS, len(STEPS))
     with pytest.raises(UsageError, match="set_gradient_accumulation_boundary"):
         engine.set_gradient_accumulation_boundary(True)
     with (
@@ -89,7 +77,7 @@ def coalesced(rank: int, world_size: int, stage: int) -> None:
                 assert all(param.grad is None for param in engine.module.parameters())
         assert engine.comm.calls["reduce_scatter"] == len(engine.groups) * (step + 1)
         engine.step()
-    torch.testing.assert_close(values(engine), [param.detach() for param in expected(world_size)])
+    assert_close_to(engine.module, expected(world_size), TERMS, len(STEPS))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -136,11 +124,4 @@ def refused(rank: int, world_size: int) -> None:
     with pytest.raises(NotImplementedError), engine_of(0).coalesce_grad_reduction():
         pass
     with pytest.raises(UsageError, match="overlap_comm only with ZeRO stage 2"):
-        zero.initialize(
-            model=nn.Linear(2, 2),
-            config={
-                "train_batch_size": 1,
-                "managed_gradient_accumulation": False,
-                "zero_optimization": {"stage": 1, "overlap_comm": True},
-            },
-        )
+        sgd_engine(model(), stage=1, overlap_comm=True, managed_gradient_accumulation=False)

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-import zero
-from tests.dist.training import ds_config
+from tests.dist.training import sgd_engine
 from tests.processes import run_on
 from zero.errors import UsageError
 
@@ -92,13 +91,7 @@ def is_refused(rank: int, world_size: int, stage: int) -> None:
         model = Pair()
         alias(model)
         with pytest.raises(UsageError, match=says):
-            engine_of(model, stage)
-
-
-def engine_of(model: nn.Module, stage: int) -> zero.ZeroEngine:
-    trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.1)
-    return zero.initialize(model=model, optimizer=optimizer, config=ds_config(stage=stage))[0]
+            sgd_engine(model, stage=stage)
 
 
 @pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (3, 2)])
@@ -110,7 +103,7 @@ def complex_is_refused(rank: int, world_size: int) -> None:
     model = Pair()
     model.phase = nn.Parameter(torch.randn(3, dtype=torch.complex64))
     with pytest.raises(UsageError, match="'phase' is complex.*view_as_real"):
-        engine_of(model, 2)
+        sgd_engine(model, stage=2)
 
 
 def test_complex_parameters_are_refused():
@@ -124,7 +117,7 @@ def quantized_is_refused(rank: int, world_size: int) -> None:
     quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda module, name: name == "0")
     model[0].weight.requires_grad_()
     with pytest.raises(UsageError, match=r"'0\.weight' is a \w+, whose values are in other"):
-        engine_of(model, 3)
+        sgd_engine(model)
 
 
 def test_trained_weights_that_torchao_has_quantized_are_refused_by_name():
@@ -136,7 +129,7 @@ def is_accepted(rank: int, world_size: int) -> None:
     for alias in (frozen_twins, tied, one_allocation, listed, recomputed):
         model = Pair()
         alias(model)
-        engine_of(model, 3)
+        sgd_engine(model)
 
 
 def test_what_cannot_come_apart_is_accepted():

@@ -18,14 +18,11 @@ from tests.dist.toys import BLOCK, WIDTH, toy, toy_batches
 from tests.dist.training import (
     adamw,
     ds_config,
-    loss_of,
     relative,
     split,
     start,
     take_step,
-    trainable,
 )
-from tests.parity import models
 from tests.processes import run_on
 from tests.tolerance import rounding
 
@@ -36,55 +33,20 @@ SETTINGS = {
     "prefetch": {"stage3_prefetch_bucket_size": 3 * BLOCK, "stage3_max_reuse_distance": 0},
     "tight": {"stage3_max_live_parameters": BLOCK, "stage3_prefetch_bucket_size": BLOCK},
 }
-DROPPED: Script = [("train", ())] * 3 + [
-    ("train", (1,)),
-    ("train", (1,)),
-    ("train", (0, 3)),
-    ("train", ()),
-] * 2
-EVALUATED: Script = [
-    ("train", ()),
-    ("train", ()),
-    ("eval", ()),
-    ("eval", (2,)),
-    ("train", ()),
-    ("eval", ()),
-    ("train", ()),
-]
-UNUSED: Script = [
-    ("train", ()),
-    ("forward", ()),
-    ("train", ()),
-    ("forward", (2,)),
-    ("train", ()),
-    ("train", ()),
-]
-FAILED: Script = [
-    *[("train", ())] * 2,
-    ("forward raises", 2),
-    *[("train", ())] * 2,
-    ("backward raises", 1),
-    *[("train", ())] * 2,
-    ("eval raises", 0),
-    ("eval", ()),
-    *[("train", ())] * 2,
-]
-TWICE: Script = [
-    ("train", ()),
-    ("train", ()),
-    ("two forwards", ()),
-    ("train", ()),
-    ("same graph", ()),
-    ("train", ()),
-] * 2
-
-
-SCRIPTS = {
-    "dropped layers": DROPPED,
-    "evaluation": EVALUATED,
-    "forward without backward": UNUSED,
-    "failed": FAILED,
-    "twice": TWICE,
+TRAIN = ("train", ())
+# Each of them is (action, argument).
+SCRIPTS: dict[str, Script] = {
+    "dropped layers": [
+        *[TRAIN] * 3,
+        *[("train", (1,)), ("train", (1,)), ("train", (0, 3)), TRAIN] * 2,
+    ],
+    "evaluation": [TRAIN, TRAIN, ("eval", ()), ("eval", (2,)), TRAIN, ("eval", ()), TRAIN],
+    "forward without backward": [TRAIN, ("forward", ()), TRAIN, ("forward", (2,)), TRAIN, TRAIN],
+    "failed": [
+        *(TRAIN, TRAIN, ("forward raises", 2), TRAIN, TRAIN, ("backward raises", 1), TRAIN, TRAIN),
+        *(("eval raises", 0), ("eval", ()), TRAIN, TRAIN),
+    ],
+    "twice": [TRAIN, TRAIN, ("two forwards", ()), TRAIN, ("same graph", ()), TRAIN] * 2,
 }
 # Each script runs under all settings. It also runs with each kind of checkpointing, under one of
 # the settings.
@@ -161,9 +123,8 @@ class Player:
         if action == "forward":
             return found
         for last in (False, True) if action == "same graph" else (True,):
-            for (
-                loss
-            ) in losses:  # the engine adds gradients in this order: all ranks, then all ranks again
+            # The engine adds gradients in this order: all ranks, then all ranks again.
+            for loss in losses:
                 self.backward(loss, retain_graph=not last)
         return found + self.update()
 
@@ -231,41 +192,3 @@ def test_exceptions_within_a_pass(tied, settings):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_several_forwards_or_backwards_in_one_step(tied, checkpointing):
     assert_same_script("twice", checkpointing, tied, SETTINGS["tight"])
-
-
-def generating(rank: int, world_size: int, name: str, sharded: bool) -> tuple[list, list]:
-    """Return the losses of training steps, and what the model generates after each step."""
-    model = models.build(name)
-    engine, optimizer = (
-        start(model, ds_config(stage3_param_persistence_threshold=40)) if sharded else (None, None)
-    )
-    optimizer = optimizer or adamw([{"params": [param for _, param in trainable(model)]}])
-    losses, generated = [], []
-    for batch in models.batches(name, 4):
-        parts = split(batch, 2)
-        for part in [parts[rank]] if sharded else parts:
-            loss = loss_of((engine or model)(**part))
-            engine.backward(loss) if sharded else (loss / 2).backward()
-            losses.append(loss.item())
-        engine.step() if sharded else take_step(optimizer)
-        model.zero_grad()
-        model.eval()
-        options = {"max_new_tokens": 5, "min_new_tokens": 5, "num_beams": 2, "do_sample": False}
-        for part in [parts[rank]] if sharded else parts:
-            prompt = part["input_ids"]
-            generated.append(
-                model.generate(
-                    input_ids=prompt, attention_mask=torch.ones_like(prompt), **options
-                ).tolist()
-            )
-        model.train()
-    return losses, generated
-
-
-@pytest.mark.parametrize("name", ["t5", "gpt2"])
-def test_generation_between_training_steps(name):
-    losses, tokens = run_on(1, generating, name, False)[0]
-    ranks = run_on(2, generating, name, True)
-    for rank, (found, generated) in enumerate(ranks):
-        assert found == losses[rank::2]
-        assert generated == tokens[rank::2]

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import zero
+from tests.dist.training import ds_config, noise, start
 from tests.processes import run_on
 from zero.engine import ZeroEngine
 
@@ -49,18 +50,12 @@ class Plant:
 
 
 def step(engine: ZeroEngine, seed: int) -> None:
-    rows = torch.randn(2, 8, generator=torch.Generator().manual_seed(seed))
-    engine.backward(engine(rows).square().mean())
+    engine.backward(engine(noise(seed, 0, 2, 8)).square().mean())
     engine.step()
 
 
-def made(model: nn.Module, world_size: int, settings: dict) -> ZeroEngine:
-    config = {
-        "train_batch_size": 2 * world_size,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": settings,
-    }
-    return zero.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+def made(model: nn.Module, settings: dict) -> ZeroEngine:
+    return start(model, ds_config(**settings))[0]
 
 
 def every_call(rank: int, world_size: int, settings: dict) -> int:
@@ -70,7 +65,7 @@ def every_call(rank: int, world_size: int, settings: dict) -> int:
         torch.manual_seed(0)
         blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
         model = nn.Sequential(*blocks, nn.Linear(8, 1))
-        engine = made(model, world_size, settings)
+        engine = made(model, settings)
         step(engine, 1)
         plant = Plant(FIRST + planted * EVERY)
         sys.setprofile(plant)
@@ -84,7 +79,7 @@ def every_call(rank: int, world_size: int, settings: dict) -> int:
         if plant.left > 0:
             return planted
         planted += 1
-        engine = made(model, world_size, settings)
+        engine = made(model, settings)
         step(engine, 3)
         with zero.GatheredParameters(list(model.parameters())):
             assert all(param.isfinite().all() for param in model.parameters())

@@ -9,19 +9,14 @@ from torch import nn
 import zero
 from tests.dist.toys import gathered, recorded, toy, toy_batches
 from tests.dist.training import (
-    Curve,
-    assert_same_weights,
-    curve_on,
     ds_config,
     loss_of,
     start,
     step,
-    train_in_slices,
-    train_zero,
     weights_of,
 )
 from tests.processes import run_on
-from zero.core.param_group import ParamGroup, owning_group
+from zero.core.param_group import ParamGroup
 from zero.core.sharded_param import ShardedParameter
 from zero.errors import UsageError
 from zero.fragments import safe_get_full_fp32_param
@@ -30,72 +25,61 @@ from zero.offload import tiers
 SOME_PERSISTENT = ds_config(stage3_param_persistence_threshold=30)
 
 
-def reading(rank: int, world_size: int) -> dict:
-    true = weights_of(toy())
-    model = toy()
+def reading(rank: int, world_size: int) -> None:
+    true, model = weights_of(toy()), toy()
     engine, _ = start(model, SOME_PERSISTENT)
-    found = {}
+
+    def shows(*names: str) -> bool:
+        return all(torch.equal(model.get_parameter(name), true[name]) for name in names)
+
     with zero.GatheredParameters(model):
-        found["module"] = all(torch.equal(p, true[name]) for name, p in model.named_parameters())
+        assert shows(*true)
     with zero.GatheredParameters(model.head.weight):
-        found["one parameter"] = torch.equal(model.head.weight, true["head.weight"])
-        found["no other"] = isinstance(model.stem.weight, ShardedParameter)
+        assert shows("head.weight") and isinstance(model.stem.weight, ShardedParameter)
     with zero.GatheredParameters(iter([model.blocks[0].up.weight, nn.Parameter(torch.ones(3))])):
-        found["generator"] = torch.equal(model.blocks[0].up.weight, true["blocks.0.up.weight"])
+        assert shows("blocks.0.up.weight")
         with zero.GatheredParameters(model.blocks[0].parameters()):
-            found["nested"] = torch.equal(model.blocks[0].down.weight, true["blocks.0.down.weight"])
-        found["after the inner one"] = torch.equal(
-            model.blocks[0].up.weight, true["blocks.0.up.weight"]
-        )
+            assert shows("blocks.0.down.weight")
+        assert shows("blocks.0.up.weight")
     with zero.GatheredParameters(model.parameters(), enabled=False):
-        found["disabled"] = isinstance(model.head.weight, ShardedParameter)
+        assert isinstance(model.head.weight, ShardedParameter)
     with zero.GatheredParameters([]):
-        found["empty"] = True
-    found["freed"] = engine.residency.live == gathered(engine) == 0
-    return found
+        pass
+    with torch.no_grad(), zero.GatheredParameters(model.head.weight):
+        model.head.weight.zero_()
+    with zero.GatheredParameters(model.head.weight):
+        assert shows("head.weight"), "a change without a modifier rank is discarded"
+    assert engine.residency.live == gathered(engine) == 0
 
 
 def test_reading():
-    for found in run_on(2, reading):
-        assert found == dict.fromkeys(found, True)
+    run_on(2, reading)
 
 
-def sets(rank: int, world_size: int) -> list[str]:
-    """Return which groups are gathered for a set of parameters.
+def sets(rank: int, world_size: int) -> list[list[str]]:
+    """Return which groups are gathered for a set of parameters, and for a list of them.
 
-    A set has another order on each rank.
+    They have another order on each rank.
     """
-    model = toy()
+    model, found = toy(), []
     start(model, SOME_PERSISTENT)
-    params = list(model.parameters())
-    with (
-        recorded(ParamGroup, "all_gather") as events,
-        zero.GatheredParameters(set(params[::-1] if rank else params)),
-    ):
-        pass
-    with (
-        recorded(ParamGroup, "all_gather") as again,
-        zero.GatheredParameters(params[::-1] if rank else params),
-    ):
-        pass
-    assert [group for _, group in again] == [group for _, group in events]
-    return [group.name for _, group in events]
+    params = list(model.parameters())[:: -1 if rank else 1]
+    for given in (set(params), params):
+        with recorded(ParamGroup, "all_gather") as events, zero.GatheredParameters(given):
+            found.append([group.name for _, group in events])
+    return found
 
 
 def test_all_ranks_gather_in_one_order_whatever_that_of_the_argument():
-    first, second = run_on(2, sets)
-    assert first == second == ["stem.weight", *(f"blocks.{i}" for i in range(4)), "head.weight"]
+    order = ["stem.weight", *(f"blocks.{i}" for i in range(4)), "head.weight"]
+    assert run_on(2, sets) == [[order, order]] * 2
 
 
 def stepping_inside(rank: int, world_size: int) -> list[int]:
     engine, _ = start(toy(), SOME_PERSISTENT)
     engine.backward(loss_of(engine(**toy_batches(1)[0])))
-    with (
-        zero.GatheredParameters(engine.module.head.weight),
-        pytest.raises(
-            ValueError, match="group 'head.weight' .* leave that context before the step"
-        ),
-    ):
+    refused = pytest.raises(ValueError, match="group 'head.weight' .* leave that context before")
+    with zero.GatheredParameters(engine.module.head.weight), refused:
         engine.step()
     engine.step()
     return [engine.global_steps, gathered(engine)]
@@ -109,76 +93,6 @@ def doubled(model: nn.Module) -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(2.0)
-
-
-def modified(rank: int, world_size: int, sections: dict, under_init: bool) -> Curve:
-    """Rank 1, the modifier rank, doubles all weights.
-
-    Other ranks write wrong values. Then training goes on.
-    """
-    config = ds_config(stage3_param_persistence_threshold=30, **sections)
-    torch.manual_seed(3)
-    with zero.Init(config_dict_or_path=config, enabled=under_init):
-        model = toy()
-    engine, _ = (None, None) if under_init else start(model, config)
-    with zero.GatheredParameters(model.parameters(), modifier_rank=1):
-        doubled(model)
-        if rank != 1:
-            doubled(model)
-    engine = engine or start(model, config)[0]
-    return train_zero(engine, toy_batches(3))
-
-
-def expected_after_doubling(
-    rank: int, world_size: int, dtype: torch.dtype | None, rounded: bool
-) -> Curve:
-    model = toy()
-    doubled(model)
-    for param in model.parameters() if rounded else ():
-        param.data = param.data.to(dtype).float()
-    return train_in_slices(model, toy_batches(3), 2, dtype=dtype)
-
-
-def test_what_the_modifier_rank_writes_is_every_ranks_and_the_masters():
-    """An engine and `Init` show 16-bit values, and written values go to the masters."""
-    bf16 = {"bf16": {"enabled": True}}
-    for sections, dtype in (({}, None), (bf16, torch.bfloat16)):
-        for under_init in (False, True):
-            expected = curve_on(1, expected_after_doubling, dtype, dtype is not None)
-            found = curve_on(2, modified, sections, under_init)
-            assert found.losses == expected.losses
-            assert_same_weights(found.weights, expected.weights)
-
-
-def partly(rank: int, world_size: int) -> tuple[bool, bool, bool]:
-    """Writing one parameter of a group leaves the others as they are.
-
-    Persistent and sharded parameters act alike.
-    """
-    true = weights_of(toy())
-    model = toy()
-    _engine, _ = start(model, SOME_PERSISTENT)
-    block = model.blocks[1]
-    with (
-        torch.no_grad(),
-        zero.GatheredParameters([block.up.weight, block.norm.bias], modifier_rank=0),
-    ):
-        if rank == 0:
-            block.up.weight.fill_(0.5)
-            block.norm.bias.fill_(0.25)
-    persistent = bool((block.norm.bias == 0.25).all())
-    with zero.GatheredParameters(model.parameters()):
-        written = bool((block.up.weight == 0.5).all())
-        same = all(
-            torch.equal(param, true[name])
-            for name, param in model.named_parameters()
-            if name not in ("blocks.1.up.weight", "blocks.1.norm.bias")
-        )
-    return persistent, written, same
-
-
-def test_writing_one_parameter_leaves_the_rest():
-    assert run_on(2, partly) == [(True, True, True)] * 2
 
 
 def masters_beside_a_write(rank: int, world_size: int, folder: str) -> dict[str, list[str]]:
@@ -197,10 +111,8 @@ def masters_beside_a_write(rank: int, world_size: int, folder: str) -> dict[str,
             model = toy()
             engine, _ = start(model, ds_config(stage3_param_persistence_threshold=30, **sections))
             step(engine, toy_batches(1))
-            written = (
-                model.blocks[1].up.weight,
-                model.blocks[1].norm.bias,
-            )  # of a sharded and a persistent group
+            # Of a sharded and a persistent group.
+            written = model.blocks[1].up.weight, model.blocks[1].norm.bias
             with torch.no_grad(), zero.GatheredParameters(written, modifier_rank=0, enabled=writes):
                 if rank == 0 and writes:
                     for param in written:
@@ -222,44 +134,21 @@ def test_a_write_leaves_the_fp32_values_of_all_other_elements(tmp_path):
     assert found == {"none": [], "cpu": [], "nvme": []}
 
 
-def failing(rank: int, world_size: int) -> dict:
-    true = weights_of(toy())
-    model = toy()
+def failing(rank: int, world_size: int) -> None:
+    true, model = weights_of(toy()), toy()
     engine, _ = start(model, SOME_PERSISTENT)
-    found = {}
-    try:
-        with zero.GatheredParameters(model.parameters(), modifier_rank=0):
-            doubled(model.blocks[2])
-            raise KeyError("in the middle")
-    except KeyError:
-        found["raised"] = True
-    found["freed"] = engine.residency.live == gathered(engine) == 0
+    with pytest.raises(KeyError), zero.GatheredParameters(model.parameters(), modifier_rank=0):
+        doubled(model.blocks[2])
+        raise KeyError("in the middle")
+    assert engine.residency.live == gathered(engine) == 0
     with zero.GatheredParameters(model.parameters()):
-        found["sharded values stay"] = torch.equal(
-            model.blocks[2].up.weight, true["blocks.2.up.weight"]
-        )
-    losses = step(engine, toy_batches(1))
-    found["goes on"] = losses[0] == losses[0]
-    return found
+        assert torch.equal(model.blocks[2].up.weight, true["blocks.2.up.weight"])
+    (loss,) = step(engine, toy_batches(1))
+    assert loss == loss
 
 
 def test_an_exception_leaves_the_values_and_nothing_gathered():
-    for found in run_on(2, failing):
-        assert found == dict.fromkeys(found, True)
-
-
-def without_modifier(rank: int, world_size: int) -> bool:
-    """Whether changed values are lost on exit if there is no `modifier_rank`."""
-    model = toy()
-    start(model, SOME_PERSISTENT)
-    with torch.no_grad(), zero.GatheredParameters(model.head.weight):
-        model.head.weight.zero_()
-    with zero.GatheredParameters(model.head.weight):
-        return bool(model.head.weight.any()) and owning_group(model.head.weight) is not None
-
-
-def test_changes_without_a_modifier_rank_are_discarded():
-    assert run_on(2, without_modifier) == [True, True]
+    run_on(2, failing)
 
 
 def refused(rank: int, world_size: int) -> bool:
@@ -283,30 +172,6 @@ def refused(rank: int, world_size: int) -> bool:
 
 def test_changes_without_a_modifier_rank_are_refused_on_request():
     assert run_on(2, refused) == [True, True]
-
-
-def between_steps(rank: int, world_size: int) -> tuple[bool, int]:
-    """Gather between a forward and its backward, as callbacks do. Neither is disturbed."""
-    losses = []
-    for gather in (False, True):
-        model = toy()
-        engine, _ = start(model, SOME_PERSISTENT)
-        of_run = []
-        for batch in toy_batches(4):
-            loss = engine(**batch)
-            with zero.GatheredParameters(model.parameters(), enabled=gather):
-                pass
-            engine.backward(loss)
-            with zero.GatheredParameters(model.blocks[0], enabled=gather):
-                pass
-            engine.step()
-            of_run.append((loss.item(), engine.get_global_grad_norm()))
-        losses.append(of_run)
-    return losses[0] == losses[1], engine.residency.live
-
-
-def test_gathering_in_the_midst_of_a_step():
-    assert run_on(2, between_steps) == [(True, 0)] * 2
 
 
 def refused_on_one_rank(rank: int, world_size: int) -> str:

@@ -82,13 +82,6 @@ def test_a_larger_bucket_prefetches_farther():
     assert everything == sum(SIZES)
 
 
-def test_prefetch_keeps_to_the_limit_of_live_parameters():
-    events, _, in_flight = trace(
-        prefetch_bucket_size=10**9, max_live_parameters=2 * BLOCK, max_reuse_distance=0
-    )
-    assert max(lead_times(events[2])) <= 2 and in_flight <= 2 * BLOCK
-
-
 @pytest.mark.parametrize(
     "distance", [0, REUSE_DISTANCES[4], REUSE_DISTANCES[3] - 1, REUSE_DISTANCES[2], 10**9]
 )
@@ -97,13 +90,6 @@ def test_reuse_distance_decides_what_backward_gathers_again(distance):
     again = sum(reuse > distance for reuse in REUSE_DISTANCES)
     assert gathers[1:] == [6 + again] * 2
     assert gathers[0] == 12, "before the order is known nothing is kept"
-
-
-@pytest.mark.parametrize(("limit", "expected"), [(10**9, 6), (2 * BLOCK + 2 * STRAY, 9), (0, 12)])
-def test_the_limit_of_live_parameters_decides_too(limit, expected):
-    """With room for two blocks, either stem, one block and head are kept, or two blocks."""
-    _, gathers, _ = trace(max_live_parameters=limit, prefetch_bucket_size=0)
-    assert (expected - 1 if 0 < limit < 10**9 else expected) <= gathers[2] <= expected
 
 
 def persistence(rank: int, world_size: int, settings: dict) -> tuple[int, int, list[str], int]:
@@ -128,15 +114,6 @@ def test_parameters_up_to_the_persistence_threshold_stay_gathered(threshold):
         assert sorted(readable) == sorted(expected)
         assert elements == sum(expected.values()) and live == 0
         assert gathers == {STRAY: 4, 10**6: 0}.get(threshold, 6)
-
-
-def test_the_model_persistence_threshold_bounds_them_all():
-    settings = {
-        "stage3_param_persistence_threshold": WIDTH,
-        "stage3_model_persistence_threshold": 5 * WIDTH,
-    }
-    elements, _, readable, _ = run_on(2, persistence, settings)[0]
-    assert elements == 5 * WIDTH and len(readable) == 5
 
 
 def accumulating(rank: int, world_size: int) -> list[int]:

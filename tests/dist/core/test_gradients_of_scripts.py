@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import pytest
@@ -10,20 +9,9 @@ import torch
 from torch import nn
 
 import zero
-from tests.dist.training import ds_config, sgd_engine
+from tests.dist.toys import messages
+from tests.dist.training import sgd_engine
 from tests.processes import run_on
-
-
-class Messages(logging.Handler):
-    """Keeps the messages of the logger `zero`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-        logging.getLogger("zero").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 def clips_norm(model: nn.Module) -> None:
@@ -66,7 +54,7 @@ def nothing(model: nn.Module) -> None: ...
 def train(
     rank: int, world_size: int, stage: int, work: Callable[[nn.Module], None], every: int = 1
 ) -> tuple[list[torch.Tensor], list[str]]:
-    messages = Messages()
+    told = messages()
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     engine = sgd_engine(model, stage=stage, accumulation=2)
@@ -79,7 +67,7 @@ def train(
         assert all(param.grad is None for param in model.parameters()) or engine.global_steps == 0
     with zero.GatheredParameters(model.parameters()):
         weights = [param.detach().clone() for param in model.parameters()]
-    return weights, [text for text in messages.texts if "has no effect" in text]
+    return weights, [text for text in told if "has no effect" in text]
 
 
 def without_and_with(rank: int, world_size: int, stage: int, work: Callable) -> list[tuple]:
@@ -109,12 +97,11 @@ def test_work_at_the_end_of_a_step_is_told(every):
 
 
 def hooked(rank: int, world_size: int, steps: int) -> list[str]:
-    messages = Messages()
+    told = messages()
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
     model[1].weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(0.1))
-    config = ds_config(accumulation=steps)
-    zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=config)
-    return [text for text in messages.texts if "register_post_accumulate_grad_hook" in text]
+    sgd_engine(model, accumulation=steps)
+    return [text for text in told if "register_post_accumulate_grad_hook" in text]
 
 
 def test_a_hook_that_sees_no_sum_is_named():

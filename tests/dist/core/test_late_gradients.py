@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from tests.dist.toys import toy, toy_batches
-from tests.dist.training import ds_config, loss_of, sgd_engine
+from tests.dist.training import loss_of, sgd_engine
 from tests.processes import run_on
 from tests.tolerance import assert_close
 from zero.fragments import safe_get_full_grad
@@ -55,9 +55,7 @@ def gradients(rank: int, world_size: int, stage: int, reentrant: list[bool]) -> 
     model, reference = Model(reentrant[rank]), Model()
     reference.load_state_dict(model.state_dict())
     zero.leaf.set_z3_leaf_modules(model, [Experts])
-    config = ds_config(stage=stage, stage3_param_persistence_threshold=0) | {"watchdog_timeout": 5}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine = sgd_engine(model, stage=stage, watchdog_timeout=5)
     parts = torch.randn(world_size, 3, WIDTH)
     for _ in range(3):
         engine.backward(engine(parts[rank], rank == 0))
@@ -66,7 +64,7 @@ def gradients(rank: int, world_size: int, stage: int, reentrant: list[bool]) -> 
     for (name, param), expected in zip(
         model.named_parameters(), reference.parameters(), strict=True
     ):
-        found = zero.fragments.safe_get_full_grad(param)
+        found = safe_get_full_grad(param)
         assert_close(found, expected.grad, 100, 3, name)
     engine.step()
     engine.destroy()

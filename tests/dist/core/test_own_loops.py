@@ -5,27 +5,20 @@
 
 from __future__ import annotations
 
-import logging
-import weakref
-
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import zero
-from tests.dist.training import ds_config
+from tests.dist.training import sgd_engine
 from tests.processes import run_on
 from tests.tolerance import assert_close
 from zero import fragments
 from zero.errors import UsageError
-from zero.integrations.deepspeed.labels import ZeroParamStatus
-from zero.offload.activations import MIN_BYTES, HostActivations
 
 WIDTH, ROWS, LR = 8, 4, 1e-2
 # The inner lengths of two layers, forward and backward, and the sums over rows and micro-batches.
 TERMS = 4 * WIDTH + 4 * ROWS
-SMALL = {"stage3_param_persistence_threshold": 0}
 
 
 class Tied(nn.Module):
@@ -66,11 +59,8 @@ class Experts(nn.Module):
         return self.out(torch.tanh(self.experts[which](x))).square().mean()
 
 
-def engine_of(model: nn.Module, stage: int = 3, **top: object) -> zero.ZeroEngine:
-    config = ds_config(**SMALL) | top
-    config["zero_optimization"]["stage"] = stage
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    return zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+def engine_of(model: nn.Module, stage: int = 3, **keys: object) -> zero.ZeroEngine:
+    return sgd_engine(model, LR, stage=stage, **keys)
 
 
 def build(kind: type[nn.Module]) -> nn.Module:
@@ -80,22 +70,18 @@ def build(kind: type[nn.Module]) -> nn.Module:
 
 def tokens(step: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(10 * step + part)
-    return torch.randint(0, 16, (ROWS,), generator=generator), torch.randint(
-        0, 16, (ROWS,), generator=generator
-    )
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: fragments.safe_get_full_grad(param) for name, param in model.named_parameters()}
+    return torch.randint(0, 16, (2, ROWS), generator=generator).unbind()
 
 
 def follows(engine: zero.ZeroEngine, reference: nn.Module, world_size: int) -> None:
     """Assert that the engine's gradients are those of `reference`, whose losses were summed over
     ranks.
     """
-    for name, grad in gradients(engine.module).items():
-        expected = dict(reference.named_parameters())[name].grad
-        assert_close(grad, expected / world_size, TERMS)
+    for (name, param), expected in zip(
+        engine.module.named_parameters(), reference.parameters(), strict=True
+    ):
+        found = fragments.safe_get_full_grad(param)
+        assert_close(found, expected.grad / world_size, TERMS, what=name)
 
 
 def user_backward(rank: int, world_size: int, stage: int) -> int:
@@ -121,57 +107,6 @@ def test_loss_backward_of_the_script(stage):
     assert run_on(2, user_backward, stage) == [0, 0]
 
 
-def several(rank: int, world_size: int) -> None:
-    """Run two forwards before one backward, and two backwards of one graph with `zero_grad` between
-    them.
-    """
-    engine, reference = engine_of(build(Tied)), build(Tied)
-    engine.backward(engine(*tokens(0, rank)) + engine(*tokens(1, rank)))
-    for part in range(world_size):
-        (reference(*tokens(0, part)) + reference(*tokens(1, part))).backward()
-    follows(engine, reference, world_size)
-    engine.zero_grad()
-    loss = engine(*tokens(2, rank))
-    engine.backward(loss, retain_graph=True)
-    engine.zero_grad()
-    engine.backward(3 * loss)
-    reference.zero_grad()
-    for part in range(world_size):
-        (3 * reference(*tokens(2, part))).backward()
-    follows(engine, reference, world_size)
-
-
-def test_several_forwards_and_backwards():
-    run_on(2, several)
-
-
-def backward_in_two_parts(rank: int, world_size: int) -> None:
-    config = ds_config(stage=2, accumulation=2)
-    first, second = nn.Linear(4, 4), nn.Linear(4, 1)
-    model = nn.ModuleDict({"first": first, "second": second})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = zero.initialize(model=model, optimizer=optimizer, config=config)[0]
-    hidden = first(torch.ones(2, 4))
-    given = hidden.detach().requires_grad_()
-    engine.backward(second(given).mean())
-    hidden.backward(given.grad)
-
-
-def warnings_of_two_parts(rank: int, world_size: int) -> list[str]:
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("zero").addHandler(handler)
-    backward_in_two_parts(rank, world_size)
-    return said
-
-
-def test_a_loss_that_is_divided_twice_is_a_warning():
-    assert "divided by gradient_accumulation_steps twice" in " ".join(
-        run_on(1, warnings_of_two_parts)[0]
-    )
-
-
 def two_engines(rank: int, world_size: int) -> None:
     """Sum the losses of two engines. One engine runs backward, and each gets its own gradients."""
     engines = [engine_of(build(Tied), gradient_accumulation_steps=2) for _ in range(2)]
@@ -183,57 +118,12 @@ def two_engines(rank: int, world_size: int) -> None:
         follows(engine, reference, world_size)
 
 
-def unusual(rank: int, world_size: int, stage: int) -> None:
-    """A loss that does not call the root; a step after `no_sync` alone; a backward that fails, and
-    the next one.
-    """
-    batch = torch.ones(ROWS, WIDTH)
-    engine, reference = engine_of(build(Experts), stage), build(Experts)
-
-    def loss_of_parts(model: nn.Module) -> torch.Tensor:
-        return model.out(torch.tanh(model.experts[0](batch))).square().mean()
-
-    def fail(grad: torch.Tensor) -> None:
-        raise KeyError("in the middle of backward")
-
-    failing = loss_of_parts(engine.module)
-    failing.register_hook(fail)
-    with pytest.raises(KeyError):
-        engine.backward(failing)
-    engine.zero_grad()
-    for _ in range(2):
-        engine.backward(loss_of_parts(engine.module))
-        engine.step()
-        loss_of_parts(reference).backward()
-        with torch.no_grad():
-            for param in reference.parameters():
-                if param.grad is not None:
-                    param -= LR * param.grad
-                    param.grad = None
-    if stage < 2:
-        with engine.no_sync():
-            engine.backward(engine(batch, 1))
-        engine.step()
-        reference(batch, 1).backward()
-        with torch.no_grad():
-            for param in reference.parameters():
-                if param.grad is not None:
-                    param -= LR * param.grad
-    for name, param in engine.module.named_parameters():
-        expected = dict(reference.named_parameters())[name]
-        assert_close(fragments.safe_get_full_fp32_param(param), expected.detach(), TERMS)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_unusual_backwards(stage):
-    run_on(2, unusual, stage)
-
-
 def test_two_engines_under_one_loss():
     run_on(2, two_engines)
 
 
 def no_sync(rank: int, world_size: int, stage: int) -> str:
+    """Another backward follows; in the second step, none does."""
     engine, reference = engine_of(build(Tied), stage), build(Tied)
     try:
         with engine.no_sync():
@@ -247,6 +137,16 @@ def no_sync(rank: int, world_size: int, stage: int) -> str:
     for part in range(world_size):
         (reference(*tokens(0, part)) + reference(*tokens(1, part))).backward()
     follows(engine, reference, world_size)
+    engine.zero_grad()
+    weight, before = engine.module.layer.weight, reference.layer.weight.detach()
+    with engine.no_sync():
+        engine.backward(engine(*tokens(0, rank)))
+    engine.step()
+    reference.zero_grad()
+    for part in range(world_size):
+        (reference(*tokens(0, part)) / world_size).backward()
+    expected = before - LR * reference.layer.weight.grad
+    assert_close(fragments.safe_get_full_fp32_param(weight), expected, TERMS)
     return ""
 
 
@@ -318,7 +218,7 @@ def parts_of_a_parameter(rank: int, world_size: int) -> None:
     engine = engine_of(build(Sum), gradient_accumulation_steps=2)
     values = [part.value for part in engine.module.parts]
     for value in values:
-        assert value.ds_tensor.shape == (3,)
+        assert value.ds_tensor.shape == (3,) and value.partition_numel() == 3
         value.ds_tensor.data = torch.full((3,), 1.0 + rank)
     assert all(fragments.safe_get_local_grad(value) is None for value in values)
     expected = torch.tensor([1.0, 1.0, 1.0, 2.0, 2.0])
@@ -341,86 +241,3 @@ def parts_of_a_parameter(rank: int, world_size: int) -> None:
 
 def test_parts_of_a_parameter_that_is_a_group_by_itself():
     run_on(2, parts_of_a_parameter)
-
-
-def generation(rank: int, world_size: int) -> None:
-    """While all parameters are shown nothing is gathered, with hooks or without them.
-
-    After it, the model runs as before.
-    """
-    engine = engine_of(build(Tied))
-    before = engine(*tokens(0, rank))
-    engine.backward(before)
-    engine.zero_grad()
-    hooks = engine.optimizer.parameter_offload
-    with zero.GatheredParameters(engine.parameters()), torch.no_grad():
-        gathered = engine.comm.calls["all_gather"]
-        for _ in range(2):
-            assert torch.equal(engine(*tokens(0, rank)), before)
-        assert engine.comm.calls["all_gather"] == gathered
-    with zero.GatheredParameters(engine.parameters()), torch.no_grad():  # as TRL does it
-        for param in [*hooks.module.parameters(), *hooks.module.ds_external_parameters()]:
-            param.ds_active_sub_modules.clear()
-        for handle in [*hooks.forward_hooks, *hooks.backward_hooks]:
-            handle.remove()
-        hooks.forward_hooks = []
-        hooks.backward_hooks = []
-        assert torch.equal(engine.module(*tokens(0, rank)), before)
-        hooks._register_deepspeed_module(hooks.module)
-        assert hooks.forward_hooks and hooks.backward_hooks
-    assert (
-        engine.module.embed.weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
-        and engine.residency.live == 0
-    )
-    reference = build(Tied)
-    engine.backward(engine(*tokens(0, rank)))
-    for part in range(world_size):
-        reference(*tokens(0, part)).backward()
-    follows(engine, reference, world_size)
-
-
-def test_generation_without_hooks():
-    run_on(2, generation)
-
-
-class Wide(nn.Module):
-    """Keeps large activations only as inputs of checkpointed layers.
-
-    `seen` shows which of them are alive.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
-        self.seen: list[weakref.ref] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(checkpoint(layer, x, use_reentrant=False))
-            self.seen.append(weakref.ref(x))
-        return x.square().mean()
-
-
-def activations_on_the_host(rank: int, world_size: int) -> None:
-    """Gradients are the same, and the device copies of the checkpoints' inputs are freed after
-    forward.
-    """
-    batch = torch.randn(
-        2 * MIN_BYTES // WIDTH // 4, WIDTH, generator=torch.Generator().manual_seed(rank)
-    )
-    found, alive = [], []
-    for moved in (False, True):
-        engine = engine_of(build(Wide))
-        # The engine does this on a GPU only.
-        engine.activations = HostActivations(engine.device) if moved else None
-        loss = engine(batch)
-        alive.append(sum(reference() is not None for reference in engine.module.seen))
-        engine.backward(loss)
-        found.append(gradients(engine.module))
-    assert engine.activations.moved_bytes >= 3 * batch.nbytes
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    assert alive == [3, 0]
-
-
-def test_activations_in_host_memory_give_the_same_gradients():
-    run_on(2, activations_on_the_host)

@@ -8,21 +8,26 @@ import pytest
 import torch
 from torch import nn
 
-from tests.dist.core.test_own_loops import LR, ROWS, SMALL, WIDTH, Experts, build, engine_of
-from tests.dist.training import ds_config
+from tests.dist.core.test_own_loops import LR, ROWS, WIDTH, Experts, build, engine_of
 from tests.processes import fork_ranks, run_on
 from zero import fragments
 from zero.integrations.deepspeed.labels import ZeroParamStatus
 from zero.integrations.deepspeed.leaf import set_z3_leaf_modules
 
 
+def assert_gradients(model: nn.Module, reference: nn.Module, ranks: int, step: int) -> None:
+    """Assert that they are those of `reference`, whose losses were summed over ranks."""
+    for (name, param), plain in zip(model.named_parameters(), reference.parameters(), strict=True):
+        expected = torch.zeros_like(plain) if plain.grad is None else plain.grad / ranks
+        found = fragments.safe_get_full_grad(param)
+        assert torch.equal(found, expected), f"{name} in step {step}"
+
+
 def chosen_by_rank(rank: int, world_size: int, stage: int) -> None:
     """Ranks use different experts, one expert is never used, and one rank has a shorter batch."""
     model, reference = build(Experts), build(Experts)
     with pytest.raises(ValueError, match="no module of class Expertz"):
-        engine_of(
-            build(Experts), stage, zero_optimization={"leaf_module": {"classes": ["Expertz"]}}
-        )
+        engine_of(build(Experts), stage, leaf_module={"classes": ["Expertz"]})
     set_z3_leaf_modules(model, [nn.ModuleList])
     engine = engine_of(model, stage)
     for step in range(4):
@@ -30,10 +35,7 @@ def chosen_by_rank(rank: int, world_size: int, stage: int) -> None:
         engine.backward(engine(batches[rank], rank if step else 0))
         for part in range(world_size):
             reference(batches[part], part if step else 0).backward()
-        for name, param in reference.named_parameters():
-            found = fragments.safe_get_full_grad(dict(model.named_parameters())[name])
-            expected = torch.zeros_like(param) if param.grad is None else param.grad / world_size
-            assert torch.equal(found, expected), f"{name} in step {step}"
+        assert_gradients(model, reference, world_size, step)
         engine.step()
         with torch.no_grad():
             for param in reference.parameters():
@@ -80,18 +82,14 @@ def without_room(rank: int, world_size: int) -> None:
     """
     model, reference = build(Mixtures), build(Mixtures)
     set_z3_leaf_modules(model, [Mixture])
-    zero_optimization = {**ds_config(**SMALL)["zero_optimization"], "reduce_bucket_size": 1}
-    engine = engine_of(model, zero_optimization=zero_optimization)
+    engine = engine_of(model, reduce_bucket_size=1)
     for step in range(4):
         used = [[0, 1] if (part + step) % 2 else [0] for part in range(world_size)]
         batches = [torch.full((ROWS, WIDTH), 0.1 * (step + 1) + part) for part in range(world_size)]
         engine.backward(engine(batches[rank], used[rank]))
         for part in range(world_size):
             reference(batches[part], used[part]).backward()
-        for name, param in reference.named_parameters():
-            found = fragments.safe_get_full_grad(dict(model.named_parameters())[name])
-            expected = torch.zeros_like(param) if param.grad is None else param.grad / world_size
-            assert torch.equal(found, expected), f"{name} in step {step}"
+        assert_gradients(model, reference, world_size, step)
         engine.zero_grad()
         reference.zero_grad()
 
@@ -124,7 +122,7 @@ def test_ranks_that_part_are_named(tmp_path):
 
 
 def unused(rank: int, world_size: int) -> str:
-    engine = engine_of(build(Experts), 2, zero_optimization={"ignore_unused_parameters": False})
+    engine = engine_of(build(Experts), 2, ignore_unused_parameters=False)
     with pytest.raises(ValueError, match="ignore_unused_parameters is false") as raised:
         engine.backward(engine(torch.ones(ROWS, WIDTH), 0))
     return str(raised.value)

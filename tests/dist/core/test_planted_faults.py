@@ -16,10 +16,8 @@ import torch
 
 import zero
 from tests.dist.toys import Toy, toy, toy_batches
-from tests.dist.training import adamw, ds_config, start
-from tests.parity.models import build
+from tests.dist.training import adamw, ds_config, start, step
 from tests.processes import run_on
-from zero.adapting.call import Call
 from zero.comm.communicator import apart, communicator
 from zero.config import load_config
 from zero.core.param_group import ParamGroup
@@ -53,25 +51,7 @@ def fails_at(owner: Any, name: str, call: int) -> Iterator[None]:
 
 def trained(engine: zero.ZeroEngine, steps: int = 2) -> list[float]:
     """The losses of some steps."""
-    losses = []
-    for batch in toy_batches(steps):
-        loss = engine(**batch)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
-def stopping_a_stream(rank: int, world_size: int) -> list[float]:
-    engine, _ = start(toy(), ds_config(**SHARDED))
-    for _ in zero.stream_weights(engine):
-        break
-    return trained(engine)
-
-
-def test_a_stream_of_weights_that_stops_early_leaves_nothing_in_flight():
-    first, second = run_on(2, stopping_a_stream, timeout=LIMIT)
-    assert first == second
+    return step(engine, toy_batches(steps))
 
 
 def retrying(rank: int, world_size: int, mistake: str) -> None:
@@ -205,29 +185,6 @@ def test_one_rank_alone_may_use_reentrant_checkpointing(stage):
     assert first == second
 
 
-def another_key(rank: int, world_size: int, stage: int) -> str:
-    """As a scheduler of torch, made on rank 0 alone, sets one."""
-    engine, _ = start(toy(), ds_config(**SHARDED | {"stage": stage}))
-    trained(engine)
-    batch = toy_batches(1)[0]
-    engine.backward(engine(**batch))
-    groups = engine.optimizer.param_groups
-    if rank == 0:
-        groups[0]["initial_lr"] = groups[0]["lr"]
-    with pytest.raises(ValueError) as raised:
-        engine.step()
-    groups[0].pop("initial_lr", None)
-    engine.step()
-    assert engine.was_step_applied() and engine.global_steps == 3
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_key_of_a_param_group_on_one_rank_is_named(stage):
-    for message in run_on(2, another_key, stage, timeout=LIMIT):
-        assert "param group 0, initial_lr: 0.001 on rank 0, missing on rank 1" in message
-
-
 def script_gradient_alone(rank: int, world_size: int) -> torch.Tensor:
     """Only rank 1 puts a gradient on a parameter before the step."""
     engine, _ = start(toy(), ds_config(stage=2))
@@ -248,54 +205,6 @@ def script_gradient_alone(rank: int, world_size: int) -> torch.Tensor:
 def test_a_gradient_that_one_rank_puts_on_a_parameter_counts():
     for found in run_on(2, script_gradient_alone, timeout=LIMIT):
         assert found == pytest.approx(0.5, abs=1e-6)
-
-
-def copying_fails(rank: int, world_size: int, folder: str) -> tuple[str, int]:
-    engine, _ = start(toy(), ds_config(**SHARDED) | {"checkpoint": {"async_save": True}})
-    trained(engine)
-    planted = mock.patch("zero.checkpoint.background.beside", side_effect=MemoryError("planted"))
-    with planted if rank == 0 else contextlib.nullcontext():
-        engine.save_checkpoint(folder)
-        with pytest.raises(RuntimeError) as raised:
-            engine.wait_for_checkpoint()
-    trained(engine)
-    engine.save_checkpoint(folder)
-    engine.wait_for_checkpoint()
-    return str(raised.value), engine.global_steps
-
-
-def test_a_copy_that_fails_in_the_background_is_an_error_on_all_ranks(tmp_path):
-    first, second = run_on(2, copying_fails, str(tmp_path), timeout=LIMIT)
-    assert first == second and "rank 0: MemoryError: planted" in first[0]
-
-
-def adapting(rank: int, world_size: int) -> tuple[str, ...]:
-    config = ds_config(stage=2) | {"on_out_of_memory": "adapt"}
-    model = build("llama")
-    adaptation = start(model, config)[0].adaptation
-    assert adaptation is not None
-    ids = torch.ones(4, 2, dtype=torch.int64)
-    call = Call(dict, model, (ids,), {"labels": ids}, object())
-    with mock.patch.object(adaptation, "_why_not_repeated", lambda *_: "planted" * rank):
-        with pytest.raises(torch.OutOfMemoryError) as raised:
-            adaptation._change([call], None)
-    said = [str(raised.value)]
-
-    def fails() -> None:
-        if rank == 1:
-            raise _Planned("a forward")
-
-    with pytest.raises(Exception) as error:
-        adaptation._together("forward", fails)
-    said.append(f"{type(error.value).__name__}: {error.value}")
-    assert not adaptation._control.any(False)
-    return tuple(said)
-
-
-def test_a_rank_that_adapts_to_its_memory_shares_its_errors():
-    first, second = run_on(2, adapting, timeout=LIMIT)
-    assert "planted" in first[0] and "planted" in second[0]
-    assert "rank 1: _Planned: a forward" in first[1] and second[1] == "_Planned: a forward"
 
 
 def without_a_compiler(rank: int, world_size: int) -> list[torch.Tensor]:

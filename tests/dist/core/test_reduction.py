@@ -94,9 +94,8 @@ def waits(rank: int, world_size: int, overlap: bool) -> tuple[str, dict]:
 
 
 def test_overlap_waits_for_a_reduction_only_when_backward_is_over():
-    (overlapped, weights), (immediate, others) = (
-        run_on(2, waits, overlap)[0] for overlap in (True, False)
-    )
+    overlapped, weights = run_on(2, waits, True)[0]
+    immediate, others = run_on(2, waits, False)[0]
     assert overlapped == "s" * GROUPS + "w" * GROUPS
     assert immediate == "sw" * GROUPS
     assert_same_weights(others, weights)
@@ -124,9 +123,8 @@ def buffers(rank: int, world_size: int, contiguous: bool) -> tuple[list[bool], d
 
 
 def test_contiguous_gradients_are_copied_before_the_group_has_all():
-    (copied, weights), (apart, others) = (
-        run_on(2, buffers, contiguous)[0] for contiguous in (True, False)
-    )
+    copied, weights = run_on(2, buffers, True)[0]
+    apart, others = run_on(2, buffers, False)[0]
     assert copied and all(copied)
     assert not any(apart)
     assert_same_weights(others, weights)
@@ -186,17 +184,14 @@ def sub_groups(rank: int, world_size: int, size: int) -> tuple[list[list[int]], 
     """
     engine, optimizer = start(toy(), ds_config(sub_group_size=size, **WHOLE))
     calls: list[list[int]] = []
-    optimizer.optimizer.register_step_pre_hook(
-        lambda inner, *_: calls.append(
-            [p.numel() for group in inner.param_groups for p in group["params"]]
-        )
-    )
+
+    def note(inner: torch.optim.Optimizer, *_: object) -> None:
+        calls.append([p.numel() for group in inner.param_groups for p in group["params"]])
+
+    optimizer.optimizer.register_step_pre_hook(note)
     weights = train_zero(engine, toy_batches(2)).weights
-    return (
-        calls[: len(calls) // 2],
-        [param_group.layout.shard_numel for param_group in engine.groups],
-        weights,
-    )
+    own = [param_group.layout.shard_numel for param_group in engine.groups]
+    return calls[: len(calls) // 2], own, weights
 
 
 def test_the_optimizer_never_sees_more_than_a_sub_group():
@@ -268,11 +263,8 @@ def test_16_bit_gradients_are_widened_when_something_is_added_to_them(tmp_path, 
     On gloo, sums over ranks are in fp32.
     """
     path = str(tmp_path) if in_files else None
-    single, summed, wide = (
-        ([1.0], torch.bfloat16),
-        ([1 + 2.0**-8], torch.float32),
-        ([1 + 2.0**-9], torch.float32),
-    )
+    single, summed = ([1.0], torch.bfloat16), ([1 + 2.0**-8], torch.float32)
+    wide = [1 + 2.0**-9], torch.float32
     assert run_on(1, kept, path)[0] == [single, summed, single, wide]
     assert [dtype for _, dtype in run_on(2, kept, path)[0]] == [torch.float32] * 4
 
@@ -280,10 +272,6 @@ def test_16_bit_gradients_are_widened_when_something_is_added_to_them(tmp_path, 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_gradients_are_summed_in_the_configured_dtype(world_size, stage):
-    exact = ([0.5 + 2.0**-9], torch.float32)
-    assert (
-        run_on(world_size, summed, stage, None)[0]
-        == run_on(world_size, summed, stage, "fp32")[0]
-        == exact
-    )
+    for name in (None, "fp32"):
+        assert run_on(world_size, summed, stage, name)[0] == ([0.5 + 2.0**-9], torch.float32)
     assert run_on(world_size, summed, stage, "bf16")[0] == ([0.5], torch.bfloat16)

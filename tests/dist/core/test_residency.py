@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.dist.toys import BLOCK, after_each, gathered, toy, toy_batches
-from tests.dist.training import adamw, ds_config, start, step, train_zero
+from tests.dist.toys import BLOCK, after_each, bytes_of, gathered, toy, toy_batches
+from tests.dist.training import ds_config, start, step, train_zero
 from tests.parity.test_variants import data, variant
 from tests.processes import run_on
 from zero.core.param_group import ParamGroup, State
@@ -19,42 +19,30 @@ from zero.engine import ZeroEngine
 LIMITS = [0, 1500, 12000, 10**9]
 
 
-def peaks(rank: int, world_size: int, kind: str, accumulation: int) -> list[dict[str, int]]:
-    """Return the peaks for each limit on live parameters, with settings that push the engine to
-    exceed it.
-    """
-    found = []
+def within_limits(rank: int, world_size: int, kind: str, accumulation: int) -> None:
+    """With settings that push the engine to exceed the limit."""
     for limit in LIMITS:
         settings = {
             "stage3_param_persistence_threshold": 50,
             "stage3_max_live_parameters": limit,
             "stage3_prefetch_bucket_size": 6000,
         }
-        model, batches = (
-            (toy(), toy_batches(3)) if kind == "toy" else (variant(kind), data(kind)[:3])
-        )
+        is_toy = kind == "toy"
+        model, batches = (toy(), toy_batches(3)) if is_toy else (variant(kind), data(kind)[:3])
         engine, _ = start(model, ds_config(accumulation=accumulation, **settings))
-        measured = []
-        with after_each(
-            ParamGroup,
-            "all_gather",
-            lambda _, engine=engine, seen=measured: seen.append(gathered(engine)),
-        ):
-            train_zero(engine, batches)
         loose = [group.layout for group in engine.groups if not group.persistent]
-        found.append(
-            {
-                "limit": limit,
-                "counted": engine.residency.peak,
-                "measured": max(measured),
-                "group": max(layout.numel for layout in loose),
-                "padding": sum(layout.padded - layout.numel for layout in loose),
-                "all": sum(layout.numel for layout in loose),
-                "live at rest": engine.residency.live,
-                "gathered at rest": gathered(engine),
-            }
-        )
-    return found
+        most = max(limit, *(layout.numel for layout in loose))
+        padding = sum(layout.padded - layout.numel for layout in loose)
+
+        def look(_: ParamGroup, engine: ZeroEngine = engine, most: int = most + padding) -> None:
+            assert gathered(engine) <= most
+
+        with after_each(ParamGroup, "all_gather", look):
+            train_zero(engine, batches)
+        assert engine.residency.peak <= most
+        assert engine.residency.live == gathered(engine) == 0
+    # Without a limit most of the model is kept until its backward.
+    assert engine.residency.peak > sum(layout.numel for layout in loose) // 2
 
 
 @pytest.mark.parametrize(
@@ -71,15 +59,7 @@ def peaks(rank: int, world_size: int, kind: str, accumulation: int) -> list[dict
     ],
 )
 def test_live_elements_stay_within_the_limit_or_one_group(kind, accumulation):
-    for peak in run_on(2, peaks, kind, accumulation)[0]:
-        most = max(peak["limit"], peak["group"])
-        assert peak["counted"] <= most, peak
-        assert peak["measured"] <= most + peak["padding"], peak
-        assert peak["live at rest"] == 0, peak
-        assert peak["gathered at rest"] == 0, peak
-    assert peak["counted"] > peak["all"] // 2, (
-        "without a limit most of the model is kept until its backward"
-    )
+    run_on(2, within_limits, kind, accumulation)
 
 
 def states(rank: int, world_size: int) -> list[str]:
@@ -114,10 +94,6 @@ def test_a_sharded_group_holds_no_byte_and_shows_no_values():
     assert run_on(2, states) == [[], []]
 
 
-def test_evaluation_frees_what_it_gathers():
-    assert run_on(2, evaluation) == [(0, 0)] * 2
-
-
 def evaluation(rank: int, world_size: int) -> tuple[int, int]:
     engine, _ = start(toy(), ds_config(stage3_param_persistence_threshold=0))
     train_zero(engine, toy_batches(2))
@@ -130,18 +106,17 @@ def evaluation(rank: int, world_size: int) -> tuple[int, int]:
     return engine.residency.live, gathered(engine)
 
 
+def test_evaluation_frees_what_it_gathers():
+    assert run_on(2, evaluation) == [(0, 0)] * 2
+
+
 def state_bytes(engine: ZeroEngine) -> int:
     """Return the bytes of shards, masters, gradients and moments. Each storage counts once."""
     tensors = [group.shard for group in engine.groups]
-    tensors += [
-        t
-        for shard in engine.optimizer.shards.values()
-        for t in (shard.master, shard.grad)
-        if t is not None
-    ]
-    tensors += [t for state in engine.optimizer.state.values() for t in state.values() if t.dim()]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+    for shard in engine.optimizer.shards.values():
+        tensors += [shard.master, shard.grad]
+    states = engine.optimizer.state.values()
+    return bytes_of([*tensors, *(t for state in states for t in state.values() if t.dim())])
 
 
 def state_of_a_rank(rank: int, world_size: int, sections: dict) -> tuple[int, int]:
@@ -164,18 +139,12 @@ def test_state_of_a_rank_is_its_share(sections):
     assert held > 0.7 * share
 
 
-def test_the_model_itself_holds_nothing_once_it_is_sharded():
-    assert run_on(2, left_over) == [1, 1]
-
-
 def left_over(rank: int, world_size: int) -> int:
     """Return the elements of memory that the parameters hold while they are sharded."""
     model = toy()
-    engine, _ = start(model, ds_config(stage3_param_persistence_threshold=0))
-    optimizer = adamw([{"params": [torch.nn.Parameter(torch.zeros(1))]}])
-    assert type(engine.optimizer.optimizer) is type(optimizer)
-    storages = {
-        param.untyped_storage().data_ptr(): param.untyped_storage().nbytes()
-        for param in model.parameters()
-    }
-    return sum(storages.values()) // 4
+    start(model, ds_config(stage3_param_persistence_threshold=0))
+    return bytes_of(model.parameters()) // 4
+
+
+def test_the_model_itself_holds_nothing_once_it_is_sharded():
+    assert run_on(2, left_over) == [1, 1]

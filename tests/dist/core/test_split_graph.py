@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from torch import nn
 
 import zero
-from tests.dist.training import ds_config
+from tests.dist.toys import messages
+from tests.dist.training import sgd_engine
 from tests.processes import run_on
 from tests.tolerance import assert_close
 
@@ -23,13 +22,8 @@ def model() -> nn.Sequential:
 
 def split(rank: int, world_size: int, stage: int, by_engine: bool) -> None:
     trained, reference = model(), model()
-    optimizer = torch.optim.SGD(trained.parameters(), lr=RATE)
-    config = ds_config(stage=stage, accumulation=STEPS, stage3_param_persistence_threshold=0)
-    engine = zero.initialize(model=trained, optimizer=optimizer, config=config)[0]
-    warnings: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("zero").addHandler(handler)
+    engine = sgd_engine(trained, RATE, stage=stage, accumulation=STEPS)
+    warnings = messages()
     inputs = torch.randn(STEPS, world_size, 3, WIDTH)
     for part in inputs:
         hidden = trained[0](part[rank])

@@ -23,7 +23,7 @@ from torch import nn
 import zero
 from tests.dist.messages import counted_messages
 from tests.dist.toys import ROWS, toy, toy_batches
-from tests.dist.training import ds_config, loss_of, start, train_zero
+from tests.dist.training import ds_config, loss_of, start, step, train_zero
 from tests.parity.models import batches, build
 from tests.processes import run_on
 from zero.comm import traffic
@@ -40,62 +40,56 @@ RANKS, STEPS, ACCUMULATION = 2, 3, 2
 FLOPS_A_ROW = 6 * (2 * 13 * 13 + 4 * 2 * 13 * 39) - 2 * 13 * 13
 
 
+def place(folder: Path) -> dict[str, Any]:
+    return {"enabled": True, "output_path": str(folder), "job_name": "job"}
+
+
+def recorded(folder: Path) -> list[dict[str, Any]]:
+    """The records of json_monitor."""
+    lines = (folder / "job" / "steps.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
 def monitored(rank: int, world_size: int, folder: Path) -> list[list[float]]:
     """Train with monitors. Return this rank's losses, step by step."""
-    where = {"enabled": True, "output_path": str(folder), "job_name": "job"}
-    sections = {
-        "json_monitor": where,
-        "csv_monitor": where,
-        "steps_per_print": 2,
-        "wall_clock_breakdown": True,
-    }
-    sections["flops_profiler"] = {
-        "enabled": True,
-        "profile_step": 2,
-        "output_file": str(folder / "flops"),
-    }
-    config = ds_config(accumulation=ACCUMULATION, stage3_param_persistence_threshold=0) | sections
-    model, losses = toy(), []
-    engine, _ = start(model, config)
+    flops = {"enabled": True, "profile_step": 2, "output_file": str(folder / "flops")}
+    config = ds_config(
+        accumulation=ACCUMULATION,
+        stage3_param_persistence_threshold=0,
+        json_monitor=place(folder),
+        csv_monitor=place(folder),
+        steps_per_print=2,
+        wall_clock_breakdown=True,
+        flops_profiler=flops,
+    )
+    engine, _ = start(toy(), config)
     logger = logging.getLogger("zero")
     logger.warning("rank %d warns", rank)
     assert not logger.handlers  # else Python would not print warnings any more
-    for batch in toy_batches(STEPS):
-        own = {name: value + rank for name, value in batch.items()}
-        losses.append([])
-        for _ in range(ACCUMULATION):
-            loss = loss_of(engine(**own))
-            losses[-1].append(loss.item())
-            engine.backward(loss)
-            engine.step()
-    return losses
+    batches = [{name: value + rank for name, value in each.items()} for each in toy_batches(STEPS)]
+    return [step(engine, [own] * ACCUMULATION) for own in batches]
 
 
 def test_each_step_is_measured_and_written(tmp_path: Path):
     by_rank = run_on(RANKS, monitored, tmp_path)
-    records = [
-        json.loads(line) for line in (tmp_path / "job" / "steps.jsonl").read_text().splitlines()
-    ]
+    records = recorded(tmp_path)
     assert [record["step"] for record in records] == [1, 2, 3]
     assert [record["samples"] for record in records] == [4, 8, 12]
-    means = [
-        sum(sum(losses[step]) for losses in by_rank) / (RANKS * ACCUMULATION)
-        for step in range(STEPS)
-    ]
+    steps = zip(*by_rank, strict=True)
+    means = [sum(map(sum, of_ranks)) / (RANKS * ACCUMULATION) for of_ranks in steps]
     assert [record["loss"] for record in records] == pytest.approx(means, rel=1e-6)
     for record in records:
         assert record["bytes"]["reduce_scatter"] == 4 * record["elements"]["reduce_scatter"] > 0
         assert record["lr"] == 1e-3 and record["grad_norm"] > 0
         assert set(record["seconds"]) == {"forward", "backward", "step"}
-        assert (
-            record["memory"]["host_bytes_peak"] > 0
-            and record["memory"]["gathered_elements_peak"] > 0
-        )
+        memory = record["memory"]
+        assert memory["host_bytes_peak"] > 0 and memory["gathered_elements_peak"] > 0
         assert len(record["ranks"]["working_seconds"]) == RANKS
     run = records[0]["run"]
-    assert [("run" in record, "warnings" in record) for record in records] == [(True, True)] + [
-        (False, False)
-    ] * 2
+    assert [("run" in each, "warnings" in each) for each in records[:2]] == [
+        (True, True),
+        (False, False),
+    ]
     assert records[0]["warnings"] == ["rank 0 warns"]
     effective = {row["key"]: row["effective"] for row in run["configuration"]}
     assert effective["zero_optimization.stage"] == "3" and effective["gradient_clipping"] == "0.0"
@@ -112,15 +106,14 @@ def test_each_step_is_measured_and_written(tmp_path: Path):
 
     found = read(tmp_path / "job")
     assert found.curve("loss")[1] == [record["loss"] for record in records]
-    assert all(spent >= 0 for spent in found.time_by_part().values()) and found.warnings == [
-        (1, "rank 0 warns")
-    ]
+    assert min(found.time_by_part().values()) >= 0 and found.warnings == [(1, "rank 0 warns")]
 
-    rows = list(
-        csv.reader((tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().splitlines())
-    )
-    assert rows[0] == ["step", "train_loss"]
-    assert [(int(x), float(y)) for x, y in rows[1:]] == [(r["samples"], r["loss"]) for r in records]
+    text = (tmp_path / "job" / "Train_Samples_train_loss.csv").read_text()
+    head, *rows = csv.reader(text.splitlines())
+    assert head == ["step", "train_loss"]
+    assert [(int(x), float(y)) for x, y in rows] == [(r["samples"], r["loss"]) for r in records]
+    operations = f"at step 2: {FLOPS_A_ROW * ROWS * ACCUMULATION / 1000:.2f} KFLOPS in"
+    assert operations in (tmp_path / "flops").read_text()
 
 
 PEAK = 1e9
@@ -133,12 +126,10 @@ def language(rank: int, world_size: int, folder: Path) -> dict[str, int]:
     """
     tiers.LEAST_BYTES_IN_A_FILE = 1
     os.environ["LOCAL_WORLD_SIZE"] = "1"  # the other rank is on another machine
-    where = {"enabled": True, "output_path": str(folder), "job_name": "job"}
-    files = {
-        "offload_optimizer": {"device": "nvme", "nvme_path": str(folder), "overlap_step": False}
-    }
+    files = {"device": "nvme", "nvme_path": str(folder), "overlap_step": False}
+    config = ds_config(offload_optimizer=files, json_monitor=place(folder))
     with mock.patch.object(monitor, "peak", lambda device, dtype: PEAK):
-        engine, _ = start(build("t5"), ds_config(**files) | {"json_monitor": where})
+        engine, _ = start(build("t5"), config)
     with counted_messages() as sent:
         train_zero(engine, batches("t5", 2))
     return {
@@ -149,9 +140,7 @@ def language(rank: int, world_size: int, folder: Path) -> dict[str, int]:
 
 def test_tokens_files_and_memory_of_ranks(tmp_path: Path):
     found = run_on(2, language, tmp_path)[0]
-    records = [
-        json.loads(line) for line in (tmp_path / "job" / "steps.jsonl").read_text().splitlines()
-    ]
+    records = recorded(tmp_path)
     batch, record = batches("t5", 2)[-1], records[-1]
     tokens = batch["input_ids"].numel() + batch["labels"].numel()
     steps_per_second = record["samples_per_second"] * record["step"] / record["samples"]
@@ -173,10 +162,8 @@ def test_tokens_files_and_memory_of_ranks(tmp_path: Path):
     assert min(record["links"][name] for name in ("disk read", "disk written")) > 2 * shard
     assert min(record["disk_bytes_per_second"][name] for name in ("read", "written")) > 0
     of_ranks = record["ranks"]
-    assert all(
-        0 < now <= peak
-        for now, peak in zip(of_ranks["host_bytes"], of_ranks["host_bytes_peak"], strict=True)
-    )
+    for now, peak in zip(of_ranks["host_bytes"], of_ranks["host_bytes_peak"], strict=True):
+        assert 0 < now <= peak
     assert of_ranks["device_bytes"] == [0, 0]
 
 
@@ -208,10 +195,8 @@ def _multiplied(module: nn.Module) -> int:
 
 def logged(rank: int, world_size: int, section: dict[str, Any]) -> str:
     """Train with the log of collectives. Return what this rank prints."""
-    config = ds_config(stage3_param_persistence_threshold=0) | {
-        "comms_logger": section,
-        "memory_breakdown": True,
-    }
+    sections = {"comms_logger": section, "memory_breakdown": True}
+    config = ds_config(stage3_param_persistence_threshold=0, **sections)
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         engine, optimizer = start(toy(), config)
         train_zero(engine, toy_batches(2))
@@ -230,9 +215,8 @@ def test_collectives_and_memory_are_printed_on_rank_0():
     calls, *lines = first.splitlines()
     assert len(second.splitlines()) == 1
     shown = [line for line in lines if line.startswith("step ")]
-    assert len(shown) == 2 and all(
-        "host parameters " in line and ", optimizer " in line for line in shown
-    )
+    assert len(shown) == 2
+    assert all("host parameters " in line and ", optimizer " in line for line in shown)
     ended = [line for line in lines if line.startswith("comm op: all_gather ")]
     head = next(number for number, line in enumerate(lines) if line.startswith("Comm. Op "))
     assert lines[head].split("  ")[-1].strip() == "Straggler(ms)"
@@ -243,9 +227,8 @@ def test_collectives_and_memory_are_printed_on_rank_0():
         else:
             name = line
     assert {"all_gather", "reduce_scatter"} <= {name for name, _ in table}
-    assert (
-        sum(int(row[0]) for name, row in table if name == "all_gather") == len(ended) <= int(calls)
-    )
+    gathers = sum(int(row[0]) for name, row in table if name == "all_gather")
+    assert gathers == len(ended) <= int(calls)
     for name, (count, *numbers) in table:
         total, average, rate, bus, straggler = map(float, numbers)
         assert total == pytest.approx(int(count) * average, abs=0.01 * (1 + int(count)))
@@ -255,26 +238,12 @@ def test_collectives_and_memory_are_printed_on_rank_0():
 
 
 def test_chosen_collectives_have_rows_for_each_group():
-    section = {
-        "enabled": True,
-        "prof_all": False,
-        "prof_ops": ["all_gather_into_tensor"],
-        "debug": True,
-    }
+    section = {"enabled": True, "prof_all": False, "debug": True}
+    section["prof_ops"] = ["all_gather_into_tensor"]
     first, _ = run_on(RANKS, logged, section)
     names = [line for line in first.splitlines() if line.startswith(("all_", "reduce"))]
-    assert (
-        all(name.startswith("all_gather") for name in names)
-        and sum(" | " in name for name in names) > 2
-    )
-
-
-def test_operations_are_counted_exactly(tmp_path: Path):
-    run_on(1, monitored, tmp_path)
-    assert (
-        f"at step 2: {FLOPS_A_ROW * ROWS * ACCUMULATION / 1000:.2f} KFLOPS in"
-        in (tmp_path / "flops").read_text()
-    )
+    assert all(name.startswith("all_gather") for name in names)
+    assert sum(" | " in name for name in names) > 2
 
 
 def with_divided_losses(rank: int, world_size: int, folder: Path) -> list[float]:
@@ -284,25 +253,22 @@ def with_divided_losses(rank: int, world_size: int, folder: Path) -> list[float]
     """
     model = toy()
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2))
-    config = ds_config(accumulation=ACCUMULATION) | {
-        "json_monitor": {"enabled": True, "output_path": str(folder)}
-    }
+    config = ds_config(accumulation=ACCUMULATION, json_monitor=place(folder))
     engine = zero.initialize(model=model, optimizer=optimizer, config=config)[0]
     losses = []
-    for step, batch in enumerate(toy_batches(2)):
+    for number, batch in enumerate(toy_batches(2)):
         losses.append(0.0)
         for _ in range(ACCUMULATION):
             loss = loss_of(engine(**batch)) / ACCUMULATION
             losses[-1] += loss.item()
             engine.backward(loss, scale_wrt_gas=False)
-            if step == 1 and rank == 0:
-                shutil.rmtree(folder / "DeepSpeedJobName", ignore_errors=True)
+            if number == 1 and rank == 0:
+                shutil.rmtree(folder / "job", ignore_errors=True)
             engine.step()
-        if step == 0 and rank == 0:
-            record = json.loads((folder / "DeepSpeedJobName" / "steps.jsonl").read_text())
-            assert record["loss"] == pytest.approx(losses[0], rel=1e-6) and record[
-                "lr"
-            ] == pytest.approx(1e-2)
+        if number == 0 and rank == 0:
+            (record,) = recorded(folder)
+            assert record["loss"] == pytest.approx(losses[0], rel=1e-6)
+            assert record["lr"] == pytest.approx(1e-2)
     return losses
 
 
@@ -311,67 +277,45 @@ def test_a_loss_that_the_script_divides_and_a_folder_that_goes_away(tmp_path: Pa
     assert first == second
 
 
-def refused(rank: int, world_size: int, sections: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        start(toy(), ds_config() | sections)
+def refused(rank: int, world_size: int, folder: Path) -> None:
+    csv = {"csv_monitor": {"enabled": True, "output_path": str(folder / "file")}}
+    flops = {"flops_profiler": {"enabled": True, "output_file": str(folder / "none" / "table")}}
+    for section, says in (
+        (csv, "csv_monitor.output_path: cannot write to"),
+        (flops, "flops_profiler.output_file: .* there is no such folder"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            start(toy(), ds_config(**section))
 
 
 def test_what_cannot_be_written_is_refused_on_all_ranks_before_training(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "file")}}
-    run_on(RANKS, refused, monitor, "csv_monitor.output_path: cannot write to")
-    profiler = {
-        "flops_profiler": {"enabled": True, "output_file": str(tmp_path / "none" / "table")}
-    }
-    run_on(RANKS, refused, profiler, "flops_profiler.output_file: .* there is no such folder")
+    run_on(RANKS, refused, tmp_path)
 
 
 @pytest.mark.parametrize("section", ["tensorboard", "wandb"])
 def test_a_missing_package_is_named(section: str):
-    config = load_config(ds_config() | {section: {"enabled": True}})
-    with (
-        mock.patch.dict(
-            sys.modules, {"tensorboard": None, "torch.utils.tensorboard": None, "wandb": None}
-        ),
-        pytest.raises(UsageError, match=f"package {section} is missing"),
-    ):
+    config = load_config(ds_config(**{section: {"enabled": True}}))
+    missing = dict.fromkeys(("tensorboard", "torch.utils.tensorboard", "wandb"))
+    says = pytest.raises(UsageError, match=f"package {section} is missing")
+    with mock.patch.dict(sys.modules, missing), says:
         writers(config)
 
 
-class FakeWandb:
-    """Stands for wandb, and keeps what is logged."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def init(self, **options: Any) -> None:
-        self.calls.append(options)
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.calls.append((step, values))
-
-
 def test_wandb_gets_the_numbers_under_deepspeeds_names():
-    fake = FakeWandb()
-    config = load_config(ds_config() | {"wandb": {"enabled": True, "project": "mine"}})
+    fake = mock.Mock()
+    config = load_config(ds_config(wandb={"enabled": True, "project": "mine"}))
     with mock.patch.dict(sys.modules, {"wandb": fake}):
         (writer,) = writers(config)
-    writer.write(
-        {
-            "step": 1,
-            "samples": 4,
-            "loss": 2.0,
-            "lr": 0.1,
-            "loss_scale": None,
-            "seconds": {"forward": 0.5},
-        }
-    )
+    numbers = {"step": 1, "samples": 4, "loss": 2.0, "lr": 0.1, "loss_scale": None}
+    writer.write(numbers | {"seconds": {"forward": 0.5}})
     expected = {
         "Train/Samples/train_loss": 2.0,
         "Train/Samples/lr": 0.1,
         "Train/Seconds/forward": 0.5,
     }
-    assert fake.calls == [{"project": "mine", "group": None, "entity": None}, (4, expected)]
+    fake.init.assert_called_once_with(project="mine", group=None, entity=None)
+    fake.log.assert_called_once_with(expected, step=4)
 
 
 def replaced(rank: int, world_size: int, folder: Path) -> tuple[int, int, int]:
@@ -379,8 +323,7 @@ def replaced(rank: int, world_size: int, folder: Path) -> tuple[int, int, int]:
 
     Return hooks of monitors, and the filters of the logger after the first engine and with the
     second one."""
-    where = {"enabled": True, "output_path": str(folder), "job_name": "job"}
-    config = ds_config() | {"json_monitor": where, "comms_logger": {"enabled": True}}
+    config = ds_config(json_monitor=place(folder), comms_logger={"enabled": True})
     model, own = toy(), len(logging.getLogger("zero").filters)
     first, _ = start(model, config)
     first.destroy()
@@ -398,8 +341,7 @@ def test_the_monitor_of_a_destroyed_engine_measures_nothing(tmp_path: Path):
 def forgotten(rank: int, world_size: int, folder: Path, again: bool) -> list[str]:
     """Train with a monitor, and forget the engine but not the model; `again`: another engine takes
     it over. Return what of the first one lives on."""
-    where = {"enabled": True, "output_path": str(folder), "job_name": "job"}
-    config = ds_config() | {"json_monitor": where, "comms_logger": {"enabled": True}}
+    config = ds_config(json_monitor=place(folder), comms_logger={"enabled": True})
     model = toy()
     engine, optimizer = start(model, config)
     train_zero(engine, toy_batches(1))

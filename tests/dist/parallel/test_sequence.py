@@ -5,9 +5,9 @@ and mistakes.
 from __future__ import annotations
 
 import copy
-import logging
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -29,13 +29,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import zero
-from tests.dist.training import ds_config, relative
+from tests.dist.toys import messages
+from tests.dist.training import ds_config, relative, start
 from tests.processes import run_on
 from zero.errors import UsageError
 from zero.parallel.sequence import (
     MicroBatches,
     SequenceGroup,
-    all_to_all,
     attach,
     current_group,
     detach,
@@ -53,67 +53,41 @@ def llama(**settings: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes | settings)).train()
 
 
-def exchanged(rank: int, world_size: int) -> tuple:
-    ranks = make_group(2)
-    whole = torch.arange(2 * 4 * 6 * 3.0).view(2, 4, 6, 3)  # (batch, heads, sequence, channels)
-    own = whole.chunk(2, dim=2)[rank].clone().requires_grad_()
-    heads = all_to_all(own, ranks.group, scatter_dim=1, gather_dim=2)
-    weights = torch.arange(heads.numel()).view_as(heads) + 1000.0 * rank
-    heads.backward(weights)
-    expected = torch.cat([weights - 1000.0 * rank, weights + 1000.0 * (1 - rank)] if rank == 0 else
-                         [weights - 1000.0, weights], dim=1)  # fmt: skip
-    return torch.equal(heads, whole.chunk(2, dim=1)[rank]), torch.equal(
-        own.grad, expected.chunk(2, dim=2)[rank]
-    )
-
-
-def test_the_exchange_and_its_gradient():
-    assert run_on(2, exchanged) == [(True, True)] * 2
-
-
 def pieces(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Rank 0's batch has 5 tokens and a mask, rank 1's has 4 and positions of its own, in other
-    dtypes.
-    """
+    """Rank 0's batch has 5 tokens and a mask, rank 1's has 4, positions of its own, and more."""
     ids = torch.arange(5)[None] + 10
     batch: dict[str, Any] = {
-        "input_ids": ids,
-        "labels": ids,
-        "attention_mask": torch.ones_like(ids),
-        "name": "first",
-    }
+        "input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), "name": "first",
+    }  # fmt: skip
     if rank == 1:
-        positions = torch.tensor([[0, 1, 0, 1]], dtype=torch.int32)
         batch = {
             "input_ids": ids[:, :4] + 10,
-            "position_ids": positions,
+            "position_ids": torch.tensor([[0, 1, 0, 1]], dtype=torch.int32),
             "cu_seq_lens_q": torch.tensor([0, 2, 4]),
+            "scores": torch.arange(8.0).view(1, 4, 2) / 3,
         }
-        batch["scores"] = torch.arange(8.0).view(1, 4, 2) / 3
     loader = MicroBatches([batch], make_group(2))
     assert len(loader) == 2
     return [
-        {key: value.tolist() if key != "name" else value for key, value in each.items()}
+        {key: value if key == "name" else value.tolist() for key, value in each.items()}
         for each in loader
     ]
 
 
 def test_each_rank_gets_its_piece_of_every_batch():
-    found = run_on(2, pieces)
-    assert found[0] == [
-        {
-            "input_ids": [[10, 11, 12]], "attention_mask": [[1, 1, 1]], "name": "first",
-            "position_ids": [[0, 1, 2]], "shift_labels": [[11, 12, 13]],
-        },
-        {"input_ids": [[20, 21]], "position_ids": [[0, 1]], "scores": found[0][1]["scores"]},
-    ]  # fmt: skip
-    assert found[1][0] == {
+    (first, second), (third, fourth) = run_on(2, pieces)
+    assert first == {
+        "input_ids": [[10, 11, 12]], "attention_mask": [[1, 1, 1]], "name": "first",
+        "position_ids": [[0, 1, 2]], "shift_labels": [[11, 12, 13]],
+    }  # fmt: skip
+    assert third == {
         "input_ids": [[13, 14, 0]], "attention_mask": [[1, 1, 0]], "name": "first",
         "position_ids": [[3, 4, 5]], "shift_labels": [[14, -100, -100]],
     }  # fmt: skip
-    assert found[1][1]["position_ids"] == [[0, 1]]
-    scores = [found[rank][1]["scores"][0] for rank in range(2)]
-    assert scores[0] + scores[1] == (torch.arange(8.0).view(4, 2) / 3).tolist()
+    scores = second.pop("scores")[0] + fourth["scores"][0]
+    assert scores == (torch.arange(8.0).view(4, 2) / 3).tolist()
+    assert second == {"input_ids": [[20, 21]], "position_ids": [[0, 1]]}
+    assert fourth["position_ids"] == [[0, 1]]
 
 
 def single_tokens(rank: int, world_size: int) -> list[Any]:
@@ -244,13 +218,9 @@ def test_other_architectures():
 def compiled(rank: int, world_size: int) -> list[float]:
     losses = []
     for compiles in (False, True):
-        model = llama(num_hidden_layers=1)
-        config = ds_config() | {
-            "sequence_parallel_size": 2,
-            "compile": {"enabled": compiles, "backend": "aot_eager"},
-        }
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=config)
+        compiler = {"enabled": compiles, "backend": "aot_eager"}
+        config = ds_config(sequence_parallel_size=2, compile=compiler)
+        engine, _ = start(llama(num_hidden_layers=1), config)
         ids = torch.randint(97, (2, 8), generator=torch.Generator().manual_seed(1))
         for _ in range(2):
             batch = {"input_ids": ids, "labels": ids, "position_ids": PACKED}
@@ -281,47 +251,61 @@ def test_other_models_are_left_alone():
     assert run_on(2, other_models) == [True, True]
 
 
-def mistakes(rank: int, world_size: int) -> list[str]:
-    model, ids = llama(), torch.ones(2, 8, dtype=torch.int64)
-    t5 = T5ForConditionalGeneration(
-        T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    )
-    three_heads = llama(num_attention_heads=3, num_key_value_heads=1, hidden_size=12)
-    hybrid = llama()
-    hybrid.config.layer_types = ["full_attention", "linear_attention"]
-    initialize = zero.initialize
-    config = ds_config() | {"sequence_parallel_size": 2}
-    calls = [
-        lambda: initialize(model=model, config=config | {"sequence_parallel_size": 3}),
-        lambda: initialize(model=model, config=config | {"train_batch_size": 2,
-        "train_micro_batch_size_per_gpu": 2,
-                                                         "gradient_accumulation_steps": 2}),
-        lambda: initialize(model=three_heads, config=config),
-        lambda: initialize(model=torch.nn.Linear(2, 2), config=config),
-        lambda: initialize(model=t5, config=config),
-        lambda: initialize(model=hybrid, config=config),
-        lambda: initialize(model=model, config=config, mpu=object()),
-        lambda: list(MicroBatches([{"input_ids": ids, "scores": ids[:, :4]}], make_group(2))),
-        lambda: list(MicroBatches([{"inputs_embeds": ids}], make_group(2))),
-        lambda: call(attach_to(model), ids, attention_mask=torch.ones(2, 16)),
-        lambda: call(attach_to(llama(num_hidden_layers=0)), ids),
-        lambda: attach_to(model).generate(ids, max_new_tokens=2, use_cache=True),
-    ]  # fmt: skip
-    found = []
-    for mistake in calls:
-        with pytest.raises(UsageError) as error:
-            mistake()
-        found.append(str(error.value))
-    return found
+IDS = torch.ones(2, 8, dtype=torch.int64)
+# What an error says, and the call that raises it.
+MISTAKES: dict[str, Callable[[], object]] = {
+    "sequence_parallel_size: 3 does not divide the number of ranks, 2": lambda: initialize(
+        sequence_parallel_size=3
+    ),
+    "train_batch_size: 2 is not": lambda: initialize(
+        train_batch_size=2, train_micro_batch_size_per_gpu=2, accumulation=2
+    ),
+    "size: 2 does not divide the model's 3 attention heads": lambda: initialize(
+        llama(num_attention_heads=3, num_key_value_heads=1, hidden_size=12)
+    ),
+    "Linear is not a model of transformers": lambda: initialize(torch.nn.Linear(2, 2)),
+    "T5ForConditionalGeneration, which has an encoder and a decoder": lambda: initialize(
+        T5ForConditionalGeneration(T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
+    ),
+    "layers of type ['linear_attention']": lambda: initialize(
+        llama(layer_types=["full_attention", "linear_attention"])
+    ),
+    "mpu has no get_sequence_parallel_world_size": lambda: initialize(mpu=object()),
+    "'scores' of shape (2, 4) cannot be split along the sequence: 'input_ids' is (2, 8)": (
+        lambda: list(MicroBatches([{"input_ids": IDS, "scores": IDS[:, :4]}], make_group(2)))
+    ),
+    "a batch needs 'input_ids'": lambda: list(MicroBatches([{"embeds": IDS}], make_group(2))),
+    "attention_mask of shape (2, 16) does not belong to a piece of shape (2, 8)": (
+        lambda: attached()(input_ids=IDS, attention_mask=torch.ones(2, 16))
+    ),
+    "LlamaForCausalLM has called none of transformers' attention functions": (
+        lambda: attached(num_hidden_layers=0)(input_ids=IDS)
+    ),
+    "a cache of earlier tokens is not supported": lambda: attached().generate(
+        IDS, max_new_tokens=2, use_cache=True
+    ),
+}
 
 
-def attach_to(model: LlamaForCausalLM) -> LlamaForCausalLM:
+def initialize(model: Any = None, mpu: object = None, **keys: Any) -> None:
+    config = ds_config(**{"sequence_parallel_size": 2} | keys)
+    zero.initialize(model=model or llama(), config=config, mpu=mpu)
+
+
+def attached(**sizes: int) -> LlamaForCausalLM:
+    model = llama(**sizes)
     attach(model, make_group(2))
     return model
 
 
-def call(model: LlamaForCausalLM, ids: torch.Tensor, **inputs: torch.Tensor) -> None:
-    model(input_ids=ids, **inputs)
+def mistakes(rank: int, world_size: int) -> None:
+    for says, mistake in MISTAKES.items():
+        with pytest.raises(UsageError, match=re.escape(says)):
+            mistake()
+
+
+def test_mistakes_are_named():
+    run_on(2, mistakes)
 
 
 def load_on_one_rank(rank: int, world_size: int) -> str:
@@ -341,33 +325,9 @@ def test_an_error_of_a_loader_is_raised_on_all_ranks_of_its_sequence():
     assert second == "no such shard"
 
 
-def test_mistakes_are_named():
-    expected = [
-        "sequence_parallel_size: 3 does not divide the number of ranks, 2",
-        "train_batch_size: 2 is not",
-        "sequence_parallel_size: 2 does not divide the model's 3 attention heads",
-        "Linear is not a model of transformers",
-        "T5ForConditionalGeneration, which has an encoder and a decoder",
-        "layers of type ['linear_attention']",
-        "mpu has no get_sequence_parallel_world_size",
-        "'scores' of shape (2, 4) cannot be split along the sequence: 'input_ids' is (2, 8)",
-        "a batch needs 'input_ids'",
-        "attention_mask of shape (2, 16) does not belong to a piece of shape (2, 8)",
-        "LlamaForCausalLM has called none of transformers' attention functions",
-        "a cache of earlier tokens is not supported",
-    ]
-    found = run_on(2, mistakes)
-    assert found[0] == found[1]
-    for message, part in zip(found[0], expected, strict=True):
-        assert part in message
-
-
 def replicas(rank: int, world_size: int) -> bool:
     """Whether rank 0 alone warns of replicas that accelerate has asked for beside `sp_size`."""
-    warnings: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("zero").addHandler(handler)
+    warnings = messages()
     parallel = ParallelismConfig(sp_backend="deepspeed", sp_size=2, dp_replicate_size=2)
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",

@@ -13,9 +13,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import zero
 from tests.dist.parallel.test_sequence import llama
-from tests.dist.training import ds_config, relative
+from tests.dist.training import ds_config, relative, start
 from tests.processes import run_on
 from zero.errors import UsageError
 from zero.integrations.deepspeed.finder import FacadeModule
@@ -29,9 +28,7 @@ def train(rank: int, world_size: int, tiles: int, stage: int) -> tuple[list[floa
     model = llama(intermediate_size=50)
     if tiles:
         assert tile_mlps(model, tiles) == 2
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    zero_config = {"stage": stage, "stage3_param_persistence_threshold": 20}
-    engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=ds_config(**zero_config))
+    engine, _ = start(model, ds_config(stage=stage, stage3_param_persistence_threshold=20))
     losses, norms = [], []
     for step in range(4):
         # Ranks have sequences of different lengths.
@@ -40,9 +37,8 @@ def train(rank: int, world_size: int, tiles: int, stage: int) -> tuple[list[floa
         )
         labels = ids.roll(-1, dims=1).masked_fill(ids < 30, -100)
         if tiles:
-            hidden = engine(
-                input_ids=ids, logits_to_keep=1, output_hidden_states=True
-            ).hidden_states[-1]
+            asked = {"logits_to_keep": 1, "output_hidden_states": True}
+            hidden = engine(input_ids=ids, **asked).hidden_states[-1]
             loss = tiled_loss(hidden, engine.lm_head, labels, tiles)
         else:
             loss = engine(input_ids=ids, labels=labels, shift_labels=labels).loss

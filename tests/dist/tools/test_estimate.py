@@ -4,16 +4,15 @@ moves.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import transformers
 
 import zero
+from tests.dist.toys import bytes_of
 from tests.parity.models import batches, build
 from tests.processes import run_on
 from zero.comm import traffic
@@ -21,7 +20,6 @@ from zero.comm.communicator import Communicator
 from zero.config import load_config
 from zero.config.optim import TYPES
 from zero.offload.nvme import ScratchFile
-from zero.tools.cli import main
 from zero.tools.estimate.machine import DEVICE, DISK, HOST
 from zero.tools.estimate.model import build as build_fake
 from zero.tools.estimate.model import fill_in, read_config
@@ -29,46 +27,36 @@ from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import estimate
 from zero.tools.estimate.traffic import NETWORK, READ, WRITTEN
 
-SMALL = {"stage3_param_persistence_threshold": 40, "stage3_prefetch_bucket_size": 3000}
+SMALL = {
+    "stage": 3, "stage3_param_persistence_threshold": 40, "stage3_prefetch_bucket_size": 3000,
+}  # fmt: skip
 CPU = {"device": "cpu"}
 CASES: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
-    "stage 3": {"stage": 3, **SMALL},
-    "stage 3, few live": {"stage": 3, **SMALL, "stage3_max_live_parameters": 6000},
-    "stage 3, no reuse": {"stage": 3, **SMALL, "stage3_max_reuse_distance": 0},
+    "stage 3": SMALL,
+    "stage 3, few live": {**SMALL, "stage3_max_live_parameters": 6000},
+    "stage 3, no reuse": {**SMALL, "stage3_max_reuse_distance": 0},
 }
 GROUPS = {
-    "groups of 2": {"stage": 3, **SMALL, "mics_shard_size": 2},
-    "8-bit moments": {"stage": 3, **SMALL, "zero_quantized_moments": True},
-    "groups of 1": {"stage": 3, **SMALL, "mics_shard_size": 1},
-    "groups of 2, second shards": {"stage": 3, **SMALL, "zero_hpz_partition_size": 2},
+    "groups of 2": {**SMALL, "mics_shard_size": 2},
+    "8-bit moments": {**SMALL, "zero_quantized_moments": True},
+    "groups of 1": {**SMALL, "mics_shard_size": 1},
+    "groups of 2, second shards": {**SMALL, "zero_hpz_partition_size": 2},
 }
 MODELS = ("t5", "gpt2", "llama")
 
 
 def config(zero_section: dict[str, Any], **others: Any) -> dict[str, Any]:
-    sizes = {
+    return {
         "train_micro_batch_size_per_gpu": 6,
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 1.0,
-    }
-    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
-    return (
-        sizes
-        | {"optimizer": optimizer, "bf16": {"enabled": True}, "zero_optimization": zero_section}
-        | others
-    )
-
-
-def storages(tensors: list[torch.Tensor | None]) -> int:
-    """Return the bytes of the distinct storages: a shard may be a part of a full buffer."""
-    found = {}
-    for tensor in tensors:
-        if tensor is not None and tensor.untyped_storage().nbytes():
-            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return sum(found.values())
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "bf16": {"enabled": True},
+        "zero_optimization": zero_section,
+    } | others
 
 
 def measure(rank: int, world_size: int, name: str, settings: dict[str, Any]) -> dict[str, int]:
@@ -81,33 +69,21 @@ def measure(rank: int, world_size: int, name: str, settings: dict[str, Any]) -> 
         rows = {key: value.chunk(world_size)[rank] for key, value in batch.items()}
         engine.backward(engine(**rows).loss)
         if number == 2:
-            carried = storages(
-                [engine.reducer.gradients[param_group].carried for param_group in engine.groups]
-            )
+            gradients = engine.reducer.gradients
+            carried = bytes_of([gradients[group].carried for group in engine.groups])
         if number < 3:
             engine.step()
     shards = list(engine.optimizer.shards.values())
-    moments = [
-        value
-        for state in engine.optimizer.state.values()
-        for value in state.values()
-        if value.dim()
-    ]
+    states = engine.optimizer.state.values()
+    groups = engine.groups
     return {
-        "gradients": storages([shard.grad for shard in shards]),
-        "masters": storages([shard.master for shard in shards]),
-        "optimizer state": storages(moments),
+        "gradients": bytes_of([shard.grad for shard in shards]),
+        "masters": bytes_of([shard.master for shard in shards]),
+        "optimizer state": bytes_of([v for state in states for v in state.values() if v.dim()]),
         "sums of micro-batches": carried,
         "gathered": engine.residency.peak,
-        "second shards": storages(
-            [getattr(param_group, "second", None) for param_group in engine.groups]
-        ),
-        "parameters": storages(
-            [
-                param_group.full if param_group.persistent else param_group.shard
-                for param_group in engine.groups
-            ]
-        ),
+        "second shards": bytes_of([getattr(group, "second", None) for group in groups]),
+        "parameters": bytes_of([each.full if each.persistent else each.shard for each in groups]),
     }
 
 
@@ -167,48 +143,32 @@ MUON = {"optimizer": {"type": "Muon", "params": {}}}
 FP32 = {"bf16": {"enabled": False}}
 QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 NVME = {"device": "nvme", "nvme_path": "/tmp", "max_in_cpu": 0}
-FILES = {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp", "overlap_step": False}}
+FILES = {
+    "stage": 3,
+    "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp", "overlap_step": False},
+}
+ONE = {"gradient_accumulation_steps": 1}
+BITS = {"zero_quantized_gradient_bits": 4}
 TRAFFIC: dict[str, tuple[str, dict[str, Any]]] = {
     "stage 0": ("gpt2", config({"stage": 0}, **FP32)),
     "stage 1": ("llama", config({"stage": 1}, **FP32)),
-    "stage 1, bf16 messages": (
-        "llama",
-        config({"stage": 1}, **FP32, communication_data_type="bf16"),
-    ),
+    "bf16 messages": ("llama", config({"stage": 1}, **FP32, communication_data_type="bf16")),
     "stage 2": ("t5", config({"stage": 2})),
-    **{
-        f"{name}, stage 3": (name, config({"stage": 3, **SMALL}, gradient_accumulation_steps=3))
-        for name in MODELS
-    },
-    "stage 3, few live": (
-        "gpt2",
-        config({"stage": 3, **SMALL, "stage3_max_live_parameters": 6000}),
-    ),
-    "stage 3, no reuse": ("t5", config({"stage": 3, **SMALL, "stage3_max_reuse_distance": 0})),
-    "stage 3, Muon": ("gpt2", config({"stage": 3, **SMALL}, **MUON)),
-    "stage 3, Muon, no accumulation": (
-        "llama",
-        config({"stage": 3}, gradient_accumulation_steps=1, **MUON),
-    ),
-    "stage 3, codes": (
-        "llama",
-        config({"stage": 3, **SMALL, **QUANTIZED, "zero_quantized_gradient_bits": 4}),
-    ),
-    "optimizer in files": ("large", config({"stage": 2, **FILES})),
-    "8-bit moments in files": (
-        "large",
-        config({"stage": 3, "zero_quantized_moments": True, **FILES}),
-    ),
-    "all in files": ("large", config({"stage": 3, **FILES, "offload_param": NVME}, **FP32)),
-    "all in files, bf16": ("large", config({"stage": 3, **FILES, "offload_param": NVME})),
+    **{f"{name}, stage 3": (name, config(SMALL, gradient_accumulation_steps=3)) for name in MODELS},
+    "stage 3, few live": ("gpt2", config({**SMALL, "stage3_max_live_parameters": 6000})),
+    "stage 3, no reuse": ("t5", config({**SMALL, "stage3_max_reuse_distance": 0})),
+    "stage 3, Muon": ("gpt2", config(SMALL, **MUON)),
+    "stage 3, Muon, no accumulation": ("llama", config({"stage": 3}, **ONE, **MUON)),
+    "stage 3, codes": ("llama", config({**SMALL, **QUANTIZED, **BITS})),
+    "optimizer in files": ("large", config({**FILES, "stage": 2})),
+    "8-bit moments in files": ("large", config({**FILES, "zero_quantized_moments": True})),
+    "all in files": ("large", config({**FILES, "offload_param": NVME}, **FP32)),
+    "all in files, bf16": ("large", config({**FILES, "offload_param": NVME})),
 }
 HYBRID_TRAFFIC = {
-    "groups of 2": ("llama", config({"stage": 3, **SMALL, "mics_shard_size": 2}, **FP32)),
-    "second shards": ("gpt2", config({"stage": 3, **SMALL, "zero_hpz_partition_size": 2})),
-    "second shards, codes": (
-        "gpt2",
-        config({"stage": 3, **SMALL, "zero_hpz_partition_size": 2, **QUANTIZED}),
-    ),
+    "groups of 2": ("llama", config({**SMALL, "mics_shard_size": 2}, **FP32)),
+    "second shards": ("gpt2", config({**SMALL, "zero_hpz_partition_size": 2})),
+    "codes": ("gpt2", config({**SMALL, "zero_hpz_partition_size": 2, **QUANTIZED})),
 }
 
 
@@ -346,87 +306,3 @@ def test_auto_is_what_transformers_fills_in(tmp_path):
     assert (
         section.stage3_param_persistence_threshold == 300 and filled.compute_dtype == torch.bfloat16
     )
-
-
-def test_the_command(tmp_path, capsys):
-    build("gpt2").save_pretrained(tmp_path / "model")
-    file = tmp_path / "ds.json"
-    batch = {"train_batch_size": 64}  # two micro-batches of 8 on each of 4 ranks
-    file.write_text(
-        json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}} | batch)
-    )
-    asked = [
-        str(tmp_path / "model"),
-        "--ds-config",
-        str(file),
-        "--world",
-        "4",
-        "--batch",
-        "8",
-        "--seq",
-        "16",
-    ]
-    main(["estimate", *asked])
-    text = " ".join(capsys.readouterr().out.split())
-    assert "Each of 4 ranks needs" in text and "activations" in text
-    assert "Each rank holds at most:" in text
-    assert "moves in a step (micro-batches: 2)" in text and "network" in text
-    main(["estimate", *asked, "--device-memory", "24G"])
-    assert "This fits: each rank has 24 GiB of device memory." in capsys.readouterr().out
-    main(["estimate", *asked, "--json"])
-    found = json.loads(capsys.readouterr().out)
-    # Of each micro-batch's gradients a rank sends three quarters.
-    numel = sum(param.numel() for param in build("gpt2").parameters())
-    assert found["traffic"]["network"]["gradients"] == pytest.approx(2 * 2 * 0.75 * numel, rel=0.02)
-    for wrong, words in (
-        (["nowhere", *asked[1:]], "config.json"),
-        ([*asked[:-2]], "--seq"),
-        ([*asked, "--world", "0"], "0"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main(["estimate", *wrong])
-        assert ended.value.code == 2 and words in capsys.readouterr().err
-
-
-def test_a_model_that_is_not_one_of_language(tmp_path, capsys):
-    """Its states are estimated, also where its constructor looks at values; its activations are
-    refused in one line.
-    """
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    vit = transformers.ViTConfig(
-        **sizes, image_size=8, patch_size=4, architectures=["ViTForImageClassification"]
-    )
-    vit.save_pretrained(tmp_path / "vit")
-    bert = transformers.BertConfig(
-        **sizes, vocab_size=64, architectures=["BertForSequenceClassification"]
-    )
-    bert.save_pretrained(tmp_path / "bert")
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    file = tmp_path / "ds.json"
-    file.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
-    tokens = ["--batch", "2", "--seq", "8"]
-
-    def ask(name, *more):
-        main(["estimate", str(tmp_path / name), "--ds-config", str(file), *more])
-        return capsys.readouterr().out
-
-    elements = sum(
-        param.numel() for param in transformers.ViTForImageClassification(vit).parameters()
-    )
-    assert f"{elements:,} parameters" in " ".join(ask("vit").split())
-    assert "activations" in ask("bert", *tokens)
-    for arguments, words in (
-        (["vit", *tokens], "leave --batch and --seq out"),
-        (["adapter"], "base model"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            ask(*arguments)
-        assert ended.value.code == 2
-        error = capsys.readouterr().err
-        assert words in error and error.count("\n") == 1

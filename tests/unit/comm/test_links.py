@@ -33,18 +33,16 @@ def test_an_accelerators_collectives_send_equal_parts(monkeypatch: pytest.Monkey
     shards, replicas = Group(0, [0, 1]), Group(0, [0, 2])
     traffic.send_natively("all_gather", 80, shards)
     assert traffic.MOVED == {traffic.NETWORK: 40}
-    traffic.send_natively(
-        "reduce_replicas", 40, replicas
-    )  # an all-reduce of two: each sends all of it
+    # An all-reduce of two: each sends all of it.
+    traffic.send_natively("reduce_replicas", 40, replicas)
     assert traffic.MOVED == {traffic.NETWORK: 80, traffic.BETWEEN: 40}
     traffic.send_natively("all_reduce", 8, shards)  # a norm: nothing that grows with the model
     assert traffic.MOVED[traffic.NETWORK] == 80
 
 
 def test_a_disk_is_busy_while_any_request_runs():
-    times = iter(
-        [1.0, 4.0, 10.0, 10.5, 11.0]
-    )  # of the changes between idle and busy, and of the last question
+    # Of the changes between idle and busy, and of the last question.
+    times = iter([1.0, 4.0, 10.0, 10.5, 11.0])
     with mock.patch.object(traffic.time, "perf_counter", lambda: next(times)):
         with traffic.transfer(traffic.READ, 3), traffic.transfer(traffic.READ, 4):
             pass

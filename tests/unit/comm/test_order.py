@@ -16,32 +16,21 @@ def recorded(*operations: tuple[str, int]) -> CollectiveOrder:
 
 
 SAME = [("all_gather", 1), ("reduce_scatter", 1), ("all_gather", 2)]
+OWN = "number 3 was all_gather of group 'blocks.3', 10 elements on the first, and "
+ANOTHER_SUM = [*SAME, ("all_gather", 3), ("reduce_scatter", 2)]
 
 
 @pytest.mark.parametrize(
     ("others", "text"),
     [
-        (
-            [*SAME, ("all_gather", 4)],
-            "number 3 was all_gather of group 'blocks.3', 10 elements on the first, and all_g",
-        ),
-        (
-            SAME,
-            "number 3 was all_gather of group 'blocks.3', 10 elements on the first, and not there "
-            "on the other",
-        ),
-        (
-            [*SAME, ("all_gather", 3), ("reduce_scatter", 2)],
-            "number 2 was not there on the first, and reduce_scatter",
-        ),
+        ([*SAME, ("all_gather", 4)], f"{OWN}all_gather of"),
+        (SAME, f"{OWN}not there on the other"),
+        (ANOTHER_SUM, "number 2 was not there on the first, and reduce_scatter"),
     ],
 )
 def test_the_first_difference_is_named(others, text):
-    ranks = [
-        recorded(*SAME, ("all_gather", 3)),
-        recorded(*SAME, ("all_gather", 3)),
-        recorded(*others),
-    ]
+    own = (*SAME, ("all_gather", 3))
+    ranks = [recorded(*own), recorded(*own), recorded(*others)]
     assert ranks[0].digests == ranks[1].digests != ranks[2].digests
     message = explain([each.recent for each in ranks])
     assert text in message and message.startswith("ranks 0 and 2 ")

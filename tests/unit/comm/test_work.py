@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
+
+import pytest
 
 from zero.comm.work import Pending
-
-
-class Slow:
-    """A work that takes a while."""
-
-    def wait(self) -> None:
-        time.sleep(0.05)
 
 
 def test_two_threads_wait_for_one_result():
@@ -25,7 +21,8 @@ def test_two_threads_wait_for_one_result():
         time.sleep(0.05)
         made.append(1)
 
-    pending = Pending([Slow()], finish).observed_by(lambda: used.append(1))
+    slow = SimpleNamespace(wait=lambda: time.sleep(0.05))
+    pending = Pending([slow], finish).observed_by(lambda: used.append(1))
 
     def wait() -> None:
         pending.wait()
@@ -45,8 +42,5 @@ def test_a_failed_wait_fails_again():
 
     pending = Pending((), fail)
     for _ in range(2):
-        try:
+        with pytest.raises(OSError):
             pending.wait()
-        except OSError:
-            continue
-        raise AssertionError("the failure is forgotten")

@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from zero.config.load import section_of
+from tests.unit.configurations import all_keys
 from zero.config.optim import ELEMENTWISE
-from zero.config.settings import Config
 from zero.config.sources import defaults
 
 
@@ -24,11 +23,8 @@ def test_an_optimizer_of_torch(kind: str):
 def test_the_arguments_of_the_trainer_that_keys_name():
     fields = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     found = defaults("transformers.training_args", "TrainingArguments")
-    named, sections = set(), [Config]
-    for section in sections:
-        for key in section.model_fields:
-            if inner := section_of(section, key):
-                sections.append(inner)
-            named |= {*re.findall(r"\w+", section.about(key).get("auto", ""))} & fields.keys()
+    named = set()
+    for section, key in all_keys():
+        named |= {*re.findall(r"\w+", section.about(key).get("auto", ""))} & fields.keys()
     assert len(named) > 8
     assert {name: found[name] for name in named} == {name: fields[name] for name in named}

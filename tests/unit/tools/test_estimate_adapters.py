@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import bitsandbytes
 import peft
 import pytest
 import torch
@@ -25,17 +24,14 @@ FOUR_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 EIGHT_BITS = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 
 
+SIZES = {
+    "hidden_size": COLUMNS, "intermediate_size": ROWS, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 512,
+}  # fmt: skip
+
+
 def llama(**others: object) -> transformers.PretrainedConfig:
-    return transformers.LlamaConfig(
-        hidden_size=COLUMNS,
-        intermediate_size=ROWS,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        vocab_size=512,
-        architectures=["LlamaForCausalLM"],
-        **others,
-    )
+    return transformers.LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"], **others)
 
 
 def found(shape: transformers.PretrainedConfig, adapter: str, stage: int = 1) -> Estimate:
@@ -55,10 +51,8 @@ def test_the_bytes_of_4_bits_are_those_of_bitsandbytes(doubly):
 
 def test_the_bytes_of_8_bits_are_those_of_bitsandbytes():
     weight = torch.randn(ROWS, COLUMNS)
-    layer = bitsandbytes.nn.Int8Params(weight, requires_grad=False).to("cpu")
     codes, scales, _ = functional.int8_vectorwise_quant(weight.half())
     assert packed_bytes(weight, {"load_in_8bit": True}) == (codes.nbytes, scales.nbytes)
-    assert layer.shape == weight.shape
 
 
 @pytest.mark.parametrize("quantization", [FOUR_BITS, EIGHT_BITS])
@@ -66,11 +60,8 @@ def test_a_quantized_base_takes_the_bytes_of_its_codes(quantization):
     plain, packed = found(llama(), "8"), found(llama(quantization_config=quantization), "8")
     assert packed.elements == plain.elements
     linear = LAYERS * (4 * COLUMNS * COLUMNS + 3 * ROWS * COLUMNS)
-    weights = [
-        *[torch.empty(COLUMNS, COLUMNS)] * 4,
-        *[torch.empty(ROWS, COLUMNS)] * 2,
-        torch.empty(COLUMNS, ROWS),
-    ]
+    shapes = [(COLUMNS, COLUMNS)] * 4 + [(ROWS, COLUMNS)] * 2 + [(COLUMNS, ROWS)]
+    weights = [torch.empty(shape) for shape in shapes]
     codes = LAYERS * sum(sum(packed_bytes(weight, quantization)) for weight in weights)
     saved = plain.parts["device"]["parameters"] - packed.parts["device"]["parameters"]
     assert saved == pytest.approx(2 * linear - codes, rel=0.01)
@@ -84,13 +75,8 @@ def test_experts_take_the_bytes_with_which_stage_3_loads_them(doubly):
     experts, rows = 4, 2 * ROWS
     section = FOUR_BITS | {"bnb_4bit_use_double_quant": doubly}
     shape = transformers.MixtralConfig(
-        hidden_size=COLUMNS,
-        intermediate_size=ROWS,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        **SIZES,
         num_local_experts=experts,
-        vocab_size=512,
         architectures=["MixtralForCausalLM"],
         quantization_config=section,
     )

@@ -24,11 +24,10 @@ BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
     None,
 )
-SECTIONS = [
-    "Summary", "Training", "Where a step&#x27;s time goes", "Ranks", "Memory by kind",
-    "Communication",
+SECTIONS = {
+    "Summary", "Training", "Where a step's time goes", "Ranks", "Memory by kind", "Communication",
     "Bytes by link", "Effective configuration", "Environment", "Warnings",
-]  # fmt: skip
+}  # fmt: skip
 
 
 def record(step: int, **changes: Any) -> dict[str, Any]:
@@ -47,21 +46,15 @@ def record(step: int, **changes: Any) -> dict[str, Any]:
 
 
 def first(stage: int = 3) -> dict[str, Any]:
-    row = {
-        "given": str(stage),
-        "effective": str(stage),
-        "source": "configuration",
-        "effect": "used",
-    }
-    keys = [row | {"key": "zero_optimization.stage", "at_default": False}]
-    keys += [
-        row | {"key": "zero_optimization.overlap_comm", "effective": "true", "at_default": True}
+    row = {"given": str(stage), "source": "configuration", "effect": "used"}
+    keys = [
+        row | {"key": f"zero_optimization.{key}", "effective": value, "at_default": at_default}
+        for key, value, at_default in (("stage", str(stage), False), ("overlap_comm", "true", True))
     ]
-    memory = {"host": {"parameters": 1 << 20, "optimizer": 2 << 20}}
     facts = {
         "configuration": keys,
         "environment": {"ranks": "2"},
-        "memory": memory,
+        "memory": {"host": {"parameters": 1 << 20, "optimizer": 2 << 20}},
         "parameters": 1234,
     }
     return record(1, run=facts, warnings=["<script>alert(1)</script> was met"])
@@ -89,15 +82,12 @@ def test_bars_are_parts_of_the_longest_one():
 
 def test_what_the_page_computes():
     run = Run("a", [first(), record(2), record(3), record(2, loss=7.0), record(3, loss=None)])
-    assert run.curve("loss") == (
-        [1, 2],
-        [3.0, 7.0],
-    )  # a step trained again after a resume replaces the first
+    # A step trained again after a resume replaces the first.
+    assert run.curve("loss") == ([1, 2], [3.0, 7.0])
     parts = run.time_by_part()
     assert parts["forward"] == pytest.approx(0.2) and parts["backward"] == pytest.approx(0.3)
-    assert parts["wait: gather"] == pytest.approx(0.15) and parts["wait: reduce"] == pytest.approx(
-        0.2
-    )
+    assert parts["wait: gather"] == pytest.approx(0.15)
+    assert parts["wait: reduce"] == pytest.approx(0.2)
     # A step of rank 0 takes 0.65 s of work and 0.35 s of waits; the phases take 0.9 s of that, one
     # wait is outside.
     assert run.curve("duration") == ([1, 2, 3], [pytest.approx(1.0)] * 3)
@@ -109,13 +99,8 @@ def test_what_the_page_computes():
     assert "disk, written a second" not in summary
     assert run.seconds_by_rank() == [(0, pytest.approx(0.65)), (1, pytest.approx(0.9))]
     assert run.summary()["exposed waits"] == "35.0%" and run.summary()["last loss"] == "7"
-    assert [size(each) for each in (0, 1023, 1024, 3 << 30, 5 << 50)] == [
-        "0",
-        "1,023 B",
-        "1 KiB",
-        "3 GiB",
-        "5,120 TiB",
-    ]
+    sizes = {0: "0", 1023: "1,023 B", 1024: "1 KiB", 3 << 30: "3 GiB", 5 << 50: "5,120 TiB"}
+    assert {each: size(each) for each in sizes} == sizes
 
 
 def test_the_page_of_two_runs_needs_no_network(tmp_path: Path, capsys):
@@ -128,9 +113,7 @@ def test_the_page_of_two_runs_needs_no_network(tmp_path: Path, capsys):
     assert capsys.readouterr().out == f"{out}: open it in a browser\n"
     text = out.read_text()
     assert "1,234" in text
-    assert [
-        name for name in SECTIONS if f"<h2>{name}</h2>" not in text.replace("step's", "step&#x27;s")
-    ] == []
+    assert set(map(html.unescape, re.findall("<h2>(.*?)</h2>", text))) >= SECTIONS
     assert text.count("<svg") == len(curves_of(text)) == 4
     assert [line["name"] for line in curves_of(text)[0]] == ["a", "b<i>"]
     assert re.findall(r'(?:src|href)="(?!#|data:)[^"]*"|@import|<script .', text) == []
@@ -190,13 +173,9 @@ def test_a_file_of_an_older_version_has_a_page():
     for name in ("bytes", "links", "mfu", "disk_bytes_per_second"):
         del old[name]
     text = page([Run("old", [old])])
-    assert (
-        "Communication" not in text
-        and "Bytes by link" not in text
-        and "MFU" not in text
-        and "Memory by kind" not in text
-        and "not known" in text
-    )
+    assert "not known" in text
+    for name in ("Communication", "Bytes by link", "MFU", "Memory by kind"):
+        assert name not in text
 
 
 @pytest.mark.parametrize(
@@ -250,19 +229,9 @@ def test_two_runs_of_one_name_are_told_apart(tmp_path: Path):
 
 def browse(file: Path, folder: Path) -> tuple[str, list[str]]:
     """Return the document as the browser has built it, and what it says in its console."""
-    command = [
-        BROWSER,
-        "--headless",
-        "--disable-gpu",
-        "--enable-logging=stderr",
-        "--v=0",
-        "--dump-dom",
-    ]
-    command += [
-        f"--user-data-dir={folder}",
-        *(["--no-sandbox"] if os.geteuid() == 0 else []),
-        file.as_uri(),
-    ]
+    options = ["--headless", "--disable-gpu", "--enable-logging=stderr", "--v=0", "--dump-dom"]
+    options += ["--no-sandbox"] if os.geteuid() == 0 else []
+    command = [BROWSER, *options, f"--user-data-dir={folder}", file.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode:  # no page can do that
         pytest.skip(f"{BROWSER} does not start here: {done.stderr[-300:]}")

@@ -9,22 +9,20 @@ import pytest
 import torch
 
 from zero.errors import UsageError
-from zero.tools.verify.compare import Result, compare
+from zero.tools.verify.compare import compare
 
 EPS = torch.finfo(torch.float32).eps
 START = {"a": torch.ones(8), "b": torch.ones(4)}
 
 
-def write(
-    folder: Path, gradients: dict[str, torch.Tensor], loss: float = 1.0, applied: bool = True
-) -> Path:
+def write(folder: Path, gradients: dict[str, torch.Tensor], applied: bool = True) -> Path:
     """One step of SGD with a learning rate of 0.1."""
     folder.mkdir()
     norm = torch.cat(list(gradients.values())).norm().item()
     facts = {"applied": applied, "eps": EPS, "eps_of_update": EPS}
     for step in (0, 1):
         (folder / f"{step}.json").write_text(json.dumps(facts))
-    numbers = {"loss": {"a loss": loss}, "setting": {"lr": 0.1}, "norm": {"all gradients": norm}}
+    numbers = {"loss": {"a loss": 1.0}, "setting": {"lr": 0.1}, "norm": {"all gradients": norm}}
     for kind, found in numbers.items():
         tensors = {name: torch.tensor(value) for name, value in found.items()}
         torch.save(tensors, folder / f"1.{kind}.pt")
@@ -32,37 +30,6 @@ def write(
     for name, tensors in (("0.value", START), ("1.gradient", gradients), ("1.value", values)):
         torch.save(tensors, folder / f"{name}.pt")
     return folder
-
-
-def runs(folder: Path, engine: float, disturbed: float, **options) -> Result:
-    """The engine's and the disturbed gradient of `a` are so many times the plain one."""
-    gradients = {"a": torch.arange(1.0, 9.0), "b": torch.arange(1.0, 5.0)}
-    return compare(
-        write(folder / "engine", gradients | {"a": gradients["a"] * engine}),
-        write(folder / "plain", gradients),
-        write(folder / "disturbed", gradients | {"a": gradients["a"] * disturbed}, **options),
-    )
-
-
-def test_as_much_as_rounding_changes_is_equal(tmp_path: Path):
-    result = runs(tmp_path, engine=1 + 5e-5, disturbed=1 - 1e-5)
-    assert result.difference is None, result
-
-
-def test_more_than_rounding_changes_differs(tmp_path: Path):
-    difference = runs(tmp_path, engine=1 + 5e-4, disturbed=1 - 1e-5).difference
-    assert difference is not None and difference.kind == "gradient"
-    assert difference.beyond[0].name == "a"
-
-
-def test_a_loss_that_differs_by_more_than_rounding(tmp_path: Path):
-    gradients = {name: torch.ones_like(values) for name, values in START.items()}
-    folders = [
-        write(tmp_path / name, gradients, loss)
-        for name, loss in (("engine", 1.00001), ("plain", 1.0), ("disturbed", 1 + 2e-7))
-    ]
-    difference = compare(*folders).difference
-    assert difference is not None and difference.kind == "loss"
 
 
 def test_batches_that_are_drawn_at_random_are_named(tmp_path: Path):
@@ -76,5 +43,9 @@ def test_batches_that_are_drawn_at_random_are_named(tmp_path: Path):
 
 
 def test_a_step_that_overflows_by_rounding_alone_is_named(tmp_path: Path):
+    folders = [
+        write(tmp_path / name, START, applied=name != "disturbed")
+        for name in ("engine", "plain", "disturbed")
+    ]
     with pytest.raises(UsageError, match="whether step 1 overflows"):
-        runs(tmp_path, engine=1.0, disturbed=1.0, applied=False)
+        compare(*folders)
