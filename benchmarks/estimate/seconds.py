@@ -61,11 +61,10 @@ class Run(NamedTuple):
 
     def predicted(self, speeds: Speeds) -> Estimate:
         shape = MODELS[self.name.partition(",")[0].lower().replace(" ", "-")]()
-        slices = {"activation_checkpointing": {"batch_slices": self.slices}}
-        section = {"bf16": {"enabled": True}, "zero_optimization": self.section}
-        config = load_config(section | slices)
+        config = {"bf16": {"enabled": True}, "zero_optimization": self.section}
+        config["activation_checkpointing"] = {"batch_slices": self.slices}
         question = Question(1, self.batch, self.length, self.checkpointing, speeds)
-        return estimate(build(shape, torch.bfloat16), config, question)
+        return estimate(build(shape, torch.bfloat16), load_config(config), question)
 
 
 ON_H100 = (

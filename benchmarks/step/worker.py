@@ -41,7 +41,7 @@ class Variant(NamedTuple):
     compiled: bool = False
 
 
-HOST, FILES = {"device": "cpu"}, {"device": "nvme"}
+HOST, FILES, HALF = {"device": "cpu"}, {"device": "nvme"}, {"device": "cpu", "ratio": 0.5}
 OPTIMIZER, BOTH = {"offload_optimizer": HOST}, {"offload_optimizer": HOST, "offload_param": HOST}
 # Every group is resharded after each use, in forward and in backward.
 STRICT = {"stage": 3, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
@@ -72,9 +72,7 @@ VARIANTS = {
     "zero3-parameters": Variant("zero", {"stage": 3, "offload_param": HOST}),
     "zero3-offload": Variant("zero", {"stage": 3} | BOTH),
     "zero3-offload-8bit": Variant("zero", {"stage": 3} | BOTH | CODED),
-    "zero3-offload-half": Variant(
-        "zero", {"stage": 3} | BOTH | {"offload_optimizer": HOST | {"ratio": 0.5}}
-    ),
+    "zero3-offload-half": Variant("zero", {"stage": 3} | BOTH | {"offload_optimizer": HALF}),
     "zero3-files": Variant("zero", IN_FILES | {"offload_optimizer": WITHIN}),
     "zero3-files-behind": Variant("zero", IN_FILES | {"offload_optimizer": BEHIND}),
     "zero3-files-8bit": Variant("zero", IN_FILES | CODED | {"offload_optimizer": BEHIND}),
@@ -357,8 +355,7 @@ def train(variant: str, model: str, checkpointing: bool, **task: Any) -> dict[st
         "device": torch.accelerator.max_memory_allocated() if on_gpu else 0,
         "reserved": torch.accelerator.max_memory_reserved() if on_gpu else 0,
     }
-    steps_moved = [{name: now[name] - old[name] for name in now} for old, now in pairwise(counts)]
-    result |= medians(steps_moved)
+    result |= medians([{k: new[k] - old[k] for k in old} for old, new in pairwise(counts)])
     if engine is None:
         return result
     clock, result["slices"] = engine.comm.clock, engine.slices.number
