@@ -4,8 +4,8 @@ run again.
 It writes the tables of keys in `configuration.md`; what `zero estimate` predicts in `recipes.md`
 and `offload.md`, which takes two minutes; the list of the layers in `architecture.md`; what the
 Trainer can do in `trainer-features.md`; the README's list of pages, which follows the `nav` of
-`mkdocs.yml`; `index.md`, the start page of the site, from the README; and the picture
-`slices.svg`."""
+`mkdocs.yml`; `index.md`, the start page of the site, from the README; the table of offload to
+files in `results.md`; and the pictures `slices.svg` and `files.svg`."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from docs import recipes, slices
+from docs import files, recipes, slices
 from tests.hf import features
 from zero.config.idle import OLD_NAMES, REMOVED_KEYS
 from zero.config.keys import Section
@@ -210,8 +210,8 @@ def configuration(page: str) -> str:
     return _TABLE.sub(lambda table: f"{table[1]}\n{next(tables)}\n", page)
 
 
-def predictions(page: str, tables: dict[str, str]) -> str:
-    """Return the page with the current predictions: `tables` of `docs.recipes`."""
+def with_tables(page: str, tables: dict[str, str]) -> str:
+    """Return the page with the current `tables`, which it names."""
     return _TABLE.sub(lambda table: f"{table[1]}\n{tables[table[2]]}\n", page)
 
 
@@ -320,13 +320,14 @@ def main() -> None:
     }
     for path, change in pages.items():
         path.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
-    tables = recipes.tables()
-    for name in ("recipes.md", "offload.md"):
+    tables = recipes.tables() | {"files": files.table()}
+    for name in ("recipes.md", "offload.md", "results.md"):
         page = (FOLDER / name).read_text(encoding="utf-8")
-        (FOLDER / name).write_text(predictions(page, tables), encoding="utf-8")
+        (FOLDER / name).write_text(with_tables(page, tables), encoding="utf-8")
     start = start_page(_README.read_text(encoding="utf-8"))
     (FOLDER / "index.md").write_text(start, encoding="utf-8")
-    (FOLDER / "slices.svg").write_text(slices.svg(), encoding="utf-8")
+    for name, picture in (("slices", slices), ("files", files)):
+        (FOLDER / f"{name}.svg").write_text(picture.svg(), encoding="utf-8")
 
 
 if __name__ == "__main__":

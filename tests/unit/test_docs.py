@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import generate, recipes, slices
+from docs import files, generate, recipes, slices
 from zero.config import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -24,14 +24,15 @@ def test_the_page_of_all_keys_is_current_and_has_every_key():
 
 
 def test_the_predictions_are_current():
-    tables = recipes.tables()
-    for name in ("docs/recipes.md", "docs/offload.md"):
+    tables = recipes.tables() | {"files": files.table()}
+    for name in ("docs/recipes.md", "docs/offload.md", "docs/results.md"):
         page = read(name)
-        assert page == generate.predictions(page, tables), REMEDY
+        assert page == generate.with_tables(page, tables), REMEDY
 
 
-def test_the_picture_of_slices_is_current():
+def test_pictures_are_current():
     assert read("docs/slices.svg") == slices.svg(), REMEDY
+    assert read("docs/files.svg") == files.svg(), REMEDY
 
 
 def test_the_table_of_what_the_trainer_can_do_is_current():
