@@ -21,7 +21,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 _PACKAGES = ("torch.", "transformers.", "peft.", "bitsandbytes.", "accelerate.", "zero.")
 _GENERATED = ("torch.fx.", "torch.jit.")  # classes whose code is a script's
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_GLOBAL_HOOKS = [getattr(torch_module, f"_global{kind}") for kind in _HOOKS]
+_GLOBAL_HOOKS = (
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_forward_hooks,
+    torch_module._global_backward_pre_hooks,
+    torch_module._global_backward_hooks,
+)
 
 
 def why_not_known(model: nn.Module) -> str:
