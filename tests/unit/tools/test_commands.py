@@ -13,14 +13,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 
 from tests.processes import REPOSITORY
 from tests.unit.checkpoints import save
 from tests.unit.integrations.test_hook import assert_refused
-from zero.tools import launch
 from zero.tools.arguments import Parser, check_command, judged, output_file, working
 from zero.tools.cli import COMMANDS, USAGE, main
 
@@ -278,16 +276,6 @@ def test_folders_of_the_trainer_are_listed_too(tmp_path: Path, capsys):
         f"{tmp_path}/checkpoint-10/trainer_state.json is damaged",
         f"{tmp_path}/checkpoint-5/rng_state_0.pth is missing",
     ]
-
-
-def test_hosts_that_print_nothing_are_named(monkeypatch: pytest.MonkeyPatch, capsys):
-    """Until the first line of the last host, less and less often."""
-    monkeypatch.setattr("zero.tools.launch._SILENCE", 0.05)
-    job = mock.Mock()
-    job.poll.side_effect = [None] * 4 + [0] * 20
-    assert launch._wait({"a": job}, 1, {}, {"b", "a"}) == 0
-    lines = capsys.readouterr().err.splitlines()
-    assert lines and len(lines) < 8 and lines[0].startswith("zero launch: nothing from a, b in ")
 
 
 BENCHMARKS = {
