@@ -608,7 +608,6 @@ def _describe_offload(
     if 2 * nbytes <= capacity:
         yield (
             "offload may not be needed: weights, gradients and two moments take "
-            f"{nbytes / 2**30:.2f} GiB of the {capacity / 2**30:.1f} of each device. How much "
-            f"faster a step is without it: zero estimate MODEL --ds-config FILE --device-memory "
-            f"{capacity / 2**30:.0f}G"
+            f"{nbytes / 2**30:.2f} GiB of the {capacity / 2**30:.1f} of each device. The fastest "
+            f"configuration that fits: zero plan MODEL --device-memory {capacity / 2**30:.0f}G"
         )

@@ -1,6 +1,6 @@
 """Reads what `json_monitor` writes, and computes what the page shows.
 
-This file knows nothing about pictures.
+This file knows nothing about the page's looks.
 """
 
 from __future__ import annotations
