@@ -43,9 +43,8 @@ def table() -> str:
     for name in next(iter(MEASURED.values())):
         cells = []
         for found in MEASURED.values():
-            seconds = found.get(name)
-            ratio = "" if seconds is None else f" ({seconds / found[FILES]:.2f})"
-            cells.append("more than 24 GB" if seconds is None else f"{seconds:.3g}{ratio}")
+            ratio = f"{found[name]:.3g} ({found[name] / found[FILES]:.2f})" if name in found else ""
+            cells.append(ratio or "not run")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
