@@ -116,8 +116,10 @@ def gathering_fails(rank: int, world_size: int) -> list[float]:
         with zero.GatheredParameters(few):
             pass
     with mock.patch("zero.gathered_parameters.checksums", side_effect=MemoryError):
-        with pytest.raises(MemoryError), zero.GatheredParameters(model):
+        # As in a notebook, the traceback lives.
+        with pytest.raises(MemoryError) as raised, zero.GatheredParameters(model):
             pass
+    assert raised.value.__traceback__ is not None
     assert not any(group.is_in_use for group in engine.groups) and engine.residency.live == 0
     return trained(engine)
 
@@ -205,12 +207,12 @@ def backward_missing(rank: int, world_size: int) -> list[float]:
     with pytest.raises(UsageError, match="backwards since the last step: 3 on rank 0, 2 on"):
         engine.step()
     engine.zero_grad()
-    return [*trained(engine, 1), *trained(engine, 6)]
+    return [*trained(engine, 1), *trained(engine, 9)]
 
 
 def test_ranks_still_exchange_in_the_same_backwards_after_a_missing_one():
     first, second = run_on(2, backward_missing, timeout=LIMIT)
-    assert len(first) == len(second) == 7
+    assert len(first) == len(second) == 10
 
 
 @pytest.mark.parametrize(
