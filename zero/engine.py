@@ -137,12 +137,12 @@ class ZeroEngine(nn.Module):
         build.require_agreement(comm, settings, model, optimizer)
         with self._installed as on_failure:
             self._build(optimizer, comm)
+            self.lr_scheduler = build.make_scheduler(lr_scheduler, optimizer)
+            if settings.compile.enabled:
+                self.compile(settings.compile.backend, settings.compile.kwargs)
             self._installed = on_failure.pop_all()
         _engine_of[model] = weakref.ref(self)
-        self.lr_scheduler = build.make_scheduler(lr_scheduler, optimizer)
         self.comm.watchdog.has_engine = True
-        if settings.compile.enabled:
-            self.compile(settings.compile.backend, settings.compile.kwargs)
 
     def _build(self, optimizer: torch.optim.Optimizer | None, comm: Communicator) -> None:
         """Shard the model, and put the hooks on it."""

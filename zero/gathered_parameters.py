@@ -2,7 +2,7 @@
 
 If more than half of a group is requested, or if it is to be changed, all of it is unsharded in one
 all-gather. Otherwise only the requested parameters are gathered, by broadcasts. This file knows
-nothing about hooks or the optimizer."""
+nothing about engines or optimizers."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class GatheredParameters:
             Ordinary parameters among them are left alone.
         modifier_rank: the rank whose changes all ranks receive when the context ends. With None you
             may only read: changes are lost, with a warning, or with a RuntimeError if
-            `zero_optimization.enable_sanity_checks` is set. It is an error if ranks give different
-            ones.
+            `zero_optimization.enable_sanity_checks` is set. At stage 3, unless the values are in
+            use already, it is an error if ranks give different ones.
         fwd_module: accepted for compatibility. Whatever a forward uses is gathered anyway.
         enabled: whether the context does anything.
     """
@@ -81,8 +81,10 @@ class GatheredParameters:
             group: sorted(asked[group]) for group in sorted(asked, key=lambda group: group.serial)
         }
         self.modifier_rank = modifier_rank
+        self._is_divided = False
         for group, indices in self.asked.items():
             divided = [i for i in indices if holders_of(group.params[i]) is not None]
+            self._is_divided |= bool(divided)
             if modifier_rank is not None and divided:
                 raise UsageError(
                     f"GatheredParameters: each rank has a part of "
@@ -98,6 +100,10 @@ class GatheredParameters:
                 )
 
     def __enter__(self) -> None:
+        # What is in use already, a rank may read alone; and ranks have different experts.
+        is_there = all(group.persistent or group.is_in_use for group in self.asked)
+        if not (is_there or self._is_divided):
+            self._agree_on_writes("entering GatheredParameters")
         single = {group: self._one_by_one(group, indices) for group, indices in self.asked.items()}
         writes = self.modifier_rank is not None
         whole = (group for group in self.asked if not single[group])
@@ -116,15 +122,14 @@ class GatheredParameters:
                 each.wait()
             for group, indices in single.items():
                 group.show_single(indices)
+            sharded = [group for group in self.asked if not group.persistent]
+            params = [group.params[i] for group in sharded for i in self.asked[group]]
+            self._group_versions = {group: group.version for group in self.asked}
+            # Graphs that save a parameter hold it.
+            self._holders = {param: _use_count(param) for param in params}
+            # torch counts no writes to `param.data`.
+            self._sums = checksums(params) if params and not writes else None
             self._held = held.pop_all()
-        sharded = [group for group in self.asked if not group.persistent]
-        params = [group.params[i] for group in sharded for i in self.asked[group]]
-        self._group_versions = {group: group.version for group in self.asked}
-        # Graphs that save a parameter hold it.
-        self._holders = {param: _use_count(param) for param in params}
-        reads = self.modifier_rank is None
-        # torch counts no writes to `param.data`.
-        self._sums = checksums(params) if reads and params else None
 
     def _one_by_one(self, group: ParamGroup, indices: Sequence[int]) -> list[int]:
         """The parameters to be gathered one by one: those that are only read, and make up at most
@@ -142,7 +147,7 @@ class GatheredParameters:
             if exc_type is None:
                 self._keep_for_graphs()
                 if self.modifier_rank is not None:
-                    self._agree_on_data()
+                    self._agree_on_writes("leaving GatheredParameters", self.asked)
                     for group in self.asked:
                         group.broadcast_values(self.modifier_rank)
                 changed = self._lost()
@@ -172,13 +177,14 @@ class GatheredParameters:
             if group.graph_hook is not None:
                 group.graph_hook(group)
 
-    def _agree_on_data(self) -> None:
-        """Take in what the script has put in place of parameters' data. What is refused on one rank
-        is an error of all, which would wait for its values otherwise.
+    def _agree_on_writes(self, when: str, written: Iterable[ParamGroup] = ()) -> None:
+        """Take in what the script has put in place of the data of parameters of `written`. What is
+        refused on one rank is an error of all, which would wait for its values otherwise. So are
+        different modifier ranks.
         """
 
         def take_in() -> Record:
-            for group in self.asked:
+            for group in written:
                 group.take_in_replaced_data()
             return Record({"modifier_rank": str(self.modifier_rank)})
 
@@ -186,7 +192,7 @@ class GatheredParameters:
         if comm is None or comm.model is not None:  # ranks have different parts of the model
             take_in()
         else:
-            comm.control("leaving GatheredParameters").require_same(take_in)
+            comm.control(when).require_same(take_in)
 
     def _lost(self) -> list[str]:
         """Names of the parameters that were changed here, and not by a context inside of this one,

@@ -250,9 +250,12 @@ class Init:
         return {n: p for n, p in own if p.is_floating_point() and p.numel() and not p.is_meta}
 
     def _require_same(self, module: nn.Module, own: Mapping[str, torch.Tensor]) -> None:
-        if own:
+        # Another rank may have values of these.
+        meta = {n: param for n, param in module.named_parameters(recurse=False) if param.is_meta}
+        if own or meta:
             kind = type(module).__name__
             shapes = {name: f"{tuple(param.shape)} {param.dtype}" for name, param in own.items()}
+            shapes |= dict.fromkeys(meta, "on the device meta")
             facts = {f"parameter {name} of a {kind}": shape for name, shape in shapes.items()}
             self.comm.control("building a model").require_same(lambda: Record(facts))
 

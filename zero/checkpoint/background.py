@@ -86,7 +86,7 @@ class BackgroundSaves:
 
         If that fails, `act` must tell the other ranks, which wait for this one."""
         self._copied.clear()
-        self._thread = EngineThread(
+        thread = EngineThread(
             self._run,
             act,
             ready_for_thread(self._device),
@@ -94,9 +94,14 @@ class BackgroundSaves:
             # A process of `multiprocessing` calls no exit handlers.
             daemon=multiprocessing.parent_process() is None,
         )
+        try:
+            thread.start()
+        except BaseException:
+            self._copied.set()  # nothing else would, and the next update waits for it
+            raise
+        self._thread = thread
         atexit.register(self._at_exit)
         _running.append(self)
-        self._thread.start()
 
     def _run(
         self, act: Callable[[Callable[[], list[Slice]]], None], ready: torch.Event | None

@@ -1,4 +1,5 @@
-"""The only caller of `torch.distributed` for parameters and gradients.
+"""Calls `torch.distributed` for parameters and gradients. Its only other caller for them is a
+pipeline, for weights that two stages have.
 
 [Note: collectives] Operations work on flat 1-D tensors. Those of the training path return a
 `Pending`, whose `wait()` makes the result usable. The others block, and say so. There are two ways,

@@ -25,7 +25,7 @@ from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
 
-# The digest is compared in fp64 with its square, so it has few bits.
+# Errors show the digest, so it is short.
 _DIGESTS = 1 << 22
 
 

@@ -3,8 +3,8 @@ they live.
 
     gradient  in:  `reduction_target` -> a reduction fills it -> `put_gradient`      (by
                    `zero.core.reduction`)
-    master    out: `group.refresh`, and `round_into_shard` for each updated piece     (by
-                   `zero.optim.sharded_optimizer`)
+    master    out: `round_into_shard` for each updated piece (by `zero.optim.background`, or for
+                   whole tensors `whole_tensor`), and `group.refresh` (by `sharded_optimizer`)
 """
 
 from __future__ import annotations

@@ -103,6 +103,7 @@ class GradientReducer:
 
     Attributes:
         backwards: how many have ended since the last step.
+        earlier_backwards: how many had ended in the steps before, as all ranks have agreed.
         buffered: elements in flat buffers.
     """
 
@@ -123,7 +124,7 @@ class GradientReducer:
         self.gradients: dict[ParamGroup, GroupGradients] = defaultdict(GroupGradients)
         self._in_flight: deque[_Reduction] = deque()
         self._offloading: deque[tuple[OptimizerShard, Pending]] = deque()
-        self.buffered = self.backwards = 0
+        self.buffered = self.backwards = self.earlier_backwards = 0
 
     def end_backward(self) -> None:
         """Wait for all reductions of the backward."""
@@ -283,7 +284,7 @@ class GradientReducer:
         """Whether `reduce` only adds to this rank's sum: a later micro-batch is reduced with it."""
         return self.deferred and not self.micro_batches.reduces_now
 
-    def complete(self, group: ParamGroup) -> None:
+    def reduce_rest(self, group: ParamGroup) -> None:
         """Before a step: reduce what still waits for a last micro-batch; zero where no backward
         gave a gradient.
         """
@@ -410,7 +411,7 @@ class ReductionOrder:
         )
         self._has_places = comm.matches_by_order or (comm.world_size > 1 and self._has_leaves)
         self._started = self._uses = 0
-        self._backwards = 1  # the number of the next one, or of the one that runs
+        self._number = 1  # of the backward that runs
         self.is_open = False
         self._late: list[ParamGroup] | None = None
         # Whether a backward of this rank has ever run another one, as reentrant checkpointing does,
@@ -424,6 +425,9 @@ class ReductionOrder:
         Groups in `absent` get no gradients on any rank, and are not reduced.
         """
         self._uses = 0
+        # Not from a count of its own, which a backward that only one rank has not ended would leave
+        # different from that of the other ranks, also after `zero_grad`.
+        self._number = self._reducer.earlier_backwards + self._reducer.backwards + 1
         self.is_open = True
         self._absent = absent
 
@@ -493,7 +497,7 @@ class ReductionOrder:
             self._reducer.reduce(self._late[0])
             del self._late[0]
         self._reducer.end_backward()
-        self._agree()
+        self._take_over_order()
 
     def _late_on_any_rank(self, late: Collection[ParamGroup]) -> list[ParamGroup]:
         """The groups that on any rank got gradients after their reduction had started, for example
@@ -516,9 +520,9 @@ class ReductionOrder:
     @property
     def _exchanges_now(self) -> bool:
         """Whether this is backward 1, 2, 4, 8, ..."""
-        return self._backwards & (self._backwards - 1) == 0
+        return self._number & (self._number - 1) == 0
 
-    def _agree(self) -> None:
+    def _take_over_order(self) -> None:
         """After backward 1, 2, 4, 8, ...: take over rank 0's order and places. See the notes."""
         if self._comm.world_size > 1 and self._exchanges_now:
             places = {group: n for group, n in self._complete.items() if group not in self._last}
@@ -530,7 +534,6 @@ class ReductionOrder:
             self._comm.broadcast(told, src=0)
             self._places = {self._groups[i]: place for i, place in told.tolist()}
             self._order = list(self._places)
-        self._backwards += 1
         self.clear()
 
     def clear(self) -> None:

@@ -243,7 +243,7 @@ class ZeroOptimizer:
         for group in self._agree():
             self.reducer.reduce(group)
         for group in self.shards:
-            self.reducer.complete(group)
+            self.reducer.reduce_rest(group)
         self.reducer.drain()
         for act in self.before_norm:
             act()
@@ -464,6 +464,7 @@ class ZeroOptimizer:
             if any(order.digests != comm.order.digests for order in of_own):
                 raise UsageError(explain([order.recent for order in of_own])) from None
             raise
+        self.reducer.earlier_backwards += self.reducer.backwards
         if comm.matches_by_order:
             comm.order.start_over()
         if self.writes is not None:

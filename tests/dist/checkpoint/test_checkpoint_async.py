@@ -27,6 +27,7 @@ from zero.checkpoint.disk import LOCK
 from zero.checkpoint.folder import locate
 from zero.checkpoint.resumable import find_intact
 from zero.engine import ZeroEngine
+from zero.threads import EngineThread
 
 ASYNC = {"checkpoint": {"async_save": True}}
 
@@ -134,6 +135,21 @@ def test_a_rank_that_lacks_memory_fails_on_every_rank(name, failing, config, tmp
     first, second = run_on(2, fail_after_begin, str(tmp_path), name, failing, config)
     assert f"rank {failing}: MemoryError: no host memory" in first[0] and first[0] == second[0]
     assert first[1] == [] and find_intact(tmp_path) == tmp_path / "after"
+
+
+def without_a_thread(rank: int, world_size: int, folder: str) -> None:
+    engine, _ = start(build("gpt2"), ds_config() | ASYNC)
+    with mock.patch.object(EngineThread, "start", side_effect=RuntimeError("no thread")):
+        with pytest.raises(RuntimeError, match="no thread"):
+            engine.save_checkpoint(folder)
+    train_zero(engine, batches("gpt2", 1))
+    engine.save_checkpoint(folder)
+    engine.wait_for_checkpoint()
+
+
+def test_training_goes_on_where_the_thread_cannot_start(tmp_path):
+    run_on(1, without_a_thread, str(tmp_path), timeout=120.0)
+    assert find_intact(tmp_path) == tmp_path / "global_step1"
 
 
 def two_engines(rank: int, world_size: int, folder: str) -> None:

@@ -174,6 +174,24 @@ def test_changes_without_a_modifier_rank_are_refused_on_request():
     assert run_on(2, refused) == [True, True]
 
 
+def different_writers(rank: int, world_size: int, whole: bool) -> str:
+    model = toy()
+    start(model, ds_config(stage3_param_persistence_threshold=0))
+    params = model if whole else model.stem.weight
+    with pytest.raises(UsageError) as error:
+        with zero.GatheredParameters(params, modifier_rank=0 if rank == 0 else None):
+            pass
+    with zero.GatheredParameters(params), zero.GatheredParameters(params, enabled=rank == 0):
+        pass
+    return str(error.value)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_different_modifier_ranks_are_an_error_of_all(whole):
+    first, second = run_on(2, different_writers, whole, timeout=60.0)
+    assert first == second and "modifier_rank: 0 on rank 0, None on rank 1" in first
+
+
 def refused_on_one_rank(rank: int, world_size: int) -> str:
     model = toy()
     start(model, ds_config(stage3_param_persistence_threshold=0))

@@ -163,6 +163,17 @@ def test_init_ends_where_its_context_ends():
     assert run_on(2, nesting) == [[2, 2, 0, 0, 2, 0]] * 2
 
 
+def on_meta_elsewhere(rank: int, world_size: int) -> str:
+    with pytest.raises(UsageError) as error, zero.Init():
+        nn.Sequential(nn.Linear(WIDTH, WIDTH, device="meta" if rank else "cpu"))
+    return str(error.value)
+
+
+def test_a_module_on_meta_on_one_rank_is_an_error_of_all():
+    first, second = run_on(2, on_meta_elsewhere, timeout=60.0)
+    assert first == second and "weight of a Linear" in first and "meta on rank 1" in first
+
+
 def writes(rank: int, world_size: int) -> float:
     config = ds_config(stage3_param_persistence_threshold=0)
     with zero.Init(config_dict_or_path=config):

@@ -76,6 +76,33 @@ def test_initialize_can_be_called_again_after_a_mistake(mistake):
     run_on(2, retrying, mistake, timeout=LIMIT)
 
 
+def refused_late(rank: int, world_size: int) -> int:
+    """The hooks on a model whose engine was refused after the model had been sharded."""
+    model, config = toy(), ds_config(**SHARDED)
+    optimizer = adamw([{"params": [*toy().parameters()]}])
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    unknown = {"compile": {"enabled": True, "backend": "none"}}
+    not_adapting = ds_config(**SHARDED | {"stage": 0}) | {"on_out_of_memory": "adapt"}
+    for mistake, settings, others in (
+        ("another optimizer", config, {"lr_scheduler": scheduler}),
+        ("no backend", config | unknown, {}),
+        ("not with several processes", not_adapting, {}),
+    ):
+        with pytest.raises(UsageError, match=mistake):
+            zero.initialize(
+                model=model,
+                optimizer=adamw([{"params": [*model.parameters()]}]),
+                config=settings,
+                **others,
+            )
+    modules = model.modules()
+    return sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in modules)
+
+
+def test_an_engine_that_is_refused_leaves_no_hooks():
+    assert run_on(2, refused_late, timeout=LIMIT) == [0, 0]
+
+
 def gathering_fails(rank: int, world_size: int) -> list[float]:
     engine, _ = start(toy(), ds_config(**SHARDED))
     model = engine.module
@@ -88,6 +115,11 @@ def gathering_fails(rank: int, world_size: int) -> list[float]:
     with fails_at(ParamGroup, "gather_range", 2), pytest.raises(MemoryError):
         with zero.GatheredParameters(few):
             pass
+    with mock.patch("zero.gathered_parameters.checksums", side_effect=MemoryError):
+        # As in a notebook, the traceback lives.
+        with pytest.raises(MemoryError) as raised, zero.GatheredParameters(model):
+            pass
+    assert raised.value.__traceback__ is not None
     assert not any(group.is_in_use for group in engine.groups) and engine.residency.live == 0
     return trained(engine)
 
@@ -161,6 +193,26 @@ def steps_fail(rank: int, world_size: int, settings: dict[str, Any]) -> None:
         engine.step()
     assert counters(engine) == counters(reference) == (4, 2, 8, 0)
     assert trained(engine, 2) == trained(reference, 2) != expected[:2]
+
+
+def backward_missing(rank: int, world_size: int) -> list[float]:
+    """In the second step, rank 1 alone has no second backward."""
+    engine, _ = start(toy(), ds_config(stage=1, accumulation=3))
+    trained(engine, 3)
+    for number, batch in enumerate(toy_batches(3)):
+        if (rank, number) != (1, 1):
+            engine.backward(engine(**batch))
+        if number < 2:
+            engine.step()
+    with pytest.raises(UsageError, match="backwards since the last step: 3 on rank 0, 2 on"):
+        engine.step()
+    engine.zero_grad()
+    return [*trained(engine, 1), *trained(engine, 9)]
+
+
+def test_ranks_still_exchange_in_the_same_backwards_after_a_missing_one():
+    first, second = run_on(2, backward_missing, timeout=LIMIT)
+    assert len(first) == len(second) == 10
 
 
 @pytest.mark.parametrize(

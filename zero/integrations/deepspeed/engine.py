@@ -10,6 +10,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -92,18 +93,27 @@ class DeepSpeedEngine(ZeroEngine):
     def __init__(self, model: nn.Module, settings: Config, *args: Any, **kwargs: Any):
         with self._explained():
             super().__init__(model, settings, *args, **kwargs)
+        with ExitStack() as on_failure:
+            on_failure.callback(self.destroy)
+            self._add_sections()
+            on_failure.pop_all()
+
+    def _add_sections(self) -> None:
+        """Make what the configuration adds to an engine with an optimizer."""
         offload = ParameterOffload(self.hooks)
         if isinstance(self.optimizer, DeepSpeedOptimizer):
             self.optimizer.parameter_offload = offload
             self.optimizer.engine = weakref.ref(self)
             self.monitor = monitor.make(self)
-            if settings.on_out_of_memory == "adapt":
+            if self.settings.on_out_of_memory == "adapt":
                 self.adaptation = Adaptation(self)
-            if (profiler := settings.flops_profiler).enabled:
+            if (profiler := self.settings.flops_profiler).enabled:
                 control = self.comm.control("opening the flops profiler")
                 self.after_step = control.together(
                     lambda: (
-                        StepProfile(profiler, model).between_steps if control.rank == 0 else None
+                        StepProfile(profiler, self.module).between_steps
+                        if control.rank == 0
+                        else None
                     )
                 )
 
