@@ -127,9 +127,9 @@ class RehearsedReducer:
     """As much of a `GradientReducer` as the order of reductions sees."""
 
     def __init__(self, program: Program, micro_batches: MicroBatches, deferred: bool):
-        self._program = program
+        self._program, self._deferred = program, deferred
         self._micro_batches = micro_batches
-        self._deferred = deferred
+        self.backwards = self.earlier_backwards = 0
         self.gradients: dict[RehearsedGroup, GroupGradients] = defaultdict(GroupGradients)
 
     def collect(self, group: RehearsedGroup, index: int) -> None:
