@@ -3,11 +3,6 @@
 With several ranks, no decision depends on whether a transfer or an update has finished: all ranks
 must start the same all-gathers in the same order.
 
-[Note: missing gradients] Backward releases a group when it has all of its gradients, but a rank
-whose loss does not depend on one of them (an expert that was not used) keeps the group until the
-end of backward. So whether the group stays gathered is decided when its backward begins, at the
-same moment on all ranks, and from the next use on every decision takes it for released.
-
 [Note: reads] A parameter may be read in another module's forward (`self.embedding.weight`), in a
 loss after the model's forward, or may be returned by its module. Its group is then unsharded and
 stays so until as many backwards have ended as there were forwards, because it is unknown which
@@ -60,8 +55,6 @@ class Gathering:
         self._position = {group: i for i, group in enumerate(self._groups)}
         self._uses_of: Counter[ParamGroup] = Counter()
         self.uses = 0
-        # Groups to be released in backward, and whether each stays gathered. See the note.
-        self._ending: dict[ParamGroup, bool] = {}
         self.recorder = PassRecorder()
 
     def begin_pass(self, kind: Hashable, wraps: bool, trains: bool = False) -> None:
@@ -125,22 +118,6 @@ class Gathering:
         self.uses += 1
         self.recorder.done.append((self._show, (group,)))
 
-    def ends_with_gradients(self, group: ParamGroup) -> None:
-        """The backward of the group begins, and `release` follows when all gradients are there."""
-        # All ranks release a shared or a frozen one alike, and one that is also held otherwise.
-        waits = group.trainable and not group.shared and group.users == 1
-        if waits and group not in self._ending:
-            self._ending[group] = self._schedule.keep(self._position[group], self._live())
-        self.recorder.done.append((self.ends_with_gradients, (group,)))
-
-    def _live(self) -> int:
-        """Gathered elements, as all ranks count them."""
-        live = self._residency.live
-        for group, stays in self._ending.items():
-            if not stays:
-                live -= group.layout.numel
-        return live
-
     def release(self, group: ParamGroup) -> None:
         """One use of the group is over.
 
@@ -153,12 +130,8 @@ class Gathering:
             self._writes.end_use(group)
         self._uses_of[group] -= 1
         self.uses -= 1
-        if group.release():
-            stays = self._ending.pop(group, None)
-            if stays is None:
-                stays = self._schedule.keep(self._position[group], self._live())
-            if not stays:
-                group.reshard()
+        if group.release() and not self._schedule.keep(self._position[group], self._residency.live):
+            group.reshard()
         self.recorder.done.append((self.release, (group,)))
 
     def release_all_but(self, kept: Collection[ParamGroup]) -> None:
@@ -178,7 +151,7 @@ class Gathering:
         for i in self._schedule.upcoming():
             group = self._groups[i]
             if group.state is State.SHARDED:
-                if not self._schedule.may_prefetch(i, in_flight, self._live()):
+                if not self._schedule.may_prefetch(i, in_flight, self._residency.live):
                     return
                 # With several ranks `all_gather` waits for the update, because all ranks must
                 # make the same decision.
@@ -195,20 +168,17 @@ class Gathering:
         one that is needed last.
         """
         limit = self._schedule.max_live_parameters
-        if self._live() + numel <= limit:
+        if self._residency.live + numel <= limit:
             return
         idle = [
             i
             for i, group in enumerate(self._groups)
-            if self._ending.get(group, group.users == 0 and group.state is State.GATHERED)
+            if group.users == 0 and group.state is State.GATHERED
         ]
         for i in sorted(idle, key=self._schedule.distance, reverse=True):
-            if self._live() + numel <= limit:
+            if self._residency.live + numel <= limit:
                 return
-            if (group := self._groups[i]) in self._ending:
-                self._ending[group] = False  # `release` reshards it
-            else:
-                group.reshard()
+            self._groups[i].reshard()
 
 
 class OutsideReads:

@@ -365,8 +365,6 @@ class ModuleHooks:
             self._gathering.unshard(group)
             if recomputing:
                 self._in_backward.add(group)
-                if type(module).forward is nn.Embedding.forward:  # no `_pre_backward` follows
-                    self._gathering.ends_with_gradients(group)
             if torch.is_grad_enabled() and (group.shared or not group.trainable):
                 if inputs := list(tensors_with_grad((args, kwargs))):
                     done = partial(self._release_from_backward, group)
@@ -483,10 +481,6 @@ class ModuleHooks:
             if torch.is_grad_enabled():
                 # No module's call shows when the derivative of this derivative needs the weights.
                 self._reads.hold(group)
-        if task == backward.task and not backward.is_derivative:
-            for group in groups:
-                if group in self._in_backward:
-                    self._gathering.ends_with_gradients(group)
 
     def gradient_ready(self, group: ParamGroup, index: int) -> None:
         """The gradient of the group's parameter number `index` is complete."""

@@ -6,11 +6,7 @@ The groups of the toy model in the order of their use: stem, blocks.0 ... blocks
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
-import torch
-from torch import nn
 
 from tests.dist.toys import BLOCK, WIDTH, after_each, gathering, recorded, short, toy, toy_batches
 from tests.dist.training import ds_config, start, step, train_zero
@@ -135,52 +131,3 @@ def accumulating(rank: int, world_size: int) -> list[int]:
 
 def test_what_is_gathered_serves_the_next_micro_batch_until_the_update():
     assert run_on(2, accumulating)[0][4:] == [6, 0, 6, 0]
-
-
-class Experts(nn.Module):
-    """A block, one group, of whose two experts some calls use one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: torch.Tensor, uses_second: bool) -> torch.Tensor:
-        added = self.first(hidden)
-        return hidden + torch.tanh(added + self.second(hidden) if uses_second else added)
-
-
-class WithExperts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Experts() for _ in range(4)])
-
-    def forward(self, x: torch.Tensor, used: list[bool]) -> torch.Tensor:
-        for block, uses_second in zip(self.blocks, used, strict=True):
-            x = block(x, uses_second)
-        return x.square().mean()
-
-
-def with_unused_experts(
-    rank: int, world_size: int, used: list[list[bool]]
-) -> list[list[tuple[str, str]]]:
-    """Return the all-gathers under limits from one block to three."""
-    size, found = 2 * (WIDTH + 1) * WIDTH, []
-    for room, bucket in itertools.product([1, 2, 3], [0, size, 4 * size]):
-        limits = {"max_live_parameters": room * size, "prefetch_bucket_size": bucket}
-        settings = {f"stage3_{name}": value for name, value in limits.items()}
-        engine, _ = start(WithExperts(), ds_config(accumulation=2, **NOTHING_PERSISTENT | settings))
-        with recorded(ParamGroup, "all_gather") as seen:
-            for batch in toy_batches(6):
-                engine.backward(engine(batch["x"], used[rank]))
-                engine.step()
-        assert engine.residency.live == 0
-        found.append(short(seen))
-    return found
-
-
-def test_an_expert_that_one_rank_does_not_use_changes_no_all_gather():
-    """Its block does not get all gradients on that rank, and stays in use until the end."""
-    everything, some = [True] * 4, [True, False, False, False]
-    expected = run_on(2, with_unused_experts, [everything] * 2)
-    for used in [everything, some], [[False] * 4, everything]:
-        assert run_on(2, with_unused_experts, used, timeout=90.0) == expected
