@@ -10,16 +10,12 @@ they live.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
 
 from zero.comm.work import Pending
-from zero.core.param_group import ParamGroup
+from zero.core.param_group import LateUpdates, ParamGroup
 from zero.offload.tiers import Tier
-
-if TYPE_CHECKING:
-    from zero.optim.background import Updates
 
 
 class OptimizerShard:
@@ -49,7 +45,7 @@ class OptimizerShard:
         self.gradient_tier = tier.in_memory() if gradient_in_memory else tier
         # Nobody asks for these two before `make_master`, nor after `free`.
         self.master: torch.Tensor = None  # pyright: ignore[reportAttributeAccessIssue]
-        self.updates: Updates = None  # pyright: ignore[reportAttributeAccessIssue]
+        self.updates: LateUpdates = None  # pyright: ignore[reportAttributeAccessIssue]
         self.grad: torch.Tensor | None = None
         self.norms: dict[int, torch.Tensor] = {}
         self.sub_groups_left = 0
@@ -77,7 +73,7 @@ class OptimizerShard:
     # -- master
 
     @torch.no_grad()
-    def make_master(self, updates: Updates, dtype: torch.dtype = torch.float32) -> None:
+    def make_master(self, updates: LateUpdates, dtype: torch.dtype = torch.float32) -> None:
         """Make the master. From now on each all-gather of the group waits for its update by
         `updates`.
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -48,9 +48,6 @@ from zero.core.sharded_param import (
 from zero.errors import UsageError
 from zero.offload.tiers import HostTrimmer, Tier
 
-if TYPE_CHECKING:
-    from zero.core.optimizer_shard import OptimizerShard
-
 _trimmer = HostTrimmer()
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
@@ -72,6 +69,42 @@ class _Form(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     stride: tuple[int, ...] | None = None
+
+
+class LateUpdates(Protocol):
+    """Updates masters, perhaps after the step; see `zero.optim.background`.
+
+    Attributes:
+        number: grows with each step, and when an update fails.
+    """
+
+    number: int
+
+    def wait(self, shard: Any) -> None:
+        """Block until the shard's update is computed, and raise what went wrong."""
+        ...
+
+
+class Optimized(Protocol):
+    """The optimizer's part of a group, as the group knows it; see `OptimizerShard`."""
+
+    master: torch.Tensor
+    sub_groups_left: int
+    updates: LateUpdates
+    settled: int
+
+    @property
+    def shares_weights(self) -> bool: ...
+
+    def wait_until_computed(self) -> None: ...
+
+    def wait_until_written(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def take_new_weights(self) -> dict[int, torch.Tensor]: ...
+
+    def shard_was_replaced(self) -> None: ...
 
 
 def owning_group(param: torch.Tensor) -> ParamGroup | None:
@@ -149,7 +182,7 @@ class ParamGroup(NamedGroup):
         self.version = 0
         self.has_aliases = False
         # Set by the optimizer that updates the shard; each all-gather waits for its updates.
-        self.optimizer_shard: OptimizerShard | None = None
+        self.optimizer_shard: Optimized | None = None
         # Called when a function needs a sharded parameter's values.
         self.read_hook: ReadHook | None = None
         # Called when a graph that no module's call has made saves a parameter.
