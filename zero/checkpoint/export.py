@@ -324,19 +324,29 @@ def copied_state_dict(state: Mapping[str, torch.Tensor], rank: int) -> dict[str,
     """Copy a state dict to host memory, for stages 0 to 2, where every rank has all weights, or its
     parts of them.
 
-    On rank 0, which saves it, the copy is in host memory. Other ranks get the values themselves. A
-    tensor that has several names remains one tensor. If tensors are sharded over ranks, all ranks
-    must call it."""
-    made: dict[object, torch.Tensor] = {}
-    copies: dict[str, torch.Tensor] = {}
-    for name, value in state.items():
-        key = (local(value).data_ptr(), value.shape, value.stride()) if value.numel() else name
-        if key not in made:
-            kept: Any = value.detach()
-            whole = kept if local(value) is value else kept.full_tensor()  # rank 0 needs the parts
-            made[key] = whole.to("cpu", copy=True) if rank == 0 else kept
-        copies[name] = made[key]
-    return copies
+    On rank 0, which saves it, the copy is in a temporary file, as at stage 3. Other ranks get the
+    values themselves. A tensor that has several names remains one tensor. If tensors are sharded
+    over ranks, all ranks must call it."""
+    first: dict[object, str] = {}
+    same_as = {
+        name: first.setdefault(
+            (local(value).data_ptr(), value.shape, value.stride()) if value.numel() else name, name
+        )
+        for name, value in state.items()
+    }
+    kept: dict[str, Any] = {name: state[name].detach() for name in first.values()}
+    joined = (
+        (name, value if local(value) is value else value.full_tensor())
+        for name, value in kept.items()
+    )
+    if rank > 0:
+        for _ in joined:  # rank 0 needs the parts
+            pass
+        return {name: value.detach() for name, value in state.items()}
+    copies = on_disk(
+        ((name, value.cpu()) for name, value in joined), sum(v.nbytes for v in kept.values())
+    )
+    return {name: copies[same_as[name]] for name in state}
 
 
 # -- a state dict outside the process's own memory
