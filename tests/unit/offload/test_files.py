@@ -10,10 +10,12 @@ import gc
 import itertools
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from zero.offload import nvme
 from zero.offload.nvme import ScratchFile
 from zero.offload.pinned import PAGE, HostMemory
 
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 # Requests of two pages, so that small tensors take several.
 SMALL = AioConfig(block_size=PAGE, queue_depth=4, thread_count=2)
 
@@ -184,6 +187,18 @@ def test_large_tensors_get_mappings_of_their_own(tmp_path, monkeypatch):
     for transfer in [file.write(tensor, host.fill_(i + 1)) for i, (tensor, host) in pairs]:
         transfer.wait()
     assert all((tensor == number + 1).all() for number, tensor in enumerate(tensors))
+
+
+@pytest.mark.skipif(not HUGE_PAGES.exists(), reason="this kernel has no huge pages")
+def test_buffers_ask_for_huge_pages():
+    buffer, is_there, flags = HostMemory().take(3 << 20), False, ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            first, end = (int(each, 16) for each in found.groups())
+            is_there = first <= buffer.data_ptr() < end
+        elif is_there and line.startswith("VmFlags:"):
+            flags = line
+    assert "hg" in flags.split()
 
 
 def test_an_empty_tensor_takes_no_place(tmp_path):
