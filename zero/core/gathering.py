@@ -1,7 +1,8 @@
 """When to unshard which group: carries out the schedule's decisions on the groups of one engine.
 
 With several ranks, no decision depends on whether a transfer or an update has finished: all ranks
-must start the same all-gathers in the same order.
+must start the same all-gathers in the same order. So nothing depends on which gradients a rank has
+either, because ranks may use different experts: `free_early` frees memory, and changes no decision.
 
 [Note: reads] A parameter may be read in another module's forward (`self.embedding.weight`), in a
 loss after the model's forward, or may be returned by its module. Its group is then unsharded and
@@ -55,6 +56,8 @@ class Gathering:
         self._position = {group: i for i, group in enumerate(self._groups)}
         self._uses_of: Counter[ParamGroup] = Counter()
         self.uses = 0
+        # See `free_early`.
+        self._freed: set[ParamGroup] = set()
         self.recorder = PassRecorder()
 
     def begin_pass(self, kind: Hashable, wraps: bool, trains: bool = False) -> None:
@@ -125,14 +128,34 @@ class Gathering:
         """
         if group.persistent:
             return
-        # A context of the script may hold the group beyond this.
-        if self._uses_of[group] == 1 and self._writes is not None:
-            self._writes.end_use(group)
+        self._end_use(group)
         self._uses_of[group] -= 1
         self.uses -= 1
-        if group.release() and not self._schedule.keep(self._position[group], self._residency.live):
+        if group in self._freed:
+            self._freed.remove(group)
+        elif group.release() and not self._schedule.keep(self._position[group], self._live()):
             group.reshard()
         self.recorder.done.append((self.release, (group,)))
+
+    def free_early(self, group: ParamGroup) -> None:
+        """This rank needs the group no more, but others may: free the memory before `release`, if
+        no rank will keep the group. Until then, decisions count it as gathered.
+        """
+        if group.users == 1 and not self._schedule.may_keep(self._position[group]):
+            self._end_use(group)
+            self._freed.add(group)
+            group.release()
+            group.reshard()
+
+    def _end_use(self, group: ParamGroup) -> None:
+        # A context of the script may hold the group beyond the last use here.
+        last = self._uses_of[group] == 1 and group not in self._freed
+        if last and self._writes is not None:
+            self._writes.end_use(group)
+
+    def _live(self) -> int:
+        """Gathered elements as all ranks count them."""
+        return self._residency.live + sum(group.layout.numel for group in self._freed)
 
     def release_all_but(self, kept: Collection[ParamGroup]) -> None:
         """End all uses. Each group in `kept` keeps one."""
@@ -151,7 +174,7 @@ class Gathering:
         for i in self._schedule.upcoming():
             group = self._groups[i]
             if group.state is State.SHARDED:
-                if not self._schedule.may_prefetch(i, in_flight, self._residency.live):
+                if not self._schedule.may_prefetch(i, in_flight, self._live()):
                     return
                 # With several ranks `all_gather` waits for the update, because all ranks must
                 # make the same decision.
@@ -168,7 +191,7 @@ class Gathering:
         one that is needed last.
         """
         limit = self._schedule.max_live_parameters
-        if self._residency.live + numel <= limit:
+        if self._live() + numel <= limit:
             return
         idle = [
             i
@@ -176,7 +199,7 @@ class Gathering:
             if group.users == 0 and group.state is State.GATHERED
         ]
         for i in sorted(idle, key=self._schedule.distance, reverse=True):
-            if self._residency.live + numel <= limit:
+            if self._live() + numel <= limit:
                 return
             self._groups[i].reshard()
 

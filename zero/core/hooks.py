@@ -6,20 +6,19 @@
 [Note: life of a group in a training step]
     forward of a module    unshard its groups -> the module runs -> release them
     backward of its output unshard them again (autograd is about to run the module backwards)
-    its last gradient      release; the reduction may start
+    its last gradient      the reduction may start, and memory be freed early
+    backward of an output  of an earlier module: release
 
-Every use of a trainable parameter comes before its gradient is complete, so a group that has all
-of its gradients is not needed any more. Tied groups get theirs only after the last owner,
-and frozen ones never. Both are released when the gradients of the call's inputs are complete.
-Groups still unsharded at the end of backward are released then.
+Autograd numbers operations as they are created, and runs their backwards from the highest number
+down. So once it comes to a number from before a call, the call's backward is over, and its groups
+are released: on all ranks at the same moment, also where a rank gets no gradient for an expert that
+it did not use. Groups still unsharded at the end of backward are released then.
 
 Activation checkpointing runs forward code again inside backward. If it runs a hooked module again,
 the group unsharded there stays so for the backward that follows. If it runs inside the hooked
-module (as in transformers), the group was unsharded before. Autograd's graph does not say which
-gradients will come, because reentrant checkpointing builds graphs along the way. A group with a
-parameter that got no gradient therefore stays unsharded until the end of backward. If it is used
-by a backward inside the backward, it is released at the end of that one, because a second
-recomputation must gather it on all ranks, whichever gradients they have."""
+module (as in transformers), the group was unsharded before. Reentrant checkpointing runs a
+backward inside the backward. The groups of that one are released at its end, because a second
+recomputation must gather them on all ranks, whichever gradients they have."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ import torch
 from torch import nn
 from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 from torch.autograd import forward_ad
-from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_hook
-from torch.utils.hooks import RemovableHandle
+from torch.autograd.graph import Node, get_gradient_edge
 
 from zero.core.gathering import Gathering, OutsideReads
 from zero.core.micro_batches import MicroBatches
@@ -116,6 +114,9 @@ class _Backward:
     has_gradients: bool = False
     nested: defaultdict[int, set[ParamGroup]] = field(default_factory=lambda: defaultdict(set))
 
+    def is_nested(self, group: ParamGroup) -> bool:
+        return any(group in used for used in self.nested.values())
+
 
 @dataclass(eq=False, repr=False)
 class ModuleHooks:
@@ -142,8 +143,11 @@ class ModuleHooks:
     def __post_init__(self) -> None:
         self.recorder = self._gathering.recorder
         self._reads = OutsideReads(self._gathering)
-        # Groups that are unsharded for a backward that is running or will follow.
-        self._in_backward: set[ParamGroup] = set()
+        # Groups that are unsharded for a backward, and the number of the first operation of the
+        # call whose backward has begun; None if it is still to follow.
+        self._in_backward: dict[ParamGroup, int | None] = {}
+        # Calls under way, with the numbers of their first operations.
+        self._calls: list[tuple[list[ParamGroup], int]] = []
         # Calls of the root module under way: its forward may call it again.
         self._depth = 0
         # From the first call of a module to the end of backward, or of a forward without gradients.
@@ -168,7 +172,6 @@ class ModuleHooks:
         }
         self._part: Hashable = None
         self._absent: Collection[ParamGroup] = frozenset()
-        self._input_hooks: list[RemovableHandle] = []
         self.forward_hooks: list = []
         self.backward_hooks: list = []
         self._warn_of_hooks()
@@ -331,13 +334,11 @@ class ModuleHooks:
         if self._gathering.uses:
             self._gathering.release_all_but(self._reads.held)
         self._in_backward.clear()
+        self._calls.clear()
         self._reductions.clear()
         self._backward = None
 
     def _release_reads(self) -> None:
-        for handle in self._input_hooks:
-            handle.remove()
-        self._input_hooks.clear()
         self._called.clear()
         if self._reads.held:
             self._reads.release()
@@ -359,17 +360,15 @@ class ModuleHooks:
         if not self._in_pass and torch.is_grad_enabled():
             self._begin_pass("part")  # of the model is called, without the root
             self._awaited += 1
+        if recomputing:
+            self._leave_calls(groups)
         for group in groups:
             if recomputing and group in self._in_backward:
                 continue
             self._gathering.unshard(group)
             if recomputing:
-                self._in_backward.add(group)
-            if torch.is_grad_enabled() and (group.shared or not group.trainable):
-                if inputs := list(tensors_with_grad((args, kwargs))):
-                    done = partial(self._release_from_backward, group)
-                    # An input may be a leaf, which outlives the backward.
-                    self._input_hooks.append(register_multi_grad_hook(inputs, done, mode="all"))
+                self._in_backward[group] = None
+        self._calls.append((groups, torch._C._autograd._get_sequence_nr()))
 
     def _read_outside(self, group: ParamGroup, param: nn.Parameter, func: Callable) -> None:
         if self._in_pass:
@@ -380,6 +379,9 @@ class ModuleHooks:
     ) -> None:
         # Its results may be computed later, with the weights.
         keeps = getattr(module.forward, "keeps_weights", False) and torch.is_grad_enabled()
+        call, start = self._calls.pop()
+        while call is not groups:  # a call inside of this one ended in an exception
+            call, start = self._calls.pop()
         if not in_backward():
             self._find_views(module, groups)
             returned = groups_shown_by(output, groups)
@@ -400,10 +402,7 @@ class ModuleHooks:
             for each in with_base(tensor):
                 if each.grad_fn is None or id(each) in passed_through:
                     continue
-                # The hook is on the node, not on the tensor. The tensor is also the next module's
-                # input, and hooks of tensors run first, so the next module's groups are released
-                # before these are unsharded.
-                each.grad_fn.register_prehook(partial(self._pre_backward, groups))
+                each.grad_fn.register_prehook(partial(self._pre_backward, groups, start))
                 is_hooked = True
         self._called.update(self._hooked.intersection(groups))
         may_follow = passed_through or any(group.trainable for group in groups)
@@ -466,21 +465,35 @@ class ModuleHooks:
         self._reductions.begin(self._absent)
         self.recorder.done.append((self._gradients_begin, ()))
 
-    def _pre_backward(self, groups: list[ParamGroup], grads: tuple) -> None:
+    def _pre_backward(self, groups: list[ParamGroup], start: int, grads: tuple) -> None:
+        """The backward of a call that uses `groups` begins. `start`: of its first operation."""
         backward, task = self._running_backward(), torch._C._current_graph_task_id()
         if task != backward.task and not backward.is_derivative:
             if task not in backward.nested:
                 finish = partial(self._finish_nested, backward.nested, task)
                 torch.autograd.Variable._execution_engine.queue_callback(finish)
             backward.nested[task].update(groups)
+        self._leave_calls(groups)
         for group in groups:
-            complete = not group.shared and self._reductions.is_complete(group)
-            if not complete and group not in self._in_backward:
-                self._in_backward.add(group)
+            is_shown = group in self._in_backward
+            self._in_backward[group] = start
+            if not is_shown:
                 self._gathering.unshard(group)
             if torch.is_grad_enabled():
                 # No module's call shows when the derivative of this derivative needs the weights.
                 self._reads.hold(group)
+
+    def _leave_calls(self, used: Collection[ParamGroup]) -> None:
+        """Release the groups of calls whose backward is over, but not those in `used`."""
+        backward, node = self._running_backward(), torch._C._current_autograd_node()
+        # A backward inside the backward has other numbers.
+        if node is None or torch._C._current_graph_task_id() != backward.task:
+            return
+        number = node._sequence_nr()
+        for group, start in reversed(list(self._in_backward.items())):
+            is_over = start is not None and number < start and not backward.is_nested(group)
+            if is_over and group not in used:
+                self._release_from_backward(group)
 
     def gradient_ready(self, group: ParamGroup, index: int) -> None:
         """The gradient of the group's parameter number `index` is complete."""
@@ -511,8 +524,10 @@ class ModuleHooks:
                 "only keeping it on the module"
             )
         if self._reductions.collect(group, index):
-            if not group.shared and not any(group in used for used in backward.nested.values()):
-                self._release_from_backward(group)
+            # With backwards inside of backwards, a second gradient may follow.
+            is_last = not (group.shared or self._reductions.has_nested_backward)
+            if is_last and group in self._in_backward:
+                self._gathering.free_early(group)
             self._reductions.complete(group)
             self.recorder.done.append((self._reductions.complete, (group,)))
 
@@ -520,9 +535,9 @@ class ModuleHooks:
         """Notice work on the gradients of the last backward, if it is one of those to watch."""
         self._stand_ins.leave(self._trained_params())
 
-    def _release_from_backward(self, group: ParamGroup, *_: object) -> None:
+    def _release_from_backward(self, group: ParamGroup) -> None:
         if group in self._in_backward:
-            self._in_backward.remove(group)
+            del self._in_backward[group]
             self._gathering.release(group)
 
     def _finish_nested(self, nested: dict[int, set[ParamGroup]], task: int) -> None:
@@ -535,7 +550,7 @@ class ModuleHooks:
     def _close_backward(self) -> None:
         """Autograd has run the whole graph."""
         self._backward = None
-        for group in sorted(self._in_backward, key=lambda group: group.serial):
+        for group in reversed(list(self._in_backward)):
             self._release_from_backward(group)
 
     def _finish_derivative(self, was_in_pass: bool, graph_is_kept: bool) -> None:

@@ -448,11 +448,9 @@ class ReductionOrder:
         its gradients now.
         """
         self._reducer.collect(group, index)
-        self._reducer.gradients[group].arrived.add(index)
-        return self.is_complete(group)
-
-    def is_complete(self, group: ParamGroup) -> bool:
-        return len(self._reducer.gradients[group].arrived) == len(group.params)
+        arrived = self._reducer.gradients[group].arrived
+        arrived.add(index)
+        return len(arrived) == len(group.params)
 
     def complete(self, group: ParamGroup) -> None:
         """The group has all of its gradients: its reduction starts as soon as those before it have

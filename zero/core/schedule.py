@@ -161,7 +161,11 @@ class Schedule:
 
         `live`: gathered elements, its own included.
         """
-        return live <= self.max_live_parameters and self.distance(group) <= self.max_reuse_distance
+        return live <= self.max_live_parameters and self.may_keep(group)
+
+    def may_keep(self, group: int) -> bool:
+        """Whether a group stays gathered after its last use if there is room."""
+        return self.distance(group) <= self.max_reuse_distance
 
     def may_prefetch(self, group: int, in_flight: int, live: int) -> bool:
         """Whether an all-gather may start before the group's use.

@@ -6,7 +6,12 @@ The groups of the toy model in the order of their use: stem, blocks.0 ... blocks
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.dist.toys import BLOCK, WIDTH, after_each, gathering, recorded, short, toy, toy_batches
 from tests.dist.training import ds_config, start, step, train_zero
@@ -131,3 +136,77 @@ def accumulating(rank: int, world_size: int) -> list[int]:
 
 def test_what_is_gathered_serves_the_next_micro_batch_until_the_update():
     assert run_on(2, accumulating)[0][4:] == [6, 0, 6, 0]
+
+
+class Experts(nn.Module):
+    """A block of whose two experts some calls use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.eye(WIDTH))
+        self.second = nn.Parameter(torch.eye(WIDTH))
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor, uses_second: bool) -> torch.Tensor:
+        added = self.inner(torch.tanh(hidden @ self.first))
+        return hidden + (added @ self.second if uses_second else added)
+
+
+class WithExperts(nn.Module):
+    """`kind`: blocks are groups, or have groups inside of groups ("nested"), or run again in
+    backward, or twice.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.kind = kind
+        blocks = {f"block{i}": Experts() for i in range(4)}
+        if kind == "nested":
+            for name, block in blocks.items():
+                self.add_module(name, block)
+        else:
+            self.blocks = nn.ModuleList(blocks.values())
+
+    def forward(self, x: torch.Tensor, used: list[bool]) -> torch.Tensor:
+        x = x.requires_grad_()
+        for _ in range(1 + (self.kind == "twice")):
+            for block, uses_second in zip(self.modules_in_order(), used, strict=True):
+                if "reentrant" in self.kind:
+                    again = self.kind == "reentrant"
+                    x = checkpoint(block, x, uses_second, use_reentrant=again)
+                else:
+                    x = block(x, uses_second)
+        return x.square().mean()
+
+    def modules_in_order(self) -> list[nn.Module]:
+        return [each for each in self.modules() if isinstance(each, Experts)]
+
+
+def with_unused_experts(
+    rank: int, world_size: int, kind: str, used: list[list[bool]]
+) -> list[tuple[list[tuple[str, str]], int]]:
+    """Return the all-gathers under limits from one block to three, and the most elements."""
+    size, found = (3 * WIDTH + 1) * WIDTH, []
+    for room, bucket in itertools.product([1, 2, 3], [0, size, 4 * size]):
+        limits = {"max_live_parameters": room * size, "prefetch_bucket_size": bucket}
+        settings = {f"stage3_{name}": value for name, value in limits.items()}
+        config = ds_config(accumulation=2, **NOTHING_PERSISTENT | settings)
+        engine, _ = start(WithExperts(kind), config)
+        with recorded(ParamGroup, "all_gather") as seen:
+            for batch in toy_batches(6):
+                engine.backward(engine(batch["x"], used[rank]))
+                engine.step()
+        assert engine.residency.live == 0
+        assert kind == "twice" or engine.residency.peak <= room * size
+        found.append((short(seen), engine.residency.peak))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["blocks", "nested", "reentrant", "non-reentrant", "twice"])
+def test_an_expert_that_one_rank_does_not_use_changes_no_all_gather(kind):
+    """Its block does not get all gradients on that rank."""
+    everything, some = [True] * 4, [True, False, False, False]
+    expected = run_on(2, with_unused_experts, kind, [everything] * 2)
+    for used in [everything, some], [[False] * 4, everything]:
+        assert run_on(2, with_unused_experts, kind, used, timeout=90.0) == expected
