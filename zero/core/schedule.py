@@ -30,6 +30,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 
 from zero.comm.fingerprint import NamedGroup
 
@@ -67,15 +68,21 @@ class Plan:
     def __init__(self, order: Sequence[int], sizes: Sequence[int]):
         self.order = tuple(order)
         self.distances = {
-            wraps: [self._distance(position, sizes, wraps) for position in range(len(order))]
-            for wraps in (False, True)
+            False: list(_distances(order, sizes)),
+            True: list(_distances((*order, *order), sizes))[: len(order)],
         }
 
-    def _distance(self, position: int, sizes: Sequence[int], wraps: bool) -> float:
-        ahead = self.order[position + 1 :] + self.order[: position + 1] * wraps
-        if (group := self.order[position]) not in ahead:
-            return NEVER
-        return sum(map(sizes.__getitem__, ahead[: ahead.index(group)]))
+
+def _distances(order: Sequence[int], sizes: Sequence[int]) -> Iterable[float]:
+    """For each position, the elements of the visits between it and the group's next one."""
+    before = [0, *accumulate(map(sizes.__getitem__, order))]
+    following: dict[int, int] = {}
+    found = []
+    for position in reversed(range(len(order))):
+        there = following.get(order[position])
+        found.append(NEVER if there is None else before[there] - before[position + 1])
+        following[order[position]] = position
+    return reversed(found)
 
 
 @dataclass(eq=False, repr=False)
