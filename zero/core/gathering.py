@@ -173,7 +173,7 @@ class Gathering:
         in_flight = 0
         for i in self._schedule.upcoming():
             group = self._groups[i]
-            if group.state is State.SHARDED:
+            if group.state is State.SHARDED and group not in self._freed:
                 if not self._schedule.may_prefetch(i, in_flight, self._live()):
                     return
                 # With several ranks `all_gather` waits for the update, because all ranks must
