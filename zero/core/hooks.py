@@ -539,6 +539,8 @@ class ModuleHooks:
         if group in self._in_backward:
             del self._in_backward[group]
             self._gathering.release(group)
+            if self._reductions.is_open and group.trainable:
+                self._reductions.leave(group)
 
     def _finish_nested(self, nested: dict[int, set[ParamGroup]], task: int) -> None:
         """A backward inside the backward is over, on all ranks. Its groups may be unsharded again

@@ -15,12 +15,12 @@ DistributedDataParallel rebuilds its buckets. Persistent and shared groups alway
 in different orders. On gloo, a rank that waits because `reduce_bucket_size` is used up does not
 join any all-gather, so it must not wait for a reduction that others start only after later
 all-gathers.
-On NCCL, and with leaf modules, rank 0 broadcasts after which group use each reduction starts.
+So where groups are gathered, rank 0 broadcasts after which group use each reduction starts.
 All-gathers start at uses, the same on all ranks. If a rank's gradients are not complete at the use
 after that, the reduction starts without those that are missing: an expert that was not used has
 none. Gradients of persistent and shared groups may come from anywhere in the model, so these groups
-are reduced at the end. Before the first broadcast, in the first backward, reductions start as they
-can, or at the end if the model has leaf modules."""
+are reduced at the end. Before the first broadcast, in the first backward, a group's reduction
+starts when autograd leaves its module's call, also at the same use on all ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ import torch
 from zero.comm.clock import label
 from zero.comm.communicator import Communicator, on_huge_pages
 from zero.comm.work import Pending
-from zero.core.layout import LEAF_FLAG
 from zero.core.micro_batches import MicroBatches
 from zero.core.optimizer_shard import OptimizerShard
 from zero.core.param_group import ParamGroup
@@ -383,8 +382,9 @@ class ReductionOrder:
     """Follows the gradients of one backward at a time and starts reductions in the agreed order.
 
     Order of calls in a backward: `begin`, `before_use` whenever a group is about to be used,
-    `collect` for each gradient, `complete` for each group that has all of them, `finish`. Each but
-    `collect` can be repeated if memory was not enough for it.
+    `collect` for each gradient, `complete` for each group that has all of them, `leave` for each
+    that no rank uses any more, `finish`. Each but `collect` can be repeated if memory was not
+    enough for it.
 
     Attributes:
         is_open: whether a backward has begun, and is not finished.
@@ -406,10 +406,9 @@ class ReductionOrder:
         # before that.
         self._complete: dict[ParamGroup, int] = {}
         self._places: dict[ParamGroup, int] | None = None
-        self._has_leaves = any(
-            getattr(module, LEAF_FLAG, False) for group in groups for module in group.modules
-        )
-        self._has_places = comm.matches_by_order or (comm.world_size > 1 and self._has_leaves)
+        self._left: set[ParamGroup] = set()
+        self._gathers = comm.world_size > 1 and len(last) < len(groups)
+        self._has_places = comm.matches_by_order or self._gathers
         self._started = self._uses = 0
         self._number = 1  # of the backward that runs
         self.is_open = False
@@ -436,7 +435,7 @@ class ReductionOrder:
         before that start now.
         """
         if self.is_open:
-            places = self._places if self._has_places else None
+            places = self._places
             while places is not None and self._started < len(self._order):
                 if places[self._order[self._started]] > self._uses:
                     break
@@ -457,15 +456,24 @@ class ReductionOrder:
         started.
         """
         self._complete[group] = self._uses
+        self._start_all()
+
+    def leave(self, group: ParamGroup) -> None:
+        """Autograd has left the call that uses the group, on all ranks."""
+        if self._places is None and self._gathers and group not in self._last:
+            self._left.add(group)
+            self._start_all()
+
+    def _start_all(self) -> None:
         while self._started < len(self._order) and self._may_start(self._order[self._started]):
             self._start_next()
 
     def _may_start(self, group: ParamGroup) -> bool:
         if group in self._absent:
             return True
-        if group not in self._complete or not self._has_places:
-            return group in self._complete
-        return not self._has_leaves if self._places is None else self._places[group] <= self._uses
+        if self._places is None:
+            return group in (self._left if self._gathers else self._complete)
+        return group in self._complete and self._places[group] <= self._uses
 
     def _start_next(self) -> None:
         if self._order[self._started] not in self._absent:
@@ -530,13 +538,16 @@ class ReductionOrder:
             pairs = [[numbers[group], place] for group, place in places.items()]
             told = torch.tensor(pairs, device="cpu")
             self._comm.broadcast(told, src=0)
-            self._places = {self._groups[i]: place for i, place in told.tolist()}
-            self._order = list(self._places)
+            agreed = {self._groups[i]: place for i, place in told.tolist()}
+            self._order = list(agreed)
+            if self._has_places:
+                self._places = agreed
         self.clear()
 
     def clear(self) -> None:
         """Forget the gradients of a backward that is over, or that ended in an exception."""
         self._complete.clear()
+        self._left.clear()
         self._started = 0
         self.is_open = False
         self._late = None
