@@ -363,6 +363,20 @@ def with_own_forward(model: Any) -> None:
     model.model.layers[0].mlp.forward = lambda hidden: hidden - hidden.mean()
 
 
+def as_liger_does(model: Any) -> None:
+    """A norm of another class, and an MLP with another forward, of a package that is known."""
+
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+    class LigerRMSNorm(type(model.model.norm)): ...
+
+    forward.__module__ = LigerRMSNorm.__module__ = "liger_kernel.transformers.stand_in"
+    for layer in model.model.layers:
+        layer.input_layernorm.__class__ = LigerRMSNorm
+        layer.mlp.forward = forward.__get__(layer.mlp)
+
+
 UNKNOWN = {
     with_own_attention: "is a LlamaAttention with 'attention' of the script",
     with_own_layer: "contains 'mlp.up_proj', which is a Clipped",
@@ -392,6 +406,7 @@ def unknown(rank: int, world_size: int) -> None:
     # The layer before it is as it was.
     assert not any("forward" in vars(module) for module in model.modules())
     model = build("llama")
+    as_liger_does(model)
     engine, _ = start(model, ds_config(**section))
     (batch,) = data("llama")[:1]
     kept: list[Any] = []

@@ -18,7 +18,15 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.batchnorm import _BatchNorm
 
-_PACKAGES = ("torch.", "transformers.", "peft.", "bitsandbytes.", "accelerate.", "zero.")
+_PACKAGES = (
+    "torch.",
+    "transformers.",
+    "peft.",
+    "bitsandbytes.",
+    "accelerate.",
+    "liger_kernel.",
+    "zero.",
+)
 _GENERATED = ("torch.fx.", "torch.jit.")  # classes whose code is a script's
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = (

@@ -58,7 +58,7 @@ def plan(arguments: list[str]) -> None:
         "models/llama-8b --device-memory 24G --host-memory 64G",
         json="the configuration",
     )
-    out = "the file to write; default: ds_config.json"
+    out = "the file to write; default: ds_config.json, if there is none yet"
     parser.add_argument("--out", type=output_file, help=out)
     options = _parse(parser, arguments, 1, 2048)
     if options.out is None and (written := output_file("ds_config.json")).exists():
