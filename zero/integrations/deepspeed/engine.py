@@ -6,6 +6,7 @@ know how an engine trains."""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import weakref
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +37,6 @@ from zero.integrations.deepspeed.lr_schedules import build_scheduler
 from zero.integrations.deepspeed.names import instead_of
 from zero.integrations.deepspeed.optimizer import DeepSpeedOptimizer, ParameterOffload
 from zero.integrations.deepspeed.optimizers import build_optimizer
-from zero.integrations.deepspeed.profiling import StepProfile
 from zero.integrations.deepspeed.sequence import share_sequences
 from zero.integrations.deepspeed.tensor import share_model, with_new_parameters
 from zero.integrations.hf import quantized_loading
@@ -52,20 +53,7 @@ _SETTINGS = {
     "zero_" + key.removeprefix("stage3_").removeprefix("zero_"): f"zero_optimization.{key}"
     for key in ZeroConfig.model_fields
 } | {f"flops_profiler_{key}": f"flops_profiler.{key}" for key in FlopsProfilerConfig.model_fields}
-_SETTINGS |= {
-    "autotp_size": "tensor_parallel.autotp_size",
-    "bfloat16_enabled": "bf16.enabled",
-    "fp16_enabled": "fp16.enabled",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "gradient_clipping",
-    "log_level": "log_level",
-    "steps_per_print": "steps_per_print",
-    "train_batch_size": "train_batch_size",
-    "train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
-    "wall_clock_breakdown": "wall_clock_breakdown",
-    "zero_optimization": "zero_optimization.stage",
-    "zero_optimization_stage": "zero_optimization.stage",
-}
+_SETTINGS |= json.loads(Path(__file__).with_name("settings.json").read_text("utf-8"))
 
 # DeepSpeed's attributes. The groups are for scripts: the engine has its own.
 _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
@@ -108,13 +96,11 @@ class DeepSpeedEngine(ZeroEngine):
             if self.settings.on_out_of_memory == "adapt":
                 self.adaptation = Adaptation(self)
             if (profiler := self.settings.flops_profiler).enabled:
+                from zero.integrations.deepspeed.profiling import profile_of_step  # imports triton
+
                 control = self.comm.control("opening the flops profiler")
                 self.after_step = control.together(
-                    lambda: (
-                        StepProfile(profiler, self.module).between_steps
-                        if control.rank == 0
-                        else None
-                    )
+                    lambda: None if control.rank else profile_of_step(profiler, self.module)
                 )
 
     def explain(self, error: Exception) -> None:

@@ -7,11 +7,13 @@ runs backward while a profile is open counts as well."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from zero.config.monitor import FlopsProfilerConfig
 from zero.errors import UsageError
@@ -28,12 +30,7 @@ def _shown(number: float, unit: str, as_string: bool) -> Any:
     return f"{number / size:.2f} {prefix}{unit}".rstrip()
 
 
-def _refuse(ignored: Any) -> None:
-    if ignored:
-        raise UsageError("flops profiler: modules cannot be left out; pass none to ignore")
-
-
-class FlopsProfiler:
+class FlopsProfiler(FlopCounterMode):
     """Counts the operations of `model` between `start_profile` and `stop_profile`.
 
     `ds_engine` and `recompute_fwd_factor` have no effect."""
@@ -41,22 +38,21 @@ class FlopsProfiler:
     def __init__(
         self, model: nn.Module, ds_engine: object = None, recompute_fwd_factor: float = 0.0
     ):
+        super().__init__(display=False, depth=999)
         self.model = model
         self.started = False
-        self.reset_profile()
+        self.seconds = 0.0
 
     def reset_profile(self) -> None:
         """Forget what was counted."""
-        from torch.utils.flop_counter import FlopCounterMode  # here: it imports triton
-
-        self._counter = FlopCounterMode(display=False, depth=999)
-        self._seconds = 0.0
+        self.flop_counts.clear()
+        self.seconds = 0.0
 
     def start_profile(self, ignore_list: list | None = None) -> None:
         """Count from now on."""
-        _refuse(ignore_list)
-        self.reset_profile()
-        self._counter.__enter__()
+        if ignore_list:
+            raise UsageError("flops profiler: modules cannot be left out; pass none to ignore")
+        self.__enter__()
         self._start = time.perf_counter()
         self.started = True
 
@@ -64,8 +60,8 @@ class FlopsProfiler:
         """Stop counting."""
         if self.started:
             self.started = False
-            self._seconds = time.perf_counter() - self._start
-            self._counter.__exit__(None, None, None)
+            self.seconds = time.perf_counter() - self._start
+            self.__exit__(None, None, None)
 
     def end_profile(self) -> None:
         """Stop counting, and forget what was counted."""
@@ -74,15 +70,15 @@ class FlopsProfiler:
 
     def get_total_flops(self, as_string: bool = False) -> Any:
         """Floating-point operations."""
-        return _shown(self._counter.get_total_flops(), "FLOPS", as_string)
+        return _shown(super().get_total_flops(), "FLOPS", as_string)
 
     def get_total_macs(self, as_string: bool = False) -> Any:
         """Multiplications with an addition: half as many."""
-        return _shown(self._counter.get_total_flops() // 2, "MACs", as_string)
+        return _shown(super().get_total_flops() // 2, "MACs", as_string)
 
     def get_total_duration(self, as_string: bool = False) -> Any:
         """Seconds from `start_profile` to `stop_profile`."""
-        return _shown(self._seconds, "s", as_string)
+        return _shown(self.seconds, "s", as_string)
 
     def get_total_params(self, as_string: bool = False) -> Any:
         """The model's parameters, whole ones if they are sharded."""
@@ -99,7 +95,7 @@ class FlopsProfiler:
         """Print the totals, and with `detailed` a table of the modules down to `module_depth`.
 
         `top_modules` has no effect."""
-        flops, seconds = self.get_total_flops(), self._seconds
+        flops, seconds = self.get_total_flops(), self.seconds
         text = (
             f"floating-point operations at step {profile_step}: {self.get_total_flops(True)} in "
             f"{seconds:.3g} s, {flops / seconds / 1e12:.4g} TFLOP/s; "
@@ -107,37 +103,35 @@ class FlopsProfiler:
             f"parameters: {self.get_total_params(True)}\n"
         )
         if detailed:
-            text += self._counter.get_table(module_depth if module_depth > 0 else 999) + "\n"
+            text += self.get_table(module_depth if module_depth > 0 else 999) + "\n"
         if output_file is None:
             print(text, end="", flush=True)
         else:
             Path(output_file).write_text(text, encoding="utf-8")
 
 
-class StepProfile:
-    """Counts the operations of the step that the section `flops_profiler` names.
+def profile_of_step(section: FlopsProfilerConfig, model: nn.Module) -> Callable[[int], None]:
+    """A function to be called after each step with its number. It counts and prints the operations
+    of the step that the section `flops_profiler` names.
 
     Raises UsageError if the folder of its file is missing.
     """
+    file, depth = section.output_file, section.module_depth
+    if file is not None and not Path(file).resolve().parent.is_dir():
+        raise UsageError(f"flops_profiler.output_file: {file}: there is no such folder")
+    profiler = FlopsProfiler(model)
+    # The engine and its `module` are two levels of their own.
+    depth = depth + 2 if depth > 0 else -1
 
-    def __init__(self, section: FlopsProfilerConfig, model: nn.Module):
-        file = section.output_file
-        if file is not None and not Path(file).resolve().parent.is_dir():
-            raise UsageError(f"flops_profiler.output_file: {file}: there is no such folder")
-        self._section = section
-        self._profiler = FlopsProfiler(model)
-        self.between_steps(0)
-
-    def between_steps(self, number: int) -> None:
-        """Step `number` is over, or none is if it is 0."""
-        profiler, depth = self._profiler, self._section.module_depth
+    def between_steps(number: int) -> None:
         if profiler.started:
             profiler.stop_profile()
-            # The engine and its `module` are two levels of their own.
-            depth = depth + 2 if depth > 0 else -1
-            profiler.print_model_profile(number, depth, output_file=self._section.output_file)
-        if number + 1 == self._section.profile_step:
+            profiler.print_model_profile(number, depth, output_file=file)
+        if number + 1 == section.profile_step:
             profiler.start_profile()
+
+    between_steps(0)
+    return between_steps
 
 
 def get_model_profile(
