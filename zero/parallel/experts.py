@@ -95,6 +95,13 @@ def divide(
     tokens = comm.within(size)
     holders = comm.every(size)
     with _without_adapters(model) as adapters:
+
+        def step(name: str, style: str) -> Callable[[], None]:
+            if style == _OF_PARAMETERS:
+                return partial(_take_part, planned, name, mesh, tokens, holders)
+            module = planned.get_submodule(name)
+            return partial(_send_tokens, module, name, size, tokens, adapters.get(module, []))
+
         plan = plan_of_experts(planned, size)
         for name, style in plan.items():
             if style not in (_OF_PARAMETERS, _OF_MODULES):
@@ -104,11 +111,7 @@ def divide(
                     f"tensor parallelism: set tensor_parallel.autotp_size to {size}"
                 )
             _refuse_changed(planned, name, style, size)
-        steps = [
-            (name, _step(planned, name, style, mesh, tokens, holders, adapters))
-            for name, style in plan.items()
-        ]
-        found = take_steps(planned, steps)
+        found = take_steps(planned, [(name, step(name, style)) for name, style in plan.items()])
     names = {param: name for name, param in model.named_parameters()}
     param: Any
     for param in found.values():
@@ -179,22 +182,6 @@ def _refuse_changed(planned: Any, name: str, style: str, size: int) -> None:
             + ": of adapters, only LoRA of weights by target_parameters is supported; adapt other "
             "layers, or delete the key"
         )
-
-
-def _step(
-    planned: Any,
-    name: str,
-    style: str,
-    mesh: DeviceMesh,
-    tokens: Communicator,
-    holders: Communicator,
-    adapters: dict[nn.Module, list[Any]],
-) -> Callable[[], None]:
-    if style == _OF_MODULES:
-        module = planned.get_submodule(name)
-        wrappers = adapters.get(module, [])
-        return partial(_send_tokens, module, name, mesh.size(), tokens, wrappers)
-    return partial(_take_part, planned, name, mesh, tokens, holders)
 
 
 def _take_part(
