@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import cast
 
 import torch
@@ -169,16 +170,17 @@ class Init:
         if not self.enabled:
             return self
         if Init._active is None:
+            with ExitStack() as installed:
+                # Constructors may draw random numbers for weights that are replaced too.
+                random = torch.random.fork_rng(devices=[], enabled=_initializes_nothing())
+                installed.enter_context(random)
+                installed.enter_context(_InPlaceOnSharded())
+                handle = register_module_parameter_registration_hook(self._parameter_registered)
+                installed.callback(handle.remove)
+                handle = register_module_module_registration_hook(self._module_registered)
+                installed.callback(handle.remove)
+                self._installed = installed.pop_all()
             Init._active = self
-            # Constructors may draw random numbers for weights that are replaced too.
-            self._random = torch.random.fork_rng(devices=[], enabled=_initializes_nothing())
-            self._random.__enter__()
-            self._mode = _InPlaceOnSharded()
-            self._mode.__enter__()
-            self._handles = [
-                register_module_parameter_registration_hook(self._parameter_registered),
-                register_module_module_registration_hook(self._module_registered),
-            ]
         self._seen_before = len(Init._active._seen)
         return self
 
@@ -188,10 +190,7 @@ class Init:
         outermost = Init._active
         if outermost is self:
             Init._active = None
-            self._mode.__exit__(None, None, None)
-            self._random.__exit__(None, None, None)
-            for handle in self._handles:
-                handle.remove()
+            self._installed.close()
         if exc_type is None:
             # Parameters of modules that have no parent: the model itself.
             assert outermost is not None
