@@ -193,19 +193,12 @@ def _eager_function(module: nn.Module) -> Callable:
 
 
 def _attend(
-    core: Callable,
-    implementation: str,
-    ranks: SequenceGroup,
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: Any = None,
-    **kwargs: Any,
+    core: Callable, name: str, ranks: SequenceGroup, module: Any, *tensors: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
     """`core` on whole sequences and some of the heads. (batch, heads, piece, ...) to (batch, piece,
     heads, ...).
     """
+    query, key, value, *mask = tensors
     kind = type(module).__name__
     is_causal = getattr(module, "is_causal", True) and kwargs.get("is_causal") is not False
     if query.shape[2] != key.shape[2] or not is_causal:
@@ -213,7 +206,7 @@ def _attend(
     per_head = (kwargs.get("s_aux"), kwargs.get("position_bias"), getattr(module, "sinks", None))
     if any(values is not None for values in per_head):
         raise _error(f"{kind} has values of each head (sinks, position bias): not supported")
-    if kwargs.get("position_ids") is not None and implementation not in _READS_THE_MASK:
+    if kwargs.get("position_ids") is not None and name not in _READS_THE_MASK:
         kwargs["position_ids"] = ranks.gather(kwargs["position_ids"].expand(query.shape[0], -1))
     # Ranks that share a head of keys and values all need it.
     repeats = ranks.size // math.gcd(key.shape[1], ranks.size)
@@ -226,7 +219,7 @@ def _attend(
     try:
         if repeats > 1:
             module.num_key_value_groups = groups // repeats
-        output, _ = core(module, query, key, value, mask, **kwargs)
+        output, _ = core(module, query, key, value, *mask, **kwargs)
     finally:
         if repeats > 1:
             module.num_key_value_groups = groups
