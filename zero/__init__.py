@@ -5,6 +5,7 @@ the script with `zero run`, or see `zero.hf.enable`.
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from zero.lazy import loader
@@ -50,3 +51,8 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
+
+
+# Where `zero verify` or `zero trace` names what records this process.
+if _recorder := os.environ.get("ZERO_RECORDER"):
+    importlib.import_module(_recorder).set_up()

@@ -2,8 +2,7 @@
 name `deepspeed`.
 
 `zero run` puts the folder there for all processes that its command starts; `zero hook` prints its
-name. A process that never looks for DeepSpeed imports nothing of zero. Where `zero verify` or
-`zero trace` names a recorder, it is set up as soon as a process imports zero. Where `zero launch
+name. A process that never looks for DeepSpeed imports nothing of zero. Where `zero launch
 --bind_cores_to_rank` starts ranks, each is bound to its cores before torch starts threads. If this
 file hides another `sitecustomize`, that one is run as well."""
 
@@ -23,7 +22,7 @@ class LazyFinder:
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname == "zero":  # a checkout need not be in `sys.path`
-            return with_recorder(PathFinder.find_spec(fullname, [PARENT]))
+            return PathFinder.find_spec(fullname, [PARENT])
         if fullname == "deepspeed" and (facade := self._facade()):
             return facade.find_spec(fullname)
         return None
@@ -37,24 +36,6 @@ class LazyFinder:
         from zero.integrations.hf import hook
 
         return None if finder.is_installed() else hook.set_up()
-
-
-def with_recorder(spec):
-    """Have the module of `ZERO_RECORDER` set up after zero is imported. A search alone, such as
-    that of `python -m zero`, imports nothing.
-    """
-    recorder = os.environ.get("ZERO_RECORDER")
-    if recorder and spec is not None:
-        execute = spec.loader.exec_module
-
-        def execute_and_record(module):
-            from importlib import import_module
-
-            execute(module)
-            import_module(recorder).set_up()
-
-        spec.loader.exec_module = execute_and_record
-    return spec
 
 
 def bind_cores() -> None:
