@@ -8,7 +8,7 @@ import json
 import os
 import typing
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -39,9 +39,7 @@ _AUTO_WITHOUT_DEFAULT = ("zero_optimization.stage", "scheduler.params.total_num_
 Source = str | os.PathLike | dict
 
 
-def load_config(
-    source: Source, *, allow_auto: bool = False, command_line: Sequence[str] = ()
-) -> Config:
+def load_config(source: Source, *, allow_auto: bool = False) -> Config:
     """Read and check a DeepSpeed configuration.
 
     Args:
@@ -50,8 +48,6 @@ def load_config(
         allow_auto: whether to accept "auto" for keys that transformers or accelerate fill in later.
             They have their defaults until then (batch sizes: None). Otherwise "auto" is an error
             for keys that have no default in DeepSpeed.
-        command_line: the command line that started the script, as a list of words. If it contains
-            `--output_dir`, the list of all keys is written to that folder at the start of a run.
 
     Raises:
         ValueError: if something is wrong. The message has a line for each wrong key, with the file,
@@ -59,7 +55,7 @@ def load_config(
     """
     place, raw = read(source)
     data = _copied(raw)
-    origin = Origin(place, raw, command_line=command_line)
+    origin = Origin(place, raw)
     problems = _nest_dotted(data, overriding=isinstance(source, dict))
     problems |= _rename_old(data, origin.renamed)
     origin.written = _copied(data)

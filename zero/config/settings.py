@@ -5,7 +5,6 @@ are numbers of parameter elements, not bytes. The first lines of a section's doc
 in ``docs/configuration.md``."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -99,7 +98,6 @@ class Origin:
         place: its name in messages.
         raw: the user's own dict, unchanged.
         written: the same, with every key in its section and under its new name.
-        command_line: the command line that started the script, as a list of words.
         given: dotted keys that the user has given a value.
         auto: dotted keys that were still "auto".
         ignored: dotted keys that resemble no known one.
@@ -109,7 +107,6 @@ class Origin:
     place: str = ""
     raw: dict[str, Any] = field(default_factory=dict)
     written: dict[str, Any] = field(default_factory=dict)
-    command_line: Sequence[str] = ()
     given: set[str] = field(default_factory=set)
     auto: set[str] = field(default_factory=set)
     ignored: list[str] = field(default_factory=list)

@@ -95,13 +95,12 @@ def _rows(
         yield section, Row(key, text, _show(value), source, effect, at_default=value == default)
 
 
-def _output_dir(config: Config) -> str | None:
+def _output_dir() -> str | None:
     """The value of `--output_dir` on the script's command line."""
-    words = list(config.origin.command_line)
-    for position, word in enumerate(words):
+    for position, word in enumerate(sys.argv):
         name, equals, value = word.partition("=")
         if name == "--output_dir":
-            return value if equals else next(iter(words[position + 1 :]), None)
+            return value if equals else next(iter(sys.argv[position + 1 :]), None)
     return None
 
 
@@ -145,7 +144,7 @@ def announce(config: Config, facts: str = "") -> None:
     `facts`: lines for the end of the table.
     """
     # A recorded run (`zero verify`, `trace`, `memory`) leaves the folder of the user's run alone.
-    folder = None if "ZERO_RECORDER" in os.environ else _output_dir(config)
+    folder = None if "ZERO_RECORDER" in os.environ else _output_dir()
     text = report(config) + facts
     if text in _reported:
         return

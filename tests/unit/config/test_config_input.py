@@ -116,11 +116,13 @@ def test_a_number_of_ranks_that_is_not_there():
 # ---- the table
 
 
-def test_the_screen_shows_what_is_not_at_its_default_and_names_the_file(tmp_path, capsys):
+def test_the_screen_shows_what_is_not_at_its_default_and_names_the_file(
+    tmp_path, capsys, monkeypatch
+):
     """Of what the Trainer and accelerate pass on."""
     given = {"steps_per_print": float("inf"), "bf16": {"enabled": True}, "gradient_clipping": 1.0}
-    words = ["train.py", f"--output_dir={tmp_path / 'out'}"]
-    config = load_config(given | zero3(), command_line=words)
+    monkeypatch.setattr(sys, "argv", ["train.py", f"--output_dir={tmp_path / 'out'}"])
+    config = load_config(given | zero3())
     announce(config)
     announce(config)
     first, header, *lines, last = capsys.readouterr().err.splitlines()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -328,7 +327,7 @@ def initialize(
     if (source := next((each for each in sources if each is not None), None)) is None:
         raise UsageError("initialize: config is missing: pass the ds_config as a path or a dict")
     refuse_dropped(optimizer)
-    settings = load_config(source, command_line=sys.argv)
+    settings = load_config(source)
     if settings.log_level is not None:
         logger.setLevel(settings.log_level)
     world.init_distributed()
