@@ -23,6 +23,12 @@ class UsageError(ValueError, AssertionError):
     An AssertionError as well, because scripts for DeepSpeed catch its refusals as such."""
 
 
+def require_divisor(key: str, size: int, what: str, number: int) -> None:
+    """Raise UsageError unless `size`, which `key` sets, divides `number`."""
+    if size < 1 or number % size:
+        raise UsageError(f"{key}: {size} does not divide {what}, {number}")
+
+
 class DamagedCheckpointError(ValueError):
     """A file of a checkpoint is missing or is not what was written."""
 

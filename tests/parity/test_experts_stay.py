@@ -441,7 +441,7 @@ def refused(rank: int, world_size: int, folder: str) -> None:
     says("expert_parallel.autoep_size: 3 does not divide the number of ranks, 2", whole, 3)
     says("LlamaForCausalLM has no ep_plan", small("llama"))
     name = "'model.layers.0.mlp.experts"
-    says(f"2 ranks do not divide the 5 experts of {name}.gate_up_proj'", odd)
+    says(f"2 does not divide the experts of {name}.gate_up_proj', 5", odd)
     says(f"{name}' is a ParamWrapper with", biases)
     says("the model's experts are divided over 2 ranks", divided, 1)
     says("sequence_parallel_size", build("mixtral"), sequence_parallel_size=2)

@@ -444,7 +444,7 @@ def mistakes(rank: int, world_size: int) -> None:
     enough = {"gradient_accumulation_steps": 2, "train_batch_size": 8}
     for text, wrong in (
         (
-            r"3 layers \(model.layers\) do not divide into 2 stages",
+            r"2 does not divide the number of layers in model.layers, 3",
             lambda: split(build("llama"), mesh),
         ),
         ("T5ForConditionalGeneration has no plan for a pipeline", lambda: split(build("t5"), mesh)),

@@ -259,7 +259,7 @@ def refused(rank: int, world_size: int) -> None:
     shards = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     exchanged = init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "shard"))
     adafactor = partial(torch.optim.Adafactor, lr=1e-2)
-    says("2 ranks do not divide the model's num_attention_heads, 3", odd)
+    says("2 does not divide the model's num_attention_heads, 3", odd)
     says("T5ForConditionalGeneration has no tp_plan", t5())
     three = {"autotp_size": 3}
     says("3 does not divide the number of ranks, 2", "llama", tensor_parallel=three)

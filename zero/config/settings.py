@@ -25,7 +25,7 @@ from zero.config.optim import OptimizerConfig, SchedulerConfig
 from zero.config.parallel import ExpertParallelConfig, TensorParallelConfig
 from zero.config.precision import BF16Config, DataTypesConfig, FP16Config
 from zero.config.sharding import ZeroConfig
-from zero.errors import UsageError
+from zero.errors import UsageError, require_divisor
 
 if TYPE_CHECKING:
     import torch
@@ -300,11 +300,8 @@ class Config(Section):
         follows from the other numbers. Raises UsageError if the numbers contradict each other, or
         if neither train_batch_size nor train_micro_batch_size_per_gpu is known."""
         place, sharing = self._origin.place, self.sequence_parallel_size
-        if world_size % sharing:
-            raise UsageError(
-                f"{place}: sequence_parallel_size: {sharing} does not divide the number of ranks, "
-                f"{world_size}"
-            )
+        key = f"{place}: sequence_parallel_size"
+        require_divisor(key, sharing, "the number of ranks", world_size)
         world_size //= sharing
         if self.data_parallel_size not in (None, world_size):
             ranks = f"groups of {sharing} ranks" if sharing > 1 else "ranks"

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, fie
 from zero.config.idle import with_idle_keys
 from zero.config.keys import WHOLE, Count, Names, Positive, Section, key
 from zero.config.offload import OffloadOptimizerConfig, OffloadParamConfig
-from zero.errors import UsageError
+from zero.errors import UsageError, require_divisor
 
 
 class LeafModuleConfig(Section):
@@ -176,11 +176,8 @@ class ZeroConfig(Section):
         hpZ."""
         mics, secondary = self.mics_shard_size, self.zero_hpz_partition_size
         for name, size in ("mics_shard_size", mics), ("zero_hpz_partition_size", secondary):
-            if size > 1 and world_size % size:
-                raise UsageError(
-                    f"zero_optimization.{name} is {size}, which does not divide the number of "
-                    f"processes, {world_size}"
-                )
+            key = f"zero_optimization.{name}"
+            require_divisor(key, max(1, size), "the number of processes", world_size)
         if mics > 0 and secondary > 1 and self.stage == 3:
             raise UsageError(
                 f"zero_optimization: mics_shard_size (or a mesh) {mics} and "

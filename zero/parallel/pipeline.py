@@ -30,7 +30,7 @@ from zero.core.layout import PIPELINE_PLACE
 from zero.core.param_group import ParamGroup, owning_group
 from zero.core.sharded_param import is_copy
 from zero.engine import ZeroEngine
-from zero.errors import UsageError
+from zero.errors import UsageError, require_divisor
 from zero.fragments import GRADIENT, ParameterState
 
 IGNORED = -100  # a label that does not count
@@ -139,11 +139,8 @@ def _stages_of_modules(model: Any, count: int) -> dict[str, int]:
     for name in plan:
         module = model.get_submodule(prefix + name)
         if isinstance(module, nn.ModuleList):
-            if len(module) % count:
-                raise UsageError(
-                    f"pipeline: {len(module)} layers ({prefix}{name}) do not divide into {count} "
-                    "stages"
-                )
+            layers = f"the number of layers in {prefix}{name}"
+            require_divisor("pipeline", count, layers, len(module))
             for i in range(len(module)):
                 stages[f"{prefix}{name}.{i}"] = i // (len(module) // count)
             last = True

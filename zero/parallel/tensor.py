@@ -21,7 +21,7 @@ from zero.comm.communicator import Communicator
 from zero.core.param_group import owning_group
 from zero.core.quantized_weights import is_quantized, reachable
 from zero.core.sharded_param import set_owner, show
-from zero.errors import UsageError
+from zero.errors import UsageError, require_divisor
 
 # transformers' name for the way of sharding, by the name of the module or parameter.
 Plan = Mapping[str, str]
@@ -160,8 +160,7 @@ def make_mesh(
     """Return the mesh of this rank and its `size` - 1 neighbours. `key` sets the size. All ranks
     must call it.
     """
-    if size < 1 or world_size % size:
-        raise UsageError(f"{key}: {size} does not divide the number of ranks, {world_size}")
+    require_divisor(key, size, "the number of ranks", world_size)
     mesh = torch.arange(world_size, device="cpu").view(-1, size)
     return DeviceMesh(device.type, mesh, mesh_dim_names=("dp", "tp"))["tp"]
 
@@ -345,10 +344,9 @@ def plan_of_experts(planned: Any, size: int) -> dict[str, str]:
         kind = type(planned).__name__
         raise UsageError(f"expert_parallel: {kind} has no ep_plan; delete the section")
     for name, style in plan.items():
-        if style == "grouped_gemm" and (experts := len(planned.get_parameter(name))) % size:
-            raise UsageError(
-                f"expert_parallel: {size} ranks do not divide the {experts} experts of {name!r}"
-            )
+        if style == "grouped_gemm":
+            number = len(planned.get_parameter(name))
+            require_divisor("expert_parallel", size, f"the experts of {name!r}", number)
     return plan
 
 
@@ -357,11 +355,8 @@ def check_heads(model: Any, size: int) -> None:
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     for key in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, key, None)
-        if isinstance(heads, int) and heads % size:
-            raise UsageError(
-                f"tensor parallelism: {size} ranks do not divide the model's {key}, {heads}"
-            )
+        if isinstance(heads := getattr(config, key, None), int):
+            require_divisor("tensor parallelism", size, f"the model's {key}", heads)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from zero.comm import world
 from zero.comm.communicator import Communicator, communicator
 from zero.comm.mesh import groups, mesh_of_accelerate, sizes_of
 from zero.config import Config, load_config
-from zero.errors import UsageError
+from zero.errors import UsageError, require_divisor
 from zero.integrations.deepspeed.distributed import set_parallel_sizes
 from zero.parallel import experts
 from zero.parallel import tensor as tensor_parallel
@@ -128,10 +128,7 @@ def _sizes(
     if mesh is None:
         found = None if size > 1 else tensor_parallel.mesh_in(model)
         tp = autotp if autotp > 1 or found is None else found.size()
-        if ranks % tp:
-            raise UsageError(
-                f"tensor parallelism: {tp} does not divide the number of ranks, {ranks}"
-            )
+        require_divisor("tensor parallelism", tp, "the number of ranks", ranks)
         return {"shard": ranks // tp, "tp": tp}
     sizes = sizes_of(mesh, ranks)
     if autotp not in (1, sizes.get("tp", 1)):

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from zero.errors import UsageError
+from zero.errors import UsageError, require_divisor
 from zero.parallel.sequence.group import SequenceGroup
 
 # Other kinds of layers pass something from token to token, which the pieces of a sequence would not
@@ -126,11 +126,8 @@ def attach(model: nn.Module, ranks: SequenceGroup, in_eval: bool = True) -> None
     if not hasattr(config, "get_text_config"):
         raise _error(f"{name} is not a model of transformers: no config")
     text = config.get_text_config()
-    if (heads := getattr(text, "num_attention_heads", 0)) % ranks.size:
-        raise UsageError(
-            f"sequence_parallel_size: {ranks.size} does not divide the model's {heads} attention "
-            "heads"
-        )
+    heads = getattr(text, "num_attention_heads", 0)
+    require_divisor("sequence_parallel_size", ranks.size, "the model's attention heads", heads)
     others = {*(getattr(text, "layer_types", None) or ())} - _KINDS_OF_LAYERS
     if getattr(config, "is_encoder_decoder", False) or others:
         kind = f"layers of type {sorted(others)}" if others else "an encoder and a decoder"

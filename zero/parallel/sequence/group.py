@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zero.comm import world
-from zero.errors import UsageError
+from zero.errors import UsageError, require_divisor
 
 IGNORED = -100  # a label that does not count
 
@@ -26,10 +26,7 @@ class SequenceGroup:
 
     def __init__(self, size: int):
         ranks = world.get_world_size()
-        if size < 1 or ranks % size:
-            raise UsageError(
-                f"sequence_parallel_size: {size} does not divide the number of ranks, {ranks}"
-            )
+        require_divisor("sequence_parallel_size", size, "the number of ranks", ranks)
         self.device = world.compute_device()
         backend = world.default_backend(self.device)
         # Under the plain name, the backward of torch's differentiable all-gather confuses group
