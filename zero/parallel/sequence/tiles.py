@@ -21,18 +21,14 @@ from zero.parallel.sequence.group import IGNORED
 
 
 def tiled(
-    function: Callable[..., torch.Tensor],
-    *tensors: torch.Tensor,
-    tiles: int,
-    dim: int = 1,
-    join: int | None = None,
+    function: Callable[..., torch.Tensor], *tensors: torch.Tensor, tiles: int, dim: int = 1
 ) -> torch.Tensor:
     """`function(*tensors)`, computed for `tiles` parts of the tensors along `dim`; the results are
     joined there.
 
     Ranks that share parameters must use the same number of tiles. Parts differ by one in length,
-    and may be empty. join: the dimension along which results are joined, if it is another one."""
-    return torch.cat(_run_tiles(function, tensors, tiles, dim), dim=dim if join is None else join)
+    and may be empty."""
+    return torch.cat(_run_tiles(function, tensors, tiles, dim), dim=dim)
 
 
 def _run_tiles(
