@@ -44,7 +44,7 @@ from tests.parity.test_offload import BOTH, NVME
 from tests.parity.test_whole_tensor import MAKE
 from tests.processes import run_on
 from tests.tolerance import rounding
-from zero.checkpoint.background import wait_for_background_saves
+from zero.checkpoint.training import wait_for_background_saves
 from zero.comm import communicator as comm
 from zero.comm import world
 from zero.core.optimizer_shard import OptimizerShard

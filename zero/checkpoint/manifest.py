@@ -144,7 +144,7 @@ class OptimizerState(_Part):
 
 class Adapter(_Part):
     """A PEFT adapter. `tensors`: the model's names of the tensors, by their names in PEFT's file;
-    see `zero.checkpoint.adapters`.
+    see `zero.checkpoint.models`.
     """
 
     config: dict[str, Any]

@@ -18,7 +18,8 @@ import logging
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
@@ -27,8 +28,7 @@ import torch
 from torch import nn
 
 from zero.checkpoint.files import CheckpointReader, Slice, name_in
-from zero.checkpoint.manifest import Manifest
-from zero.checkpoint.progress import Progress, describe_progress
+from zero.checkpoint.manifest import FORMAT, FORMAT_VERSION, Manifest
 from zero.checkpoint.values import decode, describe, dtype_name, encode, rebuild
 from zero.comm.communicator import Communicator
 from zero.core.param_group import ParamGroup, owning_group
@@ -49,6 +49,47 @@ logger = logging.getLogger("zero")
 # Entries of a param group that are not stored: the tensors, and settings of the computation, which
 # each run chooses for itself.
 NOT_STORED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+
+
+@dataclass
+class Progress:
+    """How far a run is, and what goes on with it beside the model and the optimizer.
+
+    Attributes:
+        client_state: values of the user's script.
+    """
+
+    global_steps: int = 0
+    micro_steps: int = 0
+    skipped_steps: int = 0
+    global_samples: int = 0
+    gradient_accumulation_steps: int = 0
+    loss_scaler: dict[str, Any] | None = None
+    lr_scheduler: dict[str, Any] | None = None
+    client_state: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Progress:
+        return Progress(**{name: decode(getattr(manifest, name)) for name in _PROGRESS})
+
+
+_PROGRESS = [each.name for each in fields(Progress)]
+
+
+def describe_progress(progress: Progress, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a manifest that says how far a run is and which tensors are whole."""
+    return {name: encode(getattr(progress, name), name) for name in _PROGRESS} | {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "torch": torch.__version__,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "plain": {
+            name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
+            for name, value in plain.items()
+        },
+        "files": {},
+        "tensors": {},
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

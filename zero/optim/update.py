@@ -14,7 +14,7 @@ from zero.errors import UsageError
 from zero.optim import adam8bit, adam_cpu
 from zero.optim.rounding import StochasticRounding
 from zero.optim.subgroups import SubGroupInMemory, is_state_tensor
-from zero.optim.twin import twin_of
+from zero.optim.whole_tensor import twin_of
 
 
 @dataclass(eq=False, repr=False)
