@@ -60,8 +60,7 @@ class TensorSpec:
 class Slice(NamedTuple):
     """Elements from `start` on of the flattened tensor `key`, which has `numel`: `values`, 1-D.
 
-    A slice to be written may be a `CodedSlice`, or anything else with a size whose `values()` are
-    produced one block at a time.
+    The values of a slice to be written may be `Stored`: they are produced one block at a time.
     """
 
     key: str
@@ -298,8 +297,8 @@ _DTYPES = {name: getattr(torch, dtype) for dtype, name in STORABLE.items()}
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in files. `read(start, end)` returns these elements of the flattened tensor, 1-D, on
-    the host and in `dtype`. It may be called from several threads.
+    """A tensor in files or in codes. `read(start, end)` returns these elements of the flattened
+    tensor, 1-D and in `dtype`; those of a file on the host. It may be called from several threads.
 
     Attributes and methods have the names of a tensor's, so that `zero.checkpoint.files.write` takes
     it as the values of a slice.

@@ -27,7 +27,7 @@ import numpy
 import torch
 from torch import nn
 
-from zero.checkpoint.files import CheckpointReader, Slice, name_in
+from zero.checkpoint.files import CheckpointReader, Slice, Stored, name_in
 from zero.checkpoint.manifest import FORMAT, FORMAT_VERSION, Manifest
 from zero.checkpoint.values import decode, describe, dtype_name, encode, rebuild
 from zero.comm.communicator import Communicator
@@ -38,7 +38,7 @@ from zero.core.sharded_param import Cut, PlaceholderView, cut_of, is_copy
 from zero.device import is_accelerator, random_state, set_random_state
 from zero.errors import UsageError
 from zero.offload.tiers import HostTrimmer, Tier
-from zero.optim.adam8bit import KEYS, CodedSlice, encoded
+from zero.optim.adam8bit import KEYS, decode_range, encoded, is_coded
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.redistribute import WholeTensor
 from zero.optim.sharded_optimizer import ZeroOptimizer, precise_values
@@ -314,10 +314,12 @@ def optimizer_slices(optimizer: ZeroOptimizer) -> tuple[list[Slice], dict[str, d
             if not is_whole:
                 if value is None:
                     continue
-                value = CodedSlice.of(key, value, shape.numel())
+                if key in KEYS and is_coded(value, shape.numel()):
+                    read = partial(decode_range, key, value, shape.numel())
+                    value = Stored(shape, torch.float32, read)
             kind, first = kinds.setdefault(key, {}), parts[0][0] if parts else "no parameter"
             place = f"optimizer state {key!r} of {first}"
-            is_tensor = isinstance(value, torch.Tensor | CodedSlice)
+            is_tensor = isinstance(value, torch.Tensor | Stored)
             is_sliced = is_tensor and value.shape == shape
             if _is_number(value) and (is_whole or not is_sliced):
                 numbers = kind.setdefault("numbers", {})

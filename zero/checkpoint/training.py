@@ -34,13 +34,8 @@ import torch
 
 from zero.checkpoint import folder as folders
 from zero.checkpoint import state
-from zero.checkpoint.files import CheckpointReader, Slice, name_in, open_checkpoint, write
-from zero.checkpoint.manifest import (
-    DATA_FILE,
-    MANIFEST,
-    Manifest,
-    damaged,
-)
+from zero.checkpoint.files import CheckpointReader, Slice, Stored, name_in, open_checkpoint, write
+from zero.checkpoint.manifest import DATA_FILE, MANIFEST, Manifest, damaged
 from zero.checkpoint.models import describe_adapters
 from zero.checkpoint.state import EngineState, Progress
 from zero.checkpoint.values import dtype_of
@@ -50,7 +45,6 @@ from zero.core.layout import round_up
 from zero.device import beside, is_accelerator, ready_for_thread
 from zero.errors import UsageError
 from zero.offload.tiers import Tier
-from zero.optim.adam8bit import CodedSlice
 from zero.optim.sharded_optimizer import ZeroOptimizer
 from zero.threads import EngineThread
 
@@ -467,7 +461,7 @@ class BackgroundSaves:
         self._device = comm.device
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._copies: list[Slice] = []
-        self._later: list[tuple[torch.Tensor, torch.Tensor | CodedSlice]] = []
+        self._later: list[tuple[torch.Tensor, torch.Tensor | Stored]] = []
         self._thread: EngineThread | None = None
         self._copied = threading.Event() if optimizer is None else optimizer.read_by_saves
         self._failure: Exception | None = None
@@ -491,7 +485,7 @@ class BackgroundSaves:
             position += round_up(memory.nbytes, 64)
             target = memory.view(each.values.dtype)
             self._copies.append(each._replace(values=target))
-            if isinstance(each.values, CodedSlice) or each.key.startswith("optimizer/"):
+            if isinstance(each.values, Stored) or each.key.startswith("optimizer/"):
                 self._later.append((target, each.values))
             else:
                 target.copy_(each.values, non_blocking=True)
@@ -532,7 +526,7 @@ class BackgroundSaves:
         # On a separate stream, so that the copies overlap with the kernels of training.
         with beside(self._device, ready) as stream:
             for target, part in self._later:
-                values = part.values() if isinstance(part, CodedSlice) else part
+                values = part.values() if isinstance(part, Stored) else part
                 target.copy_(values, non_blocking=True)
             if stream is not None:
                 stream.synchronize()
