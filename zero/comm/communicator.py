@@ -12,7 +12,7 @@ Communicator        on CPUs, all-gathers and reductions are made of gloo's point
 NativeCommunicator  an accelerator's collectives are torch's own: one call for each operation, on
                     streams beside the computation.
 
-Broadcasts, scatters, all-reduces and the exchange of whole tensors are torch's in both.
+Broadcasts, all-reduces and the exchange of whole tensors are torch's in both.
 
 Sums have one order: within each shard group by rank, then by group. So replicas have the same bits.
 Of a parameter group, `zero/comm/` reads `serial`, `name` and `trainable` only; `serial` is unique,
@@ -322,25 +322,6 @@ class Communicator:
         used = begin("all_to_all", sent, group, ranks.size)
         self._count("all_to_all", sent.numel(), sent, group, ranks)
         return self._start_all_to_all(received, sent, group, across).observed_by(used)
-
-    def scatter(self, shard: Tensor, full: Tensor | None, src: int) -> None:
-        """Give every rank of the world its slice of `full` of its rank `src`; others may pass None.
-
-        Blocking.
-        """
-        n, size = shard.numel(), self.shard_group.size
-        self._count("scatter", n * size, shard)
-        slices: list[Tensor] | None = None
-        if self.rank == src:
-            assert full is not None
-            # replicas get the same
-            slices = [full.narrow(0, rank % size * n, n) for rank in range(self.world_size)]
-            shard.copy_(slices[src])
-        if self.world_size > 1:
-            own, group = torch.empty_like(shard), self._group
-            what = "the distribution of initial values"
-            self._blocking(what, lambda: dist.scatter(own, slices, group=group, group_src=src))
-            shard.copy_(own)
 
     # -- gloo's messages. Each has a tag with the number of its parameter group. So ranks that use
     # different groups wait for each other, and the watchdog finds them.
