@@ -209,9 +209,6 @@ class ParamGroup(NamedGroup):
         values = values.to(self.dtype)
         is_own = self.persistent and on_device
         self.shard = self._own_slice(values) if is_own else self.tier.keep(self._own_slice(values))
-        if not self.persistent:
-            del values
-            values = torch.empty(self.layout.padded, dtype=self.dtype, device=self.comm.device)
         self.full = values
         self._make_views()
         if self.persistent:
