@@ -30,8 +30,7 @@ from translation.command_line import CONFIG_HELP, Application
 from translation.options import APPLICATION, DataTrainingArguments, ModelArguments
 from translation.records import InputError, check_name, open_records, read_pairs, required
 from zero.checkpoint import find_resumable
-from zero.checkpoint.folder import of_trainer
-from zero.checkpoint.resumable import TRAINER_STATE
+from zero.checkpoint.folder import TRAINER_STATE, of_trainer
 from zero.config import table
 
 # How many records of a file are checked before anything is loaded.

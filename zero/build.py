@@ -25,7 +25,7 @@ from zero.config import Config, OffloadOptimizerConfig, ZeroConfig
 from zero.core.gathering import Gathering
 from zero.core.layout import GroupPlan, packs_experts, plan_groups
 from zero.core.micro_batches import MicroBatches
-from zero.core.optimizer_shard import OptimizerShard
+from zero.core.optimizer_shard import OptimizerShard, place_shards
 from zero.core.param_group import ParamGroup, owning_group
 from zero.core.quantized_weights import (
     LEAST_BYTES,
@@ -45,7 +45,6 @@ from zero.offload.tiers import Tier
 from zero.optim.adam_cpu import has_adams_moments
 from zero.optim.elementwise import is_elementwise
 from zero.optim.loss_scaler import LossScaler
-from zero.optim.placement import place_shards
 from zero.optim.rounding import StochasticRounding
 from zero.optim.sharded_optimizer import ZeroOptimizer, param_group_of
 from zero.releases import newer_than_tested

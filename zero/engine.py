@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from zero import build
-from zero.checkpoint import resumable, training
-from zero.checkpoint.background import BackgroundSaves, wait_for_background_saves
+from zero.checkpoint import folder as folders
+from zero.checkpoint import training
 from zero.checkpoint.export import Weights, save_16bit_model, show_copies_in_state_dicts
-from zero.checkpoint.progress import Progress
-from zero.checkpoint.state import EngineState
+from zero.checkpoint.state import EngineState, Progress
+from zero.checkpoint.training import BackgroundSaves, wait_for_background_saves
 from zero.comm.communicator import Communicator, communicator
 from zero.config import Config
 from zero.config.table import announce
@@ -31,6 +31,7 @@ from zero.core.gathering import Gathering
 from zero.core.hooks import ModuleHooks
 from zero.core.layout import called_blocks
 from zero.core.micro_batches import MicroBatches
+from zero.core.optimizer_shard import WEIGHTS, states_named
 from zero.core.param_group import State
 from zero.core.reduction import ReductionOrder
 from zero.core.schedule import Residency
@@ -40,7 +41,6 @@ from zero.errors import UsageError
 from zero.offload.activations import HostActivations
 from zero.offload.tiers import Tier, scratch_file, trim
 from zero.optim.loss_scaler import LossScaler
-from zero.optim.placement import WEIGHTS, states_named
 from zero.optim.sharded_optimizer import NonFiniteGradientError, ZeroOptimizer, param_group_of
 from zero.parallel.experts import agree_on_slices
 from zero.slicing.batches import BatchSlices
@@ -336,8 +336,8 @@ class ZeroEngine(nn.Module):
         if not boundary:
             self.micro_steps += 1
             return
-        if resumable.to_sync is not None:
-            resumable.sync()
+        if folders.to_sync is not None:
+            folders.sync()
         if self._saves is not None:
             self._saves.check()
         samples = self._samples_of_step()
@@ -419,7 +419,7 @@ class ZeroEngine(nn.Module):
         generation. Call `reload_states` before the next forward.
 
         Args:
-            include: what to move, by the names in `zero.optim.placement.STATES`. Default:
+            include: what to move, by the names in `zero.core.optimizer_shard.STATES`. Default:
                 everything.
             device: "cpu", or "none", which moves nothing.
             pin_memory: whether to use page-locked memory.

@@ -29,7 +29,7 @@ from zero.core.param_group import owning_group
 from zero.core.reduction import GroupGradients
 from zero.core.sharded_param import cut_of, local
 from zero.errors import UsageError
-from zero.optim.adam8bit import CodedSlice, replace
+from zero.optim.adam8bit import KEYS, decoded, encoded, is_coded
 from zero.optim.redistribute import WholeTensor
 from zero.optim.sharded_optimizer import optimizer_of
 
@@ -119,7 +119,7 @@ class ParameterState:
             return reduced
         out = torch.empty(group.layout.shard_numel, dtype=torch.float32, device=waiting.device)
         exchange = group.comm.reduce if group.layout.replicated else group.comm.reduce_scatter
-        exchange(out, waiting.clone(), accumulate=False, max_numel=waiting.numel()).wait()
+        exchange(out, waiting.clone(), accumulate=False).wait()
         if self._gradients.is_fresh and reduced is not None:
             # Micro-batches of `coalesce_grad_reduction` are reduced already.
             out.add_(reduced.to(out.device))
@@ -139,15 +139,12 @@ class ParameterState:
             first, last = max(start, sub_group.start), min(end, sub_group.end)
             state, numel = self.optimizer.state.get(sub_group.master, {}), sub_group.master.numel()
             if sub_group.group is self.group and first < last and self.kind in state:
-                part = CodedSlice.of(self.kind, state[self.kind], numel)[
-                    first - sub_group.start : last - sub_group.start
-                ]
-                if not isinstance(part, CodedSlice):
-                    yield first - start, part
-                    continue
-                yield first - start, (values := part.values())
-                if writes:
-                    replace(state, part, values)
+                is_code = self.kind in KEYS and is_coded(state[self.kind], numel)
+                values = decoded(state, numel) if is_code else state
+                where = slice(first - sub_group.start, last - sub_group.start)
+                yield first - start, values[self.kind][where]
+                if is_code and writes:
+                    encoded(values, into=state)  # the rest of the blocks is rounded
 
     @torch.no_grad()
     def read_local(self) -> torch.Tensor | None:

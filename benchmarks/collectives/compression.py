@@ -120,7 +120,7 @@ def act(way: Any, operation: str, full: torch.Tensor, shard: torch.Tensor) -> No
     if operation == "all_gather":
         way.all_gather(full, shard, group).wait()
     else:
-        way.reduce_scatter(shard, full, False, full.numel(), group).wait()
+        way.reduce_scatter(shard, full, False, group).wait()
 
 
 def sent_by(*task: Any) -> int:

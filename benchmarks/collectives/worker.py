@@ -172,12 +172,12 @@ def ways(comm: Communicator) -> dict[str, dict[str, Way]]:
     """Return the ways by operation and name. "engine" is the method of `comm`."""
 
     def scatter_by_engine(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
-        comm.reduce_scatter(shard, full, False, full.numel()).wait()
+        comm.reduce_scatter(shard, full, False).wait()
 
     def reduce_by_engine(width: int, full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
         bucket = torch.cat(tensors_in(full, width))
         total = torch.empty_like(bucket)
-        comm.reduce(total, bucket, False, bucket.numel()).wait()
+        comm.reduce(total, bucket, False).wait()
         torch._foreach_copy_(tensors_in(full, width), tensors_in(total, width))
         full.mul_(
             comm.mean_factor * comm.world_size

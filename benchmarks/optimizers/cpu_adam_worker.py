@@ -21,9 +21,8 @@ import torch
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 # Every step gets this number. So bias corrections are those of a run that has just begun.
 STEP = 10
-NUMBERS = {
-    "step": STEP, "lr": LR, "beta1": BETAS[0], "beta2": BETAS[1], "eps": EPS,
-    "weight_decay": DECAY, "decoupled": True, "factor": 1.0,
+GROUP = {
+    "lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "decoupled_weight_decay": True,
 }  # fmt: skip
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # A step of small tensors is repeated until so many parameters are updated.
@@ -61,7 +60,7 @@ def ours() -> Step:
 
     def step(state: State) -> None:
         tensors = state.master, state.grad, state.exp_avg, state.exp_avg_sq, state.out
-        adam_cpu.adam(*tensors, **NUMBERS)
+        adam_cpu.adam(*tensors, GROUP, STEP, 1.0)
 
     return step
 
@@ -73,7 +72,7 @@ def ours_8_bit() -> Step:
     def step(state: State) -> None:
         state.coded = state.coded or adam8bit.encode(state.exp_avg, state.exp_avg_sq)
         tensors = state.master, state.grad, *state.coded, state.out
-        adam_cpu.adam(*tensors, **NUMBERS)
+        adam_cpu.adam(*tensors, GROUP, STEP, 1.0)
 
     return step
 

@@ -69,7 +69,7 @@ def homes(
     """The home of each group. Of weights for files, the first `max_in_cpu` elements of a rank stay
     in host memory.
 
-    With a `ratio`, the first groups that fit stay on the device, as `zero.optim.placement` decides.
+    With a `ratio`, the first groups that fit stay on the device, as `place_shards` decides.
     """
     zero, item, master = (
         config.zero_optimization,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.accelerator.exits import CASES
 from tests.accelerator.test_offload import ON_GPU
 from tests.processes import run
-from zero.checkpoint.resumable import find_intact
+from zero.checkpoint.folder import find_intact
 
 SCRIPT = Path(__file__).with_name("exits.py")
 # torch's own report of an interrupt may keep Python from ending by the signal.

@@ -3,7 +3,7 @@
 Modules that need torch, which takes seconds to import, are loaded when they are first used.
 """
 
-from zero.checkpoint.resumable import find_resumable as find_resumable
+from zero.checkpoint.folder import find_resumable as find_resumable
 from zero.lazy import loader
 
 __getattr__ = loader(__name__, {})

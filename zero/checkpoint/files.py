@@ -19,10 +19,11 @@ checksums."""
 
 from __future__ import annotations
 
+import json
 import os
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -30,12 +31,14 @@ from typing import Any, NamedTuple
 
 import torch
 import xxhash
+from safetensors import SafetensorError, safe_open
 
 from zero.checkpoint import disk
 from zero.checkpoint.blocks import check_files, header, in_threads, read_blocks
-from zero.checkpoint.manifest import BLOCK, Manifest, read_manifest
+from zero.checkpoint.manifest import BLOCK, STORABLE, Manifest, read_manifest
 from zero.checkpoint.values import dtype_name, dtype_of
 from zero.core.sharded_param import Cut
+from zero.errors import UsageError
 
 # Bytes after which the file is synced, so that the last sync has little to do.
 _FLUSH = 256 << 20
@@ -57,8 +60,7 @@ class TensorSpec:
 class Slice(NamedTuple):
     """Elements from `start` on of the flattened tensor `key`, which has `numel`: `values`, 1-D.
 
-    A slice to be written may be a `CodedSlice`, or anything else with a size whose `values()` are
-    produced one block at a time.
+    The values of a slice to be written may be `Stored`: they are produced one block at a time.
     """
 
     key: str
@@ -286,3 +288,109 @@ def join(parts: Sequence[torch.Tensor], shape: torch.Size, dim: int, blocks: int
     before, after = shape[:dim], shape[dim + 1 :]
     pieces = [part.view(*before, blocks, -1, *after) for part in parts]
     return torch.cat(pieces, dim=dim + 1).view(shape)
+
+
+# -- tensors whose values are read part by part, when they are needed
+
+_DTYPES = {name: getattr(torch, dtype) for dtype, name in STORABLE.items()}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in files or in codes. `read(start, end)` returns these elements of the flattened
+    tensor, 1-D and in `dtype`; those of a file on the host. It may be called from several threads.
+
+    Attributes and methods have the names of a tensor's, so that `zero.checkpoint.files.write` takes
+    it as the values of a slice.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[int, int], torch.Tensor]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Stored:
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        return cls(tuple(tensor.shape), tensor.dtype, lambda start, end: flat[start:end])
+
+    @classmethod
+    def at(cls, path: Path, position: int, shape: Sequence[int], dtype: torch.dtype) -> Stored:
+        """Return the tensor that begins at this position of a file."""
+
+        def read(start: int, end: int) -> torch.Tensor:
+            values = torch.empty(end - start, dtype=dtype, device="cpu")
+            with open(disk.open_regular(path.resolve()), "rb", buffering=0) as file:
+                place = position + start * dtype.itemsize
+                if not disk.read_into(file.fileno(), bytes_of(values), place):
+                    raise UsageError(f"{path} became shorter while it was read")
+            return values
+
+        return cls(tuple(shape), dtype, read)
+
+    @classmethod
+    def joined(cls, pieces: Sequence[Stored], shape: Sequence[int]) -> Stored:
+        """Return the tensor whose elements are those of the pieces, which must be of one dtype."""
+        starts = list(accumulate((each.numel() for each in pieces), initial=0))
+        dtype = pieces[0].dtype
+
+        def read(start: int, end: int) -> torch.Tensor:
+            found = []
+            for index in range(max(bisect_right(starts, start) - 1, 0), len(pieces)):
+                first, most = starts[index], pieces[index].numel()
+                if first >= end:
+                    break
+                found.append(pieces[index].read(max(start - first, 0), min(end - first, most)))
+            return torch.cat(found) if found else torch.empty(0, dtype=dtype, device="cpu")
+
+        return cls(tuple(shape), dtype, read)
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel() * self.itemsize
+
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    def __getitem__(self, part: slice) -> Stored:
+        """Return a range of the flattened tensor."""
+        start, end, _ = part.indices(self.numel())
+        shape = torch.Size((end - start,))
+        return Stored(shape, self.dtype, lambda first, last: self.read(start + first, start + last))
+
+    def values(self) -> torch.Tensor:
+        """Return the flattened tensor."""
+        return self.read(0, self.numel())
+
+    def tensor(self) -> torch.Tensor:
+        return self.values().view(self.shape)
+
+
+def tensors_of(path: Path) -> dict[str, Stored]:
+    """Return the tensors of a safetensors file. Raises UsageError, which names the file, if it is
+    damaged.
+
+    safetensors' own reader is not used for the values, because the pages that it maps count as this
+    process's memory.
+    """
+    try:
+        with safe_open(path, framework="pt"):  # checks the header against the file
+            pass
+    except SafetensorError as error:
+        raise UsageError(f"{path} is damaged ({error}): copy it again") from None
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        if entry["dtype"] not in _DTYPES:
+            raise UsageError(f"{path}: {name} has the dtype {entry['dtype']}, which torch lacks")
+    return {
+        name: Stored.at(
+            path, 8 + length + entry["data_offsets"][0], entry["shape"], _DTYPES[entry["dtype"]]
+        )
+        for name, entry in header.items()
+    }

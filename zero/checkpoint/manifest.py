@@ -12,14 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import xxhash
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from zero.checkpoint import disk
 from zero.errors import DamagedCheckpointError
@@ -144,7 +137,7 @@ class OptimizerState(_Part):
 
 class Adapter(_Part):
     """A PEFT adapter. `tensors`: the model's names of the tensors, by their names in PEFT's file;
-    see `zero.checkpoint.adapters`.
+    see `zero.checkpoint.models`.
     """
 
     config: dict[str, Any]

@@ -6,11 +6,13 @@ of the model in memory, or one parameter that was split over ranks."""
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +24,6 @@ from tqdm.auto import tqdm
 
 from zero.checkpoint import disk
 from zero.checkpoint import folder as folders
-from zero.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 from zero.checkpoint.blocks import header
 from zero.checkpoint.files import (
     CheckpointReader,
@@ -33,11 +34,14 @@ from zero.checkpoint.files import (
     open_checkpoint,
 )
 from zero.checkpoint.values import dtype_name, dtype_of
+from zero.core.sharded_param import ShardedParameter
 from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
 
 MODEL_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 MAX_FILE_BYTES = 5 * 10**9
 # The number of elements of a tensor that are read and written at a time.
 PART = 1 << 22
@@ -332,3 +336,58 @@ def _write_adapters(
         config = reader.manifest.adapters[adapter].config
         written.append(_write_json(folder / ADAPTER_CONFIG, config))
     return written
+
+
+# -- PEFT's adapters: the names under which PEFT saves their tensors, and their configuration, so
+# that `consolidate` can write what `save_pretrained` would have written
+
+
+def describe_adapters(model: Any) -> dict[str, dict[str, Any]]:
+    """Return each adapter's configuration, and the model's name of each tensor that PEFT saves.
+
+    The name is None where PEFT computes the tensor from several parameters. Nothing is gathered.
+    The result is empty if the model is not a PEFT model."""
+    if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
+        return {}
+    from peft import get_peft_model_state_dict  # installed, because the model is a PEFT model
+
+    # PEFT selects by name, so a single number, expanded to the shape, can stand for each tensor.
+    stand_ins = {
+        name: torch.zeros((), device="cpu").expand(value.shape)
+        for name, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, torch.Tensor)
+    }
+    names = {id(value): name for name, value in stand_ins.items()}
+    found = {}
+    for adapter, config in model.peft_config.items():
+        saved = get_peft_model_state_dict(model, dict(stand_ins), adapter_name=adapter)
+        found[adapter] = {
+            "config": _stored_config(model, config),
+            "tensors": {
+                key: names.get(id(value)) or _name_of_equal(model, value)
+                for key, value in saved.items()
+            },
+        }
+    return found
+
+
+def _name_of_equal(model: nn.Module, computed: torch.Tensor) -> str | None:
+    """Return the unsharded parameter with these values. For prompts, PEFT returns a copy."""
+    for name, param in model.named_parameters():
+        is_candidate = param.requires_grad and not isinstance(param, ShardedParameter)
+        if is_candidate and param.shape == computed.shape:
+            if torch.equal(param.detach().to(computed), computed):
+                return name
+    return None
+
+
+def _stored_config(model: Any, config: Any) -> dict[str, Any]:
+    """Return what PEFT writes to `adapter_config.json`."""
+    config = copy.deepcopy(config)
+    config.inference_mode = True
+    kind, mapping = type(model.get_base_model()), None
+    if config.task_type is None:
+        mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder, auto_mapping_dict=mapping)
+        return json.loads((Path(folder) / ADAPTER_CONFIG).read_text())

@@ -18,7 +18,8 @@ import logging
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
@@ -26,9 +27,8 @@ import numpy
 import torch
 from torch import nn
 
-from zero.checkpoint.files import CheckpointReader, Slice, name_in
-from zero.checkpoint.manifest import Manifest
-from zero.checkpoint.progress import Progress, describe_progress
+from zero.checkpoint.files import CheckpointReader, Slice, Stored, name_in
+from zero.checkpoint.manifest import FORMAT, FORMAT_VERSION, Manifest
 from zero.checkpoint.values import decode, describe, dtype_name, encode, rebuild
 from zero.comm.communicator import Communicator
 from zero.core.param_group import ParamGroup, owning_group
@@ -38,7 +38,7 @@ from zero.core.sharded_param import Cut, PlaceholderView, cut_of, is_copy
 from zero.device import is_accelerator, random_state, set_random_state
 from zero.errors import UsageError
 from zero.offload.tiers import HostTrimmer, Tier
-from zero.optim.adam8bit import KEYS, CodedSlice, encoded
+from zero.optim.adam8bit import KEYS, decode_range, encoded, is_coded
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.redistribute import WholeTensor
 from zero.optim.sharded_optimizer import ZeroOptimizer, precise_values
@@ -49,6 +49,47 @@ logger = logging.getLogger("zero")
 # Entries of a param group that are not stored: the tensors, and settings of the computation, which
 # each run chooses for itself.
 NOT_STORED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+
+
+@dataclass
+class Progress:
+    """How far a run is, and what goes on with it beside the model and the optimizer.
+
+    Attributes:
+        client_state: values of the user's script.
+    """
+
+    global_steps: int = 0
+    micro_steps: int = 0
+    skipped_steps: int = 0
+    global_samples: int = 0
+    gradient_accumulation_steps: int = 0
+    loss_scaler: dict[str, Any] | None = None
+    lr_scheduler: dict[str, Any] | None = None
+    client_state: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Progress:
+        return Progress(**{name: decode(getattr(manifest, name)) for name in _PROGRESS})
+
+
+_PROGRESS = [each.name for each in fields(Progress)]
+
+
+def describe_progress(progress: Progress, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a manifest that says how far a run is and which tensors are whole."""
+    return {name: encode(getattr(progress, name), name) for name in _PROGRESS} | {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "torch": torch.__version__,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "plain": {
+            name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
+            for name, value in plain.items()
+        },
+        "files": {},
+        "tensors": {},
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,10 +314,12 @@ def optimizer_slices(optimizer: ZeroOptimizer) -> tuple[list[Slice], dict[str, d
             if not is_whole:
                 if value is None:
                     continue
-                value = CodedSlice.of(key, value, shape.numel())
+                if key in KEYS and is_coded(value, shape.numel()):
+                    read = partial(decode_range, key, value, shape.numel())
+                    value = Stored(shape, torch.float32, read)
             kind, first = kinds.setdefault(key, {}), parts[0][0] if parts else "no parameter"
             place = f"optimizer state {key!r} of {first}"
-            is_tensor = isinstance(value, torch.Tensor | CodedSlice)
+            is_tensor = isinstance(value, torch.Tensor | Stored)
             is_sliced = is_tensor and value.shape == shape
             if _is_number(value) and (is_whole or not is_sliced):
                 numbers = kind.setdefault("numbers", {})

@@ -15,35 +15,38 @@ Each line is one exchange between the ranks. If one rank fails, every rank raise
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import math
+import multiprocessing
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zero.checkpoint import folder as folders
-from zero.checkpoint import resumable, state
-from zero.checkpoint.adapters import describe_adapters
-from zero.checkpoint.background import BackgroundSaves, wait_for_background_saves
-from zero.checkpoint.files import CheckpointReader, Slice, name_in, open_checkpoint, write
-from zero.checkpoint.manifest import (
-    DATA_FILE,
-    MANIFEST,
-    Manifest,
-    damaged,
-)
-from zero.checkpoint.progress import Progress
-from zero.checkpoint.state import EngineState
+from zero.checkpoint import state
+from zero.checkpoint.files import CheckpointReader, Slice, Stored, name_in, open_checkpoint, write
+from zero.checkpoint.manifest import DATA_FILE, MANIFEST, Manifest, damaged
+from zero.checkpoint.models import describe_adapters
+from zero.checkpoint.state import EngineState, Progress
 from zero.checkpoint.values import dtype_of
+from zero.comm.communicator import Communicator
 from zero.comm.control import Control
+from zero.core.layout import round_up
+from zero.device import beside, is_accelerator, ready_for_thread
 from zero.errors import UsageError
+from zero.offload.tiers import Tier
 from zero.optim.sharded_optimizer import ZeroOptimizer
+from zero.threads import EngineThread
 
 logger = logging.getLogger("zero")
 
@@ -177,7 +180,7 @@ class _Save:
             logger.warning(text, tag)
         folder = folders.begin(self._save_dir, tag, nbytes)
         with _abandoning(folder, self._rank):
-            resumable.sync_later(self._save_dir)
+            folders.sync_later(self._save_dir)
         return folder, writers
 
     def all_slices(self, writers: dict[str, int]) -> list[Slice]:
@@ -254,7 +257,7 @@ def load_checkpoint(
         lambda: list(here) if engine.comm.model is not None else [],
         lambda of_ranks: {
             "deepspeed": (deepspeed := folders.locate_deepspeed(source, tag)),
-            "folder": deepspeed or resumable.locate_tag(source, tag),
+            "folder": deepspeed or folders.locate_tag(source, tag),
             "has_random_states": any(source.glob("rng_state*.pth")),
             "elsewhere": sorted(set().union(*of_ranks)),
         },
@@ -267,17 +270,17 @@ def load_checkpoint(
     optimizer = engine.optimizer if load_optimizer and not module_only else None
 
     def check() -> tuple[CheckpointReader, set[str]]:
-        with resumable.offering_another(folder):
+        with folders.offering_another(folder):
             if found["deepspeed"]:
                 reader = open_deepspeed(folder)
             else:
                 reader = open_checkpoint(folder, state.cuts_of(engine), all_files=ranks.rank == 0)
-            if ranks.rank == 0 and source != folder and (source / resumable.TRAINER_STATE).exists():
-                resumable.check_resumable(source, ranks.world_size, sums=False)
+            if ranks.rank == 0 and source != folder and (source / folders.TRAINER_STATE).exists():
+                folders.check_resumable(source, ranks.world_size, sums=False)
         names = _names_to_load(engine, reader.manifest, strict, found["elsewhere"])
         if optimizer is not None:
             _check_optimizer(engine, optimizer, reader.manifest)
-            if found["deepspeed"] and (source / resumable.SCHEDULER).is_file():
+            if found["deepspeed"] and (source / folders.SCHEDULER).is_file():
                 _check_groups(source, optimizer, reader.manifest)
         return reader, names
 
@@ -339,7 +342,7 @@ def _check_groups(source: Path, optimizer: ZeroOptimizer, manifest: Manifest) ->
     here, there = len(optimizer.param_groups), len(manifest.optimizer.groups)
     if here != there:
         raise UsageError(
-            f"{source}: its {resumable.SCHEDULER} is for {there} param group(s), and the optimizer "
+            f"{source}: its {folders.SCHEDULER} is for {there} param group(s), and the optimizer "
             f"has {here}, because DeepSpeed removes those without parameters. Resume from what "
             "`zero adopt` makes of the folder"
         )
@@ -406,7 +409,7 @@ def _read(
                 slices.append(Slice.whole(f"plain/{name}", memory))
                 if not value.is_contiguous():
                     strided.append((value.detach(), memory))
-        with resumable.offering_another(reader.folder):
+        with folders.offering_another(reader.folder):
             reader.read(slices)
             for value, memory in strided:
                 value.copy_(memory)
@@ -427,3 +430,146 @@ def _read(
             shards[group].master_was_replaced()
         else:
             group.refresh()
+
+
+# -- saves while training continues (`"checkpoint": {"async_save": true}`)
+#
+# save_checkpoint   waits for the previous save -> copies this rank's slices to host memory ->
+#                   starts a thread
+# thread            writes, verifies and renames like a save in the foreground, over its own
+#                   connections
+# step              checks whether a running save has ended on all ranks; if it failed, all ranks
+#                   raise its error
+# exit              waits for the thread; the exit code is 1 if the save failed and no call has
+#                   raised its error
+
+# Of the running saves, in the order in which they have begun, which is the same on all ranks.
+_running: list[BackgroundSaves] = []
+
+
+class BackgroundSaves:
+    """The saves of one engine, at most one at a time, and the host memory for their copies.
+
+    Attributes:
+        channel: over which ranks agree in the thread.
+    """
+
+    def __init__(self, comm: Communicator, optimizer: ZeroOptimizer | None):
+        self._comm = comm
+        self.channel = comm.new_channel("asynchronous saves")
+        self._ended = comm.control("waiting for a checkpoint", is_long=True)
+        self._device = comm.device
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._copies: list[Slice] = []
+        self._later: list[tuple[torch.Tensor, torch.Tensor | Stored]] = []
+        self._thread: EngineThread | None = None
+        self._copied = threading.Event() if optimizer is None else optimizer.read_by_saves
+        self._failure: Exception | None = None
+
+    def copy(self, slices: Sequence[Slice]) -> None:
+        """Copy `slices` to host memory, which is kept for the next save.
+
+        The thread copies the optimizer's state later. Until then, `ZeroOptimizer.wait` blocks
+        anything that would change it."""
+        nbytes = sum(round_up(each.values.nbytes, 64) for each in slices)
+        if self._memory.numel() < nbytes:
+            # Free the old memory before allocating the new one.
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+            host = Tier(torch.device("cpu"), pinned=is_accelerator(self._device))
+            self._memory = host.empty(nbytes, torch.uint8)
+        position = 0
+        self._copies.clear()
+        self._later.clear()
+        for each in slices:
+            memory = self._memory[position : position + each.values.nbytes]
+            position += round_up(memory.nbytes, 64)
+            target = memory.view(each.values.dtype)
+            self._copies.append(each._replace(values=target))
+            if isinstance(each.values, Stored) or each.key.startswith("optimizer/"):
+                self._later.append((target, each.values))
+            else:
+                target.copy_(each.values, non_blocking=True)
+
+    def start(self, act: Callable[[Callable[[], list[Slice]]], None]) -> None:
+        """Call `act` in a thread, with a function that completes the copies and returns them.
+
+        If that fails, `act` must tell the other ranks, which wait for this one."""
+        self._copied.clear()
+        thread = EngineThread(
+            self._run,
+            act,
+            ready_for_thread(self._device),
+            name="zero checkpoint",
+            # A process of `multiprocessing` calls no exit handlers.
+            daemon=multiprocessing.parent_process() is None,
+        )
+        try:
+            thread.start()
+        except BaseException:
+            self._copied.set()  # nothing else would, and the next update waits for it
+            raise
+        self._thread = thread
+        atexit.register(self._at_exit)
+        _running.append(self)
+
+    def _run(
+        self, act: Callable[[Callable[[], list[Slice]]], None], ready: torch.Event | None
+    ) -> None:
+        try:
+            act(partial(self._complete, ready))
+        except Exception as error:  # `check` raises it in the main thread
+            self._failure = error
+        finally:
+            self._copied.set()
+
+    def _complete(self, ready: torch.Event | None) -> list[Slice]:
+        # On a separate stream, so that the copies overlap with the kernels of training.
+        with beside(self._device, ready) as stream:
+            for target, part in self._later:
+                values = part.values() if isinstance(part, Stored) else part
+                target.copy_(values, non_blocking=True)
+            if stream is not None:
+                stream.synchronize()
+        self._later.clear()
+        self._copied.set()
+        return self._copies
+
+    def wait(self) -> None:
+        """Wait for the running save, if there is one, and raise its error, which is the same on all
+        ranks.
+
+        Every rank must wait at the same time, so that each notices if another one has died.
+        """
+        while self._thread is not None:
+            self._thread.join(0.01)
+            self.check()
+
+    def check(self) -> None:
+        """Raise the error of a save that has failed; every rank must ask at the same time."""
+        if self._thread is None:
+            return
+        if self._ended.any(self._thread.is_alive()):
+            return
+        _running.remove(self)
+        atexit.unregister(self._at_exit)
+        failure, self._thread, self._failure = self._failure, None, None
+        if failure is not None:
+            raise failure
+
+    def _at_exit(self) -> None:
+        if self._thread is not None:
+            self._thread.finish()
+        if self._failure is not None:
+            logger.error("%s", self._failure)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def wait_for_background_saves() -> None:
+    """Wait until all asynchronous saves of this process are complete.
+
+    If one of them has failed, raises its error, the same on all ranks.
+    """
+    for saves in list(_running):
+        saves.wait()

@@ -12,7 +12,7 @@ Communicator        on CPUs, all-gathers and reductions are made of gloo's point
 NativeCommunicator  an accelerator's collectives are torch's own: one call for each operation, on
                     streams beside the computation.
 
-Broadcasts, scatters, all-reduces and the exchange of whole tensors are torch's in both.
+Broadcasts, all-reduces and the exchange of whole tensors are torch's in both.
 
 Sums have one order: within each shard group by rank, then by group. So replicas have the same bits.
 Of a parameter group, `zero/comm/` reads `serial`, `name` and `trainable` only; `serial` is unique,
@@ -281,38 +281,26 @@ class Communicator:
         return self._start_all_gather(full, shard, group).observed_by(used)
 
     def reduce_scatter(
-        self,
-        out: Tensor,
-        full: Tensor,
-        accumulate: bool,
-        max_numel: int,
-        group: NamedGroup | None = None,
+        self, out: Tensor, full: Tensor, accumulate: bool, group: NamedGroup | None = None
     ) -> Pending:
         """Reduce `full` (ranks * n elements) over all ranks into `out` (n elements, this rank's
         slice).
 
         Over the shard group first, then the slice over the replicate group. gloo's messages are
         added in fp32; accelerators' backends add in the dtype of `full`. The result times
-        `mean_factor` is the mean; it is added to `out` if `accumulate`. At most `max_numel`
-        elements (at least one a rank) go into one exchange of messages; natively, all of `full`
-        goes into one collective."""
+        `mean_factor` is the mean; it is added to `out` if `accumulate`."""
         used = begin("reduce_scatter", full, group, self.shard_group.size)
-        work = self._start_reduce_scatter(out, full, accumulate, max_numel, group)
+        work = self._start_reduce_scatter(out, full, accumulate, group)
         return work.observed_by(used)
 
     def reduce(
-        self,
-        out: Tensor,
-        full: Tensor,
-        accumulate: bool,
-        max_numel: int,
-        group: NamedGroup | None = None,
+        self, out: Tensor, full: Tensor, accumulate: bool, group: NamedGroup | None = None
     ) -> Pending:
         """As `reduce_scatter`, but every rank gets the whole result: `out` has as many
         elements as `full`.
         """
         own = torch.empty(out.numel() // self.shard_group.size, dtype=out.dtype, device=out.device)
-        scattered = self.reduce_scatter(own, full, False, max_numel, group)
+        scattered = self.reduce_scatter(own, full, False, group)
 
         def finish() -> None:
             total = torch.empty_like(out) if accumulate else out
@@ -334,25 +322,6 @@ class Communicator:
         used = begin("all_to_all", sent, group, ranks.size)
         self._count("all_to_all", sent.numel(), sent, group, ranks)
         return self._start_all_to_all(received, sent, group, across).observed_by(used)
-
-    def scatter(self, shard: Tensor, full: Tensor | None, src: int) -> None:
-        """Give every rank of the world its slice of `full` of its rank `src`; others may pass None.
-
-        Blocking.
-        """
-        n, size = shard.numel(), self.shard_group.size
-        self._count("scatter", n * size, shard)
-        slices: list[Tensor] | None = None
-        if self.rank == src:
-            assert full is not None
-            # replicas get the same
-            slices = [full.narrow(0, rank % size * n, n) for rank in range(self.world_size)]
-            shard.copy_(slices[src])
-        if self.world_size > 1:
-            own, group = torch.empty_like(shard), self._group
-            what = "the distribution of initial values"
-            self._blocking(what, lambda: dist.scatter(own, slices, group=group, group_src=src))
-            shard.copy_(own)
 
     # -- gloo's messages. Each has a tag with the number of its parameter group. So ranks that use
     # different groups wait for each other, and the watchdog finds them.
@@ -402,11 +371,9 @@ class Communicator:
         return Pending(works, None, (full, own), self.watchdog, group)
 
     def _start_reduce_scatter(
-        self, out: Tensor, full: Tensor, accumulate: bool, max_numel: int, group: NamedGroup | None
+        self, out: Tensor, full: Tensor, accumulate: bool, group: NamedGroup | None
     ) -> Pending:
-        n = out.numel()
-        step = max(1, max_numel // self.shard_group.size)
-        step = min(step, SUMMED_MESSAGE // full.element_size())
+        n, step = out.numel(), SUMMED_MESSAGE // full.element_size()
         parts = [
             self._reduce_columns(out[first : first + step], full, first, accumulate, group)
             for first in range(0, n, step)
@@ -578,7 +545,7 @@ class NativeCommunicator(Communicator):
         return Pending([work], None, (full, own, shard), self.watchdog, group)
 
     def _start_reduce_scatter(
-        self, out: Tensor, full: Tensor, accumulate: bool, max_numel: int, group: NamedGroup | None
+        self, out: Tensor, full: Tensor, accumulate: bool, group: NamedGroup | None
     ) -> Pending:
         works: list[Work] = []
         if self.shard_group.size == 1:

@@ -18,7 +18,7 @@ from zero.comm.watchdog import ADVICE
 KEPT = 20_000
 # Python's hash of a text is another one in each process, that of a number is not.
 _KINDS: Sequence[str] = (
-    "all_gather reduce_scatter broadcast scatter all_reduce all_to_all reduce_replicas".split()
+    "all_gather reduce_scatter broadcast all_reduce all_to_all reduce_replicas".split()
 )
 # Quantized gradients go by all-to-all. Whole tensors do so too, but in the step, where no reduction
 # is under way.

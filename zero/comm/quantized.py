@@ -220,38 +220,15 @@ class CompressedCommunicator:
         out: torch.Tensor,
         full: torch.Tensor,
         accumulate: bool,
-        max_numel: int,
         group: NamedGroup | None = None,
     ) -> Pending:
-        """As `Communicator.reduce_scatter`, with sums in fp32 on every backend, at most `max_numel`
-        elements each.
+        """As `Communicator.reduce_scatter`, with sums in fp32 on every backend. See the note on
+        machines.
         """
         bits = self.gradient_bits
         if bits is None:
-            return self.comm.reduce_scatter(out, full, accumulate, max_numel, group)
-        slices = full.view(self.shard_group.size, -1)
-        step = max(BLOCK, max_numel // self.shard_group.size // BLOCK * BLOCK)
-        columns = zip(out.split(step), slices.split(step, dim=1), strict=True)
-        return Pending(
-            [self._reduce_columns(part, rows, bits, accumulate, group) for part, rows in columns]
-        )
-
-    # Where every rank needs all of the sum (stage 0), it is gathered as it is.
-    reduce = Communicator.reduce
-
-    def _reduce_columns(
-        self,
-        out: torch.Tensor,
-        rows: torch.Tensor,
-        bits: int,
-        accumulate: bool,
-        group: NamedGroup | None,
-    ) -> Pending:
-        """Reduce the (ranks of the shard group, n) matrix `rows` into `out`.
-
-        See the note on machines.
-        """
-        near = self.machine or self.comm
+            return self.comm.reduce_scatter(out, full, accumulate, group)
+        near, rows = self.machine or self.comm, full.view(self.shard_group.size, -1)
         ranks, machines = near.shard_group, near.replicate_group
         coded = _CodedSum(rows.unflatten(0, (-1, ranks.size)).transpose(0, 1), ranks.rank, bits)
         coded.encode()
@@ -275,6 +252,9 @@ class CompressedCommunicator:
 
         works = [self._beside_compute(send_sums)] if is_accelerator(out.device) else []
         return Pending(works, finish)
+
+    # Where every rank needs all of the sum (stage 0), it is gathered as it is.
+    reduce = Communicator.reduce
 
     def _beside_compute(self, start: Callable[[], Pending]) -> Pending:
         """Have a stream of its own wait, sum and send, so that the compute stream does not wait in

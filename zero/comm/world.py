@@ -18,18 +18,23 @@ their ranks, have a world of these ranks (`every`)."""
 
 from __future__ import annotations
 
+import math
 import os
 import socket
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from ipaddress import ip_address
 
+import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from zero.comm import gloo_interface
 from zero.device import CPU, accelerator, is_accelerator, use
+from zero.errors import UsageError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -133,10 +138,10 @@ def init_distributed(
     if init_method is None and "RANK" not in os.environ and rank < 0:
         become_world_of_one()
     timeout, store = timeout or default_timeout(), None
-    if init_method is None and rank < 0 and not gloo_interface.is_known():
+    if init_method is None and rank < 0 and not knows_interface():
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
-        gloo_interface.choose(store, world_size)
+        choose_interface(store, world_size)
     dist.init_process_group(
         backend,
         init_method=init_method,
@@ -196,3 +201,110 @@ def default_backend(device: torch.device) -> str:
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
     """The number of ranks in `group`; 1 before there is one."""
     return dist.get_world_size(group) if is_initialized() else 1
+
+
+# -- the network interface over which gloo connects machines
+#
+# gloo listens on the address that the machine's own name has. On many machines /etc/hosts says that
+# this is 127.0.1.1, or the address of a network that other machines do not reach. Then the job
+# hangs at its start. So each rank takes the interface that reaches the machine of rank 0, which is
+# the one by which it has just connected to the job's store.
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+_ADDRESS, _MET = "zero_interface/address", "zero_interface/met"
+
+
+def knows_interface() -> bool:
+    """Whether no interface has to be chosen, because the user has named one, or because all ranks
+    are on one machine.
+    """
+    ranks = [os.environ.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+    return INTERFACE in os.environ or ranks[0] in (None, "1", ranks[1])
+
+
+def choose_interface(store: dist.Store, world_size: int) -> None:
+    """Set `GLOO_SOCKET_IFNAME` to the interface that reaches the other machines. All ranks must
+    call it.
+
+    It stays unset if all ranks reach each other by the loopback.
+    """
+    own = _address_towards(os.environ["MASTER_ADDR"])
+    if not ip_address(own).is_loopback:
+        store.set(_ADDRESS, own)
+    if store.add(_MET, 1) == world_size and not store.check([_ADDRESS]):
+        store.set(_ADDRESS, own)
+    if ip_address(own).is_loopback:  # on the machine of rank 0: any other machine shows the way out
+        own = _address_towards(store.get(_ADDRESS).decode())
+    if not ip_address(own).is_loopback:
+        for name, addresses in psutil.net_if_addrs().items():
+            if own in [each.address for each in addresses]:
+                os.environ[INTERFACE] = name
+
+
+def _address_towards(host: str) -> str:
+    """This machine's address on the way to `host`. Nothing is sent."""
+    family, kind, _, _, there = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as way:
+        way.connect(there)
+        return way.getsockname()[0]
+
+
+# -- which ranks share what, as a `torch.distributed.device_mesh.DeviceMesh` says; nothing is
+# communicated
+#
+# [Note: dimensions]
+# pp         pipeline stages: each rank has some of the layers.
+# replicate  groups of ranks that hold the same shards.
+# shard      ranks over which ZeRO cuts what each of them has of the model.
+# tp         tensor parallelism: each rank has a part of each layer.
+#
+# `replicate` and `shard` together are the data-parallel ranks, each with batches of its own. The
+# other two make a model group: ranks that hold one copy of the model together and work on the same
+# batch.
+
+_OTHER_NAMES = {"dp": "shard", "fsdp": "shard", "dp_shard": "shard", "dp_replicate": "replicate"}
+DIMENSIONS = ("pp", "replicate", "shard", "tp")
+_DATA = ("replicate", "shard")
+
+
+def mesh_of_accelerate() -> DeviceMesh | None:
+    """The mesh that the script's `Accelerator` has made of its `ParallelismConfig`, if that says
+    how to shard.
+    """
+    state = sys.modules.get("accelerate.state")
+    if state is None or not state.is_initialized():
+        return None
+    mesh = getattr(state.AcceleratorState(), "device_mesh", None)
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    return mesh if {"dp_shard", "tp"} & {*names} else None
+
+
+def sizes_of(mesh: DeviceMesh, world_size: int) -> dict[str, int]:
+    """The size of each dimension of the note, by name, in the mesh's order.
+
+    The names of accelerate (`dp_shard`), transformers (`fsdp`) and DeepSpeed (`dp`) are known too.
+    Raises UsageError for any other dimension or order, and for a mesh that does not have all ranks
+    of the job, in their order."""
+    given = mesh.mesh_dim_names or ()
+    names = tuple(_OTHER_NAMES.get(name, name) for name in given)
+    if not names or names != tuple(name for name in DIMENSIONS if name in names):
+        raise UsageError(
+            f"mesh: the dimensions are {given}; name them 'pp', 'replicate', 'shard' and 'tp', in "
+            "this order; each may be left out"
+        )
+    if mesh.mesh.flatten().tolist() != list(range(world_size)):
+        product = " x ".join(map(str, mesh.mesh.shape))
+        raise UsageError(
+            f"mesh: {product} = {mesh.mesh.numel()} ranks; it must have all {world_size} of the "
+            "job, in their order"
+        )
+    return dict(zip(names, mesh.mesh.shape, strict=True))
+
+
+def groups(sizes: Mapping[str, int], of_data: bool) -> list[list[int]]:
+    """The ranks of each data-parallel world, or of each model group, in the mesh's order."""
+    order = sorted(range(len(sizes)), key=lambda number: (list(sizes)[number] in _DATA) is of_data)
+    ranks = torch.arange(math.prod(sizes.values()), device="cpu")
+    ranks = ranks.view(*sizes.values()).permute(order)
+    size = math.prod(size for name, size in sizes.items() if (name in _DATA) is of_data)
+    return ranks.reshape(-1, size).tolist()

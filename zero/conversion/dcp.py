@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zero.checkpoint.stored import Stored
+from zero.checkpoint.files import Stored
 from zero.conversion import full, pickles
 from zero.conversion.named import named_state, state_dicts
 from zero.conversion.ours import copy_beside

@@ -22,11 +22,9 @@ from typing import Any
 
 import torch
 
-from zero.checkpoint.adapters import ADAPTER_CONFIG, describe_adapters
-from zero.checkpoint.files import CheckpointReader
-from zero.checkpoint.folder import LATEST, MODEL_FILE, locate_deepspeed
-from zero.checkpoint.resumable import SCHEDULER
-from zero.checkpoint.stored import Stored
+from zero.checkpoint.files import CheckpointReader, Stored
+from zero.checkpoint.folder import LATEST, MODEL_FILE, SCHEDULER, locate_deepspeed
+from zero.checkpoint.models import ADAPTER_CONFIG, describe_adapters
 from zero.conversion import full, ours, pickles
 from zero.conversion.named import put_optimizer
 from zero.conversion.training_state import Parameter, TrainingState

@@ -18,10 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_FILE
-from zero.checkpoint.files import TensorSpec
-from zero.checkpoint.models import skeleton, write_model
-from zero.checkpoint.stored import Stored, tensors_of
+from zero.checkpoint.files import Stored, TensorSpec, tensors_of
+from zero.checkpoint.models import ADAPTER_CONFIG, ADAPTER_FILE, skeleton, write_model
 from zero.conversion import pickles
 from zero.conversion.named import named_state, state_dicts
 from zero.conversion.ours import copy_beside

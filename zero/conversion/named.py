@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.checkpoint.adapters import describe_adapters
 from zero.checkpoint.export import on_disk
-from zero.checkpoint.resumable import SCHEDULER, TRAINER_STATE
+from zero.checkpoint.files import Stored
+from zero.checkpoint.folder import SCHEDULER, TRAINER_STATE
+from zero.checkpoint.models import describe_adapters
 from zero.checkpoint.state import NOT_STORED, model_config, tied_names
-from zero.checkpoint.stored import Stored
 from zero.conversion import pickles
 from zero.conversion.ours import NO_SCHEDULE, put_files_of_trainer, to_store
 from zero.conversion.training_state import Number, Parameter, TrainingState

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 
 from zero.checkpoint import folder as folders
-from zero.checkpoint.files import CheckpointReader, Slice
+from zero.checkpoint.files import CheckpointReader, Slice, Stored
 from zero.checkpoint.files import write as write_slices
+from zero.checkpoint.folder import SCHEDULER, TRAINER_STATE
 from zero.checkpoint.manifest import BLOCK, DATA_FILE, Manifest
 from zero.checkpoint.models import open_at
-from zero.checkpoint.progress import Progress, describe_progress
-from zero.checkpoint.resumable import SCHEDULER, TRAINER_STATE
-from zero.checkpoint.stored import Stored
+from zero.checkpoint.state import Progress, describe_progress
 from zero.checkpoint.values import decode, dtype_name, dtype_of, encode
 from zero.conversion import pickles
 from zero.conversion.training_state import Parameter, TrainingState

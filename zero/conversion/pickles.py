@@ -33,7 +33,7 @@ import torch
 from torch.serialization import StorageType
 
 from zero.checkpoint import disk
-from zero.checkpoint.stored import Stored
+from zero.checkpoint.files import Stored
 from zero.errors import UsageError
 
 MOST_LEVELS = 50

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from zero.checkpoint.progress import Progress
-from zero.checkpoint.stored import Stored
+from zero.checkpoint.files import Stored
+from zero.checkpoint.state import Progress
 
 # The state of an optimizer that is not as large as the parameter, such as `step`. It may be a
 # tensor of one element.
@@ -51,7 +51,7 @@ class TrainingState(Progress):
         ranks: how many processes saved it.
         frozen_excluded: whether the weights of frozen parameters are left out.
         model_config: the content of the model's `config.json`, if it is one of transformers'.
-        adapters: PEFT's adapters, as `zero.checkpoint.adapters` describes them.
+        adapters: PEFT's adapters, as `zero.checkpoint.models` describes them.
         beside: files of the Trainer that are copied as they are, such as `trainer_state.json`.
         changed: the new content of those of them that are not, by name.
         missing: what the source does not have or the target cannot hold, each in words.

@@ -209,9 +209,6 @@ class ParamGroup(NamedGroup):
         values = values.to(self.dtype)
         is_own = self.persistent and on_device
         self.shard = self._own_slice(values) if is_own else self.tier.keep(self._own_slice(values))
-        if not self.persistent:
-            del values
-            values = torch.empty(self.layout.padded, dtype=self.dtype, device=self.comm.device)
         self.full = values
         self._make_views()
         if self.persistent:
@@ -242,8 +239,7 @@ class ParamGroup(NamedGroup):
         """Take the parameters over. Returns a flat buffer with their values, in their dtype: rank
         0's values.
 
-        Each parameter's former memory is freed before the next one is read. Unless the group is
-        persistent, only this rank's slice of the result is valid."""
+        Each parameter's former memory is freed before the next one is read."""
         source = self.dtype if self.packed else self.params[0].dtype
         full = torch.zeros(self.layout.padded, dtype=source, device=self.comm.device)
         sharded_before = True
@@ -264,10 +260,7 @@ class ParamGroup(NamedGroup):
         for tensor in self.index:
             set_owner(tensor, self)
         if not sharded_before:
-            if self.persistent:
-                self.comm.broadcast(full, src=0)
-            else:
-                self.comm.scatter(self._own_slice(full), full, src=0)
+            self.comm.broadcast(full, src=0)
         return full
 
     @torch.no_grad()
@@ -389,10 +382,7 @@ class ParamGroup(NamedGroup):
                 f"{self} is in use with rounded values: change weights before forward or after the "
                 "step"
             )
-        if self.persistent:
-            self.comm.broadcast(self.full, src)
-        else:
-            self.comm.scatter(self._own_slice(self.full), self.full, src)
+        self.comm.broadcast(self.full, src)
         self._store_own_slice()
 
     def _store_own_slice(self) -> None:

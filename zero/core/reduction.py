@@ -87,7 +87,7 @@ class GradientReducer:
 
     Args:
         shards: where the reduced gradients go, one for each trainable group.
-        bucket_size: the most elements in one reduction, and in all reductions in flight.
+        bucket_size: the most elements in all reductions in flight, unless one is larger.
         overlap: whether backward continues during a reduction, or waits for it immediately.
         contiguous: whether gradients are copied to the flat buffer when `MOST_APART` elements are
             ready, or only when the group has all of them.
@@ -250,7 +250,7 @@ class GradientReducer:
         out = shard.reduction_target(dtype, accumulate)
         exchange = comm.reduce if group.layout.replicated else comm.reduce_scatter
         with label(f"reduction of {group.name}"):
-            pending = exchange(out, flat, accumulate, self.bucket_size, group)
+            pending = exchange(out, flat, accumulate, group)
         self.gradients[group].is_fresh = True
         self._in_flight.append(_Reduction(shard, flat.numel(), out, pending))
 

@@ -201,13 +201,6 @@ def _copy_in(target: torch.Tensor, staged: torch.Tensor, ready: torch.Event) -> 
     _staging.keep_until(copied, staged)
 
 
-class _Arrival:
-    """The end of a copy on a device's stream. Any number of threads may wait for it."""
-
-    def __init__(self, event: torch.Event):
-        self.wait = event.synchronize
-
-
 def _copy(target: torch.Tensor, values: torch.Tensor) -> Pending:
     """Start to copy `values` to `target`, neither of which is in a file."""
     if is_accelerator(values.device) and target.is_pinned():
@@ -215,7 +208,7 @@ def _copy(target: torch.Tensor, values: torch.Tensor) -> Pending:
     note_copy(target, values)
     if is_accelerator(target.device) and values.is_pinned():
         target.copy_(values, non_blocking=True)
-        return Pending([_Arrival(compute_stream(target.device).record_event())], keep=(values,))
+        return Pending((), compute_stream(target.device).record_event().synchronize, (values,))
     target.copy_(values)
     return Pending()
 
@@ -228,7 +221,7 @@ def _copy_out(target: torch.Tensor, values: torch.Tensor) -> Pending:
     with stream:
         target.copy_(values, non_blocking=True)
     values.record_stream(stream)
-    return Pending([_Arrival(stream.record_event())], keep=(values,))
+    return Pending((), stream.record_event().synchronize, (values,))
 
 
 class HostTrimmer:

@@ -23,7 +23,6 @@ the same."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
@@ -158,6 +157,15 @@ def decode(key: str, codes: torch.Tensor, scales: torch.Tensor, begin: int = 0) 
     return power.mul_(scales.repeat_interleave(BLOCK)[begin : begin + codes.numel()])
 
 
+def decode_range(key: str, coded: torch.Tensor, numel: int, first: int, end: int) -> torch.Tensor:
+    """The fp32 values of the elements from `first` to `end` of a coded tensor of `numel` elements,
+    the state `key`.
+    """
+    codes, scales = parts(coded, numel)
+    blocks = slice(first // BLOCK, -(-end // BLOCK))
+    return decode(key, codes[first:end], scales[blocks], first % BLOCK)
+
+
 def decoded(state: dict[str, Any], numel: int) -> dict[str, Any]:
     """A sub-group's state with fp32 moments in the place of coded ones."""
     return {
@@ -178,61 +186,3 @@ def encoded(
     for key, made in zip(KEYS, made_of_both, strict=True):
         found[key] = into[key].copy_(made) if key in into else made
     return found
-
-
-@dataclass(frozen=True)
-class CodedSlice:
-    """Elements of a coded tensor that look like a 1-D fp32 tensor, whose values are made when they
-    are wanted.
-
-    `part[first:end]` is such a slice, too.
-    """
-
-    key: str
-    tensor: torch.Tensor
-    total: int
-    start: int
-    end: int
-
-    dtype, itemsize = torch.float32, 4
-
-    @classmethod
-    def of(cls, key: str, value: Any, numel: int) -> Any:
-        """All elements of a state's value if that is a coded tensor of `numel` elements, else the
-        value itself.
-        """
-        return cls(key, value, numel, 0, numel) if key in KEYS and is_coded(value, numel) else value
-
-    def numel(self) -> int:
-        return self.end - self.start
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((self.numel(),))
-
-    @property
-    def nbytes(self) -> int:
-        return 4 * self.numel()
-
-    def __getitem__(self, where: slice) -> CodedSlice:
-        first, end, _ = where.indices(self.numel())
-        return CodedSlice(self.key, self.tensor, self.total, self.start + first, self.start + end)
-
-    def values(self) -> torch.Tensor:
-        """The values, fp32."""
-        codes, scales = parts(self.tensor, self.total)
-        blocks = slice(self.start // BLOCK, -(-self.end // BLOCK))
-        return decode(self.key, codes[self.start : self.end], scales[blocks], self.start % BLOCK)
-
-    clone = values
-
-
-@torch.no_grad()
-def replace(state: dict[str, Any], part: CodedSlice, values: torch.Tensor) -> None:
-    """Give the elements of `part`, which is of a sub-group's `state`, these values.
-
-    The rest of their blocks is rounded.
-    """
-    whole = decoded(state, part.total)
-    whole[part.key][part.start : part.end] = values
-    encoded(whole, into=state)

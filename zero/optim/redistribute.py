@@ -110,11 +110,6 @@ class WholeTensor:
         piece = self.parts.get(self.rank)
         return flat[:0] if piece is None else flat[piece.start : piece.start + piece.numel]
 
-    def part_of_rank(self, rank: int, whole: torch.Tensor) -> torch.Tensor:
-        """The part of `whole`, which has the tensor's shape, that belongs to `rank`, 1-D."""
-        piece = self.parts[rank]
-        return whole.reshape(-1)[piece.inside : piece.inside + piece.numel]
-
     def hide(self) -> None:
         """Free the values and the gradient."""
         self.param.grad = None
@@ -232,9 +227,9 @@ class GatheredForStep:
         ]
         at_owner = [
             [
-                tensor.part_of_rank(rank, values)
+                values.reshape(-1)[piece.inside : piece.inside + piece.numel]
                 for tensor in self._moving
-                if tensor.is_own and rank in tensor.parts
+                if tensor.is_own and (piece := tensor.parts.get(rank)) is not None
                 for values in whole(tensor)
             ]
             for rank in ranks

@@ -30,7 +30,7 @@ from zero.comm.communicator import Communicator
 from zero.comm.control import Record, hyper_parameters
 from zero.comm.fingerprint import explain
 from zero.core.forward_writes import ForwardWrites
-from zero.core.optimizer_shard import OptimizerShard
+from zero.core.optimizer_shard import GRADIENTS, MASTERS, MOMENTS, OptimizerShard
 from zero.core.param_group import ParamGroup
 from zero.core.reduction import GradientReducer
 from zero.core.sharded_param import is_copy
@@ -39,7 +39,6 @@ from zero.offload.tiers import Tier
 from zero.optim import adam8bit, adam_cpu
 from zero.optim.background import Updates
 from zero.optim.loss_scaler import LossScaler
-from zero.optim.placement import GRADIENTS, MASTERS, MOMENTS
 from zero.optim.redistribute import WholeTensor
 from zero.optim.rounding import StochasticRounding
 from zero.optim.subgroups import SubGroup, SubGroupState
@@ -403,8 +402,8 @@ class ZeroOptimizer:
                 unit.state.update(tree_map_only(torch.Tensor, moved, dict(unit.state)))
 
     def move(self, names: Collection[str], tier: Tier) -> None:
-        """Move these of `zero.optim.placement.STATES` to `tier`, but for weights, which the groups
-        move. What the configuration offloads stays where it is. Values never change.
+        """Move these of `STATES` (`zero.core.optimizer_shard`) to `tier`, but for weights, which
+        groups move. What the configuration offloads stays where it is. Values never change.
         """
         for group, shard in self.shards.items():
             if shard.is_offloaded:

@@ -14,7 +14,7 @@ from zero.errors import UsageError
 from zero.optim import adam8bit, adam_cpu
 from zero.optim.rounding import StochasticRounding
 from zero.optim.subgroups import SubGroupInMemory, is_state_tensor
-from zero.optim.twin import twin_of
+from zero.optim.whole_tensor import twin_of
 
 
 @dataclass(eq=False, repr=False)
@@ -89,26 +89,13 @@ class SubGroupUpdate:
 
     def _adam(self, values: SubGroupInMemory, param_group: dict, out: torch.Tensor | None) -> None:
         """Adam on host memory in one pass, which also rounds to the weights' dtype into `out`."""
-        state, (beta1, beta2) = values.state, param_group["betas"]
+        state = values.state
         if not state:
             state |= adam_cpu.new_state(values.master, self._has_codes)
         # It may have been counted on the device before.
         state["step"] = state["step"].to("cpu") + 1
-        adam_cpu.adam(
-            values.master,
-            values.grad,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            out,
-            step=int(state["step"]),
-            lr=param_group["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            eps=param_group["eps"],
-            weight_decay=param_group["weight_decay"],
-            decoupled=param_group["decoupled_weight_decay"],
-            factor=self.factor,
-        )
+        tensors = values.master, values.grad, state["exp_avg"], state["exp_avg_sq"], out
+        adam_cpu.adam(*tensors, param_group, int(state["step"]), self.factor)
 
     def _torch_step(self, values: SubGroupInMemory, param_group: dict) -> None:
         """The optimizer's own `step()`.

@@ -14,8 +14,8 @@ from tqdm.auto import tqdm
 
 from zero.checkpoint import folder as folders
 from zero.checkpoint.blocks import check_files, verify
+from zero.checkpoint.folder import check_resumable
 from zero.checkpoint.manifest import KIND, MANIFEST, itemsize, read_manifest
-from zero.checkpoint.resumable import check_resumable
 from zero.errors import size
 from zero.tools.arguments import CHECKPOINT, Parser
 

@@ -24,8 +24,7 @@ from tests.parity.models import batches, build
 from tests.processes import child_environment, fork_ranks, kill_tree, run_on
 from zero.checkpoint import training
 from zero.checkpoint.disk import LOCK
-from zero.checkpoint.folder import locate
-from zero.checkpoint.resumable import find_intact
+from zero.checkpoint.folder import find_intact, locate
 from zero.engine import ZeroEngine
 from zero.threads import EngineThread
 
@@ -124,10 +123,10 @@ def fail_after_begin(
 @pytest.mark.parametrize(
     ("name", "failing", "config"),
     [
-        ("checkpoint.background.BackgroundSaves.copy", 1, ASYNC),
+        ("checkpoint.training.BackgroundSaves.copy", 1, ASYNC),
         ("checkpoint.training._Save.all_slices", 1, ASYNC),
         ("checkpoint.training._Save.all_slices", 1, {}),
-        ("checkpoint.resumable.sync_later", 0, {}),
+        ("checkpoint.folder.sync_later", 0, {}),
         ("core.forward_writes.ForwardWrites.between_passes", 1, {}),
     ],
 )

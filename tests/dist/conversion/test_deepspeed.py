@@ -18,7 +18,7 @@ from benchmarks.adopt.worker import run
 from tests.fixtures.deepspeed.make import CASES, HERE
 from tests.processes import run_on
 from tests.tolerance import rounding
-from zero.checkpoint.stored import Stored
+from zero.checkpoint.files import Stored
 from zero.conversion import deepspeed, pickles
 from zero.conversion.training_state import TrainingState
 from zero.errors import UsageError

@@ -20,14 +20,14 @@ import torch
 from safetensors.torch import load_file
 
 from tests.unit.checkpoints import flip, load, save
-from zero.checkpoint import disk, resumable
+from zero.checkpoint import disk
 from zero.checkpoint import folder as folders
 from zero.checkpoint import manifest as manifests
 from zero.checkpoint.blocks import verify
 from zero.checkpoint.files import TensorSpec, open_checkpoint
+from zero.checkpoint.folder import find_intact, offer
 from zero.checkpoint.manifest import MANIFEST, DamagedCheckpointError, read_manifest
 from zero.checkpoint.models import get_fp32_state_dict_from_zero_checkpoint, write_model
-from zero.checkpoint.resumable import find_intact, offer
 from zero.errors import UsageError
 from zero.tools.cli import main
 
@@ -276,13 +276,13 @@ def test_a_flipped_byte_of_the_pointer_is_named_and_a_checkpoint_offered(positio
     content[position] ^= 0x84
     pointer.write_bytes(content)
     with pytest.raises(ValueError, match="latest is damaged") as caught:
-        resumable.locate_tag(tmp_path, None)
+        folders.locate_tag(tmp_path, None)
     assert str(caught.value).endswith(f"checkpoint is {tmp_path / 'global_step12'}")
     content[position] ^= 0x85
     pointer.write_bytes(content)  # a letter or digit again, of a name that may be a folder's
     if content != b"global_step13":
         with pytest.raises(ValueError, match="latest is damaged|no checkpoint"):
-            resumable.locate_tag(tmp_path, None)
+            folders.locate_tag(tmp_path, None)
 
 
 def test_a_model_is_not_written_through_planted_links(tmp_path):
@@ -366,7 +366,7 @@ def test_a_fork_does_not_keep_the_lock(tmp_path):
 def test_a_job_at_work_is_not_disturbed(tmp_path):
     (tmp_path / "checkpoint-5").mkdir()
     with other_job(tmp_path):
-        resumable.set_incomplete_aside(tmp_path)
+        folders.set_incomplete_aside(tmp_path)
         assert (tmp_path / "checkpoint-5").is_dir()
 
 

@@ -12,9 +12,8 @@ import torch
 
 from tests.unit.checkpoints import flip, save
 from zero.checkpoint import folder as folders
-from zero.checkpoint import resumable
+from zero.checkpoint.folder import find_resumable
 from zero.checkpoint.manifest import DamagedCheckpointError
-from zero.checkpoint.resumable import find_resumable
 
 DATA = "rank00000.safetensors"
 
@@ -69,15 +68,15 @@ def test_the_files_of_the_trainer_are_synced_once_after_the_last_one(tmp_path, m
         synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
         fsync(descriptor)
 
-    resumable.sync_later(tmp_path / "checkpoint-10")
+    folders.sync_later(tmp_path / "checkpoint-10")
     folder = trainers(tmp_path, 10)
     state = (folder / "trainer_state.json").rename(folder / "aside")
     monkeypatch.setattr(os, "fsync", recorded)
-    resumable.sync()
+    folders.sync()
     assert not synced
     state.rename(folder / "trainer_state.json")
     for _ in range(3):
-        resumable.sync()
+        folders.sync()
     names = ("trainer_state.json", "scheduler.pt", "rng_state.pth", "latest")
     files = {folder / name for name in names if (folder / name).exists()}
     assert len(synced) == len({*synced}) and {*synced} == {*files, folder, tmp_path}
@@ -90,7 +89,7 @@ def test_the_newest_is_set_aside_until_it_is_complete(tmp_path, capsys):
     old = trainers(tmp_path, 2)
     (old / "trainer_state.json").unlink()  # so no resume would take it
     model_only = trainers(tmp_path, 3)
-    resumable.set_incomplete_aside(tmp_path)
+    folders.set_incomplete_aside(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".") == [
         "checkpoint-2", "checkpoint-3", "checkpoint-5", "incomplete-checkpoint-10",
         "incomplete-checkpoint-15",
@@ -98,7 +97,7 @@ def test_the_newest_is_set_aside_until_it_is_complete(tmp_path, capsys):
     first, second = capsys.readouterr().err.splitlines()
     assert "trainer_state.json is missing" in first and "scheduler.pt is missing" in second
     half.mkdir()
-    resumable.set_incomplete_aside(tmp_path)
+    folders.set_incomplete_aside(tmp_path)
     for folder in (tmp_path / "incomplete-checkpoint-15-again", good, model_only):
         assert folder.is_dir()
 
@@ -107,24 +106,24 @@ def test_a_model_without_a_checkpoint_of_the_engine_is_left_alone(tmp_path):
     folder = tmp_path / "checkpoint-10"
     folder.mkdir()
     (folder / "trainer_state.json").write_text('{"global_step": 10}')
-    resumable.set_incomplete_aside(tmp_path)
+    folders.set_incomplete_aside(tmp_path)
     assert folder.is_dir()
     folders.abandon(folders.begin(folder, "global_step10", 0))  # an asynchronous save has failed
-    resumable.set_incomplete_aside(tmp_path)
+    folders.set_incomplete_aside(tmp_path)
     assert not folder.exists()
 
 
 def test_a_folder_named_by_the_script_is_checked_and_another_one_offered(tmp_path):
     good, damaged = trainers(tmp_path, 5), trainers(tmp_path, 10)
-    resumable.check_named(damaged)
+    folders.check_named(damaged)
     (damaged / "trainer_state.json").write_text("[]")
     said = rf"trainer_state.json is damaged.*intact checkpoint is {good}$"
     with pytest.raises(DamagedCheckpointError, match=said):
-        resumable.check_named(damaged)
+        folders.check_named(damaged)
     copied = damaged.rename(tmp_path / "best")  # the name does not tell its step
-    resumable.check_named(copied)
+    folders.check_named(copied)
     (copied / "trainer_state.json").write_text(json.dumps({"global_step": 10}))
-    resumable.check_resumable(copied, world_size=1)
+    folders.check_resumable(copied, world_size=1)
 
 
 def test_the_first_save_cleans_up_so_that_the_trainer_deletes_the_right_folder(
@@ -133,20 +132,20 @@ def test_the_first_save_cleans_up_so_that_the_trainer_deletes_the_right_folder(
     """A run was killed in save 20, and while the Trainer deleted `checkpoint-5`, which so has the
     newest time.
     """
-    monkeypatch.setattr(resumable, "_saved_here", set())
+    monkeypatch.setattr(folders, "_saved_here", set())
     old, good, newer, later = (trainers(tmp_path, step) for step in (5, 10, 20, 25))
     now = time.time()
     for folder, age in ((good, 50), (newer, 40), (later, 30), (old, 20)):
         os.utime(folder, (now - age, now - age))
     (newer / "scheduler.pt").unlink()
     (tmp_path / "checkpoint-15").mkdir()
-    resumable.sync_later(tmp_path / "checkpoint-15")
+    folders.sync_later(tmp_path / "checkpoint-15")
     by_time = sorted(tmp_path.glob("*checkpoint-*"), key=lambda path: path.stat().st_mtime)
     assert [path.name for path in by_time if path.name != "incomplete-checkpoint-20"] == [
         "checkpoint-5", "checkpoint-10", "checkpoint-25", "checkpoint-15"
     ]  # fmt: skip
     assert "incomplete-checkpoint-20" in capsys.readouterr().err and later.is_dir()
-    monkeypatch.setattr(resumable, "to_sync", None)
+    monkeypatch.setattr(folders, "to_sync", None)
 
 
 def test_an_incomplete_folder_that_no_rank_sets_aside_is_not_taken(tmp_path, monkeypatch):
@@ -155,4 +154,4 @@ def test_an_incomplete_folder_that_no_rank_sets_aside_is_not_taken(tmp_path, mon
     (tmp_path / "checkpoint-10").mkdir()
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ValueError, match="checkpoint-10 is incomplete .*shared file system"):
-        resumable.set_incomplete_aside(tmp_path, wait=0.0)
+        folders.set_incomplete_aside(tmp_path, wait=0.0)

@@ -15,9 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from zero.checkpoint.files import Slice
+from zero.checkpoint.files import Slice, Stored
 from zero.checkpoint.models import consolidate
-from zero.checkpoint.stored import Stored
 from zero.conversion import full, ours
 from zero.conversion.named import put_optimizer
 from zero.conversion.training_state import Parameter, TrainingState

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero.checkpoint.stored import Stored
+from zero.checkpoint.files import Stored
 from zero.conversion import pickles
 from zero.errors import UsageError
 

@@ -20,7 +20,7 @@ from zero.optim import adam_cpu
 from zero.optim.adam_cpu import build
 from zero.optim.update import SubGroupUpdate
 
-SETTINGS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 DECAYS = [(0.0, True), (0.1, True), (0.1, False)]
 SIXTEEN_BITS = [torch.bfloat16, torch.float16]
 EVERY_16_BITS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
@@ -84,11 +84,11 @@ class Reference:
     which it computes otherwise.
     """
 
-    def __init__(self, tensors, decay, decoupled, beta1=SETTINGS["beta1"], fused=True):
+    def __init__(self, tensors, decay, decoupled, beta1=SETTINGS["betas"][0], fused=True):
         self.numel = len(tensors[0])
         self.param, *self.moments = [functional.pad(tensor, (0, 64)) for tensor in tensors]
         kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-        betas = (beta1, SETTINGS["beta2"])
+        betas = (beta1, SETTINGS["betas"][1])
         self.optimizer = kind([self.param], 1e-2, betas, SETTINGS["eps"], decay, fused=fused)
 
     def step(self, grad, factor, number):
@@ -105,8 +105,10 @@ class Reference:
 
 def adam(tensors, grad, out=None, step=1, decay=0.0, decoupled=True, factor=1.0, **settings):
     master, exp_avg, exp_avg_sq = tensors
-    settings = SETTINGS | settings | {"weight_decay": decay, "decoupled": decoupled}
-    adam_cpu.adam(master, grad, exp_avg, exp_avg_sq, out, step=step, factor=factor, **settings)
+    decays = {"weight_decay": decay, "decoupled_weight_decay": decoupled}
+    adam_cpu.adam(
+        master, grad, exp_avg, exp_avg_sq, out, SETTINGS | settings | decays, step, factor
+    )
 
 
 @needs_compiler
@@ -122,7 +124,7 @@ def test_fifty_steps_have_the_bits_of_torch(decay, decoupled, dtype, beta1):
         for step in range(1, 51):
             grad, factor = gradient(1003, dtype, step), (1.0, 0.37, 2.0**-16)[step % 3]
             grad, copy = grad[begin:end], out[begin:end]
-            adam(ours, grad, copy, step, decay, decoupled, factor, beta1=beta1)
+            adam(ours, grad, copy, step, decay, decoupled, factor, betas=(beta1, 0.95))
             assert_same_bits(ours, reference.step(grad, factor, step))
             assert_same_bits([copy], [ours[0].bfloat16()])
 
@@ -159,7 +161,7 @@ def test_without_a_compiler_the_last_elements_differ_in_the_last_bits(
     monkeypatch.setattr(adam_cpu, "is_compiled", lambda: False)
     ours = state(1003)
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    optimizer = kind([ours[0]], 1e-2, (SETTINGS["beta1"], SETTINGS["beta2"]), 1e-8, decay)
+    optimizer = kind([ours[0]], 1e-2, SETTINGS["betas"], 1e-8, decay)
     for step in range(1, 20):
         grad, before = gradient(1003, torch.bfloat16, step), ours[0].clone()
         expected = Reference(ours, decay, decoupled).step(grad, 0.37, step)

@@ -10,7 +10,7 @@ from tests.unit.optim.test_adam_cpu import SETTINGS as ADAM
 from zero.optim import adam8bit, adam_cpu
 from zero.optim.adam8bit import BLOCK
 
-SETTINGS = ADAM | {"weight_decay": 0.1, "decoupled": True}
+SETTINGS = ADAM | {"weight_decay": 0.1, "decoupled_weight_decay": True}
 
 
 @pytest.fixture
@@ -140,8 +140,8 @@ def test_a_step_is_decoding_then_adam_then_encoding(path, numel, dtype):
         grad = gradient(numel, dtype, number)
         grad[number % numel] = (1.0, float("inf"), 1e-40, 1e18, float("nan"))[number - 1]
         expected, wide = master.clone(), values(*coded, numel=numel)
-        adam_cpu.adam(expected, grad, *wide, None, step=number, factor=0.5, **SETTINGS)
-        adam_cpu.adam(master, grad, *coded, out, step=number, factor=0.5, **SETTINGS)
+        adam_cpu.adam(expected, grad, *wide, None, SETTINGS, number, 0.5)
+        adam_cpu.adam(master, grad, *coded, out, SETTINGS, number, 0.5)
         assert torch.equal(master.nan_to_num(), expected.nan_to_num())
         assert torch.equal(out.nan_to_num(), expected.bfloat16().nan_to_num())
         for found, made, kind in zip(
@@ -163,14 +163,17 @@ def test_second_moments_follow_slow_changes(path, early, late):
     """Rounded to the nearest code they would not: a step changes them by less than half of the way
     to the next code.
     """
-    generator, settings = torch.Generator().manual_seed(0), SETTINGS | {"beta2": 0.99, "lr": 0.0}
+    generator, settings = (
+        torch.Generator().manual_seed(0),
+        SETTINGS | {"betas": (0.9, 0.99), "lr": 0.0},
+    )
     master, exact = torch.zeros(BLOCK), torch.zeros(BLOCK)
     state = adam_cpu.new_state(master, coded=True)
     coded = [state[key] for key in adam8bit.KEYS]
     for step in range(1, 1201):
         grad = torch.randn(BLOCK, generator=generator) * (early if step <= 100 else late)
         grad[0] = 1e3
-        adam_cpu.adam(master, grad, *coded, None, step=step, factor=1.0, **settings)
+        adam_cpu.adam(master, grad, *coded, None, settings, step, 1.0)
         exact = 0.99 * exact + 0.01 * grad**2
     ratio = values(*coded, numel=BLOCK)[1] / exact
     assert abs(ratio.log().mean()) < 0.1 and ratio.log().std() < 0.5
@@ -179,7 +182,7 @@ def test_second_moments_follow_slow_changes(path, early, late):
 def test_weights_without_gradients_come_to_rest(path):
     """A first moment that stood still while the second one decays would move them ever faster."""
     generator = torch.Generator().manual_seed(0)
-    settings = SETTINGS | {"beta2": 0.99, "lr": 1e-3, "weight_decay": 0.0}
+    settings = SETTINGS | {"betas": (0.9, 0.99), "lr": 1e-3, "weight_decay": 0.0}
     states = (adam_cpu.new_state(torch.zeros(BLOCK), coded=coded) for coded in (True, False))
     pairs = [(torch.zeros(BLOCK), state) for state in states]
     for step in range(1, 2001):
@@ -187,7 +190,7 @@ def test_weights_without_gradients_come_to_rest(path):
         grad[64:] *= step <= 100
         for master, state in pairs:
             moments_of = (state[key] for key in adam8bit.KEYS)
-            adam_cpu.adam(master, grad, *moments_of, None, step=step, factor=1.0, **settings)
+            adam_cpu.adam(master, grad, *moments_of, None, settings, step, 1.0)
     idle, expected = (master[64:].abs().max().item() for master, _ in pairs)
     assert idle == pytest.approx(expected, rel=0.2)
 
@@ -199,6 +202,6 @@ def test_threads_change_no_bit(path, monkeypatch):
         master, (grad, _) = torch.ones(numel), random_moments(numel)
         state = adam_cpu.new_state(master, coded=True)
         coded = [state[key] for key in adam8bit.KEYS]
-        adam_cpu.adam(master, grad, *coded, None, step=1, factor=1.0, **SETTINGS)
+        adam_cpu.adam(master, grad, *coded, None, SETTINGS, 1, 1.0)
         found.append([master, *coded])
     assert all(map(torch.equal, *found))

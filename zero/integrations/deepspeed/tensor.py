@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero.comm import world
 from zero.comm.communicator import Communicator, communicator
-from zero.comm.mesh import groups, mesh_of_accelerate, sizes_of
+from zero.comm.world import groups, mesh_of_accelerate, sizes_of
 from zero.config import Config, load_config
 from zero.errors import UsageError, require_divisor
 from zero.integrations.deepspeed.distributed import set_parallel_sizes
@@ -121,7 +121,7 @@ def share_model(
 def _sizes(
     model: nn.Module, settings: Config, mesh: DeviceMesh | None, ranks: int
 ) -> dict[str, int]:
-    """The size of each dimension of `zero.comm.mesh`."""
+    """The size of each dimension of `zero.comm.world`."""
     autotp = settings.tensor_parallel.autotp_size
     if (size := experts.size_of(model)) > settings.expert_parallel.size:
         raise UsageError(f"the model's experts are divided over {size} ranks: set {experts.KEY}")

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from zero.comm import world
+from zero.core.optimizer_shard import STATES
 from zero.device import memory_in_use, peak_memory
-from zero.optim.placement import STATES
 
 # The logger whose level transformers sets from `--log_level` when a training starts.
 logger = logging.getLogger("zero")

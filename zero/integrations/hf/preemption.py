@@ -14,8 +14,8 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from zero.checkpoint.background import wait_for_background_saves
 from zero.checkpoint.preemption import EXIT_CODE, SigtermWatch
+from zero.checkpoint.training import wait_for_background_saves
 
 
 class SaveOnSigterm(TrainerCallback):

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zero.checkpoint.disk import lock
-from zero.checkpoint.resumable import TRAINER_STATE, check_named, set_incomplete_aside
+from zero.checkpoint.folder import TRAINER_STATE, check_named, set_incomplete_aside
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 # Called before a checkpoint's folder is made: a bounded run (zero/tools/profile) ends there.

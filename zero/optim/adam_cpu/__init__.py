@@ -36,7 +36,8 @@ import functools
 import logging
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -65,24 +66,17 @@ def adam(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     out: torch.Tensor | None,
-    *,
+    group: Mapping[str, Any],
     step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
     factor: float,
 ) -> None:
     """One step, the `step`-th one (from 1 on), on 1-D contiguous host tensors of one length; from
-    any thread.
+    any thread. `group`: a param group of torch's Adam, whose numbers are Python's.
 
     `master`, `exp_avg` and `exp_avg_sq` (fp32; the moments may be coded) are updated in place;
     `grad` (fp32, bf16 or fp16), which stays as it is, is multiplied by `factor` in fp32 first;
-    `out` (bf16 or fp16, or None) becomes the master, rounded to nearest. `weight_decay` is AdamW's
-    if `decoupled`, else an L2 term. Raises ValueError for tensors that are otherwise, RuntimeError
-    where the kernel is not compiled."""
+    `out` (bf16 or fp16, or None) becomes the master, rounded to nearest. Raises ValueError for
+    tensors that are otherwise, RuntimeError where the kernel is not compiled."""
     kernel, numel = _kernel(), master.numel()
     if kernel is None:
         raise RuntimeError("the kernel of Adam on host memory is not compiled")
@@ -94,15 +88,17 @@ def adam(
         exp_avg_sq, scale_sq = adam8bit.parts(exp_avg_sq, numel)
     else:
         _check(numel, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    lr, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
+    decoupled = group["decoupled_weight_decay"]
     scalars = _Scalars(
         factor=factor,
-        l2=0.0 if decoupled else weight_decay,
-        shrink=1 - lr * weight_decay if decoupled else 1.0,
+        l2=0.0 if decoupled else decay,
+        shrink=1 - lr * decay if decoupled else 1.0,
         to_gradient=1 - beta1,
         beta2=beta2,
         from_square=1 - beta2,
         correction=(1 - beta2**step) ** 0.5,
-        eps=eps,
+        eps=group["eps"],
         step_size=-(lr / (1 - beta1**step)),
         turn=adam8bit.turn(step) if is_narrow else 0,
     )

@@ -147,18 +147,8 @@ def _update(coded: bool) -> float:
     moments = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS)
     state = adam8bit.encode(*moments) if coded else moments
     out = torch.empty_like(grad)
-    step = partial(
-        adam_cpu.adam,
-        *(master, grad, *state, out),
-        step=10,
-        lr=1e-3,
-        beta1=0.9,
-        beta2=0.999,
-        eps=1e-8,
-        weight_decay=0.01,
-        decoupled=True,
-        factor=1.0,
-    )
+    group = torch.optim.AdamW([master]).param_groups[0]
+    step = partial(adam_cpu.adam, master, grad, *state, out, group, step=10, factor=1.0)
     return fastest(step, CPU)
 
 
