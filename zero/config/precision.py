@@ -54,16 +54,18 @@ class FP16Config(SixteenBit):
     def impossible(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for settings of the scale with which nothing could be trained.
 
-        DeepSpeed configurations in which fp16 is off may contain them.
+        DeepSpeed configurations in which fp16 is off, or the scale is fixed, may contain them.
         """
         initial = self.initial_scale_power
+        if self.loss_scale:
+            return  # a fixed scale
         for name in ("loss_scale_window", "hysteresis", "min_loss_scale"):
             if getattr(self, name) == 0:
                 yield name, "expected a number greater than 0, got 0"
         if initial > 127:
             # The scale is kept in fp32.
             yield "initial_scale_power", f"expected a number of at most 127, got {initial}"
-        elif not self.loss_scale and self.min_loss_scale > 2**initial:
+        elif self.min_loss_scale > 2**initial:
             message = f"{self.min_loss_scale} is above 2 ** initial_scale_power = {2**initial}"
             yield "min_loss_scale", message
 

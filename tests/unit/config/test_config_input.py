@@ -145,9 +145,10 @@ def test_clipping_that_nobody_asked_for_is_on_the_screen():
     assert shown["gradient_clipping"] == ["-", "1.0", "default"]
 
 
-def test_of_the_loss_scale_types_and_signs_are_checked_where_fp16_is_off():
+def test_of_the_loss_scale_types_and_signs_are_checked_where_it_is_not_dynamic():
     scale = {"initial_scale_power": 200, "min_loss_scale": 0, "hysteresis": 0}
     assert not load_config({"fp16": {"enabled": False, **scale}}).fp16.enabled
+    assert load_config({"fp16": {"enabled": True, "loss_scale": 128, **scale}}).fp16.enabled
     assert len(errors({"fp16": {"enabled": True, **scale}})) == 3
     wrong = {"loss_scale": "dynamic", "initial_scale_power": 1.5, "hysteresis": -1}
     lines = errors({"fp16": {"enabled": False, "consecutive_hysteresis": 3, **wrong}})

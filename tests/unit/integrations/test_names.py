@@ -12,7 +12,12 @@ from tests.processes import fork_ranks
 from zero.integrations.deepspeed.names import instead_of
 
 LIST = Path(__file__).with_name("deepspeed_names.txt")
-OWN = ("documented by DeepSpeed 0.19.6", "in __init__ of DeepSpeed 0.19.8")
+# and the largest part of them that may be errors
+OWN = {
+    "documented by DeepSpeed 0.19.6": 0.45,
+    "in __init__ of DeepSpeed 0.19.8": 0.45,
+    "in packages of DeepSpeed 0.19.8": 0.7,
+}
 METHODS = "methods of the engine of DeepSpeed 0.19.8"
 # Of the frameworks that were read, these import none: verl, sentence-transformers,
 # alignment-handbook.
@@ -62,10 +67,11 @@ def test_names_that_a_framework_uses_exist(framework: str, missing: dict[str, st
     assert [missing[name] for name in names_of()[framework] if name in missing] == []
 
 
-@pytest.mark.parametrize("names", [names_of()[each] for each in OWN], ids=OWN)
-def test_public_names_exist_or_say_what_to_use(names: list[str], missing: dict[str, str]) -> None:
+@pytest.mark.parametrize("own", OWN)
+def test_public_names_exist_or_say_what_to_use(own: str, missing: dict[str, str]) -> None:
+    names = names_of()[own]
     errors = {name: missing[name] for name in names if name in missing}
-    assert len(errors) < 0.45 * len(names)
+    assert len(errors) < OWN[own] * len(names)
     for name, error in errors.items():
         _, _, instead = error.partition("is not provided by zero; ")
         assert instead and instead != instead_of("nothing like it"), (name, error)
