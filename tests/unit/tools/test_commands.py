@@ -25,6 +25,7 @@ from zero.tools.cli import COMMANDS, USAGE, main
 from zero.tools.consolidate import DTYPES
 from zero.tools.convert import WRITERS
 from zero.tools.estimate.speeds import DEVICES, GIVEN
+from zero.tools.launch import DEFAULT_HOSTFILE
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -214,6 +215,7 @@ def test_what_options_may_be_given_is_there():
     assert options["convert"]["--to"]["choices"] == [*WRITERS]
     assert options["consolidate"]["--dtype"]["choices"] == [*DTYPES]
     assert options["consolidate"]["--max-file-size"]["default"] * 1e9 == MAX_FILE_BYTES
+    assert DEFAULT_HOSTFILE in options["launch"]["-H --hostfile"]["help"]
     for name in ("estimate", "plan"):
         assert options[name]["--device"]["help"].endswith(f": {', '.join(DEVICES)}")
         assert {f"--{speed}-speed" for speed in GIVEN} <= options[name].keys()
