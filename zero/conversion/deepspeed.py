@@ -32,13 +32,9 @@ from zero.errors import UsageError
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _MODEL_FILE_OF_RANK = "zero_pp_rank_{}_" + MODEL_FILE
-# What a file of the model has of its own. All else is the script's.
-_KNOWN = set(
-    "module buffer_names optimizer param_shapes frozen_param_shapes shared_params "
-    "frozen_param_fragments lr_scheduler data_sampler random_ltd skipped_steps global_steps "
-    "global_samples dp_world_size mp_world_size ds_config ds_version num_experts "
-    "checkpoint_parallel_dimensions universal_checkpoint_info".split()
-)
+# What a file of the model has of its own (all else is the script's), and what is the same in all
+# files that are written.
+_FORMAT = json.loads(Path(__file__).with_name("deepspeed.json").read_text(encoding="utf-8"))
 
 
 def recognizes(folder: Path) -> bool:
@@ -298,7 +294,8 @@ def _put_progress(state: TrainingState, model: dict[str, Any], config: dict[str,
     if model["lr_scheduler"]:
         lacks = "{!r} of the learning-rate schedule"
         state.lr_scheduler = pickles.without_records(model["lr_scheduler"], state.missing, lacks)
-    others = {key: value for key, value in model.items() if key not in _KNOWN}
+    names = _FORMAT["names in a file of the model"]
+    others = {key: value for key, value in model.items() if key not in names}
     lacks = "{!r} of your client_state"
     state.client_state = pickles.without_records(others, state.missing, lacks)
     for key in ("data_sampler", "random_ltd"):
@@ -422,19 +419,14 @@ def _optimizer_content(
         options | {"params": [index for index, group in enumerate(group_of) if group == number]}
         for number, options in enumerate(state.groups)
     ]
-    return {
-        "optimizer_state_dict": {
-            "zero_stage": 3,
-            "loss_scaler": scaler,
-            "dynamic_loss_scale": scaler.dynamic,
-            "overflow": False,
-            "partition_count": ranks,
-            "optimizer_state_dict": {"state": states, "param_groups": groups},
-            "fp32_flat_groups": masters,
-        },
-        "ds_config": {},
-        "ds_version": "0.19.8",
+    of_optimizer = _FORMAT["its state dict"] | {
+        "loss_scaler": scaler,
+        "dynamic_loss_scale": scaler.dynamic,
+        "partition_count": ranks,
+        "optimizer_state_dict": {"state": states, "param_groups": groups},
+        "fp32_flat_groups": masters,
     }
+    return _FORMAT["file of the optimizer"] | {"optimizer_state_dict": of_optimizer}
 
 
 def _model_content(
@@ -445,33 +437,32 @@ def _model_content(
     module |= {other: module[name] for other, name in state.tied.items()}
     module |= {name: each.tensor() for name, each in state.buffers.items()}
     accumulation = state.gradient_accumulation_steps or 1
-    return state.client_state | {
-        "module": module,
-        "buffer_names": list(state.buffers),
-        "optimizer": None,
-        "param_shapes": [
-            {name: torch.Size(state.parameters[name].weights.shape) for name in names}
-            for names in parts
-        ],
-        "frozen_param_shapes": {
-            name: torch.Size(each.weights.shape) for name, each in frozen.items()
-        },
-        "frozen_param_fragments": {
-            name: _of_rank(each.weights, rank, ranks).to(each.dtype)
-            for name, each in frozen.items()
-        },
-        "shared_params": state.tied if rank == 0 else {},
-        "lr_scheduler": state.lr_scheduler,
-        "data_sampler": None,
-        "random_ltd": None,
-        "skipped_steps": state.skipped_steps,
-        "global_steps": state.global_steps,
-        "global_samples": state.global_samples,
-        "dp_world_size": ranks,
-        "mp_world_size": 1,
-        "ds_config": {"gradient_accumulation_steps": accumulation},
-        "ds_version": "0.19.8",
-    }
+    return (
+        state.client_state
+        | _FORMAT["file of the model"]
+        | {
+            "module": module,
+            "buffer_names": list(state.buffers),
+            "param_shapes": [
+                {name: torch.Size(state.parameters[name].weights.shape) for name in names}
+                for names in parts
+            ],
+            "frozen_param_shapes": {
+                name: torch.Size(each.weights.shape) for name, each in frozen.items()
+            },
+            "frozen_param_fragments": {
+                name: _of_rank(each.weights, rank, ranks).to(each.dtype)
+                for name, each in frozen.items()
+            },
+            "shared_params": state.tied if rank == 0 else {},
+            "lr_scheduler": state.lr_scheduler,
+            "skipped_steps": state.skipped_steps,
+            "global_steps": state.global_steps,
+            "global_samples": state.global_samples,
+            "dp_world_size": ranks,
+            "ds_config": {"gradient_accumulation_steps": accumulation},
+        }
+    )
 
 
 def _of_rank(values: Stored, rank: int, ranks: int) -> torch.Tensor:
@@ -487,18 +478,8 @@ def _scaler(state: TrainingState) -> pickles.Record:
         scale = 1.0 if found is None else found["scale"]
         return _of_deepspeed("LossScaler", cur_scale=scale, dynamic=False)
     # DeepSpeed takes the settings from here, and not from the configuration.
-    return _of_deepspeed(
-        "DynamicLossScaler",
-        **{theirs: found[own] for own, theirs in _SCALER.items()},
-        scale_window=1000,
-        min_scale=1,
-        delayed_shift=2,
-        scale_factor=2.0,
-        consecutive_hysteresis=False,
-        dtype=torch.float16,
-        raise_error_at_min_scale=True,
-        dynamic=True,
-    )
+    counted = {theirs: found[own] for own, theirs in _SCALER.items()} | {"dtype": torch.float16}
+    return _of_deepspeed("DynamicLossScaler", **counted, **_FORMAT["dynamic scaler"])
 
 
 def _of_deepspeed(name: str, **values: Any) -> pickles.Record:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from zero.comm.communicator import Communicator
@@ -40,12 +40,6 @@ class Kind(NamedTuple):
         return rate, rate if times is None else rate * times * (self.ranks - 1) / self.ranks
 
 
-@dataclass
-class _Total:
-    calls: int = 0
-    seconds: float = 0.0
-
-
 class CollectiveLog:
     """Adds up the collectives of this process, as long as an engine uses it: see `use_log`."""
 
@@ -53,7 +47,8 @@ class CollectiveLog:
         self._section = section
         self._job = job
         self.users = 0
-        self._totals: dict[Kind, _Total] = {}
+        self._calls: Counter[Kind] = Counter()
+        self._seconds: defaultdict[Kind, float] = defaultdict(float)
         self._is_printed = True
 
     def begin(self, operation: Operation) -> Callable[[], None]:
@@ -75,9 +70,8 @@ class CollectiveLog:
         return time.perf_counter()
 
     def _add(self, kind: Kind, seconds: float) -> None:
-        total = self._totals.setdefault(kind, _Total())
-        total.calls += 1
-        total.seconds += seconds
+        self._calls[kind] += 1
+        self._seconds[kind] += seconds
         self._is_printed = False
         if self._section.verbose and self._job.rank == 0:
             rate, bus = kind.rates(seconds)
@@ -91,22 +85,22 @@ class CollectiveLog:
         """The table. `least`: for one more column, the seconds of the rank that took least."""
         yield _row(_COLUMNS if least is None else [*_COLUMNS, "Straggler(ms)"])
         name = ""
-        for kind, total in sorted(self._totals.items(), key=lambda item: item[0]):
+        for kind, total in sorted(self._seconds.items()):
             if kind.name != name:
                 name = kind.name
                 yield name
-            average = total.seconds / total.calls
-            numbers = [1000 * total.seconds, 1000 * average, *kind.rates(average)]
+            average = total / self._calls[kind]
+            numbers = [1000 * total, 1000 * average, *kind.rates(average)]
             if least is not None:
-                numbers.append(1000 * (total.seconds - least.get(kind, total.seconds)))
-            first = ["", size(kind.nbytes), str(total.calls)]
+                numbers.append(1000 * (total - least.get(kind, total)))
+            first = ["", size(kind.nbytes), str(self._calls[kind])]
             yield _row([*first, *(f"{number:.2f}" for number in numbers)])
 
     def show(self, with_stragglers: bool = False) -> None:
         """Print the table on rank 0. `with_stragglers`: all ranks must call."""
         least = None
         if with_stragglers:
-            seconds = {kind: total.seconds for kind, total in self._totals.items()}
+            seconds = dict(self._seconds)
             tables = self._job.control("comms_logger").exchange(lambda: seconds)
             least = {
                 kind: min(table.get(kind, most) for table in tables)

@@ -64,7 +64,7 @@ class Monitor:
         self._wants_records = wants_records
         self._losses: list[torch.Tensor] = []
         self._is_first = True
-        self._warnings = _Warnings()
+        self._warnings: list[str] = []
         self._operations_per_token = operations_per_token(engine)
         self._peak = peak(engine.comm.device, engine.settings.compute_dtype)
         self._begin()
@@ -75,8 +75,9 @@ class Monitor:
             hook = partial(_before_forward, weakref.ref(self))
             self._at_end(engine.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         if writers:
-            logger.addFilter(self._warnings)
-            self._at_end(logger.removeFilter, self._warnings)
+            kept = partial(_keep_warning, self._warnings)
+            logger.addFilter(kept)
+            self._at_end(logger.removeFilter, kept)
         if engine.settings.comms_logger.enabled:
             self._at_end(use_log(engine.settings.comms_logger, engine.comm.job).leave)
 
@@ -145,9 +146,9 @@ class Monitor:
         if self._is_first:
             record["run"] = describe_run(self._engine)
             self._is_first = False
-        if self._warnings.met:
-            record["warnings"] = self._warnings.met
-            self._warnings.met = []
+        if self._warnings:
+            record["warnings"] = self._warnings.copy()
+            self._warnings.clear()
         for writer in list(self._writers):
             try:
                 writer.write(record)
@@ -232,20 +233,14 @@ def _before_forward(
         measuring.count_tokens(module, args, kwargs)
 
 
-class _Warnings(logging.Filter):
-    """Keeps the engine's warnings until they are written.
+def _keep_warning(kept: list[str], record: logging.LogRecord) -> bool:
+    """A filter that keeps the engine's warnings until they are written.
 
     A handler would do so too, but with a handler Python no longer prints warnings by itself.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.met: list[str] = []
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno >= logging.WARNING:
-            self.met.append(record.getMessage())
-        return True
+    if record.levelno >= logging.WARNING:
+        kept.append(record.getMessage())
+    return True
 
 
 def _memory_line(engine: ZeroEngine) -> str:

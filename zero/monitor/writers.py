@@ -15,17 +15,12 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from zero.config import Config
 from zero.errors import UsageError
 
 Record = dict[str, Any]
-
-
-class Writer(Protocol):
-    def write(self, record: Record) -> None:
-        """Write the numbers of one step."""
 
 
 def writers(settings: Config) -> list[Writer]:
@@ -154,6 +149,9 @@ class Terminal:
             return
         parts = [text.format(record[key]) for key, text in _PARTS if record.get(key) is not None]
         print(", ".join(parts), file=sys.stderr, flush=True)
+
+
+Writer = EventWriter | JsonLines | Terminal
 
 
 def _imported(module: str, package: str) -> Any:

@@ -27,6 +27,7 @@ from zero.core.gathering import Gathering
 from zero.core.layout import packs_experts
 from zero.core.param_group import ParamGroup, owning_group
 from zero.core.sharded_param import local
+from zero.slicing.head import autocast_now
 
 
 def can_be_sliced(group: ParamGroup) -> bool:
@@ -180,7 +181,7 @@ class _InSlices(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.experts = experts
         ctx.ranges = ranges
-        ctx.autocast = _autocast(hidden.device.type)
+        ctx.autocast = autocast_now(hidden.device.type)
         ctx.save_for_backward(hidden, index, weights)
         total = _zeros_for_a_sum(hidden)
         for first, end, values in experts.slices(ranges):
@@ -196,7 +197,7 @@ class _InSlices(torch.autograd.Function):
             like = {"dtype": param.dtype, "device": grad.device}
             of_params.append(torch.zeros(param.shape, **like) if needed else None)
         for first, end, values in experts.slices(ctx.ranges):
-            with torch.enable_grad(), torch.autocast(**ctx.autocast):
+            with torch.enable_grad(), ctx.autocast():
                 leaves = [value.detach().requires_grad_() for value in (hidden, weights, *values)]
                 out = experts.run(first, end, leaves[2:], (leaves[0], index, leaves[1]))
             if not out.requires_grad:
@@ -217,9 +218,3 @@ def _zeros_for_a_sum(like: torch.Tensor) -> torch.Tensor:
     """Return zeros to which the results of slices are added, in at least fp32."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     return torch.zeros(like.shape, dtype=dtype, device=like.device)
-
-
-def _autocast(device_type: str) -> dict[str, Any]:
-    enabled = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type)
-    return {"device_type": device_type, "enabled": enabled, "dtype": dtype}

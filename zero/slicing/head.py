@@ -150,7 +150,7 @@ class SlicedHead:
             with torch.no_grad():
                 sample = self.forward(hidden.flatten(0, -2)[:0])
             if (tokens := hidden.shape[:-1].numel()) > self.rows_of_chunk(sample, tokens):
-                first = partial(_under, _autocast(hidden.device.type), self.forward)
+                first = partial(_under, autocast_now(hidden.device.type), self.forward)
                 of_call = hidden._version, self.steps(), self.adapters()
                 return _Rows(self, hidden, (first,), sample, *of_call).logits()
         return self.forward(*args, **kwargs)
@@ -180,8 +180,8 @@ class SlicedHead:
         return max(1, min(elements // max(1, sample.shape[-1]), -(-tokens // self.chunks)))
 
 
-def _autocast(device_type: str) -> Callable[[], AbstractContextManager]:
-    """Makes contexts of the autocast that is in force now."""
+def autocast_now(device_type: str) -> Callable[[], AbstractContextManager]:
+    """Return what makes contexts of the autocast that is in force now."""
     device_type = "cpu" if device_type == "meta" else device_type
     enabled = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type) if enabled else None
@@ -266,7 +266,7 @@ class _Rows:
         given = (self.hidden, *of_rows)
         flat = [each.reshape(lead.numel(), *each.shape[len(lead) :]) for each in given]
         size = self.head.rows_of_chunk(self.sample, lead.numel())
-        autocast = _autocast(self.sample.device.type)
+        autocast = autocast_now(self.sample.device.type)
 
         def of_chunk(hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
             return _under(autocast, function, self._of(hidden), *others)
@@ -499,7 +499,7 @@ def _of_each_row(logits: Logits, func: Callable, name: str, args: tuple, kwargs:
     args, kwargs = tree_map_only(torch.Tensor, operand, (args, kwargs))
     given = (each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor))
     trained = tuple(each for each in given if each is not logits and each.requires_grad)
-    autocast = _autocast(logits.device.type)
+    autocast = autocast_now(logits.device.type)
 
     def step(chunk: torch.Tensor) -> torch.Tensor:
         given = tree_map_only(Logits, lambda _: chunk, (args, kwargs))

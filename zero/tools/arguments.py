@@ -4,6 +4,7 @@ and exits with code 2.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -11,7 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
-from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -20,8 +21,12 @@ from typing import Any, NoReturn
 
 from zero.errors import UsageError, nearest
 
-CHECKPOINT = "folder of the checkpoint, or the folder that contains it"
-
+# The commands, by what one wants to do. "home" is the function that gets the arguments and returns
+# the exit code or None, "line" is what `zero` says about the command. Options have the keywords of
+# argparse's `add_argument`; their types are functions of this file, by name; what has no "help" is
+# not shown.
+GOALS = json.loads(Path(__file__).with_name("commands.json").read_text(encoding="utf-8"))
+COMMANDS = {name: about for commands in GOALS.values() for name, about in commands.items()}
 # DeepSpeed's commands, by the module of its that the facade has in its place.
 _OF_DEEPSPEED = {
     "deepspeed": "deepspeed.launcher.runner",
@@ -36,31 +41,25 @@ NOT_PYTHON = (".json", ".yaml", ".yml", ".toml", ".sh", ".txt", ".md", ".ipynb")
 
 
 class Parser(ArgumentParser):
-    """As argparse's, but a mistake raises UsageError with one line.
-
-    Each command has an example under `--help`.
+    """As argparse's, with the options that `commands.json` has of a command. A mistake raises
+    UsageError with one line.
     """
 
-    def __init__(self, command: str, description: str, example: str, json: str = ""):
-        """`json`: what the option `--json` prints as a JSON object; without it, there is no such
-        option.
-        """
+    def __init__(self, command: str):
+        about = COMMANDS[command]
         super().__init__(
             prog=f"zero {command}",
-            description=description,
-            epilog=f"Example: zero {command} {example}",
+            description=about["description"],
+            epilog=f"Example: zero {command} {about['example']}",
         )
-        if json:
-            self.add_argument("--json", action="store_true", help=f"print {json} as a JSON object")
-
-    def add_command(self, takes_launchers: bool = True) -> None:
-        """The rest of the line is the user's command, kept as `command`."""
-        self._takes_launchers = takes_launchers
-        what = "SCRIPT.py, LAUNCHER or -m MODULE" if takes_launchers else "SCRIPT.py or -m MODULE"
-        self.add_argument("command", nargs=REMAINDER, help=f"{what}, with its arguments")
+        self._takes_launchers = command != "launch"  # which is one
+        for names, options in about["options"].items():
+            if "type" in options:
+                options = options | {"type": TYPES[options["type"]]}
+            self.add_argument(*names.split(), **{"help": SUPPRESS} | options)
 
     def parse(self, arguments: list[str]) -> Namespace:
-        """As `parse_args`, for a parser with `add_command`: there must be a command."""
+        """As `parse_args`, for a command whose options end with the user's command."""
         # argparse would look for its own option -m
         module = arguments.index("-m") if "-m" in arguments else len(arguments)
         options = self.parse_args(arguments[:module])
@@ -218,6 +217,21 @@ def port(text: str) -> int:
     return number
 
 
+def count_or_all(text: str) -> int | None:
+    """The type of an option: a number above 0, or DeepSpeed's -1, which stands for all."""
+    return None if text == "-1" else count(text)
+
+
+def numbers(text: str) -> list[int]:
+    """The type of an option: numbers and ranges of at most four digits."""
+    if not re.fullmatch(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", text, re.ASCII):
+        raise ArgumentTypeError(f"{text[:80]} is not a list of numbers, such as 0,2-5")
+    ranges = [[int(number) for number in part.split("-")] for part in text.split(",")]
+    if any(each[0] > each[-1] for each in ranges):
+        raise ArgumentTypeError(f"{text}: a range ends before it begins")
+    return [number for each in ranges for number in range(each[0], each[-1] + 1)]
+
+
 def gibibytes(text: str) -> float:
     """The type of an option: memory in GiB, as a number or with a unit: 24, 24G, 24GiB, 512M."""
     found = re.fullmatch(r"([\d.]+)([MGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
@@ -235,3 +249,15 @@ def above_zero(text: str) -> float:
     if not (number > 0 and math.isfinite(number)):
         raise ArgumentTypeError(f"{text} is not a number above 0")
     return number
+
+
+def gigabytes(text: str) -> float:
+    """The type of an option: GB, of a text such as 5GB or 500MB."""
+    if not (found := re.fullmatch(r"(\d+)\s*([KMG])i?B", text.strip(), re.IGNORECASE)):
+        raise ArgumentTypeError(f"{text} is not a size, such as 5GB or 500MB")
+    return above_zero(found[1]) * {"K": 1e-6, "M": 1e-3, "G": 1.0}[found[2].upper()]
+
+
+_OWN = above_zero, count, count_or_all, gibibytes, gigabytes, numbers, output_file, port
+TYPES: dict[str, Any] = {each.__name__: each for each in _OWN}
+TYPES |= {"int": int, "lower": str.lower, "path": Path}

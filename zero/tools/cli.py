@@ -9,31 +9,17 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import zero
 from zero.errors import DamagedCheckpointError, nearest, refuse
+from zero.tools.arguments import COMMANDS, GOALS
 
-
-def _read_table() -> tuple[dict[str, str], str]:
-    """The functions by command, and the table as `zero` prints it.
-
-    In the file, a line without indentation says what one wants to do. The others have a command,
-    the function that gets its arguments and returns the exit code or None, and what `zero` says
-    about the command.
-    """
-    homes, shown = {}, [""]
-    for line in Path(__file__).with_name("commands.txt").read_text(encoding="utf-8").splitlines():
-        if line.startswith(" "):
-            name, home, text = line.split(maxsplit=2)
-            homes[name] = home
-            line = f"  {name:<12} {text}"
-        shown.append(line)
-    return homes, "\n".join(shown)
-
-
-COMMANDS, _LISTED = _read_table()
+_LISTED = "\n".join(
+    line
+    for goal, commands in GOALS.items()
+    for line in ("", goal, *(f"  {name:<12} {each['line']}" for name, each in commands.items()))
+)
 USAGE = f"""usage: zero COMMAND ARGUMENTS...
 {_LISTED}
 
@@ -82,7 +68,7 @@ def ds_report() -> None:
 
 def command(name: str) -> Callable[[list[str]], Any]:
     """The function of a command."""
-    module, _, function = COMMANDS[name].partition(":")
+    module, _, function = COMMANDS[name]["home"].partition(":")
     return getattr(importlib.import_module(f"zero.tools.{module}"), function)
 
 

@@ -14,44 +14,25 @@ from zero.checkpoint.manifest import MANIFEST
 from zero.conversion import dcp, deepspeed, full, ours
 from zero.conversion.training_state import TrainingState
 from zero.errors import UsageError
-from zero.tools.arguments import Parser, count, working
+from zero.tools.arguments import Parser, working
 
 # Each can say whether a folder has its files, and read it. The first that recognizes a folder does.
 READERS = (deepspeed, dcp, full)
 # What Python and torch raise for a value of a kind that a reader does not expect in a file.
 _NOT_UNDERSTOOD = ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError
 WRITERS = {"deepspeed": deepspeed.write, "dcp": dcp.write, "hf": full.write}
-TO = (
-    "deepspeed: its stage 3; dcp: FSDP in accelerate's layout; hf: a folder for the Trainer "
-    "without any engine"
-)
 
 Read = Callable[[Path], TrainingState]
 Write = Callable[[TrainingState, Path], Any]
 
 
 def adopt(arguments: list[str]) -> None:
-    parser = Parser(
-        "adopt",
-        "Make a checkpoint of zero from one of another engine, which is not changed.",
-        "output/checkpoint-500 adopted/checkpoint-500",
-    )
-    parser.add_argument("folder", help="the checkpoint of another engine")
-    parser.add_argument("out", nargs="?", help="the folder to write to; default: FOLDER-zero")
-    _carry("adopt", parser.parse_args(arguments), "zero", read_any, ours.write)
+    options = Parser("adopt").parse_args(arguments)
+    _carry("adopt", options, "zero", read_any, ours.write)
 
 
 def convert(arguments: list[str]) -> None:
-    parser = Parser(
-        "convert",
-        "Write a checkpoint of zero as another engine loads it.",
-        "output/checkpoint-500 --to hf back/checkpoint-500",
-    )
-    parser.add_argument("folder", help="the checkpoint of zero")
-    parser.add_argument("--to", choices=WRITERS, required=True, help=TO)
-    ranks = "on how many processes DeepSpeed will resume; default: as many as have saved"
-    parser.add_argument("--ranks", type=count, help=ranks)
-    parser.add_argument("out", nargs="?", help="the folder to write to; default: FOLDER-TO")
+    parser = Parser("convert")
     options = parser.parse_intermixed_args(arguments)  # OUT may come last
     if options.ranks and options.to != "deepspeed":
         parser.error(f"--ranks is for DeepSpeed; {options.to} loads on any number of processes")

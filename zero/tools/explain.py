@@ -39,14 +39,7 @@ class Explained(NamedTuple):
 
 def command(arguments: list[str]) -> None:
     """Run `zero explain ARGUMENTS`."""
-    parser = Parser(
-        "explain",
-        "Say what each key of a configuration does, and which keys have no effect and why.",
-        "configs/ds_config_zero3.json",
-        json="it",
-    )
-    parser.add_argument("config", help="ds_config.json, or the YAML file of accelerate")
-    options = parser.parse_args(arguments)
+    options = Parser("explain").parse_args(arguments)
     print(explain(options.config, options.json))
 
 

@@ -17,20 +17,12 @@ from zero.checkpoint.blocks import check_files, verify
 from zero.checkpoint.folder import check_resumable
 from zero.checkpoint.manifest import KIND, MANIFEST, itemsize, read_manifest
 from zero.errors import size
-from zero.tools.arguments import CHECKPOINT, Parser
+from zero.tools.arguments import Parser
 
 
 def command(arguments: list[str]) -> None:
     """Run `zero inspect ARGUMENTS`."""
-    parser = Parser(
-        "inspect",
-        "Show what a training checkpoint contains, and verify its checksums. Of a folder with "
-        "several checkpoints, list them, the newest first.",
-        "output/checkpoint-500",
-        json="it",
-    )
-    parser.add_argument("checkpoint", help=f"{CHECKPOINT}, or several of them")
-    options = parser.parse_args(arguments)
+    options = Parser("inspect").parse_args(arguments)
     path = Path(options.checkpoint)
     if several := checkpoints(path):
         found: Any = {"checkpoints": several}

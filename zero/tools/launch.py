@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from argparse import SUPPRESS, ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import IO, NoReturn, TextIO
 
 from zero.errors import UsageError
 from zero.integrations.hf import STARTUP
-from zero.tools.arguments import Parser, check_command, count, port, program
+from zero.tools.arguments import Parser, check_command, numbers, program
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 HERE = "localhost"  # the name of this machine in --include and --exclude, if there is no hostfile
@@ -58,7 +58,7 @@ def launch(arguments: list[str]) -> int:
 
     Raises UsageError for hosts that do not exist.
     """
-    options = _parser().parse(arguments)
+    options = Parser("launch").parse(arguments)
     if options.command[0] == "-m":
         options.module, options.command = True, options.command[1:] or [""]
     script = options.command[0]
@@ -102,65 +102,6 @@ def launch(arguments: list[str]) -> int:
             "~/.ssh/config; under Slurm or MPI, start torchrun on each machine with srun or mpirun"
         )
     return _run_on(hosts, options)
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        "launch",
-        "Start a script on all GPUs of this machine, or over ssh on the machines of a hostfile.",
-        '--hostfile hosts --include "node1@node2:0,2" train.py --deepspeed ds_config.json',
-    )
-    add = parser.add_argument
-    add("-H", "--hostfile", help=f"lines `NAME slots=N`; default: {DEFAULT_HOSTFILE} if it exists")
-    chosen = "hosts and slots to use: NAME[:SLOT,SLOT-SLOT][@NAME...]"
-    add("-i", "--include", default="", help=chosen)
-    add("-e", "--exclude", default="", help="hosts and slots not to use, in the same form")
-    add("--num_nodes", type=_count_or_all, help="use only the first NUM_NODES hosts")
-    gpus = "use only the first NUM_GPUS slots per host"
-    add("--num_gpus", "--num_accelerators", type=_count_or_all, help=gpus)
-    add("--master_addr", help="address at which all hosts reach the first one; default: its name")
-    add("--master_port", type=port, default=29500, help="a free port on the first host (29500)")
-    add("--ssh_port", "--ssh-port", type=port, help="port of ssh on all hosts")
-    add("--no_ssh", action="store_true", help="start this host's ranks only, as its --node_rank")
-    add("--node_rank", type=int, default=-1, help="number of this host in the hostfile, from 0 on")
-    add("--elastic_training", action="store_true", help="if a host is lost, restart on the others")
-    add("--min_elastic_nodes", type=count, default=1, help="stop if fewer hosts are left (1)")
-    add("--module", action="store_true", help="SCRIPT is the name of a module, as in `python -m`")
-    add("--no_python", action="store_true", help="SCRIPT is a command that each rank executes")
-    add("--no_local_rank", action="store_true", help="do not give SCRIPT the option --local_rank=N")
-    logs = "folder for what each rank prints, a file for each"
-    add("--enable_each_rank_log", default="None", metavar="FOLDER", help=logs)
-    add("--venv_script", metavar="FILE", help="on each host of the hostfile, source it first")
-    add("--bind_cores_to_rank", action="store_true", help="an equal part of the cores to each rank")
-    add("--bind_core_list", type=_numbers, default=[], help="cores to bind: 0,2-5; default: all")
-    add("--save_pid", action="store_true", help="write this process's number to /tmp/N.deepspeed")
-    levels = "debug", "info", "warning", "error", "critical"
-    add("--log_level", choices=levels, default="info", help="from warning on as --quiet")
-    add("-q", "--quiet", action="store_true", help="print only what fails")
-    # What follows is for other ways to start ranks, or asks for what is done anyway.
-    launchers = "pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm"
-    add("--launcher", type=str.lower, choices=launchers, default="pdsh", help=SUPPRESS)
-    for name in ("--launcher_args", "--autotuning"):
-        add(name, default="", help=SUPPRESS)
-    for name in ("--no_ssh_check", "--force_multi"):
-        add(name, action="store_true", help=SUPPRESS)
-    parser.add_command(takes_launchers=False)
-    return parser
-
-
-def _count_or_all(text: str) -> int | None:
-    """The type of an option: a number above 0, or DeepSpeed's -1, which stands for all."""
-    return None if text == "-1" else count(text)
-
-
-def _numbers(text: str) -> list[int]:
-    """The type of an option: numbers and ranges of at most four digits."""
-    if not re.fullmatch(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", text, re.ASCII):
-        raise ArgumentTypeError(f"{text[:80]} is not a list of numbers, such as 0,2-5")
-    ranges = [[int(number) for number in part.split("-")] for part in text.split(",")]
-    if any(each[0] > each[-1] for each in ranges):
-        raise ArgumentTypeError(f"{text}: a range ends before it begins")
-    return [number for each in ranges for number in range(each[0], each[-1] + 1)]
 
 
 # -- hosts
@@ -239,7 +180,7 @@ def _parse_filter(text: str, hosts: dict[str, int]) -> dict[str, list[int]]:
                 f"launch: host {name!r} is not in the hostfile, which has {', '.join(hosts)}"
             )
         try:
-            chosen = _numbers(slots) if colon else range(hosts[name])
+            chosen = numbers(slots) if colon else range(hosts[name])
         except ArgumentTypeError as error:
             raise UsageError(f"launch: host {name}: {error}") from None
         if (most := max(chosen)) >= hosts[name]:

@@ -21,15 +21,7 @@ from zero.tools.launch import python_path
 
 def run(arguments: list[str]) -> Callable[[], None]:
     """Check what `zero run ARGUMENTS` names, and return what runs it, whose errors are its own."""
-    parser = Parser(
-        "run",
-        "Run a script, launcher or module. In it, and in all Python processes that it starts, "
-        "`import deepspeed` imports zero. The configuration that its arguments name (--deepspeed, "
-        "--deepspeed_config or --deepspeed_config_file) is checked before anything starts.",
-        "torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
-    )
-    parser.add_command()
-    options = parser.parse(arguments)
+    options = Parser("run").parse(arguments)
     check_command("run", options.command)
     return partial(_run, *options.command)
 
@@ -67,10 +59,5 @@ def _run_script(script: str, arguments: Sequence[str]) -> None:
 
 def hook(arguments: list[str]) -> None:
     """Run `zero hook ARGUMENTS`."""
-    parser = Parser(
-        "hook",
-        "Print a folder to put into PYTHONPATH, which has the effect of `zero run`.",
-        "",
-    )
-    parser.parse_args(arguments)
+    Parser("hook").parse_args(arguments)
     print(STARTUP)

@@ -23,8 +23,8 @@ import pytest
 from tests.processes import REPOSITORY, Done, fork_ranks
 from zero.errors import UsageError
 from zero.integrations.hf import STARTUP
+from zero.tools.arguments import Parser
 from zero.tools.launch import (
-    _parser,
     choose,
     launch,
     parse_hostfile,
@@ -130,7 +130,7 @@ def test_all_hosts_end_when_one_fails(environment: dict[str, str], tmp_path: Pat
 def test_what_a_recorder_asks_for_reaches_all_hosts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ZERO_RECORDER_FOLDER", "/shared/a b")
     monkeypatch.setenv("UNRELATED", "x")
-    options = _parser().parse(["--elastic_training", "--min_elastic_nodes", "2", "train.py"])
+    options = Parser("launch").parse(["--elastic_training", "--min_elastic_nodes", "2", "train.py"])
     command = shlex.split(remote_command(options, {"a": [0], "user@b": [0, 1]}, 1))
     variables = remote_variables(options, [0, 1], {"PYTHONPATH": "/of/file"})
     assert variables["ZERO_RECORDER_FOLDER"] == "/shared/a b" and "UNRELATED" not in variables
@@ -214,12 +214,12 @@ OF_DEEPSPEED = """
 
 @pytest.mark.parametrize("option", re.split(r"\s(?=-[^1])", OF_DEEPSPEED.strip()))
 def test_each_option_of_deepspeeds_launcher_is_known(option: str):
-    options = _parser().parse([*option.split(), "train.py", "--local_rank", "3"])
+    options = Parser("launch").parse([*option.split(), "train.py", "--local_rank", "3"])
     assert options.command == ["train.py", "--local_rank", "3"]
 
 
 def test_what_options_of_deepspeed_mean():
-    parse = _parser().parse
+    parse = Parser("launch").parse
     assert parse(["--num_gpus", "-1", "--num_nodes", "-1", "x.py"]).num_gpus is None
     assert parse(["--bind_core_list", "0,2-4", "x.py"]).bind_core_list == [0, 2, 3, 4]
     for wrong in (["--bind_core_list", "0-"], ["--launcher", "x"], ["--num_gpus", "-2"]):

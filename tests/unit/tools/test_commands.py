@@ -19,8 +19,13 @@ import pytest
 from tests.processes import REPOSITORY
 from tests.unit.checkpoints import save
 from tests.unit.integrations.test_hook import assert_refused
+from zero.checkpoint.models import MAX_FILE_BYTES
 from zero.tools.arguments import Parser, check_command, judged, output_file, working
 from zero.tools.cli import COMMANDS, USAGE, main
+from zero.tools.consolidate import DTYPES
+from zero.tools.convert import WRITERS
+from zero.tools.estimate.speeds import DEVICES, GIVEN
+from zero.tools.launch import DEFAULT_HOSTFILE
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -201,11 +206,19 @@ def test_nothing_is_made_by_looking_whether_a_file_can_be_written(here: Path):
     ],
 )
 def test_a_command_keeps_its_own_options(command: str):
-    parser = Parser("trace", "", "")
-    parser.add_argument("--step", type=int)
-    parser.add_command()
-    options = parser.parse(["--step", "2", *command.split()])
+    options = Parser("trace").parse(["--step", "2", *command.split()])
     assert options.step == 2 and options.command == command.split()
+
+
+def test_what_options_may_be_given_is_there():
+    options = {name: about["options"] for name, about in COMMANDS.items()}
+    assert options["convert"]["--to"]["choices"] == [*WRITERS]
+    assert options["consolidate"]["--dtype"]["choices"] == [*DTYPES]
+    assert options["consolidate"]["--max-file-size"]["default"] * 1e9 == MAX_FILE_BYTES
+    assert DEFAULT_HOSTFILE in options["launch"]["-H --hostfile"]["help"]
+    for name in ("estimate", "plan"):
+        assert options[name]["--device"]["help"].endswith(f": {', '.join(DEVICES)}")
+        assert {f"--{speed}-speed" for speed in GIVEN} <= options[name].keys()
 
 
 class Terminal(io.StringIO):

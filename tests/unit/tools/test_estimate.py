@@ -21,7 +21,7 @@ from benchmarks.estimate.seconds import ON_H100
 from zero.comm.traffic import READ, WRITTEN
 from zero.config import load_config
 from zero.tools.cli import main
-from zero.tools.estimate import machine
+from zero.tools.estimate import calls
 from zero.tools.estimate import remedies as remedies_of_estimate
 from zero.tools.estimate import report as report_of_estimate
 from zero.tools.estimate.machine import _on_host
@@ -514,7 +514,7 @@ def test_a_call_that_is_known_counts_as_one_that_is_executed(checkpointing):
         return estimate(build(shape, torch.float32), config, question)
 
     known = found()
-    with mock.patch.object(machine, "key_of", lambda *_: None):
+    with mock.patch.object(calls, "key_of", lambda *_: None):
         executed = found()
     assert (known.parts, known.traffic) == (executed.parts, executed.traffic)
 

@@ -17,7 +17,7 @@ import pytest
 from tests.unit.integrations.test_hook import assert_refused
 from zero.errors import size
 from zero.tools.cli import main
-from zero.tools.report.page import _bars, page
+from zero.tools.report.page import page
 from zero.tools.report.runs import REST, Run, read
 
 BROWSER = next(
@@ -72,12 +72,17 @@ def curves_of(text: str) -> list[list[dict[str, Any]]]:
 
 
 def test_bars_are_parts_of_the_longest_one():
-    found = _bars(
-        {"a": {"x": 3.0, "y": 1.0}, "b": {"y": 1.0, "z": 9.0}}, {"y": "red", "x": "blue"}, str
-    )
-    parts = [("y", "1.0", "red", 25.0), ("x", "3.0", "blue", 75.0)]
-    assert found == [("a", parts), ("b", [("y", "1.0", "red", 25.0)])]
-    assert _bars({"a": {}}, {"x": "blue"}, str) == [("a", [])]
+    start = first()
+    start["run"]["memory"] = {
+        "host": {"optimizer": 1 << 20, "parameters": 3 << 20},
+        "disk": {"optimizer": 1 << 20, "other": 9 << 20},
+        "device": {},
+    }
+    bars = page([Run("a", [start])]).partition("Memory by kind")[2].partition("</section>")[0]
+    found = re.findall(r'width:(.*?)%;background:(.*?)"\s+title="(.*?)"', bars)
+    optimizer = ("25.0", "#16a34a", "optimizer: 1 MiB")
+    assert found == [("75.0", "#1d4ed8", "parameters: 3 MiB"), optimizer, optimizer]
+    assert re.findall("<strong>(.*?)</strong>", bars) == ["a, host", "a, disk", "a, device"]
 
 
 def test_what_the_page_computes():

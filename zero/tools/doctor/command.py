@@ -25,28 +25,11 @@ CONNECTING = timedelta(seconds=60)
 
 def doctor(arguments: list[str]) -> int:
     """Run `zero doctor ARGUMENTS`. Returns the exit code: 1 if something would fail, else 0."""
-    parser = Parser(
-        "doctor",
-        "Check versions, devices, memory, compiler and disk of this machine. Under torchrun each "
-        "machine is checked, and the links between all ranks are measured: torchrun "
-        "--nproc_per_node 2 -m zero doctor",
-        "--folder /local_nvme",
-        json="the findings",
-    )
-    disk = "measure the disk of this folder, for offload to files"
-    parser.add_argument("--folder", type=Path, help=disk)
-    parser.add_argument(
-        "--speeds",
-        nargs="?",
-        type=Path,
-        const=default_file(),
-        metavar="FILE",
-        help="measure the speeds from which zero estimate predicts times, and write them to FILE; "
-        f"default: {default_file()}, where zero estimate finds them",
-    )
-    options = parser.parse_args(arguments)
+    options = Parser("doctor").parse_args(arguments)
     if options.folder is not None and not options.folder.is_dir():
         raise UsageError(f"doctor: --folder {options.folder}: it is not a folder")
+    if options.speeds is not None:
+        options.speeds = Path(options.speeds or default_file())
     if options.speeds is not None and options.speeds.exists() and options.speeds.stat().st_size:
         try:
             read(options.speeds)

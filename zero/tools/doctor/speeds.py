@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero.checkpoint.disk import replace_text
 from zero.device import CPU, is_accelerator, synchronize
@@ -101,20 +100,13 @@ def _memory(device: torch.device) -> float:
     return 3 * a.nbytes / fastest(lambda: torch.add(a, b, out=out), device) / GIGA
 
 
-class _Counter(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def _calls(device: torch.device) -> float:
     """As training has it, with Python's modules and autograd, but with so few elements that the
-    operations themselves take no time.
+    operations themselves take no time. What is one call, `zero estimate` decides.
     """
+    from zero.tools.estimate.machine import Memory  # here: it imports the whole engine
+    from zero.tools.estimate.traffic import CALLS, COMPUTE
+
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, device=device)
     inputs = torch.randn(1, 2, 16, device=device)
 
@@ -122,9 +114,9 @@ def _calls(device: torch.device) -> float:
         layer(inputs).sum().backward()
 
     run()  # makes the gradients
-    with _Counter() as calls:
+    with Memory("") as counted:
         run()
-    return calls.count / fastest(run, device) / KILO
+    return counted.done[COMPUTE, CALLS] / fastest(run, device) / KILO
 
 
 def file_speed(folder: Path) -> float:

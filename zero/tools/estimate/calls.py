@@ -64,7 +64,21 @@ class Call(NamedTuple):
         return cls(_shapes(out) if is_new else None, count, touched)
 
 
-known_calls: dict[Any, Call] = {}
+_known: dict[Any, Call] = {}
+
+
+def derived(
+    execute: Callable[[Any, tuple, dict], Any], func: Any, args: tuple, kwargs: dict
+) -> tuple[Any, Call]:
+    """Return the result of a call, and what it costs. It is executed unless it is known."""
+    key = key_of(func, args, kwargs)
+    if (call := _known.get(key)) is not None:
+        return like(call.outputs), call
+    out = execute(func, args, kwargs)
+    call = Call.of(func, args, kwargs, out)
+    if key is not None and call.outputs is not None:
+        _known[key] = call
+    return out, call
 
 
 @functools.cache

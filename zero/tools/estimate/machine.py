@@ -42,16 +42,7 @@ from zero.core.forward_writes import ForwardWrites
 from zero.offload import nvme, pinned, tiers
 from zero.optim import adam_cpu, rounding
 from zero.parallel.experts import DispatchedExperts
-from zero.tools.estimate.calls import (
-    FILLS,
-    META,
-    Call,
-    is_on_device,
-    key_of,
-    known_calls,
-    like,
-    tensors_in,
-)
+from zero.tools.estimate.calls import FILLS, META, derived, is_on_device, tensors_in
 from zero.tools.estimate.traffic import CALLS, COMPUTE, FED, OPERATIONS, TOUCHED
 
 DEVICE, HOST, DISK = "device", "host", "disk"
@@ -89,8 +80,6 @@ class Memory(TorchDispatchMode):
         # Place, part and bytes, by storage, and what calls `_forget` when the storage is freed.
         self._known: dict[int, tuple[str, str, int]] = {}
         self._freed: dict[int, weakref.ref] = {}
-        # Values of small tensors copied to the device, because the engine reads some back.
-        self._values: dict[int, torch.Tensor] = {}
 
     # -- bytes
 
@@ -146,7 +135,6 @@ class Memory(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         place, part, nbytes = self._known.pop(key)
         del self._freed[key]
-        self._values.pop(key, None)
         self.add(place, part, -nbytes)
 
     # -- operations
@@ -168,14 +156,7 @@ class Memory(TorchDispatchMode):
                 self.note(leaf)
             return out
         is_pinned = kwargs.pop("pin_memory", False)
-        key = key_of(func, args, kwargs)
-        if (call := known_calls.get(key)) is not None:
-            out = like(call.outputs)
-        else:
-            out = self._call(func, args, kwargs)
-            call = Call.of(func, args, kwargs, out)
-            if key is not None and call.outputs is not None:
-                known_calls[key] = call
+        out, call = derived(self._call, func, args, kwargs)
         self.done[COMPUTE, OPERATIONS] += call.operations
         self.done[COMPUTE, FED if call.operations else TOUCHED] += call.touched
         before, self.part = self.part, "activations" if is_pinned else self.part
@@ -188,8 +169,6 @@ class Memory(TorchDispatchMode):
         tensors = tensors_in((args, kwargs))
         if func is _aten._local_scalar_dense.default and is_on_device(args[0]):
             return 0.0 if args[0].is_floating_point() else 0
-        if func is _aten._to_copy.default and args[0].numel() <= COMPUTED:
-            return self._copy_small(func, args[0], kwargs)
         if getattr(func, "overloadpacket", None) is _aten._grouped_mm:
             # torch's formula for shapes only accepts bf16
             narrow = (each.bfloat16() for each in args[:2])
@@ -223,22 +202,6 @@ class Memory(TorchDispatchMode):
             kwargs["device"] = META
         out = func(*args, **kwargs)
         return out if target.type == META.type else tree_map_only(torch.Tensor, _on_host, out)
-
-    def _copy_small(self, func: Any, source: torch.Tensor, kwargs: dict) -> torch.Tensor:
-        """Copy a small tensor, which keeps its values while it is on the device."""
-        target = torch.device(kwargs.get("device") or source.device)
-        if not is_on_device(source):
-            out = func(source, **kwargs)
-            if is_on_device(out):
-                self.note(out)
-                self._values[out.untyped_storage()._cdata] = source.detach().clone()
-            return out
-        if target.type == META.type:
-            return func(source, **kwargs)
-        values = self._values.get(source.untyped_storage()._cdata)
-        if values is None or values.numel() != source.numel():
-            values = torch.zeros(source.shape, dtype=source.dtype)
-        return values.reshape(source.shape).to(kwargs.get("dtype") or source.dtype)
 
 
 def _shape_on_device(tensor: torch.Tensor) -> torch.Tensor:

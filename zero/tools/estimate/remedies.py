@@ -5,10 +5,14 @@ A slower change is also named if it needs less memory than all faster ones.
 
 from __future__ import annotations
 
+import json
 import math
+import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -17,17 +21,16 @@ from zero.config import Config
 from zero.config.settings import ZeroConfig
 from zero.core.layout import packs_experts
 from zero.errors import UsageError
-from zero.tools.estimate.machine import DEVICE, HOST
+from zero.tools.estimate.machine import HOST
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import Estimate, estimate
 
 # The largest number of remedies that are named. A slower one is named if it needs at most this
 # fraction of the others' memory.
 MOST, LESS = 5, 0.9
-# Twice the micro-batch has at least twice the activations, divided by this.
-GROWTH = 1.2
-NO_OFFLOAD = {"offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}
-FEW_LIVE = {"stage": 3, "stage3_max_live_parameters": 0}
+# Changes of zero_optimization after which a run may fit. PATH stands for a folder of files, and OWN
+# for the present stage, or 2 if that is 0.
+_CHANGES = Path(__file__).with_name("changes.json").read_text(encoding="utf-8")
 # The Trainer would fill in "auto".
 SLICES = {"activation_checkpointing": {"batch_slices": "Auto", "cpu_checkpointing": True}}
 
@@ -120,15 +123,17 @@ class Search:
         """Return the changes that fit, each with the largest micro-batch that fits."""
         for sections in changes:
             for checkpointing in self._checkpointing:
-                if not self._may_fit(sections, self._batches[-1], checkpointing):
-                    break  # without checkpointing it would need more
-                for batch in self._batches:
-                    may_fit = self._may_fit(sections, batch, checkpointing)
-                    if may_fit and (found := self._fitting(sections, batch, checkpointing)):
-                        yield found
-                        break  # with smaller micro-batches it would be slower
+                fitting = partial(self._fitting, sections, checkpointing)
+                if fitting(self._batches[-1]) is None:
+                    break  # with more in a micro-batch, or no checkpointing, it would need more
+
+                def fits(batch: int, fitting: Callable[[int], object] = fitting) -> bool:
+                    return fitting(batch) is not None
+
+                if found := fitting(self._batches[bisect_left(self._batches, True, key=fits)]):
+                    yield found
             if self._may_be_sliced(sections):
-                if found := self._fitting(sections | SLICES, self._batches[0], False):
+                if found := self._fitting(sections | SLICES, False, self._batches[0]):
                     yield found
 
     def _may_be_sliced(self, sections: Sections) -> bool:
@@ -138,18 +143,7 @@ class Search:
         is_sliced = self.config.activation_checkpointing.batch_slices
         return place["device"] != "none" and self._batches[0] > 1 and not is_sliced
 
-    def _may_fit(self, sections: Sections, batch: int, checkpointing: bool) -> bool:
-        """Whether it is worth an estimate, judged by the one with the smallest micro-batch, because
-        activations grow with the micro-batch.
-        """
-        smallest = self._batches[-1]
-        tried = self._try(sections, smallest, checkpointing)
-        if tried is None or tried.found.total(HOST) > self.limits.get(HOST, math.inf):
-            return False
-        growth = (batch / smallest - 1) * tried.found.activations if smallest else 0
-        return tried.found.total(DEVICE) + growth / GROWTH <= self.limits.get(DEVICE, math.inf)
-
-    def _fitting(self, sections: Sections, batch: int, checkpointing: bool) -> Remedy | None:
+    def _fitting(self, sections: Sections, checkpointing: bool, batch: int) -> Remedy | None:
         """Return the change if it fits."""
         tried = self._try(sections, batch, checkpointing)
         return tried if tried and self.fits(tried.found) else None
@@ -196,27 +190,15 @@ def _halves(batch: int) -> Iterator[int]:
 
 
 def _smaller(zero: ZeroConfig, host_is_limited: bool) -> Iterator[Keys]:
-    """Return changes after which a run may fit, starting with none. Files only help against too
-    little host memory.
+    """Return the changes that may need less memory. Files only help against too little host
+    memory.
     """
-    yield {}
-    yield NO_OFFLOAD
-    for stage in range(zero.stage + 1, 4):
-        yield {"stage": stage}
-    yield FEW_LIVE
-    known = [each.nvme_path for each in (zero.offload_optimizer, zero.offload_param) if each]
-    cpu = {"device": "cpu", "pin_memory": True}
-    nvme = {"device": "nvme", "pin_memory": True, "nvme_path": next(filter(None, known), ".")}
-    for place in (cpu, nvme) if host_is_limited else (cpu,):
-        optimizer = {"offload_optimizer": place}
-        yield {"stage": zero.stage or 2} | optimizer
-        yield {"stage": 3} | optimizer
-        yield FEW_LIVE | optimizer | {"offload_param": cpu}
-        if place is nvme:
-            least = nvme | {"max_in_cpu": 0}
-            yield FEW_LIVE | optimizer | {"offload_param": least}
-            optimizer = {"offload_optimizer": least | {"pipeline_read": False}}
-            yield FEW_LIVE | optimizer | {"offload_param": least}
+    folders = [each.nvme_path for each in (zero.offload_optimizer, zero.offload_param) if each]
+    own = {'"PATH"': json.dumps(next(filter(None, folders), ".")), '"OWN"': str(zero.stage or 2)}
+    changes = re.sub('"PATH"|"OWN"', lambda found: own[found[0]], _CHANGES)
+    for keys in json.loads(changes):
+        if keys.get("stage", 3) >= zero.stage and (host_is_limited or "nvme" not in str(keys)):
+            yield keys
 
 
 def _new(changes: Iterable[Keys], config: Config) -> list[Sections]:

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from zero.errors import UsageError
-from zero.tools.arguments import Parser, check_command, count, output_file
+from zero.tools.arguments import Parser, check_command
 from zero.tools.profile.running import SNAPSHOT, run, what_went_wrong
 
 MEMORY_VIZ = "https://pytorch.org/memory_viz"
@@ -19,19 +19,7 @@ def trace(arguments: list[str]) -> int:
     """Run `zero trace ARGUMENTS`. Returns the exit code."""
     from zero.tools.profile.trace import merge  # it imports torch's profiler
 
-    parser = Parser(
-        "trace",
-        "Run a script up to one optimizer step, write a trace of that step for "
-        "https://ui.perfetto.dev, and stop. "
-        "Nothing is saved. One file has all ranks of this machine, and those of other machines if "
-        "TMPDIR is a folder that all machines share.",
-        "--step 5 --out trace.json torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
-    )
-    step, out = "the optimizer step to record, counted from 1 (5)", "trace.json"
-    about = f"the trace; .gz is compressed ({out})"
-    parser.add_argument("--step", type=count, default=5, help=step)
-    parser.add_argument("--out", type=output_file, default=out, metavar="F", help=about)
-    parser.add_command()
+    parser = Parser("trace")
     options = parser.parse(arguments)
     if options.out.suffix not in (".json", ".gz"):
         parser.error(f"--out {options.out}: its name must end in .json or .gz")

@@ -11,6 +11,8 @@ import atexit
 import json
 import os
 from collections.abc import Iterable, Iterator
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ _LABEL = "zero: "
 _PROCESSES = 100
 
 Event = dict[str, Any]
+_TRACK = itemgetter("pid", "tid")
 
 
 def _has_history(device: torch.device) -> bool:
@@ -92,18 +95,12 @@ def merge(files: Iterable[Path]) -> dict[str, Any]:
     merged: list[Event] = []
     for rank, recorded in sorted(ranks.items()):
         shift = (recorded["baseTimeNanoseconds"] - first) / 1000
-        events = sorted(
-            _in_tracks(recorded["traceEvents"], int(recorded["host"])),
-            key=lambda event: (event["pid"], event["tid"]),
-        )
-        tracks: dict[tuple[int, str], Event] = {}
-        for event in events:
-            process, track = event["pid"], event["tid"]
-            place = {"pid": rank * _PROCESSES + process, "tid": len(tracks)}
-            place = tracks.setdefault((process, track), place)
-            own_id = {"id": f"{rank}.{event['id']}"} if "id" in event else {}
-            merged.append(event | place | own_id | {"ts": event["ts"] + shift})
-        for (process, track), place in tracks.items():
+        events = sorted(_in_tracks(recorded["traceEvents"], int(recorded["host"])), key=_TRACK)
+        for number, ((process, track), of_track) in enumerate(groupby(events, _TRACK)):
+            place = {"pid": rank * _PROCESSES + process, "tid": number}
+            for event in of_track:
+                own_id = {"id": f"{rank}.{event['id']}"} if "id" in event else {}
+                merged.append(event | place | own_id | {"ts": event["ts"] + shift})
             title = f"rank {rank}" + (f", device {process - 1}" if process else "")
             name = place | {"ph": "M"}
             merged += [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +13,16 @@ from zero.errors import rounded, size
 from zero.tools.report.runs import REST, Run
 
 COLOURS = ("#2563eb", "#ea580c")
-# Of a step's parts: what is computed in blue, what is waited for in warm colours.
-_PARTS = {"forward": "#1d4ed8", "backward": "#3b82f6", "step": "#93c5fd", REST: "#cbd5e1"}
-_WAITS = ("#f97316", "#dc2626", "#facc15", "#a21caf", "#7c2d12", "#65a30d")
-KINDS = {
-    "parameters": "#1d4ed8",
-    "gathered parameters": "#60a5fa",
-    "gradients": "#f97316",
-    "optimizer": "#16a34a",
-    "buffers": "#94a3b8",
-}
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
 )
+
+Columns = list[dict[str, Any]]  # of a table, one for each run: what is in the rows, by their names
 
 
 def page(runs: Sequence[Run]) -> str:
     """One HTML page about one run or two."""
     keys, given = _configuration(runs)
-    names, times = [run.name for run in runs], [run.time_by_part() for run in runs]
-    milliseconds = [{part: _milliseconds(spent) for part, spent in of.items()} for of in times]
-    waits = sorted({part for of in times for part in of} - _PARTS.keys())
-    colours = _PARTS | {part: _WAITS[number % len(_WAITS)] for number, part in enumerate(waits)}
     memory = {
         f"{run.name}, {place}": kinds
         for run in runs
@@ -50,22 +38,20 @@ def page(runs: Sequence[Run]) -> str:
     return _TEMPLATES.get_template("page.html.jinja").render(
         runs=runs,
         colours=COLOURS,
-        summary=_rows([run.summary() for run in runs], marks=False),
+        summary=[run.summary() for run in runs],
         curves=[(title, _curves(runs, key)) for key, title in titles.items()],
-        time=_bars(dict(zip(names, times, strict=True)), colours, _milliseconds),
-        times=_rows(milliseconds, marks=False),
-        ranks=_rows(ranks, marks=False),
-        memory=_bars(memory, KINDS, size),
-        collectives=_sizes(runs, "bytes"),
-        links=_sizes(runs, "links"),
+        time={run.name: run.time_by_part() for run in runs},
+        rest=REST,
+        ranks=ranks,
+        memory=memory,
+        collectives=[run.mean_of("bytes") for run in runs],
+        links=[run.mean_of("links") for run in runs],
         keys=keys,
         given=given,
-        environment=_rows([run.facts.get("environment", {}) for run in runs]),
+        environment=[run.facts.get("environment", {}) for run in runs],
+        size=size,
+        milliseconds=lambda seconds: f"{rounded(1e3 * seconds)} ms",
     )
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{rounded(1e3 * seconds)} ms"
 
 
 def _curves(runs: Sequence[Run], key: str) -> str:
@@ -79,50 +65,13 @@ def _curves(runs: Sequence[Run], key: str) -> str:
     return json.dumps(lines)
 
 
-def _bars(
-    bars: Mapping[str, Mapping[str, float]],
-    colours: Mapping[str, str],
-    words: Callable[[Any], str],
-) -> list[tuple[str, list[tuple[str, str, str, float]]]]:
-    """Bars of parts, by name: what each part is, its value in words, its colour, and its length in
-    percent of the longest bar. Parts without a colour are left out.
-    """
-    known = {
-        name: [(part, bar[part]) for part in colours if bar.get(part)] for name, bar in bars.items()
-    }
-    most = max((sum(value for _, value in parts) for parts in known.values()), default=0.0)
-    return [
-        (name, [(part, words(each), colours[part], 100 * each / most) for part, each in parts])
-        for name, parts in known.items()
-    ]
-
-
-def _sizes(runs: Sequence[Run], key: str) -> list[tuple[str, list[Any], bool]]:
-    """A row for each name: mean bytes of a step on rank 0."""
-    columns = [{name: size(nbytes) for name, nbytes in run.mean_of(key).items()} for run in runs]
-    return _rows(columns, marks=False)
-
-
-def _rows(
-    columns: Sequence[Mapping[str, Any]], marks: bool = True
-) -> list[tuple[str, list[Any], bool]]:
-    """A row for each key of the columns: the key, its values, and whether runs differ in it."""
-    rows = []
-    for key in dict.fromkeys(key for column in columns for key in column):
-        values = [column.get(key, "-") for column in columns]
-        rows.append((key, values, marks and any(value != values[0] for value in values)))
-    return rows
-
-
-def _configuration(runs: Sequence[Run]) -> tuple[list, list]:
-    """Rows of all keys, and of those that some run has not at their defaults."""
-    columns: list[dict[str, str]] = [{} for _ in runs]
-    given = set()
-    for run, column in zip(runs, columns, strict=True):
-        for row in run.facts.get("configuration", []):
+def _configuration(runs: Sequence[Run]) -> tuple[Columns, Columns]:
+    """All keys, and those that some run has not at their defaults."""
+    rows = [run.facts.get("configuration", []) for run in runs]
+    given = {row["key"] for of_run in rows for row in of_run if not row["at_default"]}
+    every: Columns = [{} for _ in runs]
+    for column, of_run in zip(every, rows, strict=True):
+        for row in of_run:
             effect = "" if row["effect"] == "used" else f" ({row['effect']})"
             column[row["key"]] = f"{row['effective']}{effect}"
-            if not row["at_default"]:
-                given.add(row["key"])
-    rows = _rows(columns)
-    return rows, [row for row in rows if row[0] in given]
+    return every, [{key: column[key] for key in column if key in given} for column in every]

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from zero.errors import UsageError
-from zero.tools.arguments import Parser, check_command, count, judged, working
+from zero.tools.arguments import Parser, check_command, judged, working
 from zero.tools.profile.running import run, what_went_wrong
 from zero.tools.verify.compare import Result, compare, steps_in
 
@@ -27,18 +27,7 @@ def verify(arguments: list[str]) -> int:
 
     Returns the exit code: 0 if everything is equal, 1 if something differs.
     """
-    parser = Parser(
-        "verify",
-        "Run the first steps of a script on the engine and on plain torch, and compare losses, "
-        "gradients, settings, optimizer states and updated parameters. A third run measures "
-        "rounding. In the runs on plain torch, each process holds the whole model.",
-        "--steps 3 torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
-    )
-    parser.add_argument(
-        "--steps", type=count, default=3, help="number of optimizer steps to compare (3)"
-    )
-    parser.add_command()
-    options = parser.parse(arguments)
+    options = Parser("verify").parse(arguments)
     check_command("verify", options.command)
     with tempfile.TemporaryDirectory(prefix="zero-verify-") as temporary:
         folders = [Path(temporary, mode) for mode in MODES]
