@@ -139,7 +139,7 @@ def mistakes(rank: int, world_size: int) -> None:
     both = {"mics_shard_size": 2, "zero_hpz_partition_size": 2}
     for says, mesh, section in (
         ("size: 3 does not divide .* processes, 2", None, {"mics_shard_size": 3}),
-        ("hpz_partition_size is 4, which does not", None, {"zero_hpz_partition_size": 4}),
+        ("hpz_partition_size: 4 does not", None, {"zero_hpz_partition_size": 4}),
         (r"mics_shard_size \(or a mesh\) 2 and zero_hpz_partition_size 2", None, both),
         (r"\('cp',\).*'replicate', 'shard'", cp, {}),
         ("is 1, and the mesh's dimension shard has 2 ranks", shard, {"mics_shard_size": 1}),
