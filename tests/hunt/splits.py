@@ -2,8 +2,8 @@
 `batch_slices` give the numbers of plain torch, or refuse.
 
 A recipe is one of transformers' models with something of a script in it, or a loss of a script's.
-In the second step the last rank of an engine that adapts runs out of memory, in a forward and in a
-backward."""
+In the second step an engine that adapts runs out of memory, in a forward and in a backward: on the
+last rank, or on all of them where it may not be able to adapt."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ def _judge(drawn: Recipe, rank: int, world_size: int) -> tuple[bool, str]:
     places, engine = [], None
     if drawn.splits == "adapt":
         config["on_out_of_memory"] = "adapt"
-        if rank == world_size - 1:  # one row cannot be cut
+        if rank == world_size - 1 or drawn.change is not none:  # one row cannot be cut
             places = ["backward"] if drawn.loss is packed else ["forward", "backward"]
     else:
         config["activation_checkpointing"] = {"batch_slices": 3}
