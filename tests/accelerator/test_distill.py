@@ -1,7 +1,7 @@
 """The loss of a distillation does not make the host wait for the device.
 
 Counted on the simulated accelerator. transformers' models read from an attention mask whether
-anything is masked. Packed batches, which have no mask, have none of these waits."""
+anything is masked. Here are no masks."""
 
 from __future__ import annotations
 
@@ -31,23 +31,15 @@ STEPS = 3
 def waits_of_losses(
     rank: int, world_size: int, kind: str, options: dict[str, Any], folder: str
 ) -> list[int]:
-    """Train without masks. Return for each `compute_loss` how often the host has waited, but for
-    the waits of the two models' own forwards.
-    """
-    os.environ["ACCELERATE_TORCH_DEVICE"] = here = f"{device.NAME}:{rank}"
+    """Train without masks. Return for each `compute_loss` how often the host has waited."""
+    os.environ["ACCELERATE_TORCH_DEVICE"] = f"{device.NAME}:{rank}"
     make, waits = getattr(models, kind), []
-    data = models.sequences(12, 8, 8)
-    batch = {key: value.to(here) for key, value in whole_rows(data[:2]).items()}
-    own = device.waits()
-    for each in (make(16, 2, seed=1), make(32, 3, seed=2)):
-        each.to(here)(**batch)
-    own = device.waits() - own
 
     class Counting(DistillationTrainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             before = device.waits()
             loss = super().compute_loss(*args, **kwargs)
-            waits.append(device.waits() - before - own)
+            waits.append(device.waits() - before)
             return loss
 
     args = DistillationConfig(
@@ -56,6 +48,7 @@ def waits_of_losses(
         logging_steps=1, disable_tqdm=True, optim="sgd", **options,
     )  # fmt: skip
     both = make(16, 2, seed=1), make(32, 3, seed=2)
+    data = models.sequences(12, 8, 8)
     trainer = Counting(*both, args, train_dataset=data, data_collator=whole_rows)
     trainer.train()
     history = trainer.state.log_history
@@ -71,19 +64,19 @@ LAYERS = {"hidden_loss_weight": 0.1, "attn_relation_weight": 0.1}
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "options", "own"),
     [
-        ("llama", LAYERS | {"overlap_teacher": True}),
-        ("t5", {"top_k": 4, "temperature": 2.0}),
+        ("llama", LAYERS | {"overlap_teacher": True}, 2),
+        ("t5", {"top_k": 4, "temperature": 2.0}, 0),
     ],
     ids=["llama, layers, overlapping", "t5, top k"],
 )
-def test_a_loss_is_computed_without_a_wait(kind, options, tmp_path):
+def test_a_loss_is_computed_without_a_wait(kind, options, own, tmp_path):
     """Only in the first batch: there it is tested whether anything comes after the heads, and
-    whether the teacher predicts NaN.
+    whether the teacher predicts NaN. Each Llama itself asks whether its sequences are packed.
     """
     (waits,) = run_on(1, waits_of_losses, kind, options, str(tmp_path), simulated=True)
-    assert waits[0] > 0 and waits[1:] == [0] * (2 * STEPS - 1)
+    assert len(waits) == 2 * STEPS and waits[0] > own >= max(waits[1:])
 
 
 # -- the teacher beside the student

@@ -337,7 +337,7 @@ def _judge(drawn: Recipe, rank: int, world_size: int) -> tuple[bool, str]:
                 apart = float((param.detach() - value).abs().max())
                 if apart > 1e-4 * moved + 1e-7:  # the second is the rounding of a weight
                     return False, f"{drawn}: {name} is {apart:.2g} apart, and moved by {moved:.2g}"
-    except (UsageError, MemoryError) as error:
+    except (UsageError, MemoryError, torch.OutOfMemoryError) as error:
         text = str(error)
         said = "nothing more can be changed", "an input requires a gradient"
         is_named = isinstance(error, UsageError) or any(each in text for each in said)
