@@ -27,40 +27,58 @@ AWAY = {"offload_param": HOST, "offload_optimizer": {**HOST, "overlap_step": Fal
 OF_ROW = 4 * (WIDTH + WIDTH + 2 * WIDTH)
 
 
+WORDS, CHUNK = 512, 64
+
+
+class WithHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Model()
+        self.lm_head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for block in self.body.blocks:
+            x = block(x)
+        logits = self.lm_head(x).float()
+        return nn.functional.cross_entropy(logits.view(-1, WORDS), labels.flatten())
+
+
 def third_step(
-    rank: int, world_size: int, micro_batches: int, sections: dict[str, Any]
-) -> tuple[Counter[str], int, int]:
-    """Bytes moved by link, the most bytes on the device above those before the step, and how often
-    the host waited.
+    rank: int, world_size: int, micro_batches: int, sections: dict[str, Any], chunk: int = 0
+) -> tuple[Counter[str], int, int, float]:
+    """Bytes moved by link, the most bytes on the device above those before the step, how often the
+    host waited, and the loss. `chunk`: tokens of a chunk of logits, which a model with a head has.
     """
-    config = ds_config(
-        accumulation=micro_batches,
-        stage3_param_persistence_threshold=0,
-        stage3_max_reuse_distance=0,
-        **AWAY,
-        **sections,
-    )
-    tiers.LEAST_BYTES_IN_A_FILE = MIN_BYTES
+    tiers.LEAST_BYTES_IN_A_FILE, head.CHUNK_ELEMENTS_ELSEWHERE = MIN_BYTES, chunk * WORDS
+    keys = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    config = ds_config(accumulation=micro_batches, **keys, **AWAY, **sections)
     torch.manual_seed(0)
-    engine: zero.ZeroEngine = start(Model().to(device.NAME), config)[0]
-    rows = torch.randn(ROWS, WIDTH, device=device.NAME).chunk(micro_batches)
-    parts = [{"x": part} for part in rows]
+    made = (WithHead() if chunk else Model()).to(device.NAME)
+    engine: zero.ZeroEngine = start(made, config)[0]
+    shape = (ROWS // 64, 64) if chunk else (ROWS,)
+    rows = torch.randn(*shape, WIDTH, device=device.NAME).chunk(micro_batches)
+    labels = {"labels": torch.randint(WORDS, shape).to(device.NAME)} if chunk else {}
+    parts = [{"x": part} | labels for part in rows]
     for _ in range(2):
         step(engine, parts)
     moved, before = Counter(traffic.MOVED), torch.accelerator.memory_allocated()
     torch.accelerator.reset_peak_memory_stats()
     waits = device.waits()
-    step(engine, parts)
+    loss, *_ = step(engine, parts)
     waits = device.waits() - waits
     assert device.mistakes() == []
-    return traffic.MOVED - moved, torch.accelerator.max_memory_allocated() - before, waits
+    peak = torch.accelerator.max_memory_allocated() - before
+    return traffic.MOVED - moved, peak, waits, loss
 
 
 def test_weights_and_gradients_move_once_whatever_the_number_of_slices():
     whole = run_on(2, third_step, 1, {}, simulated=True)
     for slices in (4, 16):
         section = {"activation_checkpointing": {"batch_slices": slices, "trust_slices": True}}
-        for (moved, peak, waits), (once, most, waits_of_one) in zip(
+        for (moved, peak, waits, _), (once, most, waits_of_one, _) in zip(
             run_on(2, third_step, 1, section, simulated=True), whole, strict=True
         ):
             assert moved == once
@@ -89,59 +107,21 @@ def test_inputs_of_blocks_wait_in_host_memory_or_in_a_file(tmp_path):
     results = (BLOCKS + 1) * ROWS * 4 * WIDTH
     # Of those of all blocks, the device has that of the block that runs, and the next one.
     for away, links in ((on_host, (IN, OUT)), (in_file, (READ, WRITTEN))):
-        for (moved, peak, waits), (without, most, waits_without) in zip(away, kept, strict=True):
+        for (moved, peak, waits, _), (without, most, waits_without, _) in zip(
+            away, kept, strict=True
+        ):
             for link in links:
                 assert moved[link] == without[link] + results
             assert peak <= most - (BLOCKS - 2) * ROWS * 4 * WIDTH
             assert away is in_file or waits == waits_without
 
 
-WORDS, CHUNK = 512, 64
-
-
-class WithHead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = Model()
-        self.lm_head = nn.Linear(WIDTH, WORDS, bias=False)
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        for block in self.body.blocks:
-            x = block(x)
-        logits = self.lm_head(x).float()
-        return nn.functional.cross_entropy(logits.view(-1, WORDS), labels.flatten())
-
-
-def step_with_head(
-    rank: int, world_size: int, slices: int, chunk: int
-) -> tuple[Counter[str], int, float]:
-    """Bytes moved by link and the most bytes on the device in the third step, and its loss."""
-    head.CHUNK_ELEMENTS_ELSEWHERE = chunk * WORDS
-    section = {"batch_slices": slices, "trust_slices": True}
-    config = ds_config(
-        activation_checkpointing=section, stage3_param_persistence_threshold=0, **AWAY
-    )
-    torch.manual_seed(0)
-    engine: zero.ZeroEngine = start(WithHead().to(device.NAME), config)[0]
-    rows = torch.randn(ROWS // 64, 64, WIDTH, device=device.NAME)
-    labels = torch.randint(WORDS, (ROWS // 64, 64)).to(device.NAME)
-    for _ in range(2):
-        step(engine, [{"x": rows, "labels": labels}])
-    moved, before = Counter(traffic.MOVED), torch.accelerator.memory_allocated()
-    torch.accelerator.reset_peak_memory_stats()
-    (loss,) = step(engine, [{"x": rows, "labels": labels}])
-    assert device.mistakes() == []
-    return traffic.MOVED - moved, torch.accelerator.max_memory_allocated() - before, loss
-
-
 def test_no_tensor_of_all_tokens_and_words():
     logits = ROWS * WORDS * 4
-    whole = run_on(2, step_with_head, 4, ROWS, simulated=True)
-    chunks = run_on(2, step_with_head, 4, CHUNK, simulated=True)
-    for (moved, peak, loss), (once, most, expected) in zip(chunks, whole, strict=True):
+    section = {"activation_checkpointing": {"batch_slices": 4, "trust_slices": True}}
+    whole = run_on(2, third_step, 1, section, ROWS, simulated=True)
+    chunks = run_on(2, third_step, 1, section, CHUNK, simulated=True)
+    for (moved, peak, _, loss), (once, most, _, expected) in zip(chunks, whole, strict=True):
         assert moved == once  # the head is gathered as often
         assert most > 2 * logits
         # Inputs of all blocks and of the head; gradients of the head, summed and of one chunk; and

@@ -28,7 +28,7 @@ from tests.processes import run_on
 from zero.comm import traffic
 from zero.comm.traffic import IN, NETWORK, OUT
 from zero.config import load_config
-from zero.offload import activations, pinned, tiers
+from zero.offload import pinned, tiers
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import estimate
 
@@ -37,13 +37,9 @@ TORCH = str(Path(torch.__file__).parent)
 BLOCKS, WIDTH, ROWS = 3, 32, 4
 # Each block is a group, and is resharded between forward and backward.
 EVERY_UNIT = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
-NO_KERNEL = (
-    "aten.empty",
-    "aten.set_",
-    "aten.resize_",
-    "aten.detach",
-    "aten.lift_fresh",
-    "aten._local_scalar_dense",
+NO_KERNEL = tuple(
+    f"aten.{name}"
+    for name in ("empty", "set_", "resize_", "detach", "lift_fresh", "_local_scalar_dense")
 )
 
 
@@ -106,9 +102,7 @@ class Counting(TorchDispatchMode):
         if device.NAME in devices and not func.is_view and not name.startswith(NO_KERNEL):
             self.kernels[name] += 1
         if name.startswith("aten.empty"):
-            self.host_bytes += sum(
-                tensor.nbytes for tensor in results if tensor.device.type == "cpu"
-            )
+            self.host_bytes += sum(each.nbytes for each in results if each.device.type == "cpu")
         return out
 
     def _place(self) -> str | None:
@@ -127,10 +121,8 @@ class Counting(TorchDispatchMode):
 
 
 def _is_asynchronous(func: Any, args: tuple, kwargs: dict | None) -> bool:
-    given = dict(zip([each.name for each in func._schema.arguments], args, strict=False)) | (
-        kwargs or {}
-    )
-    return bool(given.get("non_blocking"))
+    names = [each.name for each in func._schema.arguments]
+    return bool((dict(zip(names, args, strict=False)) | (kwargs or {})).get("non_blocking"))
 
 
 @dataclass
@@ -151,29 +143,19 @@ class Counts:
     host_bytes: int
 
 
-def fifth_step(
-    rank: int, world_size: int, sections: dict[str, Any], least: int = activations.MIN_BYTES
-) -> Counts:
+def fifth_step(rank: int, world_size: int, sections: dict[str, Any]) -> Counts:
     """Count the fifth step: after backwards 1, 2, 4, 8, ... the ranks also agree on the order of
     reductions.
-
-    Args: least: bytes of the smallest activation that goes to the host.
     """
-    activations.MIN_BYTES = least
     torch.manual_seed(0)
     engine, _ = start(Model().to(device.NAME), ds_config(**EVERY_UNIT, **sections))
-    batch = {
-        "x": torch.randn(
-            ROWS, WIDTH, device=device.NAME, dtype=next(engine.module.parameters()).dtype
-        )
-    }
+    dtype = next(engine.module.parameters()).dtype
+    batch = {"x": torch.randn(ROWS, WIDTH, device=device.NAME, dtype=dtype)}
     for _ in range(4):
         step(engine, [batch])
     new_block = mock.Mock(side_effect=pinned.new_block)
-    with (
-        mock.patch.object(pinned, "new_block", new_block),
-        mock.patch("zero.offload.tiers.new_block", new_block),
-    ):
+    patched = mock.patch.object(tiers, "new_block", new_block)
+    with mock.patch.object(pinned, "new_block", new_block), patched:
         waits, moved = device.waits(), Counter(traffic.MOVED)
         with Counting() as forward:
             loss = engine(**batch)
@@ -202,9 +184,11 @@ GATHER = {"c10d._allgather_base_": 2 * BLOCKS - 1}
 # `_foreach_zero_` clears the padding at the end of the flat buffer.
 COPY_IN = {"aten._foreach_copy_": BLOCKS, "aten._foreach_zero_": BLOCKS}
 REDUCE = {"c10d._reduce_scatter_base_": BLOCKS}
-NORM = {
-    "optim/sharded_optimizer.py:_global_norm: aten._local_scalar_dense": 1
-}  # the one wait of the host in a step
+# The one wait of the host in a step.
+NORM = {"optim/sharded_optimizer.py:_global_norm: aten._local_scalar_dense": 1}
+
+
+KEPT_IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 
 @pytest.mark.parametrize(
@@ -213,10 +197,7 @@ NORM = {
         ({}, {}),
         ({"reduce_bucket_size": WIDTH * WIDTH}, {}),
         (SECTIONS[torch.bfloat16], {}),
-        (
-            SECTIONS[torch.bfloat16] | {"data_types": {"grad_accum_dtype": "fp32"}},
-            {"aten.copy_": BLOCKS},
-        ),
+        (SECTIONS[torch.bfloat16] | KEPT_IN_FP32, {"aten.copy_": BLOCKS}),
     ],
     ids=["fp32", "a bucket smaller than a block", "bf16", "bf16 kept in fp32"],
 )
@@ -227,10 +208,8 @@ def test_a_block_has_three_collectives_and_two_copies(sections, copy_out):
     """
     for found in run_on(2, fifth_step, sections, simulated=True):
         # Not compared phase by phase: the forward already starts gathers for the backward.
-        assert (
-            found.kernels["forward"] + found.kernels["backward"]
-            == GATHER | COPY_IN | REDUCE | copy_out
-        )
+        kernels = found.kernels["forward"] + found.kernels["backward"]
+        assert kernels == GATHER | COPY_IN | REDUCE | copy_out
         assert found.kernels["step"]["aten._foreach_norm"] == 1
         assert (found.syncs, found.waits) == (NORM, 1)
 
@@ -265,41 +244,17 @@ def test_offload_allocates_no_host_memory_after_the_first_steps_and_blocks_for_t
             device.NAME: gathers * weight * found.shard_numel,
             "cpu": weight * found.shard_numel,
         }
-        predicted = estimate(
-            Model(), load_config(ds_config(**EVERY_UNIT, **sections)), Question(2)
-        ).traffic.links
+        config = load_config(ds_config(**EVERY_UNIT, **sections))
+        predicted = estimate(Model(), config, Question(2)).traffic.links
         assert copied == {device.NAME: predicted[IN].total(), "cpu": predicted[OUT].total()}
-        assert found.moved == Counter(
-            {link: predicted[link].total() for link in (IN, OUT, NETWORK)}
-        )
-
-
-def test_each_activation_goes_to_the_host_once_and_comes_back_once():
-    """The result of a block's ReLU is saved twice: by the ReLU and by the layer after it.
-
-    The host does not wait.
-    """
-    section = {"activation_checkpointing": {"cpu_checkpointing": True}}
-    of_block = ROWS * 4 * (WIDTH + WIDTH + 2 * WIDTH)  # the inputs of norm, up and down
-    saved = BLOCKS * of_block + ROWS * 4 * WIDTH  # and that of the square
-    for found in run_on(2, fifth_step, section, ROWS * 4 * WIDTH, simulated=True):
-        copied = {
-            where: nbytes
-            for (file, where), nbytes in found.copied.items()
-            if file == "offload/activations.py"
-        }
-        assert copied == {"cpu": saved, device.NAME: saved}
-        assert found.moved[IN] == found.moved[OUT] == saved
-        assert found.syncs == NORM
+        assert found.moved == {link: predicted[link].total() for link in (IN, OUT, NETWORK)}
 
 
 def with_files(rank: int, world_size: int, folder: str) -> Counts:
     tiers.LEAST_BYTES_IN_A_FILE = 1
     away = {"device": "nvme", "nvme_path": folder}
-    files = {
-        "offload_param": {**away, "max_in_cpu": 0},
-        "offload_optimizer": {**away, "overlap_step": False},
-    }
+    files = {"offload_param": away | {"max_in_cpu": 0}}
+    files["offload_optimizer"] = away | {"overlap_step": False}
     return fifth_step(rank, world_size, files)
 
 

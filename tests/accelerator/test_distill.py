@@ -1,114 +1,82 @@
 """The loss of a distillation does not make the host wait for the device.
 
-Counted on the simulated accelerator, by the waits that it counts itself, and by the operations that
-make the host wait on a real one, because the shape or the value of their result is not known
-before. transformers' models read from an attention mask whether anything is masked. These waits are
-theirs, and packed batches, which have no mask, have none of them."""
+Counted on the simulated accelerator. transformers' models read from an attention mask whether
+anything is masked. Here are no masks."""
 
 from __future__ import annotations
 
 import os
-import tempfile
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from distill.batch import Batch
 from distill.config import DistillationConfig
 from distill.fused import Recipe
 from distill.heads import install_task_head
 from distill.objective import HeadLoss
-from distill.teacher import LiveTeacher, TeacherStream
+from distill.teacher import LiveTeacher
 from distill.trainer import DistillationTrainer
 from tests.accelerator import device
-from tests.accelerator.test_counts import Counting
 from tests.dist.training import ds_config, start
 from tests.distill import models
 from tests.parity.test_offload import NVME
 from tests.processes import run_on
 from zero.offload import tiers
 
-TRANSFORMERS = Path(transformers.__file__).parent
 STEPS = 3
 
 
-class WaitingOperations(Counting):
-    """Counts the operations on the device for which the host waits, by the folder of the package
-    that calls torch.
-    """
-
-    waiting = ("aten.nonzero", "aten.masked_select", "aten._local_scalar_dense", "aten.unique")
-
-    def name_of(self, file: Path, function: str) -> str:
-        package = TRANSFORMERS if TRANSFORMERS in file.parents else file.parent
-        return package.name
-
-    @property
-    def counts(self) -> Counter[str]:
-        found = Counter[str]()
-        for place, number in self.syncs.items():
-            found[place.partition(":")[0]] += number
-        return found
-
-
 def waits_of_losses(
-    rank: int, world_size: int, kind: str, options: dict[str, Any]
-) -> list[tuple[int, Counter[str]]]:
-    """Train. Return for each `compute_loss` the waits of the device, and those by caller."""
+    rank: int, world_size: int, kind: str, options: dict[str, Any], folder: str
+) -> list[int]:
+    """Train without masks. Return for each `compute_loss` how often the host has waited."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = f"{device.NAME}:{rank}"
-    waits = []
+    make, waits = getattr(models, kind), []
 
     class Counting(DistillationTrainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             before = device.waits()
-            with WaitingOperations() as operations:
-                loss = super().compute_loss(*args, **kwargs)
-            waits.append((device.waits() - before, operations.counts))
+            loss = super().compute_loss(*args, **kwargs)
+            waits.append(device.waits() - before)
             return loss
 
-    make = getattr(models, kind)
-    with tempfile.TemporaryDirectory() as folder:
-        args = DistillationConfig(
-            output_dir=folder, max_steps=STEPS, per_device_train_batch_size=2,
-            gradient_accumulation_steps=2, report_to="none", save_strategy="no",
-            logging_steps=1, disable_tqdm=True, optim="sgd", **options,
-        )  # fmt: skip
-        data = models.pairs(12) if kind == "t5" else models.sequences(12)
-        trainer = Counting(
-            make(16, 2, seed=1), make(32, 3, seed=2), args,
-            train_dataset=data, data_collator=models.Pad(),
-        )  # fmt: skip
-        trainer.train()
-        history = trainer.state.log_history
-        assert all(entry["kd_loss"] > 0 for entry in history if "loss" in entry)
+    args = DistillationConfig(
+        output_dir=folder, max_steps=STEPS, per_device_train_batch_size=2,
+        gradient_accumulation_steps=2, report_to="none", save_strategy="no",
+        logging_steps=1, disable_tqdm=True, optim="sgd", **options,
+    )  # fmt: skip
+    both = make(16, 2, seed=1), make(32, 3, seed=2)
+    data = models.sequences(12, 8, 8)
+    trainer = Counting(*both, args, train_dataset=data, data_collator=whole_rows)
+    trainer.train()
+    history = trainer.state.log_history
+    assert all(entry["kd_loss"] > 0 for entry in history if "loss" in entry)
     return waits
+
+
+def whole_rows(examples: list[dict]) -> dict[str, torch.Tensor]:
+    return {key: torch.tensor([each[key] for each in examples]) for key in ("input_ids", "labels")}
 
 
 LAYERS = {"hidden_loss_weight": 0.1, "attn_relation_weight": 0.1}
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "options", "own"),
     [
-        ("llama", LAYERS | {"overlap_teacher": True}),
-        ("t5", {"top_k": 4, "temperature": 2.0}),
+        ("llama", LAYERS | {"overlap_teacher": True}, 2),
+        ("t5", {"top_k": 4, "temperature": 2.0}, 0),
     ],
     ids=["llama, layers, overlapping", "t5, top k"],
 )
-def test_a_loss_is_computed_without_a_wait(kind, options):
+def test_a_loss_is_computed_without_a_wait(kind, options, own, tmp_path):
     """Only in the first batch: there it is tested whether anything comes after the heads, and
-    whether the teacher predicts NaN.
+    whether the teacher predicts NaN. Each Llama itself asks whether its sequences are packed.
     """
-    (waits,) = run_on(1, waits_of_losses, kind, options, simulated=True)
-    assert len(waits) == 2 * STEPS
-    assert waits[0][1]["distill"] == 3
-    for of_device, of_callers in waits[1:]:
-        assert set(of_callers) <= {"transformers"}
-        assert of_device == of_callers.total()
+    (waits,) = run_on(1, waits_of_losses, kind, options, str(tmp_path), simulated=True)
+    assert len(waits) == 2 * STEPS and waits[0] > own >= max(waits[1:])
 
 
 # -- the teacher beside the student
@@ -191,13 +159,3 @@ def test_a_teacher_beside_the_student_changes_nothing(tmp_path, world_size, sect
         assert beside[0] == alone[0]
         # In the first batches the host waits: it tests the teacher's predictions and weights.
         assert alone[1] == [0] * STEPS and beside[1][-1] >= least
-
-
-def without_waiting(rank: int, world_size: int, folder: str) -> None:
-    TeacherStream.wait = LiveTeacher._check = lambda *_: None
-    distilled(rank, world_size, folder, HOST, True)
-
-
-def test_a_loss_that_does_not_wait_for_the_teacher_is_found(tmp_path):
-    with pytest.raises(RuntimeError, match="nothing orders them"):
-        run_on(1, without_waiting, str(tmp_path), simulated=True)

@@ -5,22 +5,21 @@ Without offload, torch updates the weights, so the bits are equal. Offloaded sta
 `adam_cpu`, which computes the last elements of tensors otherwise. So its numbers equal plain
 torch's within rounding, and have the same bits on every tier."""
 
-import contextlib
-import io
-import math
 import os
-import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import zero
 from tests.accelerator import device
+from tests.accelerator.test_scenarios import on_own_device
 from tests.dist.checkpoint.test_checkpoint import load_train, train_save_train
 from tests.dist.training import (
     Curve,
@@ -31,13 +30,12 @@ from tests.dist.training import (
     curve_on,
     ds_config,
     relative,
-    split,
     start,
     step,
     train_in_slices,
     train_zero,
 )
-from tests.parity.models import VOCABULARY, batches, build
+from tests.parity.models import VOCABULARY, batches, build, sharded
 from tests.parity.test_fp32 import SMALL
 from tests.parity.test_mixed_precision import SECTIONS
 from tests.parity.test_offload import BOTH, NVME
@@ -46,77 +44,56 @@ from tests.processes import run_on
 from tests.tolerance import rounding
 from zero.checkpoint.training import wait_for_background_saves
 from zero.comm import communicator as comm
-from zero.comm import world
-from zero.core.optimizer_shard import OptimizerShard
-from zero.device import new_stream
-from zero.offload import activations, pinned, tiers
-from zero.optim.sharded_optimizer import NonFiniteGradientError
+from zero.offload import pinned, tiers
 
 STEPS = 4
 # A function that changes something in the process before the engine is made.
 Prepare = Callable[[], None]
 
 
-def plain(
-    rank: int, world_size: int, ranks: int, accumulation: int, dtype: torch.dtype | None
-) -> Curve:
+def t5(prepare: Prepare | None = None) -> nn.Module:
+    """On the device, after `prepare` has been called."""
+    tiers.LEAST_BYTES_IN_A_FILE = 1
+    if prepare is not None:
+        prepare()
+    return build("t5").to(device.NAME)
+
+
+def plain(rank: int, world_size: int, ranks: int, options: dict) -> Curve:
     data = [
         {name: value.to(device.NAME) for name, value in batch.items()}
         for batch in batches("t5", STEPS)
     ]
-    model = build("t5").to(device.NAME)
-    curve = train_in_slices(model, data, ranks, accumulation, dtype=dtype)
+    curve = train_in_slices(t5(), data, ranks, **options)
     curve.weights = {name: value.cpu() for name, value in curve.weights.items()}
     return curve
 
 
-def engine_with(
-    folder: str, sections: dict, accumulation: int = 1, saves: bool = False, make: Make = adamw
-) -> zero.ZeroEngine:
-    tiers.LEAST_BYTES_IN_A_FILE = 1
+def config_of(folder: object, accumulation: int = 1, **sections: Any) -> dict[str, Any]:
     sections = {
-        key: value | {"nvme_path": folder} if "offload" in key else value
+        key: value | {"nvme_path": str(folder)} if "offload" in key else value
         for key, value in sections.items()
     }
-    config = ds_config(accumulation=accumulation, **{**SMALL, "sub_group_size": 20000, **sections})
-    config["checkpoint"] = {"async_save": saves}
-    engine, _ = start(build("t5").to(device.NAME), config, make=make)
+    return ds_config(accumulation=accumulation, **{**SMALL, "sub_group_size": 20000, **sections})
+
+
+def engine_with(folder: str, sections: dict, make: Make = adamw) -> zero.ZeroEngine:
+    engine, _ = start(t5(), config_of(folder, **sections), make=make)
     assert engine.comm.device == torch.device(device.NAME, engine.comm.rank)
     return engine
 
 
-def sharded(
-    rank: int, world_size: int, folder: str, sections: dict, accumulation: int, prepare: Prepare
-) -> Curve:
-    prepare()
-    engine = engine_with(folder, sections, accumulation)
-    curve = train_zero(engine, batches("t5", STEPS))
-    engine.destroy()
-    assert torch.accelerator.max_memory_allocated(1 - rank) == 0, (
-        "memory of the other rank's device was used"
-    )
-    return curve
-
-
-def as_it_is() -> None:
-    """Change nothing."""
-
-
 @cache
-def expected(ranks: int, accumulation: int, dtype: torch.dtype | None) -> Curve:
-    return curve_on(1, plain, ranks, accumulation, dtype, simulated=True)
+def expected(ranks: int, accumulation: int, dtype: torch.dtype | None = None) -> Curve:
+    options = {"accumulation": accumulation, "dtype": dtype}
+    return curve_on(1, plain, ranks, options, simulated=True)
 
 
 def found(
-    world_size: int,
-    folder: object,
-    accumulation: int = 1,
-    prepare: Prepare = as_it_is,
-    **sections: object,
+    ranks: int, folder: object, accumulation: int = 1, prepare: Prepare | None = None, **keys: Any
 ) -> Curve:
-    return curve_on(
-        world_size, sharded, str(folder), sections, accumulation, prepare, simulated=True
-    )
+    given = partial(t5, prepare), batches("t5", STEPS), config_of(folder, accumulation, **keys), {}
+    return curve_on(ranks, on_own_device, sharded, *given, simulated=True)
 
 
 @pytest.mark.parametrize(
@@ -134,12 +111,11 @@ def beside_gloo(rank: int, world_size: int) -> Curve:
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    curve = train_zero(engine_with("", {}), batches("t5", STEPS))
-    return curve
+    return train_zero(engine_with("", {}), batches("t5", STEPS))
 
 
 def test_a_process_group_of_gloo_does_not_keep_the_engine_from_its_device(tmp_path):
-    assert_same_training(curve_on(2, beside_gloo, simulated=True), expected(2, 1, None))
+    assert_same_training(curve_on(2, beside_gloo, simulated=True), expected(2, 1))
 
 
 def on_apple(rank: int, world_size: int) -> list[str]:
@@ -170,59 +146,12 @@ OFFLOADS = {
 @pytest.mark.parametrize(("world_size", "case"), [(1, "optimizer"), (2, "both"), (2, "files")])
 def test_offload_is_free_of_mistakes_and_changes_nothing(tmp_path, world_size, case):
     """With one rank, `test_offload` has the other places."""
-    curve, plain = found(world_size, tmp_path, 2, **OFFLOADS[case]), expected(world_size, 2, None)
+    curve, plain = found(world_size, tmp_path, 2, **OFFLOADS[case]), expected(world_size, 2)
     longest = max(value.numel() for value in plain.weights.values())
     assert relative(curve.mean_losses(), plain.mean_losses()) <= rounding(
         torch.float32, VOCABULARY, STEPS
     )
     assert relative(curve.norms, plain.norms) <= rounding(torch.float32, longest, STEPS)
-
-
-def one_sum(rank: int, world_size: int) -> float:
-    """Return the mean of 1 and 2^-9. bf16 cannot represent their sum."""
-    device = world.compute_device()
-    full = torch.full(
-        (2 * world_size,), 2.0**-9 if rank else 1.0, dtype=torch.bfloat16, device=device
-    )
-    out = torch.empty(2, device=device)
-    comm.communicator().reduce_scatter(out, full, False).wait()
-    return out[0].item() * comm.communicator().mean_factor
-
-
-def test_gloos_messages_are_added_in_fp32_and_a_devices_in_their_own_dtype():
-    assert run_on(2, one_sum) == [(1 + 2.0**-9) / 2] * 2
-    assert run_on(2, one_sum, simulated=True) == [0.5] * 2
-
-
-def late_updates(rank: int, world_size: int) -> list[tuple[str, int, bool]]:
-    """Return where weights are updated: the thread, the device, and whether on the default
-    stream.
-    """
-    engine, places = engine_with("", {"offload_optimizer": {"device": "cpu"}}), set()
-    round_into_shard = OptimizerShard.round_into_shard
-
-    def recorded(self, start, values):
-        here = torch.accelerator.current_stream()
-        places.add(
-            (
-                threading.current_thread().name,
-                here.device_index,
-                here.stream_id < device.device_count(),
-            )
-        )
-        return round_into_shard(self, start, values)
-
-    with mock.patch.object(OptimizerShard, "round_into_shard", recorded):
-        for batch in batches("t5", STEPS)[:2]:
-            step(engine, split(batch, world_size)[rank : rank + 1])
-        engine.optimizer.wait()
-    return sorted(places)
-
-
-def test_late_updates_run_on_a_stream_of_their_own_on_their_ranks_device():
-    for rank, places in enumerate(run_on(2, late_updates, simulated=True)):
-        # Persistent groups are updated inside the step.
-        assert places == [("MainThread", rank, True), ("zero optimizer", rank, False)]
 
 
 def host_memory(rank: int, world_size: int) -> None:
@@ -310,26 +239,8 @@ def out_of_memory(rank: int, world_size: int) -> list[float]:
 
 
 def test_after_an_error_for_lack_of_memory_training_goes_on(tmp_path):
-    assert [[loss] for loss in run_on(1, out_of_memory, simulated=True)[0]] == expected(
-        1, 1, None
-    ).losses
-
-
-def lines_at_the_start(rank: int, world_size: int) -> list[bool]:
-    """Return whether the table says that offload may not be needed, on a large and on a small
-    device.
-    """
-    found = []
-    for limit in (1 << 30, 1 << 20):
-        device.set_limit(limit)
-        with contextlib.redirect_stderr(io.StringIO()) as printed:
-            engine_with("", HOST).destroy()
-        found.append("offload may not be needed: weights, gradients and" in printed.getvalue())
-    return found
-
-
-def test_the_table_at_the_start_says_where_offload_may_not_be_needed():
-    assert run_on(1, lines_at_the_start, simulated=True)[0] == [True, False]
+    losses = run_on(1, out_of_memory, simulated=True)[0]
+    assert [[loss] for loss in losses] == expected(1, 1).losses
 
 
 def without_registration() -> None:
@@ -337,21 +248,12 @@ def without_registration() -> None:
     del device.cudart
 
 
-def test_memory_that_torch_pins_gives_the_same_bits(tmp_path):
-    assert_equal(
-        found(1, tmp_path, prepare=without_registration, **HOST), found(1, tmp_path, **HOST)
-    )
+ACTIVATIONS = {"activation_checkpointing": {"cpu_checkpointing": True}}
 
 
-def even_the_smallest() -> None:
-    activations.MIN_BYTES = 1
-
-
-def test_activations_on_the_host_change_nothing(tmp_path):
-    section = {"activation_checkpointing": {"cpu_checkpointing": True}}
-    assert_equal(
-        found(1, tmp_path, prepare=even_the_smallest, **HOST, **section), found(1, tmp_path, **HOST)
-    )
+@pytest.mark.parametrize(("prepare", "keys"), [(without_registration, {}), (None, ACTIVATIONS)])
+def test_other_pinned_memory_and_activations_on_the_host_change_no_bit(tmp_path, prepare, keys):
+    assert_equal(found(1, tmp_path, prepare=prepare, **HOST, **keys), found(1, tmp_path, **HOST))
 
 
 def saved_on_the_way(
@@ -360,7 +262,8 @@ def saved_on_the_way(
     """Return the losses with an asynchronous save after each step, and the last of them again,
     resumed from a save.
     """
-    engine, losses = engine_with(folder, sections, saves=True), []
+    saves = {"checkpoint": {"async_save": True}}
+    engine, losses = engine_with(folder, sections | saves), []
     for number, batch in enumerate(batches("t5", STEPS)):
         losses += step(engine, [batch])
         engine.save_checkpoint(folder, tag=str(number))
@@ -376,63 +279,5 @@ def saved_on_the_way(
 @pytest.mark.parametrize("sections", [{}, HOST], ids=["on the device", "offloaded"])
 def test_asynchronous_saves_hold_their_step_and_change_nothing(tmp_path, sections):
     losses, repeated = run_on(1, saved_on_the_way, str(tmp_path), sections, simulated=True)[0]
-    assert [losses] == [
-        [loss for of_step in found(1, tmp_path, **sections).losses for loss in of_step]
-    ]
+    assert [[loss] for loss in losses] == found(1, tmp_path, **sections).losses
     assert repeated == losses[2:]
-
-
-# -- mistakes planted in the engine
-
-
-def gradients_are_not_awaited() -> None:
-    """Adam on the host reads gradients before their copies are done."""
-    copy_out = tiers._copy_out
-    tiers._copy_out = lambda *args: tiers.Pending(keep=copy_out(*args).keep)
-
-
-def gradients_leave_too_early() -> None:
-    """The stream that copies gradients to the host waits for the wrong stream."""
-    tiers.compute_stream = new_stream
-
-
-def weights_come_too_early() -> None:
-    """The stream that copies weights to the device and the stream that uses them do not wait for
-    each other.
-    """
-    comm.compute_stream = new_stream
-
-
-def collectives_are_not_awaited() -> None:
-    comm.Pending._wait_for_works = lambda self: None
-
-
-def with_mistake(
-    rank: int, world_size: int, folder: str, prepare: Prepare
-) -> tuple[list[str], list[float]]:
-    engine = engine_with(folder, HOST)
-    prepare()
-    losses = []
-    with contextlib.suppress(NonFiniteGradientError):
-        for batch in batches("t5", STEPS)[:3]:
-            losses += step(engine, split(batch, world_size)[rank : rank + 1])
-    torch.accelerator.synchronize()
-    return device.mistakes(), losses
-
-
-RACES = [
-    (1, gradients_leave_too_early),
-    (1, weights_come_too_early),
-    (2, collectives_are_not_awaited),
-]
-
-
-@pytest.mark.parametrize("world_size, prepare", RACES)
-def test_a_missing_wait_in_the_engine_is_found(tmp_path, world_size, prepare):
-    texts, _ = run_on(world_size, with_mistake, str(tmp_path), prepare, simulated=True)[0]
-    assert [text for text in texts if "nothing orders them" in text], texts
-
-
-def test_a_host_that_does_not_wait_for_gradients_computes_with_nan(tmp_path):
-    _, losses = run_on(1, with_mistake, str(tmp_path), gradients_are_not_awaited, simulated=True)[0]
-    assert not all(math.isfinite(loss) for loss in losses), losses

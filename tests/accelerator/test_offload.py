@@ -12,7 +12,7 @@ import zero
 from tests.dist.training import Curve, assert_equal, curve_on, ds_config, start, step
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
-from tests.parity.test_offload import BOTH, NVME, offloaded
+from tests.parity.test_offload import BOTH, CPU, FILES, NVME, keys_of, offloaded
 from tests.processes import run_on
 
 ON_GPU = [
@@ -24,14 +24,12 @@ DEVICES = [
     pytest.param({"simulated": True}, id="simulated"),
     pytest.param({"gpu": True}, id="gpu", marks=ON_GPU),
 ]
+PAGEABLE = CPU | {"pin_memory": False}
 CASES = {
-    "parameters": ({"device": "cpu"}, {}),
-    "both": ({"device": "cpu"}, {"device": "cpu"}),
-    "both, pageable": (
-        {"device": "cpu", "pin_memory": False},
-        {"device": "cpu", "pin_memory": False},
-    ),
-    "files": (NVME, {"device": "nvme", **BOTH}),
+    "parameters": (CPU, None),
+    "both": (CPU, CPU),
+    "both, pageable": (PAGEABLE, PAGEABLE),
+    "files": (NVME, FILES | BOTH),
 }
 
 
@@ -61,11 +59,10 @@ def assert_same_bits(device: dict, folder: object, case: str, sleeps: bool = Fal
     """Compare with a run that updates on the same processor: CPU and GPU do not round Adam's update
     alike.
     """
-    param, optimizer = CASES[case]
-    same = ({"device": "cpu"}, {"device": "cpu", "overlap_step": False}) if optimizer else ({}, {})
-    given = asleep, sleeps, str(folder), torch.float32, param, optimizer, {}
-    expected = curve_on(1, offloaded, str(folder), torch.float32, *same, {}, **device)
-    assert_equal(curve_on(1, *given, **device), expected)
+    same = (CPU, CPU | {"overlap_step": False}) if CASES[case][1] else (None, None)
+    given, expected = (keys_of(*each) for each in (CASES[case], same))
+    found = curve_on(1, asleep, sleeps, str(folder), torch.float32, given, **device)
+    assert_equal(found, curve_on(1, offloaded, str(folder), torch.float32, expected, **device))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -94,9 +91,8 @@ def relocated(rank: int, world_size: int, stage: int, moves: bool) -> list[float
             before = torch.accelerator.memory_allocated()
             engine.offload_states()
             assert before - torch.accelerator.memory_allocated() > 0.9 * states
-            assert {shard.master.device.type for shard in engine.optimizer.shards.values()} == {
-                "cpu"
-            }
+            places = {shard.master.device.type for shard in engine.optimizer.shards.values()}
+            assert places == {"cpu"}
             engine.reload_states()
             assert torch.accelerator.memory_allocated() > before - 0.1 * states
     return losses
@@ -105,9 +101,8 @@ def relocated(rank: int, world_size: int, stage: int, moves: bool) -> list[float
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_states_leave_the_device_and_come_back(device, stage):
-    assert run_on(1, relocated, stage, True, **device) == run_on(
-        1, relocated, stage, False, **device
-    )
+    moved, usual = (run_on(1, relocated, stage, moves, **device) for moves in (True, False))
+    assert moved == usual
 
 
 def frozen_relocated(rank: int, world_size: int, stage: int) -> list[list[float]]:
@@ -117,10 +112,8 @@ def frozen_relocated(rank: int, world_size: int, stage: int) -> list[list[float]
     batch = {name: here(value) for name, value in batches("llama", 1)[0].items()}
     model = here(build("llama").requires_grad_(False))
     numel = sum(param.numel() for param in model.parameters())
-    engine = zero.initialize(
-        model=model, config=ds_config(**SMALL, bf16={"enabled": True}, stage=stage)
-    )[0]
-    engine.eval()
+    config = ds_config(**SMALL, bf16={"enabled": True}, stage=stage)
+    engine = zero.initialize(model=model, config=config)[0].eval()
     found = []
     for _ in range(2):
         with torch.no_grad():
@@ -149,25 +142,3 @@ def test_a_frozen_model_leaves_the_device_and_comes_back(device, stage, world_si
     for first, second in run_on(world_size, frozen_relocated, stage, **device):
         assert first[0] == second[0]
         assert max(first[1], second[1]) < 0.01
-
-
-def kept(rank: int, world_size: int, ratio: float) -> tuple[set[str], set[str]]:
-    """The devices of all shards and of their gradients after a step, whose updates on the host may
-    be under way.
-    """
-    offload = {
-        "offload_param": {"device": "cpu"},
-        "offload_optimizer": {"device": "cpu", "ratio": ratio},
-    }
-    engine, _ = start(here(build("t5")), ds_config(**SMALL | offload))
-    step(engine, batches("t5", 1))
-    shards = engine.optimizer.shards.values()
-    return {each.tier.device.type for each in shards}, {
-        each.grad.device.type for each in shards if each.grad is not None
-    }
-
-
-@pytest.mark.parametrize(("ratio", "places"), [(0.0, 1), (0.5, 2)])
-def test_gradients_on_the_device_are_freed_after_the_step(ratio, places):
-    found, gradients = run_on(1, kept, ratio, simulated=True)[0]
-    assert len(found) == places and gradients == found & {"cpu"}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zero
 from tests.accelerator import device
@@ -20,17 +21,12 @@ from tests.dist.optim import test_moments as coded
 from tests.dist.optim import test_schedule_free as free
 from tests.dist.optim import test_without_masters as bf16
 from tests.dist.training import (
-    Curve,
     assert_equal,
     assert_same_weights,
     curve_on,
     ds_config,
     relative,
-    start,
-    step,
-    together,
     train_plain,
-    train_zero,
 )
 from tests.parity import test_experts as experts
 from tests.parity import test_experts_stay as experts_stay
@@ -38,7 +34,7 @@ from tests.parity import test_hybrid as hybrid
 from tests.parity import test_pipeline as pipeline
 from tests.parity import test_sequence as sequence
 from tests.parity import test_tensor_parallel as tensor
-from tests.parity.models import batches, build
+from tests.parity.models import batches, sharded
 from tests.processes import run_on
 from zero.offload import activations
 
@@ -51,93 +47,54 @@ def on_own_device(rank: int, world_size: int, train: Callable, *args: Any) -> An
     return found
 
 
-# -- compressed communication, by the device's own collectives
+# -- compressed communication by the device's own collectives, groups of ranks, experts in slices
 
-HOST = {"offload_param": {"device": "cpu"}, "stage3_max_reuse_distance": 0}
-
-
-def compressed(rank: int, world_size: int, settings: dict, machine: int | None = None) -> Curve:
-    """`machine`: how many ranks a machine has."""
-    if machine is not None:
-        os.environ["LOCAL_WORLD_SIZE"] = str(machine)
-    engine, _ = start(model(), ds_config(**WHOLE, **settings))
-    curve = train_zero(engine, data(4))
-    curve.weights = {name: value.cpu() for name, value in curve.weights.items()}
-    engine.destroy()
-    return curve
+HOST = {"offload_param": {"device": "cpu"}}
+EACH_USE = HOST | {"stage3_max_reuse_distance": 0}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {**WEIGHTS, **GRADIENTS, **HOST},
-        {**WEIGHTS, **FOUR_BITS, "accumulation": 2, "clip": 0.05},
-        {**GRADIENTS, "stage": 0},
-    ],
-    ids=["parameters in host memory", "4 bits", "stage 0"],
-)
-def test_compressed_training_has_the_bits_of_gloo(settings):
-    """Of two ranks: their mean is half of the sum, which no rounding changes."""
-    found = curve_on(2, on_own_device, compressed, settings, simulated=True)
-    assert_equal(found, curve_on(2, compressed, settings))
+def on_machines(size: int) -> nn.Module:
+    """So many ranks of a machine sum first, beside the compute stream."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(size)
+    return model()
 
 
-def test_two_machines_have_the_bits_of_gloo():
-    """The ranks of a machine sum first, beside the compute stream. Of four ranks: as above."""
-    settings = {**GRADIENTS, "accumulation": 2, "clip": 0.05}
-    found = curve_on(4, compressed, settings, 2, simulated=True)
-    assert_equal(found, curve_on(4, compressed, settings, 2))
-    assert found.losses != curve_on(4, compressed, settings, simulated=True).losses
+def is_sliced(engine: zero.ZeroEngine) -> None:
+    assert len(engine._sliced) == 2
 
 
-# -- shards over groups of ranks
+SUMS = {"accumulation": 2, "clip": 0.05}
+GROUPS = hybrid.SMALL | {"accumulation": hybrid.ACCUMULATION, "clip": hybrid.CLIP}
+MIXTRAL = partial(experts.build, "mixtral", "eager")
+SLICED = experts.NOTHING_PERSISTS | {"stage3_max_live_parameters": experts.EXPERTS_NUMEL // 2}
+# Ranks, a model, keys and how. The mean of two or of four is a part of a sum, which no rounding
+# changes: where gradients are coded, their sums have the bits of gloo.
+CASES: dict[str, tuple[int, Any, dict, dict]] = {
+    "codes of weights": (2, model, {**WHOLE, **WEIGHTS, **GRADIENTS, **EACH_USE}, {}),
+    "codes of 4 bits": (2, model, {**WHOLE, **WEIGHTS, **FOUR_BITS, **SUMS}, {}),
+    "codes at stage 0": (2, model, {**WHOLE, **GRADIENTS, "stage": 0}, {}),
+    "codes of machines": (4, partial(on_machines, 2), {**WHOLE, **GRADIENTS, **SUMS}, {}),
+    "MiCS": (4, "llama", GROUPS | {"mics_shard_size": 2}, {}),
+    "MiCS, whole tensors": (
+        4,
+        "llama",
+        GROUPS | {"mics_shard_size": 2, "stage": 2},
+        {"make": hybrid.OPTIMIZERS["torch's Adafactor"]},
+    ),
+    "MiCS on the host": (2, "llama", GROUPS | HOST | {"mics_shard_size": 1}, {}),
+    "hpZ": (4, "llama", GROUPS | EACH_USE | hybrid.SECOND, {}),
+    "experts in slices": (2, MIXTRAL, SLICED | HOST, {"look": is_sliced}),
+}
 
 
-def with_second_shards(rank: int, world_size: int) -> Curve:
-    keys = hybrid.WAYS["hpZ"] | hybrid.EACH_USE | HOST
-    config = ds_config(clip=hybrid.CLIP, accumulation=hybrid.ACCUMULATION, **keys)
-    return train_zero(start(build("llama"), config)[0], batches("llama", hybrid.STEPS))
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "ranks", "size", "section"),
-    [
-        ("AdamW", 4, 2, {}),
-        ("torch's Adafactor", 4, 2, {"stage": 2}),
-        ("AdamW", 2, 1, {"offload_param": {"device": "cpu"}}),
-        ("AdamW", 4, None, {}),
-    ],
-    ids=["MiCS", "whole tensors", "host", "hpZ"],
-)
-def test_groups_of_ranks(optimizer, ranks, size, section, tmp_path):
-    given = hybrid.sharded, "llama", str(tmp_path), size, optimizer, {"": section}
-    train = given if size else (with_second_shards,)
-    of_ranks = run_on(ranks, on_own_device, *train, simulated=True)
-    curve = together([found[0] if size else found for found in of_ranks])
-    expected = hybrid.whole_batches("llama", optimizer)
-    assert relative(curve.mean_losses(), expected.mean_losses()) < 1e-6
-    assert relative(curve.norms, expected.norms) < 1e-6
-
-
-# -- experts in slices
-
-
-def sliced(rank: int, world_size: int, place: str) -> Curve:
-    settings = {
-        "stage3_max_live_parameters": experts.EXPERTS_NUMEL // 2,
-        "offload_param": {"device": "cpu"},
-    }
-    mixtral = experts.build("mixtral", "eager").to(place)
-    engine, _ = start(mixtral, ds_config(**experts.NOTHING_PERSISTS, **settings))
-    assert len(engine._sliced) == 2 and engine.comm.device.type == place
-    curve = train_zero(engine, experts.data())
-    curve.weights = {}
-    engine.destroy()
-    return curve
-
-
-def test_experts_in_slices_have_the_numbers_of_gloo():
-    found, expected = curve_on(2, sliced, device.NAME, simulated=True), curve_on(2, sliced, "cpu")
+@pytest.mark.parametrize("case", CASES)
+def test_the_numbers_are_those_of_gloo(case):
+    ranks, made, keys, how = CASES[case]
+    given = made, data(4) if "codes" in case else batches("llama", 3), ds_config(**keys), how
+    found = curve_on(ranks, on_own_device, sharded, *given, simulated=True)
+    expected = curve_on(ranks, sharded, *given)
+    if "codes" in case:
+        assert_equal(found, expected)
     assert relative(found.mean_losses(), expected.mean_losses()) < 1e-6
     assert relative(found.norms, expected.norms) < 1e-6
 
@@ -195,10 +152,8 @@ WHERE = {
 
 def on_the_device(ratio: float) -> dict[str, Any]:
     """All but this part of the state is on the device."""
-    return {
-        "offload_optimizer": {"device": "cpu", "ratio": ratio},
-        "stage3_param_persistence_threshold": 0,
-    }
+    offload = {"device": "cpu", "ratio": ratio}
+    return {"offload_optimizer": offload, "stage3_param_persistence_threshold": 0}
 
 
 @pytest.mark.parametrize(
@@ -210,11 +165,9 @@ def on_the_device(ratio: float) -> dict[str, Any]:
     ],
 )
 def test_bf16_without_masters(name, states, where, tmp_path):
+    given = bf16.trained, name, states, where
     found, expected = (
-        run_on(
-            ranks, bf16.trained, name, states, where, str(tmp_path / str(ranks)), simulated=True
-        )[0]
-        for ranks in (2, 1)
+        run_on(ranks, *given, str(tmp_path / str(ranks)), simulated=True)[0] for ranks in (2, 1)
     )
     assert_same_weights(found, expected)
 
@@ -228,10 +181,8 @@ def test_schedule_free(where, tmp_path):
 @pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
 def test_8_bit_moments_train_on_the_device_and_in_host_memory(ratio):
     sections = coded.CODED | on_the_device(ratio)
-    expected, found = (
-        run_on(2, coded.trained, sections, 8, simulated=simulated)[0] for simulated in (False, True)
-    )
-    assert relative(found[0], expected[0]) < 1e-3
+    given = 2, coded.trained, sections, 8
+    assert relative(run_on(*given, simulated=True)[0][0], run_on(*given)[0][0]) < 1e-3
 
 
 # -- parallel layers, pipelines, sequences
@@ -242,23 +193,6 @@ def test_layers_in_parts():
     section = {"activation_checkpointing": {"cpu_checkpointing": True}}
     cases = [("llama", tensor.NOTHING_PERSISTS | section), ("layers", {"stage": 1} | section)]
     tensor.compare(run_on(2, on_own_device, tensor.trained, cases, simulated=True), cases)
-
-
-def waits_of_a_step(rank: int, world_size: int) -> int:
-    config = ds_config() | {"tensor_parallel": {"autotp_size": 2}}
-    engine = tensor.start(tensor.build("llama"), config)
-    batch = {
-        name: value.to(engine.comm.device) for name, value in tensor.data_of("llama")[0].items()
-    }
-    step(engine, [batch])
-    engine.backward(engine(**batch).loss)
-    before = device.waits()
-    engine.step()
-    return device.waits() - before
-
-
-def test_the_host_waits_for_the_norm_only():
-    assert run_on(2, waits_of_a_step, simulated=True) == [1, 1]
 
 
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2), (4, 4)])
@@ -272,17 +206,12 @@ def test_experts_that_stay(ranks, size):
 NAMES = ["Llama, tied, 1F1B, stage 3", "GPT, tied, interleaved, stage 3, offload"]
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[str, pipeline.Curve]:
-    return run_on(1, pipeline.plain, NAMES)[0]
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_pipelines(tmp_path, ranks, expected):
+def test_pipelines(tmp_path):
     """Each stage is sharded over half of the ranks."""
-    of_ranks = run_on(ranks, on_own_device, pipeline.piped, NAMES, str(tmp_path), simulated=True)
-    for name, curves in zip(NAMES, zip(*of_ranks, strict=True), strict=True):
-        pipeline.compare(curves, expected[name])
+    expected = run_on(1, pipeline.plain, NAMES)[0]
+    for ranks in (2, 4):
+        given = ranks, on_own_device, pipeline.piped, NAMES, str(tmp_path)
+        pipeline.compare_all(run_on(*given, simulated=True), NAMES, expected)
 
 
 def test_shared_sequences_are_those_of_one_process():

@@ -3,10 +3,10 @@ simulated accelerator."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from benchmarks.scaling.rehearsal import Op, Operations, Program, make_groups, rehearse
@@ -38,34 +38,33 @@ def eager(name: str) -> nn.Module:
     return model
 
 
+# Methods, what is written down of them, and whether after the call.
+WATCHED = (
+    (ParamGroup, "all_gather", "gather", True),
+    (ParamGroup, "wait_for_all_gather", "use", False),
+    (GradientReducer, "_start", "reduce", False),
+    (GradientReducer, "end_backward", "backward ends", False),
+)
+
+
 def watch(program: Program, groups: list[ParamGroup]) -> None:
     """Write down what the engine does with its groups, as `RehearsedUnit` and `RehearsedReducer`
     do.
     """
-    number = {group: i for i, group in enumerate(groups)}
-    gather, use = ParamGroup.all_gather, ParamGroup.wait_for_all_gather
-    reduce, end = GradientReducer._start, GradientReducer.end_backward
 
-    def all_gather(group: ParamGroup, by: object = None) -> None:
-        gather(group, by)
-        program.add("gather", number[group])
+    def watched(method: Callable, what: str, is_after: bool) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> None:
+            numbers = [groups.index(each) for each in args if isinstance(each, ParamGroup)]
+            if is_after:
+                method(*args, **kwargs)
+            program.add(what, *numbers)
+            if not is_after:
+                method(*args, **kwargs)
 
-    def wait_for_all_gather(group: ParamGroup) -> None:
-        program.add("use", number[group])
-        use(group)
+        return call
 
-    def start_reduction(reducer: GradientReducer, group: ParamGroup, flat: torch.Tensor) -> None:
-        program.add("reduce", number[group])
-        reduce(reducer, group, flat)
-
-    def end_backward(reducer: GradientReducer) -> None:
-        program.add("backward ends")
-        end(reducer)
-
-    ParamGroup.all_gather = all_gather
-    ParamGroup.wait_for_all_gather = wait_for_all_gather
-    GradientReducer._start = start_reduction
-    GradientReducer.end_backward = end_backward
+    for kind, name, what, is_after in WATCHED:
+        setattr(kind, name, watched(getattr(kind, name), what, is_after))
 
 
 def on_engine(rank: int, world_size: int, name: str, sections: dict[str, Any]) -> list[Op]:
@@ -89,14 +88,8 @@ def in_rehearsal(name: str, sections: dict[str, Any]) -> list[Op]:
     model, config = eager(name), load_config(ds_config(**sections))
     part = {key: value[:2] for key, value in batches(name, 1)[0].items()}
     with Operations() as done:
-        return rehearse(
-            model,
-            make_groups(model, config, 2),
-            config,
-            lambda: model(**part).loss,
-            lambda: done.total,
-            True,
-        )
+        groups = make_groups(model, config, 2)
+        return rehearse(model, groups, config, lambda: model(**part).loss, lambda: done.total, True)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -26,12 +26,7 @@ from zero.checkpoint.models import MODEL_FILE, consolidate
 from zero.tools.cli import main
 
 SECONDS = 30  # of a command
-Damage = Callable[[Path, random.Random], None]
-
-
-def _cut(path: Path, draw: random.Random) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[: draw.randrange(len(content) or 1)])
+Damage = Callable[[Path, random.Random], object]
 
 
 def _flip(path: Path, draw: random.Random) -> None:
@@ -42,19 +37,6 @@ def _flip(path: Path, draw: random.Random) -> None:
         if content:
             content[place] = draw.randrange(256)
     path.write_bytes(content)
-
-
-def _repeat(path: Path, draw: random.Random) -> None:
-    path.write_bytes(path.read_bytes() * 2)
-
-
-def _replace(path: Path, draw: random.Random) -> None:
-    texts = b"", b"{}", b"[]", b"null", b"3", b"\xff\xfe", b"\0" * 100, b'{"a": [1, {"b": null}]}'
-    path.write_bytes(draw.choice(texts))
-
-
-def _remove(path: Path, draw: random.Random) -> None:
-    path.unlink()
 
 
 def _link(path: Path, draw: random.Random) -> None:
@@ -95,10 +77,19 @@ def _values(path: Path, draw: random.Random) -> None:
     path.write_text(json.dumps(content))
 
 
-DAMAGES: list[Damage] = [
-    *(_cut, _cut, _flip, _flip, _flip, _repeat, _replace, _remove, _link, _fifo, _folder),
-    *(_values, _values, _values),
-]
+TEXTS = b"", b"{}", b"[]", b"null", b"3", b"\xff\xfe", b"\0" * 100, b'{"a": [1, {"b": null}]}'
+DAMAGES: dict[str, Damage] = {
+    "cut": lambda path, draw: os.truncate(path, draw.randrange(path.stat().st_size or 1)),
+    "flip": _flip,
+    "repeat": lambda path, draw: path.write_bytes(path.read_bytes() * 2),
+    "replace": lambda path, draw: path.write_bytes(draw.choice(TEXTS)),
+    "remove": lambda path, draw: path.unlink(),
+    "link": _link,
+    "fifo": _fifo,
+    "folder": _folder,
+    "values": _values,
+}
+OFTEN = [*DAMAGES, "cut", "flip", "flip", "values", "values"]
 
 
 Sources = dict[str, tuple[Path, list[str]]]
@@ -179,13 +170,13 @@ def judge(seed: int, sources: Sources, folder: Path) -> str:
     draw = random.Random(seed)
     name = draw.choice(sorted(sources))
     source, commands = sources[name]
-    command, damage = draw.choice(commands), draw.choice(DAMAGES)
+    command, damage = draw.choice(commands), draw.choice(OFTEN)
     place = folder / source.name
     shutil.rmtree(place, ignore_errors=True)
     shutil.rmtree(folder / "out", ignore_errors=True)
     shutil.copytree(source, place)
     victim = draw.choice(sorted(path for path in place.rglob("*") if path.is_file()))
-    damage(victim, draw)
+    DAMAGES[damage](victim, draw)
     named = {"IN": str(place), "OUT": str(folder / "out")}
     words = [re.sub("IN|OUT", lambda found: named[found[0]], word) for word in command.split()]
     what = fault(words)
@@ -193,7 +184,7 @@ def judge(seed: int, sources: Sources, folder: Path) -> str:
     if command.startswith("consolidate") and written.exists() and not what:
         if written.read_bytes() != (source.parent / "consolidated" / MODEL_FILE).read_bytes():
             what = "other weights"
-    return f"{seed}: {command} of {name}, {damage.__name__} {victim.name}: {what}" if what else ""
+    return f"{seed}: {command} of {name}, {damage} {victim.name}: {what}" if what else ""
 
 
 def judge_all(rank: int, world_size: int, folder: str, seeds: range) -> list[str]:

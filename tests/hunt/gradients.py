@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
-from tests.hunt.parts import WIDTH, linear, part
+from tests.hunt.parts import WIDTH, Made, linear, part
 from tests.hunt.structure import CalledTwice, Tied
 from tests.hunt.values import ReadsAnother
 
@@ -81,13 +80,6 @@ class GradientHooks(Tied):
 
 
 @part
-class StraightThrough(CalledTwice):
-    def forward(self, x):
-        y = self.linear(x)
-        return y + (y.round() - y).detach()
-
-
-@part
 class GradientInForward(CalledTwice):
     """A first derivative inside of forward, of which no second one is taken."""
 
@@ -124,10 +116,8 @@ class Mapped(CalledTwice):
 
 
 @part
-class Scripted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.jit.trace(linear(), torch.zeros(2, WIDTH))
+class Scripted(Made):
+    has = {"inner": lambda: torch.jit.trace(linear(), torch.zeros(2, WIDTH))}
 
     def forward(self, x):
         return self.inner(x)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
+import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 import zero
 from tests.dist.training import ds_config
-from tests.hunt.models import STEPS, WAYS, Recipe, Trained, batch, recipe, tensors_of, train_plain
+from tests.hunt import TIMES
+from tests.hunt.models import STEPS, Recipe, Trained, batch, recipe, run, tensors_of, train_plain
 from tests.processes import run_on
 
 EQUAL, REFUSED, DIFFERENT = "equal", "refused by name", "different"
@@ -27,15 +26,21 @@ class Setting:
     stage: int
     accumulation: int
     offload: bool
+    cut: str  # "tensors", in which the optimizer sees parameters, or "sub-groups"
 
     def __str__(self) -> str:
-        return f"stage {self.stage}, accumulation {self.accumulation}" + ", offload" * self.offload
+        how = f"stage {self.stage}, accumulation {self.accumulation}, {self.cut}"
+        return how + ", offload" * self.offload
 
     def config(self) -> dict:
         options: dict = {"stage": self.stage}
         if self.stage == 3:
             # The second one frees each group as soon as it is not in use.
             options |= {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
+        if self.cut == "tensors":
+            options["elementwise_optimizer"] = False
+        elif self.stage == 3:
+            options["sub_group_size"] = 50
         if self.offload:
             options["offload_optimizer"] = {"device": "cpu"}
             if self.stage == 3:
@@ -44,12 +49,17 @@ class Setting:
 
 
 def settings_of(seed: int) -> list[Setting]:
-    """Stage 0 or 1, stage 2, and stage 3 twice; accumulation and offload, which stage 0 has not, go
-    round with the seed.
+    """Stage 0 or 1, stage 2, and stage 3 twice; accumulation, offload, which stage 0 has not, and
+    what the optimizer sees go round with the seed.
     """
     stages = seed // 3 % 2, 2, 3, 3
     return [
-        Setting(stage, 1 + (seed + i) % 2, stage > 0 and (seed // 2 + i) % 2 == 1)
+        Setting(
+            stage,
+            1 + (seed + i) % 2,
+            stage > 0 and (seed // 2 + i) % 2 == 1,
+            "tensors" if (seed // 4 + i) % 4 == 0 else "sub-groups",
+        )
         for i, stage in enumerate(stages)
     ]
 
@@ -62,7 +72,7 @@ class Verdict:
     setting: str
     recipe: str
     outcome: str
-    details: str = ""
+    details: str
 
 
 def train_zero(drawn: Recipe, setting: Setting, rank: int) -> Trained:
@@ -85,7 +95,7 @@ def train_zero(drawn: Recipe, setting: Setting, rank: int) -> Trained:
             model.before_step(step)
             for micro in range(setting.accumulation):
                 x, y = batch(step, micro, rank)
-                losses.append(WAYS[drawn.style](engine, model, backward, x, y).item())
+                losses.append(run(drawn.style, backward, engine, model, x, y))
                 engine.step()
             assert setting.stage < 3 or engine.residency.live == 0
         with zero.GatheredParameters(model.parameters()):
@@ -120,66 +130,28 @@ def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference, relative to the largest value or to 1."""
     if not expected.numel():
         return 0.0
-    kind = torch.complex128 if expected.is_complex() else torch.float64
-    found, expected = found.to(kind), expected.to(kind)
+    found, expected = found.double(), expected.double()
     return float((found - expected).abs().max() / max(1.0, float(expected.abs().max())))
 
 
-def _judge_all(rank: int, world_size: int, tasks: Sequence[tuple[int, int]], folder: str) -> None:
-    """On each rank: judge (seed, number of the setting) one after the other, and write each
-    verdict to a file at once, because the next one may end the process.
-    """
+def _judge_all(rank: int, world_size: int, tasks: Sequence[tuple[int, int]]) -> list[Verdict]:
+    """What is printed is in the report of a rank that ends or hangs."""
+    found = []
     for seed, number in tasks:
         drawn, setting = recipe(seed), settings_of(seed)[number]
-        verdict = Verdict(seed, str(setting), str(drawn), *judge(drawn, setting, rank, world_size))
-        with Path(folder, f"rank{rank}").open("a") as file:
-            file.write(json.dumps(asdict(verdict)) + "\n")
+        print(f"{seed}/{number}: {drawn}; {setting}", file=sys.stderr, flush=True)
+        outcome, details = judge(drawn, setting, rank, world_size)
+        if outcome == DIFFERENT:
+            print(details, file=sys.stderr, flush=True)
+        found.append(Verdict(seed, str(setting), str(drawn), outcome, details))
         dist.barrier()
+    return found
 
 
-def _read(folder: str, rank: int) -> list[Verdict]:
-    path = Path(folder, f"rank{rank}")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [Verdict(**json.loads(line)) for line in lines]
-
-
-def hunt(
-    tasks: Sequence[tuple[int, int]], world_size: int, timeout: float = 300.0
-) -> list[Verdict]:
-    """The verdict of each task, in their order, from processes that are started as often as one of
-    them ends early or hangs.
-    """
-    verdicts: list[Verdict] = []
-    while len(verdicts) < len(tasks):
-        rest = tasks[len(verdicts) :]
-        with tempfile.TemporaryDirectory() as folder:
-            failure = ""
-            try:
-                run_on(world_size, _judge_all, rest, folder, timeout=timeout)
-            except (RuntimeError, TimeoutError) as error:
-                failure = str(error)
-            of_ranks = [_read(folder, rank) for rank in range(world_size)]
-        done = min(len(found) for found in of_ranks)
-        verdicts += [
-            _worst(found) for found in zip(*(each[:done] for each in of_ranks), strict=True)
-        ]
-        if not failure:
-            continue
-        if done == len(rest):
-            verdicts[-1].outcome, verdicts[-1].details = DIFFERENT, failure
-            continue
-        seed, number = rest[done]
-        said = [each[done].details for each in of_ranks if len(each) > done]
-        verdicts.append(
-            Verdict(
-                seed,
-                str(settings_of(seed)[number]),
-                str(recipe(seed)),
-                DIFFERENT,
-                f"ended or hung; other ranks: {said}\n{failure}",
-            )
-        )
-    return verdicts
+def hunt(tasks: Sequence[tuple[int, int]], world_size: int) -> list[Verdict]:
+    """The verdict of each (seed, number of the setting)."""
+    of_ranks = run_on(world_size, _judge_all, tasks, timeout=300.0 * TIMES)
+    return [_worst(found) for found in zip(*of_ranks, strict=True)]
 
 
 def _worst(of_ranks: Sequence[Verdict]) -> Verdict:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,54 +40,46 @@ class Model(nn.Module):
         return self.head(x)
 
 
-# -- ways of training: (net, model, backward, x, y) -> the loss.
+# -- ways of training: (net, model, x, y) -> the losses whose backward runs, one after the other.
 # `net` is the engine or the model itself.
 
-Backward = Callable[..., None]
-Style = Callable[[nn.Module, nn.Module, Backward, torch.Tensor, torch.Tensor], torch.Tensor]
+Style = Callable[[nn.Module, nn.Module, torch.Tensor, torch.Tensor], Iterator[torch.Tensor]]
 
 
 def mse(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(found, wanted)
 
 
-def plain(net, model, backward, x, y):
-    loss = mse(net(x), y)
-    backward(loss)
-    return loss
+def plain(net, model, x, y):
+    yield mse(net(x), y)
 
 
-def two_forwards(net, model, backward, x, y):
-    loss = mse(net(x), y) + mse(net(x.flip(1)), y)
-    backward(loss)
-    return loss
+def two_forwards(net, model, x, y):
+    yield mse(net(x), y) + mse(net(x.flip(1)), y)
 
 
-def two_backwards(net, model, backward, x, y):
+def two_backwards(net, model, x, y):
     """Two forwards before their backwards, which come in the same order."""
     first, second = mse(net(x), y), mse(net(x.flip(1)), y)
-    backward(first)
-    backward(second)
-    return first + second
+    yield first
+    yield second
 
 
-def retained(net, model, backward, x, y):
+def retained(net, model, x, y):
+    """The same loss twice."""
     loss = mse(net(x), y)
-    backward(loss, retain_graph=True)
-    backward(loss)
-    return loss
+    yield loss
+    yield loss
 
 
-def penalty(net, model, backward, x, y):
+def penalty(net, model, x, y):
     """Weight decay by hand, after the forward."""
     loss = mse(net(x), y)
     params = [param for param in model.parameters() if param.is_floating_point()]
-    loss = loss + 0.01 * sum(param.float().square().sum() for param in params)
-    backward(loss)
-    return loss
+    yield loss + 0.01 * sum(param.float().square().sum() for param in params)
 
 
-def gathered_penalty(net, model, backward, x, y):
+def gathered_penalty(net, model, x, y):
     """The graph of a penalty is made inside of a context that ends before the backward."""
     params = [param for param in model.parameters() if param.is_floating_point()]
     with zero.GatheredParameters(params[::2]):
@@ -99,11 +92,10 @@ def gathered_penalty(net, model, backward, x, y):
             loss = loss + 0.01 * (given.abs().sum() + (given * given.detach()).sum())
     with zero.GatheredParameters(model.head.weight):
         loss = loss + 0.01 * (model.head.weight @ model.head.weight.t()).norm()
-    backward(loss)
-    return loss
+    yield loss
 
 
-def gathered_write(net, model, backward, x, y):
+def gathered_write(net, model, x, y):
     """All ranks get what one writes after a forward, which may have left the weight gathered."""
     with torch.no_grad():
         before = mse(net(x), y)
@@ -113,224 +105,176 @@ def gathered_write(net, model, backward, x, y):
     loss = mse(net(x), y)
     # Not all weights: what a part writes to one that is gathered only for reading is lost.
     with zero.GatheredParameters(model.head.parameters()):
-        backward(loss)
-    return loss + before + between
+        yield loss + before + between
 
 
-def head_read_after(net, model, backward, x, y):
-    loss = mse(net(x) @ model.head.weight, y)
-    backward(loss)
-    return loss
+def head_read_after(net, model, x, y):
+    yield mse(net(x) @ model.head.weight, y)
 
 
-def reads_after_two(net, model, backward, x, y):
+def reads_after_two(net, model, x, y):
     """Two forwards, each with a read after it, before one backward."""
     first = mse(net(x) @ model.head.weight, y)
-    loss = first + mse(net(x.flip(1)) @ model.head.weight.t(), y)
-    backward(loss)
-    return loss
+    yield first + mse(net(x.flip(1)) @ model.head.weight.t(), y)
 
 
-def by_functional_call(net, model, backward, x, y):
-    loss = mse(functional_call(model, dict(model.named_parameters()), (x,)), y)
-    backward(loss)
-    return loss
+def by_functional_call(net, model, x, y):
+    yield mse(functional_call(model, dict(model.named_parameters()), (x,)), y)
 
 
-def evaluated_between(net, model, backward, x, y):
+def evaluated_between(net, model, x, y):
     with torch.no_grad():
         net.eval()
         before = mse(net(x), y)
         net.train()
-    loss = mse(net(x), y)
-    backward(loss)
-    return loss + before
+    yield mse(net(x), y) + before
 
 
-def discarded(net, model, backward, x, y):
+def discarded(net, model, x, y):
     """A forward with gradients whose result nobody uses."""
     net(x.flip(0))
-    loss = mse(net(x), y)
-    backward(loss)
-    return loss
+    yield mse(net(x), y)
 
 
-def part_alone(net, model, backward, x, y):
+def part_alone(net, model, x, y):
     """The root is not called at all."""
-    loss = mse(model.head(torch.tanh(model.parts[0](x + 0))), y)
-    backward(loss)
-    return loss
+    yield mse(model.head(torch.tanh(model.parts[0](x + 0))), y)
 
 
-def part_and_whole(net, model, backward, x, y):
-    loss = mse(net(model.parts[-1](x + 0)), y)
-    backward(loss)
-    return loss
+def part_and_whole(net, model, x, y):
+    yield mse(net(model.parts[-1](x + 0)), y)
 
 
-def other_order(net, model, backward, x, y):
+def other_order(net, model, x, y):
     """Two forwards, and their backwards in the other order."""
     first, second = mse(net(x), y), mse(net(x.flip(1)), y)
-    backward(second)
-    backward(first)
-    return first + second
+    yield second
+    yield first
 
 
-def gradients_first(net, model, backward, x, y):
+def gradients_first(net, model, x, y):
     """The norm of the gradients, before the backward that counts."""
     loss = mse(net(x), y)
     params = [param for param in model.parameters() if param.requires_grad]
     grads = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
-    total = sum(float(grad.float().norm()) for grad in grads if grad is not None)
-    backward(loss)
-    return loss + total
+    yield loss + sum(float(grad.float().norm()) for grad in grads if grad is not None)
 
 
-def input_gradient(net, model, backward, x, y):
+def input_gradient(net, model, x, y):
     x.requires_grad_()
-    loss = mse(net(x), y)
-    backward(loss)
-    return loss + x.grad.norm()
+    yield mse(net(x), y)
+    yield x.grad.norm()  # has no graph
 
 
-def split(net, model, backward, x, y):
+def split(net, model, x, y):
     """Two graphs, between which the script carries the gradient; it runs both backwards itself."""
     hidden = net(x)
     given = hidden.detach().requires_grad_()
-    loss = mse(model.head(torch.tanh(given)), y)
-    backward(loss)
+    yield mse(model.head(torch.tanh(given)), y)
     hidden.backward(given.grad)
-    return loss
 
 
-def written_before_step(net, model, backward, x, y):
+def written_before_step(net, model, x, y):
     """The script scales a weight between backward and step."""
-    loss = mse(net(x), y)
-    backward(loss)
+    yield mse(net(x), y)
     with torch.no_grad():
         model.head.weight.mul_(0.95)
-    return loss
 
 
-def written_before_forward(net, model, backward, x, y):
+def written_before_forward(net, model, x, y):
     with torch.no_grad():
         model.head.weight.mul_(0.95)
-    loss = mse(net(x), y)
-    backward(loss)
-    return loss
+    yield mse(net(x), y)
 
 
-def frozen_for_backward(net, model, backward, x, y):
+def frozen_for_backward(net, model, x, y):
     """Between forward and backward: the gradient there still counts."""
     model.head.requires_grad_(True)
     loss = mse(net(x), y)
     model.head.requires_grad_(False)
-    backward(loss)
-    return loss
+    yield loss
 
 
-def frozen_for_step(net, model, backward, x, y):
+def frozen_for_step(net, model, x, y):
     """Between micro-batches, and for the step, as a script that alternates between two models
     does.
     """
     model.head.requires_grad_(True)
-    loss = mse(net(x), y)
-    backward(loss)
+    yield mse(net(x), y)
     model.head.requires_grad_(False)
-    return loss
 
 
-def thawed_for_step(net, model, backward, x, y):
+def thawed_for_step(net, model, x, y):
     """From the second micro-batch on there is no gradient, only momentum."""
     model.head.requires_grad_(not hasattr(model, "has_begun"))
-    loss = mse(net(x), y)
-    backward(loss)
+    yield mse(net(x), y)
     model.head.requires_grad_(True)
     model.has_begun = True
-    return loss
 
 
 # -- derivatives that a script takes itself, beside the backward of its loss
 
 
-def of_input(net, model, backward, x, y):
+def of_input(net, model, x, y):
     """A saliency map before the backward, from the same graph."""
     x.requires_grad_()
     out = net(x)
     (gradient,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
-    loss = mse(out * gradient.norm(), y)
-    backward(loss)
-    return loss
+    yield mse(out * gradient.norm(), y)
 
 
-def of_another_forward(net, model, backward, x, y):
+def of_another_forward(net, model, x, y):
     """Adversarial inputs: the graph of the first forward is used for its derivative only."""
     x.requires_grad_()
     (gradient,) = torch.autograd.grad(mse(net(x), y), x)
-    loss = mse(net((x + 0.1 * gradient.sign()).detach()), y)
-    backward(loss)
-    return loss
+    yield mse(net((x + 0.1 * gradient.sign()).detach()), y)
 
 
-def by_backward_to_input(net, model, backward, x, y):
+def by_backward_to_input(net, model, x, y):
     x.requires_grad_()
     mse(net(x), y).backward(inputs=[x])
-    loss = mse(net((x + 0.1 * x.grad.sign()).detach()), y)
-    backward(loss)
-    return loss
+    yield mse(net((x + 0.1 * x.grad.sign()).detach()), y)
 
 
-def gradient_penalty(net, model, backward, x, y):
+def gradient_penalty(net, model, x, y):
     """The derivative is differentiated once more."""
     x.requires_grad_()
     out = net(x)
     (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    loss = mse(out, y) + gradient.square().sum()
-    backward(loss)
-    return loss
+    yield mse(out, y) + gradient.square().sum()
 
 
-def penalty_alone(net, model, backward, x, y):
+def penalty_alone(net, model, x, y):
     """A backward of the loss and one of a penalty with a forward of its own, as for a critic."""
-    loss = mse(net(x), y)
-    backward(loss)
+    yield mse(net(x), y)
     mixed = (x * 0.5).requires_grad_()
     (gradient,) = torch.autograd.grad(net(mixed).sum(), mixed, create_graph=True)
-    backward((gradient.norm(dim=1) - 1).square().mean())
-    return loss
+    yield (gradient.norm(dim=1) - 1).square().mean()
 
 
-def sharpness(net, model, backward, x, y):
+def sharpness(net, model, x, y):
     """The norm of the gradient of all weights as a part of the loss."""
     loss = mse(net(x), y)
     found = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-    loss = loss + sum(gradient.square().sum() for gradient in found)
-    backward(loss)
-    return loss
+    yield loss + sum(gradient.square().sum() for gradient in found)
 
 
-def mapped(net, model, backward, x, y):
-    loss = mse(torch.func.vmap(net)(x), y)
-    backward(loss)
-    return loss
+def mapped(net, model, x, y):
+    yield mse(torch.func.vmap(net)(x), y)
 
 
-def of_each_output(net, model, backward, x, y):
+def of_each_output(net, model, x, y):
     """A Jacobian, whose rows are computed by vmap."""
     rows = torch.autograd.functional.jacobian(
         lambda given: net(given).sum(0), x, create_graph=True, vectorize=True
     )
-    loss = rows.square().sum() + mse(net(x), y)
-    backward(loss)
-    return loss
+    yield rows.square().sum() + mse(net(x), y)
 
 
-def forward_mode(net, model, backward, x, y):
+def forward_mode(net, model, x, y):
     with forward_ad.dual_level():
         out, change = forward_ad.unpack_dual(net(forward_ad.make_dual(x, torch.ones_like(x))))
-        loss = mse(out, y) + change.square().mean()
-        backward(loss)
-    return loss
+        yield mse(out, y) + change.square().mean()
 
 
 STYLES: dict[str, Style] = {
@@ -352,6 +296,28 @@ DERIVATIVES: dict[str, Style] = {
     )
 }
 WAYS = STYLES | DERIVATIVES
+
+
+# A large eps, so that rounding in a gradient near zero is not an update of full size.
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "AdamW": partial(torch.optim.AdamW, lr=0.01, eps=1e-2, weight_decay=0.1),
+    "AMSGrad": partial(torch.optim.AdamW, lr=0.01, eps=1e-2, amsgrad=True),
+    "NAdam": partial(torch.optim.NAdam, lr=0.01, eps=1e-2, weight_decay=0.1),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.01, initial_accumulator_value=0.1),
+    "RMSprop": partial(torch.optim.RMSprop, lr=1e-3, eps=1e-2, momentum=0.5),
+    "ASGD": partial(torch.optim.ASGD, lr=0.01),
+}
+
+
+def run(style: str, backward: Callable[..., None], *given: Any) -> float:
+    """Run the backwards of a way of training; the sum of its losses."""
+    total, former = 0.0, None
+    for loss in WAYS[style](*given):
+        if loss.requires_grad:
+            backward(loss, retain_graph=style == "retained" and loss is not former)
+        total, former = total + loss.item(), loss
+    return total
 
 
 @dataclass(frozen=True)
@@ -386,10 +352,7 @@ class Recipe:
         if self.two_rates:
             params = [{"params": params[::2]}, {"params": params[1::2], "lr": 0.02}]
         wanted = {getattr(kind, "optimizer", self.optimizer) for kind in self._kinds()}
-        if "SGD" in wanted:
-            return torch.optim.SGD(params, lr=0.05, momentum=0.9)
-        # A large eps, so that rounding in a gradient near zero is not an update of full size.
-        return torch.optim.AdamW(params, lr=0.01, eps=1e-2, weight_decay=0.1)
+        return OPTIMIZERS["SGD" if "SGD" in wanted else self.optimizer](params)
 
     @property
     def tolerance(self) -> float:
@@ -415,13 +378,16 @@ def _build(names: tuple[str, ...]) -> nn.Module:
 
 
 def alone() -> list[Recipe]:
-    """Each part, each wrapper around a layer and each way of training it, with nothing else."""
-    kinds: list[tuple[tuple[str, ...], str]] = [((name,), "plain") for name in sorted(PARTS)]
-    kinds += [((kind.__name__, "CalledTwice"), "plain") for kind in WRAPPERS]
-    kinds += [(("CalledTwice",), style) for style in WAYS]
+    """Each part, each wrapper around a layer and each way of training it, with nothing else; and
+    what is without gradients in some steps or on some ranks, with each optimizer."""
+    kinds = [((name,), "plain", "SGD") for name in sorted(PARTS)]
+    kinds += [((kind.__name__, "CalledTwice"), "plain", "SGD") for kind in WRAPPERS]
+    kinds += [(("CalledTwice",), style, "SGD") for style in WAYS]
+    pausing = "EveryOtherStep", "NewBranchLater", "PausedParts", "Experts"
+    kinds += [((name,), "plain", each) for name in pausing for each in list(OPTIMIZERS)[1:]]
     return [
-        Recipe(seed, (names,), False, style, "SGD", style == "split", False)
-        for seed, (names, style) in enumerate(kinds, start=-len(kinds))
+        Recipe(seed, (names,), False, style, optimizer, style == "split", False)
+        for seed, (names, style, optimizer) in enumerate(kinds, start=-len(kinds))
     ]
 
 
@@ -456,7 +422,7 @@ def _draw(seed: int, draw: random.Random) -> Recipe:
         tuple(wrapped),
         repeats=draw.random() < 0.15,
         style=style,
-        optimizer=draw.choice(("SGD", "AdamW")),
+        optimizer=draw.choice(("SGD", "AdamW", *OPTIMIZERS)),
         # Gradients of the script's own backward are divided by the accumulation when they are
         # collected, so that those of inputs are not.
         by_script=style == "split" or (draw.random() < 0.2 and style != "input_gradient"),
@@ -499,7 +465,7 @@ def train_plain(recipe: Recipe, world_size: int, accumulation: int) -> Trained:
             model.before_step(step)
             for micro in range(accumulation):
                 x, y = batch(step, micro, rank)
-                losses[rank].append(WAYS[recipe.style](model, model, backward, x, y).item())
+                losses[rank].append(run(recipe.style, backward, model, model, x, y))
         for params in zip(*(model.parameters() for model in replicas), strict=True):
             given = [param.grad for param in params if param.grad is not None]
             given = [grad.to_dense() if grad.is_sparse else grad for grad in given]

@@ -7,6 +7,7 @@ The parts are in `structure`, `values` and `gradients`."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,3 +35,15 @@ def linear() -> nn.Linear:
 
 def matrix() -> nn.Parameter:
     return nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+
+
+class Made(nn.Module):
+    """Has what its class and its bases say in `has`, by name."""
+
+    has: dict[str, Callable[[], Any]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        for kind in reversed(type(self).__mro__):
+            for name, make in vars(kind).get("has", {}).items():
+                setattr(self, name, make())

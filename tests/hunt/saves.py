@@ -29,14 +29,12 @@ from transformers import (
     BertForMaskedLM,
     EncoderDecoderConfig,
     EncoderDecoderModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     LlamaForSequenceClassification,
 )
 
 import zero
 from tests.dist.training import ds_config
-from tests.parity.models import VOCABULARY, build
+from tests.parity.models import VOCABULARY, build, small
 from zero.checkpoint.models import consolidate
 from zero.errors import UsageError
 
@@ -102,11 +100,8 @@ def reward_model() -> nn.Module:
 
 
 def adapted(*configs: Any, **options: Any) -> nn.Module:
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=2, max_position_embeddings=16, **options,
-    )  # fmt: skip
-    model: Any = LlamaForCausalLM(config)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    model: Any = small("llama", **sizes, **options)
     for number, each in enumerate(configs):
         if each is not None and number == 0:
             model = get_peft_model(model, each)
@@ -164,9 +159,7 @@ class Odd(nn.Module):
         return self.other(torch.tanh(self.linear(x))) * self.scale + self.mean
 
 
-@maker
-class Plain(Odd):
-    pass
+MAKERS["Plain"] = Odd
 
 
 @maker

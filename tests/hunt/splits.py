@@ -1,13 +1,15 @@
 """Odd losses and odd blocks, of which a batch is split: `"on_out_of_memory": "adapt"` and
 `batch_slices` give the numbers of plain torch, or refuse.
 
-A recipe is one of transformers' models with something of a script in it. From the second step on,
-the memory of an engine is full until its batch runs in slices."""
+A recipe is one of transformers' models with something of a script in it, or a loss of a script's.
+In the second step an engine that adapts runs out of memory, in a forward and in a backward: on the
+last rank, or on all of them where it may not be able to adapt."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -149,10 +151,51 @@ def none(model: Any) -> None:
     """Nothing of a script."""
 
 
-CHANGES: list[Change] = [
-    weighted_tokens, counting, drawing, second_scalar, own_loss_function, changed_labels,
-    clipped_gradient, kept_features, clipped_activations, own_layer, none, none, none,
-]  # fmt: skip
+# -- losses: (the engine or the model, a batch) -> the loss
+
+Loss = Callable[[Any, dict[str, Any]], torch.Tensor]
+
+
+def of_output(net: Any, batch: dict[str, Any]) -> torch.Tensor:
+    output = net(**batch)
+    return output["loss"] + output["second"] if "second" in output else output["loss"]
+
+
+def packed(net: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """Documents in one row. With a cache, which a model makes by default, they see each other."""
+    ids = batch["input_ids"][:1]
+    positions = torch.cat([torch.arange(3), torch.arange(LENGTH - 3)])[None]
+    return net(input_ids=ids, labels=ids, position_ids=positions).loss
+
+
+def of_logits(net: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """The forward gets no labels."""
+    logits = net(input_ids=batch["input_ids"]).logits[:, :-1]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+
+
+def of_preferences(net: Any, batch: dict[str, Any]) -> torch.Tensor:
+    ids = batch["input_ids"]
+    logits = net(input_ids=ids).logits[:, :-1].log_softmax(-1)
+    sums = logits.gather(-1, ids[:, 1:, None]).squeeze(-1).sum(1)
+    return -nn.functional.logsigmoid(sums[: ROWS // 2] - sums[ROWS // 2 :]).mean()
+
+
+def of_embeddings(net: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """An input has a gradient of its own, which a repeated backward would add again."""
+    width = getattr(net, "module", net).config.hidden_size
+    embedded = torch.ones(ROWS, LENGTH, width, requires_grad=True)
+    return net(inputs_embeds=embedded, labels=batch["labels"]).loss
+
+
+CHANGES: list[tuple[Change, Loss]] = [
+    (change, of_output)
+    for change in (
+        *(weighted_tokens, counting, drawing, second_scalar, own_loss_function, changed_labels),
+        *(clipped_gradient, kept_features, clipped_activations, own_layer, none, none, none),
+    )
+]
+CHANGES += [(none, loss) for loss in (packed, of_logits, of_preferences, of_embeddings)]
 
 
 @dataclass(frozen=True)
@@ -161,6 +204,7 @@ class Recipe:
 
     name: str
     change: Change
+    loss: Loss
     splits: str  # "adapt" or "slices"
     stage: int
     accumulation: int
@@ -168,7 +212,8 @@ class Recipe:
 
     def __str__(self) -> str:
         how = f"{self.splits}, stage {self.stage}, accumulation {self.accumulation}"
-        return f"{self.name} with {self.change.__name__}, {how}, masked {self.is_masked}"
+        what = f"{self.change.__name__} and {self.loss.__name__}"
+        return f"{self.name} with {what}, {how}, masked {self.is_masked}"
 
     def build(self) -> Any:
         model = build(self.name)
@@ -190,10 +235,11 @@ class Recipe:
 
 
 def recipe(seed: int) -> Recipe:
-    draw = random.Random(seed)
+    draw, (change, loss) = random.Random(seed), CHANGES[seed % len(CHANGES)]
     return Recipe(
-        draw.choice(["llama", "llama", "t5", "mixtral"]),
-        CHANGES[seed % len(CHANGES)],
+        draw.choice(["llama", "llama", "t5" if loss is of_output else "gpt2", "mixtral"]),
+        change,
+        loss,
         draw.choice(["adapt", "slices"]),
         draw.randrange(4),
         draw.choice([1, 2]),
@@ -201,8 +247,32 @@ def recipe(seed: int) -> Recipe:
     )
 
 
-def _loss(output: Any) -> torch.Tensor:
-    return output["loss"] + output["second"] if "second" in output else output["loss"]
+@contextmanager
+def planted(places: list[str]) -> Iterator[None]:
+    """Errors of memory after the first step, in a forward or a backward, in this order."""
+    run, backward, steps = ZeroEngine._forward, torch.autograd.backward, [0]
+
+    def fail(place: str) -> None:
+        if steps[-1] and places[:1] == [place]:
+            places.pop(0)
+            raise MemoryError("planted")
+
+    def forward(self: Any, *args: Any, **given: Any) -> Any:
+        output = run(self, *args, **given)
+        steps.append(self.global_steps)
+        fail("forward")
+        return output
+
+    def failing_backward(*args: Any, **given: Any) -> None:
+        backward(*args, **given)
+        if isinstance(args[0], list):  # the engine's: the script's ends at the forward's outputs
+            fail("backward")
+
+    with (
+        mock.patch.object(ZeroEngine, "_forward", forward),
+        mock.patch.object(torch.autograd, "backward", failing_backward),
+    ):
+        yield
 
 
 def train_plain(
@@ -217,7 +287,7 @@ def train_plain(
     for step in range(STEPS):
         for rank, model in enumerate(replicas):
             for micro in range(drawn.accumulation):
-                loss = _loss(model(**drawn.batch(step, micro, rank)))
+                loss = drawn.loss(model, drawn.batch(step, micro, rank))
                 (loss / drawn.accumulation).backward()
                 losses[rank].append(loss.item())
         with torch.no_grad():
@@ -240,40 +310,37 @@ def _judge(drawn: Recipe, rank: int, world_size: int) -> tuple[bool, str]:
     losses, *weights = train_plain(drawn, world_size)
     expected, number = losses[rank], 0
     config = ds_config(stage=drawn.stage, accumulation=drawn.accumulation)
+    places, engine = [], None
     if drawn.splits == "adapt":
         config["on_out_of_memory"] = "adapt"
+        if rank == world_size - 1 or drawn.change is not none:  # one row cannot be cut
+            places = ["backward"] if drawn.loss is packed else ["forward", "backward"]
     else:
         config["activation_checkpointing"] = {"batch_slices": 3}
-    run, engine = ZeroEngine._forward, None
-
-    def limited(self: Any, *args: Any, **given: Any) -> Any:
-        output = run(self, *args, **given)
-        if self.global_steps and self.slices.number == 1 and drawn.splits == "adapt":
-            raise MemoryError("planted")
-        return output
-
     try:
         model = drawn.build()
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=config)
-        with mock.patch.object(ZeroEngine, "_forward", limited):
+        with planted(places):
             for step in range(STEPS):
                 for micro in range(drawn.accumulation):
-                    loss = _loss(engine(**drawn.batch(step, micro, rank)))
+                    loss = drawn.loss(engine, drawn.batch(step, micro, rank))
                     engine.backward(loss)
                     engine.step()
                     apart = abs(loss.item() - expected[number]) / abs(expected[number])
                     if apart > 1e-5:
                         return False, f"{drawn}: loss {number} is {apart:.2g} apart"
                     number += 1
+        assert not places
         with zero.GatheredParameters(list(model.parameters())):
             for (name, param), value, moved in zip(model.named_parameters(), *weights, strict=True):
                 apart = float((param.detach() - value).abs().max())
                 if apart > 1e-4 * moved + 1e-7:  # the second is the rounding of a weight
                     return False, f"{drawn}: {name} is {apart:.2g} apart, and moved by {moved:.2g}"
-    except (UsageError, MemoryError) as error:
+    except (UsageError, MemoryError, torch.OutOfMemoryError) as error:
         text = str(error)
-        is_named = isinstance(error, UsageError) or "nothing more can be changed" in text
+        said = "nothing more can be changed", "an input requires a gradient"
+        is_named = isinstance(error, UsageError) or any(each in text for each in said)
         return True, "" if is_named else f"{drawn}: {text}"
     finally:
         if engine is not None:

@@ -16,16 +16,14 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
-from tests.hunt.parts import PARTS, WIDTH, illegal, linear, matrix, part
+from tests.hunt.parts import PARTS, WIDTH, Made, linear, matrix, part
 
 # -- sharing
 
 
 @part
-class CalledTwice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
+class CalledTwice(Made):
+    has = {"linear": linear}
 
     def forward(self, x):
         return self.linear(torch.tanh(self.linear(x)))
@@ -33,9 +31,7 @@ class CalledTwice(nn.Module):
 
 @part
 class NeverCalled(CalledTwice):
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = linear()
+    has = {"unused": linear}
 
 
 @part
@@ -80,48 +76,6 @@ class SharedModule(nn.Module):
         return x
 
 
-@illegal
-class AliasedData(Tied):
-    def __init__(self) -> None:
-        super().__init__()
-        self.second.weight = nn.Parameter(self.first.weight.data)
-
-
-@illegal
-class TransposedAlias(Tied):
-    def __init__(self) -> None:
-        super().__init__()
-        self.second.weight = nn.Parameter(self.first.weight.data.t())
-
-
-@illegal
-class BufferIsView(CalledTwice):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("row", self.linear.weight.data[0])
-
-    def forward(self, x):
-        return super().forward(x) * self.row
-
-
-@illegal
-class CachedView(CalledTwice):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cached = self.linear.weight.detach().t()
-
-    def forward(self, x):
-        return super().forward(x) @ self.cached
-
-
-@part
-class FrozenAliases(Tied):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first.weight.requires_grad_(False)
-        self.second.weight = nn.Parameter(self.first.weight.data, requires_grad=False)
-
-
 # -- frozen and thawed
 
 
@@ -139,15 +93,15 @@ class FrozenForOneStep(FrozenLater):
 
 
 @part
-class PausedParts(nn.Module):
+class PausedParts(Made):
     """In each step one weight is frozen, and the next one is not used for some rows."""
 
     step = 0
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([linear() for _ in range(3)])
-        self.scale = nn.Parameter(torch.ones(WIDTH))
+    has = {
+        "layers": lambda: nn.ModuleList([linear() for _ in range(3)]),
+        "scale": lambda: nn.Parameter(torch.ones(WIDTH)),
+    }
 
     def before_step(self, step: int) -> None:
         self.step = step
@@ -165,12 +119,10 @@ class PausedParts(nn.Module):
 
 
 @part
-class EveryOtherStep(nn.Module):
+class EveryOtherStep(Made):
     step = 0
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList([linear(), nn.Sequential(linear(), linear())])
+    has = {"branches": lambda: nn.ModuleList([linear(), nn.Sequential(linear(), linear())])}
 
     def before_step(self, step: int) -> None:
         self.step = step
@@ -186,14 +138,12 @@ class NewBranchLater(EveryOtherStep):
 
 
 @part
-class Experts(nn.Module):
+class Experts(Made):
     """Rows choose, so that ranks may run different modules."""
 
     needs_leaf = True
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList([linear() for _ in range(3)])
+    has = {"experts": lambda: nn.ModuleList([linear() for _ in range(3)])}
 
     def forward(self, x):
         chosen = (x.sum(1).abs() * 3).long() % 3
@@ -207,12 +157,10 @@ class Experts(nn.Module):
 # -- results anywhere
 
 
-class Direct(nn.Module):
+class Direct(Made):
     """Two matrices in a row: the gradient of the first one needs the second one's values."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = matrix(), matrix()
+    has = {"first": matrix, "second": matrix}
 
     def forward(self, x):
         return torch.tanh(x @ self.first) @ self.second
@@ -265,14 +213,12 @@ for name, packing in PACKINGS.items():
 
 
 @part
-class KeepsResult(nn.Module):
+class KeepsResult(Made):
     class Inner(Direct):
         def forward(self, x):
             self.kept = super().forward(x)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = self.Inner()
+    has = {"inner": Inner}
 
     def forward(self, x):
         self.inner(x)
@@ -292,14 +238,6 @@ class InPlaceOnOutput(CalledTwice):
 
 
 @part
-class InPlaceOnView(CalledTwice):
-    def forward(self, x):
-        y = self.linear(x)
-        y[:, :3].mul_(2)
-        return y.relu_()
-
-
-@part
 class InPlaceOnInput(CalledTwice):
     def forward(self, x):
         x.add_(1)
@@ -307,14 +245,12 @@ class InPlaceOnInput(CalledTwice):
 
 
 @part
-class OutputIntoArgument(nn.Module):
+class OutputIntoArgument(Made):
     class Inner(Direct):
         def forward(self, x, out):
             out.copy_(super().forward(x))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = self.Inner()
+    has = {"inner": Inner}
 
     def forward(self, x):
         out = torch.zeros_like(x)
@@ -323,12 +259,6 @@ class OutputIntoArgument(nn.Module):
 
 
 # -- functional calls and parametrizations
-
-
-@part
-class Functional(CalledTwice):
-    def forward(self, x):
-        return functional_call(self.linear, dict(self.linear.named_parameters()), (x,))
 
 
 @part
@@ -394,23 +324,6 @@ class BatchNorm(nn.Sequential):
 
 
 @part
-class GroupNorm(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(linear(), nn.GroupNorm(2, WIDTH), nn.LayerNorm(WIDTH, bias=False))
-
-
-@part
-class CountingBuffer(CalledTwice):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x):
-        self.calls += 1
-        return self.linear(x) / self.calls
-
-
-@part
 class MovingMean(CalledTwice):
     def __init__(self) -> None:
         super().__init__()
@@ -426,58 +339,19 @@ class MovingMean(CalledTwice):
 
 
 @part
-class Lstm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2)
+class Lstm(Made):
+    has = {"lstm": lambda: nn.LSTM(WIDTH, WIDTH, num_layers=2)}
 
     def forward(self, x):
         return self.lstm(x[None])[0][0]
 
 
 @part
-class Cells(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(WIDTH, WIDTH)
-
-    def forward(self, x):
-        state = torch.zeros_like(x)
-        for _ in range(3):
-            state = self.cell(x, state)
-        return state
-
-
-@part
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 2)
-
-    def forward(self, x):
-        return self.attention(x, x, x)[0]
-
-
-@part
-class TransformerLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.1)
+class TransformerLayer(Made):
+    has = {"layer": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.1)}
 
     def forward(self, x):
         return self.layer(x)
-
-
-@part
-class KeepsItsState(CalledTwice):
-    """Truncated backpropagation through time: the next forward begins where this one ended."""
-
-    state: torch.Tensor | None = None
-
-    def forward(self, x):
-        state = torch.zeros_like(x) if self.state is None else self.state.detach()
-        self.state = torch.tanh(self.linear(x + state))
-        return self.state
 
 
 # -- checkpoints

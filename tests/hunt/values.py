@@ -9,19 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
-from tests.hunt.parts import WIDTH, illegal, linear, matrix, part
+from tests.hunt.parts import WIDTH, Made, illegal, linear, matrix, part
 from tests.hunt.structure import CalledTwice
 
 # -- reads
 
 
 @part
-class ReadsAnother(nn.Module):
+class ReadsAnother(Made):
     """Reads a weight of a module that it calls only later."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.other, self.linear = linear(), linear()
+    has = {"other": linear, "linear": linear}
 
     def forward(self, x):
         return self.other(torch.tanh(self.linear(x) @ self.other.weight))
@@ -72,21 +70,6 @@ class ReadsInManyWays(ReadsAnother):
 
 
 @part
-class Merged(ReadsAnother):
-    """Merges a frozen weight with two factors in each forward, as DoRA does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other.requires_grad_(False)
-        self.down = nn.Linear(WIDTH, 2, bias=False)
-        self.up = nn.Linear(2, WIDTH, bias=False)
-
-    def forward(self, x):
-        merged = self.other.weight + 0.5 * self.up.weight @ self.down.weight
-        return nn.functional.linear(self.linear(x), merged / merged.norm(dim=1, keepdim=True))
-
-
-@part
 class CallsItself(ReadsAnother):
     def forward(self, x, is_inside=False):
         if is_inside:
@@ -95,26 +78,14 @@ class CallsItself(ReadsAnother):
 
 
 @part
-class ReadsByNumpy(ReadsAnother):
-    def forward(self, x):
-        with torch.no_grad():
-            bound = float(self.other.weight.detach().numpy().max())
-        return self.other(self.linear(x)).clamp(-bound, bound)
-
-
-@part
-class ReturnsItsWeight(nn.Module):
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.other = matrix(), matrix()
+class ReturnsItsWeight(Made):
+    class Inner(Made):
+        has = {"weight": matrix, "other": matrix}
 
         def forward(self, x):
             return {"out": x @ self.other, "weight": self.weight, "view": self.weight.t()}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = self.Inner()
+    has = {"inner": Inner}
 
     def forward(self, x):
         found = self.inner(x)
@@ -173,10 +144,8 @@ class InThread(CalledTwice):
 
 @part
 class TriesAndFails(ReadsAnother):
-    class Failing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.linear = matrix(), linear()
+    class Failing(Made):
+        has = {"weight": matrix, "linear": linear}
 
         def forward(self, x, fails):
             y = self.linear(x @ self.weight)
@@ -184,9 +153,7 @@ class TriesAndFails(ReadsAnother):
                 raise ArithmeticError
             return y
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.failing = self.Failing()
+    has = {"failing": Failing}
 
     def forward(self, x):
         with contextlib.suppress(ArithmeticError):
@@ -206,10 +173,8 @@ class Clamped(CalledTwice):
 
 
 @part
-class MaxNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(3, WIDTH, max_norm=1.0)
+class MaxNorm(Made):
+    has = {"table": lambda: nn.Embedding(3, WIDTH, max_norm=1.0)}
 
     def forward(self, x):
         return self.table(torch.arange(len(x)) % 3) * x
@@ -291,11 +256,11 @@ class Follower(nn.Module):
 
 
 @part
-class Lists(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.items = nn.ParameterList([matrix(), nn.Parameter(torch.randn(WIDTH))])
-        self.named = nn.ParameterDict({"a": matrix(), "b": nn.Parameter(torch.randn(1))})
+class Lists(Made):
+    has = {
+        "items": lambda: nn.ParameterList([matrix(), nn.Parameter(torch.randn(WIDTH))]),
+        "named": lambda: nn.ParameterDict({"a": matrix(), "b": nn.Parameter(torch.randn(1))}),
+    }
 
     def forward(self, x):
         hidden = torch.tanh(x @ self.items[0] + self.items[1])
@@ -303,13 +268,13 @@ class Lists(nn.Module):
 
 
 @part
-class OddShapes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scalar = nn.Parameter(torch.tensor(0.7))
-        self.empty = nn.Parameter(torch.zeros(0, WIDTH))
-        self.strided = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
-        self.long = nn.Parameter(torch.arange(WIDTH), requires_grad=False)
+class OddShapes(Made):
+    has = {
+        "scalar": lambda: nn.Parameter(torch.tensor(0.7)),
+        "empty": lambda: nn.Parameter(torch.zeros(0, WIDTH)),
+        "strided": lambda: nn.Parameter(torch.randn(WIDTH, WIDTH).t()),
+        "long": lambda: nn.Parameter(torch.arange(WIDTH), requires_grad=False),
+    }
 
     def forward(self, x):
         weight = torch.cat([self.strided, self.empty])
@@ -348,20 +313,8 @@ class SparseGradients(Bags):
 
 
 @illegal
-class ComplexWeights(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
-
-    def forward(self, x):
-        return (x.to(torch.complex64) @ self.weight).abs()
-
-
-@illegal
 class DoubleWeights(CalledTwice):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear().double()
+    has = {"linear": lambda: linear().double()}
 
     def forward(self, x):
         return super().forward(x.double()).float()
@@ -373,9 +326,7 @@ class HalfPrecision(CalledTwice):
 
     tolerance = 2e-2
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear().bfloat16()
+    has = {"linear": lambda: linear().bfloat16()}
 
     def forward(self, x):
         return super().forward(x.bfloat16()).float()

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.hunt.parts import matrix
+from tests.hunt.parts import Made, matrix
 
 
 class Wrapper(nn.Module):
@@ -18,10 +18,8 @@ class Wrapper(nn.Module):
 class GivesGenerator(Wrapper):
     """Its forward runs when somebody asks for the result."""
 
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = matrix(), matrix()
+    class Inner(Made):
+        has = {"first": matrix, "second": matrix}
 
         def forward(self, x):
             return (x @ weight for weight in (self.first, self.second))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,15 +12,24 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 import zero
 from tests.dist import training
-from tests.dist.training import Batch, Curve, train_in_slices, train_plain
+from tests.dist.training import (
+    Batch,
+    Curve,
+    adamw,
+    assert_same_training,
+    curve_on,
+    one_group,
+    train_in_slices,
+    train_plain,
+    train_zero,
+    trainable,
+)
 
 VOCABULARY = 97
 # Divisible by 1, 2, 3 and 4 ranks.
@@ -47,13 +57,8 @@ def gpt2() -> nn.Module:
 
 def llama() -> nn.Module:
     """Build a Llama with odd sizes: few parameters have a size that is divisible by 2, 3 or 4."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=30, intermediate_size=37, num_hidden_layers=3,
-        num_attention_heads=3,
-        num_key_value_heads=1, max_position_embeddings=16, bos_token_id=1, eos_token_id=2,
-        initializer_range=0.06, loss_type="ForCausalLM",
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 10}
+    return small("llama", hidden_size=30, intermediate_size=37, num_hidden_layers=3, **heads)
 
 
 def small(kind: str, **options: Any) -> Any:
@@ -100,17 +105,59 @@ def batches(name: str, steps: int) -> list[dict[str, torch.Tensor]]:
     return made
 
 
-def in_slices(
-    rank: int,
-    world_size: int,
-    name: str,
-    steps: int,
-    ranks: int,
-    accumulation: int,
-    options: dict[str, Any],
+# -- the same bits as plain torch
+
+Builder = str | Callable[[], nn.Module]
+Options = dict[str, Any]
+
+
+def sharded(
+    rank: int, world_size: int, model: Builder, data: list[Batch], config: Options, how: Options
 ) -> Curve:
-    """`train_in_slices` for `run_on`, with one of these models and its batches."""
-    return train_in_slices(build(name), batches(name, steps), ranks, accumulation, **options)
+    """Train on the engine. `model`: a name, or what builds it. `how`: `grouping` and `make`, as for
+    `start`; `look` is called with the engine before."""
+    made = build(model) if isinstance(model, str) else model()
+    how = {"grouping": one_group, "make": adamw, "look": None} | how
+    optimizer = None if "optimizer" in config else how["make"](how["grouping"](trainable(made)))
+    engine, *_ = zero.initialize(model=made, optimizer=optimizer, config=config)
+    if how["look"] is not None:
+        how["look"](engine)
+    curve = train_zero(engine, data)
+    curve.weights = {name: value.cpu() for name, value in curve.weights.items()}
+    engine.destroy()
+    return curve
+
+
+def in_slices(
+    rank: int, world_size: int, model: Builder, data: list[Batch], ranks: int, options: Options
+) -> Curve:
+    made = build(model) if isinstance(model, str) else model()
+    return train_in_slices(made, data, ranks, **options)
+
+
+def assert_bits(
+    ranks: int, model: Builder, data: list[Batch], config: Options, look: Any = None, **options: Any
+) -> Curve:
+    """Assert that `ranks` ranks have the losses and weights of plain torch bit for bit.
+
+    The reference runs their micro-batches in turn, so that shapes and the order of sums are the
+    same. The squares of a norm are summed in parts by ranks and param groups. There norms are equal
+    within rounding, and with clipping the reference divides by the engine's. `options` are those of
+    `train_in_slices`."""
+    how = {key: options[key] for key in ("grouping", "make") if key in options} | {"look": look}
+    found = curve_on(ranks, sharded, model, data, config, how)
+    clip, section = config["gradient_clipping"], config["zero_optimization"]
+    assert max(found.norms) > clip, "clipping must be at work"
+    accumulation = config["gradient_accumulation_steps"]
+    options |= {"accumulation": accumulation, "clip": clip}
+    options |= {"own_first": section["stage"] < 2 and accumulation > 1}
+    options |= {"shard_size": section.get("mics_shard_size", 1)}
+    in_parts = ranks > 1 or "grouping" in options
+    options |= {"norms": found.norms if in_parts else None}
+    expected = curve_on(1, in_slices, model, data, ranks, options)
+    assert in_parts or found.norms == expected.norms
+    assert_same_training(found, expected)
+    return found
 
 
 # -- mixtures whose experts are divided over ranks

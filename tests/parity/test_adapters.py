@@ -1,7 +1,4 @@
-"""PEFT's adapters against plain torch: losses and weights at all stages, and what is saved.
-
-They are equal bit for bit on any CPU: the reference runs the micro-batches of all ranks in turn, so
-that shapes and the order of sums are the same (`train_in_slices`)."""
+"""PEFT's adapters against plain torch: losses and weights at all stages, and what is saved."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +16,13 @@ import torch
 from torch import nn
 
 import zero
-from tests.dist.training import (
-    Curve,
-    assert_same_training,
-    assert_same_weights,
-    ds_config,
-    relative,
-    start,
-    together,
-    train_in_slices,
-    train_plain,
-    train_zero,
-)
+from tests.dist.training import Curve, ds_config, relative, start, together, train_plain, train_zero
 from tests.hunt.saves import files
-from tests.parity.models import ROWS, batches, build
+from tests.parity.models import ROWS, assert_bits, batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.parity.test_quantized import saved_base, with_adapter
 from tests.parity.test_tensor_parallel import build as tensor_parallel_model
 from tests.processes import run_on
-from tests.tolerance import rounding
 from zero.checkpoint.files import bytes_of
 from zero.checkpoint.models import consolidate
 from zero.core.quantized_weights import reachable
@@ -48,18 +34,18 @@ TASKS = {"t5": "SEQ_2_SEQ_LM", "llama": "CAUSAL_LM"}
 LINEAR = {"t5": ["q", "v", "wi", "wo"], "llama": ["q_proj", "v_proj", "down_proj"]}
 
 
-def lora(name: str, **options: Any) -> peft.LoraConfig:
-    options = {"r": 4, "target_modules": LINEAR[name], "init_lora_weights": False} | options
-    return peft.LoraConfig(task_type=TASKS[name], **options)
-
-
-def ia3(name: str) -> peft.IA3Config:
-    return peft.IA3Config(
-        task_type=TASKS[name],
-        target_modules=LINEAR[name],
-        feedforward_modules=[LINEAR[name][-1]],
-        init_ia3_weights=False,
-    )
+def config_of(name: str, kind: Any, options: dict[str, Any]) -> peft.PeftConfig:
+    """PEFT's configuration of this kind for one of the models."""
+    if kind is not peft.LoraConfig:
+        if kind is peft.IA3Config:
+            layers = {"target_modules": LINEAR[name], "feedforward_modules": [LINEAR[name][-1]]}
+            options = layers | {"init_ia3_weights": False}
+        return kind(task_type=TASKS[name], **options)
+    embeddings = "shared" if name == "t5" else "embed_tokens"
+    saved = [embeddings if each == "embeddings" else each for each in options.get("saved", ())]
+    options = {key: value for key, value in options.items() if key != "saved"}
+    given = {"r": 4, "target_modules": LINEAR[name], "init_lora_weights": False} | options
+    return kind(task_type=TASKS[name], modules_to_save=saved or None, **given)
 
 
 def resized(model: Any) -> None:
@@ -91,59 +77,45 @@ def checkpointed(reentrant: bool) -> Callable[[Any], None]:
     return apply
 
 
-# What is done to the base model, and the adapter's configuration.
-Case = tuple[Callable[[Any], None] | None, Callable[[str], peft.PeftConfig]]
+# What is done to the base model, the kind of adapter, and its options.
+Case = tuple[Callable[[Any], None] | None, Any, dict[str, Any]]
+LORA, PROMPT = peft.LoraConfig, {"num_virtual_tokens": 5}
 CASES: dict[str, Case] = {
-    "LoRA": (None, lora),
-    "rsLoRA": (None, lambda name: lora(name, use_rslora=True)),
-    "DoRA": (None, lambda name: lora(name, use_dora=True)),
-    "bias": (None, lambda name: lora(name, bias="lora_only")),
-    "IA3": (None, ia3),
-    "prompt": (
-        None,
-        lambda name: peft.PromptTuningConfig(task_type=TASKS[name], num_virtual_tokens=5),
-    ),
-    "prefix": (
-        None,
-        lambda name: peft.PrefixTuningConfig(task_type=TASKS[name], num_virtual_tokens=5),
-    ),
-    "head": (None, lambda name: lora(name, modules_to_save=["lm_head"])),
-    "tokens": (None, lambda name: lora(name, trainable_token_indices=[3, 5, 8])),
-    "resized": (
-        resized,
-        lambda name: lora(
-            name, modules_to_save=["lm_head", "shared" if name == "t5" else "embed_tokens"]
-        ),
-    ),
-    "resized, tokens": (resized, lambda name: lora(name, trainable_token_indices=[97, 98, 102])),
-    "two": (None, lora),
-    "bf16": (bf16, lora),
-    "reentrant": (checkpointed(True), lora),
-    "non-reentrant": (checkpointed(False), lora),
-    "reentrant DoRA": (checkpointed(True), lambda name: lora(name, use_dora=True)),
+    "LoRA": (None, LORA, {}),
+    "rsLoRA": (None, LORA, {"use_rslora": True}),
+    "DoRA": (None, LORA, {"use_dora": True}),
+    "bias": (None, LORA, {"bias": "lora_only"}),
+    "IA3": (None, peft.IA3Config, {}),
+    "prompt": (None, peft.PromptTuningConfig, PROMPT),
+    "prefix": (None, peft.PrefixTuningConfig, PROMPT),
+    "head": (None, LORA, {"saved": ["lm_head"]}),
+    "tokens": (None, LORA, {"trainable_token_indices": [3, 5, 8]}),
+    "resized": (resized, LORA, {"saved": ["lm_head", "embeddings"]}),
+    "resized, tokens": (resized, LORA, {"trainable_token_indices": [97, 98, 102]}),
+    "two": (None, LORA, {}),
+    "bf16": (bf16, LORA, {}),
+    "reentrant": (checkpointed(True), LORA, {}),
+    "non-reentrant": (checkpointed(False), LORA, {}),
+    "reentrant DoRA": (checkpointed(True), LORA, {"use_dora": True}),
 }
 OTHERS: dict[str, Case] = {
-    "NF4": (quantized, lora),
-    "NF4, cut": (lambda model: quantized(model, ["q_proj"]), lora),
-    "all linear": (None, lambda name: lora(name, target_modules="all-linear")),
-    "all biases": (None, lambda name: lora(name, use_rslora=True, bias="all")),
-    "two with a head": (None, lambda name: lora(name, target_modules=["q_proj", "lm_head"])),
-    "head and embeddings": (
-        None,
-        lambda name: lora(name, modules_to_save=["lm_head", "embed_tokens"]),
-    ),
+    "NF4, cut": (lambda model: quantized(model, ["q_proj"]), LORA, {}),
+    "all linear": (None, LORA, {"target_modules": "all-linear"}),
+    "all biases": (None, LORA, {"use_rslora": True, "bias": "all"}),
+    "two with a head": (None, LORA, {"target_modules": ["q_proj", "lm_head"]}),
+    "head and embeddings": (None, LORA, {"saved": ["lm_head", "embeddings"]}),
 }
 
 
 def adapted(name: str, case: str, base: Any = None) -> Any:
-    change, config = (CASES | OTHERS)[case]
+    change, kind, options = (CASES | OTHERS)[case]
     base = base or build(name)
     if change is not None:
         change(base)
     torch.manual_seed(4)
-    model = peft.get_peft_model(base, config(name))
+    model = peft.get_peft_model(base, config_of(name, kind, options))
     if case.startswith("two"):
-        model.add_adapter("second", config(name))
+        model.add_adapter("second", config_of(name, kind, options))
         model.base_model.set_adapter(["default", "second"])
     return model.train()
 
@@ -162,34 +134,18 @@ def assert_same_adapters(found: Path, expected: Path, within: float = 0.0) -> No
         assert here == there, file
 
 
-def reference(rank: int, world_size: int, name: str, case: str) -> Curve:
-    return train_in_slices(adapted(name, case), batches(name, STEPS), 2)
-
-
 NOTHING_PERSISTS = SMALL | {"stage3_param_persistence_threshold": 0}
 SETTINGS: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
     "stage 3": SMALL,
-    "offload": {
-        "stage3_param_persistence_threshold": 0,
-        "offload_param": {"device": "cpu"},
-        "offload_optimizer": {"device": "cpu"},
-    },
+    "offload": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
 }
 
 
-def sharded(rank: int, world_size: int, name: str, case: str, settings: str) -> list[Curve]:
-    """Train with one of `SETTINGS`, and where nothing persists."""
-    return [
-        train_zero(start(adapted(name, case), ds_config(**section))[0], batches(name, STEPS))
-        for section in (SETTINGS[settings], NOTHING_PERSISTS)
-    ]
-
-
-# Each kind with one of the models and one of the settings, in turn. `tests/hunt/saves.py` saves
-# most of them.
+# Each kind with one of the models and one of the settings, in turn, and where nothing persists.
+# `tests/hunt/saves.py` saves most of them.
 @pytest.mark.filterwarnings(IN_PEFT)
 @pytest.mark.parametrize(
     ("name", "case", "settings"),
@@ -199,69 +155,9 @@ def sharded(rank: int, world_size: int, name: str, case: str, settings: str) -> 
     ],
 )
 def test_adapters_are_bit_for_bit(name: str, case: str, settings: str) -> None:
-    (expected,) = run_on(1, reference, name, case)
-    for curves in zip(*run_on(2, sharded, name, case, settings), strict=True):
-        assert_same_training(together(curves), expected)
-
-
-# -- resuming and merging
-
-
-def first_half(
-    rank: int, world_size: int, name: str, case: str, folder: Path
-) -> tuple[Curve, list[str]]:
-    """The curve, and the names of frozen parameters."""
-    model = adapted(name, case)
-    engine, _ = start(model, ds_config(**NOTHING_PERSISTS))
-    curve = train_zero(engine, batches(name, STEPS)[: STEPS // 2])
-    engine.save_checkpoint(folder, exclude_frozen_parameters=True)
-    return curve, [key for key, param in model.named_parameters() if not param.requires_grad]
-
-
-def second_half(rank: int, world_size: int, name: str, case: str, folder: Path) -> list[Curve]:
-    """The curve from the checkpoint on, and one without steps, which has the loaded weights."""
-    model = adapted(name, case)
-    with torch.no_grad():
-        for param in model.parameters():
-            if param.requires_grad:
-                param.fill_(0.5)
-    engine, _ = start(model, ds_config(**NOTHING_PERSISTS))
-    path, _ = engine.load_checkpoint(folder)
-    assert path is not None
-    loaded = train_zero(engine, [])
-    return [train_zero(engine, batches(name, STEPS)[STEPS // 2 :]), loaded]
-
-
-def whole_run(rank: int, world_size: int, name: str, case: str) -> Curve:
-    return train_plain(adapted(name, case), batches(name, STEPS))
-
-
-@pytest.mark.parametrize(
-    ("name", "case"),
-    [
-        ("llama", "LoRA"),
-        ("t5", "resized"),
-        ("llama", "two"),
-        ("t5", "prefix"),
-        ("t5", "NF4"),
-    ],
-)
-def test_two_processes_are_resumed_as_three_without_the_base(
-    name: str, case: str, tmp_path: Path
-) -> None:
-    curves, ((*frozen,), _) = zip(*run_on(2, first_half, name, case, tmp_path), strict=True)
-    first = together(curves)
-    manifest = json.loads(next(tmp_path.rglob("checkpoint.json")).read_text())
-    stored = {*manifest["parameters"], *manifest["plain"]}
-    assert frozen and not [name for name in stored if name.startswith(tuple(frozen))]
-    second, loaded = (
-        together(curves)
-        for curves in zip(*run_on(3, second_half, name, case, tmp_path), strict=True)
-    )
-    assert_same_weights(loaded.weights, first.weights)
-    (expected,) = run_on(1, whole_run, name, case)
-    losses = [*first.mean_losses(), *second.mean_losses()]
-    assert relative(losses, expected.mean_losses()) <= rounding(torch.float32, 100, STEPS)
+    for section in (SETTINGS[settings], NOTHING_PERSISTS):
+        config = ds_config(**section)
+        assert_bits(2, partial(adapted, name, case), batches(name, STEPS), config)
 
 
 # -- merging into a quantized base

@@ -7,6 +7,8 @@ the same bits. If a tensor is used more than once, its gradients may be added in
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,140 +28,90 @@ STEPS = 2
 TERMS = 1000
 
 
-def section(backend: str | None, **kwargs: Any) -> dict[str, Any]:
-    return {
-        "compile": {
-            "enabled": backend is not None,
-            "backend": backend or "inductor",
-            "kwargs": kwargs,
-        }
-    }
+def of_transformers(name: str) -> Any:
+    model: Any = build(name)
+    model.config.use_cache = False
+    if name == "t5":
+        model.encoder.block, model.decoder.block = model.encoder.block[:1], model.decoder.block[:1]
+    if name == "llama":
+        # The default before transformers 5.0 is the other kind, whose first pass is another graph,
+        # because it records no gradients.
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
 
 
-def count() -> int:
-    """Return the number of graphs compiled in this process so far."""
-    return counters["stats"]["unique_graphs"]
+def toys(shared: bool = False, listed: bool = True, **options: Any) -> nn.Module:
+    """`shared`: all blocks share one layer `up`, a group of its own. `listed`: the engine finds
+    blocks."""
+    model = toy(**options)
+    for block in model.blocks[1:] if shared else ():
+        block.up = model.blocks[0].up
+    if not listed:
+        model.blocks = nn.Sequential(*model.blocks)
+    return model
 
 
-def train(model: nn.Module, given: list, config: dict[str, Any]) -> tuple[Curve, list[int]]:
-    """Train. Return the curve, and the number of graphs after the first and after the last step."""
-    torch._dynamo.reset()
-    before = count()
-    engine, _ = start(model, config)
-    assert engine.is_compiled == config["compile"]["enabled"]
-    curve, graphs = train_zero(engine, given[:1]), [count() - before]
-    rest = train_zero(engine, given[1:])
-    engine.destroy()
-    graphs.append(count() - before)
-    return Curve(curve.losses + rest.losses, curve.norms + rest.norms, rest.weights), graphs
-
-
-def of_transformers(name: str, stage: int, checkpointing: bool) -> list:
-    found = []
-    for backend in (None, "aot_eager"):
-        model = build(name)
-        model.config.use_cache = False
-        if name == "t5":
-            model.encoder.block = model.encoder.block[:1]
-            model.decoder.block = model.decoder.block[:1]
-        if checkpointing:
-            # The default before transformers 5.0 is the other kind, whose first pass is another
-            # graph, because it records no gradients.
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        found.append(
-            train(model, batches(name, STEPS), ds_config(stage=stage, **SMALL) | section(backend))
-        )
-    return found
-
-
-def of_toys(shared: bool = False, listed: bool = True, **options: Any) -> list:
-    """Train toys.
-
-    `shared`: all blocks share one layer `up`, a group of its own. `listed`: the engine finds
-    blocks.
-    """
-    found = []
-    for backend in (None, "aot_eager"):
-        model = toy(**options)
-        for block in model.blocks[1:] if shared else ():
-            block.up = model.blocks[0].up
-        if not listed:
-            model.blocks = nn.Sequential(*model.blocks)
-        config = ds_config(stage3_param_persistence_threshold=0) | section(backend)
-        found.append(train(model, toy_batches(STEPS), config))
-    return found
-
-
-# Equal blocks share a graph. T5's two kinds of blocks have one each.
-MODELS = {"t5": (("t5", 3, False), 2), "llama with checkpoints": (("llama", 3, True), 1)}
-TOYS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "reentrant": {"checkpointing": "reentrant"},
-    "shared": {"shared": True},
-    "whole model": {"tied": True, "listed": False},
+WHOLE = {"stage3_param_persistence_threshold": 0}
+SLICES = {"activation_checkpointing": {"batch_slices": 3, "trust_slices": True}}
+# What builds a model, keys, and the number of graphs; None: bit for bit.
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], int | None]] = {
+    # Equal blocks share a graph. T5's two kinds of blocks have one each.
+    "t5": (partial(of_transformers, "t5"), SMALL, 2),
+    "llama": (partial(of_transformers, "llama"), SMALL, 1),
+    "gpt2": (partial(of_transformers, "gpt2"), SMALL | {"stage": 2}, 1),
+    "toys": (toys, WHOLE, None),
+    "persistent": (toys, {}, None),
+    "reentrant": (partial(toys, checkpointing="reentrant"), WHOLE, None),
+    "shared": (partial(toys, shared=True), WHOLE, None),
+    "whole model": (partial(toys, tied=True, listed=False), WHOLE, None),
+    "slices": (toys, WHOLE | SLICES, None),
 }
 
 
-def all_of_them(
-    rank: int, world_size: int, models: list[tuple], toys: list[dict[str, Any]]
-) -> list:
-    """Train all in one process: importing the compiler takes longer than compiling."""
-    return [
-        *(of_transformers(*model) for model in models),
-        *(of_toys(**options) for options in toys),
-    ]
-
-
-@pytest.fixture(scope="module")
-def trained() -> dict[str, list]:
-    """Return for each model the trainings of both ranks, eager and compiled."""
-    of_ranks = run_on(
-        2, all_of_them, [model for model, _ in MODELS.values()], list(TOYS.values()), timeout=400
+def trained(rank: int, world_size: int, case: str, backend: str, **kwargs: Any) -> list:
+    """In eager mode and compiled: the curve, and the numbers of graphs after the first and after
+    the last step."""
+    make, keys, _ = CASES[case]
+    data, found = (
+        batches(case, STEPS) if case in ("t5", "llama", "gpt2") else toy_batches(STEPS),
+        [],
     )
-    return dict(zip([*MODELS, *TOYS], zip(*of_ranks, strict=True), strict=True))
+    for enabled in (False, True):
+        torch._dynamo.reset()
+        before = counters["stats"]["unique_graphs"]
+        section = {"enabled": enabled, "backend": backend, "kwargs": kwargs}
+        engine, _ = start(make(), ds_config(compile=section, **keys))
+        assert engine.is_compiled == enabled
+        first = train_zero(engine, data[:1])
+        graphs = [counters["stats"]["unique_graphs"] - before]
+        rest = train_zero(engine, data[1:])
+        graphs.append(counters["stats"]["unique_graphs"] - before)
+        engine.destroy()
+        curve = Curve(first.losses + rest.losses, first.norms + rest.norms, rest.weights)
+        found.append((curve, graphs))
+    return found
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_blocks_of_transformers(trained, name):
-    for of_rank in trained[name]:
-        assert_close(of_rank, MODELS[name][1])
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_blocks_train_alike(case):
+    """With checkpoints around blocks, with hooks and slices inside of them, and with a model that
+    is compiled as a whole."""
+    kinds = CASES[case][2]
+    for (eager, none), (compiled, graphs) in run_on(2, trained, case, "aot_eager", timeout=300):
+        assert none == [0, 0] and graphs[0] == graphs[1] == (kinds or graphs[0]) > 0
+        if kinds is None:
+            assert (compiled.losses, compiled.norms) == (eager.losses, eager.norms)
+            assert_same_weights(compiled.weights, eager.weights)  # only rank 0 has weights
+        for found, expected in zip(compiled.losses, eager.losses, strict=True):
+            assert relative(found, expected) <= rounding(torch.float32, TERMS, STEPS)
+        assert relative(compiled.norms, eager.norms) <= rounding(torch.float32, TERMS, STEPS)
 
 
-def test_stage_2_in_one_process():
-    (found,) = run_on(1, all_of_them, [("gpt2", 2, False)], [], timeout=300)
-    assert_close(found[0], 1)
-
-
-def assert_close(trainings: list, kinds: int) -> None:
-    (eager, none), (compiled, graphs) = trainings
-    assert none == [0, 0] and graphs == [kinds, kinds]
-    for found, expected in zip(compiled.losses, eager.losses, strict=True):
-        assert relative(found, expected) <= rounding(torch.float32, TERMS, STEPS)
+def by_inductor(rank: int, world_size: int) -> None:
+    runs = trained(rank, world_size, "persistent", "inductor", fullgraph=True)
+    (eager, _), (compiled, graphs) = runs
+    assert graphs == [1, 1], "all blocks share one graph, which has no hooks in it"
     assert relative(compiled.norms, eager.norms) <= rounding(torch.float32, TERMS, STEPS)
-
-
-@pytest.mark.parametrize("name", TOYS)
-def test_bit_for_bit_at_stage_3(trained, name):
-    """With checkpoints around blocks, with hooks inside of blocks, and with a model that is
-    compiled as a whole.
-    """
-    for (eager, _), (compiled, graphs) in trained[name]:
-        assert graphs[0] == graphs[1] > 0
-        assert (compiled.losses, compiled.norms) == (eager.losses, eager.norms)
-        assert_same_weights(compiled.weights, eager.weights)  # only rank 0 has weights
-
-
-def inductor(rank: int, world_size: int) -> None:
-    eager, compiled = (
-        train(
-            toy(),
-            toy_batches(STEPS),
-            ds_config() | section(backend, fullgraph=True),
-        )
-        for backend in (None, "inductor")
-    )
-    assert compiled[1] == [1, 1], "all blocks share one graph, which has no hooks in it"
-    assert relative(compiled[0].norms, eager[0].norms) <= rounding(torch.float32, TERMS, STEPS)
 
 
 @pytest.mark.skipif(
@@ -170,4 +122,4 @@ def inductor(rank: int, world_size: int) -> None:
     reason="torch 2.13: inductor's result is NaN with AVX2 for this shape, in plain torch too",
 )
 def test_inductor():
-    run_on(2, inductor, timeout=300)
+    run_on(2, by_inductor, timeout=300)

@@ -6,24 +6,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 import zero
-from tests.dist.training import (
-    Curve,
-    assert_same_training,
-    curve_on,
-    ds_config,
-    relative,
-    start,
-    train_in_slices,
-    train_zero,
+from tests.dist.training import Curve, curve_on, ds_config, relative, start, train_zero
+from tests.parity.models import (
+    INNER,
+    NOTHING_PERSISTS,
+    WIDTH,
+    assert_bits,
+    batches,
+    in_slices,
+    mixture,
 )
-from tests.parity.models import INNER, NOTHING_PERSISTS, WIDTH, batches, mixture
 from zero.core.param_group import State
 
 STEPS = 3
@@ -42,47 +41,32 @@ def data() -> list[dict[str, torch.Tensor]]:
     return batches("llama", STEPS)
 
 
-@cache
-def expected(name: str, implementation: str, accumulation: int = 1) -> Curve:
-    return curve_on(1, plain, name, implementation, accumulation)
-
-
-def plain(rank: int, world_size: int, name: str, implementation: str, accumulation: int) -> Curve:
-    return train_in_slices(build(name, implementation), data(), 2, accumulation)
-
-
-def sharded(rank: int, world_size: int, name: str, implementation: str, settings: dict) -> Curve:
-    model = build(name, implementation)
-    engine, _ = start(model, ds_config(**NOTHING_PERSISTS, **settings))
-    experts = [
-        group for group in engine.groups if any("experts" in each for each in group.param_names)
+def look(engine: zero.ZeroEngine, name: str) -> None:
+    """Experts are groups of their own, and gathered apart from the attention."""
+    named = [
+        (group, any("experts" in each for each in group.param_names)) for group in engine.groups
     ]
-    assert len(experts) == {"mixtral": 2, "qwen3": 1}[name] and not any(
-        group.persistent for group in experts
-    )
+    experts = [group for group, is_of_experts in named if is_of_experts]
+    assert len(experts) == {"mixtral": 2, "qwen3": 1}[name]
+    assert not any(group.persistent for group in experts)
     assert all(group.layout.numel == EXPERTS_NUMEL for group in experts)
-    blocks = [group for group in engine.groups if "layers." in group.name and group not in experts]
+    blocks = [
+        group for group, is_of_experts in named if "layers." in group.name and not is_of_experts
+    ]
     assert len(blocks) == LAYERS
-    while_attention: list[int] = []
 
-    def look(*_: object) -> None:
-        while_attention.append(sum(group.state is not State.SHARDED for group in experts))
+    def apart(*_: object) -> None:
+        assert all(group.state is State.SHARDED for group in experts)
 
-    for layer in model.model.layers:
-        layer.self_attn.register_forward_hook(look)
-    curve = train_zero(engine, data())
-    assert while_attention and not any(while_attention), (
-        "experts are gathered apart from the attention"
-    )
-    return curve
+    for layer in engine.module.model.layers:
+        layer.self_attn.register_forward_hook(apart)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3"])
 def test_experts_are_groups_of_their_own_and_the_numbers_are_plain_torchs(name, implementation):
-    settings = {"stage3_prefetch_bucket_size": 0}
-    found = curve_on(2, sharded, name, implementation, settings)
-    assert_same_training(found, expected(name, implementation))
+    config = ds_config(**NOTHING_PERSISTS, stage3_prefetch_bucket_size=0)
+    assert_bits(2, partial(build, name, implementation), data(), config, partial(look, name=name))
 
 
 def sliced(
@@ -144,12 +128,7 @@ def watched(
 
 SLICED = [
     ("mixtral", "eager", 1, {}),
-    (
-        "mixtral",
-        "grouped_mm",
-        3,
-        {"stage3_prefetch_bucket_size": 0, "accumulation": 2, "checkpointing": True},
-    ),
+    ("mixtral", "grouped_mm", 3, {"accumulation": 2, "checkpointing": True}),
     ("qwen3", "batched_mm", 2, {"offload_param": {"device": "cpu"}}),
 ]
 
@@ -157,11 +136,10 @@ SLICED = [
 @pytest.mark.parametrize("name, implementation, experts, settings", SLICED)
 def test_experts_that_do_not_fit_are_gathered_in_slices(name, implementation, experts, settings):
     found = curve_on(2, sliced, name, implementation, experts, settings)
-    plain_one = expected(name, implementation, settings.get("accumulation", 1))
-    assert found.losses[0] == pytest.approx(plain_one.losses[0], rel=1e-6)
-    assert relative(found.mean_losses(), plain_one.mean_losses()) < 1e-6
-    assert relative(found.norms, plain_one.norms) < 1e-6
-    for parameter, value in plain_one.weights.items():
-        torch.testing.assert_close(
-            found.weights[parameter], value, rtol=1e-4, atol=1e-5, msg=parameter
-        )
+    options = {"accumulation": settings.get("accumulation", 1)}
+    plain = curve_on(1, in_slices, partial(build, name, implementation), data(), 2, options)
+    assert found.losses[0] == pytest.approx(plain.losses[0], rel=1e-6)
+    assert relative(found.mean_losses(), plain.mean_losses()) < 1e-6
+    assert relative(found.norms, plain.norms) < 1e-6
+    for key, value in plain.weights.items():
+        torch.testing.assert_close(found.weights[key], value, rtol=1e-4, atol=1e-5, msg=key)

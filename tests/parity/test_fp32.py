@@ -6,27 +6,21 @@ by the engine's norms, which equal its own within rounding (`assert_same_trainin
 compares the reference with training on whole batches. These are equal within rounding only, because
 products of other shapes round differently."""
 
-from functools import cache
-
 import pytest
 import torch
 
-import zero
 from tests.dist.training import (
     LR,
     WEIGHT_DECAY,
     Curve,
     assert_equal,
-    assert_same_training,
     curve_on,
     ds_config,
     relative,
-    start,
     train_in_slices,
     train_plain,
-    train_zero,
 )
-from tests.parity.models import VOCABULARY, batches, build, in_slices
+from tests.parity.models import VOCABULARY, assert_bits, batches, build, sharded
 from tests.processes import run_on
 from tests.tolerance import rounding
 
@@ -40,20 +34,6 @@ SMALL = {
     "sub_group_size": 1000,
     "reduce_bucket_size": 3000,
 }
-
-
-def plain(rank: int, world_size: int, name: str) -> Curve:
-    return train_plain(build(name), batches(name, STEPS))
-
-
-def sharded(rank: int, world_size: int, name: str, clip: float, accumulation: int) -> Curve:
-    engine, _ = start(build(name), ds_config(clip=clip, accumulation=accumulation, **SMALL))
-    return train_zero(engine, batches(name, STEPS))
-
-
-@cache
-def reference(name: str) -> Curve:
-    return curve_on(1, plain, name)
 
 
 def both_ways(rank: int, world_size: int) -> list[Curve]:
@@ -86,42 +66,28 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "world_size", "accumulation"), CASES)
+@pytest.mark.parametrize(("name", "ranks", "accumulation"), CASES)
 def test_losses_and_weights_with_clipping_are_bit_for_bit_those_of_slices(
-    name, world_size, accumulation
+    name, ranks, accumulation
 ):
-    found = curve_on(world_size, sharded, name, 1.0, accumulation)
-    assert max(found.norms) > 1.0, "clipping must be at work"
-    options = {"clip": 1.0, "norms": found.norms}
-    given = name, STEPS, world_size, accumulation, options
-    assert_same_training(found, curve_on(1, in_slices, *given))
+    config = ds_config(clip=1.0, accumulation=accumulation, **SMALL)
+    assert_bits(ranks, name, batches(name, STEPS), config)
 
 
-@pytest.mark.parametrize("name", ["t5", "gpt2", "llama"])
-def test_world_of_one_without_clipping_is_bit_for_bit(name):
-    """The norms too, because no parameter is cut."""
-    assert_equal(curve_on(1, sharded, name, 0.0, 1), reference(name))
+def plain(rank: int, world_size: int, name: str) -> Curve:
+    return train_plain(build(name), batches(name, STEPS))
 
 
-def configured(rank: int, world_size: int, name: str, settings: dict) -> Curve:
-    section = {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}}
-    engine, *_ = zero.initialize(
-        model=build(name), config=ds_config(optimizer=section, **SMALL, **settings)
-    )
-    return train_zero(engine, batches(name, STEPS))
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}}}
+OFFLOADED = ADAMW | {"offload_optimizer": {"device": "cpu"}}
 
 
-def test_the_configured_optimizer_is_torchs_default():
-    assert_equal(curve_on(1, configured, "llama", {}), reference("llama"))
-
-
-def test_the_configured_optimizer_has_the_same_bits_where_its_state_is_offloaded():
-    offload = {"offload_optimizer": {"device": "cpu"}}
-    assert_equal(curve_on(1, configured, "t5", offload), reference("t5"))
-
-
-def test_one_rank_accumulating_four_equals_four_ranks_without():
-    """Bit for bit: both add the same four gradients in the same order, and division by 4 is exact
-    in fp32.
-    """
-    assert curve_on(1, sharded, "t5", 0.0, 4).losses == curve_on(4, sharded, "t5", 0.0, 1).losses
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("t5", {}), ("gpt2", {}), ("llama", {}), ("llama", ADAMW), ("t5", OFFLOADED)],
+)
+def test_a_world_of_one_is_a_plain_loop_bit_for_bit(name, settings):
+    """The norms too, because no parameter is cut; and with the configured optimizer."""
+    config = ds_config(**SMALL, **settings)
+    found = curve_on(1, sharded, name, batches(name, STEPS), config, {})
+    assert_equal(found, curve_on(1, plain, name))

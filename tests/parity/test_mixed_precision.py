@@ -8,21 +8,14 @@ exchange the sums; at stages 2 and 3 they exchange each micro-batch's gradients)
 step in fp32. Only norms may differ by fp32 rounding: the squares of a parameter on several ranks
 are summed in parts. So with clipping the reference divides by the engine's norms."""
 
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 
-from tests.dist.training import (
-    Curve,
-    assert_equal,
-    assert_same_training,
-    curve_on,
-    ds_config,
-    start,
-    train_zero,
-)
-from tests.parity.models import batches, build, in_slices
+import zero
+from tests.dist.training import ds_config
+from tests.parity.models import assert_bits, batches
 from tests.parity.test_fp32 import SMALL
 
 STEPS = 3
@@ -36,34 +29,9 @@ SECTIONS = {
 DTYPES = [torch.float32, *SECTIONS]
 
 
-def options(dtype: torch.dtype, **others: Any) -> dict[str, Any]:
-    return {"dtype": dtype, "scale": SCALE if dtype == torch.float16 else 1.0, **others}
-
-
-def sharded(
-    rank: int,
-    world_size: int,
-    name: str,
-    stage: int,
-    dtype: torch.dtype,
-    accumulation: int,
-    clip: float,
-) -> Curve:
-    keys = {"stage": stage, **SECTIONS.get(dtype, {}), **SMALL}
-    engine, _ = start(build(name), ds_config(clip=clip, accumulation=accumulation, **keys))
-    dtypes = {param.dtype for param in engine.module.parameters()}
-    assert dtypes == ({dtype, torch.float32} if name == "deepseek" else {dtype})
-    assert all(sub_group.master.dtype == torch.float32 for sub_group in engine.optimizer.sub_groups)
-    return train_zero(engine, batches(name, STEPS))
-
-
-@pytest.mark.parametrize("dtype", SECTIONS, ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["t5", "llama", "deepseek"])
-def test_world_of_one_is_bit_for_bit(name, dtype):
-    """The norms too, because no parameter is cut."""
-    expected = curve_on(1, in_slices, name, STEPS, 1, 1, options(dtype, clip=CLIP))
-    assert max(expected.norms) > CLIP, "clipping must be at work"
-    assert_equal(curve_on(1, sharded, name, 3, dtype, 1, CLIP), expected)
+def look(engine: zero.ZeroEngine, dtypes: set[torch.dtype]) -> None:
+    assert {param.dtype for param in engine.module.parameters()} == dtypes
+    assert all(each.master.dtype == torch.float32 for each in engine.optimizer.sub_groups)
 
 
 # (model, stage, dtype, ranks, accumulation, clipping): each stage in each dtype with one of two
@@ -81,10 +49,16 @@ CASES += [
 ]
 
 
+CASES += [
+    (name, 3, dtype, 1, 1, CLIP) for name in ("t5", "llama", "deepseek") for dtype in SECTIONS
+]
+
+
 @pytest.mark.parametrize(("name", "stage", "dtype", "ranks", "accumulation", "clip"), CASES)
 def test_stages_and_ranks_are_bit_for_bit(name, stage, dtype, ranks, accumulation, clip):
-    found = curve_on(ranks, sharded, name, stage, dtype, accumulation, clip)
-    assert min(found.norms) > clip, "clipping must be at work in every step"
-    others = {"norms": found.norms if clip else None, "own_first": stage < 2 and accumulation > 1}
-    given = name, STEPS, ranks, accumulation, options(dtype, clip=clip, **others)
-    assert_same_training(found, curve_on(1, in_slices, *given))
+    sections = SECTIONS.get(dtype, {}) | SMALL | {"stage": stage}
+    config = ds_config(clip=clip, accumulation=accumulation, **sections)
+    dtypes = {dtype, torch.float32} if name == "deepseek" else {dtype}
+    scale = SCALE if dtype == torch.float16 else 1.0
+    looks = partial(look, dtypes=dtypes)
+    assert_bits(ranks, name, batches(name, STEPS), config, looks, dtype=dtype, scale=scale)

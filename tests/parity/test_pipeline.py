@@ -6,13 +6,12 @@ So the numbers are equal within 1e-6, not bit for bit."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from packaging.version import Version
 from torch import nn
@@ -21,7 +20,8 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from transformers import LlamaForCausalLM
 
 import zero
-from tests.dist.training import Curve, adamw, one_group, relative, trainable
+from tests.dist import training
+from tests.dist.training import Curve, adamw, one_group, relative, train_plain, trainable
 from tests.parity.models import VOCABULARY, build, small
 from tests.processes import run_on
 from tests.releases import needs
@@ -74,6 +74,11 @@ CASES = {
     "Llama, tied, GPipe, stage 1": Case("llama", True, ScheduleGPipe, {"stage": 1}),
     "Llama, tied, interleaved, stage 2": Case("llama", True, ScheduleInterleaved1F1B, {"stage": 2}),
     "Llama, tied, 1F1B, stage 3": Case("llama", True, Schedule1F1B, STAGE3, MANY_STEPS),
+    # Its owners do not exchange shards of its gradient: it persists together with others, of which
+    # the two stages have different ones.
+    "Llama, tied and persistent, stage 3": Case(
+        "llama", True, Schedule1F1B, STAGE3 | {"stage3_param_persistence_threshold": 10_000}
+    ),
     "Llama, interleaved, stage 3": Case(
         "llama", False, ScheduleInterleaved1F1B, STAGE3, sections=SLICES
     ),
@@ -89,12 +94,10 @@ CASES = {
     "GPT, 1F1B, stage 1": Case("gpt_neox", False, Schedule1F1B, {"stage": 1}),
     "Mixtral, 1F1B, stage 3": Case("mixtral", False, Schedule1F1B, STAGE3),
 }
-TWO_RANKS = ["Llama, tied, 1F1B, stage 3", "GPT, tied, interleaved, stage 3, offload"]
 # There layers of GPT-NeoX return tuples, and each expert of Mixtral is a module.
 BEFORE_5 = Version(transformers.__version__) < Version("5")
 if BEFORE_5:
     CASES = {name: case for name, case in CASES.items() if case.kind != "gpt_neox"}
-    TWO_RANKS = TWO_RANKS[:1]
 EIGHT_RANKS = ["Llama, tied, interleaved, stage 2", "Mixtral, 1F1B, stage 3"]
 SAVED = "Llama, tied, 1F1B, stage 3"
 
@@ -164,13 +167,9 @@ def piped(
             engine.save_checkpoint(folder)
         rest = train(case, pipeline, mesh, SAVED_AFTER, case.steps)
         ids, labels = batches(1)[0]
-        steps = engine.global_steps, engine.micro_steps
         rest.losses.append([pipeline.evaluate(own(ids, mesh), own(labels, mesh))])
-        assert (
-            (engine.global_steps, engine.micro_steps)
-            == steps
-            == (case.steps, case.steps * MICRO_BATCHES)
-        )
+        assert engine.global_steps == case.steps
+        assert engine.micro_steps == case.steps * MICRO_BATCHES
         found.append(Curve(curve.losses + rest.losses, curve.norms + rest.norms))
         # A block is held until all its experts have had their gradients.
         if not (BEFORE_5 and case.kind == "mixtral"):
@@ -180,31 +179,20 @@ def piped(
 
 
 def plain(rank: int, world_size: int, names: list[str]) -> dict[str, Curve]:
-    return {name: train_plain(CASES[name]) for name in names}
-
-
-def train_plain(case: Case) -> Curve:
-    model, curve = case.model(), Curve()
-    if (
-        case.kind == "mixtral"
-    ):  # in fp32 its norms are rounded by up to 1.1e-6: more than those of the ranks
-        model.double()
-        if hasattr(model, "set_experts_implementation"):  # else they have only this one
-            model.set_experts_implementation("eager")
-    optimizer = adamw(one_group(trainable(model)))
-    for ids, labels in batches(case.steps):
-        loss = model(input_ids=ids, labels=labels).loss
-        loss.backward()
-        curve.losses.append([loss.item()])
-        curve.norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        if len(curve.norms) == SAVED_AFTER:
-            curve.weights = {name: value.clone() for name, value in model.state_dict().items()}
-    ids, labels = batches(1)[0]
-    with torch.no_grad():
-        curve.losses.append([model(input_ids=ids, labels=labels).loss.item()])
-    return curve
+    found = {}
+    for name in names:
+        case, model = CASES[name], CASES[name].model()
+        if case.kind == "mixtral":  # in fp32 its norms are rounded by more than those of the ranks
+            model.double()
+            if hasattr(model, "set_experts_implementation"):  # else they have only this one
+                model.set_experts_implementation("eager")
+        data = [{"input_ids": ids, "labels": labels} for ids, labels in batches(case.steps)]
+        found[name] = train_plain(model, data, CLIP)
+        with torch.no_grad():
+            found[name].losses.append([model(**data[0]).loss.item()])
+        if name == SAVED:
+            found[name].weights = train_plain(case.model(), data[:SAVED_AFTER], CLIP).weights
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -214,127 +202,61 @@ def expected() -> dict[str, Curve]:
 
 
 @pytest.fixture(scope="module")
-def on_four_ranks(tmp_path_factory) -> tuple[dict[str, list[Curve]], Path]:
+def on_four_ranks(tmp_path_factory) -> tuple[list[list[Curve]], Path]:
     folder = tmp_path_factory.mktemp("pipeline")
-    of_ranks = run_on(4, piped, list(CASES), str(folder))
-    return dict(zip(CASES, zip(*of_ranks, strict=True), strict=True)), folder
+    return run_on(4, piped, list(CASES), str(folder)), folder
 
 
-def compare(curves: list[Curve], expected: Curve, first: int = 0) -> None:
-    assert all(curve == curves[0] for curve in curves), (
-        "every rank knows loss and norm of the whole model"
-    )
+def compare(curves: list[Curve], expected: Curve) -> None:
+    # Every rank knows loss and norm of the whole model.
+    assert all(curve == curves[0] for curve in curves)
     assert min(curves[0].norms) > CLIP, "clipping must be at work"
-    assert len(curves[0].norms) == len(expected.norms) - first
-    assert relative(curves[0].mean_losses(), expected.mean_losses()[first:]) < 1e-6
-    assert relative(curves[0].norms, expected.norms[first:]) < 1e-6
+    assert len(curves[0].norms) == len(expected.norms)
+    assert relative(curves[0].mean_losses(), expected.mean_losses()) < 1e-6
+    assert relative(curves[0].norms, expected.norms) < 1e-6
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_stages_of_two_ranks_each(name, on_four_ranks, expected):
-    compare(on_four_ranks[0][name], expected[name])
+def compare_all(of_ranks: list[list[Curve]], names: list[str], expected: dict) -> None:
+    for name, curves in zip(names, zip(*of_ranks, strict=True), strict=True):
+        compare(list(curves), expected[name])
 
 
-def test_two_stages_of_one_rank_each(expected, tmp_path):
-    for name, curves in zip(
-        TWO_RANKS, zip(*run_on(2, piped, TWO_RANKS, str(tmp_path)), strict=True), strict=True
-    ):
-        compare(curves, expected[name])
+def test_two_stages_of_two_ranks_each(on_four_ranks, expected):
+    compare_all(on_four_ranks[0], list(CASES), expected)
 
 
 @needs("transformers", "5.23", "it does not shard a model that exists by its plan")
 def test_three_dimensions(expected, tmp_path):
     """2 x 2 x 2 ranks: stages, data, tensor."""
-    for name, curves in zip(
-        EIGHT_RANKS, zip(*run_on(8, piped, EIGHT_RANKS, str(tmp_path), 2), strict=True), strict=True
-    ):
-        compare(curves, expected[name])
-
-
-def owners_train(rank: int, world_size: int, sections: dict) -> tuple[Curve, set[int], int]:
-    """A curve, how many elements the owners of the tied weight exchange, and how many it has."""
-    case = CASES["Llama, tied, 1F1B, stage 3"]
-    case = case._replace(zero=STAGE3 | sections)
-    engine, pipeline, mesh = start(case, world_size)
-    weight = engine.module.get_input_embeddings().weight if rank in (0, 3) else None
-    exchanged: set[int] = set()
-    reduce = dist.all_reduce
-
-    def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        exchanged.add(tensor.numel())
-        return reduce(tensor, *args, **kwargs)
-
-    with mock.patch.object(zero.parallel.pipeline.dist, "all_reduce", noted):
-        curve = train(case, pipeline, mesh, 0, STEPS)
-    return curve, exchanged, 0 if weight is None else weight.numel()
-
-
-def test_owners_of_a_tied_weight_exchange_shards_of_its_gradient(expected):
-    """Not the whole gradient, unless the weight is persistent together with others, of which the
-    two stages have different ones.
-    """
-    wanted = expected["Llama, tied, 1F1B, stage 3"]
-    cut = Curve(wanted.losses[:STEPS], wanted.norms[:STEPS])
-    apart = run_on(4, owners_train, {})
-    compare([curve for curve, *_ in apart], cut)
-    together = run_on(4, owners_train, {"stage3_param_persistence_threshold": 10_000})
-    compare([curve for curve, *_ in together], cut)
-    numel = apart[0][2]
-    assert numel // 2 in apart[0][1] and numel not in apart[0][1]
-    assert numel in together[0][1]
+    compare_all(run_on(8, piped, EIGHT_RANKS, str(tmp_path), 2), EIGHT_RANKS, expected)
 
 
 # -- checkpoints
 
 
-def resumed(rank: int, world_size: int, folder: str, schedule: type, save_to: str) -> Curve:
-    case = CASES[SAVED]._replace(schedule=schedule, zero={"stage": 1})
-    engine, pipeline, mesh = start(case, world_size)
-    assert engine.load_checkpoint(folder)[0] is not None and engine.global_steps == SAVED_AFTER
-    engine.save_checkpoint(save_to)
-    return train(case, pipeline, mesh, SAVED_AFTER, STEPS)
-
-
-def resumed_without_stages(rank: int, world_size: int, folder: str, saved_again: str) -> Curve:
+def without_stages(rank: int, world_size: int, folder: str) -> Curve:
     case, curve = CASES[SAVED], Curve()
-    for each in (folder, saved_again):
-        model = case.model()
-        config = config_of(case, world_size)
-        engine, *_ = zero.initialize(
-            model=model, optimizer=adamw(one_group(trainable(model))), config=config
-        )
-        engine.load_checkpoint(each)
-        for ids, labels in batches(STEPS)[SAVED_AFTER:]:
-            whole = (labels[:, 1:] != IGNORED).sum()
-            losses = []
-            for part, label in zip(
-                ids.chunk(MICRO_BATCHES), labels.chunk(MICRO_BATCHES), strict=True
-            ):
-                loss = (
-                    engine(input_ids=part, labels=label).loss
-                    * (label[:, 1:] != IGNORED).sum()
-                    / whole
-                )
-                engine.backward(loss, scale_wrt_gas=False)
-                engine.step()
-                losses.append(loss.item())
-            curve.losses.append([sum(losses)])
-            curve.norms.append(engine.get_global_grad_norm())
+    engine, _ = training.start(case.model(), config_of(case, world_size))
+    engine.load_checkpoint(folder)
+    for ids, labels in batches(STEPS)[SAVED_AFTER:]:
+        counted, losses = (labels[:, 1:] != IGNORED).sum(), []
+        for part, label in zip(ids.chunk(MICRO_BATCHES), labels.chunk(MICRO_BATCHES), strict=True):
+            weight = (label[:, 1:] != IGNORED).sum() / counted
+            loss = engine(input_ids=part, labels=label).loss * weight
+            engine.backward(loss, scale_wrt_gas=False)
+            engine.step()
+            losses.append(loss.item())
+        curve.losses.append([sum(losses)])
+        curve.norms.append(engine.get_global_grad_norm())
     return curve
 
 
-def test_a_checkpoint_loads_into_any_number_of_stages(on_four_ranks, expected, tmp_path):
-    """Into four stages on two ranks, at another ZeRO stage; and from there into an engine without
-    stages.
-    """
-    folder, wanted = on_four_ranks[1], expected[SAVED]
-    cut = Curve(wanted.losses[:STEPS], wanted.norms[:STEPS])
-    curves = run_on(2, resumed, str(folder), ScheduleInterleaved1F1B, str(tmp_path))
-    compare(curves, cut, SAVED_AFTER)
-    (curve,) = run_on(1, resumed_without_stages, str(folder), str(tmp_path))
-    twice = [*cut.losses[SAVED_AFTER:], *cut.losses[SAVED_AFTER:]]
-    assert relative(curve.mean_losses(), [loss for (loss,) in twice]) < 1e-6
-    assert relative(curve.norms, cut.norms[SAVED_AFTER:] * 2) < 1e-6
+def test_a_checkpoint_loads_into_an_engine_without_stages(on_four_ranks, expected):
+    """`tests/hf/test_examples.py` loads one into other stages."""
+    (curve,) = run_on(1, without_stages, str(on_four_ranks[1]))
+    wanted = expected[SAVED]
+    losses, norms = wanted.mean_losses()[SAVED_AFTER:STEPS], wanted.norms[SAVED_AFTER:STEPS]
+    assert relative(curve.mean_losses(), losses) < 1e-6 and relative(curve.norms, norms) < 1e-6
 
 
 def test_a_checkpoint_makes_one_model_folder(on_four_ranks, expected, tmp_path):
@@ -344,9 +266,8 @@ def test_a_checkpoint_makes_one_model_folder(on_four_ranks, expected, tmp_path):
     found, wanted = model.state_dict(), expected[SAVED].weights
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
-        torch.testing.assert_close(
-            found[name], value, atol=2e-5, rtol=0
-        )  # Adam's first steps: lr 1e-3 for any gradient
+        # Adam's first steps: lr 1e-3 for any gradient.
+        torch.testing.assert_close(found[name], value, atol=2e-5, rtol=0)
 
 
 # -- what all stages must decide together
@@ -413,10 +334,8 @@ def failing(rank: int, world_size: int) -> tuple[bool, bool]:
     engine.zero_grad()
     engine.hooks.forget_broken_pass()
     pipeline.step(own(ids, mesh), own(labels, mesh))
-    return engine.was_step_applied(), (engine.global_steps, engine.micro_steps) == (
-        1,
-        MICRO_BATCHES,
-    )
+    is_one = (engine.global_steps, engine.micro_steps) == (1, MICRO_BATCHES)
+    return engine.was_step_applied(), is_one
 
 
 def test_after_an_exception_the_next_batch_is_a_step():
@@ -428,10 +347,8 @@ def mistakes(rank: int, world_size: int) -> None:
     without = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     with zero.Init(config_dict_or_path=config_of(CASES["Llama, tied, GPipe, stage 1"], 2)):
         sharded = model_of("llama")
-    few = config_of(CASES["Llama, tied, GPipe, stage 1"], 1) | {
-        "gradient_accumulation_steps": 1,
-        "train_batch_size": 4,
-    }
+    few = config_of(CASES["Llama, tied, GPipe, stage 1"], 1)
+    few |= {"gradient_accumulation_steps": 1, "train_batch_size": 4}
 
     def pipeline(parts: int, cut: bool = True, **changes: Any) -> Pipeline:
         model = split(model_of("llama"), mesh, parts) if cut else model_of("llama")
@@ -442,24 +359,21 @@ def mistakes(rank: int, world_size: int) -> None:
         return Pipeline(engine, mesh, LENGTH)
 
     enough = {"gradient_accumulation_steps": 2, "train_batch_size": 8}
-    for text, wrong in (
-        (
-            r"2 does not divide the number of layers in model.layers, 3",
-            lambda: split(build("llama"), mesh),
+    wrong: dict[str, Callable[[], object]] = {
+        r"2 does not divide the number of layers in model.layers, 3": lambda: split(
+            build("llama"), mesh
         ),
-        ("T5ForConditionalGeneration has no plan for a pipeline", lambda: split(build("t5"), mesh)),
-        (
-            "Gemma2ForCausalLM changes hidden states or logits out",
-            lambda: split(model_of("gemma2"), mesh),
-        ),
-        ("one named 'pp' is missing", lambda: split(model_of("llama"), without)),
-        ("zero.Init has sharded", lambda: split(sharded, mesh)),
-        ("(?s)gradient_accumulation_steps is 1.*2 ranks", lambda: pipeline(1)),
-        ("Schedule1F1B runs one stage per rank", lambda: pipeline(2, **enough)),
-        ("call zero.parallel.pipeline.split", lambda: pipeline(1, cut=False, **enough)),
-    ):
+        "T5ForConditionalGeneration has no plan": lambda: split(build("t5"), mesh),
+        "Gemma2ForCausalLM changes hidden states": lambda: split(model_of("gemma2"), mesh),
+        "one named 'pp' is missing": lambda: split(model_of("llama"), without),
+        "zero.Init has sharded": lambda: split(sharded, mesh),
+        "(?s)gradient_accumulation_steps is 1.*2 ranks": lambda: pipeline(1),
+        "Schedule1F1B runs one stage per rank": lambda: pipeline(2, **enough),
+        "call zero.parallel.pipeline.split": lambda: pipeline(1, cut=False, **enough),
+    }
+    for text, mistake in wrong.items():
         with pytest.raises(UsageError, match=text):
-            wrong()
+            mistake()
 
 
 def test_mistakes_are_named():

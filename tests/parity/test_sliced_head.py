@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 from unittest import mock
@@ -12,25 +13,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-)
 
-from tests.dist.training import (
-    Curve,
-    ds_config,
-    relative,
-    start,
-    train_plain,
-    train_zero,
-)
+from tests.dist.training import Curve, ds_config, relative, start, train_plain, train_zero
 from tests.parity.models import ROWS, VOCABULARY, batches, build, small
 from tests.parity.test_adapters import IN_PEFT, quantized
-from tests.parity.test_batch_slices import data as masked_or_packed
+from tests.parity.test_batch_slices import data
 from tests.processes import run_on
 from tests.tolerance import assert_close, rounding
 from zero.errors import UsageError
+from zero.offload import tiers
 from zero.slicing import head
 from zero.slicing.head import Logits, sliced_head
 
@@ -46,17 +37,6 @@ def gemma2() -> nn.Module:
 def cohere() -> nn.Module:
     """Build a model with tied weights that scales its logits."""
     return small("cohere", **SIZES, logit_scale=0.3)
-
-
-def bart() -> nn.Module:
-    """Build a model that adds a bias to its logits."""
-    layers = {"encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0, "decoder_start_token_id": 2}
-    model = BartForConditionalGeneration(
-        BartConfig(**SIZES, d_model=32, encoder_ffn_dim=48, decoder_ffn_dim=48,
-                   encoder_attention_heads=4, decoder_attention_heads=4, **layers)
-    )  # fmt: skip
-    model.final_logits_bias.normal_()
-    return model
 
 
 def adapted(base: nn.Module | None = None, *more: str, **options: Any) -> nn.Module:
@@ -86,12 +66,7 @@ ADAPTED: dict[str, Callable[[], nn.Module]] = {
     "saved": saved,
     "packed": packed,
 }
-BUILDERS: dict[str, Callable[[], nn.Module]] = {
-    "gemma2": gemma2,
-    "cohere": cohere,
-    "bart": bart,
-    **ADAPTED,
-}
+BUILDERS: dict[str, Callable[[], nn.Module]] = {"gemma2": gemma2, "cohere": cohere, **ADAPTED}
 
 
 def model_of(name: str) -> Any:
@@ -99,22 +74,21 @@ def model_of(name: str) -> Any:
     return BUILDERS[name]().train() if name in BUILDERS else build(name)
 
 
-def data(name: str) -> list[dict[str, torch.Tensor]]:
-    return masked_or_packed("t5" if name == "bart" else name)[:STEPS]
-
-
 def plain(rank: int, world_size: int, name: str) -> Curve:
-    return train_plain(model_of(name), data(name))
+    return train_plain(model_of(name), data(name)[:STEPS])
 
 
 CHUNK = mock.patch.dict(head.CHUNK_ELEMENTS, cpu=3 * VOCABULARY)
 
 
-def in_chunks(rank: int, world_size: int, name: str, stages: list[int]) -> list[Curve]:
-    """Train with chunks of three tokens; adapters at stage 3 with micro-batches and offload."""
+def in_chunks(rank: int, world_size: int, name: str, stages: list[int], folder: str) -> list[Curve]:
+    """Train with chunks of three tokens; adapters at stage 3 with micro-batches, checkpoints of the
+    model's own too, and the base in files."""
+    tiers.LEAST_BYTES_IN_A_FILE = 1
     curves = []
     for stage in stages:
-        away = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+        away = {"offload_param": {"device": "nvme", "nvme_path": folder}}
+        away["offload_optimizer"] = {"device": "cpu"}
         accumulates = name in ADAPTED and stage == 3
         config = ds_config(
             activation_checkpointing={"batch_slices": 3},
@@ -124,9 +98,13 @@ def in_chunks(rank: int, world_size: int, name: str, stages: list[int]) -> list[
             **(away if accumulates else {}),
         )
         with CHUNK, mock.patch.object(head, "_tell") as told:
-            engine, _ = start(model_of(name), config)
+            model = model_of(name)
+            if accumulates:
+                model.enable_input_require_grads()
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            engine, _ = start(model, config)
             with mock.patch.object(head, "_cross_entropy", wraps=head._cross_entropy) as computed:
-                curves.append(train_zero(engine, data(name)))
+                curves.append(train_zero(engine, data(name)[:STEPS]))
         assert computed.call_count == STEPS * (3 if accumulates else 1)
         told.assert_not_called()
         engine.destroy()
@@ -134,11 +112,11 @@ def in_chunks(rank: int, world_size: int, name: str, stages: list[int]) -> list[
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", "mixtral", *BUILDERS])
-def test_the_losses_of_whole_logits(name):
+def test_the_losses_of_whole_logits(name, tmp_path):
     (expected,) = run_on(1, plain, name)
     on_four = ((4, [1, 3]),) if name in ("llama", "t5") else ()
     for ranks, stages in ((1, [0]), (2, [2, 3]), *on_four):
-        for of_stage in zip(*run_on(ranks, in_chunks, name, stages), strict=True):
+        for of_stage in zip(*run_on(ranks, in_chunks, name, stages, str(tmp_path)), strict=True):
             losses = [
                 sum(curve.mean_losses()[i] for curve in of_stage) / ranks for i in range(STEPS)
             ]
@@ -146,16 +124,21 @@ def test_the_losses_of_whole_logits(name):
             assert relative(of_stage[0].norms, expected.norms) <= rounding(torch.float32, TERMS)
 
 
-@pytest.fixture
-def model():
-    """A Llama with a sliced head."""
-    made = model_of("llama")
-    sliced = sliced_head(made, int)
+@contextmanager
+def in_chunks_of_three(model: Any) -> Iterator[Any]:
+    """Give the model a sliced head, without an engine."""
+    sliced = sliced_head(model, int)
     assert sliced is not None
     sliced.refine(1)
     with CHUNK:
-        yield made
+        yield model
     sliced.remove()
+
+
+@pytest.fixture
+def model():
+    with in_chunks_of_three(model_of("llama")) as made:
+        yield made
 
 
 def test_logits_are_ordinary_ones_without_gradients_and_in_copies(model):
@@ -285,12 +268,8 @@ def test_the_head_of_a_model_inside():
     model, (batch,) = WithValues(), batches("llama", 1)
     with torch.no_grad():
         expected = model(**batch)
-    sliced = sliced_head(model, int)
-    assert sliced is not None
-    sliced.refine(1)
-    with CHUNK:
+    with in_chunks_of_three(model):
         assert_close(model(**batch).detach(), expected, terms=TERMS)
-    sliced.remove()
 
 
 def test_a_loss_in_fp16_gets_its_gradient_with_the_scale_of_the_loss(model):
@@ -305,12 +284,8 @@ def test_a_loss_in_fp16_gets_its_gradient_with_the_scale_of_the_loss(model):
 
 @pytest.mark.filterwarnings(IN_PEFT)
 def test_adapters_that_are_switched_before_the_logits_are_used_are_named():
-    model = model_of("adapted")
-    sliced = sliced_head(model, int)
-    assert sliced is not None
-    sliced.refine(1)
     batch = batches("llama", 1)[0]
-    with CHUNK:
+    with in_chunks_of_three(model_of("adapted")) as model:
         model.enable_input_require_grads()
         with model.disable_adapter():
             logits = model(**batch).logits
@@ -322,7 +297,6 @@ def test_adapters_that_are_switched_before_the_logits_are_used_are_named():
         model.lm_head.requires_grad_(True)  # the head alone is trained
         model.disable_input_require_grads()
         assert type(model(**batch).logits) is Logits
-    sliced.remove()
 
 
 @pytest.mark.filterwarnings(IN_PEFT)
@@ -335,13 +309,8 @@ def test_a_head_that_may_not_be_cut_is_left_alone(caplog):
     (said,) = caplog.messages
     assert "the logits are whole, because the head has dropout" in said
     assert "1,000 tokens take 0.000388 GB in fp32" in said
-    hooked = model_of("llama")
-    sliced = sliced_head(hooked, int)
-    assert sliced is not None
-    sliced.refine(1)
     seen: list[torch.Tensor] = []
-    hooked.lm_head.register_forward_hook(lambda module, args, output: seen.append(output))
-    with CHUNK:
+    with in_chunks_of_three(model_of("llama")) as hooked:
+        hooked.lm_head.register_forward_hook(lambda module, args, output: seen.append(output))
         hooked(**batches("llama", 1)[0])
     assert [type(output) for output in seen] == [torch.Tensor]
-    sliced.remove()

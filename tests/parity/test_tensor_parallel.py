@@ -11,19 +11,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
-)
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 import zero
@@ -39,7 +32,7 @@ from tests.dist.training import (
     train_zero,
     trainable,
 )
-from tests.parity.models import ROWS, VOCABULARY, batches, t5
+from tests.parity.models import ROWS, VOCABULARY, batches, small, start, t5
 from tests.processes import run_on
 from tests.releases import needs
 from zero.errors import UsageError
@@ -48,21 +41,7 @@ from zero.integrations.deepspeed.finder import FacadeModule
 pytestmark = needs("transformers", "5.23", "it does not shard a model that exists by its plan")
 
 STEPS, ACCUMULATION, CLIP = 3, 3, 0.2
-STAGES = {
-    "stage 0": {"stage": 0},
-    "stage 1": {"stage": 1},
-    "stage 2": {"stage": 2},
-    "stage 3": {"stage": 3},
-}
 NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
-# Two ranks do not divide the vocabulary.
-SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 36, "num_hidden_layers": 2,
-    "head_dim": 8,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16,
-    "bos_token_id": 1,
-    "eos_token_id": 2, "initializer_range": 0.06, "loss_type": "ForCausalLM",
-}  # fmt: skip
 
 
 class Layers(nn.Module):
@@ -108,19 +87,10 @@ def build(name: str) -> nn.Module:
     if name == "planned":
         return Planned()
     if name == "mixtral":
-        return MixtralForCausalLM(
-            MixtralConfig(**SIZES | {"intermediate_size": 32}, num_local_experts=4)
-        ).train()
-    config, kind = (
-        (Qwen3Config, Qwen3ForCausalLM) if name == "qwen3" else (LlamaConfig, LlamaForCausalLM)
-    )
-    return kind(config(**SIZES, tie_word_embeddings=name == "tied llama")).train()
-
-
-def start(model: nn.Module, config: dict[str, Any], **arguments: Any) -> zero.ZeroEngine:
-    return zero.initialize(
-        model=model, optimizer=adamw(one_group(trainable(model))), config=config, **arguments
-    )[0]
+        return small("mixtral", intermediate_size=32, num_local_experts=4)
+    # Two ranks do not divide the vocabulary.
+    kind = "qwen3" if name == "qwen3" else "llama"
+    return small(kind, intermediate_size=36, tie_word_embeddings=name == "tied llama")
 
 
 def cut_by_torch(model: nn.Module, size: int) -> None:
@@ -128,8 +98,6 @@ def cut_by_torch(model: nn.Module, size: int) -> None:
 
     The norm works on a part of the tokens, so its gradient is a sum over ranks.
     """
-    from torch.distributed.tensor import Replicate, Shard
-
     shape = torch.distributed.get_world_size() // size, size
     mesh = init_device_mesh(
         zero.comm.world.compute_device().type, shape, mesh_dim_names=("dp", "tp")
@@ -167,27 +135,21 @@ def trained(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]])
         config = ds_config(accumulation=ACCUMULATION, clip=CLIP, **sections)
         with zero.Init(config_dict_or_path=config, enabled=name == "llama under Init"):
             model = build(name)
-        whole, embedding = (
-            sum(param.numel() for param in model.parameters()),
-            next(model.parameters()).numel(),
-        )
+        whole = sum(param.numel() for param in model.parameters())
+        embedding = next(model.parameters()).numel()
         config["train_micro_batch_size_per_gpu"] = ROWS // ACCUMULATION // (world_size // 2)
         if name == "layers":
             cut_by_torch(model, 2)
         else:
             config["tensor_parallel"] = {"autotp_size": 2}
         engine = start(model, config)
-        assert (
-            engine.comm.world_size == world_size // 2 and engine.comm.job.world_size == world_size
-        )
+        sizes = engine.comm.world_size, engine.comm.job.world_size
+        assert sizes == (world_size // 2, world_size)
         before = engine.comm.elements["all_gather"]
         found.append(train_zero(engine, data_of(name)))
-        if (
-            name == "llama"
-        ):  # each rank has half of all but the norms, and at stage 0 no more than that is cut
-            cut = sum(
-                param.numel() for param in model.parameters() if hasattr(param, "full_tensor")
-            )
+        if name == "llama":
+            # Each rank has half of all but the norms, and at stage 0 no more than that is cut.
+            cut = sum(each.numel() for each in model.parameters() if hasattr(each, "full_tensor"))
             own = whole - cut + cut // 2
             masters = sum(shard.master.numel() for shard in engine.optimizer.shards.values())
             shared_by = 1 if config["zero_optimization"]["stage"] == 0 else engine.comm.world_size
@@ -206,9 +168,7 @@ def compare(of_ranks: list[list[Curve]], cases: list[tuple[str, dict[str, Any]]]
     for number, (name, _) in enumerate(cases):
         curves = [curves[number] for curves in of_ranks]
         for first, second in zip(curves[::2], curves[1::2], strict=True):
-            assert first.losses == second.losses and first.norms == second.norms, (
-                "ranks of one mesh differ"
-            )
+            assert first.losses == second.losses and first.norms == second.norms
         found, expected = together(curves[::2]), plain(name)
         assert min(found.norms) > CLIP, "clipping must be at work"
         assert relative(found.mean_losses(), expected.mean_losses()) < 1e-6, name
@@ -219,7 +179,7 @@ def compare(of_ranks: list[list[Curve]], cases: list[tuple[str, dict[str, Any]]]
 
 
 CASES_ON_FOUR = [
-    *(("llama", case | NOTHING_PERSISTS) for case in STAGES.values()),
+    *(("llama", {"stage": stage} | NOTHING_PERSISTS) for stage in range(4)),
     ("llama under Init", NOTHING_PERSISTS),
     ("tied llama", {}),
     ("qwen3", NOTHING_PERSISTS),
@@ -252,7 +212,7 @@ def refused(rank: int, world_size: int) -> None:
             zero.initialize(model=model, optimizer=optimizer, config=config, mesh=mesh)
 
     three_heads = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
-    odd = LlamaForCausalLM(LlamaConfig(**SIZES | three_heads))
+    odd = small("llama", **three_heads)
     tied, unknown = build("planned"), build("planned")
     tied.head.weight = tied.embedding.weight
     unknown.config.base_model_tp_plan = {"wide": "column"}
@@ -282,13 +242,9 @@ def by_deepspeeds_names(rank: int, world_size: int) -> list[tuple]:
     def seen() -> tuple:
         together = torch.tensor(float(rank))
         torch.distributed.all_reduce(together, group=groups._get_data_parallel_group())
-        return (
-            groups._get_data_parallel_rank(),
-            groups._get_data_parallel_world_size(),
-            groups.get_tensor_model_parallel_rank(),
-            groups.get_tensor_model_parallel_world_size(),
-            together.item(),
-        )
+        data = groups._get_data_parallel_rank(), groups._get_data_parallel_world_size()
+        rank_and_size = "get_tensor_model_parallel_rank", "get_tensor_model_parallel_world_size"
+        return *data, *(getattr(groups, name)() for name in rank_and_size), together.item()
 
     found = [seen()]
     config = ds_config() | {"tensor_parallel": {"autotp_size": 2}}
@@ -305,9 +261,5 @@ def by_deepspeeds_names(rank: int, world_size: int) -> list[tuple]:
 def test_samplers_are_told_who_shares_a_batch():
     found = run_on(4, by_deepspeeds_names)
     assert [before for before, _ in found] == [(rank, 4, 0, 1, 6.0) for rank in range(4)]
-    assert [after for _, after in found] == [
-        (0, 2, 0, 2, 2.0),
-        (0, 2, 1, 2, 4.0),
-        (1, 2, 0, 2, 2.0),
-        (1, 2, 1, 2, 4.0),
-    ]
+    expected = [(data, 2, tensor, 2, 2.0 + 2 * tensor) for data in (0, 1) for tensor in (0, 1)]
+    assert [after for _, after in found] == expected

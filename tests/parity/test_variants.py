@@ -1,31 +1,17 @@
 """Checkpointing, frozen and tied parameters, param groups, mixed dtypes: all against plain torch,
 without clipping.
-
-They are equal bit for bit on any CPU. For one rank the reference is a plain training loop. For
-several ranks it runs their micro-batches in turn, so that shapes and the order of sums are the
-same."""
+"""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from tests.dist.training import (
-    LR,
-    Curve,
-    assert_equal,
-    assert_same_training,
-    curve_on,
-    ds_config,
-    one_group,
-    start,
-    train_in_slices,
-    train_plain,
-    train_zero,
-    two_groups,
-)
-from tests.parity.models import VOCABULARY, batches, build, in_slices
+from tests.dist.training import LR, ds_config, two_groups
+from tests.parity.models import VOCABULARY, assert_bits, batches, build
 from tests.parity.test_fp32 import SMALL
 
 STEPS = 3
@@ -56,7 +42,7 @@ def variant(kind: str) -> nn.Module:
     if kind == "several dtypes":
         torch.manual_seed(7)
         return SeveralDtypes()
-    model = build("gpt2" if kind == "frozen embedding" else "t5")
+    model = build("gpt2" if kind in ("frozen embedding", "layers") else "t5")
     if kind in ("reentrant", "non-reentrant"):
         model.gradient_checkpointing_enable({"use_reentrant": kind == "reentrant"})
     elif kind == "frozen encoder":
@@ -74,57 +60,9 @@ def variant(kind: str) -> nn.Module:
 
 
 def data(kind: str) -> list[dict[str, torch.Tensor]]:
-    return batches("gpt2" if kind in ("frozen embedding", "several dtypes") else "t5", STEPS)
-
-
-def plain(rank: int, world_size: int, kind: str) -> Curve:
-    return train_plain(variant(kind), data(kind))
-
-
-def slices(rank: int, world_size: int, kind: str, count: int, grouped: bool = False) -> Curve:
-    return train_in_slices(
-        variant(kind), data(kind), count, grouping=two_groups if grouped else one_group
+    return batches(
+        "gpt2" if kind in ("frozen embedding", "several dtypes", "layers") else "t5", STEPS
     )
-
-
-def sharded(
-    rank: int, world_size: int, kind: str, grouped: bool = False, settings: dict | None = None
-) -> Curve:
-    config = ds_config(**(SMALL if settings is None else settings))
-    engine, _ = start(variant(kind), config, two_groups if grouped else one_group)
-    return train_zero(engine, data(kind))
-
-
-KINDS = [
-    "plain",
-    "reentrant",
-    "non-reentrant",
-    "frozen encoder",
-    "frozen embedding",
-    "frozen biases and norms",
-    "untied",
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_and_three_are_bit_for_bit(kind):
-    assert_equal(curve_on(1, sharded, kind), curve_on(1, plain, kind))
-    assert_same_training(curve_on(3, sharded, kind), curve_on(1, slices, kind, 3))
-
-
-@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
-def test_checkpointing_changes_nothing(kind):
-    """Bit for bit as the checkpointed model in plain torch, with three settings.
-
-    They gather for each use, keep all that was gathered, or keep some. (In plain torch too,
-    checkpointing changes the order in which gradients of the encoder's output are added.)"""
-    anew = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
-    expected = curve_on(1, slices, kind, 2, True)
-    for settings in (SMALL, anew, {}):
-        found = curve_on(
-            2, sharded, kind, True, settings | {"stage3_param_persistence_threshold": 0}
-        )
-        assert_same_training(found, expected)
 
 
 def layer_wise(named: list[tuple[str, nn.Parameter]]) -> list[dict]:
@@ -158,20 +96,31 @@ def grown(groups: list[dict]) -> torch.optim.Optimizer:
     return optimizer
 
 
-def in_layers(rank: int, world_size: int, stage: int) -> Curve:
-    engine, _ = start(build("gpt2"), ds_config(stage=stage, **SMALL), layer_wise, grown)
-    return train_zero(engine, batches("gpt2", STEPS))
+# (what is special, ranks, keys, how)
+KINDS = [
+    "reentrant",
+    "non-reentrant",
+    "frozen encoder",
+    "frozen embedding",
+    "frozen biases and norms",
+    "untied",
+]
+CASES = [(kind, ranks, SMALL, {}) for kind in KINDS for ranks in (1, 3)]
+# Two groups of which nothing persists: gathered for each use, all kept, or some of it.
+TWO = {"grouping": two_groups}
+ANEW = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+CASES += [
+    (kind, 2, keys | {"stage3_param_persistence_threshold": 0}, TWO)
+    for kind in KINDS[:2]
+    for keys in (SMALL, ANEW, {})
+]
+CASES += [("several dtypes", ranks, SMALL, TWO) for ranks in (1, 3)]
+LAYERS = {"grouping": layer_wise, "make": grown}
+CASES += [("layers", 3, SMALL | {"stage": 1}, LAYERS), ("layers", 2, SMALL, LAYERS)]
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(1, 3), (3, 2)])
-def test_layer_wise_groups_are_bit_for_bit(stage, ranks):
-    options = {"grouping": layer_wise, "make": grown}
-    expected = curve_on(1, in_slices, "gpt2", STEPS, ranks, 1, options)
-    assert_same_training(curve_on(ranks, in_layers, stage), expected)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_several_dtypes_keep_theirs_with_fp32_masters(world_size):
-    found = curve_on(world_size, sharded, "several dtypes", True)
-    assert_same_training(found, curve_on(1, slices, "several dtypes", world_size, True))
-    assert found.weights["blocks.1.weight"].dtype == torch.bfloat16
+@pytest.mark.parametrize(("kind", "ranks", "keys", "how"), CASES)
+def test_variants_are_bit_for_bit(kind, ranks, keys, how):
+    """In plain torch too, checkpoints change the order in which gradients of the encoder's output
+    are added."""
+    assert_bits(ranks, partial(variant, kind), data(kind), ds_config(**keys), **how)

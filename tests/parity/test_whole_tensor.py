@@ -6,7 +6,6 @@ optimizer's `step()` on whole tensors. So the tests cover the engine's exchange 
 With clipping and several ranks or groups, the reference divides by the engine's norms, which equal
 its own within rounding."""
 
-from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 
@@ -15,18 +14,8 @@ import torch
 from transformers import Adafactor
 
 import zero
-from tests.dist.training import (
-    Curve,
-    assert_equal,
-    assert_same_training,
-    curve_on,
-    ds_config,
-    one_group,
-    start,
-    train_zero,
-    two_groups,
-)
-from tests.parity.models import MODELS, batches, build, in_slices
+from tests.dist.training import ds_config, two_groups
+from tests.parity.models import assert_bits, batches
 from tests.parity.test_fp32 import SMALL
 from zero.optim.lamb import Lamb
 from zero.optim.muon import MuonWithAdamW, is_hidden_matrix
@@ -118,31 +107,20 @@ MAKE = {
 SECTIONS = {torch.float32: {}, torch.bfloat16: {"bf16": {"enabled": True}}}
 
 
-def sharded(rank, world_size, name, model, dtype, accumulation, clip, stage, grouping) -> Curve:
-    config = ds_config(
-        clip=clip, accumulation=accumulation, **SECTIONS[dtype], **SMALL | {"stage": stage}
-    )
-    engine, _ = start(build(model), config, grouping, MAKE[name])
+def look(engine: zero.ZeroEngine) -> None:
     assert engine.optimizer.whole is not None and not engine.optimizer.sub_groups
     shares = [each.slot.numel for each in engine.optimizer.whole.own]
     total = sum(each.slot.numel for each in engine.optimizer.whole.tensors)
-    assert stage == 0 or sum(shares) <= 1.4 * total / world_size, (
-        "the tensors are spread over the ranks"
-    )
-    return train_zero(engine, batches(model, STEPS))
-
-
-# The other optimizers clip at several ranks below.
-@pytest.mark.parametrize("name", ["Adafactor, lr", "Muon", "Lamb", "Adam without correction"])
-def test_world_of_one_is_bit_for_bit(name):
-    found = curve_on(1, sharded, name, "llama", torch.float32, 2, 0.5, 3, one_group)
-    assert max(found.norms) > 0.5, "clipping must be at work"
-    options = {"clip": 0.5, "make": MAKE[name]}
-    assert_equal(found, curve_on(1, in_slices, "llama", STEPS, 1, 2, options))
+    is_spread = sum(shares) <= 1.4 * total / engine.comm.world_size
+    assert engine.settings.zero_optimization.stage == 0 or is_spread
 
 
 # (optimizer, model, dtype, ranks, micro-batches in a step, clipping, stage)
 CASES = [
+    *(
+        (name, "llama", torch.float32, 1, 2, 0.5, 3)
+        for name in ("Adafactor, lr", "Muon", "Lamb", "Adam without correction")
+    ),
     ("Adafactor, relative step", "t5", torch.float32, 2, 2, 0.0, 3),
     ("Adafactor, relative step", "llama", torch.bfloat16, 3, 1, 0.5, 2),
     ("Adafactor, lr", "t5", torch.bfloat16, 2, 1, 0.5, 1),
@@ -160,62 +138,7 @@ CASES = [
 )
 def test_ranks_are_bit_for_bit(case):
     name, model, dtype, ranks, accumulation, clip, stage = case
-    found = curve_on(ranks, sharded, name, model, dtype, accumulation, clip, stage, two_groups)
-    options = {
-        "dtype": dtype,
-        "clip": clip,
-        "norms": found.norms if clip else None,
-        "own_first": stage < 2 and accumulation > 1,
-        "grouping": two_groups,
-        "make": MAKE[name],
-    }
-    expected = curve_on(1, in_slices, model, STEPS, ranks, accumulation, options)
-    assert not clip or max(found.norms) > clip, "clipping must be at work"
-    assert_same_training(found, expected)
-
-
-# -- "type": "Muon"
-
-MUON = {
-    "lr": 0.01,
-    "adam_lr": 0.002,
-    "momentum": 0.9,
-    "betas": [0.9, 0.99],
-    "eps": 1e-8,
-    "weight_decay": 0.1,
-}
-
-
-def halves(named):
-    """Split into the matrices of the blocks and the rest."""
-    hidden = [param for name, param in named if "_proj" in name]
-    return [
-        {"params": hidden, "use_muon": True, "lr": 0.01, "momentum": 0.9},
-        {
-            "params": [p for name, p in named if "_proj" not in name],
-            "use_muon": False,
-            "lr": 0.002,
-            "eps": 1e-8,
-        },
-    ]
-
-
-def muon_in_halves(groups):
-    groups[1]["betas"] = (0.9, 0.99)
-    return MuonWithAdamW([group | {"weight_decay": 0.1} for group in groups])
-
-
-def configured(rank, world_size, under_init) -> Curve:
-    config = ds_config(optimizer={"type": "Muon", "params": MUON}, **SMALL)
-    torch.manual_seed(7)
-    with zero.Init(config_dict_or_path=config) if under_init else nullcontext():
-        model = MODELS["llama"]().train()
-    engine, *_ = zero.initialize(model=model, config=config)
-    return train_zero(engine, batches("llama", STEPS))
-
-
-@pytest.mark.parametrize("under_init", [False, True], ids=["initialize", "Init"])
-def test_configured_muon_is_bit_for_bit(under_init):
-    options = {"grouping": halves, "make": muon_in_halves}
-    expected = curve_on(1, in_slices, "llama", STEPS, 2, 1, options)
-    assert_same_training(curve_on(2, configured, under_init), expected)
+    sections = SECTIONS[dtype] | SMALL | {"stage": stage}
+    config = ds_config(clip=clip, accumulation=accumulation, **sections)
+    how = {"grouping": two_groups, "make": MAKE[name]}
+    assert_bits(ranks, model, batches(model, STEPS), config, look, dtype=dtype, **how)

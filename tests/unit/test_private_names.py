@@ -102,7 +102,7 @@ LAYER._buffers                                     tests/dist/core/test_engine.p
 LAYER._state_dict_hooks                            tests/dist/checkpoint/test_export.py
 LAYER.weight._backward_hooks                       tests/accelerator/test_adapt.py
 LAYER.weight._version                              tests/parity/test_forward_writes.py
-LAYER.weight._use_count                            tests/parity/test_gathered.py
+LAYER.weight._use_count                            tests/dist/core/test_values_between_passes.py
 LAYER.weight._post_accumulate_grad_hooks           tests/dist/core/test_own_loops.py
 LAYER.weight.untyped_storage()._cdata              tests/parity/test_offload.py
 DTensor._local_tensor                              tests/parity/test_tensor_parallel.py

@@ -213,6 +213,9 @@ def reads_kept_views(rank: int, world_size: int, grad: bool) -> None:
             check(*before)
             engine.step()
             check(*weights())
+    with zero.GatheredParameters(model[0].weight, modifier_rank=1), torch.no_grad():
+        model[0].weight.mul_(0.5)
+    check(*weights())
     assert engine.residency.live == 0
 
 

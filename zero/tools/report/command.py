@@ -20,9 +20,16 @@ def report(arguments: list[str]) -> None:
             "name another file"
         )
     with working("report: reading and drawing"):
-        runs = [read(path) for path in paths]
-        if len(runs) == 2 and runs[0].name == runs[1].name:
-            for number, run in enumerate(runs, start=1):
-                run.name += f" ({number})"
-        options.out.write_text(page(runs), encoding="utf-8")
+        try:
+            runs = [read(path) for path in paths]
+            if len(runs) == 2 and runs[0].name == runs[1].name:
+                for number, run in enumerate(runs, start=1):
+                    run.name += f" ({number})"
+            drawn = page(runs)
+        except UsageError:
+            raise
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+            names = " or ".join(str(path) for path in paths)
+            raise UsageError(f"report: {names}: a record is damaged: {error}") from error
+        options.out.write_text(drawn, encoding="utf-8")
     print(f"{options.out}: open it in a browser")
