@@ -90,15 +90,6 @@ def the_batch_changes_between_steps(rank: int, world_size: int) -> None:
         engine.set_train_batch_size(5)
 
 
-def engines_share_a_loss(rank: int, world_size: int) -> None:
-    engines = [make(gradient_accumulation_steps=1)[0] for _ in range(2)]
-    torch.stack([engine(torch.ones(2, 4)).sum() for engine in engines]).sum().backward()
-    for engine in engines:
-        engine._backward_epilogue()
-        engine.step()
-    assert [engine.global_steps for engine in engines] == [1, 1]
-
-
 def weights_are_loaded_into_an_engine(rank: int, world_size: int, stage: int) -> None:
     engine, _ = make(stage, bf16={"enabled": True})
     values = {name: torch.full(p.shape, 0.5) for name, p in engine.module.named_parameters()}
@@ -133,7 +124,7 @@ def what_scripts_read_of_the_optimizer(rank: int, world_size: int) -> None:
     engine.set_lr(0.5)
     assert optimizer.param_groups[0]["lr"] == 0.5
     optimizer.offload_states(device="none")
-    engine.allreduce_gradients()
+    engine._backward_epilogue()
     with pytest.raises(AssertionError, match="Give initialize all groups"):
         optimizer.add_param_group({"params": []})
 
@@ -145,7 +136,6 @@ def what_scripts_read_of_the_optimizer(rank: int, world_size: int) -> None:
         methods_work_or_say_what_to_use,
         gradients_by_parameter,
         the_batch_changes_between_steps,
-        engines_share_a_loss,
         *(partial(weights_are_loaded_into_an_engine, stage=stage) for stage in (0, 2, 3)),
         what_scripts_read_of_the_optimizer,
     ],
@@ -179,13 +169,9 @@ def test_names_that_frameworks_import():
         facade.DeepSpeedConfig({"train_batch_size": 3, "train_micro_batch_size_per_gpu": 2})
     assert facade.DeepSpeedConfig({"train_batch_size": 3}).train_micro_batch_size_per_gpu == 3
     assert facade.DeepSpeedConfig({}).train_batch_size is None
-
-
-def test_kernels_are_builders():
     builders = finder.FacadeModule("deepspeed.ops.op_builder")
     assert finder.FacadeModule("deepspeed.ops").__compatible_ops__[builders.FusedLambBuilder.NAME]
     builders.CPUAdamBuilder().load()
-    assert builders.CPUAdagradBuilder().is_compatible()
 
 
 def test_names_that_are_imported_and_not_used_are_errors_when_they_are_called():
