@@ -2,11 +2,8 @@
 live.
 """
 
-from __future__ import annotations
-
 import gc
 import os
-import signal
 import threading
 import warnings
 
@@ -28,18 +25,6 @@ def forked(act) -> int:
         finally:
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def test_nothing_is_left_when_the_process_is_killed(tmp_path):
-    def be_killed():
-        file = ScratchFile(tmp_path)
-        tensor, host = file.empty(10_000, torch.float32), torch.ones(10_000)
-        for _ in range(10):
-            file.write(tensor, host)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    assert forked(be_killed) == -signal.SIGKILL
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_forked_process_is_refused_and_can_drop_what_it_got(tmp_path):
