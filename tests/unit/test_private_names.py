@@ -20,6 +20,7 @@ import torch.distributed.tensor
 import torch.testing._internal.distributed.fake_pg
 import transformers
 from packaging.version import Version
+from torch.optim import optimizer as optimizers
 
 from tests.processes import REPOSITORY
 from tests.releases import installed, needs
@@ -33,6 +34,7 @@ SCHEDULE = torch.optim.lr_scheduler.ConstantLR(OPTIMIZER)  # it wraps `step`
 # What the expressions of the list begin with.
 BEGINNINGS = {
     "torch": torch,
+    "optimizers": optimizers,
     "transformers": transformers,
     "accelerate": accelerate,
     "ATEN": torch.ops.aten,
@@ -73,8 +75,8 @@ torch._foreach_lerp                                tests/dist/optim/test_whole_t
 torch._foreach_lerp_                               tests/dist/optim/test_whole_tensor.py
 torch._foreach_mul_                                tests/dist/optim/test_whole_tensor.py
 torch._foreach_add_                                tests/dist/optim/test_whole_tensor.py
-torch.optim.optimizer._global_optimizer_pre_hooks  tests/unit/optim/test_adam_cpu_serves.py
-torch.optim.optimizer._global_optimizer_post_hooks tests/unit/optim/test_adam_cpu_serves.py
+optimizers._global_optimizer_pre_hooks             tests/unit/optim/test_adam_cpu_serves.py
+optimizers._global_optimizer_post_hooks            tests/unit/optim/test_adam_cpu_serves.py
 OPTIMIZER._optimizer_step_pre_hooks                tests/unit/optim/test_adam_cpu_serves.py
 OPTIMIZER._optimizer_step_post_hooks               tests/unit/optim/test_adam_cpu_serves.py
 OPTIMIZER.step._wrapped_by_lr_sched                tests/unit/optim/test_adam_cpu_serves.py
@@ -94,7 +96,7 @@ torch.distributed.distributed_c10d._world.pg_map   tests/accelerator/test_engine
 torch.distributed.distributed_c10d._get_default_store tests/dist/comm/test_python_group.py
 torch.cuda.memory._record_memory_history           tests/dist/tools/test_trace.py
 torch.cuda.memory._dump_snapshot                   tests/dist/tools/test_trace.py
-torch.optim.optimizer._get_foreach_kernels_supported_devices tests/dist/tools/test_estimate.py
+optimizers._get_foreach_kernels_supported_devices  tests/dist/tools/test_estimate.py
 torch.ops.aten._grouped_mm                         tests/dist/tools/test_estimate.py
 torch.ops.aten._local_scalar_dense                 tests/dist/tools/test_estimate.py
 torch.testing._internal.distributed.fake_pg.FakeStore tests/dist/tools/test_estimate.py

@@ -121,4 +121,4 @@ def test_stage3_keys_at_a_lower_stage_are_no_contradiction(keys):
 def test_a_sample_of_damaged_configurations(tmp_path):
     """Each is accepted, or refused by name, and none with a misspelt key is accepted."""
     found = faults.run(30, random.Random(1), tmp_path)
-    assert not found.failures and len(found.outcomes) == 3
+    assert not found.failures and found.outcomes["misspelt key refused"] == 60
