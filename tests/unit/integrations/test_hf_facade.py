@@ -200,6 +200,15 @@ def the_batch_changes_between_steps(rank: int, world_size: int) -> None:
         engine.set_train_batch_size(5)
 
 
+def engines_share_a_loss(rank: int, world_size: int) -> None:
+    engines = [make(gradient_accumulation_steps=1)[0] for _ in range(2)]
+    torch.stack([engine(torch.ones(2, 4)).sum() for engine in engines]).sum().backward()
+    for engine in engines:
+        engine._backward_epilogue()
+        engine.step()
+    assert [engine.global_steps for engine in engines] == [1, 1]
+
+
 def weights_are_loaded_into_an_engine(rank: int, world_size: int, stage: int) -> None:
     engine, _ = make(stage, bf16={"enabled": True})
     values = {name: torch.full(p.shape, 0.5) for name, p in engine.module.named_parameters()}
@@ -234,7 +243,7 @@ def what_scripts_read_of_the_optimizer(rank: int, world_size: int) -> None:
     engine.set_lr(0.5)
     assert optimizer.param_groups[0]["lr"] == 0.5
     optimizer.offload_states(device="none")
-    engine._backward_epilogue()
+    engine.allreduce_gradients()
     with pytest.raises(AssertionError, match="Give initialize all groups"):
         optimizer.add_param_group({"params": []})
 
@@ -246,6 +255,7 @@ def what_scripts_read_of_the_optimizer(rank: int, world_size: int) -> None:
         methods_work_or_say_what_to_use,
         gradients_by_parameter,
         the_batch_changes_between_steps,
+        engines_share_a_loss,
         *(partial(weights_are_loaded_into_an_engine, stage=stage) for stage in (0, 2, 3)),
         what_scripts_read_of_the_optimizer,
         with_an_unknown_state,

@@ -2,6 +2,7 @@
 
 import threading
 from collections import defaultdict
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -91,3 +92,16 @@ def test_an_error_while_updates_are_sorted_leaves_none_of_them(updates):
     assert not updates._todo
     with pytest.raises(OSError, match="no space"):
         updates.wait()
+
+
+def test_what_was_read_ahead_is_old_if_a_number_of_the_state_changes():
+    (sub_group,) = sub_groups_of([Shard("a")])
+    sub_group.put_state({"step": 3, "exp_avg": torch.zeros(4)})
+    versions = [sub_group.version]
+    sub_group.state["step"] = 0
+    versions.append(sub_group.version)
+    sub_group.state["exp_avg"].add_(1)
+    versions.append(sub_group.version)
+    sub_group.shard.handed_out += 1
+    versions.append(sub_group.version)
+    assert all(a != b for a, b in pairwise(versions))
