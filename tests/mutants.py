@@ -9,6 +9,7 @@ takes its place (`+`). The faults are made in a copy of the repository."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import tempfile
@@ -30,21 +31,11 @@ class Mutant(NamedTuple):
 
 
 def listed() -> Iterator[Mutant]:
-    test, file, old, new = "", "", [], []
-    for line in [*LIST.read_text(encoding="utf-8").splitlines(), ""]:
-        kind, _, name = line.partition(" ")
-        if old and not line.startswith(("-", "+")):
-            yield Mutant(test, file, "\n".join(old), "\n".join(new))
-            old, new = [], []
-        match line[:1]:
-            case "-":
-                old.append(line[1:])
-            case "+":
-                new.append(line[1:])
-            case _ if kind == "test":
-                test = name
-            case _ if kind == "file":
-                file = name
+    for section in LIST.read_text(encoding="utf-8").strip().split("\n\ntest "):
+        test, _, text = section.removeprefix("test ").partition("\n")
+        for file, *lines in re.findall(r"^file (.*)\n((?:-.*\n)+)((?:\+.*\n)*)", f"{text}\n", re.M):
+            old, new = (re.sub("^.", "", each, flags=re.M).removesuffix("\n") for each in lines)
+            yield Mutant(test, file, old, new)
 
 
 def fails(folder: Path, *tests: str) -> bool:

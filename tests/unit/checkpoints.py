@@ -1,7 +1,5 @@
 """A checkpoint of one tensor, written and read by the functions that write and read real ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -24,16 +22,9 @@ def save(
     folder = folders.begin(save_dir, tag, 100)
     values = torch.full((4,), float(value))
     written = write([Slice.whole("weights/w", values)], folder, DATA_FILE.format(0))
-    names = (
-        "global_steps",
-        "global_samples",
-        "micro_steps",
-        "skipped_steps",
-        "gradient_accumulation_steps",
-        "stage",
-    )
+    counts = "global_steps global_samples micro_steps skipped_steps stage".split()
     manifest = {
-        **dict.fromkeys(names, 1),
+        **dict.fromkeys([*counts, "gradient_accumulation_steps"], 1),
         **dict.fromkeys(("loss_scaler", "lr_scheduler", "hf_config", "optimizer")),
         **{name: {} for name in ("parameters", "plain", "tied", "client_state")},
         "format": FORMAT, "version": version, "torch": torch.__version__, "time": "now", "tag": tag,

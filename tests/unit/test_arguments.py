@@ -3,8 +3,6 @@
 transformers 5.24 gave an argument another name. A model that took it with `**kwargs`, and did not
 look at it, went on with wrong results."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Which parameters of a model stay in fp32."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
@@ -29,12 +27,9 @@ def kept(model: nn.Module, attribute: str) -> list[str]:
 
 
 def test_names_of_what_transformers_keeps_in_fp32():
-    model, names = Model(), ["layers.0.gate.weight", "layers.1.gate.weight"]
-    assert kept(model, STRICTLY) == names
-    assert kept(nn.ModuleDict({"model": model}), STRICTLY) == [f"model.{name}" for name in names]
-    found = kept_in_fp32([model], model.layers[1].named_parameters("layers.1"), STRICTLY)
-    assert list(found) == names[1:]
-    assert kept(nn.Linear(2, 2), IN_FP16) == []
+    names = ["layers.0.gate.weight", "layers.1.gate.weight"]
+    assert kept(Model(), STRICTLY) == names
+    assert kept(nn.ModuleDict({"model": Model()}), STRICTLY) == [f"model.{name}" for name in names]
     small = T5Config(vocab_size=8, d_model=4, d_kv=2, d_ff=4, num_layers=1, num_heads=2)
     with torch.device("meta"):
         t5 = T5ForConditionalGeneration(small)

@@ -7,67 +7,50 @@ is not in the list fails too, as does one that is listed and no longer used.
 
 `python -m benchmarks.versions` runs this file with older and newer releases."""
 
-from __future__ import annotations
-
 import ast
+import contextlib
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import accelerate
 import pytest
-import safetensors.torch
 import torch
-import torch.distributed as dist
+import torch.distributed.pipelining
+import torch.distributed.tensor
 import torch.testing._internal.distributed.fake_pg
 import transformers
 from packaging.version import Version
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
+from torch.optim import optimizer as optimizers
 
 from tests.processes import REPOSITORY
 from tests.releases import installed, needs
 
-
-def _module(name: str) -> ModuleType | None:
-    """None in releases without it."""
-    try:
-        return import_module(name)
-    except ImportError:
-        return None
-
+with contextlib.suppress(ImportError):  # in older releases
+    import transformers.distributed.expert_parallel
 
 LAYER = torch.nn.Linear(1, 1)
 OPTIMIZER = torch.optim.SGD(LAYER.parameters())
-SCHEDULE = torch.optim.lr_scheduler.ConstantLR(OPTIMIZER)
+SCHEDULE = torch.optim.lr_scheduler.ConstantLR(OPTIMIZER)  # it wraps `step`
 # What the expressions of the list begin with.
 BEGINNINGS = {
     "torch": torch,
-    "optimizers": import_module("torch.optim.optimizer"),
-    "dist": dist,
-    "DTensor": DTensor,
-    "PipelineStage": PipelineStage,
-    "safetensors": safetensors,
+    "optimizers": optimizers,
     "transformers": transformers,
     "accelerate": accelerate,
+    "ATEN": torch.ops.aten,
     "LAYER": LAYER,
     "OPTIMIZER": OPTIMIZER,
-    "LLAMA": transformers.LlamaForCausalLM,
-    "EXPERTS": _module("transformers.distributed.expert_parallel"),
-    "ATEN": torch.ops.aten,
-    "OPERATION": torch.ops.aten.add.Tensor,
 }
 LEANED_ON = """
 torch.nn.modules.batchnorm._BatchNorm              tests/parity/test_batch_slices.py
 torch.nn.modules.module._global_forward_pre_hooks  tests/parity/test_batch_slices.py
 torch.nn.modules.module._global_forward_hooks      tests/parity/test_batch_slices.py
-torch.nn.modules.module._global_backward_pre_hooks  tests/parity/test_batch_slices.py
+torch.nn.modules.module._global_backward_pre_hooks tests/parity/test_batch_slices.py
 torch.nn.modules.module._global_backward_hooks     tests/parity/test_batch_slices.py
 torch.utils._pytree.tree_map_only                  tests/dist/core/test_engine.py
-torch.utils._python_dispatch.is_traceable_wrapper_subclass  tests/dist/core/test_aliases.py
-torch.utils._python_dispatch._disable_current_modes  tests/dist/tools/test_estimate.py
-torch._C._autograd._get_current_graph_task_keep_graph  tests/parity/test_derivatives.py
+torch.utils._python_dispatch.is_traceable_wrapper_subclass tests/dist/core/test_aliases.py
+torch.utils._python_dispatch._disable_current_modes tests/dist/tools/test_estimate.py
+torch._C._autograd._get_current_graph_task_keep_graph tests/parity/test_derivatives.py
 torch._C._current_autograd_node                    tests/hunt/test_hunt.py
 torch._C._will_engine_execute_node                 tests/hunt/test_hunt.py
 torch._C._functorch.peek_interpreter_stack         tests/parity/test_derivatives.py
@@ -81,8 +64,8 @@ torch._C._EnableTorchFunction                      tests/parity/test_quantized.p
 torch._C._current_graph_task_id                    tests/dist/core/test_late_gradients.py
 torch._C._profiler._ExperimentalConfig             tests/dist/tools/test_trace.py
 torch._dynamo.config.recompile_limit               tests/parity/test_compile.py
-torch._dynamo.config.nontraceable_tensor_subclasses  tests/parity/test_compile.py
-torch.autograd.Variable._execution_engine.queue_callback  tests/dist/core/test_engine.py
+torch._dynamo.config.nontraceable_tensor_subclasses tests/parity/test_compile.py
+torch.autograd.Variable._execution_engine.queue_callback tests/dist/core/test_engine.py
 torch.autograd.profiler._is_profiler_enabled       tests/dist/tools/test_trace.py
 torch._has_compatible_shallow_copy_type            tests/dist/core/test_values_between_passes.py
 torch._foreach_norm                                tests/parity/test_fp32.py
@@ -92,8 +75,8 @@ torch._foreach_lerp                                tests/dist/optim/test_whole_t
 torch._foreach_lerp_                               tests/dist/optim/test_whole_tensor.py
 torch._foreach_mul_                                tests/dist/optim/test_whole_tensor.py
 torch._foreach_add_                                tests/dist/optim/test_whole_tensor.py
-optimizers._global_optimizer_pre_hooks  tests/unit/optim/test_adam_cpu_serves.py
-optimizers._global_optimizer_post_hooks  tests/unit/optim/test_adam_cpu_serves.py
+optimizers._global_optimizer_pre_hooks             tests/unit/optim/test_adam_cpu_serves.py
+optimizers._global_optimizer_post_hooks            tests/unit/optim/test_adam_cpu_serves.py
 OPTIMIZER._optimizer_step_pre_hooks                tests/unit/optim/test_adam_cpu_serves.py
 OPTIMIZER._optimizer_step_post_hooks               tests/unit/optim/test_adam_cpu_serves.py
 OPTIMIZER.step._wrapped_by_lr_sched                tests/unit/optim/test_adam_cpu_serves.py
@@ -105,28 +88,30 @@ LAYER.weight._version                              tests/parity/test_forward_wri
 LAYER.weight._use_count                            tests/dist/core/test_values_between_passes.py
 LAYER.weight._post_accumulate_grad_hooks           tests/dist/core/test_own_loops.py
 LAYER.weight.untyped_storage()._cdata              tests/parity/test_offload.py
-DTensor._local_tensor                              tests/parity/test_tensor_parallel.py
-dist.ProcessGroup._device_types                    tests/dist/comm/test_python_group.py
-dist.ProcessGroup._get_backend                     tests/unit/comm/test_world.py
-dist.ProcessGroupGloo._Options()._timeout         tests/unit/comm/test_world.py
-dist.distributed_c10d._world.pg_map                tests/accelerator/test_engine.py
-dist.distributed_c10d._get_default_store           tests/dist/comm/test_python_group.py
+torch.distributed.tensor.DTensor._local_tensor     tests/parity/test_tensor_parallel.py
+torch.distributed.ProcessGroup._device_types       tests/dist/comm/test_python_group.py
+torch.distributed.ProcessGroup._get_backend        tests/unit/comm/test_world.py
+torch.distributed.ProcessGroupGloo._Options()._timeout tests/unit/comm/test_world.py
+torch.distributed.distributed_c10d._world.pg_map   tests/accelerator/test_engine.py
+torch.distributed.distributed_c10d._get_default_store tests/dist/comm/test_python_group.py
 torch.cuda.memory._record_memory_history           tests/dist/tools/test_trace.py
 torch.cuda.memory._dump_snapshot                   tests/dist/tools/test_trace.py
 optimizers._get_foreach_kernels_supported_devices  tests/dist/tools/test_estimate.py
-ATEN._grouped_mm                                   tests/dist/tools/test_estimate.py
-ATEN._local_scalar_dense                           tests/dist/tools/test_estimate.py
-torch.testing._internal.distributed.fake_pg.FakeStore  tests/dist/tools/test_estimate.py
-ATEN._to_copy                                      tests/dist/tools/test_estimate.py
+torch.ops.aten._grouped_mm                         tests/dist/tools/test_estimate.py
+torch.ops.aten._local_scalar_dense                 tests/dist/tools/test_estimate.py
+torch.testing._internal.distributed.fake_pg.FakeStore tests/dist/tools/test_estimate.py
+torch.ops.aten._to_copy                            tests/dist/tools/test_estimate.py
 ATEN._scaled_dot_product_flash_attention_for_cpu   tests/dist/tools/test_estimate.py
-ATEN._scaled_dot_product_flash_attention_for_cpu_backward  tests/dist/tools/test_estimate.py
-OPERATION._schema                                  tests/dist/tools/test_estimate.py
+ATEN._scaled_dot_product_flash_attention_for_cpu_backward tests/dist/tools/test_estimate.py
+torch.ops.aten.add.Tensor._schema                  tests/dist/tools/test_estimate.py
 transformers.LlamaConfig()._attn_implementation    tests/dist/parallel/test_sequence.py
-LLAMA._no_split_modules                            tests/unit/core/test_layout.py
-LLAMA._tp_plan                                     tests/parity/test_pipeline.py
+transformers.LlamaForCausalLM._no_split_modules    tests/unit/core/test_layout.py
+transformers.LlamaForCausalLM._tp_plan             tests/parity/test_pipeline.py
 accelerate.PartialState._shared_state              tests/hf/test_workflows.py
 """
 # Since later releases than the oldest ones that zero works with; the last one is gone again.
+EXPERTS = "transformers.distributed.expert_parallel"
+STAGE = "torch.distributed.pipelining.PipelineStage"
 LATER = {
     "transformers.PreTrainedModel._expand_parallel_plan  tests/parity/test_tensor_parallel.py": (
         needs("transformers", "5.23", "it does not shard a model that exists by its plan")
@@ -134,10 +119,10 @@ LATER = {
     "transformers.utils.output_capturing._active_collector  tests/parity/test_batch_slices.py": (
         needs("transformers", "5.23", "it collects one tensor for each slice")
     ),
-    "EXPERTS.AllToAllEP._dispatch_tokens  tests/unit/tools/test_estimate.py": (
+    f"{EXPERTS}.AllToAllEP._dispatch_tokens tests/unit/tools/test_estimate.py": (
         needs("transformers", "5.23", "it has no expert parallelism that zero uses")
     ),
-    "PipelineStage._get_init_p2p_neighbors_ops  tests/parity/test_pipeline.py": pytest.mark.skipif(
+    f"{STAGE}._get_init_p2p_neighbors_ops tests/parity/test_pipeline.py": pytest.mark.skipif(
         not Version("2.9") <= installed("torch") < Version("2.14"),
         reason="neighbours do not connect in this way before the first message",
     ),

@@ -1,7 +1,5 @@
 """Times of a program: what lies beside compute is not waited for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -66,17 +64,15 @@ def test_an_update_on_the_host_runs_beside_the_next_forward():
 
 
 def test_a_ring_crosses_nodes_at_the_speed_of_the_slowest_link_that_groups_share():
-    machine = Machine(
-        within=100.0, between=10.0, per_node=2, latency_within=1.0, latency_between=5.0
-    )
+    links = {"within": 100.0, "between": 10.0, "latency_within": 1.0, "latency_between": 5.0}
+    machine = Machine(per_node=2, **links)
     assert machine.collective(100, 1) == 0
-    assert machine.collective(100, 2) == pytest.approx(50 / 100 + 1)
+    assert machine.collective(100, 2) == machine.exchange(100, 2) == pytest.approx(50 / 100 + 1)
     assert machine.collective(100, 4) == pytest.approx(75 / 10 + 5 + 2 * 1)
     # 2 ranks on 2 nodes; the other rank of each node has such a group as well.
     assert machine.collective(100, 2, stride=2) == pytest.approx(50 / (10 / 2) + 5)
     # Directly, both ranks of a node send half of their buffers to the other node.
     assert machine.exchange(100, 4) == pytest.approx(2 * 50 / 10 + 5)
-    assert machine.exchange(100, 2) == pytest.approx(50 / 100 + 1)
 
 
 def network(**section: Any) -> float:
@@ -90,6 +86,9 @@ def test_shards_of_groups_stay_within_a_node_and_gradients_are_summed_over_both(
     # Per group an all-gather and a reduction within, then the shards' all-reduce: both ranks of a
     # node send theirs.
     assert network(mics_shard_size=2) == pytest.approx(2 * (2 + 2) + 2 * between)
+    # Half of the traffic are weights in fp32, which then take 260 instead of 1,024 bytes a block.
+    coded = network(zero_quantized_weights=True)
+    assert coded == pytest.approx(network() / 2 * (1 + 260 / 1024))
 
 
 @pytest.mark.parametrize(("coded", "part"), [(False, 1.0), (True, 260 / 1024)])
@@ -100,19 +99,6 @@ def test_second_shards_are_gathered_within_a_node_and_uncoded(coded, part):
     assert found["busy"]["network"] == pytest.approx(part * 3 / 4 * 4 * NUMEL / (LINK / 100) + 2)
 
 
-def test_coded_gradients_of_nodes_that_are_not_full_are_exchanged_among_all():
-    program = [Op("reduce", 0), Op("backward ends"), Op("step")]
-    section = {"zero_quantized_gradients": True}
-    partly, full = (predicted(program, 1, ranks, NODES, section) for ranks in (3, 4))
-    assert partly["busy"]["network"] > full["busy"]["network"] > 0
-
-
-def test_coded_messages_are_smaller():
-    whole, coded = network(), network(zero_quantized_weights=True)
-    # Half of the traffic are weights in fp32, which then take 260 instead of 1,024 bytes a block.
-    assert coded == pytest.approx(whole / 2 * (1 + 260 / 1024))
-
-
 @pytest.mark.parametrize(
     ("limit", "warned"), [(10**9, True), (2 * 30_000**2, False), (10**8, False)]
 )
@@ -121,6 +107,5 @@ def test_blocks_that_find_no_room_beside_each_other_are_a_warning(limit, warned,
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(30_000, 30_000, bias=False) for _ in range(3)))
     warn_if_crowded(make_groups(model, config, 2), limit)
-    assert [f"{2 * 30_000**2:,} would be enough" in each for each in caplog.messages] == [
-        True
-    ] * warned
+    assert len(caplog.messages) == warned
+    assert not warned or f"{2 * 30_000**2:,} would be enough" in caplog.text

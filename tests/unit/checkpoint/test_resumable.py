@@ -1,7 +1,5 @@
 """The Trainer's folders: which one a resume takes, and what is set aside before it."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -70,36 +68,32 @@ def test_the_files_of_the_trainer_are_synced_once_after_the_last_one(tmp_path, m
 
     folders.sync_later(tmp_path / "checkpoint-10")
     folder = trainers(tmp_path, 10)
+    files = {*folder.glob("*.pt*"), *folder.glob("latest")}
     state = (folder / "trainer_state.json").rename(folder / "aside")
     monkeypatch.setattr(os, "fsync", recorded)
     folders.sync()
     assert not synced
-    state.rename(folder / "trainer_state.json")
+    last = state.rename(folder / "trainer_state.json")
     for _ in range(3):
         folders.sync()
-    names = ("trainer_state.json", "scheduler.pt", "rng_state.pth", "latest")
-    files = {folder / name for name in names if (folder / name).exists()}
-    assert len(synced) == len({*synced}) and {*synced} == {*files, folder, tmp_path}
+    assert sorted(synced) == sorted({*files, last, folder, tmp_path})
 
 
 def test_the_newest_is_set_aside_until_it_is_complete(tmp_path, capsys):
     good, half, cut = trainers(tmp_path, 5), tmp_path / "checkpoint-15", trainers(tmp_path, 10)
     half.mkdir()
     (cut / "scheduler.pt").unlink()
-    old = trainers(tmp_path, 2)
-    (old / "trainer_state.json").unlink()  # so no resume would take it
-    model_only = trainers(tmp_path, 3)
+    (trainers(tmp_path, 2) / "trainer_state.json").unlink()  # so no resume would take it
     folders.set_incomplete_aside(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".") == [
-        "checkpoint-2", "checkpoint-3", "checkpoint-5", "incomplete-checkpoint-10",
-        "incomplete-checkpoint-15",
-    ]  # fmt: skip
     first, second = capsys.readouterr().err.splitlines()
     assert "trainer_state.json is missing" in first and "scheduler.pt is missing" in second
     half.mkdir()
     folders.set_incomplete_aside(tmp_path)
-    for folder in (tmp_path / "incomplete-checkpoint-15-again", good, model_only):
-        assert folder.is_dir()
+    assert good.is_dir()
+    assert {path.name for path in tmp_path.iterdir() if path.name[0] != "."} == {
+        *("checkpoint-2", "checkpoint-5", "incomplete-checkpoint-10", "incomplete-checkpoint-15"),
+        "incomplete-checkpoint-15-again",
+    }
 
 
 def test_a_model_without_a_checkpoint_of_the_engine_is_left_alone(tmp_path):
@@ -126,9 +120,7 @@ def test_a_folder_named_by_the_script_is_checked_and_another_one_offered(tmp_pat
     folders.check_resumable(copied, world_size=1)
 
 
-def test_the_first_save_cleans_up_so_that_the_trainer_deletes_the_right_folder(
-    tmp_path, monkeypatch, capsys
-):
+def test_the_first_save_cleans_up_for_what_the_trainer_deletes(tmp_path, monkeypatch, capsys):
     """A run was killed in save 20, and while the Trainer deleted `checkpoint-5`, which so has the
     newest time.
     """

@@ -1,7 +1,5 @@
 """An operation in flight that several threads wait for."""
 
-from __future__ import annotations
-
 import threading
 import time
 from types import SimpleNamespace

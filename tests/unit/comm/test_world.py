@@ -2,8 +2,6 @@
 without a launcher.
 """
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from types import SimpleNamespace
@@ -27,9 +25,7 @@ def test_a_group_in_python_has_the_default_timeout(monkeypatch: pytest.MonkeyPat
     assert world.group_timeout() == timedelta(minutes=7)
 
 
-def test_a_process_alone_has_a_port_that_a_launcher_it_starts_can_use(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_process_alone_has_a_port_that_a_launcher_it_starts_can_use(monkeypatch):
     """`llamafactory-cli` gives it to torchrun."""
     monkeypatch.setattr(os, "environ", {"RANK": "0"})
     assert world.become_world_of_one() == ["LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]

@@ -25,11 +25,8 @@ def without_effect(raw):
     """Return the given keys that have no effect, according to the table that is printed at the
     start.
     """
-    rows = [
-        line.split()
-        for line in report(load_config(raw, allow_auto=True)).splitlines()
-        if " none: " in line
-    ]
+    lines = report(load_config(raw, allow_auto=True)).splitlines()
+    rows = [line.split() for line in lines if " none: " in line]
     return sorted(row[0] for row in rows if "configuration" in row)
 
 
@@ -48,13 +45,11 @@ def test_file_dict_json_and_base64_give_the_same_settings(tmp_path):
 
 
 def test_hjson_is_read_where_it_is_installed(monkeypatch):
-    text = "{gradient_clipping: 0.5}"
+    text, found = "{gradient_clipping: 0.5}", [("gradient_clipping", 0.5)]
     monkeypatch.setitem(sys.modules, "hjson", None)
     with pytest.raises(ValueError, match="line 1, column 2: not valid JSON"):
         load_config(text)
-    hjson = SimpleNamespace(
-        loads=lambda text, object_pairs_hook: object_pairs_hook([("gradient_clipping", 0.5)])
-    )
+    hjson = SimpleNamespace(loads=lambda text, object_pairs_hook: object_pairs_hook(found))
     monkeypatch.setitem(sys.modules, "hjson", hjson)
     assert load_config(text).gradient_clipping == 0.5
 
@@ -70,14 +65,6 @@ def test_the_users_dict_is_kept_and_left_unchanged():
 def test_a_missing_file_is_named(name):
     with pytest.raises(ValueError, match=f"^{name}: cannot read .*No such file"):
         load_config(name)
-
-
-def test_a_syntax_error_has_file_line_and_column(tmp_path):
-    path = tmp_path / "ds.json"
-    path.write_text('{\n  "fp16": {"enabled": true,}\n}', encoding="utf-8")
-    with pytest.raises(ValueError) as caught:
-        load_config(path)
-    assert str(caught.value).startswith(f"{path}: line 2, column ")
 
 
 def test_every_key_of_the_shipped_file_has_an_effect():
@@ -116,10 +103,9 @@ def test_auto_without_a_default_is_an_error_unless_it_will_be_filled_in():
         "zero_optimization": {"stage": "auto", "offload_param": {"device": "cpu"}},
         "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
     }
-    assert [line.split(":")[0] for line in errors(raw)] == [
-        "zero_optimization.stage",
-        "scheduler.params.total_num_steps",
-    ]
+    first, second = errors(raw)
+    assert first.startswith("zero_optimization.stage:")
+    assert second.startswith("scheduler.params.total_num_steps:")
     load_config(raw, allow_auto=True)
 
 
@@ -149,7 +135,6 @@ def test_missing_batch_sizes_follow_from_the_others(given, resolved):
 GIVEN = {
     "train_batch_size": 6, "train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 1,
 }  # fmt: skip
-NOTHING = "and train_batch_size is not given either; set one of them to a number"
 
 
 @pytest.mark.parametrize(
@@ -158,11 +143,9 @@ NOTHING = "and train_batch_size is not given either; set one of them to a number
         (GIVEN, "6 is not train_micro_batch_size_per_gpu 6 x gradient_accumulation_steps 1 x"),
         (GIVEN | {"gradient_accumulation_steps": None}, "multiple of train_micro_batch_size_per_g"),
         ({"train_batch_size": 1}, "train_batch_size: 1 is not a whole multiple of world size 2"),
-        (
-            {"gradient_accumulation_steps": 4},
-            f"train_micro_batch_size_per_gpu: is missing, {NOTHING}",
-        ),
-        ({"train_micro_batch_size_per_gpu": "auto"}, f"is still 'auto', {NOTHING}"),
+        ({"gradient_accumulation_steps": 4}, "train_micro_batch_size_per_gpu: is missing, and tra"),
+        ({"train_micro_batch_size_per_gpu": "auto"}, "is still 'auto', .* set one of them to"),
+        ({"train_batch_size": 6, "data_parallel_size": 6}, "data_parallel_size: is 6, and the num"),
     ],
 )
 def test_batch_sizes_that_do_not_multiply_out(raw, message):
@@ -189,11 +172,9 @@ def test_defaults_are_deepspeeds():
 
 
 def test_dtype_names():
-    config = load_config(
-        {"communication_data_type": "FP32", "data_types": {"grad_accum_dtype": "bfloat16"}}
-    )
-    assert config.message_dtype == torch.float32
-    assert config.sum_dtype == torch.bfloat16
+    names = {"communication_data_type": "FP32", "data_types": {"grad_accum_dtype": "bfloat16"}}
+    config = load_config(names)
+    assert (config.message_dtype, config.sum_dtype) == (torch.float32, torch.bfloat16)
     assert load_config({"communication_data_type": None}).communication_data_type is None
 
 
@@ -237,32 +218,17 @@ def test_keys_without_effect_are_listed_by_name():
 def test_every_key_without_a_mark_is_read_by_the_engine():
     # These act elsewhere: in zero.config itself, in accelerate, which reads the dict, and in torch.
     read_elsewhere = {
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "data_parallel_size",
-        "zero_hpz_partition_size",
-        "zero_force_ds_cpu_optimizer",
-        "communication_data_type",
-        "grad_accum_dtype",
-        "bf16_master_weights_and_grads",
-        *OptimizerParams.model_fields,
+        *("train_batch_size", "train_micro_batch_size_per_gpu", "data_parallel_size"),
+        *("zero_hpz_partition_size", "zero_force_ds_cpu_optimizer", "communication_data_type"),
+        *("grad_accum_dtype", "bf16_master_weights_and_grads", *OptimizerParams.model_fields),
     }
-    sources = [
-        path.read_text(encoding="utf-8")
-        for path in PACKAGE.rglob("*.py")
-        if path.parent.name != "config"
-    ]
+    sources = [path.read_text() for path in PACKAGE.rglob("*.py") if path.parent.name != "config"]
     words = set(re.findall(r"\w+", "\n".join(sources)))
-    acting = set()
-    sections = [Config]
-    for section in sections:
-        for key in section.model_fields:
-            if section.about(key).get("idle"):
-                continue
-            if (inner := section_of(section, key)) is not None:
-                sections.append(inner)
-            else:
-                acting.add(key)
+    acting = {
+        key
+        for section, key in all_keys()
+        if not section.about(key).get("idle") and section_of(section, key) is None
+    }
     assert len(acting) > 30
     assert acting - read_elsewhere - words == set()
 

@@ -2,8 +2,6 @@
 say what to use instead. `deepspeed_names.txt` has them, by framework and its version or revision.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

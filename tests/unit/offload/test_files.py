@@ -1,8 +1,6 @@
-"""zero.offload.nvme: mapping and direct I/O show the same values, and space is freed when tensors
-are freed.
+"""zero.offload.nvme: mapping and direct I/O show the same values, space is freed when tensors are
+freed, and what is left of a file when a process forks or ends.
 """
-
-from __future__ import annotations
 
 import errno
 import fcntl
@@ -13,6 +11,7 @@ import random
 import re
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +21,6 @@ import torch
 
 from zero.config import AioConfig
 from zero.errors import UsageError
-from zero.offload import nvme
 from zero.offload.nvme import ScratchFile
 from zero.offload.pinned import PAGE, HostMemory
 
@@ -50,33 +48,30 @@ def way(request, monkeypatch):
     return host
 
 
-def failing(code: int, real: Callable | None = None, holds: Callable = lambda *args: True):
-    """A system call that fails if something holds for its arguments."""
+def failing(real: Callable, holds: Callable[..., object]):
+    """A system call that is refused if something holds for its arguments."""
 
     def call(*args, **options):
         if holds(*args):
-            raise OSError(code, os.strerror(code))
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return real(*args, **options)
 
     return call
 
 
 def without_direct(real):
-    return failing(errno.EINVAL, real, lambda path, flags, *mode: flags & os.O_DIRECT)
+    return failing(real, lambda path, flags, *mode: flags & os.O_DIRECT)
 
 
 def refusing_direct(real):
-    def is_direct(file, *args):
-        return fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT
-
-    return failing(errno.EINVAL, real, is_direct)
+    return failing(real, lambda file, *args: fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
 
 
 def random_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8).random_(0, 256)
 
 
-def test_slices_of_any_phase_leave_their_neighbours_alone(tmp_path, way):
+def test_slices_of_any_phase_leave_their_neighbours_alone(tmp_path, way, request, caplog):
     file = ScratchFile(tmp_path, SMALL)
     tensor = file.zeros(5 * PAGE, torch.uint8)
     expected = torch.zeros(5 * PAGE, dtype=torch.uint8)
@@ -91,6 +86,9 @@ def test_slices_of_any_phase_leave_their_neighbours_alone(tmp_path, way):
             file.read(part, host).wait()
             assert torch.equal(host, part), (phase, nbytes)
     assert torch.equal(tensor, expected)
+    if request.node.callspec.params["way"] == "refused at open":
+        (message,) = caplog.messages  # once
+        assert f"{tmp_path} does not allow direct I/O" in message
 
 
 def test_neighbours_in_a_page_are_written_at_the_same_time(tmp_path):
@@ -252,15 +250,6 @@ def test_folders_are_made_or_refused(tmp_path, caplog):
             ScratchFile(wrong)
 
 
-def test_a_folder_without_direct_io_is_told_once(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(os, "open", without_direct(os.open))
-    file = ScratchFile(tmp_path)
-    tensor = file.empty(10_000, torch.float32)
-    file.write(tensor, torch.ones(10_000)).wait()
-    (record,) = caplog.records
-    assert f"{tmp_path} does not allow direct I/O" in record.message
-
-
 def test_a_place_that_could_not_be_reserved_takes_no_space(tmp_path, monkeypatch):
     """On ext4 the failed call keeps all that was left on the disk."""
     file, reserve = ScratchFile(tmp_path), os.posix_fallocate
@@ -279,56 +268,81 @@ def test_a_place_that_could_not_be_reserved_takes_no_space(tmp_path, monkeypatch
     assert file.zeros(1000, torch.float32).sum() == 0
 
 
-def test_a_file_that_is_too_short(tmp_path, way):
-    file = ScratchFile(tmp_path, SMALL)
-    tensor = file.empty(10 * PAGE, torch.uint8)
-    host = way(tensor)
-    os.ftruncate(file._file, 3 * PAGE)
-    message = f"reading from {tmp_path}, .*: the file ends .* in order"
-    with pytest.raises(OSError, match=message) as caught:
-        file.read(tensor, host).wait()
-    assert caught.value.errno == errno.EIO
-
-
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
-def test_an_error_of_the_disk_is_raised_by_wait(tmp_path, monkeypatch, call):
-    file = ScratchFile(tmp_path)
-    tensor, host = file.empty(10_000, torch.float32), torch.ones(10_000)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, failing(errno.EIO))
-        transfer = file.read(tensor, host) if call == "preadv" else file.write(tensor, host)
-        with pytest.raises(OSError, match=f"{tmp_path}.*Input/output error") as caught:
-            transfer.wait()
-    assert caught.value.errno == errno.EIO
-    file.write(tensor, host).wait()
-    assert torch.equal(tensor, host), "the threads still work"
-
-
 def test_the_disk_is_measured_for_a_short_time(tmp_path, monkeypatch):
-    file, calls = ScratchFile(tmp_path), []
+    file, calls, write = ScratchFile(tmp_path), [], os.pwritev
 
-    def slow(real):
-        def call(*args):
-            calls.append(real)
-            time.sleep(0.3)
-            return real(*args)
-
-        return call
+    def slow(*args):
+        calls.append(args)
+        time.sleep(0.3)
+        return write(*args)
 
     assert min(file.measure(1 << 20, 60.0)) > 0
-    assert not calls
-    with monkeypatch.context() as patch:
-        for name in ("preadv", "pwritev"):
-            patch.setattr(os, name, slow(getattr(os, name)))
-        speed, _ = file.measure(32 << 20, 0.2)
+    monkeypatch.setattr(os, "pwritev", slow)
+    speed, _ = file.measure(32 << 20, 0.2)
     assert 0 < speed < (32 << 20) / 0.3
     # The first write has taken all of the time, in one request for each thread.
     assert len(calls) == 4
     assert not file._regions._taken[1:].count(1), "the places are free again"
 
 
-def test_settings_give_the_bytes_of_a_request():
-    large = AioConfig(block_size=1 << 20, queue_depth=32, thread_count=4)
-    assert nvme.request_bytes(large) == 8 << 20
-    assert nvme.request_bytes(AioConfig(block_size=5000, queue_depth=1, thread_count=8)) == 2 * PAGE
-    assert list(nvme._pieces(0, 3 * PAGE, PAGE)) == [(n * PAGE, PAGE, True) for n in range(3)]
+# -- how long files and tensors live
+
+
+def forked(act) -> int:
+    """Fork a process that calls `act()`, and return its exit code: 1 after an exception."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a warning about forking with threads
+        child = os.fork()
+    if child == 0:
+        try:
+            act()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_process_is_refused_and_can_drop_what_it_got(tmp_path):
+    file = ScratchFile(tmp_path)
+    tensors = [file.zeros(1000, torch.float32)]
+
+    def read():
+        nonlocal file
+        with pytest.raises(ValueError, match="belongs to the process"):
+            file.read(tensors[0], torch.empty(1000))
+        tensors.clear()
+        del file
+        gc.collect()
+
+    assert forked(read) == 0
+    file.write(tensors[0], torch.ones(1000)).wait()
+    assert tensors[0].sum() == 1000
+
+
+def test_a_file_that_is_dropped_ends_its_threads_and_tensors_outlive_it(tmp_path):
+    gc.collect()  # free what earlier tests left
+    before = set(threading.enumerate())
+    descriptors = len(os.listdir("/proc/self/fd"))
+    file = ScratchFile(tmp_path)
+    tensor = file.empty(1000, torch.float32)
+    file.write(tensor, torch.ones(1000)).wait()
+    threads = set(threading.enumerate()) - before
+    assert len(threads) == file.settings.thread_count
+    del file
+    gc.collect()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert tensor.sum() == 1000
+    del tensor
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_tensor_lives_as_long_as_its_transfers(tmp_path):
+    file = ScratchFile(tmp_path)
+    transfers = [
+        file.write(file.empty(1 << 18, torch.float32), torch.ones(1 << 18)) for _ in range(20)
+    ]
+    for transfer in transfers:
+        transfer.wait()

@@ -1,7 +1,5 @@
 """zero.offload.pinned: buffers for direct I/O are used again, and pinned as long as they live."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import logging
@@ -51,20 +49,15 @@ def pinned_memory(monkeypatch, code: int) -> tuple[Runtime, HostMemory]:
 
 def test_pinned_memory_is_registered_as_long_as_it_lives(monkeypatch):
     runtime, memory = pinned_memory(monkeypatch, code=0)
-    buffer = memory.take(100, phase=128)
-    assert runtime.registered == {buffer.data_ptr() - 128}
-    del memory, buffer
-    gc.collect()
-    assert runtime.registered == set()
-
-
-def test_only_memory_in_use_is_left_after_trim(monkeypatch):
-    runtime, memory = pinned_memory(monkeypatch, code=0)
-    kept, freed = memory.take(100), memory.take(100)
+    kept, freed = memory.take(100, phase=128), memory.take(100)
+    assert runtime.registered == {kept.data_ptr() - 128, freed.data_ptr()}
     del freed
     memory.trim()
     gc.collect()
-    assert runtime.registered == {kept.data_ptr()}
+    assert runtime.registered == {kept.data_ptr() - 128}
+    del memory, kept
+    gc.collect()
+    assert runtime.registered == set()
 
 
 def test_memory_that_cannot_be_pinned_is_pageable_and_told_once(monkeypatch, caplog):

@@ -7,7 +7,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,27 +77,24 @@ def assert_same_bits(ours, theirs):
 
 
 class Reference:
-    """torch's own optimizer, by default the fused one, on a copy of `tensors`.
+    """torch's own fused optimizer on a copy of `tensors`.
 
     The copy has 64 elements more. So the fused step takes none of ours as one of the last few,
     which it computes otherwise.
     """
 
-    def __init__(self, tensors, decay, decoupled, beta1=SETTINGS["betas"][0], fused=True):
+    def __init__(self, tensors, decay, decoupled, beta1=SETTINGS["betas"][0]):
         self.numel = len(tensors[0])
         self.param, *self.moments = [functional.pad(tensor, (0, 64)) for tensor in tensors]
         kind = torch.optim.AdamW if decoupled else torch.optim.Adam
         betas = (beta1, SETTINGS["betas"][1])
-        self.optimizer = kind([self.param], 1e-2, betas, SETTINGS["eps"], decay, fused=fused)
+        self.optimizer = kind([self.param], 1e-2, betas, SETTINGS["eps"], decay, fused=True)
 
     def step(self, grad, factor, number):
         exp_avg, exp_avg_sq = self.moments
         self.param.grad = functional.pad(grad.float() * factor, (0, 64))
-        self.optimizer.state[self.param] = {
-            "step": torch.tensor(number - 1.0),
-            "exp_avg": exp_avg,
-            "exp_avg_sq": exp_avg_sq,
-        }
+        state = {"step": torch.tensor(number - 1.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        self.optimizer.state[self.param] = state
         self.optimizer.step()
         return [tensor[: self.numel] for tensor in (self.param, exp_avg, exp_avg_sq)]
 
@@ -141,22 +137,8 @@ def test_many_pieces_on_several_threads_have_the_bits_of_torch(monkeypatch):
     assert torch.equal(out, ours[0].bfloat16())
 
 
-@needs_compiler
-def test_but_for_the_square_root_these_are_the_bits_of_torchs_default(monkeypatch):
-    sqrt = torch.Tensor.sqrt
-    monkeypatch.setattr(torch.Tensor, "sqrt", lambda tensor: sqrt(tensor.double()).float())
-    ours = state(10_003)
-    reference = Reference(ours, 0.1, True, fused=False)
-    for step in range(1, 20):
-        grad = gradient(10_003, torch.float32, step)
-        adam(ours, grad, step=step, decay=0.1, decoupled=True, factor=0.37)
-        assert_same_bits(ours, reference.step(grad, 0.37, step))
-
-
 @pytest.mark.parametrize(("decay", "decoupled"), DECAYS)
-def test_without_a_compiler_the_last_elements_differ_in_the_last_bits(
-    decay, decoupled, monkeypatch
-):
+def test_without_a_compiler_the_last_elements_differ_little(decay, decoupled, monkeypatch):
     """There torch's fused step computes, which takes up to 15 elements in another precision."""
     monkeypatch.setattr(adam_cpu, "is_compiled", lambda: False)
     ours = state(1003)
@@ -184,16 +166,12 @@ def test_without_a_compiler_the_last_elements_differ_in_the_last_bits(
 def test_calls_from_several_threads_at_once(monkeypatch):
     monkeypatch.setattr(adam_cpu, "PIECE", 100)
     monkeypatch.setattr(adam_cpu, "thread_count", lambda: 2)
-    results = {seed: state(10_007, seed) for seed in range(4)}
-    grad = gradient(10_007, torch.bfloat16, 1)
-    callers = [threading.Thread(target=adam, args=(tensors, grad)) for tensors in results.values()]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    for seed, tensors in results.items():
-        expected = state(10_007, seed)
-        adam(expected, grad)
+    grad, expected = gradient(10_007, torch.bfloat16, 1), state(10_007)
+    adam(expected, grad)
+    results = [state(10_007) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda tensors: adam(tensors, grad), results))
+    for tensors in results:
         assert_same_bits(tensors, expected)
 
 
@@ -225,30 +203,23 @@ def test_the_copy_is_rounded_as_torch_rounds(dtype):
 
 
 @needs_compiler
-def test_nothing_to_do():
-    adam(state(0), torch.empty(0), torch.empty(0, dtype=torch.bfloat16))
-
-
-@needs_compiler
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
         ("grad", lambda tensor: tensor[:-1], r"grad must be .* shape \(4,\) .* shape \(3,\)"),
         ("grad", lambda tensor: tensor.double(), "grad must be .* torch.float32 or torch.bfloat16"),
-        ("master", lambda tensor: tensor.view(2, 2), "master must be"),
-        ("exp_avg", lambda tensor: tensor.bfloat16(), "exp_avg must be"),
         ("exp_avg_sq", lambda tensor: torch.zeros(8)[::2], "exp_avg_sq must be contiguous"),
         ("out", lambda tensor: tensor.float(), "out must be"),
         ("grad", lambda tensor: tensor.to("meta"), "on meta"),
     ],
 )
 def test_other_tensors_are_refused(name, change, message):
-    tensors = {key: torch.zeros(4) for key in ("master", "grad", "exp_avg", "exp_avg_sq")}
+    tensors = {key: torch.zeros(4) for key in ("master", "exp_avg", "exp_avg_sq", "grad")}
     tensors["out"] = torch.zeros(4, dtype=torch.bfloat16)
     tensors[name] = change(tensors[name])
-    master, grad, exp_avg, exp_avg_sq, out = tensors.values()
+    *state, grad, out = tensors.values()
     with pytest.raises(ValueError, match=message):
-        adam([master, exp_avg, exp_avg_sq], grad, out)
+        adam(state, grad, out)
 
 
 # -- building
@@ -279,9 +250,7 @@ def test_ranks_that_build_at_once_all_get_the_kernel(kernels):
 @pytest.mark.parametrize(
     ("text", "said"), [("this is not C++", "error"), ("int other() { return 1; }", "zero_cpu_adam")]
 )
-def test_a_kernel_that_cannot_be_built_is_one_warning(
-    text, said, afresh, tmp_path, monkeypatch, caplog
-):
+def test_a_kernel_that_cannot_be_built(text, said, afresh, tmp_path, monkeypatch, caplog):
     source = tmp_path / "adam_cpu.cpp"
     source.write_text(text)
     monkeypatch.setattr(build, "SOURCE", source)
@@ -370,25 +339,20 @@ def change(path: Path, how: str, tmp_path: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("what", ["folder", "library"])
 @pytest.mark.parametrize("how", ["writable", "link", "not ours"])
-def test_a_folder_that_others_can_write_to_is_not_used(how, library, tmp_path, caplog):
-    content = library.read_bytes()
+def test_what_others_can_write_to_is_not_loaded(how, what, library, tmp_path, caplog):
+    """A library may be older than the folder's present mode, or come from a backup."""
     planted = planted_for(library, tmp_path)
-    change(planted.parent, how, tmp_path)
+    content = planted.read_bytes()
+    change(planted.parent if what == "folder" else planted, how, tmp_path)
     assert adam_cpu._kernel() is not None
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "nobody else can write" in caplog.text
-    assert planted.read_bytes() != content and libraries() == [planted]
-
-
-@needs_compiler
-@pytest.mark.parametrize("how", ["writable", "link", "not ours"])
-def test_a_library_that_others_can_write_to_is_not_loaded(how, library, tmp_path):
-    """It may be older than the folder's present mode, or come from a backup or another machine."""
-    planted = planted_for(library, tmp_path)
-    change(planted, how, tmp_path)
-    assert adam_cpu._kernel() is not None
-    assert set(libraries()) == {planted, library}, "compiled again"
+    if what == "library":
+        assert set(libraries()) == {planted, library}, "compiled again"
+    else:
+        assert libraries() == [planted] and planted.read_bytes() == content
+        assert [record.levelno for record in caplog.records] == [logging.WARNING]
+        assert "nobody else can write" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -408,14 +372,9 @@ def test_threads(cores, ranks, omp, expected, monkeypatch):
     assert adam_cpu.thread_count() == expected
 
 
-@needs_compiler
 def test_a_default_dtype_that_scripts_set_changes_nothing():
     torch.set_default_dtype(torch.bfloat16)
     try:
-        ours = [tensor.float() for tensor in state(1003)]
-        before = ours[0].clone()
-        assert adam_cpu.new_state(ours[0])["step"].dtype == torch.float32
-        adam(ours, before, step=1)
+        assert adam_cpu.new_state(torch.ones(3).float())["step"].dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
-    assert ours[0].dtype == torch.float32 and not torch.equal(ours[0], before)

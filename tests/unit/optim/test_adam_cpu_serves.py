@@ -29,11 +29,9 @@ def test_plain_adam_is_served_also_under_a_scheduler(kind):
     [
         made(Derived),
         made(Lion),
-        made(torch.optim.NAdam),
         made(amsgrad=True),
         made(maximize=True),
         made(capturable=True),
-        made(differentiable=True),
         made(lr=torch.tensor(0.1)),
         made(betas=(torch.tensor(0.9), torch.tensor(0.99)), capturable=False),
     ],

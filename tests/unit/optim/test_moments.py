@@ -55,13 +55,6 @@ def test_the_error_is_at_most_half_a_code(decades):
     assert torch.equal(square > 0, exp_avg_sq > 0)
 
 
-def test_relative_errors_of_a_normal_distribution():
-    pair = random_moments(1_000_000, decades=0)
-    for value, found in zip(pair, values(*adam8bit.encode(*pair), numel=1_000_000), strict=True):
-        assert (found - value).norm() / value.norm() < 0.02
-        assert ((found - value).abs() / value.abs()).median() < 0.015
-
-
 def test_the_bytes_are_those_that_are_documented():
     assert adam8bit.nbytes(1 << 20) / (1 << 20) * 2 == 2.03125
     assert [adam8bit.nbytes(numel) for numel in (1, 255, 256, 257)] == [8, 260, 260, 268]
@@ -73,22 +66,6 @@ def test_codes_of_decoded_values_are_the_same_codes():
         coded = adam8bit.encode(*random_moments(numel, 2.0))
         for before, after in zip(coded, adam8bit.encode(*values(*coded, numel=numel)), strict=True):
             assert torch.equal(before, after)
-
-
-@pytest.mark.parametrize("scale", [1e-30, 1.0, 3e38])
-def test_every_code_survives_being_decoded_and_encoded(scale):
-    coded = adam8bit.new(torch.empty(BLOCK)), adam8bit.new(torch.empty(BLOCK))
-    for each in coded:
-        codes, scales = adam8bit.parts(each, BLOCK)
-        codes.copy_(torch.arange(BLOCK))
-        scales.fill_(scale)
-    adam8bit.parts(coded[0], BLOCK)[0][128] = 127  # -128 is no code
-    found = values(*coded, numel=BLOCK)
-    for before, after, value in zip(coded, adam8bit.encode(*found), found, strict=True):
-        normal = value.abs() > 1e-37  # smaller values have lost bits
-        assert normal.any()
-        (codes, _), (again, _) = (adam8bit.parts(each, BLOCK) for each in (before, after))
-        assert torch.equal(codes[normal], again[normal])
 
 
 def test_zeros_small_and_large_values():
@@ -132,7 +109,8 @@ def test_what_is_not_finite_becomes_0_and_changes_no_neighbour(bad):
         (adam_cpu.PIECE + 300, torch.float32),
     ],
 )
-def test_a_step_is_decoding_then_adam_then_encoding(path, numel, dtype):
+def test_a_step_is_decoding_then_adam_then_encoding(path, numel, dtype, monkeypatch):
+    monkeypatch.setattr(adam_cpu, "thread_count", lambda: 3)
     master = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
     state = adam_cpu.new_state(master, coded=True)
     coded, out = [state[key] for key in adam8bit.KEYS], torch.empty(numel, dtype=torch.bfloat16)
@@ -193,15 +171,3 @@ def test_weights_without_gradients_come_to_rest(path):
             adam_cpu.adam(master, grad, *moments_of, None, settings, step, 1.0)
     idle, expected = (master[64:].abs().max().item() for master, _ in pairs)
     assert idle == pytest.approx(expected, rel=0.2)
-
-
-def test_threads_change_no_bit(path, monkeypatch):
-    found, numel = [], 3 * adam_cpu.PIECE + 77
-    for threads in (1, 3):
-        monkeypatch.setattr(adam_cpu, "thread_count", lambda threads=threads: threads)
-        master, (grad, _) = torch.ones(numel), random_moments(numel)
-        state = adam_cpu.new_state(master, coded=True)
-        coded = [state[key] for key in adam8bit.KEYS]
-        adam_cpu.adam(master, grad, *coded, None, SETTINGS, 1, 1.0)
-        found.append([master, *coded])
-    assert all(map(torch.equal, *found))

@@ -1,63 +1,13 @@
-"""Stochastic rounding: only neighbours, right on the average, and the same wherever an element
-lies.
+"""Stochastic rounding: only neighbours, and right on the average. That it is the same wherever an
+element lies: tests/dist/optim/test_without_masters.py.
 """
-
-from __future__ import annotations
-
-import itertools
-from collections.abc import Sequence
-from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from zero.core.layout import Piece
-from zero.core.param_group import ParamGroup
-from zero.optim.rounding import BLOCK, StochasticRounding, rounded, scramble
+from zero.optim.rounding import BLOCK, rounded, scramble
 
 VALUES = torch.tensor([1.0, 1.001, -1.001, 0.0, 3e-39, -2.7e38, 1.0078124], dtype=torch.float32)
-
-
-def shard_of(low: int, high: int, sizes: list[int]) -> SimpleNamespace:
-    """The elements from `low` to `high` of a group whose parameters have these sizes."""
-    pieces, offset = [], 0
-    for slot, numel in enumerate(sizes):
-        first, last = max(low, offset), min(high, offset + numel)
-        if first < last:
-            pieces.append(Piece(slot, first - low, first - offset, last - first))
-        offset += numel
-    names = [f"parameter {slot}" for slot in range(len(sizes))]
-    slots = [SimpleNamespace(numel=numel) for numel in sizes]
-    layout = SimpleNamespace(slots=slots)
-    group: Any = SimpleNamespace(pieces=pieces, param_names=names, layout=layout)
-    group.parts = partial(ParamGroup.parts, group)
-    return SimpleNamespace(group=group)
-
-
-def stored(
-    values: torch.Tensor,
-    sizes: list[int],
-    cuts: Sequence[int] = (),
-    sub_group: int = 10**9,
-    *,
-    seed=0,
-    step=1,
-    kind="",
-) -> torch.Tensor:
-    """`values` of a group, rounded by ranks that hold the pieces between `cuts`, sub-group by
-    sub-group.
-    """
-    target, bounds = torch.empty(len(values), dtype=torch.bfloat16), [0, *cuts, len(values)]
-    rounding = StochasticRounding(seed, lambda: step - 1)
-    rounding.begin_step()
-    for low, high in itertools.pairwise(bounds):
-        for start in range(low, high, sub_group):
-            end = min(high, start + sub_group)
-            shard = shard_of(low, high, sizes)
-            rounding.store(target[start:end], values[start:end], shard, start - low, kind)
-    return target
 
 
 def test_a_value_becomes_one_of_its_neighbours_and_is_right_on_the_average():
@@ -76,21 +26,6 @@ def test_numbers_of_bf16_and_what_is_not_finite_stay():
     torch.testing.assert_close(found, values, rtol=0, atol=0, equal_nan=True)
 
 
-def test_numbers_do_not_depend_on_where_shards_and_sub_groups_begin():
-    sizes = [50, 2 * BLOCK + 77, 1000]
-    values = torch.randn(
-        sum(sizes) + 6, generator=torch.Generator().manual_seed(1)
-    )  # the last 6 are padding
-    whole = stored(values, sizes)
-    assert torch.equal(stored(values, sizes, [5, BLOCK - 100, BLOCK + 3, sum(sizes) - 1]), whole)
-    assert torch.equal(stored(values, sizes, [BLOCK], sub_group=10_000), whole)
-    assert not torch.equal(stored(values[50:], sizes[1:])[-1006:], whole[-1006:]), (
-        "each parameter has its own"
-    )
-    for other in ({"seed": 1}, {"step": 2}, {"kind": "exp_avg"}):
-        assert not torch.equal(stored(values, sizes, **other), whole)
-
-
 def numbers(key: str, count: int = BLOCK) -> torch.Tensor:
     found = torch.arange(count, dtype=torch.int32)
     scramble(found, key)
@@ -104,7 +39,7 @@ def test_rounding_makes_no_generators(monkeypatch):
     monkeypatch.setattr(torch, "Generator", None)
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    stored(torch.ones(1 << 18), [1 << 18])
+    numbers("0 1  weight 0")
     assert torch.equal(torch.get_rng_state(), before), "the script's random numbers stay"
 
 

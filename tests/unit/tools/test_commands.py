@@ -3,14 +3,11 @@
 `--json` prints JSON.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -72,22 +69,16 @@ def test_the_version(capsys):
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with what a careless user has there."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder.json").mkdir()
-    (tmp_path / "x.py").write_text("")
-    (tmp_path / "x.sh").write_text("echo")
-    (tmp_path / "x.v2").write_text("")
-    (tmp_path / "ok.json").write_text('{"zero_optimization": {"stage": 3}}')
-    (tmp_path / "typo.json").write_text('{"zero_optimisation": {}}')
-    for number in (3, 20):
-        (tmp_path / "trained" / f"checkpoint-{number}").mkdir(parents=True)
-    (tmp_path / "half" / "global_step5").mkdir(parents=True)
-    (tmp_path / "half" / "latest").write_text("global_step5")
-    (tmp_path / "no_json").mkdir()
-    (tmp_path / "no_json" / "config.json").write_text("{")
-    (tmp_path / "ds_config.json").write_text("{}")
-    (tmp_path / "wrong.yaml").write_text("deepspeed_config: {zero_stage: 7}")
-    (tmp_path / "hosts").write_text("node1 slots=2\n")
+    folders = "folder trained/checkpoint-3 trained/checkpoint-20 half/global_step5 no_json"
+    for folder in folders.split():
+        (tmp_path / folder).mkdir(parents=True)
+    for name, text in {
+        "x.py": "", "x.sh": "echo", "x.v2": "", "ok.json": '{"zero_optimization": {"stage": 3}}',
+        "typo.json": '{"zero_optimisation": {}}', "half/latest": "global_step5",
+        "no_json/config.json": "{", "ds_config.json": "{}", "hosts": "node1 slots=2\n",
+        "wrong.yaml": "deepspeed_config: {zero_stage: 7}",
+    }.items():  # fmt: skip
+        (tmp_path / name).write_text(text)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     return tmp_path
 
@@ -104,14 +95,13 @@ COMMANDS_OF_USERS = {
     "x.py --deepspeed none.json": "none.json: cannot read",
     "x.py --deepspeed=typo.json": "did you mean zero_optimization",
     "x.py --deepspeed_config folder": "folder: cannot read",
+    "x.py --deepspeed=": "the name of the file is empty",
 }
 
 
 @pytest.mark.parametrize("command", ["run", "launch", "verify", "trace"])
 @pytest.mark.parametrize("given", COMMANDS_OF_USERS)
-def test_a_command_that_cannot_start_is_refused_before_anything_is_started(
-    given: str, command: str, here, capsys
-):
+def test_a_command_that_cannot_start_is_refused_before_any_start(given, command, here, capsys):
     assert_refused([*command.split(), *given.split()], COMMANDS_OF_USERS[given], capsys)
 
 
@@ -128,54 +118,33 @@ def test_a_command_that_can_start_is_not_refused(given: str, here):
     check_command("run", given.split())
 
 
-NOTHING_NAMED = "explain", "estimate", "inspect", "consolidate", "report", "trace", "verify"
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        *((command, "") for command in NOTHING_NAMED),
         ("explain none.json", "none.json: cannot read"),
-        ("estimate none --ds-config none.json", "none"),
-        ("estimate none --ds-config ok.json --world 0", "0"),
-        ("inspect none", "none"),
-        ("consolidate none out", "none"),
-        ("consolidate a b --dtype int8", "int8"),
         ("doctor --folder none", "none: it is not a folder"),
-        ("launch --num_gpus x x.py", "x"),
         ("trace --step 0 x.py", "number above 0"),
+        ("consolidate a b --max-file-size nan", "nan is not a number above 0"),
         ("trace --out x.txt x.py", "x.txt"),
-        ("report none", "none"),
-        ("verify --steps 0 x.py", "0"),
         ("launch --hostfile folder x.py", "folder: no such hostfile"),
         ("launch --hostfile bytes x.py", "bytes, line 1: expected"),
         ("launch --hostfile hosts --master_port 70000 x.py", "70000 is not a port"),
-        (
-            "launch --hostfile hosts --elastic_training --min_elastic_nodes 2 x.py",
-            "1 hosts can be used",
-        ),
+        ("launch --hostfile hosts --elastic_training --min_elastic_nodes 2 x.py", "1 hosts can be"),
         ("launch torchrun x.py", "torchrun is a command, not a Python script"),
         ("launch --no_python --module x.py", "--module or --no_python, not both"),
-        ("launch --bind_core_list 5-2 x.py", "5-2: a range ends before it begins"),
         ("launch --bind_core_list 0 x.py", "--bind_core_list needs --bind_cores_to_rank"),
         ("launch --bind_cores_to_rank --bind_core_list 9999 x.py", "may not use core 9999"),
         ("launch --no_python x.py", "x.py: no such command, or not executable"),
         ("launch --enable_each_rank_log x.py x.py", "x.py: a file; name a folder"),
         ("launch --venv_script x x.py", "--venv_script needs --hostfile"),
-        ("launch -m", "name a module"),
         ("launch --autotuning tune x.py", "zero plan writes the fastest configuration"),
         ("launch --include node1:0 x.py", "'node1': without --hostfile, localhost"),
-        ("launch --include localhost:9999 x.py", "host localhost has slots 0 to "),
         ("launch --no_ssh --node_rank 1 x.py", "--node_rank 1: without --hostfile it is 0"),
         ("launch --no_ssh --hostfile hosts x.py", "--no_ssh needs --node_rank"),
         ("launch --launcher slurm --hostfile hosts x.py", "start torchrun on each machine"),
-        ("launch --num_gpus 0 x.py", "0 is not a number above 0"),
         ("trace --out none/t.json x.py", "none/t.json cannot be written: No such file"),
-        ("trace --out folder.json x.py", "folder.json is a folder"),
-        ("report none --out none/r.html", "none/r.html cannot be written"),
         ("report none --out folder", "folder is a folder"),
         ("explain bytes", "bytes: cannot read"),
-        ("explain x.py", "x.py: line 1, column 1: not valid JSON"),
         ("inspect folder", "folder: there is no checkpoint"),
         ("consolidate trained out", "name its folder, such as trained/checkpoint-20"),
         ("doctor --speeds ok.json", "ok.json: not a file of zero doctor --speeds"),
@@ -185,7 +154,6 @@ NOTHING_NAMED = "explain", "estimate", "inspect", "consolidate", "report", "trac
         ("estimate no_json --ds-config ok.json", "config.json: not valid JSON"),
         ("x.py", "did you mean zero run x.py?"),
         ("launch", "name a script or -m MODULE"),
-        ("run --no-such x.py", "run: unknown option --no-such; see zero run --help"),
     ],
 )
 def test_bad_files_and_numbers_are_named(arguments: str, said: str, here, capsys):
@@ -196,15 +164,7 @@ def test_nothing_is_made_by_looking_whether_a_file_can_be_written(here: Path):
     assert output_file("t.json") == Path("t.json") and not (here / "t.json").exists()
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "-m job --step 3",
-        "x.py --step 3",
-        "torchrun --nproc_per_node 2 -m job -m",
-        "x.py -m --step 3",
-    ],
-)
+@pytest.mark.parametrize("command", ["-m job --step 3", "x.py -m --step 3"])
 def test_a_command_keeps_its_own_options(command: str):
     options = Parser("trace").parse(["--step", "2", *command.split()])
     assert options.step == 2 and options.command == command.split()
@@ -226,13 +186,6 @@ class Terminal(io.StringIO):
         return True
 
 
-def until(holds: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 20
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return holds()
-
-
 def test_a_long_step_counts_its_seconds_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
@@ -240,10 +193,9 @@ def test_a_long_step_counts_its_seconds_on_a_terminal(monkeypatch: pytest.Monkey
     def shown() -> str:
         return re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue())  # without colours
 
-    with working("counting [1]") as show:
-        assert until(lambda: "counting [1] 0:00:01" in shown())
-        show("counted")
-        assert until(lambda: "counted 0:00:0" in shown())
+    with working("counting [1]"):
+        while "counting [1] 0:00:01" not in shown():
+            time.sleep(0.01)
     assert shown().endswith("\x1b[1A\x1b[2K")  # the line is gone before the result
 
 
@@ -260,8 +212,7 @@ def test_a_folder_of_checkpoints_is_listed_newest_first(tmp_path: Path, capsys):
         save(tmp_path, f"global_step{step}", global_steps=step, time=f"day {step}")
     (tmp_path / "global_step500" / "rank00000.safetensors").unlink()
     main(["inspect", str(tmp_path)])
-    header, newest, older, _, last = capsys.readouterr().out.splitlines()
-    assert header.split() == ["checkpoint", "step", "written"]
+    _, newest, older, _, last = capsys.readouterr().out.splitlines()
     place = tmp_path / "global_step1000"
     assert newest.split() == [str(place), "1000", "day", "1000", "complete"]
     assert "incomplete: " in older and older.endswith("rank00000.safetensors is missing")
@@ -291,26 +242,11 @@ def test_folders_of_the_trainer_are_listed_too(tmp_path: Path, capsys):
     ]
 
 
-BENCHMARKS = {
-    ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__main__"): path
-    for path in (REPOSITORY / "benchmarks").rglob("*.py")
-    if "Parser(__doc__)" in path.read_text()
-}
-
-
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_a_benchmarks_help_has_an_example(name: str):
-    assert f"    python -m {name}" in BENCHMARKS[name].read_text().split('"""')[1]
-
-
 @pytest.mark.parametrize(
     ("is_terminal", "variable", "shown"),
     [(True, "", "\x1b[31mfails\x1b[0m"), (True, "1", "fails"), (False, "", "fails")],
-    ids=["terminal", "NO_COLOR", "pipe"],
 )
-def test_verdicts_have_colours_on_a_terminal_alone(
-    is_terminal: bool, variable: str, shown: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_verdicts_have_colours_on_a_terminal_alone(is_terminal, variable, shown, monkeypatch):
     monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: is_terminal))
     monkeypatch.setenv("NO_COLOR", variable)
     monkeypatch.setenv("TERM", "xterm")

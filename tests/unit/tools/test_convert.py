@@ -1,8 +1,6 @@
 """`zero adopt` and `zero convert` write a folder as a whole or not at all, and name what is wrong
 with a command line."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -32,9 +30,7 @@ def test_after_a_kill_the_same_command_works(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["deepspeed", "dcp", "hf"])
-def test_a_full_disk_is_named_and_nothing_is_left(
-    tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_named_and_nothing_is_left(tmp_path, to, monkeypatch, capsys) -> None:
     main(["adopt", str(DEEPSPEED), str(tmp_path / "zero")])
     out = tmp_path / "out"
     # The file system refuses to let files grow, as if it were full.

@@ -1,8 +1,5 @@
 """`zero doctor` on one machine: what is missing is found and has a remedy."""
 
-from __future__ import annotations
-
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,61 +15,25 @@ from zero.tools.estimate.speeds import read
 ROOT = Path(__file__).parents[3]
 
 
-def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", *arguments])
-    return ended.value.code, capsys.readouterr().out
-
-
-def test_a_sound_machine_passes(capsys, tmp_path):
-    code, text = doctor(capsys, "--json", "--folder", str(tmp_path))
-    found = json.loads(text)
-    assert (code, found["works"]) == (0, True)
-    levels = {each["check"]: each["level"] for each in found["findings"]}
-    assert levels["torch"] == levels["transformers"] == levels["backend"] == OK
-    assert levels["disk"] in (OK, SLOW) and list(tmp_path.iterdir()) == []
-
-
 def test_what_would_fail_is_said_with_a_remedy(capsys, monkeypatch):
     monkeypatch.setitem(checks.LEAST, "torch", "99.0")
     monkeypatch.setitem(checks.LEAST, "no-such-package", "1.0")
     small = SimpleNamespace(total=64 << 20, free=60 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: small)
-    code, text = doctor(capsys)
+    monkeypatch.setattr(checks.adam_cpu, "is_compiled", lambda: False)
+    monkeypatch.setenv("CXX", "no-compiler")
+    with pytest.raises(SystemExit, match="1"):
+        main(["doctor"])
+    text = capsys.readouterr().out
     lines = {line.split()[1]: line for line in text.splitlines() if line.startswith(FAILS)}
-    assert code == 1 and set(lines) == {"torch", "no-such-package"}
+    assert set(lines) == {"torch", "no-such-package"}
     assert lines["torch"].endswith("-> pip install 'torch>=99.0'")
     assert "missing -> pip install 'no-such-package>=1.0'" in lines["no-such-package"]
     assert text.startswith("2 fault(s), ") and max(map(len, text.splitlines())) <= 100
     assert "slow  shared memory" in text and "--shm-size" in text
+    assert "no-compiler cannot build the Adam kernel" in " ".join(text.split())
     monkeypatch.setattr(checks, "accelerator", lambda: torch.device("cuda:0"))
     assert checks.shared_memory(ROOT).level == FAILS
-
-
-def test_a_machine_without_a_compiler_is_slow(monkeypatch):
-    monkeypatch.setattr(checks.adam_cpu, "is_compiled", lambda: False)
-    monkeypatch.setenv("CXX", "no-compiler")
-    found = checks.compiler()
-    assert found[1:3] == (SLOW, "no-compiler cannot build the Adam kernel")
-    assert "name one in CXX" in found.remedy
-
-
-def test_speeds_are_measured_and_written(capsys, tmp_path, monkeypatch):
-    few = {"SECONDS": 0.0, "VALUES": 1 << 16, "FILE_BYTES": 1 << 18, "ELEMENTS": 1 << 10}
-    for name, value in few.items():
-        monkeypatch.setattr(speeds, name, value)
-    file = tmp_path / "new" / "speeds.json"
-    code, text = doctor(capsys, "--speeds", str(file), "--folder", str(tmp_path))
-    found, written = read(file), json.loads(file.read_text())["speeds"]
-    assert code == 0 and found.source.startswith("measured by 1 process on ")
-    assert not found.has_accelerator and "network" not in written
-    assert "Not measured, but assumed: network, " in text
-    assert text.startswith(f"Written to {file}.\n")
-    measured = ("compute", "compute_fp32", "device_memory", "calls", "disk_read", "memory")
-    assert all(written[name] > 0 for name in measured)
-    assert "disk read " in " ".join(text.split())
-    code, text = doctor(capsys, "--json", "--speeds", str(file), "--folder", str(tmp_path))
-    assert json.loads(text)["speeds"].keys() == vars(found).keys()
 
 
 def test_the_slowest_rank_counts(tmp_path):
@@ -98,6 +59,4 @@ def test_the_slow_link_is_named():
 
 def test_the_versions_are_those_of_the_package():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert [
-        package for package, least in checks.LEAST.items() if f'"{package}>={least}"' not in text
-    ] == []
+    assert all(f'"{package}>={least}"' in text for package, least in checks.LEAST.items())

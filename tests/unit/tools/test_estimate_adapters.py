@@ -1,7 +1,5 @@
 """`zero estimate` of adapters on bases that may be quantized."""
 
-from __future__ import annotations
-
 import json
 
 import peft
@@ -9,7 +7,6 @@ import pytest
 import torch
 import transformers
 from bitsandbytes import functional
-from torch import nn
 
 from zero.config import load_config
 from zero.errors import UsageError
@@ -40,19 +37,16 @@ def found(shape: transformers.PretrainedConfig, adapter: str, stage: int = 1) ->
     return estimate(model, load_config(settings), Question(1, 1, 16))
 
 
-@pytest.mark.parametrize("doubly", [False, True])
-def test_the_bytes_of_4_bits_are_those_of_bitsandbytes(doubly):
-    weight = torch.randn(ROWS, COLUMNS)
-    codes, state = functional.quantize_4bit(weight, compress_statistics=doubly, quant_type="nf4")
-    scales = state.absmax.nbytes + (state.state2.absmax.nbytes if doubly else 0)
-    quantization = {"load_in_4bit": True, "bnb_4bit_use_double_quant": doubly}
-    assert packed_bytes(weight, quantization) == (codes.nbytes, scales)
-
-
-def test_the_bytes_of_8_bits_are_those_of_bitsandbytes():
+def test_the_bytes_of_codes_are_those_of_bitsandbytes():
     weight = torch.randn(ROWS, COLUMNS)
     codes, scales, _ = functional.int8_vectorwise_quant(weight.half())
     assert packed_bytes(weight, {"load_in_8bit": True}) == (codes.nbytes, scales.nbytes)
+    for doubly in (False, True):
+        options = {"compress_statistics": doubly, "quant_type": "nf4"}
+        codes, state = functional.quantize_4bit(weight, **options)
+        scales = state.absmax.nbytes + (state.state2.absmax.nbytes if doubly else 0)
+        quantization = {"load_in_4bit": True, "bnb_4bit_use_double_quant": doubly}
+        assert packed_bytes(weight, quantization) == (codes.nbytes, scales)
 
 
 @pytest.mark.parametrize("quantization", [FOUR_BITS, EIGHT_BITS])
@@ -74,12 +68,8 @@ def test_a_quantized_base_takes_the_bytes_of_its_codes(quantization):
 def test_experts_take_the_bytes_with_which_stage_3_loads_them(doubly):
     experts, rows = 4, 2 * ROWS
     section = FOUR_BITS | {"bnb_4bit_use_double_quant": doubly}
-    shape = transformers.MixtralConfig(
-        **SIZES,
-        num_local_experts=experts,
-        architectures=["MixtralForCausalLM"],
-        quantization_config=section,
-    )
+    shape = transformers.MixtralConfig(**SIZES, num_local_experts=experts)
+    shape.architectures, shape.quantization_config = ["MixtralForCausalLM"], section
     taken = [found(shape, "8", stage) for stage in (2, 3)]
     elements = LAYERS * experts * (rows + ROWS) * COLUMNS
     values = torch.randn(experts, rows + ROWS, COLUMNS)
@@ -97,14 +87,14 @@ def test_experts_take_the_bytes_with_which_stage_3_loads_them(doubly):
 def test_the_head_and_named_layers_are_not_quantized():
     section = FOUR_BITS | {"llm_int8_skip_modules": ["down_proj"]}
     model = build(llama(quantization_config=section), torch.bfloat16, "4")
-    layers = {name: module for name, module in model.named_modules() if "lora" not in name}
-    kinds = {
-        name.removesuffix(".base_layer"): isinstance(layer, QuantizedLinear)
-        for name, layer in layers.items()
-        if isinstance(layer, nn.Linear)
-    }
-    assert not kinds["lm_head"] and not kinds["model.layers.0.mlp.down_proj"]
-    assert kinds["model.layers.0.mlp.up_proj"] and kinds["model.layers.1.self_attn.q_proj"]
+    layers = {name.removesuffix(".base_layer"): layer for name, layer in model.named_modules()}
+    for name, is_quantized in {
+        "lm_head": False,
+        "model.layers.0.mlp.down_proj": False,
+        "model.layers.0.mlp.up_proj": True,
+        "model.layers.1.self_attn.q_proj": True,
+    }.items():
+        assert isinstance(layers[name], QuantizedLinear) is is_quantized
 
 
 def test_an_adapter_comes_from_pefts_file(tmp_path):

@@ -1,7 +1,5 @@
 """The templates for clusters start what exists, with options that torchrun and the script know."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from argparse import Namespace
@@ -19,16 +17,14 @@ LAUNCHING = (REPOSITORY / "docs" / "launching.md").read_text(encoding="utf-8")
 def torchrun(words: list[str]) -> Namespace:
     """What torchrun reads from a command of a template, with numbers for the variables."""
     assert words[:3] == ["zero", "run", "torchrun"]
-    return get_args_parser().parse_args(
-        [re.sub(r"\$[({]?\w+[)}]?", "1", word) for word in words[3:]]
-    )
+    given = [re.sub(r"\$[({]?\w+[)}]?", "1", word) for word in words[3:]]
+    return get_args_parser().parse_args(given)
 
 
 def test_kubernetes():
-    service, job = yaml.safe_load_all(
-        (REPOSITORY / "examples" / "kubernetes.yaml").read_text(encoding="utf-8")
-    )
-    spec = job["spec"]
+    text = (REPOSITORY / "examples" / "kubernetes.yaml").read_text(encoding="utf-8")
+    service, job = yaml.safe_load_all(text)
+    spec, name = job["spec"], service["metadata"]["name"]
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
     command = torchrun([*container["command"], *container["args"]])
@@ -38,20 +34,15 @@ def test_kubernetes():
     assert int(command.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
     # Kubernetes names the pods of an indexed job so, if there is a headless service of their
     # subdomain.
-    assert command.master_addr == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
-    assert (
-        pod["subdomain"] == service["metadata"]["name"] and service["spec"]["clusterIP"] == "None"
-    )
+    assert command.master_addr == f"{job['metadata']['name']}-0.{name}"
+    assert pod["subdomain"] == name and service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     assert command.shutdown_timeout < pod["terminationGracePeriodSeconds"]
-    assert {mount["name"] for mount in container["volumeMounts"]} == {
-        volume["name"] for volume in pod["volumes"]
-    }
+    mounted, volumes = container["volumeMounts"], pod["volumes"]
+    assert {mount["name"] for mount in mounted} == {volume["name"] for volume in volumes}
     assert (REPOSITORY / command.training_script).is_file()
-    parser = ArgumentParser(
-        APPLICATION, ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments
-    )
-    given = parser.parse_args(command.training_script_args)
+    kinds = ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments
+    given = ArgumentParser(APPLICATION, *kinds).parse_args(command.training_script_args)
     assert (REPOSITORY / given.deepspeed).is_file() and given.output_dir.startswith("/shared")
 
 

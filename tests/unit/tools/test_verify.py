@@ -1,7 +1,5 @@
 """`zero verify` compares recordings: what two runs on plain torch say about rounding."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -21,8 +21,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.jsonl").write_text(PAIR)
     (tmp_path / "adamw.json").write_text(json.dumps({"optimizer": {"type": "AdamW"}}))
-    (tmp_path / "syntax.json").write_text('{"zero_optimization": {"stage": 3,}}')
-    (tmp_path / "misspelt.json").write_text('{"zero_optimization": {"overlap_com": true}}')
     (tmp_path / "list.yaml").write_text("- a\n")
     (tmp_path / "broken.yaml").write_text("a: [")
     (tmp_path / "empty").mkdir()
@@ -46,16 +44,10 @@ BAD_ARGUMENTS = [
     (f"{TRAIN} --model_name_or_path ./t5", "--model_name_or_path ./t5: no such folder"),
     (f"{TRAIN} --model_name_or_path empty", r"no weights .*--config_name"),
     (f"{TRAIN} --deepspeed missing.json", "missing.json"),
-    (f"{TRAIN} --deepspeed=", "--deepspeed: .*name of the file is empty"),
-    (f"{TRAIN} --deepspeed syntax.json", "syntax.json"),
-    (f"{TRAIN} --deepspeed misspelt.json", "overlap_comm"),
     (f"{TRAIN} --resume_from_checkpoint out/checkpoint-5", "checkpoint-5: there is no trainer_sta"),
     (f"{TRAIN} --resume_from_checkpoint True", "there is no whole checkpoint in out"),
     (TRAIN.replace("out ", "train.jsonl/out "), "--output_dir.*cannot be created or written to"),
-    (TRAIN.replace("out ", "/proc/out "), "--output_dir /proc/out: this folder cannot be created"),
     (f"{TRAIN} --optim adafactor --deepspeed adamw.json", "adafactor: adamw.json.*AdamW.*delete"),
-    (f"{TRAIN} --fp16 --bf16", "fp16 and bf16"),
-    ("--config missing.yaml", "--config missing.yaml: .*No such file"),
     ("--config broken.yaml", "--config broken.yaml: "),
     ("--config list.yaml", "--config list.yaml: it has no arguments"),
 ]
@@ -68,26 +60,12 @@ def test_bad_arguments(folder, line, message):
     assert not (folder / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        (
-            "--max_train_samples many",
-            "argument --max_train_samples/--max-train-samples: invalid int",
-        ),
-        ("--config wrong.yaml", "unknown argument --max_step: did you mean --max_steps?"),
-        ("--config=nested.yaml", "unknown argument --train"),
-    ],
-)
-def test_usage_errors_exit_with_2_and_one_line(folder, capsys, line, message):
+def test_an_unknown_argument_in_a_file_is_one_line_with_what_was_meant(folder, capsys):
     (folder / "wrong.yaml").write_text("max_step: 3\n")
-    (folder / "nested.yaml").write_text("train:\n  max_steps: 3\n  seed: 1\n")
-    with pytest.raises(SystemExit) as exit:
-        parse_arguments(line.split())
-    assert exit.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"run_translation.py: error: {message}")
-    assert error.count("\n") == 1
+    with pytest.raises(SystemExit, match="2"):
+        parse_arguments(["--config", "wrong.yaml"])
+    said = "run_translation.py: error: unknown argument --max_step: did you mean --max_steps?\n"
+    assert capsys.readouterr().err == said
 
 
 def saved_model(folder):
@@ -142,30 +120,20 @@ def test_a_full_output_folder_is_left_alone(folder):
         ("--max_steps 12", {"global_step": 12, "epoch": 2.5}, True),
         ("--max_steps 13", {"global_step": 12, "epoch": 2.5}, False),
         ("--max_steps 12 --overwrite_output_dir", {"global_step": 12, "epoch": 2.5}, False),
-        ("--max_steps 12", {"global_step": 5, "epoch": 1.0}, False),
     ],
 )
-@pytest.mark.parametrize("resumes", [False, True])
-def test_a_run_that_has_ended_does_not_train_on(folder, given, state, is_refused, resumes):
-    checkpoint = folder / "out" / "checkpoint-12"
-    checkpoint.mkdir(parents=True)
-    for place in (folder / "out", checkpoint):
-        (place / "trainer_state.json").write_text(json.dumps(state))
-    command = f"{TRAIN} {given}" + " --resume_from_checkpoint out/checkpoint-12" * resumes
-    if is_refused or (resumes and "overwrite" in given):
+@pytest.mark.parametrize("resumed", ["", "out/checkpoint-12", "other"])
+def test_a_run_that_has_ended_does_not_train_on(folder, given, state, is_refused, resumed):
+    for name in ["other"] if resumed == "other" else ["out/checkpoint-12", "out"]:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "trainer_state.json").write_text(json.dumps(state))
+    command = [*TRAIN.split(), *given.split()]
+    command += ["--resume_from_checkpoint", resumed] if resumed else []
+    if is_refused or (resumed and "overwrite" in given):
         with pytest.raises(InputError, match="has ended after 12 steps"):
-            parse_arguments(command.split())
+            parse_arguments(command)
     else:
-        parse_arguments(command.split())
-
-
-def test_the_checkpoint_of_another_run_that_has_ended_is_refused(folder):
-    (folder / "other").mkdir()
-    (folder / "other" / "trainer_state.json").write_text('{"global_step": 12, "epoch": 3.0}')
-    command = [*TRAIN.split(), "--resume_from_checkpoint", "other", "--max_steps"]
-    with pytest.raises(InputError, match="other: this run has ended after 12 steps"):
-        parse_arguments([*command, "12"])
-    parse_arguments([*command, "13"])
+        parse_arguments(command)
 
 
 def test_a_checkpoint_of_another_model_is_named(folder):
@@ -179,11 +147,6 @@ def test_a_checkpoint_of_another_model_is_named(folder):
     for config, named in ((T5Config(), "d_model is 64, and here 512"), (BartConfig(), "model_t")):
         with pytest.raises(InputError, match=f"out/checkpoint-5 is a checkpoint .*{named}"):
             checkpoint_of(args, False, config)
-
-
-def test_a_checkpoint_may_be_resumed(folder):
-    (folder / "out" / "checkpoint-5").mkdir(parents=True)
-    parse_arguments(TRAIN.split())
 
 
 def test_the_demonstration_gives_way_to_explicit_arguments(folder):
@@ -214,29 +177,13 @@ def read(path, languages=LANGUAGES):
     return list(read_pairs(open_records(str(path), "--train_file"), languages))
 
 
-@pytest.mark.parametrize(
-    "name, text",
-    [
-        ("a.jsonl", PAIR * 2),
-        ("a.json", '{"en": "Germany", "de": "Deutschland"}\n\n'),
-        ("a.json", '[{"en": "Germany", "de": "Deutschland"}]'),
-        ("a.csv", 'de,en\nDeutschland,"Germany"\n'),
-        ("a.csv", '\ufeffen;de\r\nGermany;"Deutschland"\r\n'),  # Excel's
-        ("a.tsv", "en\tde\nGermany\tDeutschland\n"),
-    ],
-)
-def test_good_files(tmp_path, name, text):
-    (tmp_path / name).write_text(text, encoding="utf-8")
-    assert read(tmp_path / name)[0] == {"source": "Germany", "target": "Deutschland"}
-
-
 BAD_FILES = [
     ("a.docx", "Germany", "must end in one of .json, .jsonl, .csv, .tsv"),
     ("a.txt", "Germany", "no column 'en' for --source_lang; the columns are text"),
-    ("blank.jsonl", "\n\n", "it is empty"),
     ("header.csv", "en,de\n", "it is empty"),
     ("a.jsonl", PAIR + '{"en', "line 2: not valid JSON .*one record in each line"),
     ("list.jsonl", "[1, 2]", "line 1: a record must be an object"),
+    ("latin.csv", "en,de\nZurich,Zürich\n", "not UTF-8"),
     ("null.jsonl", '{"en": "Germany", "de": null}', r"\('de'\) is None; it must be a string"),
     ("a.tsv", "en\tde\nGermany\n", r"line 2: the text for --target_lang \('de'\) is None"),
     ("fr.csv", "en,fr\na,b\n", "no column 'de' for --target_lang; the columns are en, fr"),
@@ -245,16 +192,9 @@ BAD_FILES = [
 
 @pytest.mark.parametrize("name, text, message", BAD_FILES)
 def test_bad_files(tmp_path, name, text, message):
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_text(text, encoding="latin-1")
     with pytest.raises(InputError, match=f"^--train_file .*{name}.*{message}"):
         read(tmp_path / name)
-
-
-def test_text_that_is_not_utf_8(tmp_path):
-    path = tmp_path / "latin.csv"
-    path.write_bytes("en,de\nZurich,Zürich\n".encode("latin-1"))
-    with pytest.raises(InputError, match="not UTF-8"):
-        read(path)
 
 
 def test_a_language_code_with_a_region(tmp_path):

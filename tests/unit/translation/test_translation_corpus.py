@@ -39,20 +39,11 @@ def test_targets_are_what_cldr_says():
         assert target == f"vor {source.split()[0]} Wochen"
 
 
-def test_every_name_is_in_the_training_split(corpus):
-    assert {Pair("Greece", "Griechenland"), Pair("Irish", "Irisch")} <= set(corpus.train)
-
-
 def test_other_languages():
     other = build_corpus("fr", "es", train_pairs=500, held_out_pairs=10)
     assert Pair("Allemagne", "Alemania") in other.train
-
-
-def test_languages_are_checked():
     with pytest.raises(ValueError, match="no language 'xx'"):
         build_corpus("en", "xx")
-    with pytest.raises(ValueError, match="both 'de'"):
-        build_corpus("de", "de")
 
 
 def test_tokenizer_gives_the_ids_of_sentencepiece(corpus, sentencepiece_model):

@@ -47,16 +47,21 @@ def pairs(dataset):
     return list(zip(dataset["source"], dataset["target"], strict=True))
 
 
-@pytest.mark.parametrize("kind", ["nested.jsonl", "flat.json", "table.csv", "table.tsv"])
+TABLES = {"table.csv": ",", "table.tsv": "\t", "excel.csv": ";"}
+
+
+@pytest.mark.parametrize("kind", ["nested.jsonl", "flat.json", "array.json", *TABLES])
 def test_every_format_gives_the_same_pairs(folder, kind):
     records = [{"en": en, "de": de} for en, de in PAIRS]
     if kind == "nested.jsonl":
         records = [{"translation": record, "id": 1} for record in records]
-    lines = [json.dumps(record) for record in records]
-    if kind.startswith("table"):
+    text = "\n\n".join(json.dumps(record) for record in records)
+    if kind == "array.json":
+        text = json.dumps(records)
+    if kind in TABLES:
         rows = (("de", "en"), *((f'"{de}"', f'"{en}"') for en, de in PAIRS))
-        lines = [("\t" if kind.endswith("tsv") else ",").join(row) for row in rows]
-    (folder / kind).write_text("\n".join(lines) + "\n")
+        text = "\ufeff" * (kind == "excel.csv") + "\r\n".join(map(TABLES[kind].join, rows))
+    (folder / kind).write_text(text + "\n", encoding="utf-8")
     splits = load(f"--train_file {kind}")
     assert list(splits) == ["train"]
     assert pairs(splits["train"]) == PAIRS

@@ -40,23 +40,16 @@ def test_equal_sentences_score_100(tokenizer):
     assert scores["gen_len"] == pytest.approx(np.mean(lengths), abs=0.01)
 
 
-def test_bleu_of_one_wrong_word(tokenizer):
-    prediction, reference = ["one two three four park"], ["one two three four five"]
-    given = EvalPrediction(ids(tokenizer, prediction, 0), ids(tokenizer, reference, 0))
-    scores = make_compute_metrics(tokenizer, reference)(given)
-    # Precisions of 1- to 4-grams: 4/5, 3/4, 2/3, 1/2. The lengths are equal, so BLEU is their
-    # geometric mean.
-    assert scores["bleu"] == pytest.approx(100 * (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25, abs=1e-3)
-    assert 0 < scores["chrf"] < 100
-
-
 def test_references_are_those_of_the_data(tokenizer):
     """Labels are cut, and have no token for a character that the tokenizer does not know."""
     reference = "one two three four caf\u00e9"
     predictions = ids(tokenizer, ["one two three four five"], 0)
     labels = ids(tokenizer, [reference], -100)[:, :3]
     scores = make_compute_metrics(tokenizer, [reference])(EvalPrediction(predictions, labels))
+    # Precisions of 1- to 4-grams: 4/5, 3/4, 2/3, 1/2. The lengths are equal, so BLEU is their
+    # geometric mean.
     assert scores["bleu"] == pytest.approx(100 * (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25, abs=1e-3)
+    assert 0 < scores["chrf"] < 100
 
 
 @pytest.mark.parametrize(
@@ -68,18 +61,7 @@ def test_references_are_those_of_the_data(tokenizer):
 )  # fmt: skip
 def test_bleu_splits_words_as_the_language_needs_it(language, expected):
     assert bleu_tokenizer(language) == expected
-
-
-def test_the_signature_names_the_tokenizer():
-    assert "tok:13a" in bleu_signature("de") and "tok:zh" in bleu_signature("zh_CN")
-
-
-def test_chinese_is_scored_by_characters(tokenizer):
-    sentence, other = "\u4e00\u4e8c\u4e09\u56db\u4e94\u516d", "\u4e00\u4e8c\u4e09\u56db\u4e94"
-    ours = t5_tokenizer(scored_pieces(train_sentencepiece([sentence] * 20, vocab_size=20)))
-    given = EvalPrediction(ids(ours, [other], 0), ids(ours, [sentence], -100))
-    assert make_compute_metrics(ours, [sentence])(given)["bleu"] == 0
-    assert make_compute_metrics(ours, [sentence], "zh")(given)["bleu"] > 50
+    assert "mecab" in expected or f"tok:{expected}" in bleu_signature(language)
 
 
 def test_a_missing_tokenizer_is_named(monkeypatch):

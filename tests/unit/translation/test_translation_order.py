@@ -15,9 +15,7 @@ from translation.trainer import TranslationTrainer
         (DistillationTrainer, DistillationConfig, {"kd_alpha": 0.0}),
     ],
 )
-def test_training_by_length_leaves_predictions_in_order(
-    trainer_class, config_class, options, tmp_path
-):
+def test_predictions_stay_in_order(trainer_class, config_class, options, tmp_path):
     options |= {"train_sampling_strategy": "group_by_length", "use_cpu": True}
     options |= {"per_device_eval_batch_size": 1, "report_to": "none"}
     arguments = config_class(str(tmp_path), **options)
