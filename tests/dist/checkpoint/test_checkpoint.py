@@ -5,7 +5,6 @@ and any settings.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,7 @@ from tests.dist.training import (
     two_groups,
 )
 from tests.parity.models import batches, build
-from tests.processes import run_on
+from tests.processes import on_ranks, run_on
 from tests.tolerance import rounding
 from zero.checkpoint.files import Slice, open_checkpoint
 from zero.checkpoint.folder import locate
@@ -182,7 +181,8 @@ def odd_engine(seed: int, threshold: int) -> zero.ZeroEngine:
     return engine
 
 
-def odd_run(rank: int, world_size: int, folder: str, options: dict) -> dict:
+def odd_run(rank: int, world_size: int, folder: str) -> set[bool]:
+    """Whether the parameters of an engine that loads what another one saves are equal."""
     engine = odd_engine(3, 0)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(2):
@@ -193,34 +193,28 @@ def odd_run(rank: int, world_size: int, folder: str, options: dict) -> dict:
     with torch.no_grad():
         engine.module.order.copy_(engine.module.order.flip(0))
     client = {"epoch": 3, "pair": (1, 2.5), 7: torch.ones(2, 2).half(), "none": None}
-    engine.save_checkpoint(folder, client_state=client, **options)
+    engine.save_checkpoint(folder, client_state=client)
 
     other = odd_engine(4, 10**5)
-    former = other.module.frozen.weight.clone() if world_size == 1 else None
     _, state = other.load_checkpoint(folder)
     assert state.keys() == client.keys() and state["pair"] == (1, 2.5)
     assert torch.equal(state[7], client[7])
     assert torch.equal(other.module.offset, engine.module.offset)
     assert torch.equal(other.module.transposed, engine.module.transposed)
     assert not other.module.transposed.is_contiguous()
-    assert torch.equal(other.module.order, engine.module.order) == (not options)
+    assert torch.equal(other.module.order, engine.module.order)
     assert (other.global_steps, other.micro_steps, other.skipped_steps) == (2, 2, 0)
-    pairs = zip(engine.module.named_parameters(), other.module.parameters(), strict=True)
     with zero.GatheredParameters([*engine.parameters(), *other.parameters()]):
-        same = {name: torch.equal(found, expected) for (name, found), expected in pairs}
-    kept = former is not None and torch.equal(former, other.module.frozen.weight)
-    return {"same": same, "kept": kept}
+        return set(map(torch.equal, engine.module.parameters(), other.module.parameters()))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_frozen_tied_scalar_and_unsharded_values(world_size, tmp_path):
-    report = run_on(world_size, odd_run, str(tmp_path), {})[0]
-    assert set(report["same"].values()) == {True}
+    assert run_on(world_size, odd_run, str(tmp_path)) == [{True}] * world_size
     tensors = stored(tmp_path)
     # Each weight is stored once: frozen ones in their own dtype, trained ones as fp32 masters.
-    assert {
-        key: value.dtype for key, value in tensors.items() if not key.startswith("optimizer")
-    } == {
+    weights = {key: each.dtype for key, each in tensors.items() if key[:9] != "optimizer"}
+    assert weights == {
         "weights/first.weight": torch.float32,
         "weights/first.bias": torch.float32,
         "weights/scale": torch.float32,
@@ -234,76 +228,29 @@ def test_frozen_tied_scalar_and_unsharded_values(world_size, tmp_path):
     assert read_manifest(locate(tmp_path, None)).tied == {"last.weight": "first.weight"}
 
 
-def test_frozen_parameters_may_be_left_out(tmp_path):
-    report = run_on(1, odd_run, str(tmp_path), {"exclude_frozen_parameters": True})[0]
-    assert not {"weights/frozen.weight", "plain/order"} & stored(tmp_path).keys()
-    assert {name for name, same in report["same"].items() if not same} == {"frozen.weight", "order"}
-    assert report["kept"]
-
-
-def partial_loads(rank: int, world_size: int, folder: str) -> dict:
-    config = ds_config(**FP16, **WARMUP)
-    data = batches("gpt2", 4)
-    engine, _ = start(build("gpt2"), config)
-    train_zero(engine, data)
-    engine.save_checkpoint(folder)
-    saved = engine._zero3_consolidated_16bit_state_dict()
-    report = {"saved": progress(engine)}
-    for name, options in {
-        "module only": {"load_module_only": True},
-        "no optimizer": {"load_optimizer_states": False},
-        "no scheduler": {"load_lr_scheduler_states": False},
-    }.items():
-        engine, _ = start(build("gpt2"), config)
-        engine.load_checkpoint(folder, **options)
-        loaded = engine._zero3_consolidated_16bit_state_dict()
-        if rank == 0:
-            assert all(torch.equal(loaded[key], saved[key]) for key in saved)
-        report[name] = progress(engine)
-    return report
-
-
 def progress(engine: zero.ZeroEngine) -> tuple:
     scheduler = engine.lr_scheduler.last_batch_iteration
     return engine.global_steps, engine.scaler.scale, scheduler, bool(engine.optimizer.state)
 
 
-def test_parts_of_a_checkpoint(tmp_path):
-    report = run_on(2, partial_loads, str(tmp_path))[0]
-    steps, scale, scheduler, _ = report["saved"]
+@on_ranks(2)
+def test_parts_of_a_checkpoint(rank, world_size, tmp_path):
+    config = ds_config(**FP16, **WARMUP)
+    engine, _ = start(build("gpt2"), config)
+    train_zero(engine, batches("gpt2", 4))
+    engine.save_checkpoint(tmp_path)
+    saved = engine._zero3_consolidated_16bit_state_dict() or {}
+    steps, scale, scheduler, _ = progress(engine)
     assert (steps, scheduler) == (4, 3) and scale != 2.0**8
-    assert report["module only"] == (0, 2.0**8, -1, False)
-    assert report["no optimizer"] == (4, 2.0**8, 3, False)
-    assert report["no scheduler"] == (4, scale, -1, True)
-
-
-OPTIMIZERS = {
-    "AdamW, one tensor at a time": (torch.optim.AdamW, {"foreach": False, "amsgrad": True}),
-    "SGD": (torch.optim.SGD, {"momentum": 0.9}),
-    "SGD without state": (torch.optim.SGD, {}),
-    "NAdam": (torch.optim.NAdam, {}),  # keeps a product as a number of its own
-    "Adagrad": (torch.optim.Adagrad, {}),
-}
-
-
-def other_optimizers(rank: int, world_size: int, folder: str) -> dict[str, bool]:
-    data, same = batches("gpt2", 4), {}
-    for name, (kind, options) in OPTIMIZERS.items():
-        make = partial(kind, lr=1e-2, **options)
-        engine, other = (
-            zero.initialize(model=build("gpt2"), optimizer=make, config=ds_config())[0]
-            for _ in range(2)
-        )
-        train_zero(engine, data[:2])
-        engine.save_checkpoint(folder, tag=kind.__name__)
-        other.load_checkpoint(folder)
-        found, expected = train_zero(other, data[2:]), train_zero(engine, data[2:])
-        same[name] = found.losses == expected.losses and found.norms == expected.norms
-    return same
-
-
-def test_state_of_other_optimizers(tmp_path):
-    assert run_on(2, other_optimizers, str(tmp_path))[0] == dict.fromkeys(OPTIMIZERS, True)
+    for option, expected in {
+        "load_module_only": (0, 2.0**8, -1, False),
+        "load_optimizer_states": (4, 2.0**8, 3, False),
+        "load_lr_scheduler_states": (4, scale, -1, True),
+    }.items():
+        engine, _ = start(build("gpt2"), config)
+        engine.load_checkpoint(tmp_path, **{option: option == "load_module_only"})
+        assert_same_tensors(engine._zero3_consolidated_16bit_state_dict() or {}, saved)
+        assert progress(engine) == expected
 
 
 def without_optimizer(rank: int, world_size: int, folder: str) -> bool:
@@ -324,24 +271,21 @@ def test_engine_without_optimizer_takes_the_weights(tmp_path):
     assert {key.split("/")[0] for key in stored(tmp_path)} == {"weights"}
 
 
-def rebuilt_random_states(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_random_states_of_every_rank(rank, world_size, tmp_path):
     engine, _ = start(build("t5"), ds_config())
     torch.manual_seed(rank)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     expected = torch.rand(3)
-    engine.load_checkpoint(folder)
+    engine.load_checkpoint(tmp_path)
     assert torch.equal(torch.rand(3), expected)
     # The Trainer stores random states in its folder, and restores them later by itself.
     before = torch.get_rng_state()
     if rank == 0:
-        (Path(folder) / "rng_state_0.pth").touch()
+        (tmp_path / "rng_state_0.pth").touch()
     torch.distributed.barrier()
-    engine.load_checkpoint(folder)
+    engine.load_checkpoint(tmp_path)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_random_states_of_every_rank(tmp_path):
-    run_on(2, rebuilt_random_states, str(tmp_path))
 
 
 def refusals(rank: int, world_size: int, folder: str) -> list[tuple[str, str]]:

@@ -101,36 +101,21 @@ def test_the_script_in_a_folder_of_checkpoints_makes_a_model_of_one(checkpoint, 
     assert all(torch.equal(state[name], value) for name, value in expected["masters"].items())
 
 
-def save_adapters(rank: int, world_size: int, folder: Path) -> dict[str, torch.Tensor]:
-    """Train and save two kinds of adapters. Return the predictions with the first kind."""
-    configs = {
-        "lora": peft.LoraConfig(target_modules=["q_proj", "embed_tokens"], init_lora_weights=False),
-        "prefix": peft.PrefixTuningConfig(
-            task_type="CAUSAL_LM",
-            num_virtual_tokens=2,
-            encoder_hidden_size=8,
-            prefix_projection=True,
-        ),
-    }
-    found = {}
-    for name, config in configs.items():
-        model = peft.get_peft_model(build("llama"), config)
-        engine, _ = start(model, ds_config(stage=3))
-        train_zero(engine, batches("llama", 1))
+def save_adapters(rank: int, world_size: int, folder: Path) -> None:
+    prefixes = {"num_virtual_tokens": 2, "encoder_hidden_size": 8, "prefix_projection": True}
+    for name, config in {
+        "lora": peft.LoraConfig(target_modules=["q_proj", "embed_tokens"]),
+        "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", **prefixes),
+    }.items():
+        engine, _ = start(peft.get_peft_model(build("llama"), config), ds_config())
         engine.save_checkpoint(folder / name, exclude_frozen_parameters=True)
-        with torch.no_grad():
-            found[name] = model.eval()(input_ids=torch.arange(8)[None]).logits
-    return found
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
-def test_a_checkpoint_of_adapters_becomes_folders_of_peft(tmp_path, caplog):
-    (expected,) = run_on(1, save_adapters, tmp_path)
+def test_what_a_folder_of_peft_cannot_have_is_named(tmp_path, caplog):
+    run_on(1, save_adapters, tmp_path)
     consolidate(tmp_path / "lora", tmp_path / "out")
     assert "without base_model.model.model.embed_tokens.base_layer.weight" in caplog.text
-    model = peft.PeftModel.from_pretrained(build("llama"), tmp_path / "out")
-    with torch.no_grad():
-        assert torch.equal(model.eval()(input_ids=torch.arange(8)[None]).logits, expected["lora"])
     with pytest.raises(UsageError, match="already holds a model .adapter_model.safetensors"):
         consolidate(tmp_path / "lora", tmp_path / "out")
     with pytest.raises(UsageError, match="PEFT computes 'prompt_embeddings' of the adapter 'def"):
@@ -176,11 +161,9 @@ def test_command_line(checkpoint, tmp_path, capsys):
     folder, expected = checkpoint
     main(["inspect", str(folder)])
     out = capsys.readouterr().out
-    parts = "global_step2", "ranks               2", "stage               3", "AdamW", "bfloat16"
-    for part in (*parts, "optimizer exp_avg_sq", "verified", "epoch"):
-        assert part in out, out
     numel = sum(value.numel() for value in expected["masters"].values())
-    assert f"parameters          {numel:,}" in out
+    for part in ("AdamW", "bfloat16", "verified", "epoch", f"parameters          {numel:,}"):
+        assert part in out, out
     found = json.loads(json.dumps(facts(folder)))
     assert (found["ranks"], found["stage"], found["steps"]) == (2, 3, 2)
     assert found["bytes"]["optimizer exp_avg_sq"] > 0

@@ -4,6 +4,7 @@ and both values.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -167,7 +168,7 @@ def test_a_rank_that_died_before_the_first_save_is_noticed(tmp_path):
 
 
 LONE_SAVE = """
-watchdog.APART = 0.5
+watchdog.APART, zero.comm.control.LONE = 0.5, 0.1
 engine = start_with()
 if engine.global_rank == 0:
     if sys.argv[1] == "late":
@@ -191,6 +192,7 @@ def test_a_job_ends_soon_in_which_rank_0_saves_alone(others, tmp_path):
     place = "group" if others == "train" else "torch.distributed.barrier"
     assert "rank 0 at saving a checkpoint" in early and f"rank 1 at {place}" in early
     assert "rank 0 has waited" in last and "must save, load" in last
+    assert re.search("saving a checkpoint to .*saved: rank 0 has been waiting", early), early
 
 
 def test_a_rank_that_does_something_else_is_waited_for(tmp_path):

@@ -13,7 +13,7 @@ import torch
 import zero
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import ds_config, start, train_zero, trainable
-from tests.processes import run_on
+from tests.processes import on_ranks
 from zero.fragments import (
     safe_get_full_optimizer_state,
     safe_get_local_optimizer_state,
@@ -23,6 +23,9 @@ from zero.fragments import (
 KINDS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "SGD": (partial(torch.optim.SGD, lr=0.01), {"momentum": 0.9}, "momentum_buffer"),
     "AdamW": (partial(torch.optim.AdamW, lr=0.01), {"amsgrad": True}, "max_exp_avg_sq"),
+    "Adagrad": (partial(torch.optim.Adagrad, lr=0.01), {"lr": 0.02}, ""),
+    # One tensor at a time, and with a product that it keeps as a number of its own.
+    "NAdam": (partial(torch.optim.NAdam, lr=0.01, foreach=False), {"lr": 0.02}, ""),
 }
 
 
@@ -38,7 +41,9 @@ def engine_of(name: str) -> zero.ZeroEngine:
     return start(toy(), config, grouping, make)[0]
 
 
-def read(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+@on_ranks(3)
+def test_states_of_one_group_are_read_on_all_ranks(rank, world_size, name):
     engine, key = engine_of(name), KINDS[name][2]
     weights = dict(trainable(engine.module))
     assert all(safe_get_full_optimizer_state(param, key) is None for param in weights.values())
@@ -55,23 +60,15 @@ def read(rank: int, world_size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_states_of_one_group_are_read_on_all_ranks(name):
-    run_on(3, read, name)
-
-
-def resumed(rank: int, world_size: int, name: str, folder: str) -> None:
+@on_ranks(2)
+def test_a_checkpoint_holds_the_states_that_each_group_has(rank, world_size, name, tmp_path):
     batches, losses = toy_batches(4), []
     for saves in (True, False):
         engine = engine_of(name)
         if saves:
             train_zero(engine, batches[:2])
-            engine.save_checkpoint(folder)
+            engine.save_checkpoint(tmp_path)
         else:
-            engine.load_checkpoint(folder)
+            engine.load_checkpoint(tmp_path)
         losses.append(train_zero(engine, batches[2:]).losses)
     assert losses[0] == losses[1]
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_checkpoint_holds_the_states_that_each_group_has(name, tmp_path):
-    run_on(2, resumed, name, str(tmp_path))
