@@ -71,17 +71,18 @@ def test_another_width_is_named_while_the_model_is_built():
     run_on(2, building)
 
 
-def stepping(rank: int, world_size: int, stage: int) -> str:
-    """The learning rate differs on the last rank.
-
-    The step is refused, and the weights stay as they were.
-    """
+def stepping(rank: int, world_size: int, stage: int, freezes: bool) -> str:
+    """The learning rate or what is frozen differs on the last rank, and the step is refused."""
     engine = start_with(stage=stage)
     collectives = []
     for number, batch in enumerate(toy_batches(3)):
+        if number == 2 and rank == world_size - 1:
+            if freezes:
+                engine.module.head.weight.requires_grad_(False)
+            else:
+                engine.optimizer.param_groups[0]["lr"] *= 1 + 1e-6
         engine.backward(loss_of(engine(**batch)))
         if number == 2:
-            engine.optimizer.param_groups[0]["lr"] *= 1 + 1e-6 * (rank == world_size - 1)
             with pytest.raises(ValueError, match="the ranks disagree") as raised:
                 engine.step()
         else:
@@ -93,10 +94,17 @@ def stepping(rank: int, world_size: int, stage: int) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (2, 3), (3, 2)])
-def test_another_learning_rate_is_named_before_the_update(stage, world_size):
-    for message in run_on(world_size, stepping, stage):
-        assert f"param group 0, lr: 0.1 on rank 0, 0.1000001 on rank {world_size - 1}" in message
+LR = "param group 0, lr: 0.1 on rank 0, 0.1000001"
+FROZEN = "frozen parameters: none on rank 0, head.weight"
+
+
+@pytest.mark.parametrize(
+    ("stage", "world_size", "says"),
+    [(0, 2, LR), (2, 3, LR), (3, 2, LR), (0, 2, FROZEN), (3, 3, FROZEN)],
+)
+def test_another_learning_rate_or_frozen_parameter_is_named(stage, world_size, says):
+    for message in run_on(world_size, stepping, stage, says is FROZEN):
+        assert f"{says} on rank {world_size - 1}" in message
 
 
 class Scaled(torch.nn.Linear):

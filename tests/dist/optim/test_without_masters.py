@@ -12,7 +12,7 @@ import zero
 from tests.dist.training import adamw, assert_same_weights, ds_config, split, start, step
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
-from tests.processes import run_on
+from tests.processes import on_ranks, run_on
 from zero.errors import UsageError
 from zero.fragments import safe_get_full_fp32_param, safe_set_full_fp32_param
 from zero.offload import tiers
@@ -107,15 +107,12 @@ def test_updates_smaller_than_bf16_count_on_the_average():
     assert (moved @ wanted / (wanted @ wanted)).item() == pytest.approx(1, abs=0.25)
 
 
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_state_of_whole_tensors_keeps_its_dtype(rank, world_size):
     config = ds_config(bf16=BF16 | {"bf16_optimizer_states": True})
     message = "bf16.bf16_optimizer_states: Adafactor updates whole tensors"
     with pytest.raises(UsageError, match=message):
         start(build("llama"), config, make=MAKE["Adafactor"])
-
-
-def test_state_of_whole_tensors_keeps_its_dtype():
-    run_on(1, refused)
 
 
 def resumed(rank: int, world_size: int, folder: str) -> list[set[torch.dtype]]:
