@@ -15,7 +15,7 @@ import torch
 import zero
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import ds_config, loss_of, start
-from tests.processes import Done, fork_ranks, run_on
+from tests.processes import Done, fork_ranks, on_ranks, run_on
 
 SGD, ADAM = torch.optim.SGD, torch.optim.AdamW
 Options = dict[str, object]
@@ -50,25 +50,19 @@ def start_with(
     return start(model, ds_config(clip=clip, stage=stage), make=make)[0]
 
 
-def starting(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_difference_is_named_by_initialize(rank, world_size):
     for options, says in DIFFERENT:
         with pytest.raises(ValueError, match="the ranks disagree") as raised:
             start_with(**options if rank == 1 else {})
         assert says in str(raised.value)
 
 
-def test_a_difference_is_named_by_initialize():
-    run_on(2, starting)
-
-
-def building(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_another_width_is_named_while_the_model_is_built(rank, world_size):
     says = r"weight of a Linear: \(4, 4\) torch.float32 on rank 0, \(5, 4\) torch.float32 on rank 1"
     with pytest.raises(ValueError, match=says), zero.Init():
         torch.nn.Sequential(torch.nn.Linear(4, 4 + rank), torch.nn.Linear(4 + rank, 1))
-
-
-def test_another_width_is_named_while_the_model_is_built():
-    run_on(2, building)
 
 
 def stepping(rank: int, world_size: int, stage: int, freezes: bool) -> str:
@@ -121,7 +115,9 @@ class Scaled(torch.nn.Linear):
         return super().forward(x) * self.scale
 
 
-def training_with_an_empty_shard(rank: int, world_size: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_a_rank_without_a_part_of_a_group_agrees(rank, world_size, stage):
     model = Scaled()
     groups = [{"params": [model.weight, model.bias]}, {"params": [model.scale]}]
     config = ds_config(stage=stage, stage3_param_persistence_threshold=0)
@@ -130,11 +126,6 @@ def training_with_an_empty_shard(rank: int, world_size: int, stage: int) -> None
         engine.backward(engine(torch.ones(2, 4)).square().mean())
         engine.step()
     assert engine.was_step_applied()
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_rank_without_a_part_of_a_group_agrees(stage):
-    run_on(2, training_with_an_empty_shard, stage)
 
 
 HEADER = """

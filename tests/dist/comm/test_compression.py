@@ -25,7 +25,7 @@ from tests.dist.training import (
     train_zero,
     weights_of,
 )
-from tests.processes import run_on
+from tests.processes import on_ranks, run_on
 from zero.build import make_training_comm
 from zero.comm.communicator import communicator
 from zero.comm.quantized import (
@@ -285,19 +285,16 @@ def test_ranks_of_a_machine_sum_before_they_send_to_other_machines(bits):
         assert sent == {near: 2 * slices, other_machine: slices}
 
 
-def compressed_gathers(rank: int, world_size: int) -> dict[str, bool]:
+@on_ranks(2)
+def test_frozen_weights_alone_can_be_compressed(rank, world_size):
     """Which groups' values are rounded while they are in use."""
     frozen = model()
     frozen.layers[1].requires_grad_(False)
     engine, _ = start(frozen, ds_config(**WHOLE, zero_quantized_nontrainable_weights=True))
     exact = weights_of(model().layers)
-    return {name: not torch.equal(seen, exact[name]) for name, seen in looked_at(engine).items()}
-
-
-def test_frozen_weights_alone_can_be_compressed():
-    assert run_on(2, compressed_gathers) == 2 * [
-        {"0.weight": False, "1.weight": True, "2.weight": False}
-    ]
+    assert {
+        name: not torch.equal(seen, exact[name]) for name, seen in looked_at(engine).items()
+    } == {"0.weight": False, "1.weight": True, "2.weight": False}
 
 
 # -- training

@@ -26,7 +26,7 @@ from tests.dist.toys import Toy, toy, toy_batches
 from tests.dist.training import adamw, curve_on, ds_config, relative, split, start, train_zero
 from tests.parity.models import batches, build
 from tests.parity.test_whole_tensor import MAKE
-from tests.processes import run_on
+from tests.processes import on_ranks, run_on
 from tests.tolerance import rounding
 from zero.core.param_group import owning_group
 from zero.errors import UsageError
@@ -131,7 +131,8 @@ def test_whole_values_of_single_parameters_on_a_mesh(tmp_path):
     assert (load_file(tmp_path / "model.safetensors")["head.weight"] == 2).all()
 
 
-def mistakes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_mistakes_are_named_before_anything_is_done(rank, world_size):
     one = (world_size,)
     cp, shard = (
         init_device_mesh("cpu", one, mesh_dim_names=(name,)) for name in ("cp", "dp_shard")
@@ -153,11 +154,8 @@ def mistakes(rank: int, world_size: int) -> None:
         zero.Init(config_dict_or_path=ds_config(mics_shard_size=5))
 
 
-def test_mistakes_are_named_before_anything_is_done():
-    run_on(2, mistakes)
-
-
-def rounded_for_use(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_values_that_are_read_are_exact_beside_rounded_second_shards(rank, world_size):
     """Weights travel as codes, and the second shard holds them rounded.
 
     Who reads them gets the exact ones.
@@ -176,7 +174,3 @@ def rounded_for_use(rank: int, world_size: int) -> None:
         with owning_group(weight).unsharded():
             assert torch.equal(weight, exact)
         engine.step()
-
-
-def test_values_that_are_read_are_exact_beside_rounded_second_shards():
-    run_on(4, rounded_for_use)

@@ -23,7 +23,7 @@ from tests.dist.training import (
     step,
     train_zero,
 )
-from tests.processes import run_on
+from tests.processes import on_ranks, run_on
 
 CONFIG = ds_config(stage3_param_persistence_threshold=30)
 
@@ -32,7 +32,9 @@ def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.Lambda
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 0.5**number)
 
 
-def scheduled(rank: int, world_size: int, given_as: str) -> list[float]:
+@pytest.mark.parametrize("given_as", ["object", "function"])
+@on_ranks(2)
+def test_a_users_scheduler_acts_on_the_steps(rank, world_size, given_as):
     model = toy()
     optimizer = adamw([{"params": list(model.parameters())}])
     scheduler = halving if given_as == "function" else halving(optimizer)
@@ -44,29 +46,11 @@ def scheduled(rank: int, world_size: int, given_as: str) -> list[float]:
         rates.append(returned.param_groups[0]["lr"])
         step(engine, [batch])
     assert lr_scheduler.get_last_lr() == [returned.param_groups[0]["lr"]]
-    return rates
+    assert rates == [LR, LR / 2, LR / 4]
 
 
-@pytest.mark.parametrize("given_as", ["object", "function"])
-def test_a_users_scheduler_acts_on_the_steps(given_as):
-    assert run_on(2, scheduled, given_as) == [[LR, LR / 2, LR / 4]] * 2
-
-
-def boundaries(rank: int, world_size: int) -> list[int]:
-    """Return the steps so far after each micro-batch."""
-    engine, counts = start(toy(), ds_config(accumulation=2))[0], []
-    for number, batch in enumerate(toy_batches(6)):
-        engine.set_gradient_accumulation_boundary(is_boundary=number in (2, 5))
-        step(engine, [batch])
-        counts.append(engine.global_steps)
-    return counts
-
-
-def test_accumulation_boundaries_set_by_hand_as_accelerate_does():
-    assert run_on(2, boundaries)[0] == [0, 0, 1, 1, 1, 2]
-
-
-def destroyed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_can_be_given_to_another_engine(rank, world_size):
     """A model keeps its values when its engine is destroyed."""
     model = toy()
     engine, _ = start(model, CONFIG)
@@ -79,10 +63,6 @@ def destroyed(rank: int, world_size: int) -> None:
         assert_same_weights(after, before)
     step(again, toy_batches(1))
     assert again.get_global_grad_norm() > 0
-
-
-def test_a_model_can_be_given_to_another_engine():
-    run_on(2, destroyed)
 
 
 class Measuring(torch.optim.SGD):
@@ -134,8 +114,8 @@ def test_what_is_refused_says_what_to_do():
     run_on(2, refusals)
 
 
-def dropped(rank: int, world_size: int) -> tuple[int, int]:
-    """Return how many threads and engines are left after engines were made, used and dropped."""
+@on_ranks(2)
+def test_an_engine_goes_with_its_last_reference(rank, world_size):
     threads = []
     for _ in range(3):
         engine = start(toy(), CONFIG)[0]
@@ -144,8 +124,4 @@ def dropped(rank: int, world_size: int) -> tuple[int, int]:
         while engine() is not None and gc.collect():
             pass  # the Python object of a tensor may need one more collection
         threads.append(threading.active_count())
-    return engine(), threads[-1] - threads[0]
-
-
-def test_an_engine_goes_with_its_last_reference():
-    assert run_on(2, dropped) == [(None, 0)] * 2
+    assert engine() is None and threads[-1] == threads[0]

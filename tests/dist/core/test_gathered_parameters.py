@@ -15,7 +15,7 @@ from tests.dist.training import (
     step,
     weights_of,
 )
-from tests.processes import run_on
+from tests.processes import on_ranks, run_on
 from zero.core.param_group import ParamGroup
 from zero.core.sharded_param import ShardedParameter
 from zero.errors import UsageError
@@ -25,7 +25,8 @@ from zero.offload import tiers
 SOME_PERSISTENT = ds_config(stage3_param_persistence_threshold=30)
 
 
-def reading(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_reading(rank, world_size):
     true, model = weights_of(toy()), toy()
     engine, _ = start(model, SOME_PERSISTENT)
 
@@ -52,41 +53,28 @@ def reading(rank: int, world_size: int) -> None:
     assert engine.residency.live == gathered(engine) == 0
 
 
-def test_reading():
-    run_on(2, reading)
-
-
-def sets(rank: int, world_size: int) -> list[list[str]]:
-    """Return which groups are gathered for a set of parameters, and for a list of them.
-
-    They have another order on each rank.
-    """
+@on_ranks(2)
+def test_all_ranks_gather_in_one_order_whatever_that_of_the_argument(rank, world_size):
+    """A set of parameters, and a list of them, which has another order on each rank."""
     model, found = toy(), []
     start(model, SOME_PERSISTENT)
     params = list(model.parameters())[:: -1 if rank else 1]
     for given in (set(params), params):
         with recorded(ParamGroup, "all_gather") as events, zero.GatheredParameters(given):
             found.append([group.name for _, group in events])
-    return found
-
-
-def test_all_ranks_gather_in_one_order_whatever_that_of_the_argument():
     order = ["stem.weight", *(f"blocks.{i}" for i in range(4)), "head.weight"]
-    assert run_on(2, sets) == [[order, order]] * 2
+    assert found == [order, order]
 
 
-def stepping_inside(rank: int, world_size: int) -> list[int]:
+@on_ranks(2)
+def test_a_step_while_values_are_shown_is_refused_and_can_be_made_after(rank, world_size):
     engine, _ = start(toy(), SOME_PERSISTENT)
     engine.backward(loss_of(engine(**toy_batches(1)[0])))
     refused = pytest.raises(ValueError, match="group 'head.weight' .* leave that context before")
     with zero.GatheredParameters(engine.module.head.weight), refused:
         engine.step()
     engine.step()
-    return [engine.global_steps, gathered(engine)]
-
-
-def test_a_step_while_values_are_shown_is_refused_and_can_be_made_after():
-    assert run_on(2, stepping_inside) == [[1, 0], [1, 0]]
+    assert [engine.global_steps, gathered(engine)] == [1, 0]
 
 
 def doubled(model: nn.Module) -> None:
@@ -134,7 +122,8 @@ def test_a_write_leaves_the_fp32_values_of_all_other_elements(tmp_path):
     assert found == {"none": [], "cpu": [], "nvme": []}
 
 
-def failing(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_exception_leaves_the_values_and_nothing_gathered(rank, world_size):
     true, model = weights_of(toy()), toy()
     engine, _ = start(model, SOME_PERSISTENT)
     with pytest.raises(KeyError), zero.GatheredParameters(model.parameters(), modifier_rank=0):
@@ -145,33 +134,6 @@ def failing(rank: int, world_size: int) -> None:
         assert torch.equal(model.blocks[2].up.weight, true["blocks.2.up.weight"])
     (loss,) = step(engine, toy_batches(1))
     assert loss == loss
-
-
-def test_an_exception_leaves_the_values_and_nothing_gathered():
-    run_on(2, failing)
-
-
-def refused(rank: int, world_size: int) -> bool:
-    """Whether a change is an error with `enable_sanity_checks`, under `Init` and in an engine, and
-    is undone.
-    """
-    config = ds_config(stage3_param_persistence_threshold=30, enable_sanity_checks=True)
-    with zero.Init(config_dict_or_path=config):
-        model = toy()
-    for _ in range(2):
-        with (
-            pytest.raises(RuntimeError, match=r"modification of (head\.)?weight"),
-            torch.no_grad(),
-            zero.GatheredParameters(model.head.weight),
-        ):
-            model.head.weight.zero_()
-        start(model, config)
-    with zero.GatheredParameters(model.head.weight):
-        return bool(model.head.weight.any())
-
-
-def test_changes_without_a_modifier_rank_are_refused_on_request():
-    assert run_on(2, refused) == [True, True]
 
 
 def different_writers(rank: int, world_size: int, whole: bool) -> str:

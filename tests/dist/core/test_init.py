@@ -19,12 +19,11 @@ from tests.dist.training import (
     curve_on,
     ds_config,
     start,
-    step,
     train_in_slices,
     train_zero,
 )
 from tests.parity import models
-from tests.processes import run_on
+from tests.processes import on_ranks, run_on
 from zero.core.param_group import owning_group
 from zero.errors import UsageError
 
@@ -66,21 +65,6 @@ def test_a_model_built_under_init_trains_as_rank_0s_plain_one(world_size, tied):
         assert_same_weights(found.weights, expected.weights)
 
 
-def kept(rank: int, world_size: int) -> list[bool]:
-    model = toy()
-    model.requires_grad_(False)
-    next(model.parameters()).requires_grad_()
-    config = ds_config(bf16={"enabled": True})
-    engine, *_ = zero.initialize(
-        model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config
-    )
-    return [group.initial_master is not None for group in engine.groups]
-
-
-def test_no_fp32_values_are_kept_of_frozen_parameters_or_beside_masters():
-    assert not any(run_on(1, kept)[0])
-
-
 class Watch:
     """Measures the memory of all parameters each time a module is assigned to its parent, before
     `Init` sees that.
@@ -99,7 +83,8 @@ class Watch:
         return bytes_of(param for module in alive for param in module.parameters()) // 4
 
 
-def building(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_no_rank_holds_more_than_its_shards_and_the_module_being_built(rank, world_size):
     watch, total = Watch(), sum(param.numel() for param in toy().parameters())
     handle = register_module_module_registration_hook(watch)
     model = built(3)
@@ -108,10 +93,6 @@ def building(rank: int, world_size: int) -> None:
     assert watch.peak <= BLOCK, "one block at most"
     assert watch.elements() == 1, "all parameters show one and the same element"
     assert total / 2 <= shards <= 0.6 * total
-
-
-def test_no_rank_holds_more_than_its_shards_and_the_module_being_built():
-    run_on(2, building)
 
 
 def dtypes(rank: int, world_size: int) -> list[set[torch.dtype]]:
@@ -135,7 +116,8 @@ def test_dtype_is_the_arguments_or_the_configurations_or_the_one_built():
     assert run_on(2, dtypes)[0] == [{dtype} for dtype in expected]
 
 
-def nesting(rank: int, world_size: int) -> list[int]:
+@on_ranks(2)
+def test_init_ends_where_its_context_ends(rank, world_size):
     """Count sharded parameters of modules made inside of an inner `Init`, after it, after both, and
     when disabled.
     """
@@ -154,13 +136,9 @@ def nesting(rank: int, world_size: int) -> list[int]:
         raise KeyError("in the middle of a model")
     after_error = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     modules = (inner, between, outside, disabled, built_before, after_error)
-    return [
+    assert [
         sum(owning_group(param) is not None for param in module.parameters()) for module in modules
-    ]
-
-
-def test_init_ends_where_its_context_ends():
-    assert run_on(2, nesting) == [[2, 2, 0, 0, 2, 0]] * 2
+    ] == [2, 2, 0, 0, 2, 0]
 
 
 def on_meta_elsewhere(rank: int, world_size: int) -> str:
@@ -174,47 +152,14 @@ def test_a_module_on_meta_on_one_rank_is_an_error_of_all():
     assert first == second and "weight of a Linear" in first and "meta on rank 1" in first
 
 
-def writes(rank: int, world_size: int) -> float:
-    config = ds_config(stage3_param_persistence_threshold=0)
-    with zero.Init(config_dict_or_path=config):
-        model = toy()
-    engine, _ = start(model, config)
-    weight = model.head.weight
-    for write in (
-        lambda: weight.data.add_(1.0),
-        lambda: weight.data.zero_(),
-        lambda: weight.detach()[0].fill_(1.0),
-        lambda: weight.zero_(),
-        lambda: weight.copy_(torch.zeros(WIDTH, WIDTH)),
-        lambda: weight.__setitem__(0, 1.0),
-        lambda: weight.__iadd__(1.0),
-        lambda: torch.add(torch.ones(WIDTH, WIDTH), 1, out=weight),
-        lambda: torch.nn.init.normal_(weight),
-        lambda: torch.nn.init.zeros_(weight),
-        lambda: torch.nn.init.constant_(weight, 3.0),
-    ):
-        says = "would write to the values of parameter .*head.weight.*modifier_rank=0"
-        with torch.no_grad(), pytest.raises(UsageError, match=says):
-            write()
-    step(engine, toy_batches(1))
-    return engine.get_global_grad_norm()
-
-
-def test_sharded_parameters_refuse_writes():
-    assert min(run_on(2, writes)) > 0
-
-
-def runs_without_an_engine(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_of_init_that_has_no_engine_says_what_it_needs(rank, world_size):
     with zero.Init(config=ds_config()):
         model = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)
     with pytest.raises(UsageError, match="give it to zero.initialize, a frozen one without an opt"):
         model(torch.ones(1, 64))
     with pytest.raises(UsageError, match="mpu"):
         zero.Init(mpu="a group")
-
-
-def test_a_model_of_init_that_has_no_engine_says_what_it_needs():
-    run_on(2, runs_without_an_engine)
 
 
 class DrawsIntoData(nn.Module):

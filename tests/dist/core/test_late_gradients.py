@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import zero
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import loss_of, sgd_engine
-from tests.processes import run_on
+from tests.processes import on_ranks
 from tests.tolerance import assert_close
 from zero.fragments import safe_get_full_grad
 
@@ -50,7 +50,18 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def gradients(rank: int, world_size: int, stage: int, reentrant: list[bool]) -> None:
+@pytest.mark.parametrize(
+    ("stage", "reentrant"),
+    [
+        (1, [True, True]),
+        (2, [True, True]),
+        (3, [True, True]),
+        (1, [True, False]),
+        (2, [False, True]),
+    ],
+)
+@on_ranks(2, timeout=60.0)
+def test_all_ranks_join_in_the_reduction(rank, world_size, stage, reentrant):
     torch.manual_seed(4)
     model, reference = Model(reentrant[rank]), Model()
     reference.load_state_dict(model.state_dict())
@@ -70,21 +81,8 @@ def gradients(rank: int, world_size: int, stage: int, reentrant: list[bool]) -> 
     engine.destroy()
 
 
-@pytest.mark.parametrize(
-    ("stage", "reentrant"),
-    [
-        (1, [True, True]),
-        (2, [True, True]),
-        (3, [True, True]),
-        (1, [True, False]),
-        (2, [False, True]),
-    ],
-)
-def test_all_ranks_join_in_the_reduction(stage, reentrant):
-    run_on(2, gradients, stage, reentrant, timeout=60.0)
-
-
-def shared_blocks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_layer_that_checkpointed_blocks_share_gets_both_gradients(rank, world_size):
     """Each of two checkpointed blocks runs a backward of its own, which gives the layer that they
     share a gradient.
     """
@@ -97,7 +95,3 @@ def shared_blocks(rank: int, world_size: int) -> None:
     loss_of(plain(**batch)).backward()
     found = safe_get_full_grad(engine.module.blocks[0].up.weight)
     assert_close(found, plain.blocks[0].up.weight.grad, 100)
-
-
-def test_a_layer_that_checkpointed_blocks_share_gets_both_gradients():
-    run_on(2, shared_blocks)

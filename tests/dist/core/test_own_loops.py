@@ -11,7 +11,7 @@ from torch import nn
 
 import zero
 from tests.dist.training import sgd_engine
-from tests.processes import run_on
+from tests.processes import on_ranks, run_on
 from tests.tolerance import assert_close
 from zero import fragments
 from zero.errors import UsageError
@@ -84,7 +84,9 @@ def follows(engine: zero.ZeroEngine, reference: nn.Module, world_size: int) -> N
         assert_close(found, expected.grad / world_size, TERMS, what=name)
 
 
-def user_backward(rank: int, world_size: int, stage: int) -> int:
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_loss_backward_of_the_script(rank, world_size, stage):
     """Call `loss.backward()` with accumulation. The reference gets the batches of all ranks."""
     engine, reference = engine_of(build(Tied), stage, gradient_accumulation_steps=2), build(Tied)
     for step in range(3):
@@ -99,15 +101,11 @@ def user_backward(rank: int, world_size: int, stage: int) -> int:
             for param in reference.parameters():
                 param -= LR * param.grad / world_size
                 param.grad = None
-    return engine.residency.live
+    assert engine.residency.live == 0
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_loss_backward_of_the_script(stage):
-    assert run_on(2, user_backward, stage) == [0, 0]
-
-
-def two_engines(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_two_engines_under_one_loss(rank, world_size):
     """Sum the losses of two engines. One engine runs backward, and each gets its own gradients."""
     engines = [engine_of(build(Tied), gradient_accumulation_steps=2) for _ in range(2)]
     references = [build(Tied) for _ in range(2)]
@@ -116,10 +114,6 @@ def two_engines(rank: int, world_size: int) -> None:
         ((references[0](*tokens(0, part)) + 5 * references[1](*tokens(1, part))) / 2).backward()
     for engine, reference in zip(engines, references, strict=True):
         follows(engine, reference, world_size)
-
-
-def test_two_engines_under_one_loss():
-    run_on(2, two_engines)
 
 
 def no_sync(rank: int, world_size: int, stage: int) -> str:
@@ -155,7 +149,9 @@ def test_no_sync_where_ranks_keep_whole_gradients():
     assert "incompatible with zero_optimization.stage 3" in run_on(2, no_sync, 3)[0]
 
 
-def fragments_of(rank: int, world_size: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_fragments_are_read_and_written(rank, world_size, stage):
     """Values that are written can be read back, match the local parts, and are used by the
     optimizer.
     """
@@ -192,11 +188,6 @@ def fragments_of(rank: int, world_size: int, stage: int) -> None:
         fragments.safe_set_full_fp32_param(weight, torch.ones(3))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_fragments_are_read_and_written(stage):
-    run_on(2, fragments_of, stage)
-
-
 class Sum(nn.Module):
     """Three groups. Each has one parameter of 5 elements, which two ranks cannot divide evenly."""
 
@@ -210,7 +201,8 @@ class Sum(nn.Module):
         return sum(part(x) * (number + 1) for number, part in enumerate(self.parts)).mul(x).sum()
 
 
-def parts_of_a_parameter(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parts_of_a_parameter_that_is_a_group_by_itself(rank, world_size):
     """`ds_tensor` is this rank's part of a parameter.
 
     Its gradient has that shape. The norm of all is that of the step.
@@ -237,7 +229,3 @@ def parts_of_a_parameter(rank: int, world_size: int) -> None:
     torch.testing.assert_close(squares.sqrt().item(), engine.get_global_grad_norm())
     fragments.safe_set_full_fp32_param(values[0], torch.arange(5.0))
     assert torch.equal(fragments.safe_get_full_fp32_param(values[0]), torch.arange(5.0))
-
-
-def test_parts_of_a_parameter_that_is_a_group_by_itself():
-    run_on(2, parts_of_a_parameter)

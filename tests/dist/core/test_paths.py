@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.dist.core.test_own_loops import LR, ROWS, WIDTH, Experts, build, engine_of
-from tests.processes import fork_ranks, run_on
+from tests.dist.core.test_own_loops import ROWS, WIDTH, Experts, build, engine_of
+from tests.processes import fork_ranks, on_ranks, run_on
 from zero import fragments
-from zero.integrations.deepspeed.labels import ZeroParamStatus
 from zero.integrations.deepspeed.leaf import set_z3_leaf_modules
 
 
@@ -21,36 +20,6 @@ def assert_gradients(model: nn.Module, reference: nn.Module, ranks: int, step: i
         expected = torch.zeros_like(plain) if plain.grad is None else plain.grad / ranks
         found = fragments.safe_get_full_grad(param)
         assert torch.equal(found, expected), f"{name} in step {step}"
-
-
-def chosen_by_rank(rank: int, world_size: int, stage: int) -> None:
-    """Ranks use different experts, one expert is never used, and one rank has a shorter batch."""
-    model, reference = build(Experts), build(Experts)
-    with pytest.raises(ValueError, match="no module of class Expertz"):
-        engine_of(build(Experts), stage, leaf_module={"classes": ["Expertz"]})
-    set_z3_leaf_modules(model, [nn.ModuleList])
-    engine = engine_of(model, stage)
-    for step in range(4):
-        batches = [torch.full((ROWS - part, WIDTH), 0.1 * (step + 1)) for part in range(world_size)]
-        engine.backward(engine(batches[rank], rank if step else 0))
-        for part in range(world_size):
-            reference(batches[part], part if step else 0).backward()
-        assert_gradients(model, reference, world_size, step)
-        engine.step()
-        with torch.no_grad():
-            for param in reference.parameters():
-                if param.grad is not None:
-                    param -= LR * param.grad / world_size
-                param.grad = None
-    assert all(
-        param.ds_status is ZeroParamStatus.NOT_AVAILABLE or stage < 3
-        for param in model.parameters()
-    )
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (2, 2), (2, 0)])
-def test_ranks_that_choose_differently(world_size, stage):
-    run_on(world_size, chosen_by_rank, stage)
 
 
 class Mixture(nn.Module):
@@ -76,7 +45,8 @@ class Mixtures(nn.Module):
         return x.square().mean()
 
 
-def without_room(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=60)
+def test_ranks_may_use_different_experts_where_reductions_wait_for_each_other(rank, world_size):
     """One rank uses all experts and another only some, and each reduction must wait for the one
     before it.
     """
@@ -92,10 +62,6 @@ def without_room(rank: int, world_size: int) -> None:
         assert_gradients(model, reference, world_size, step)
         engine.zero_grad()
         reference.zero_grad()
-
-
-def test_ranks_may_use_different_experts_where_reductions_wait_for_each_other():
-    run_on(2, without_room, timeout=60)
 
 
 DIVERGING = """
@@ -122,12 +88,14 @@ def test_ranks_that_part_are_named(tmp_path):
 
 
 def unused(rank: int, world_size: int) -> str:
+    with pytest.raises(ValueError, match="no module of class Expertz"):
+        engine_of(build(Experts), leaf_module={"classes": ["Expertz"]})
     engine = engine_of(build(Experts), 2, ignore_unused_parameters=False)
     with pytest.raises(ValueError, match="ignore_unused_parameters is false") as raised:
         engine.backward(engine(torch.ones(ROWS, WIDTH), 0))
     return str(raised.value)
 
 
-def test_unused_parameters_are_refused_on_request():
+def test_unused_parameters_and_unknown_leaves_are_refused():
     (message,) = run_on(1, unused)
     assert message.startswith("parameter 'experts.2.weight' got no gradient")

@@ -17,7 +17,7 @@ import torch
 import zero
 from tests.dist.toys import Toy, toy, toy_batches
 from tests.dist.training import adamw, ds_config, start, step
-from tests.processes import run_on
+from tests.processes import on_ranks, run_on
 from zero.comm.communicator import apart, communicator
 from zero.config import load_config
 from zero.core.param_group import ParamGroup
@@ -54,7 +54,9 @@ def trained(engine: zero.ZeroEngine, steps: int = 2) -> list[float]:
     return step(engine, toy_batches(steps))
 
 
-def retrying(rank: int, world_size: int, mistake: str) -> None:
+@pytest.mark.parametrize("mistake", ["the ranks disagree", "not the model's"])
+@on_ranks(2, timeout=LIMIT)
+def test_initialize_can_be_called_again_after_a_mistake(rank, world_size, mistake):
     """As in a notebook, the traceback of the first try lives."""
     model, config = toy(), ds_config(**SHARDED)
     stranger = torch.nn.Parameter(torch.ones(3))
@@ -71,12 +73,8 @@ def retrying(rank: int, world_size: int, mistake: str) -> None:
     assert found == trained(start(toy(), config)[0])
 
 
-@pytest.mark.parametrize("mistake", ["the ranks disagree", "not the model's"])
-def test_initialize_can_be_called_again_after_a_mistake(mistake):
-    run_on(2, retrying, mistake, timeout=LIMIT)
-
-
-def refused_late(rank: int, world_size: int) -> int:
+@on_ranks(2, timeout=LIMIT)
+def test_an_engine_that_is_refused_leaves_no_hooks(rank, world_size):
     """The hooks on a model whose engine was refused after the model had been sharded."""
     model, config = toy(), ds_config(**SHARDED)
     optimizer = adamw([{"params": [*toy().parameters()]}])
@@ -96,11 +94,7 @@ def refused_late(rank: int, world_size: int) -> int:
                 **others,
             )
     modules = model.modules()
-    return sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in modules)
-
-
-def test_an_engine_that_is_refused_leaves_no_hooks():
-    assert run_on(2, refused_late, timeout=LIMIT) == [0, 0]
+    assert sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in modules) == 0
 
 
 def gathering_fails(rank: int, world_size: int) -> list[float]:
@@ -145,17 +139,14 @@ def test_two_threads_may_use_the_pool_of_host_memory():
     assert pool.take(PAGE).numel() == PAGE
 
 
-def splitting_apart(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=LIMIT)
+def test_an_engine_apart_splits_into_groups_of_its_own(rank, world_size):
     worlds, models = [[0], [1]], [[0, 1]]
     own = communicator().split(worlds, models)
     with apart():
         other = communicator().split(worlds, models)
     assert other.model is not None and own.model is not None
     assert other.model._group is not own.model._group and other._group is not own._group
-
-
-def test_an_engine_apart_splits_into_groups_of_its_own():
-    run_on(2, splitting_apart, timeout=LIMIT)
 
 
 def test_tensors_outside_of_an_engine_may_have_any_attributes():
@@ -168,7 +159,31 @@ def test_tensors_outside_of_an_engine_may_have_any_attributes():
     assert not hasattr(param, "ds_id")
 
 
-def steps_fail(rank: int, world_size: int, settings: dict[str, Any]) -> None:
+def backward_missing(rank: int, world_size: int) -> list[float]:
+    """In the second step, rank 1 alone has no second backward."""
+    engine, _ = start(toy(), ds_config(stage=1, accumulation=3))
+    trained(engine, 3)
+    for number, batch in enumerate(toy_batches(3)):
+        if (rank, number) != (1, 1):
+            engine.backward(engine(**batch))
+        if number < 2:
+            engine.step()
+    with pytest.raises(UsageError, match="backwards since the last step: 3 on rank 0, 2 on"):
+        engine.step()
+    engine.zero_grad()
+    return [*trained(engine, 1), *trained(engine, 9)]
+
+
+def test_ranks_still_exchange_in_the_same_backwards_after_a_missing_one():
+    first, second = run_on(2, backward_missing, timeout=LIMIT)
+    assert len(first) == len(second) == 10
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}]
+)
+@on_ranks(2, timeout=LIMIT)
+def test_a_step_that_failed_does_not_count_and_can_be_repeated(rank, world_size, settings):
     def started() -> zero.ZeroEngine:
         return start(toy(), ds_config(accumulation=2, **SHARDED) | settings)[0]
 
@@ -195,33 +210,6 @@ def steps_fail(rank: int, world_size: int, settings: dict[str, Any]) -> None:
     assert trained(engine, 2) == trained(reference, 2) != expected[:2]
 
 
-def backward_missing(rank: int, world_size: int) -> list[float]:
-    """In the second step, rank 1 alone has no second backward."""
-    engine, _ = start(toy(), ds_config(stage=1, accumulation=3))
-    trained(engine, 3)
-    for number, batch in enumerate(toy_batches(3)):
-        if (rank, number) != (1, 1):
-            engine.backward(engine(**batch))
-        if number < 2:
-            engine.step()
-    with pytest.raises(UsageError, match="backwards since the last step: 3 on rank 0, 2 on"):
-        engine.step()
-    engine.zero_grad()
-    return [*trained(engine, 1), *trained(engine, 9)]
-
-
-def test_ranks_still_exchange_in_the_same_backwards_after_a_missing_one():
-    first, second = run_on(2, backward_missing, timeout=LIMIT)
-    assert len(first) == len(second) == 10
-
-
-@pytest.mark.parametrize(
-    "settings", [{}, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}]
-)
-def test_a_step_that_failed_does_not_count_and_can_be_repeated(settings):
-    run_on(2, steps_fail, settings, timeout=LIMIT)
-
-
 def checkpointing_alone(rank: int, world_size: int, stage: int) -> list[float]:
     def engine(checkpointing: str | None) -> zero.ZeroEngine:
         return start(toy(checkpointing=checkpointing), ds_config(**SHARDED | {"stage": stage}))[0]
@@ -237,7 +225,8 @@ def test_one_rank_alone_may_use_reentrant_checkpointing(stage):
     assert first == second
 
 
-def script_gradient_alone(rank: int, world_size: int) -> torch.Tensor:
+@on_ranks(2, timeout=LIMIT)
+def test_a_gradient_that_one_rank_puts_on_a_parameter_counts(rank, world_size):
     """Only rank 1 puts a gradient on a parameter before the step."""
     engine, _ = start(toy(), ds_config(stage=2))
     model = engine.module
@@ -251,12 +240,8 @@ def script_gradient_alone(rank: int, world_size: int) -> torch.Tensor:
         lambda: added.append(zero.fragments.safe_get_full_grad(model.head.weight) - before)
     )
     engine.step()
-    return added[0].mean()
-
-
-def test_a_gradient_that_one_rank_puts_on_a_parameter_counts():
-    for found in run_on(2, script_gradient_alone, timeout=LIMIT):
-        assert found == pytest.approx(0.5, abs=1e-6)
+    found = added[0].mean()
+    assert found == pytest.approx(0.5, abs=1e-6)
 
 
 def without_a_compiler(rank: int, world_size: int) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.dist.toys import BLOCK, after_each, toy, toy_batches
 from tests.dist.training import assert_same_weights, ds_config, start, step, train_zero
-from tests.processes import run_on
+from tests.processes import on_ranks, run_on
 from zero.comm.communicator import Communicator
 from zero.comm.work import Pending
 from zero.core.reduction import GradientReducer
@@ -159,10 +159,10 @@ def test_sums_of_micro_batches_travel_in_fp32_or_the_configured_dtype():
     assert run_on(2, exchanged, sums | {"communication_data_type": "bf16"})[0] == {torch.bfloat16}
 
 
-def sent_as_bf16(rank: int, world_size: int) -> float:
-    """Return the reduced gradient of two micro-batches, 2^-8 and 1 + 2^-8 before division by 2.
-
-    Messages are bf16.
+@on_ranks(2)
+def test_a_sum_of_micro_batches_is_rounded_once(rank, world_size):
+    """Of 2^-8 and 1 + 2^-8, before division by 2: bf16 has 1 + 2^-7, but not 1 + 2^-8, which
+    becomes 1.
     """
     model = torch.nn.Linear(world_size, 1, bias=False)
     engine, _ = start(model, ds_config(stage=1, accumulation=2, communication_data_type="bf16"))
@@ -170,12 +170,7 @@ def sent_as_bf16(rank: int, world_size: int) -> float:
         engine.backward(engine(torch.full((1, world_size), gradient)).sum())
         if gradient < 1:
             engine.step()
-    return safe_get_full_grad(model.weight)[0, 0].item()
-
-
-def test_a_sum_of_micro_batches_is_rounded_once():
-    """bf16 has 1 + 2^-7, but not 1 + 2^-8, which becomes 1."""
-    assert run_on(2, sent_as_bf16) == [(1 + 2.0**-7) / 2] * 2
+    assert safe_get_full_grad(model.weight)[0, 0].item() == (1 + 2.0**-7) / 2
 
 
 def sub_groups(rank: int, world_size: int, size: int) -> tuple[list[list[int]], list[int], dict]:

@@ -6,12 +6,11 @@ The tests measure storages, and compare the engine's own counter with them.
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.dist.toys import BLOCK, after_each, bytes_of, gathered, toy, toy_batches
-from tests.dist.training import ds_config, start, step, train_zero
+from tests.dist.training import ds_config, start, train_zero
 from tests.parity.test_variants import data, variant
-from tests.processes import run_on
+from tests.processes import on_ranks, run_on
 from zero.core.param_group import ParamGroup, State
 from zero.core.sharded_param import ShardedParameter
 from zero.engine import ZeroEngine
@@ -19,7 +18,21 @@ from zero.engine import ZeroEngine
 LIMITS = [0, 1500, 12000, 10**9]
 
 
-def within_limits(rank: int, world_size: int, kind: str, accumulation: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "accumulation"),
+    [
+        ("toy", 1),
+        ("toy", 2),
+        ("plain", 2),
+        ("reentrant", 1),
+        ("non-reentrant", 2),
+        ("frozen encoder", 1),
+        ("frozen embedding", 2),
+        ("untied", 1),
+    ],
+)
+@on_ranks(2)
+def test_live_elements_stay_within_the_limit_or_one_group(rank, world_size, kind, accumulation):
     """With settings that push the engine to exceed the limit."""
     for limit in LIMITS:
         settings = {
@@ -43,23 +56,6 @@ def within_limits(rank: int, world_size: int, kind: str, accumulation: int) -> N
         assert engine.residency.live == gathered(engine) == 0
     # Without a limit most of the model is kept until its backward.
     assert engine.residency.peak > sum(layout.numel for layout in loose) // 2
-
-
-@pytest.mark.parametrize(
-    ("kind", "accumulation"),
-    [
-        ("toy", 1),
-        ("toy", 2),
-        ("plain", 2),
-        ("reentrant", 1),
-        ("non-reentrant", 2),
-        ("frozen encoder", 1),
-        ("frozen embedding", 2),
-        ("untied", 1),
-    ],
-)
-def test_live_elements_stay_within_the_limit_or_one_group(kind, accumulation):
-    run_on(2, within_limits, kind, accumulation)
 
 
 def states(rank: int, world_size: int) -> list[str]:
@@ -94,22 +90,6 @@ def test_a_sharded_group_holds_no_byte_and_shows_no_values():
     assert run_on(2, states) == [[], []]
 
 
-def evaluation(rank: int, world_size: int) -> tuple[int, int]:
-    engine, _ = start(toy(), ds_config(stage3_param_persistence_threshold=0))
-    train_zero(engine, toy_batches(2))
-    engine.eval()
-    with torch.no_grad():
-        for batch in toy_batches(3):
-            engine(**batch)
-    engine.train()
-    step(engine, toy_batches(1))
-    return engine.residency.live, gathered(engine)
-
-
-def test_evaluation_frees_what_it_gathers():
-    assert run_on(2, evaluation) == [(0, 0)] * 2
-
-
 def state_bytes(engine: ZeroEngine) -> int:
     """Return the bytes of shards, masters, gradients and moments. Each storage counts once."""
     tensors = [group.shard for group in engine.groups]
@@ -139,12 +119,8 @@ def test_state_of_a_rank_is_its_share(sections):
     assert held > 0.7 * share
 
 
-def left_over(rank: int, world_size: int) -> int:
-    """Return the elements of memory that the parameters hold while they are sharded."""
+@on_ranks(2)
+def test_the_model_itself_holds_nothing_once_it_is_sharded(rank, world_size):
     model = toy()
     start(model, ds_config(stage3_param_persistence_threshold=0))
-    return bytes_of(model.parameters()) // 4
-
-
-def test_the_model_itself_holds_nothing_once_it_is_sharded():
-    assert run_on(2, left_over) == [1, 1]
+    assert bytes_of(model.parameters()) // 4 == 1

@@ -9,7 +9,7 @@ from torch import nn
 import zero
 from tests.dist.toys import messages
 from tests.dist.training import sgd_engine
-from tests.processes import run_on
+from tests.processes import on_ranks
 from tests.tolerance import assert_close
 
 WIDTH, STEPS, RATE = 4, 2, 0.1
@@ -20,7 +20,14 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
-def split(rank: int, world_size: int, stage: int, by_engine: bool) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("by_engine", [False, True])
+@on_ranks(2)
+def test_gradients_carried_by_the_script(rank, world_size, stage, by_engine):
+    """They are those of plain torch if the script runs all backwards.
+
+    After `engine.backward` they are divided by the accumulation twice, which a warning tells once.
+    """
     trained, reference = model(), model()
     engine = sgd_engine(trained, RATE, stage=stage, accumulation=STEPS)
     warnings = messages()
@@ -47,13 +54,3 @@ def split(rank: int, world_size: int, stage: int, by_engine: bool) -> None:
             assert_close(param.detach(), expected, 100, 2, name)
     told = [warning for warning in warnings if "twice" in warning and "engine.scale" in warning]
     assert len(told) == by_engine, warnings
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("by_engine", [False, True])
-def test_gradients_carried_by_the_script(stage, by_engine):
-    """They are those of plain torch if the script runs all backwards.
-
-    After `engine.backward` they are divided by the accumulation twice, which a warning tells once.
-    """
-    run_on(2, split, stage, by_engine)

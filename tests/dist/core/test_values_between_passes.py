@@ -13,7 +13,7 @@ from torch import nn
 import zero
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import ds_config, loss_of, sgd_engine, start, step, weights_of
-from tests.processes import run_on
+from tests.processes import on_ranks
 from zero.errors import UsageError
 
 CONFIG = ds_config(stage3_param_persistence_threshold=30)
@@ -25,7 +25,8 @@ def engine_after_a_step() -> zero.ZeroEngine:
     return engine
 
 
-def reads(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_reading_is_an_error_that_names_parameter_and_remedy(rank, world_size):
     model = engine_after_a_step().module
     weight, state = model.head.weight, model.state_dict()
     file = io.BytesIO()
@@ -54,16 +55,20 @@ def reads(rank: int, world_size: int) -> None:
     for write in (
         lambda: setattr(weight, "data", torch.zeros_like(weight)),
         lambda: model.half(),
+        lambda: weight.data.add_(1.0),
+        lambda: weight.detach()[0].fill_(1.0),
+        lambda: weight.copy_(torch.zeros_like(weight)),
+        lambda: weight.__setitem__(0, 1.0),
+        lambda: weight.__iadd__(1.0),
+        lambda: torch.add(torch.ones_like(weight), 1, out=weight),
+        lambda: torch.nn.init.normal_(weight),
     ):
-        with pytest.raises(UsageError, match=r"parameter '.*modifier_rank=0"):
+        with torch.no_grad(), pytest.raises(UsageError, match=r"parameter '.*modifier_rank=0"):
             write()
 
 
-def test_reading_is_an_error_that_names_parameter_and_remedy():
-    run_on(2, reads)
-
-
-def looks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_shapes_and_moves_go_on_working(rank, world_size):
     """What libraries do in passing: shapes, dtypes, devices, keys, moves that change nothing."""
     engine = engine_after_a_step()
     model, plain = engine.module, toy()
@@ -81,11 +86,8 @@ def looks(rank: int, world_size: int) -> None:
     step(engine, toy_batches(1))
 
 
-def test_shapes_and_moves_go_on_working():
-    run_on(2, looks)
-
-
-def copies(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_copy_of_the_model_is_an_ordinary_model(rank, world_size):
     engine = engine_after_a_step()
     model = engine.module
     with zero.GatheredParameters(model.parameters()):
@@ -104,11 +106,8 @@ def copies(rank: int, world_size: int) -> None:
     step(engine, toy_batches(1))
 
 
-def test_a_copy_of_the_model_is_an_ordinary_model():
-    run_on(2, copies)
-
-
-def early(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_reads_before_and_after_an_engine(rank, world_size):
     """Before there is an engine, and after it is gone."""
     with zero.Init():
         model = nn.Linear(40, 40)
@@ -122,11 +121,8 @@ def early(rank: int, world_size: int) -> None:
         engine(torch.zeros(1, 40))
 
 
-def test_reads_before_and_after_an_engine():
-    run_on(2, early)
-
-
-def replaces(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_replaced_data_are_taken_over(rank, world_size):
     """`param.data = tensor`, as PEFT's initializations do it, inside of the context and, where the
     parameter is always unsharded, anywhere between two passes.
     """
@@ -151,11 +147,8 @@ def replaces(rank: int, world_size: int) -> None:
         step(engine, toy_batches(1))
 
 
-def test_replaced_data_are_taken_over():
-    run_on(2, replaces)
-
-
-def nests(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_contexts_inside_of_each_other(rank, world_size):
     """What is written in an inner context, or by a fragment, is no lost change of the outer one."""
     model = toy()
     config = ds_config(stage3_param_persistence_threshold=0, enable_sanity_checks=True)
@@ -175,48 +168,36 @@ def nests(rank: int, world_size: int) -> None:
     step(engine, toy_batches(1))
 
 
-def test_contexts_inside_of_each_other():
-    run_on(2, nests)
-
-
 class KeepsViews(nn.Sequential):
     """Keeps views of its layers' weights: of one that has run, and of one that will."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.second = self[1].weight.detach()
-        x = self[0](x)
-        self.first = {"rows": [self[0].weight.data[0]], "all": self[0].weight.t()}
-        return self[1](x)
+        will_run = self[1].weight.detach()
+        x = super().forward(x)
+        self.views = will_run, self[0].weight.data[0]
+        return x
 
 
-def reads_kept_views(rank: int, world_size: int, grad: bool) -> None:
+@pytest.mark.parametrize("grad", [True, False])
+@on_ranks(2)
+def test_views_of_a_weight_that_a_forward_has_kept(rank, world_size, grad):
+    """As in plain torch, they show the weights as they are now, after a step too."""
     torch.manual_seed(1)
     model = KeepsViews(nn.Linear(256, 256), nn.Linear(256, 1))
     engine = sgd_engine(model, stage3_max_live_parameters=0)
 
-    def weights() -> list[torch.Tensor]:
+    def check() -> None:
         with zero.GatheredParameters(model.parameters()):
-            return [layer.weight.detach().clone() for layer in model]
-
-    def check(first: torch.Tensor, second: torch.Tensor) -> None:
-        assert torch.equal(model.first["rows"][0], first[0])
-        assert torch.equal(model.first["all"].detach(), first.t())
-        assert torch.equal(model.second, second)
+            first, second = model[0].weight.detach().clone(), model[1].weight.detach().clone()
+        assert torch.equal(model.views[0], second) and torch.equal(model.views[1], first[0])
 
     for _ in range(3):
-        before = weights()
         with torch.set_grad_enabled(grad):
             loss = engine(torch.randn(2, 256)).square().mean()
-        check(*before)
+        check()
         if grad:
             engine.backward(loss)
-            check(*before)
+            check()
             engine.step()
-            check(*weights())
+            check()
     assert engine.residency.live == 0
-
-
-@pytest.mark.parametrize("grad", [True, False])
-def test_views_of_a_weight_that_a_forward_has_kept(grad):
-    """As in plain torch, they show the weights as they are now, after a step too."""
-    run_on(2, reads_kept_views, grad)

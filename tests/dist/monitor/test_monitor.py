@@ -25,7 +25,7 @@ from tests.dist.messages import counted_messages
 from tests.dist.toys import ROWS, toy, toy_batches
 from tests.dist.training import ds_config, loss_of, start, step, train_zero
 from tests.parity.models import batches, build
-from tests.processes import run_on
+from tests.processes import on_ranks, run_on
 from zero.comm import traffic
 from zero.config import load_config
 from zero.errors import UsageError
@@ -167,8 +167,9 @@ def test_tokens_files_and_memory_of_ranks(tmp_path: Path):
     assert of_ranks["device_bytes"] == [0, 0]
 
 
-def asked_for_memory(rank: int, world_size: int) -> list[str]:
-    """What the first record does about memory, in order."""
+@on_ranks(1)
+def test_late_updates_end_before_memory_is_counted(rank, world_size):
+    """The first one makes the optimizer's state."""
     engine, _ = start(toy(), ds_config())
     seen: list[str] = []
     with (
@@ -176,12 +177,7 @@ def asked_for_memory(rank: int, world_size: int) -> list[str]:
         mock.patch.object(engine.optimizer, "wait", lambda: seen.append("wait")),
     ):
         run_info.describe_run(engine)
-    return seen
-
-
-def test_late_updates_end_before_memory_is_counted():
-    """The first one makes the optimizer's state."""
-    assert run_on(1, asked_for_memory) == [["wait", "counted"]]
+    assert seen == ["wait", "counted"]
 
 
 def _multiplied(module: nn.Module) -> int:
@@ -318,12 +314,13 @@ def test_wandb_gets_the_numbers_under_deepspeeds_names():
     fake.log.assert_called_once_with(expected, step=4)
 
 
-def replaced(rank: int, world_size: int, folder: Path) -> tuple[int, int, int]:
+@on_ranks(1)
+def test_the_monitor_of_a_destroyed_engine_measures_nothing(rank, world_size, tmp_path):
     """Make two engines of a model, one after the other.
 
     Return hooks of monitors, and the filters of the logger after the first engine and with the
     second one."""
-    config = ds_config(json_monitor=place(folder), comms_logger={"enabled": True})
+    config = ds_config(json_monitor=place(tmp_path), comms_logger={"enabled": True})
     model, own = toy(), len(logging.getLogger("zero").filters)
     first, _ = start(model, config)
     first.destroy()
@@ -331,17 +328,16 @@ def replaced(rank: int, world_size: int, folder: Path) -> tuple[int, int, int]:
     assert first.monitor is None
     _second, _ = start(model, config)
     hooks = [hook for hook in model._forward_pre_hooks.values() if "_before_forward" in str(hook)]
-    return len(hooks), after, len(logging.getLogger("zero").filters) - own
+    assert (len(hooks), after, len(logging.getLogger("zero").filters) - own) == (1, 0, 1)
 
 
-def test_the_monitor_of_a_destroyed_engine_measures_nothing(tmp_path: Path):
-    assert run_on(1, replaced, tmp_path) == [(1, 0, 1)]
-
-
-def forgotten(rank: int, world_size: int, folder: Path, again: bool) -> list[str]:
-    """Train with a monitor, and forget the engine but not the model; `again`: another engine takes
-    it over. Return what of the first one lives on."""
-    config = ds_config(json_monitor=place(folder), comms_logger={"enabled": True})
+@pytest.mark.parametrize("again", [False, True])
+@on_ranks(1)
+def test_a_monitor_does_not_keep_an_engine_alive(rank, world_size, tmp_path, again):
+    """Its optimizer's moments take 8 bytes a parameter. The model lives on; `again`: another engine
+    takes it over.
+    """
+    config = ds_config(json_monitor=place(tmp_path), comms_logger={"enabled": True})
     model = toy()
     engine, optimizer = start(model, config)
     train_zero(engine, toy_batches(1))
@@ -352,10 +348,4 @@ def forgotten(rank: int, world_size: int, folder: Path, again: bool) -> list[str
     following = start(model, config) if again else None
     gc.collect()
     assert again == (following is not None)
-    return [name for name, part in alive.items() if part() is not None]
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_a_monitor_does_not_keep_an_engine_alive(tmp_path: Path, again: bool):
-    """Its optimizer's moments take 8 bytes a parameter."""
-    assert run_on(1, forgotten, tmp_path, again) == [[]]
+    assert not [name for name, part in alive.items() if part() is not None]

@@ -211,12 +211,9 @@ REFUSED = {
 }
 
 
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_what_has_no_coded_moments_is_refused(rank, world_size):
     for name, (sections, make) in REFUSED.items():
         with pytest.raises(UsageError, match="zero_optimization.zero_quantized_moments") as raised:
             engine_with(CODED | sections, make)
         assert name in str(raised.value)
-
-
-def test_what_has_no_coded_moments_is_refused():
-    run_on(1, refused)

@@ -31,7 +31,7 @@ from transformers.masking_utils import sdpa_mask
 import zero
 from tests.dist.toys import messages
 from tests.dist.training import ds_config, relative, start
-from tests.processes import run_on
+from tests.processes import on_ranks, run_on
 from zero.errors import UsageError
 from zero.parallel.sequence import (
     MicroBatches,
@@ -123,7 +123,8 @@ def loss_of_pieces(
     return ranks.mean_loss(model(**batch, labels=batch["shift_labels"]).loss, batch["shift_labels"])
 
 
-def with_another_attention(rank: int, world_size: int) -> bool:
+@on_ranks(2)
+def test_attention_that_reads_positions_gets_those_of_the_whole_sequence(rank, world_size):
     AttentionInterface.register("looking", looking)
     AttentionMaskInterface.register("looking", sdpa_mask)
     model, ranks = llama(), make_group(2)
@@ -137,11 +138,7 @@ def with_another_attention(rank: int, world_size: int) -> bool:
     detach(model)
     alone = model(**batch).loss.item()
     whole = all(torch.equal(each, PACKED) for each in seen)
-    return whole and len(seen) == 4 and alone == expected and relative([shared], [expected]) < 1e-6
-
-
-def test_attention_that_reads_positions_gets_those_of_the_whole_sequence():
-    assert run_on(2, with_another_attention) == [True, True]
+    assert whole and len(seen) == 4 and alone == expected and relative([shared], [expected]) < 1e-6
 
 
 SMALL: dict[str, Any] = {
@@ -178,7 +175,9 @@ def gradient_norm(model: torch.nn.Module, world_size: int = 1) -> float:
     return squares**0.5
 
 
-def architectures(rank: int, world_size: int) -> dict[str, float]:
+@on_ranks(2)
+def test_other_architectures(rank, world_size):
+    """Learned positions, sliding windows, chunks, soft caps, experts, latent attention."""
     ranks, found = make_group(2), {}
     ids = torch.randint(3, 97, (2, 8), generator=torch.Generator().manual_seed(5))
     for name, settings in MODELS.items():
@@ -205,17 +204,12 @@ def architectures(rank: int, world_size: int) -> dict[str, float]:
             found[f"{name} {kind}"] = relative(
                 [loss.item(), gradient_norm(model, world_size)], expected
             )
-    return found
+    assert len(found) == 2 * len(MODELS)
+    assert max(found.values()) < 1e-6, found
 
 
-def test_other_architectures():
-    """Learned positions, sliding windows, chunks, soft caps, experts, latent attention."""
-    for found in run_on(2, architectures):
-        assert len(found) == 2 * len(MODELS)
-        assert max(found.values()) < 1e-6, found
-
-
-def compiled(rank: int, world_size: int) -> list[float]:
+@on_ranks(2)
+def test_blocks_can_be_compiled(rank, world_size):
     losses = []
     for compiles in (False, True):
         compiler = {"enabled": compiles, "backend": "aot_eager"}
@@ -229,26 +223,19 @@ def compiled(rank: int, world_size: int) -> list[float]:
             engine.step()
         losses.append(loss.item())
         engine.destroy()
-    return losses
+    plain, with_compiler = losses
+    assert relative([with_compiler], [plain]) < 1e-6
 
 
-def test_blocks_can_be_compiled():
-    for plain, with_compiler in run_on(2, compiled):
-        assert relative([with_compiler], [plain]) < 1e-6
-
-
-def other_models(rank: int, world_size: int) -> bool:
+@on_ranks(2)
+def test_other_models_are_left_alone(rank, world_size):
     """A copy, another model, and the model itself in evaluation attend as ever."""
     model, other, ranks = llama(), llama(), make_group(2)
     ids = torch.randint(97, (2, 8), generator=torch.Generator().manual_seed(1 + rank))
     expected = model(input_ids=ids).logits
     attach(model, ranks, in_eval=False)
     others = other, copy.deepcopy(model), model.eval()
-    return all(torch.equal(each(input_ids=ids).logits, expected) for each in others)
-
-
-def test_other_models_are_left_alone():
-    assert run_on(2, other_models) == [True, True]
+    assert all(torch.equal(each(input_ids=ids).logits, expected) for each in others)
 
 
 IDS = torch.ones(2, 8, dtype=torch.int64)
@@ -298,14 +285,11 @@ def attached(**sizes: int) -> LlamaForCausalLM:
     return model
 
 
-def mistakes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_mistakes_are_named(rank, world_size):
     for says, mistake in MISTAKES.items():
         with pytest.raises(UsageError, match=re.escape(says)):
             mistake()
-
-
-def test_mistakes_are_named():
-    run_on(2, mistakes)
 
 
 def load_on_one_rank(rank: int, world_size: int) -> str:
