@@ -127,8 +127,6 @@ def test_a_model_is_read_and_merged_block_by_block(rank, world_size, name, thres
             for param_name, param in model.named_parameters():
                 assert torch.equal(param, expected[param_name]), param_name
             model.unmerge_adapter()
-        for param_name, value in zero.stream_weights(engine):
-            assert torch.equal(value, before[param_name]), param_name
         return
     with GatheredWhenRead(model, shapes_only=True):
         model.merge_adapter()

@@ -1,12 +1,6 @@
-"""Hybrid sharding beside training: checkpoints between any two ways to shard, single values,
-meshes, mistakes.
-"""
+"""Hybrid sharding beside training: single values, meshes, mistakes."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,20 +8,9 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero
-from tests.dist.checkpoint.test_checkpoint import (
-    OTHER_CUTS,
-    STEPS,
-    assert_same_tensors,
-    load_train,
-    stored,
-    train_save_train,
-)
 from tests.dist.toys import Toy, toy, toy_batches
-from tests.dist.training import adamw, curve_on, ds_config, relative, split, start, train_zero
-from tests.parity.models import batches, build
-from tests.parity.test_whole_tensor import MAKE
+from tests.dist.training import adamw, ds_config, split, start
 from tests.processes import on_ranks, run_on
-from tests.tolerance import rounding
 from zero.core.param_group import owning_group
 from zero.errors import UsageError
 from zero.fragments import (
@@ -36,52 +19,6 @@ from zero.fragments import (
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
 )
-
-
-# (ranks, section) of the writer and of the reader.
-@pytest.mark.parametrize(
-    "writer, reader",
-    [
-        ((4, {"mics_shard_size": 2}), (2, {})),
-        ((2, {"stage": 2}), (4, {"mics_shard_size": 2})),
-        ((4, {"mics_shard_size": 2, "stage": 1}), (2, {"mics_shard_size": 1})),
-        ((2, {"mics_shard_size": 1}), (4, {"zero_hpz_partition_size": 2})),
-    ],
-    ids=str,
-)
-def test_checkpoints_hold_the_same_state_however_the_ranks_are_grouped(writer, reader, tmp_path):
-    (written, section), (read, other) = writer, reader
-    config, others = ds_config(clip=1.0, **section), ds_config(clip=1.0, **OTHER_CUTS | other)
-    straight = curve_on(written, train_save_train, "llama", config, str(tmp_path))
-    resumed = curve_on(read, load_train, "llama", others, str(tmp_path))
-    assert_same_tensors(stored(tmp_path / f"again{read}"), stored(tmp_path))
-    close = rounding(torch.float32, 1000, STEPS)
-    assert relative(resumed.mean_losses(), straight.mean_losses()) <= close
-    for folder in (tmp_path, tmp_path / f"again{read}"):
-        manifest = json.loads((folder / f"global_step{STEPS}" / "checkpoint.json").read_text())
-        for key, entry in manifest["tensors"].items():
-            numel = sum(numel for _, numel, *_ in entry["slices"])
-            assert numel == entry["numel"], f"{key} is written once"
-
-
-def whole_tensors(
-    rank: int, world_size: int, folder: str, section: dict[str, Any], save: bool
-) -> None:
-    """Train and save with an optimizer whose state has tensors of other shapes, or load that and
-    save it again.
-    """
-    engine, _ = start(build("llama"), ds_config(**section), make=MAKE["torch's Adafactor"])
-    if save:
-        train_zero(engine, batches("llama", 1))
-    else:
-        engine.load_checkpoint(folder)
-    engine.save_checkpoint(folder if save else Path(folder) / "again")
-
-
-def test_whole_tensors_of_an_optimizer_are_stored_once_and_load_in_other_groups(tmp_path):
-    run_on(4, whole_tensors, str(tmp_path), {"mics_shard_size": 2}, True)
-    run_on(2, whole_tensors, str(tmp_path), {"mics_shard_size": 1, "stage": 1}, False)
-    assert_same_tensors(stored(tmp_path / "again"), stored(tmp_path))
 
 
 def single_values(rank: int, world_size: int, folder: str) -> int:

@@ -20,7 +20,7 @@ from zero.comm.communicator import Communicator
 from zero.config import load_config
 from zero.config.optim import TYPES
 from zero.offload.nvme import ScratchFile
-from zero.tools.estimate.machine import DEVICE, DISK, HOST
+from zero.tools.estimate.machine import DEVICE
 from zero.tools.estimate.model import build as build_fake
 from zero.tools.estimate.model import fill_in, read_config
 from zero.tools.estimate.question import Question
@@ -106,33 +106,6 @@ def test_states_and_gathered_parameters_are_what_a_rank_holds(name, case, ranks)
         assert 2 * gathered <= predicted <= 1.03 * 2 * gathered
 
 
-def test_what_is_offloaded_is_on_the_host_or_on_disk():
-    model = torch.nn.Sequential(torch.nn.Linear(1024, 2048), torch.nn.Linear(2048, 1024))
-    on_device = estimate(model, load_config(config({"stage": 3})), Question(2)).parts[DEVICE]
-    nvme = {"device": "nvme", "nvme_path": "/tmp", "max_in_cpu": 0}
-    sections = {"offload_optimizer": CPU, "offload_param": nvme}
-    parts = estimate(model, load_config(config({"stage": 3} | sections)), Question(2)).parts
-    for part in ("gradients", "masters", "optimizer state"):
-        assert parts[HOST][part] == on_device[part] and part not in parts[DEVICE]
-    assert parts[DISK] == {"parameters": on_device["parameters"] - parts[DEVICE]["parameters"]}
-    sections["offload_param"] = nvme | {"max_in_cpu": 1 << 30}
-    assert not estimate(model, load_config(config({"stage": 3} | sections)), Question(2)).parts[
-        DISK
-    ]
-
-
-def test_fp32_weights_on_the_host_are_the_masters_of_an_optimizer_on_disk():
-    sections = {
-        "stage": 3,
-        "offload_param": CPU,
-        "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"},
-    }
-    model = torch.nn.Linear(2048, 1024)
-    for enabled in (True, False):
-        settings = load_config(config(sections, bf16={"enabled": enabled}))
-        assert ("masters" in estimate(model, settings, Question(2)).parts[DISK]) is enabled
-
-
 GATHERS, GRADIENTS, REFRESH = (
     "parameters for forward and backward",
     "gradients",
@@ -161,6 +134,7 @@ TRAFFIC: dict[str, tuple[str, dict[str, Any]]] = {
     "stage 3, Muon, no accumulation": ("llama", config({"stage": 3}, **ONE, **MUON)),
     "stage 3, codes": ("llama", config({**SMALL, **QUANTIZED, **BITS})),
     "optimizer in files": ("large", config({**FILES, "stage": 2})),
+    "fp32 weights on the host": ("large", config({**FILES, "offload_param": CPU}, **FP32)),
     "8-bit moments in files": ("large", config({**FILES, "zero_quantized_moments": True})),
     "all in files": ("large", config({**FILES, "offload_param": NVME}, **FP32)),
     "all in files, bf16": ("large", config({**FILES, "offload_param": NVME})),
