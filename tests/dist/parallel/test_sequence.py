@@ -18,10 +18,6 @@ from accelerate.utils import TorchDynamoPlugin
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -31,6 +27,7 @@ from transformers.masking_utils import sdpa_mask
 import zero
 from tests.dist.toys import messages
 from tests.dist.training import ds_config, relative, start
+from tests.parity.models import small
 from tests.processes import on_ranks, run_on
 from zero.errors import UsageError
 from zero.parallel.sequence import (
@@ -43,14 +40,9 @@ from zero.parallel.sequence import (
 )
 
 
-def llama(**settings: Any) -> LlamaForCausalLM:
+def llama(**settings: Any) -> Any:
     torch.manual_seed(3)
-    sizes: dict[str, Any] = {
-        "vocab_size": 97, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2, "use_cache": False, "initializer_range": 0.06,
-    }  # fmt: skip
-    return LlamaForCausalLM(LlamaConfig(**sizes | settings)).train()
+    return small("llama", **{"hidden_size": 16, "head_dim": 4, "use_cache": False} | settings)
 
 
 def pieces(rank: int, world_size: int) -> list[dict[str, Any]]:
@@ -141,25 +133,17 @@ def test_attention_that_reads_positions_gets_those_of_the_whole_sequence(rank, w
     assert whole and len(seen) == 4 and alone == expected and relative([shared], [expected]) < 1e-6
 
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0,
-    "use_cache": False,
-}  # fmt: skip
 _LAYERS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "loss_type": "ForCausalLM"},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "gemma2": {**_LAYERS, "attn_logit_softcapping": 5.0, "attn_implementation": "eager"},
     "gemma3_text": _LAYERS,
     "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 32, "attention_chunk_size": 3},
     "mixtral": {"num_local_experts": 4},
     "deepseek_v3": {
         "n_routed_experts": 4, "moe_intermediate_size": 16, "kv_lora_rank": 8, "q_lora_rank": 8,
-        "v_head_dim": 8,
-        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "n_group": 2, "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "num_key_value_heads": 4,
+        "v_head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "n_group": 2,
+        "topk_group": 1, "num_experts_per_tok": 2, "num_key_value_heads": 4,
     },
 }  # fmt: skip
 
@@ -182,9 +166,7 @@ def test_other_architectures(rank, world_size):
     ids = torch.randint(3, 97, (2, 8), generator=torch.Generator().manual_seed(5))
     for name, settings in MODELS.items():
         torch.manual_seed(1)
-        config = AutoConfig.for_model(name, **SMALL | settings)
-        implementation = settings.get("attn_implementation", "sdpa")
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).train()
+        model = small(name, **{"num_key_value_heads": 1, "use_cache": False} | settings)
         # Packed sequences; and padding, so that rank 1 has nothing else of the second sequence.
         mask = torch.ones_like(ids).index_put(
             (torch.tensor(1), torch.arange(3, 8)), torch.tensor(0)
@@ -248,7 +230,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
         train_batch_size=2, train_micro_batch_size_per_gpu=2, accumulation=2
     ),
     "size: 2 does not divide the model's 3 attention heads": lambda: initialize(
-        llama(num_attention_heads=3, num_key_value_heads=1, hidden_size=12)
+        llama(num_attention_heads=3, num_key_value_heads=1)
     ),
     "Linear is not a model of transformers": lambda: initialize(torch.nn.Linear(2, 2)),
     "T5ForConditionalGeneration, which has an encoder and a decoder": lambda: initialize(
@@ -279,7 +261,7 @@ def initialize(model: Any = None, mpu: object = None, **keys: Any) -> None:
     zero.initialize(model=model or llama(), config=config, mpu=mpu)
 
 
-def attached(**sizes: int) -> LlamaForCausalLM:
+def attached(**sizes: int) -> Any:
     model = llama(**sizes)
     attach(model, make_group(2))
     return model
@@ -313,10 +295,8 @@ def replicas(rank: int, world_size: int) -> bool:
     """Whether rank 0 alone warns of replicas that accelerate has asked for beside `sp_size`."""
     warnings = messages()
     parallel = ParallelismConfig(sp_backend="deepspeed", sp_size=2, dp_replicate_size=2)
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }  # accelerate asks for them, also where a group exists
+    # accelerate asks for them, also where a group exists
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     plugin = TorchDynamoPlugin(backend="no")
     AcceleratorState(
         cpu=True, parallelism_config=parallel, dynamo_plugin=plugin, _from_accelerator=True

@@ -288,10 +288,8 @@ def test_without_ssh_a_host_starts_its_own_ranks(tmp_path: Path, monkeypatch: py
     [
         ({}, {"a": [0, 1, 2, 3], "b": [0, 1], "me@c": [0, 1]}),
         ({"include": "me@c@a:3,1"}, {"me@c": [0, 1], "a": [1, 3]}),
-        ({"include": "me@c:1@b"}, {"me@c": [1], "b": [0, 1]}),
         ({"exclude": "b@a:0-2"}, {"a": [3], "me@c": [0, 1]}),
         ({"exclude": "a,b:0,me@c:0-1"}, {"b": [1]}),
-        ({"include": "a:0-2,me@c:1"}, {"a": [0, 1, 2], "me@c": [1]}),
         ({"num_nodes": 2, "num_gpus": 1}, {"a": [0], "b": [0]}),
     ],
     ids=str,
@@ -305,9 +303,7 @@ def test_slots_are_chosen_as_deepspeed_does(options: dict, chosen: dict):
     ("options", "message"),
     [
         ({"include": "d"}, "host 'd' is not in the hostfile, which has a, b"),
-        ({"include": "me@a"}, "host 'me' is not in the hostfile"),
         ({"exclude": "b:2"}, "host b has slots 0 to 1, not 2"),
-        ({"include": "b:0-2"}, "host b has slots 0 to 1, not 2"),
         ({"include": "b:1-0"}, "host b: 1-0: a range ends before it begins"),
         ({"include": "a:x"}, "host a: x is not a list of numbers"),
         ({"include": f"b:0-{HUGE}"}, "host b: 0-1000.* is not a list of numbers"),
@@ -327,7 +323,6 @@ def test_wrong_choices_are_refused(options: dict, message: str):
     [
         ("a slots=x", "line 1: expected"),
         ("a slots=1\na slots=2", "line 2: host a is listed twice"),
-        ("#", "no host"),
         ("a slots=1\n-oProxyCommand=x slots=1", "line 2: expected"),
         (f"a slots={HUGE}", "line 1: expected .*slots=1000"),
     ],
