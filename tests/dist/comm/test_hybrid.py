@@ -1,16 +1,20 @@
-"""Hybrid sharding beside training: single values, meshes, mistakes."""
+"""Groups of ranks: single values, meshes and mistakes of hybrid sharding, and a default group that
+is a Python subclass.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero
 from tests.dist.toys import Toy, toy, toy_batches
-from tests.dist.training import adamw, ds_config, split, start
+from tests.dist.training import adamw, ds_config, split, start, step
 from tests.processes import on_ranks, run_on
+from zero.comm import world
 from zero.core.param_group import owning_group
 from zero.errors import UsageError
 from zero.fragments import (
@@ -111,3 +115,56 @@ def test_values_that_are_read_are_exact_beside_rounded_second_shards(rank, world
         with owning_group(weight).unsharded():
             assert torch.equal(weight, exact)
         engine.step()
+
+
+# -- a default process group in Python, as torchft's are: the engine trains beside it
+
+
+class PythonGroup(dist.ProcessGroup):
+    """Sends what it is given through gloo.
+
+    It names no device, and has no options: torch asks a group in C++ for both."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int):
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, world.default_timeout())
+
+    def allreduce(self, tensors, options):
+        return self._gloo.allreduce(tensors, options)
+
+    def broadcast(self, tensors, options):
+        return self._gloo.broadcast(tensors, options)
+
+    def allgather(self, outputs, inputs, options):
+        return self._gloo.allgather(outputs, inputs, options)
+
+    def barrier(self, opts):
+        return self._gloo.barrier(opts)
+
+    def getBackendName(self):  # noqa: N802 (torch's name)
+        return "in_python"
+
+
+def _make(store: dist.Store, rank: int, size: int, timeout: object) -> dist.ProcessGroup:
+    return PythonGroup(store, rank, size)
+
+
+def _train(rank: int, world_size: int, in_python: bool, stage: int) -> list[float]:
+    if in_python:
+        store = dist.distributed_c10d._get_default_store()
+        dist.barrier()  # the other rank may still be connecting, which fails if this one leaves
+        dist.destroy_process_group()
+        dist.Backend.register_backend("in_python", _make, devices=["cpu"])
+        dist.init_process_group(
+            "in_python", store=dist.PrefixStore("again", store), rank=rank, world_size=world_size
+        )
+        assert isinstance(dist.group.WORLD, PythonGroup)
+    config = ds_config(clip=1.0, stage=stage, stage3_param_persistence_threshold=0)
+    engine, _ = start(toy(), config)
+    return step(engine, [split(batch, world_size)[rank] for batch in toy_batches(3)])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_engine_trains_beside_a_default_group_in_python(stage: int) -> None:
+    expected = run_on(2, _train, False, stage)
+    assert run_on(2, _train, True, stage) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import threading
 import weakref
@@ -11,19 +12,29 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zero
+from tests.dist.comm.test_compression import GRADIENTS
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import (
     LR,
+    Curve,
     adamw,
+    assert_equal,
     assert_same_weights,
+    curve_on,
     ds_config,
+    sgd_engine,
     start,
     step,
     train_zero,
 )
+from tests.parity.models import batches, build
+from tests.parity.test_whole_tensor import MAKE as MAKE_WHOLE
 from tests.processes import on_ranks, run_on
+from zero.errors import UsageError
+from zero.fragments import safe_get_full_fp32_param
 
 CONFIG = ds_config(stage3_param_persistence_threshold=30)
 
@@ -125,3 +136,116 @@ def test_an_engine_goes_with_its_last_reference(rank, world_size):
             pass  # the Python object of a tensor may need one more collection
         threads.append(threading.active_count())
     assert engine() is None and threads[-1] == threads[0]
+
+
+# -- tensors that share memory with a parameter: the hunt has more of them, and tied parameters
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, 4, bias=False)
+        self.two = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(x)).square().mean()
+
+
+def part(model: Pair) -> None:
+    model.two.weight = nn.Parameter(model.one.weight.data[:2])
+
+
+def buffer(model: Pair) -> None:
+    model.register_buffer("rows", model.one.weight.data[1:3])
+
+
+def cached(model: Pair) -> None:
+    model.kept = {"views": [model.one.weight.t()]}
+
+
+def one_allocation(model: Pair) -> None:
+    """As safetensors and recurrent layers do: disjoint parts of one storage."""
+    whole = torch.randn(8, 4)
+    model.one.weight = nn.Parameter(whole[:4])
+    model.two.weight = nn.Parameter(whole[4:])
+
+
+def columns(model: Pair) -> None:
+    """Parts of one matrix, whose rows lie among each other."""
+    one, two = torch.randn(4, 8).chunk(2, dim=1)
+    model.one.weight = nn.Parameter(one)
+    model.two.weight = nn.Parameter(two)
+
+
+SHARED = {
+    columns: "parameter 'two.weight' shares the memory of parameter 'one.weight'.*same object",
+    part: "parameter '(two|one).weight' shares the memory of parameter '(one|two).weight'",
+    buffer: "buffer 'rows' shares the memory of parameter 'one.weight'.*clone",
+    cached: "tensor 'kept' shares the memory of parameter 'one.weight'.*in forward",
+}
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (3, 2)])
+@on_ranks()
+def test_shared_memory_is_refused(rank, world_size, stage):
+    for alias, says in SHARED.items():
+        model = Pair()
+        alias(model)
+        with pytest.raises(UsageError, match=says):
+            sgd_engine(model, stage=stage)
+
+
+def quantized_is_refused(rank: int, world_size: int) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda module, name: name == "0")
+    model[0].weight.requires_grad_()
+    with pytest.raises(UsageError, match=r"'0\.weight' is a \w+, whose values are in other"):
+        sgd_engine(model)
+
+
+def test_trained_weights_that_torchao_has_quantized_are_refused_by_name():
+    pytest.importorskip("torchao")
+    run_on(1, quantized_is_refused)
+
+
+@on_ranks(2)
+def test_what_cannot_come_apart_is_accepted(rank, world_size):
+    model = Pair()
+    one_allocation(model)
+    model.all = [model.one.weight, model.two.weight]
+    sgd_engine(model)
+
+
+# -- the engine's own tensors have their own dtypes:
+
+
+MAKE = {"AdamW": adamw, "Muon": MAKE_WHOLE["Muon"]}
+
+
+def trained(
+    rank: int, world_size: int, section: dict[str, Any], optimizer: str, default: torch.dtype
+) -> Curve:
+    """As on machines of two ranks. The weights are read in fp32."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    engine, _ = start(build("llama"), ds_config(**section), make=MAKE[optimizer])
+    torch.set_default_dtype(default)
+    curve = train_zero(engine, batches("llama", 2))
+    curve.weights = {
+        name: safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()
+    }
+    return curve
+
+
+@pytest.mark.parametrize(
+    ("world_size", "section", "optimizer"),
+    [(2, {}, "Muon"), (4, {"mics_shard_size": 2}, "AdamW"), (4, GRADIENTS, "AdamW")],
+    ids=["whole tensors", "replicas", "codes between machines"],
+)
+def test_a_default_dtype_that_scripts_set_changes_nothing(world_size, section, optimizer):
+    found, expected = (
+        curve_on(world_size, trained, section, optimizer, default)
+        for default in (torch.bfloat16, torch.float32)
+    )
+    assert_equal(found, expected)

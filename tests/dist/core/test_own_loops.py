@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
 import zero
+from tests.dist.toys import messages
 from tests.dist.training import sgd_engine
 from tests.processes import on_ranks, run_on
 from tests.tolerance import assert_close
@@ -229,3 +232,136 @@ def test_parts_of_a_parameter_that_is_a_group_by_itself(rank, world_size):
     torch.testing.assert_close(squares.sqrt().item(), engine.get_global_grad_norm())
     fragments.safe_set_full_fp32_param(values[0], torch.arange(5.0))
     assert torch.equal(fragments.safe_get_full_fp32_param(values[0]), torch.arange(5.0))
+
+
+# -- scripts that work on `.grad` themselves, which has no effect: they are told once
+
+
+def clips_norm(model: nn.Module) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def clamps_the_largest(model: nn.Module) -> None:
+    param = max(model.parameters(), key=torch.Tensor.numel)
+    if param.grad is not None:
+        param.grad.view(-1).clamp_(min=0.1)
+
+
+def replaces(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad = param.grad * 0.5
+
+
+def clears(model: nn.Module) -> None:
+    model.to("cpu")
+    for param in model.parameters():
+        assert param.grad is None or param.grad.shape == param.shape
+    model.zero_grad(set_to_none=False)
+    model.zero_grad()
+
+
+def nothing(model: nn.Module) -> None: ...
+
+
+def train(
+    rank: int, world_size: int, stage: int, work: Callable[[nn.Module], None], every: int = 1
+) -> tuple[list[torch.Tensor], list[str]]:
+    told = messages()
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    engine = sgd_engine(model, stage=stage, accumulation=2)
+    generator = torch.Generator().manual_seed(rank)
+    for micro in range(2 * 3):
+        engine.backward(engine(torch.randn(3, 4, generator=generator)).square().mean())
+        if micro % every == every - 1:
+            work(model)
+        engine.step()
+        assert all(param.grad is None for param in model.parameters()) or engine.global_steps == 0
+    with zero.GatheredParameters(model.parameters()):
+        weights = [param.detach().clone() for param in model.parameters()]
+    return weights, [text for text in told if "has no effect" in text]
+
+
+# Each in a process of its own, which is told once.
+@pytest.mark.parametrize("work", [clips_norm, clamps_the_largest, replaces, clears])
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_work_on_gradients_is_told_once_and_has_no_effect(rank, world_size, stage, work):
+    (expected, nothing_said), (weights, texts) = [
+        train(rank, world_size, stage, each) for each in (nothing, work)
+    ]
+    assert all(map(torch.equal, weights, expected)) and nothing_said == []
+    if work is clears:
+        assert texts == []
+    else:
+        (text,) = texts
+        assert "`gradient_clipping` in the configuration" in text
+
+
+@pytest.mark.parametrize("every", [2, 4])
+def test_work_at_the_end_of_a_step_is_told(every):
+    """Not in the first micro-batch, and not in the first step."""
+    for _, texts in run_on(2, train, 3, clips_norm, every):
+        assert len(texts) == 1
+
+
+def hooked(rank: int, world_size: int, steps: int) -> list[str]:
+    told = messages()
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    model[1].weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(0.1))
+    sgd_engine(model, accumulation=steps)
+    return [text for text in told if "register_post_accumulate_grad_hook" in text]
+
+
+def test_a_hook_that_sees_no_sum_is_named():
+    assert run_on(1, hooked, 1) == [[]]
+    (texts,) = run_on(1, hooked, 3)
+    assert len(texts) == 1 and texts[0].startswith("1.weight")
+
+
+# -- a script that cuts the graph in two, and carries the gradient over the cut itself
+
+
+CUT_WIDTH, CUTS, RATE = 4, 2, 0.1
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(CUT_WIDTH, CUT_WIDTH), nn.Linear(CUT_WIDTH, CUT_WIDTH))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("by_engine", [False, True])
+@on_ranks(2)
+def test_gradients_carried_by_the_script(rank, world_size, stage, by_engine):
+    """They are those of plain torch if the script runs all backwards.
+
+    After `engine.backward` they are divided by the accumulation twice, which a warning tells once.
+    """
+    trained, reference = model(), model()
+    engine = sgd_engine(trained, RATE, stage=stage, accumulation=CUTS)
+    warnings = messages()
+    inputs = torch.randn(CUTS, world_size, 3, CUT_WIDTH)
+    for part in inputs:
+        hidden = trained[0](part[rank])
+        given = hidden.detach().requires_grad_()
+        loss = trained[1](given).square().mean()
+        if by_engine:
+            engine.backward(loss)
+        else:
+            engine.scale(loss).backward()
+        hidden.backward(given.grad)
+        engine.step()
+    losses = [reference(x).square().mean() for x in inputs.flatten(0, 1)]
+    (sum(losses) / len(losses)).backward()
+    with zero.GatheredParameters(trained.parameters()):
+        for (name, param), plain in zip(
+            trained.named_parameters(), reference.parameters(), strict=True
+        ):
+            first_layer = name.startswith("0.")
+            factor = 1 / CUTS if by_engine and first_layer else 1.0
+            expected = plain.detach() - RATE * factor * plain.grad
+            assert_close(param.detach(), expected, 100, 2, name)
+    told = [warning for warning in warnings if "twice" in warning and "engine.scale" in warning]
+    assert len(told) == by_engine, warnings

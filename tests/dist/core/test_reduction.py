@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.dist.toys import BLOCK, after_each, toy, toy_batches
-from tests.dist.training import assert_same_weights, ds_config, start, step, train_zero
+from tests.dist.training import assert_same_weights, ds_config, sgd_engine, start, step, train_zero
 from tests.processes import on_ranks, run_on
 from zero.comm.communicator import Communicator
 from zero.comm.work import Pending
@@ -270,3 +270,16 @@ def test_gradients_are_summed_in_the_configured_dtype(world_size, stage):
     for name in (None, "fp32"):
         assert run_on(world_size, summed, stage, name)[0] == ([0.5 + 2.0**-9], torch.float32)
     assert run_on(world_size, summed, stage, "bf16")[0] == ([0.5], torch.bfloat16)
+
+
+# -- `sub_group_size`: how many elements are updated at a time
+
+
+def many_sub_groups(rank: int, world_size: int) -> int:
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Linear(128, 128))
+    return len(sgd_engine(model, sub_group_size=8).optimizer.sub_groups)
+
+
+def test_tiny_sub_groups_are_merged():
+    """A rank has 16,512 elements in one or two groups."""
+    assert max(run_on(2, many_sub_groups)) <= 2 * 65
