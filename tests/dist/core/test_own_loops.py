@@ -13,7 +13,7 @@ from torch import nn
 
 import zero
 from tests.dist.toys import messages
-from tests.dist.training import sgd_engine
+from tests.dist.training import assert_gradients, sgd_engine
 from tests.processes import on_ranks, run_on
 from tests.tolerance import assert_close
 from zero import fragments
@@ -76,17 +76,6 @@ def tokens(step: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(0, 16, (2, ROWS), generator=generator).unbind()
 
 
-def follows(engine: zero.ZeroEngine, reference: nn.Module, world_size: int) -> None:
-    """Assert that the engine's gradients are those of `reference`, whose losses were summed over
-    ranks.
-    """
-    for (name, param), expected in zip(
-        engine.module.named_parameters(), reference.parameters(), strict=True
-    ):
-        found = fragments.safe_get_full_grad(param)
-        assert_close(found, expected.grad / world_size, TERMS, what=name)
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @on_ranks(2)
 def test_loss_backward_of_the_script(rank, world_size, stage):
@@ -98,7 +87,7 @@ def test_loss_backward_of_the_script(rank, world_size, stage):
             for part in range(world_size):
                 (reference(*tokens(step, 2 * part + micro)) / 2).backward()
             if engine.is_gradient_accumulation_boundary():
-                follows(engine, reference, world_size)
+                assert_gradients(engine.module, reference, world_size, TERMS)
             engine.step()
         with torch.no_grad():
             for param in reference.parameters():
@@ -116,7 +105,7 @@ def test_two_engines_under_one_loss(rank, world_size):
     for part in range(world_size):
         ((references[0](*tokens(0, part)) + 5 * references[1](*tokens(1, part))) / 2).backward()
     for engine, reference in zip(engines, references, strict=True):
-        follows(engine, reference, world_size)
+        assert_gradients(engine.module, reference, world_size, TERMS)
 
 
 def no_sync(rank: int, world_size: int, stage: int) -> str:
@@ -133,7 +122,7 @@ def no_sync(rank: int, world_size: int, stage: int) -> str:
     engine.backward(engine(*tokens(1, rank)))
     for part in range(world_size):
         (reference(*tokens(0, part)) + reference(*tokens(1, part))).backward()
-    follows(engine, reference, world_size)
+    assert_gradients(engine.module, reference, world_size, TERMS)
     engine.zero_grad()
     weight, before = engine.module.layer.weight, reference.layer.weight.detach()
     with engine.no_sync():

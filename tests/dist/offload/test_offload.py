@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import logging
 import os
 import re
@@ -224,19 +225,15 @@ def assert_only_foreign_files(folder: Path) -> None:
 @contextmanager
 def full_from(call: str, number: int):
     """Context in which `call` of `os` finds no space from its `number`-th time on."""
-    healthy, calls = getattr(os, call), []
+    healthy, calls = getattr(os, call), itertools.count()
 
     def may_fail(*args: object) -> object:
-        calls.append(args)
-        if len(calls) > number:
+        if next(calls) >= number:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return healthy(*args)
 
-    setattr(os, call, may_fail)
-    try:
+    with mock.patch.object(os, call, may_fail):
         yield
-    finally:
-        setattr(os, call, healthy)
 
 
 def half_trained(rank: int, world_size: int, folder: str, checkpoint: str) -> Curve:
@@ -340,17 +337,14 @@ def test_what_happens_to_the_folder_does_not_reach_training(tmp_path):
 def on_a_slow_disk(rank: int, world_size: int, folder: str, delay: float) -> Curve:
     """Rank 0's disk takes `delay` seconds for each transfer, and the other rank waits for it."""
     watchdog.APART = 0.5
-    for call in ("preadv", "pwritev") if rank == 0 else ():
-        setattr(os, call, slowed(getattr(os, call), delay))
-    return train_zero(engine_on(folder, FILES, PIPELINED), batches("t5", 3))
 
-
-def slowed(call: Callable[..., int], delay: float) -> Callable[..., int]:
-    def slow(*args: object) -> int:
+    def slow(call: Callable[..., int], *args: object) -> int:
         time.sleep(delay)
         return call(*args)
 
-    return slow
+    for name in ("preadv", "pwritev") if rank == 0 else ():
+        setattr(os, name, partial(slow, getattr(os, name)))
+    return train_zero(engine_on(folder, FILES, PIPELINED), batches("t5", 3))
 
 
 def test_a_slow_disk_gives_the_right_result_and_is_no_hang(tmp_path):

@@ -18,6 +18,7 @@ from tests.dist.checkpoint.test_checkpoint import (
     STEPS,
 )
 from tests.dist.core.test_engine import Measuring
+from tests.dist.toys import after_each
 from tests.dist.training import (
     Curve,
     assert_equal,
@@ -59,20 +60,12 @@ def order_of_a_step(rank: int, world_size: int, folder: str | None) -> str:
     config = ds_config(stage3_param_persistence_threshold=0, **in_files(folder))
     engine, _optimizer = start(build("llama"), config, make=MAKE["Muon"])
     train_zero(engine, batches("llama", 1))
-
-    def note(owner: type, name: str, letter: str) -> None:
-        original = getattr(owner, name)
-
-        def noted(*args):
-            happened.append(letter)
-            return original(*args)
-
-        setattr(owner, name, noted)
-
-    note(MuonWithAdamW, "step", "U")
-    note(GatheredForStep, "start", "s")
-    note(GatheredForStep, "return_masters", "r")
-    train_zero(engine, batches("llama", 1))
+    with (
+        after_each(MuonWithAdamW, "step", lambda _: happened.append("U")),
+        after_each(GatheredForStep, "start", lambda _: happened.append("s")),
+        after_each(GatheredForStep, "return_masters", lambda _: happened.append("r")),
+    ):
+        train_zero(engine, batches("llama", 1))
     assert engine.comm.clock.waits["step", "whole tensors"] > 0
     return "".join(happened)
 
