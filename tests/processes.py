@@ -139,15 +139,8 @@ def torchrun(
 
     For a module, `script` is "-m" and the module's name comes first in `args`.
     """
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(nproc),
-    ]
-    return run([*launcher, script, *args], **others)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+    return run([*launcher, str(nproc), script, *args], **others)
 
 
 def kill_tree(pid: int) -> None:

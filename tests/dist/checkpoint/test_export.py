@@ -1,5 +1,5 @@
-"""Consolidated weights, of an engine and of a checkpoint: they are right, only rank 0 has them, saving
-takes the memory of two groups, and `from_pretrained` and the command line read them.
+"""Consolidated weights, of an engine and of a checkpoint: they are right, only rank 0 has them,
+saving takes the memory of two groups, and `from_pretrained` and the command line read them.
 """
 
 from __future__ import annotations

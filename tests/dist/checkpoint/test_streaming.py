@@ -15,7 +15,6 @@ import zero
 from tests.dist.toys import BLOCK, toy, toy_batches
 from tests.dist.training import ds_config, start, step, weights_of
 from tests.processes import on_ranks, run_on
-from zero.core.sharded_param import ShardedParameter
 from zero.errors import UsageError
 from zero.streaming import GatheredWhenRead
 
@@ -188,33 +187,3 @@ def test_an_error_leaves_the_model_as_it_was(rank, world_size):
     assert not any(getattr(module, "merged_adapters", None) for module in model.modules())
     with pytest.raises(ValueError, match="GatheredParameters"):
         model.base_model.model.blocks[0].up.base_layer.weight.sum()
-
-
-@on_ranks(2)
-def test_single_parameters_are_gathered_by_themselves(rank, world_size):
-    """A loop over single parameters gathers each one alone, also with a forward inside."""
-    true = weights_of(toy())
-    engine, _ = start(toy(), ds_config(**SHARDED))
-    sent = engine.comm.elements
-    before = sent["broadcast"] + sent["all_gather"]
-    for name, param in engine.module.named_parameters():
-        with zero.GatheredParameters([param]):
-            assert torch.equal(param, true[name]), name
-            assert engine.residency.live <= max(value.numel() for value in true.values())
-        assert isinstance(param, ShardedParameter) and engine.residency.live == 0
-    gathered = sent["broadcast"] + sent["all_gather"] - before
-    assert gathered <= sum(value.numel() for value in true.values()) + 2
-    up, down = (engine.module.blocks[0].get_submodule(name).weight for name in ("up", "down"))
-    with zero.GatheredParameters([up]):
-        with torch.no_grad():
-            engine(**toy_batches(1)[0])
-        assert torch.equal(up, true["blocks.0.up.weight"]) and isinstance(down, ShardedParameter)
-        with zero.GatheredParameters(engine.module.blocks[0].parameters()):
-            assert torch.equal(down, true["blocks.0.down.weight"])
-        assert torch.equal(up, true["blocks.0.up.weight"]) and isinstance(down, ShardedParameter)
-        with zero.GatheredParameters([up], modifier_rank=0), torch.no_grad():
-            up.zero_()
-    with zero.GatheredParameters([up]):
-        assert up.eq(0).all()
-    engine.reshard()
-    assert isinstance(up, ShardedParameter) and engine.residency.live == 0

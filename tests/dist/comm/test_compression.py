@@ -30,7 +30,6 @@ from zero.build import make_training_comm
 from zero.comm.communicator import communicator
 from zero.comm.quantized import (
     BLOCK,
-    SCALE_BYTES,
     CompressedCommunicator,
     decode,
     encode,
@@ -116,12 +115,6 @@ def test_a_value_that_is_not_finite_is_still_noticed(bits, bad):
 def test_16_bit_values_are_rounded_once_more_only():
     values = torch.randn(4 * BLOCK).bfloat16()
     assert torch.equal(coded(values, 8), coded(values.float(), 8).bfloat16())
-
-
-@pytest.mark.parametrize(("bits", "bytes_of_block"), [(8, BLOCK), (4, BLOCK // 2)])
-def test_a_message_takes_a_byte_or_half_a_byte_for_a_value_and_its_scales(bits, bytes_of_block):
-    """That ranks send no more is in `tests/dist/tools/test_estimate.py`."""
-    assert message_bytes(5 * BLOCK, bits) == 5 * (bytes_of_block + SCALE_BYTES)
 
 
 # -- messages between ranks

@@ -38,7 +38,7 @@ from tests.dist.training import (
 )
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
-from tests.processes import run_on
+from tests.processes import on_ranks, run_on
 from zero.comm import traffic, watchdog
 from zero.offload import tiers
 from zero.offload.nvme import ScratchFile
@@ -88,32 +88,23 @@ def assert_second_half(found: Curve) -> None:
 # -- settings
 
 
-def settings_seen(rank: int, world_size: int, folder: str) -> dict:
+@on_ranks(1)
+def test_the_aio_section_and_the_buffers_act(rank, world_size, tmp_path):
     aio = {"block_size": 8192, "queue_depth": 6, "thread_count": 2}
     buffers = {"buffer_count": 3, "buffer_size": 700}
-    engine = engine_on(folder, FILES | buffers, PIPELINED, aio=aio)
+    engine = engine_on(str(tmp_path), FILES | buffers, PIPELINED, aio=aio)
     files = {shard.tier.file for shard in engine.optimizer.shards.values()}
     (file,) = files | {group.tier.file for group in engine.groups if group.tier.file is not None}
-    return {"settings": file.settings, "ahead": engine.schedule.prefetch_bucket_size}
+    assert {key: getattr(file.settings, key) for key in aio} == aio
+    assert engine.schedule.prefetch_bucket_size == 3 * 700
 
 
-def test_the_aio_section_and_the_buffers_act(tmp_path):
-    found = run_on(1, settings_seen, str(tmp_path))[0]
-    settings = found["settings"]
-    assert (settings.block_size, settings.queue_depth, settings.thread_count) == (8192, 6, 2)
-    assert found["ahead"] == 3 * 700
-
-
-def timed(rank: int, world_size: int, folder: str) -> str:
-    engine = engine_on(folder, FILES, PIPELINED, wall_clock_breakdown=True)
+@on_ranks(1)
+def test_times_are_counted_by_phase(rank, world_size, tmp_path):
+    engine = engine_on(str(tmp_path), FILES, PIPELINED, wall_clock_breakdown=True)
     with redirect_stderr(io.StringIO()) as printed:
         train_zero(engine, batches("t5", 3))
-    return printed.getvalue()
-
-
-def test_times_are_counted_by_phase(tmp_path):
-    printed = run_on(1, timed, str(tmp_path))[0].splitlines()
-    lines = [line for line in printed if line.startswith("step ")]
+    lines = [line for line in printed.getvalue().splitlines() if line.startswith("step ")]
     assert [line.split(":")[0] for line in lines] == ["step 1", "step 2", "step 3"]
     assert all("forward" in line and "backward" in line and "file" in line for line in lines)
 
@@ -236,13 +227,6 @@ def full_from(call: str, number: int):
         yield
 
 
-def half_trained(rank: int, world_size: int, folder: str, checkpoint: str) -> Curve:
-    engine = engine_on(folder, FILES, PIPELINED)
-    curve = train_zero(engine, batches("t5", STEPS // 2))
-    engine.save_checkpoint(checkpoint)
-    return curve
-
-
 def full_disk(
     rank: int, world_size: int, folder: str, checkpoint: str, call: str, numbers: list[int]
 ) -> tuple[list[str], Curve]:
@@ -277,13 +261,11 @@ def test_a_disk_that_is_full_within_a_step_is_an_error_and_a_checkpoint_mends_it
 ):
     folder, checkpoint = tmp_path / "files", str(tmp_path / "checkpoint")
     put_foreign_files(folder)
-    curve_on(1, half_trained, str(folder), checkpoint)
+    curve_on(1, written_and_read, str(folder), checkpoint, True, True)
     errors, curve = run_on(1, full_disk, str(folder), checkpoint, call, numbers, timeout=300)[0]
     for error in errors:
         assert "No space left on device" in error and remedy in error and str(folder) in error
-    expected = curve_on(1, plain)
-    assert curve.losses == expected.losses[STEPS // 2 :]
-    assert_same_weights(curve.weights, expected.weights)
+    assert_second_half(curve)
     assert_only_foreign_files(folder)
 
 
