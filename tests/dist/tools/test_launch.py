@@ -239,23 +239,16 @@ print(" ".join([*map(os.environ.get, names), *sys.argv[1:], str(len(cores))]))
 """
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ("--include localhost:0", "0 1 0 0 --local_rank=0 x 1"),
-        ("-i localhost:0 --no_local_rank", "0 1 0 0 x 1"),
-    ],
-)
-def test_ranks_on_this_machine_alone(tmp_path: Path, options: str, line: str):
+def test_ranks_on_this_machine_alone(tmp_path: Path):
     (tmp_path / "x.py").write_text(HERE_SCRIPT)
-    core = min(os.sched_getaffinity(0))
-    words = [*options.split(), "--bind_cores_to_rank", "--bind_core_list", str(core)]
+    core = str(min(os.sched_getaffinity(0)))
+    words = ["-i", "localhost:0", "--bind_cores_to_rank", "--bind_core_list", core]
     done = fork_ranks(
         "-m", "zero", "launch", *words, tmp_path / "x.py", "x", nproc=0, timeout=60,
         imported="zero", cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": "5"},
     )  # fmt: skip
-    assert (done.returncode, done.stdout.splitlines()) == (0, [line]), done.stderr
-    assert "CUDA_VISIBLE_DEVICES is ignored" in done.stderr
+    assert done.stdout.splitlines() == ["0 1 0 0 --local_rank=0 x 1"], done.stderr
+    assert done.returncode == 0 and "CUDA_VISIBLE_DEVICES is ignored" in done.stderr
 
 
 def test_without_ssh_a_host_starts_its_own_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -306,7 +299,6 @@ def test_slots_are_chosen_as_deepspeed_does(options: dict, chosen: dict):
         ({"exclude": "b:2"}, "host b has slots 0 to 1, not 2"),
         ({"include": "b:1-0"}, "host b: 1-0: a range ends before it begins"),
         ({"include": "a:x"}, "host a: x is not a list of numbers"),
-        ({"include": f"b:0-{HUGE}"}, "host b: 0-1000.* is not a list of numbers"),
         ({"include": "a", "exclude": "b"}, "not both"),
         ({"exclude": "a@b"}, "no slot is left"),
         ({"num_nodes": 3}, "2 hosts can be used"),
