@@ -254,6 +254,19 @@ def test_frozen_tied_scalar_and_unsharded_values(world_size, tmp_path):
     assert read_manifest(locate(tmp_path, None)).tied == {"last.weight": "first.weight"}
 
 
+@on_ranks(2)
+def test_frozen_parameters_may_be_left_out(rank, world_size, tmp_path):
+    engine, other = odd_engine(3, 10**5), odd_engine(4, 10**5)
+    kept = [other.module.frozen.weight.detach().clone(), other.module.order.flip(0)]
+    other.module.order.data.copy_(kept[1])
+    engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    other.load_checkpoint(tmp_path)
+    assert not {"weights/frozen.weight", "plain/order"} & stored(tmp_path).keys()
+    assert torch.equal(other.module.frozen.weight, kept[0])
+    assert torch.equal(other.module.order, kept[1])
+    assert torch.equal(other.module.first.weight, engine.module.first.weight)
+
+
 def progress(engine: zero.ZeroEngine) -> tuple:
     scheduler = engine.lr_scheduler.last_batch_iteration
     return engine.global_steps, engine.scaler.scale, scheduler, bool(engine.optimizer.state)

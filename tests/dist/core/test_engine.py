@@ -138,7 +138,7 @@ def test_an_engine_goes_with_its_last_reference(rank, world_size):
     assert engine() is None and threads[-1] == threads[0]
 
 
-# -- tensors that share memory with a parameter: the hunt has more of them, and tied parameters
+# -- tensors that share memory with a parameter
 
 
 class Pair(nn.Module):
@@ -151,16 +151,10 @@ class Pair(nn.Module):
         return self.two(self.one(x)).square().mean()
 
 
-def part(model: Pair) -> None:
-    model.two.weight = nn.Parameter(model.one.weight.data[:2])
-
-
-def buffer(model: Pair) -> None:
-    model.register_buffer("rows", model.one.weight.data[1:3])
-
-
-def cached(model: Pair) -> None:
-    model.kept = {"views": [model.one.weight.t()]}
+def frozen_twins(model: Pair) -> None:
+    model.two.weight = nn.Parameter(model.one.weight.data)
+    model.requires_grad_(False)
+    model.three = nn.Linear(4, 4)
 
 
 def one_allocation(model: Pair) -> None:
@@ -177,20 +171,36 @@ def columns(model: Pair) -> None:
     model.two.weight = nn.Parameter(two)
 
 
-SHARED = {
-    columns: "parameter 'two.weight' shares the memory of parameter 'one.weight'.*same object",
-    part: "parameter '(two|one).weight' shares the memory of parameter '(one|two).weight'",
-    buffer: "buffer 'rows' shares the memory of parameter 'one.weight'.*clone",
-    cached: "tensor 'kept' shares the memory of parameter 'one.weight'.*in forward",
-}
+def shares(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Pair], None]:
+    """The second weight is made of the first one."""
+    return lambda model: setattr(model.two, "weight", nn.Parameter(change(model.one.weight.data)))
+
+
+PHASE = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+# What is done to the model, and what the error says.
+SHARED: list[tuple[Callable[[Pair], Any], str]] = [
+    (shares(lambda data: data), "parameter 'two.weight' shares .* 'one.weight'.*same object"),
+    (shares(torch.t), "parameter 'two.weight' shares the memory of parameter 'one.weight'"),
+    (shares(lambda data: data[:2]), "'(two|one).weight' shares .* '(one|two).weight'"),
+    (columns, "parameter 'two.weight' shares the memory of parameter 'one.weight'"),
+    (
+        lambda model: model.register_buffer("rows", model.one.weight.data[1:3]),
+        "buffer 'rows' shares the memory of parameter 'one.weight'.*clone",
+    ),
+    (
+        lambda model: setattr(model, "kept", {"views": [model.one.weight.t()]}),
+        "tensor 'kept' shares the memory of parameter 'one.weight'.*in forward",
+    ),
+    (lambda model: setattr(model, "phase", PHASE), "'phase' is complex.*view_as_real"),
+]
 
 
 @pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (3, 2)])
 @on_ranks()
-def test_shared_memory_is_refused(rank, world_size, stage):
-    for alias, says in SHARED.items():
+def test_shared_memory_and_complex_numbers_are_refused(rank, world_size, stage):
+    for change, says in SHARED:
         model = Pair()
-        alias(model)
+        change(model)
         with pytest.raises(UsageError, match=says):
             sgd_engine(model, stage=stage)
 
@@ -212,10 +222,11 @@ def test_trained_weights_that_torchao_has_quantized_are_refused_by_name():
 
 @on_ranks(2)
 def test_what_cannot_come_apart_is_accepted(rank, world_size):
-    model = Pair()
-    one_allocation(model)
-    model.all = [model.one.weight, model.two.weight]
-    sgd_engine(model)
+    for change in (frozen_twins, one_allocation):
+        model = Pair()
+        change(model)
+        model.all = [model.one.weight, model.two.weight]
+        sgd_engine(model)
 
 
 # -- the engine's own tensors have their own dtypes:

@@ -160,6 +160,22 @@ def test_an_exception_leaves_the_values_and_nothing_gathered(rank, world_size):
     assert loss == loss
 
 
+@on_ranks(2)
+def test_changes_without_a_modifier_rank_are_refused_on_request(rank, world_size):
+    """Under `Init` and in an engine, and they are undone."""
+    config = ds_config(stage3_param_persistence_threshold=30, enable_sanity_checks=True)
+    with zero.Init(config_dict_or_path=config):
+        model = toy()
+    weight = model.head.weight
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"modification of (head\.)?weight"):
+            with torch.no_grad(), zero.GatheredParameters(weight):
+                weight.zero_()
+        start(model, config)
+    with zero.GatheredParameters(weight):
+        assert weight.any()
+
+
 def different_writers(rank: int, world_size: int, whole: bool) -> str:
     model = toy()
     start(model, ds_config(stage3_param_persistence_threshold=0))
@@ -377,4 +393,7 @@ def test_views_of_a_weight_that_a_forward_has_kept(rank, world_size, grad):
             check()
             engine.step()
             check()
+    with zero.GatheredParameters(model[0].weight, modifier_rank=1), torch.no_grad():
+        model[0].weight.mul_(0.5)
+    check()
     assert engine.residency.live == 0

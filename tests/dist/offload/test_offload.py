@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, redirect_stderr
@@ -294,7 +295,7 @@ def test_a_disk_that_is_full_on_one_rank_ends_the_job_with_its_error(tmp_path):
     assert_only_foreign_files(tmp_path)
 
 
-# -- a folder that somebody removes
+# -- a folder or a file that somebody removes or changes, or leaves behind
 
 
 def without_its_folder(rank: int, world_size: int, folder: str, checkpoint: str) -> Curve:
@@ -311,6 +312,36 @@ def test_what_happens_to_the_folder_does_not_reach_training(tmp_path):
     folder, checkpoint = tmp_path / "files", tmp_path / "checkpoint"
     found = curve_on(1, without_its_folder, str(folder), str(checkpoint))
     assert_equal(found, curve_on(1, plain))
+
+
+@on_ranks(1)
+def test_a_file_that_was_cut_is_an_error(rank, world_size, tmp_path):
+    """The file has no name, so only a process that searches /proc can cut it."""
+    engine = engine_on(str(tmp_path), FILES, IN_STEP)
+    train_zero(engine, batches("t5", 1))
+    file = next(group.tier.file for group in engine.groups if group.tier.file is not None)
+    os.ftruncate(file._file, 0)
+    with pytest.raises(OSError, match=f"reading from {tmp_path}, .*the file ends"):
+        train_zero(engine, batches("t5", 1))
+
+
+def killed_in_a_step(rank: int, world_size: int, folder: str) -> None:
+    write, calls = os.pwritev, itertools.count()
+
+    def writes(*args: object) -> int:
+        if next(calls) == 200:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(*args)
+
+    with mock.patch.object(os, "pwritev", writes):
+        train_zero(engine_on(folder, FILES, PIPELINED), batches("t5", 100))
+
+
+def test_a_job_that_is_killed_in_a_step_leaves_nothing(tmp_path):
+    put_foreign_files(tmp_path)
+    with pytest.raises(RuntimeError, match=f"code {-signal.SIGKILL}"):
+        run_on(1, killed_in_a_step, str(tmp_path))
+    assert_only_foreign_files(tmp_path)
 
 
 # -- a disk that is slow
