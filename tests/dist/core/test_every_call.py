@@ -69,8 +69,18 @@ def made(model: nn.Module, settings: dict) -> ZeroEngine:
     return start(model, ds_config(**settings))[0]
 
 
-def every_call(rank: int, world_size: int, settings: dict) -> int:
-    """Returns the number of exceptions that were planted."""
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"stage": 1},
+        {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        {"stage": 3, "stage3_param_persistence_threshold": 0},
+    ],
+    ids=["1", "2-offload", "3"],
+)
+@on_ranks()
+def test_an_exception_in_any_call_of_a_step(rank, world_size, settings):
     planted = 0
     while True:
         torch.manual_seed(0)
@@ -88,27 +98,14 @@ def every_call(rank: int, world_size: int, settings: dict) -> int:
             sys.setprofile(None)
         engine.destroy()
         if plant.left > 0:
-            return planted
+            break
         planted += 1
         engine = made(model, settings)
         one_step(engine, 3)
         with zero.GatheredParameters(list(model.parameters())):
             assert all(param.isfinite().all() for param in model.parameters())
         engine.destroy()
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"stage": 1},
-        {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-        {"stage": 3, "stage3_param_persistence_threshold": 0},
-    ],
-    ids=["1", "2-offload", "3"],
-)
-def test_an_exception_in_any_call_of_a_step(settings: dict, world_size: int):
-    assert min(run_on(world_size, every_call, settings)) > 10
+    assert planted > 10
 
 
 # -- faults on some rank, or on all
@@ -248,7 +245,8 @@ def test_tensors_outside_of_an_engine_may_have_any_attributes():
     assert not hasattr(param, "ds_id")
 
 
-def backward_missing(rank: int, world_size: int) -> list[float]:
+@on_ranks(2, timeout=LIMIT)
+def test_ranks_still_exchange_in_the_same_backwards_after_a_missing_one(rank, world_size):
     """In the second step, rank 1 alone has no second backward."""
     engine, _ = start(toy(), ds_config(stage=1, accumulation=3))
     trained(engine, 3)
@@ -260,12 +258,8 @@ def backward_missing(rank: int, world_size: int) -> list[float]:
     with pytest.raises(UsageError, match="backwards since the last step: 3 on rank 0, 2 on"):
         engine.step()
     engine.zero_grad()
-    return [*trained(engine, 1), *trained(engine, 9)]
-
-
-def test_ranks_still_exchange_in_the_same_backwards_after_a_missing_one():
-    first, second = run_on(2, backward_missing, timeout=LIMIT)
-    assert len(first) == len(second) == 10
+    trained(engine, 1)
+    trained(engine, 9)
 
 
 @pytest.mark.parametrize(
@@ -299,19 +293,14 @@ def test_a_step_that_failed_does_not_count_and_can_be_repeated(rank, world_size,
     assert trained(engine, 2) == trained(reference, 2) != expected[:2]
 
 
-def checkpointing_alone(rank: int, world_size: int, stage: int) -> list[float]:
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2, timeout=LIMIT)
+def test_one_rank_alone_may_use_reentrant_checkpointing(rank, world_size, stage):
     def engine(checkpointing: str | None) -> zero.ZeroEngine:
         return start(toy(checkpointing=checkpointing), ds_config(**SHARDED | {"stage": stage}))[0]
 
     found = trained(engine("reentrant" if rank == 0 else None), 3)
     assert found == trained(engine(None), 3)
-    return found
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_one_rank_alone_may_use_reentrant_checkpointing(stage):
-    first, second = run_on(2, checkpointing_alone, stage, timeout=LIMIT)
-    assert first == second
 
 
 @on_ranks(2, timeout=LIMIT)
@@ -346,17 +335,12 @@ def test_replicas_have_one_kernel_or_none():
     assert all(map(torch.equal, first, second))
 
 
-def opening_monitors(rank: int, world_size: int) -> str:
+@on_ranks(2, timeout=LIMIT)
+def test_a_monitor_that_cannot_be_opened_is_an_error_on_all_ranks(rank, world_size):
     """Ranks of one tensor-parallel group have worlds of their own."""
     comm = communicator().split([[0], [1]], [[0, 1]])
     settings = load_config({"csv_monitor": {"enabled": True}, "train_batch_size": 1})
     engine: Any = SimpleNamespace(comm=comm, settings=settings)
     with mock.patch("zero.monitor.monitor.writers", side_effect=UsageError("planted")):
-        with pytest.raises(UsageError) as raised:
+        with pytest.raises(UsageError, match="planted"):
             monitor.make(engine)
-    return str(raised.value)
-
-
-def test_a_monitor_that_cannot_be_opened_is_an_error_on_all_ranks():
-    first, second = run_on(2, opening_monitors, timeout=LIMIT)
-    assert first == second and "planted" in first
