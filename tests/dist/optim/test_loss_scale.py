@@ -40,7 +40,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
     """At "x", gradients of the `broken` parameters are infinite on the last rank. `says`: the error
     in the last step, if there is one."""
     fp16 = {"enabled": bool(fp16), **fp16}
-    warmup = {"warmup_max_lr": LR, "warmup_num_steps": 100}
+    warmup = {"warmup_min_lr": LR / 2, "warmup_max_lr": LR, "warmup_num_steps": 100}
     config = ds_config(
         fp16=fp16,
         optimizer={"type": "AdamW", "params": {"lr": LR}},
