@@ -18,6 +18,7 @@ from tests.dist.training import (
     Make,
     adamw,
     assert_equal,
+    assert_same_weights,
     curve_on,
     ds_config,
     one_group,
@@ -57,12 +58,6 @@ def stored(folder: str | Path) -> dict[str, torch.Tensor]:
         tensors[key] = torch.full((entry.numel,), float("nan")).to(reader.dtype(key))
         reader.read([Slice.whole(key, tensors[key])])
     return tensors
-
-
-def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        assert found[key].dtype == value.dtype and torch.equal(found[key], value), key
 
 
 def train_save_train(
@@ -143,7 +138,7 @@ def test_other_ranks_stages_groups_and_cuts_hold_the_same_state(name, writer, re
     straight = curve_on(written, train_save_train, "llama", config, *given)
     resumed = curve_on(read, load_train, "llama", others, *given)
     again = tmp_path / f"again{read}"
-    assert_same_tensors(stored(again), stored(tmp_path))
+    assert_same_weights(stored(again), stored(tmp_path))
     if name not in ("Muon", "Whitened"):
         # The first multiplies in bf16, the second does not store its count of steps. Batches are
         # split differently. 1000 is about the inner lengths of three layers, the head and the loss,
@@ -176,7 +171,7 @@ def test_other_param_groups_hold_the_same_state(tmp_path):
     # running script.
     expected = [{"lr": 0.125, "weight_decay": 0.1}, {"lr": 0.125, "weight_decay": 0.0}]
     assert run_on(3, regroup, str(tmp_path), False) == [expected] * 3
-    assert_same_tensors(stored(tmp_path / "again"), stored(tmp_path))
+    assert_same_weights(stored(tmp_path / "again"), stored(tmp_path))
 
 
 class Odd(nn.Module):
@@ -289,7 +284,7 @@ def test_parts_of_a_checkpoint(rank, world_size, tmp_path):
     }.items():
         engine, _ = start(build("gpt2"), config)
         engine.load_checkpoint(tmp_path, **{option: option == "load_module_only"})
-        assert_same_tensors(engine._zero3_consolidated_16bit_state_dict() or {}, saved)
+        assert_same_weights(engine._zero3_consolidated_16bit_state_dict() or {}, saved)
         assert progress(engine) == expected
 
 
@@ -304,7 +299,7 @@ def test_engine_without_optimizer_takes_the_weights(rank, world_size, tmp_path):
     with pytest.raises(UsageError, match="holds no optimizer state"):
         trained.load_checkpoint(tmp_path)
     expected, found = (each._zero3_consolidated_16bit_state_dict() for each in (trained, engine))
-    assert_same_tensors(found or {}, expected or {})
+    assert_same_weights(found or {}, expected or {})
     assert {key.split("/")[0] for key in stored(tmp_path)} == {"weights"}
 
 

@@ -113,16 +113,13 @@ REFUSED: dict[str, Callable[[zero.ZeroEngine], Any]] = {
 }
 
 
-def refusals(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_is_refused_says_what_to_do(rank, world_size):
     engine, _ = start(toy(), CONFIG)
     for says, call in REFUSED.items():
         with pytest.raises(ValueError, match=re.escape(says)):
             call(engine)
     assert engine.to("cpu") is engine.float() is engine.to(torch.float32) is engine
-
-
-def test_what_is_refused_says_what_to_do():
-    run_on(2, refusals)
 
 
 @on_ranks(2)

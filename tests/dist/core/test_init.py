@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from tests.dist.training import (
     train_zero,
 )
 from tests.parity import models
-from tests.processes import on_ranks, run_on
+from tests.processes import on_ranks
 from zero.core.param_group import owning_group
 from zero.errors import UsageError
 
@@ -95,25 +94,19 @@ def test_no_rank_holds_more_than_its_shards_and_the_module_being_built(rank, wor
     assert total / 2 <= shards <= 0.6 * total
 
 
-def dtypes(rank: int, world_size: int) -> list[set[torch.dtype]]:
+@on_ranks(2)
+def test_dtype_is_the_arguments_or_the_configurations_or_the_one_built(rank, world_size):
     bf16 = {"bf16": {"enabled": True}}
-    models = [
-        built(0),
-        built(0, dtype=torch.bfloat16),
-        built(0, config=ds_config(**bf16)),
-        built(0, config_dict_or_path=ds_config(**bf16), dtype=torch.float16),
-    ]
-    found = []
-    for model in models:
-        found.append({param.dtype for param in model.parameters()})
+    for dtype, options in (
+        (torch.float32, {}),
+        (torch.bfloat16, {"dtype": torch.bfloat16}),
+        (torch.bfloat16, {"config": ds_config(**bf16)}),
+        (torch.float16, {"config_dict_or_path": ds_config(**bf16), "dtype": torch.float16}),
+    ):
+        model = built(0, **options)
+        assert {param.dtype for param in model.parameters()} == {dtype}
         with zero.GatheredParameters(model.parameters()):
-            found[-1] |= {param.dtype for param in model.parameters()}
-    return found
-
-
-def test_dtype_is_the_arguments_or_the_configurations_or_the_one_built():
-    expected = [torch.float32, torch.bfloat16, torch.bfloat16, torch.float16]
-    assert run_on(2, dtypes)[0] == [{dtype} for dtype in expected]
+            assert {param.dtype for param in model.parameters()} == {dtype}
 
 
 @on_ranks(2)
@@ -169,26 +162,18 @@ class DrawsIntoData(nn.Module):
         self.linear.bias.data.zero_()
 
 
-def drawn(rank: int, world_size: int, make: Callable[[], nn.Module]) -> tuple[list[str], bool]:
-    """Return which parameters of a model built under `Init` differ from one built without, and
-    whether rows differ.
-
-    The constructor of the whole model draws the weights. All of them are sharded by then."""
+@pytest.mark.parametrize("make", [models.t5, DrawsIntoData])
+@on_ranks(2)
+def test_weights_drawn_after_sharding_are_rank_0s(rank, world_size, make):
+    """The constructor of the whole model draws the weights. All of them are sharded by then."""
     torch.manual_seed(20 + rank)
     with zero.Init():
         model = make()
     torch.manual_seed(20)
     true = make().state_dict()
     with zero.GatheredParameters(model.parameters()):
-        unlike = [
-            name for name, value in model.state_dict().items() if not torch.equal(value, true[name])
-        ]
-        return unlike, bool(model.shared.weight.std() > 0.5)
-
-
-@pytest.mark.parametrize("make", [models.t5, DrawsIntoData])
-def test_weights_drawn_after_sharding_are_rank_0s(make):
-    assert run_on(2, drawn, make) == [([], True)] * 2
+        assert_same_weights(model.state_dict(), true)
+        assert model.shared.weight.std() > 0.5
 
 
 def loaded_in_init(rank: int, world_size: int) -> Curve:

@@ -226,7 +226,8 @@ def test_bits_survive_groups_of_ranks(section):
         assert held == whole // (2 if "mics_shard_size" in section else 4)
 
 
-def sharded(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_while_they_are_sharded(rank, world_size):
     model, engine = start(config())
     codes, carried, aliased, buffered = (layer.base for layer in model.layers)
     for name, read in {
@@ -266,10 +267,6 @@ def sharded(rank: int, world_size: int) -> None:
     steps(engine)
     with zero.GatheredParameters(codes.weight):
         assert local(codes.weight).stride() == (1, WIDTH)
-
-
-def test_while_they_are_sharded():
-    run_on(2, sharded)
 
 
 @pytest.mark.parametrize("in_place", [True, False])

@@ -273,20 +273,17 @@ def test_a_loss_that_the_script_divides_and_a_folder_that_goes_away(tmp_path: Pa
     assert first == second
 
 
-def refused(rank: int, world_size: int, folder: Path) -> None:
-    csv = {"csv_monitor": {"enabled": True, "output_path": str(folder / "file")}}
-    flops = {"flops_profiler": {"enabled": True, "output_file": str(folder / "none" / "table")}}
+@on_ranks(RANKS)
+def test_what_cannot_be_written_is_refused_on_all_ranks_before_training(rank, world_size, tmp_path):
+    (tmp_path / "file").write_text("")
+    csv = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "file")}}
+    flops = {"flops_profiler": {"enabled": True, "output_file": str(tmp_path / "none" / "table")}}
     for section, says in (
         (csv, "csv_monitor.output_path: cannot write to"),
         (flops, "flops_profiler.output_file: .* there is no such folder"),
     ):
         with pytest.raises(UsageError, match=says):
             start(toy(), ds_config(**section))
-
-
-def test_what_cannot_be_written_is_refused_on_all_ranks_before_training(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    run_on(RANKS, refused, tmp_path)
 
 
 @pytest.mark.parametrize("section", ["tensorboard", "wandb"])

@@ -282,25 +282,21 @@ def test_mistakes_are_named(rank, world_size):
             mistake()
 
 
-def load_on_one_rank(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_an_error_of_a_loader_is_raised_on_all_ranks_of_its_sequence(rank, world_size):
     def batches() -> Iterator[dict[str, torch.Tensor]]:
         if rank == 1:
             raise OSError("no such shard")
         yield {"input_ids": torch.ones(1, 4, dtype=torch.long)}
 
-    with pytest.raises((OSError, RuntimeError)) as error:
+    says = "^no such shard" if rank else "could not load its batch: OSError: no such shard$"
+    with pytest.raises((OSError, RuntimeError), match=says):
         list(MicroBatches(batches(), make_group(2)))
-    return str(error.value)
 
 
-def test_an_error_of_a_loader_is_raised_on_all_ranks_of_its_sequence():
-    first, second = run_on(2, load_on_one_rank)
-    assert first.endswith("could not load its batch: OSError: no such shard")
-    assert second == "no such shard"
-
-
-def replicas(rank: int, world_size: int) -> bool:
-    """Whether rank 0 alone warns of replicas that accelerate has asked for beside `sp_size`."""
+@on_ranks(2)
+def test_replicas_that_nothing_would_make_are_named(rank, world_size):
+    """By rank 0 alone: accelerate has asked for them beside `sp_size`."""
     warnings = messages()
     parallel = ParallelismConfig(sp_backend="deepspeed", sp_size=2, dp_replicate_size=2)
     # accelerate asks for them, also where a group exists
@@ -310,11 +306,8 @@ def replicas(rank: int, world_size: int) -> bool:
         cpu=True, parallelism_config=parallel, dynamo_plugin=plugin, _from_accelerator=True
     )
     zero.initialize(model=llama(), config=ds_config() | {"sequence_parallel_size": 2})
-    return any("dp_replicate_size 2" in each and "mics_shard_size" in each for each in warnings)
-
-
-def test_replicas_that_nothing_would_make_are_named():
-    assert run_on(2, replicas) == [True, False]
+    named = [each for each in warnings if "dp_replicate_size 2" in each and "mics_shard" in each]
+    assert bool(named) == (rank == 0)
 
 
 # -- tiles of the tokens, with the numbers of whole layers and no tensor larger than a tile's
