@@ -27,7 +27,12 @@ AT_MINIMUM = "(?s)'blocks.1.down.weight'.*minimum loss scale 1.*bf16"
 @pytest.mark.parametrize(
     ("events", "fp16", "broken", "says"),
     [
-        ("x.xx.....", {"initial_scale_power": 8, "loss_scale_window": 3}, (SHARDED,), ""),
+        (
+            "x.xx.....",
+            {"initial_scale_power": 8, "loss_scale_window": 3, "hysteresis": 2},
+            (SHARDED,),
+            "",
+        ),
         ("x.x", {"loss_scale": 64}, (SHARDED,), ""),
         (".x", {"initial_scale_power": 0, "hysteresis": 1}, SEVERAL, AT_MINIMUM),
         ("x.xx.xxx", {}, (PERSISTENT,), "3 steps in a row"),

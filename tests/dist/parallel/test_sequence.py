@@ -238,7 +238,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
         train_batch_size=2, train_micro_batch_size_per_gpu=2, accumulation=2
     ),
     "size: 2 does not divide the model's 3 attention heads": lambda: initialize(
-        llama(num_attention_heads=3, num_key_value_heads=1)
+        llama(num_attention_heads=3, num_key_value_heads=1, hidden_size=12)
     ),
     "Linear is not a model of transformers": lambda: initialize(torch.nn.Linear(2, 2)),
     "T5ForConditionalGeneration, which has an encoder and a decoder": lambda: initialize(
