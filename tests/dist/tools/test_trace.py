@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests import recorded
-from tests.dist.tools.test_verify import SCRIPT
+from tests.dist.tools.test_verify import MODEL
 from tests.dist.training import ds_config, start
 from tests.processes import REPOSITORY, on_ranks, run_on
 from zero.comm.communicator import communicator
@@ -115,19 +115,28 @@ def test_a_step_of_two_ranks(tmp_path: Path):
     assert_nested(events)
 
 
+SCRIPT = f"""{MODEL}
+engine, *_ = zero.initialize(model=model, model_parameters=model.parameters(), config=config)
+for step in range(3):
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+print("the script is over")
+"""
+
+
 def test_the_command(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(REPOSITORY)
     script, out = tmp_path / "script.py", tmp_path / "trace.json.gz"
     script.write_text(SCRIPT)
-    words = "--out", str(out), str(script), str(tmp_path / "output")
-    code, stdout, stderr = call(capsys, "--step", "2", *words)
+    code, stdout, stderr = call(capsys, "--step", "3", "--out", str(out), str(script))
     assert "trace: the run: step " in stderr
     assert code == 0 and stdout.startswith(f"{out}: open it")
     assert '"name": "backward"' in gzip.decompress(out.read_bytes()).decode()
     out.unlink()
     monkeypatch.setattr(command, "run", recorded.run)
-    code, _, stderr = call(capsys, "--step", "3", *words)
-    assert code == 2 and not out.exists() and "took fewer than 3 optimizer steps" in stderr
+    code, _, stderr = call(capsys, "--step", "4", "--out", str(out), str(script))
+    assert code == 2 and not out.exists()
+    assert "took fewer than 4 optimizer steps" in stderr and "the script is over" in stderr
 
 
 def test_the_allocations_of_a_gpu_are_copied_beside_the_trace(tmp_path: Path, monkeypatch, capsys):

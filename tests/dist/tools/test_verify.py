@@ -178,8 +178,8 @@ HIDDEN_BY_ADAM = {
     "skipped": ("setting", "whether the step was skipped", "It is 1 on the engine and 0 on plain"),
     "setting": ("setting", "lr of param group 0", "It is 0.001"),
     "clipping": ("exp_avg", "stem.weight", "All tensors of this kind are"),
-    "rate": ("update", "stem.weight", TIMES.format(1.01)),
     "betas": ("exp_avg_sq", "stem.weight", TIMES.format(50)),
+    "rate": ("update", "stem.weight", TIMES.format(1.01)),
     "decay": ("update", None, BEFORE),
     "touched": ("update", None, BEFORE),
 }
@@ -253,36 +253,40 @@ def verify(
     return call
 
 
-SCRIPT = """
+MODEL = """
 import sys
 import torch, zero
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 4)
 config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-config["json_monitor"] = {"enabled": True, "output_path": sys.argv[1]}
+"""
+SAVES = f"""{MODEL}
+config["json_monitor"] = {{"enabled": True, "output_path": sys.argv[1]}}
 engine, *_ = zero.initialize(model=model, model_parameters=model.parameters(), config=config)
-for step in range(2):
-    factor = float("nan") if step or len(sys.argv) > 2 else 1
-    engine.backward(engine(torch.ones(1, 4)).sum() * factor)
+for step in range(3):
+    engine.backward(engine(torch.ones(1, 4)).sum())
     engine.step()
     engine.save_checkpoint(sys.argv[1])
 """
+OVERFLOWS = f"""{MODEL}
+engine, *_ = zero.initialize(model=model, model_parameters=model.parameters(), config=config)
+for step in range(2):
+    factor = float("nan") if step or len(sys.argv) > 1 else 1
+    engine.backward(engine(torch.ones(1, 4)).sum() * factor)
+    engine.step()
+"""
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    return tmp_path / "script.py"
-
-
-def test_nothing_is_saved_while_a_script_is_verified(verify: Callable, script: Path):
-    code, stdout, stderr = verify(script, script.with_name("output"))
+def test_nothing_is_saved_while_a_script_is_verified(verify: Callable, tmp_path: Path):
+    script, output = tmp_path / "script.py", tmp_path / "output"
+    script.write_text(SAVES)
+    code, stdout, stderr = verify(script, output)
     assert code == 0, stdout + stderr
-    assert "Equal within rounding for 1 step(s)." in stdout
-    assert not script.with_name("output").exists()
+    assert "Equal within rounding for 1 step(s)." in stdout and not output.exists()
 
 
-def test_a_script_without_a_step_is_refused(verify: Callable, script: Path):
+def test_a_script_without_a_step_is_refused(verify: Callable, tmp_path: Path):
+    script = tmp_path / "script.py"
     script.write_text("print('nothing trains here')")
     code, _, stderr = verify(script)
     assert code == 2
@@ -290,12 +294,14 @@ def test_a_script_without_a_step_is_refused(verify: Callable, script: Path):
     assert "nothing trains here" in stderr
 
 
-def test_skipped_and_missing_steps_are_named(verify: Callable, script: Path):
-    code, stdout, stderr = verify("--steps", "3", script, script.with_name("output"))
+def test_skipped_and_missing_steps_are_named(verify: Callable, tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(OVERFLOWS)
+    code, stdout, stderr = verify("--steps", "3", script)
     assert code == 0, stdout + stderr
     assert "Both runs skipped 1 step(s)" in stdout
     assert "--steps 3: the script took only 2" in stderr
-    code, _, stderr = verify("--steps", "3", script, script.with_name("output"), "all")
+    code, _, stderr = verify("--steps", "3", script, "all")
     assert code == 2 and "no update was compared" in stderr
 
 
